@@ -14,6 +14,7 @@ from urllib.error import URLError
 
 import numpy as np
 import torch
+from torch.utils.data import DistributedSampler
 
 from config import InputError, MnistConfig
 
@@ -159,38 +160,73 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_examples)
 
 
-def random_shift(images: np.ndarray, max_shift: int, rng: np.random.Generator) -> np.ndarray:
-    """Each image (B, H, W) moved by its own offset of up to max_shift pixels in y and x, zeros drawn in."""
+def random_shift(images: np.ndarray, offsets: np.ndarray, max_shift: int) -> np.ndarray:
+    """Each image (B, H, W) moved by its own offsets (2, B) of 0 to 2 max_shift pixels in y and x, zeros drawn in."""
     padded = np.pad(images, ((0, 0), (max_shift, max_shift), (max_shift, max_shift)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, images.shape[1:], axis=(1, 2))
-    offsets = rng.integers(0, 2 * max_shift + 1, (2, len(images)))
     return windows[np.arange(len(images)), offsets[0], offsets[1]]
+
+
+class ReplicaSampler(DistributedSampler):
+    """torch's DistributedSampler, shuffled by epoch_order: the ids that one of num_replicas replicas or hosts reads.
+
+    Replica r reads every num_replicas-th example from the r-th on, so the same positions of all replicas together are
+    one stretch of epoch_order: a global batch holds the same examples whatever num_replicas is.
+    """
+
+    def __init__(self, num_examples: int, seed: int, replica: int, num_replicas: int):
+        super().__init__(range(num_examples), num_replicas, replica, shuffle=True, seed=seed, drop_last=True)
+
+    def __iter__(self) -> Iterator[int]:
+        order = epoch_order(len(self.dataset), self.seed, self.epoch)[: self.total_size]
+        return iter(order[self.rank :: self.num_replicas].tolist())
 
 
 class TrainBatches:
     """Batches of steps first_step to num_steps: images (B, H, W) uint8, labels (B,) int32.
 
-    Every epoch follows a fresh permutation and leaves its short end out, so that all batches have one shape.
+    Every epoch follows a fresh permutation and leaves its short end out, so that all batches have one shape. Of many
+    replicas or hosts each gets its part: B is global_batch_size / num_replicas, which must be whole.
     """
 
-    def __init__(self, dataset: ImageDataset, config: MnistConfig, first_step: int, num_steps: int):
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        config: MnistConfig,
+        first_step: int,
+        num_steps: int,
+        replica: int = 0,
+        num_replicas: int = 1,
+    ):
+        assert config.global_batch_size % num_replicas == 0, (config.global_batch_size, num_replicas)
         self.dataset, self.config, self.first_step, self.num_steps = dataset, config, first_step, num_steps
+        self.sampler = ReplicaSampler(len(dataset.train_images), config.seed, replica, num_replicas)
 
     def __len__(self) -> int:
         return self.num_steps - self.first_step
 
+    def ids(self) -> Iterator[np.ndarray]:
+        """The training examples of each batch, in order: (B,) indices."""
+        size = self.config.global_batch_size // self.sampler.num_replicas
+        steps_per_epoch = len(self.dataset.train_images) // self.config.global_batch_size
+        current_epoch, order = -1, None
+        for step in range(self.first_step, self.num_steps):
+            epoch, batch = divmod(step, steps_per_epoch)
+            if epoch != current_epoch:
+                current_epoch = epoch
+                self.sampler.set_epoch(epoch)  # without it every epoch would come in the same order
+                order = np.array(list(self.sampler))
+            yield order[batch * size : (batch + 1) * size]
+
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         seed, size, max_shift = self.config.seed, self.config.global_batch_size, self.config.max_shift
         images, labels = self.dataset.train_images, self.dataset.train_labels
-        current_epoch, order = -1, None
-        for step in range(self.first_step, self.num_steps):
-            epoch, batch = divmod(step, len(images) // size)
-            if epoch != current_epoch:
-                current_epoch, order = epoch, epoch_order(len(images), seed, epoch)
-            ids = order[batch * size : (batch + 1) * size]
+        for step, ids in enumerate(self.ids(), self.first_step):
             chosen = images[ids]
             if max_shift:
-                chosen = random_shift(chosen, max_shift, np.random.default_rng([seed, step, 1]))
+                # drawn for the whole batch: an example moves alike whichever replica has it
+                offsets = np.random.default_rng([seed, step, 1]).integers(0, 2 * max_shift + 1, (2, size))
+                chosen = random_shift(chosen, offsets[:, self.sampler.rank :: self.sampler.num_replicas], max_shift)
             yield torch.from_numpy(chosen), torch.from_numpy(labels[ids].astype(np.int32))
 
 

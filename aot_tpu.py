@@ -37,9 +37,7 @@ from pathlib import Path
 
 LABEL = "compiler estimate, not measured; excludes collectives"
 COMMUNICATION_LABEL = "lower bound: bytes over link bandwidth, not measured"
-OUTPUT_VARIABLE = (
-    "AOT_TPU_OUTPUT"  # a folder: compile_for writes report.json and program.txt there and prints no report
-)
+OUTPUT_VARIABLE = "AOT_TPU_OUTPUT"  # a folder: compile_for writes its files there and prints nothing
 TESTED_VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
 GIB = 2**30
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
@@ -481,6 +479,10 @@ FREE = frozenset(
 )
 
 
+# their result says nothing about their cost: counted however small it is
+WEIGHTY = frozenset((*COLLECTIVES, "custom-call", "sort", "reduce", "reduce-window", "convolution", "dot", "fusion"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     name: str
@@ -585,7 +587,8 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
     """({source line: estimated cycles}, {kind: operations without estimate}) of one step on one device.
 
     Sums estimated_cycles over the schedule: entry, loop bodies times their trips, branches, asynchronous calls. What is
-    inside a fusion belongs to the fusion. A fusion counts for the source line of its last operation.
+    inside a fusion belongs to the fusion. A fusion counts for the source line of its last operation. Results of at most
+    4 KiB (one register) without estimate are left out.
     """
     times, cycles, unpriced = _times_run(computations), Counter(), Counter()
     fused = {o.find(r"calls=%?([\w.\-]+)") for ops in computations.values() for o in ops if o.kind == "fusion"}
@@ -601,6 +604,10 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
         if called <= nested:
             break
         nested |= called
+
+    def small(operation: Operation) -> bool:  # scalars of the optimizer: nothing beside a priced operation
+        return operation.kind not in WEIGHTY and max(shape_bytes(operation.type, padded=False), default=0) <= 4096
+
     for computation, operations in computations.items():
         if computation in nested or not times[computation]:
             continue
@@ -610,7 +617,7 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
                 scope = re.search(r'op_name="([\w\-.]+\.py)_(\d+)( backward)?', operation.line)
                 source = f"{scope[1]}:{scope[2]}{scope[3] or ''}" if scope else "added by the compiler"
                 cycles[source] += int(estimate) * times[computation]
-            elif operation.kind not in FREE and "ConcatBitcast" not in operation.line:
+            elif operation.kind not in FREE and "ConcatBitcast" not in operation.line and not small(operation):
                 unpriced[operation.kind.removesuffix("-start")] += times[computation]
     return cycles, unpriced
 
@@ -877,6 +884,8 @@ def compile_for(
     if os.environ.get(OUTPUT_VARIABLE):
         folder = Path(os.environ[OUTPUT_VARIABLE])
         (folder / "program.txt").write_text(text)
+        (folder / "traced.hlo.pb").write_bytes(traced.hlo)
+        (folder / "inputs.json").write_text(json.dumps({"roles": traced.roles, "donated": traced.donated}))
         (folder / "report.json").write_text(json.dumps(dataclasses.asdict(result), indent=2, default=str))
         return result.exit_code
     print(format_report(result), flush=True)

@@ -37,7 +37,7 @@ def train_step(model, optimizer, x):
     return loss.detach()
 
 
-def train(index: int, config: argparse.Namespace) -> int:
+def train(config: argparse.Namespace) -> int:
     if config.strategy == "fsdp":
         xr.use_spmd()
         devices = xr.global_runtime_device_count()
@@ -60,7 +60,9 @@ def train(index: int, config: argparse.Namespace) -> int:
         optimizer.state[p] = {name: value.to(device) for name, value in state.items()}
         shard(optimizer.state[p]["exp_avg"])
         shard(optimizer.state[p]["exp_avg_sq"])
-    x = torch.randn(config.global_batch_size, config.width).to(device)
+    replicas = 1 if xr.is_spmd() else xr.world_size()
+    shape = (config.global_batch_size // replicas, config.width)
+    x = torch.empty(shape, device=device) if config.placeholders else torch.randn(shape).to(device)
     shard(x)
     if config.compile_for:
         return aot_tpu.compile_for(
@@ -70,9 +72,15 @@ def train(index: int, config: argparse.Namespace) -> int:
             examples=config.global_batch_size,
             model_flops=48 * config.width**2 * config.global_batch_size,
             settings=vars(config),
+            knobs=[("shard everything", ["--strategy", "fsdp"])],
         )
     print(train_step(model, optimizer, x).item())
     return 0
+
+
+def replica(index: int, config: argparse.Namespace) -> None:
+    if code := train(config):
+        sys.exit(code)  # launch hands it on
 
 
 def main() -> int:
@@ -83,13 +91,14 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--placeholders", action="store_true")
     config = parser.parse_args()
+    if config.global_batch_size % 8:
+        parser.error(f"global_batch_size ({config.global_batch_size}) must be divisible by 8")
     if config.compile_for:
         aot_tpu.prepare_environment(config.compile_for)
     if config.strategy == "ddp":
-        codes = []
-        torch_xla.launch(lambda index: codes.append(train(index, config)), start_method="fork")
-        return max(codes)
-    return train(0, config)
+        torch_xla.launch(replica, args=(config,))
+        return 0
+    return train(config)
 
 
 if __name__ == "__main__":

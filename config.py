@@ -124,6 +124,20 @@ class MnistConfig(TrainConfig):
     """Examples per evaluation step. The last batch is padded and masked, so each example counts once."""
 
 
+@dataclass(frozen=True)
+class DistributedMnistConfig(MnistConfig):
+    """distributed_mnist_tpu.py."""
+
+    strategy: Literal["spmd", "ddp"] = "spmd"
+    """spmd: one program over all devices, a process per host. ddp: DistributedDataParallel, a process per device."""
+    shard_parameters: bool = False
+    """spmd only: cut parameters and optimizer state over the devices too (FSDP) instead of one copy each."""
+    num_virtual_devices: int = 0
+    """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
+    peers_timeout: int = 300
+    """Seconds to wait at the start for the other hosts of a pod slice."""
+
+
 # Visible sets of fields: what a level means is all here.
 LEVELS: dict[str, dict[str, Any]] = {
     "conservative": dict(precision="float32", matmul_precision="highest", prefetch_batches=2),
@@ -161,11 +175,15 @@ PRESETS: dict[type, dict[str, dict[str, Any]]] = {
         ),
     },
 }
+# the same recipes: equal global batch, epochs and seed give equal numbers in both scripts
+PRESETS[DistributedMnistConfig] = PRESETS[MnistConfig]
 
 # Fields that may differ between a run and its resumption without changing a single bit of what it computes.
+# The last line is the exception: other devices add the same gradients in another order, equal to about 1e-7.
 FREE_ON_RESUME = frozenset(
     "run_dir resume device debug data_dir download save_every keep_checkpoints tensorboard profile_steps "
-    "compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level".split()
+    "compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level "
+    "peers_timeout num_virtual_devices strategy shard_parameters".split()
 )
 
 
@@ -190,8 +208,8 @@ def check(config: TrainConfig) -> list[str]:
         "save_every",
         "keep_checkpoints",
     ]
-    at_least_one += ["num_epochs", "channels", "hidden_dim", "eval_batch_size"]
-    at_least_zero = ["seed", "warmup_steps", "max_shift"]
+    at_least_one += ["num_epochs", "channels", "hidden_dim", "eval_batch_size", "peers_timeout"]
+    at_least_zero = ["seed", "warmup_steps", "max_shift", "num_virtual_devices"]
     for name in at_least_one + at_least_zero:
         value, least = getattr(config, name, 1), int(name in at_least_one)
         if value < least:
@@ -204,6 +222,8 @@ def check(config: TrainConfig) -> list[str]:
     for name in ("momentum", "adam_beta1", "adam_beta2"):
         if not 0 <= getattr(config, name) < 1:
             problems.append(f"{name} is {getattr(config, name)}; expected 0 <= {name} < 1")
+    if getattr(config, "shard_parameters", False) and config.strategy == "ddp":
+        problems.append("shard_parameters is for strategy spmd; ddp keeps a whole copy per device; drop one of the two")
     if config.resume == "must" and not config.run_dir:
         problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
     for text, parse in ((config.profile_steps, parse_profile_steps), (config.compile_for, parse_topology)):
@@ -269,6 +289,17 @@ def num_steps_of(config: MnistConfig, num_examples: int) -> tuple[int, int]:
             f"warmup_steps is {config.warmup_steps} but the run has {num_steps} steps; choose fewer, or more epochs"
         )
     return steps_per_epoch, num_steps
+
+
+def check_divisible(config: MnistConfig, num_devices: int) -> None:
+    """Raises InputError unless every device gets the same number of examples of a global batch."""
+    size = config.global_batch_size
+    if size % num_devices:
+        below, above = size // num_devices * num_devices, -(-size // num_devices) * num_devices
+        raise InputError(
+            f"global_batch_size is {size} but there are {num_devices} devices, which would get unequal parts; "
+            f"the nearest that works: {f'{below} or {above}' if below else above}"
+        )
 
 
 def learning_rates(config: TrainConfig, num_steps: int) -> torch.Tensor:

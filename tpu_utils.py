@@ -12,9 +12,11 @@ import contextlib
 import datetime
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import queue
+import shlex
 import shutil
 import signal
 import sys
@@ -27,12 +29,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch_xla
 import torch_xla.backends
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.debug.profiler as xp
+import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from torch_xla._internal import tpu
 from tqdm import tqdm
 
 from aot_tpu import prepare_environment
@@ -109,16 +114,17 @@ def attached_chips(pci_root: Path = Path("/sys/bus/pci/devices")) -> list[Genera
     return chips
 
 
-def start_device(config: TrainConfig) -> torch.device:
-    """Choose, start and seed the XLA device; set matrix product precision and the compile cache.
+def choose_device(config: TrainConfig) -> str:
+    """Settle "tpu" or "cpu", and how many devices, in the environment: it is read once, when a device is first touched.
 
-    Call it before anything touches a device: PJRT_DEVICE is read once. Raises DeviceError instead of falling back.
+    Idempotent, and inherited by child processes. Raises DeviceError instead of falling back.
     """
     chips = attached_chips()
     chosen = config.device
     if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
-        prepare_environment(config.compile_for)
-        chosen = "cpu"
+        if not torch_xla._XLAC._xla_runtime_is_initialized():
+            prepare_environment(config.compile_for)
+        return "cpu"
     if chosen == "auto":
         chosen = os.environ.get("PJRT_DEVICE", "TPU" if chips else "CPU").lower()
     if chosen == "tpu" and not chips:
@@ -127,12 +133,30 @@ def start_device(config: TrainConfig) -> torch.device:
             "run it on a TPU VM, or add --device cpu"
         )
     os.environ["PJRT_DEVICE"] = chosen.upper()
+    if num_virtual_devices := getattr(config, "num_virtual_devices", 0):
+        if chosen != "cpu":
+            raise InputError(
+                f"num_virtual_devices is {num_virtual_devices} but the device is {chosen}; add --device cpu"
+            )
+        os.environ["CPU_NUM_DEVICES"] = str(num_virtual_devices)
+    return chosen
+
+
+def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -> torch.device:
+    """Choose, start and seed the XLA device; set matrix product precision and the compile cache.
+
+    join: makes this process part of something larger, xr.use_spmd or a process group. It is called when the
+    environment is settled and no device has been touched: neither may come later.
+    Call it before anything touches a device: PJRT_DEVICE is read once. Raises DeviceError instead of falling back.
+    """
+    chosen = choose_device(config)
     if config.matmul_precision != "default":
         torch_xla.backends.set_mat_mul_precision(config.matmul_precision)
     cache = compile_cache_dir(config)
     try:
         if cache:
             xr.initialize_cache(str(cache))  # must precede every computation
+        join()
         device = torch_xla.device()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
@@ -153,7 +177,11 @@ def compile_cache_dir(config: TrainConfig) -> Path | None:
     """
     if not config.compile_cache or os.environ.get("PJRT_DEVICE") != "TPU":
         return None
-    return Path("~/.cache/torch_xla_programs" if config.compile_cache == "auto" else config.compile_cache).expanduser()
+    folder = Path("~/.cache/torch_xla_programs" if config.compile_cache == "auto" else config.compile_cache)
+    local_process = os.environ.get(
+        "LOCAL_RANK", os.environ.get("PJRT_LOCAL_PROCESS_RANK")
+    )  # torchrun, torch_xla.launch
+    return (folder / f"process_{local_process}" if local_process else folder).expanduser()  # one folder per process
 
 
 def peak_flops(num_devices: int) -> float | None:
@@ -178,12 +206,106 @@ def print_banner(config: TrainConfig, device: torch.device) -> None:
     memory = device_memory(device)
     cache = compile_cache_dir(config)
     matmul = f", float32 matrix products at {config.matmul_precision} precision" if kind == "TPU" else ""
-    print(f"device     {name}, {used} of {count} devices, host {xr.process_index()} of {xr.process_count()}")
+    unit = "host" if xr.is_spmd() or used == 1 else "process"
+    print(f"device     {name}, {used} of {count} devices, {unit} {xr.process_index()} of {xr.process_count()}")
     if memory:
         print(f"memory     {memory['bytes_limit'] / 2**30:.2f} GiB per device")
     print(f"versions   torch {torch.__version__}, torch_xla {torch_xla.__version__}, Python {sys.version.split()[0]}")
     print(f"precision  {config.precision}{matmul}")
     print(f"cache      {cache or 'no compile cache' + (' (used on TPU only)' if kind != 'TPU' else '')}", flush=True)
+
+
+def tpu_hosts() -> tuple[int, list[str]]:
+    """(index of this host, addresses of all hosts of the TPU slice), from the VM's metadata: no device is touched."""
+    try:
+        return tpu.worker_id(), tpu.get_worker_ips()
+    except (OSError, KeyError, TypeError) as error:
+        raise DeviceError(
+            f"the hosts of this TPU slice are not known: {error!r}; run on a TPU VM, or set TPU_SKIP_MDS_QUERY=1, "
+            "TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"
+        ) from error
+
+
+def wait_for_peers(index: int, addresses: list[str], seconds: float, port: int = 12356) -> "Peers":
+    """Meet the other hosts before the TPU is started: it would wait for them for ever, without a word.
+
+    The default process group is theirs afterwards (gloo). Raises DeviceError naming the hosts that are missing.
+    """
+    count = len(addresses)
+    if count == 1:
+        return Peers()
+    print(
+        f"host       {index} of {count}, waiting up to {seconds:g} s for the others at {addresses[0]}:{port}",
+        flush=True,
+    )
+    names, deadline = [f"host_{i}" for i in range(count)], time.monotonic() + seconds
+    missing = [0]  # the others are known to be there or not once the first one answers
+    try:
+        limit = datetime.timedelta(seconds=seconds)
+        store = dist.TCPStore(addresses[0], port, count, is_master=index == 0, timeout=limit, wait_for_workers=False)
+        store.set(names[index], "here")
+        while missing := [i for i, name in enumerate(names) if not store.check([name])]:
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"{count - len(missing)} of {count} hosts answered")
+            time.sleep(0.1)
+    except dist.DistError as error:
+        names = ", ".join(f"host {i} ({addresses[i]})" for i in missing)
+        command = f"--worker=all --command={shlex.quote(shlex.join(['python3', *sys.argv]))}"
+        raise DeviceError(
+            f"host {index} of {count} waited {seconds:g} s for {names}: {str(error).splitlines()[0]}; start the same "
+            f"command on all workers:\n  gcloud compute tpus tpu-vm ssh NAME --zone ZONE {command}"
+        ) from error
+    dist.init_process_group("gloo", store=store, rank=index, world_size=count, timeout=limit)
+    return Peers(index, count)
+
+
+class Peers:
+    """What the processes of one run must agree on, through the hosts' network and never through the devices.
+
+    index, count: of this process. group: a gloo process group, or None for the default one. One process needs neither.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1, group=None):
+        self.index, self.count, self._group = index, count, group
+
+    def largest(self, value: int) -> int:
+        """The largest value that any process gave."""
+        if self.count == 1:
+            return value
+        values = torch.tensor([value])
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        return int(values[0])
+
+    def from_first(self, function: Callable[[], Any]) -> Any:
+        """What function returned on the first process, the only one to call it; its exception is raised on all."""
+        if self.count == 1:
+            return function()
+        outcome: list[Any] = [None, None]
+        if self.index == 0:
+            try:
+                outcome[0] = function()
+            except Exception as error:  # whatever it is: the others wait to hear
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, group=self._group, device=torch.device("cpu"))
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+
+class BatchSharding:
+    """Cuts axis 0 of every tensor of a batch over a mesh axis; on several hosts each gives its own rows.
+
+    An xs.ShardingSpec is for one rank alone and leaves tensors of other ranks replicated without a word (xla_spec).
+    """
+
+    minibatch = True  # what this process sends is its part of the batch, not the whole
+
+    def __init__(self, mesh: xs.Mesh, axis: str):
+        self._mesh, self._axis = mesh, axis
+
+    def xla_spec(self, tensor: torch.Tensor):
+        spec = (self._axis,) + (None,) * (tensor.dim() - 1)
+        return xs.ShardingSpec(self._mesh, spec, minibatch=True).xla_spec(tensor)
 
 
 class DeviceLoader:
@@ -193,8 +315,8 @@ class DeviceLoader:
     (parallel_loader.py, _loader_worker: finally without except), and it holds the first batch back until a whole group
     of prefetched batches is read (_get_batch). Here the error reaches the training loop.
 
-    batches: iterable of tuples of host tensors. goodput: gets the time the loop waits for data. input_sharding: an
-    xs.ShardingSpec for every tensor, or None.
+    batches: iterable of tuples of host tensors. goodput: gets the time the loop waits for data. input_sharding: a
+    BatchSharding, or None.
     """
 
     def __init__(self, batches: Iterable, device: torch.device, prefetch: int, goodput: "Goodput", input_sharding=None):
@@ -248,16 +370,36 @@ class DeviceLoader:
 
 
 class StopRequest:
-    """The first SIGTERM or SIGINT asks for a checkpoint at the next step boundary; a second one stops at once."""
+    """The first SIGTERM or SIGINT asks for a checkpoint at the next step boundary; a second one stops at once.
 
-    def __init__(self):
-        self.signal: int | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._request)
+    relay: a file through which a process that only started the replicas passes the signal on to them. It is idempotent
+    where forwarding is not: a terminal, or systemd, signals parent and children alike.
+    """
+
+    def __init__(self, relay: Path | None = None):
+        self._signal: int | None = None
+        self._relay = relay
+        if threading.current_thread() is threading.main_thread():  # torch_xla.launch runs replicas in other threads
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._request)
 
     def _request(self, number: int, frame) -> None:
-        self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        if self._signal and self._relay:
+            for child in multiprocessing.active_children():
+                child.kill()
+            os._exit(128 + number)
+        self._signal = number
+        if self._relay:
+            write_atomically(self._relay, str(number).encode())
+        else:
+            signal.signal(number, signal.SIG_DFL)
+
+    @property
+    def signal(self) -> int | None:
+        """Number of the signal that asked to stop, or None."""
+        if self._signal is None and self._relay and self._relay.exists():
+            self._signal = int(self._relay.read_text())
+        return self._signal
 
     @property
     def exit_code(self) -> int:
@@ -428,22 +570,28 @@ class RunLog:
     """metrics.jsonl, TensorBoard, the progress bar and the printed lines of a run.
 
     On resume, lines and events after first_step are dropped: they will be written again.
+    silent: of several processes all but the first; it writes and prints nothing.
     """
 
-    def __init__(self, run_dir: Path, first_step: int, num_steps: int, tensorboard: bool):
-        self._path = run_dir / "metrics.jsonl"
-        if self._path.exists():
+    def __init__(self, run_dir: Path, first_step: int, num_steps: int, tensorboard: bool, silent: bool = False):
+        self._silent = silent
+        self._path = Path(os.devnull) if silent else run_dir / "metrics.jsonl"
+        if self._path.is_file():
             kept = [line for line in self._path.read_bytes().splitlines(True) if _step_of_line(line) <= first_step]
             write_atomically(self._path, b"".join(kept))
         self._file = self._path.open("a", buffering=1)
         self._events = None
-        if tensorboard:
+        if tensorboard and not silent:
             from torch.utils.tensorboard import SummaryWriter  # a second of imports
 
             self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
         # a terminal gets a bar on stderr; a pipe or a file gets the lines alone
         self._bar = tqdm(
-            total=num_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=not sys.stderr.isatty()
+            total=num_steps,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=silent or not sys.stderr.isatty(),
         )
 
     def __enter__(self) -> "RunLog":
@@ -479,7 +627,8 @@ class RunLog:
     def checkpoint(self, step: int) -> None:
         """Write it before saving: all lines are then on disk before a checkpoint says that their steps are done."""
         self.write("checkpoint", step)
-        os.fsync(self._file.fileno())
+        if not self._silent:
+            os.fsync(self._file.fileno())
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
         """One JSON object; numbers also go to TensorBoard under kind/name. Non-finite numbers become null in JSON."""
@@ -492,6 +641,8 @@ class RunLog:
         self._file.write(json.dumps(record) + "\n")
 
     def _print(self, line: str) -> None:
+        if self._silent:
+            return
         self._bar.write(line)  # above the bar on a terminal, a plain line elsewhere
         sys.stdout.flush()
 

@@ -192,8 +192,6 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         device = start_device(config, join=lambda: dist.init_process_group("xla", init_method="xla://"))
         num_devices, mesh, sharding = xr.world_size(), None, None
         part, num_parts = xr.global_ordinal(), num_devices
-        if config.compile_for and part > 0:
-            return 0  # all replicas run the same program; the first one compiles it
         several = num_devices > 1 and not config.compile_for
         peers = Peers(part, num_parts, dist.new_group(backend="gloo")) if several else Peers()
     check_divisible(config, num_devices)
@@ -333,6 +331,8 @@ def print_result(summary: dict, dataset: ImageDataset) -> None:
 
 def replica(index: int, config: DistributedMnistConfig, relay: Path) -> None:
     """One process of a DDP run, started by torch_xla.launch or torchrun."""
+    if config.compile_for and index > 0:
+        return  # all replicas run the same program; the first one compiles it
     if code := train(config, relay=relay):
         sys.exit(code)  # torch_xla.launch drops what a replica returns, but not what it raises
 

@@ -1,0 +1,126 @@
+"""Run the DDP step of distributed_mnist_tpu.py on N replicas without N devices; test_distributed.py starts this.
+
+XLA's CPU client cannot run a program that torch_xla replicated: each replica compiles a module of its own, and the
+client pairs collectives by module. So: trace FOLDER N ... the program, for real, at world size N, then: run FOLDER, in
+a process of its own, executes that one program on N CPU replicas through jax's client.
+
+    python tests/distributed_replicas.py trace FOLDER NUM_REPLICAS NUM_STEPS [options of distributed_mnist_tpu.py]
+    python tests/distributed_replicas.py run FOLDER
+"""
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -> None:
+    """Writes program.hlo (serialized), program.txt and state.pkl: the inputs' values, and which outputs replace them."""
+    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_replicas)}
+    import torch
+    import torch.distributed as dist
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    from torch_xla._internal import pjrt
+
+    import distributed_mnist_tpu as script
+    from aot_tpu import _alias_id
+    from config import DistributedMnistConfig, learning_rates, make_optimizer, parse_command_line
+    from data import TrainBatches, load_dataset
+    from tpu_utils import DeviceMetrics
+
+    config = parse_command_line(DistributedMnistConfig, "", options)
+    dataset = load_dataset(config)
+    pjrt.initialize_multiprocess(0, 1)  # what torch_xla.launch does first: this process is replica 0 of num_replicas
+    dist.init_process_group("xla", init_method="xla://")
+    assert dist.get_world_size() == num_replicas
+    device = torch_xla.device()
+    torch.manual_seed(config.seed)
+    model = script.ConvNet(dataset.image_size, config.channels, config.hidden_dim).to(device)
+    optimizer = make_optimizer(config, model.parameters())
+    rates = learning_rates(config, num_steps).to(device)
+    metrics = DeviceMetrics(["loss"], num_steps, device)
+    batches = TrainBatches(dataset, config, 0, num_steps, 0, num_replicas)
+    images, labels = xm.send_cpu_data_to_device(list(next(iter(batches))), device)
+    trained = script.replicate(model, tracing=True)
+    # what torch_xla.compile wraps, so that nothing is executed
+    step = script.train_step.__wrapped__
+    step(trained, optimizer, rates, metrics, images, labels, config.precision)
+    state = [*model.parameters(), metrics.values, metrics.step]
+    state += [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
+    program = torch_xla._XLAC._get_xla_tensors_hlo_proto(state)
+    text = torch_xla._XLAC._get_xla_tensors_hlo(state)
+    input_ids, inputs = torch_xla._XLAC._get_tensors_xla_device_data_node(state)
+    output_of = {_alias_id(tensor): i for i, tensor in enumerate(state)}
+    batch_inputs = {_alias_id(images): "images", _alias_id(labels): "labels"}
+    (folder / "program.hlo").write_bytes(program)
+    (folder / "program.txt").write_text(text)
+    described = {
+        "values": [value.cpu().numpy() for value in inputs],
+        "output_of_input": [output_of.get(i) for i in input_ids],
+        "batch_of_input": [batch_inputs.get(i) for i in input_ids],
+        "losses": len(list(model.parameters())),  # index of metrics.values among the outputs
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "replicas": num_replicas,
+        "config": config,
+        "num_steps": num_steps,
+    }
+    (folder / "state.pkl").write_bytes(pickle.dumps(described))
+    os._exit(0)  # pending operations must not be executed on the way out
+
+
+def run(folder: Path) -> None:
+    """Writes curve.json: the losses of all steps, and how far the weights of the replicas are apart at the end."""
+    import jax
+
+    from data import TrainBatches, load_dataset
+
+    described = pickle.loads((folder / "state.pkl").read_bytes())
+    n, num_steps, config = described["replicas"], described["num_steps"], described["config"]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", n)
+    jax.config.update("jax_enable_x64", True)  # torch_xla sends some scalars as float64
+    from jax._src import compiler
+    from jax._src.interpreters.mlir import make_ir_context
+    from jax.extend.mlir import hlo_to_stablehlo, ir
+    from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
+
+    devices = jax.devices("cpu")
+    options = CompileOptions()
+    options.num_replicas, options.num_partitions = n, 1
+    build = options.executable_build_options
+    build.num_replicas, build.num_partitions = n, 1
+    build.device_assignment = DeviceAssignment.create(np.array([[device.id] for device in devices]))
+    with make_ir_context():
+        module = ir.Module.parse(hlo_to_stablehlo((folder / "program.hlo").read_bytes()))
+        program = compiler.backend_compile_and_load(devices[0].client, module, DeviceList(tuple(devices)), options, [])
+
+    dataset = load_dataset(config)
+    feeds = [iter(TrainBatches(dataset, config, 0, num_steps, replica, n)) for replica in range(n)]
+    buffers = [[jax.device_put(value, device) for device in devices] for value in described["values"]]
+    for _ in range(num_steps):
+        batches = [dict(zip(("images", "labels"), next(feed), strict=True)) for feed in feeds]
+        for i, name in enumerate(described["batch_of_input"]):
+            if name:
+                pairs = zip(batches, devices, strict=True)
+                buffers[i] = [jax.device_put(batch[name].numpy(), device) for batch, device in pairs]
+        outputs = program.execute_sharded(buffers).disassemble_into_single_device_arrays()
+        for i, output in enumerate(described["output_of_input"]):
+            if output is not None:
+                buffers[i] = outputs[output]
+    weights = [[np.asarray(x) for x in output] for output in outputs[: described["losses"]]]
+    apart = max(float(np.abs(w - copies[0]).max()) for copies in weights for w in copies)
+    losses = [np.asarray(x)[:, 0].tolist() for x in outputs[described["losses"]]]
+    (folder / "curve.json").write_text(json.dumps({"losses": losses, "weights_apart": apart}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "trace":
+        trace(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    else:
+        run(Path(sys.argv[2]))

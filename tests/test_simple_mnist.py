@@ -166,10 +166,10 @@ def test_synthetic_approaches_its_known_best(tmp_path, capsys):
 # -------------------------------------------------------------------------------------------------- the step itself
 
 
-def step_parts(device, config=None, steps=20):
+def step_parts(device, config=None, steps=20, hidden_dim=16):
     config = config or MnistConfig()
     torch.manual_seed(0)
-    model = simple_mnist_tpu.ConvNet(8, 4, 16).to(device)
+    model = simple_mnist_tpu.ConvNet(8, 4, hidden_dim).to(device)
     optimizer = make_optimizer(config, model.parameters())
     return model, optimizer, learning_rates(config, steps).to(device), DeviceMetrics(["loss"], steps, device)
 
@@ -183,15 +183,14 @@ def digits():
     return load_digits()
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-def test_steps_make_one_graph_and_neither_read_nor_upload(digits, optimizer):
+@pytest.mark.parametrize("optimizer, hidden_dim", [("sgd", 17), ("adam", 18), ("adamw", 19)])
+def test_steps_make_one_graph_and_neither_read_nor_upload(digits, optimizer, hidden_dim):
     device = torch_xla.device()
-    parts = step_parts(device, MnistConfig(optimizer=optimizer, learning_rate=0.01, warmup_steps=5))
-    batches = [
-        send(digits.train_images[i : i + 16], digits.train_labels[i : i + 16], device) for i in range(0, 320, 16)
-    ]
+    config = MnistConfig(optimizer=optimizer, learning_rate=0.01, warmup_steps=5)
+    parts = step_parts(device, config, hidden_dim=hidden_dim)  # a width no other test compiles: graphs are cached
+    batch = send(digits.train_images[:16], digits.train_labels[:16], device)
     graphs = CompileWatch()
-    for step, batch in enumerate(batches, 1):
+    for step in range(1, 21):
         if step == 2:  # the constants of the first step have been sent
             uploads, reads = transfers_to_device(), transfers_from_device()
         simple_mnist_tpu.train_step(*parts, *batch, "float32")
@@ -200,7 +199,7 @@ def test_steps_make_one_graph_and_neither_read_nor_upload(digits, optimizer):
     assert (transfers_to_device(), transfers_from_device()) == (uploads, reads)
     losses = parts[3].read(0, 20)["loss"]
     assert transfers_from_device() == reads + 1
-    assert losses[:5].mean() > losses[-5:].mean()
+    assert losses[-1] < losses[0]
 
 
 def test_a_ragged_batch_is_caught(digits):
@@ -219,7 +218,7 @@ def test_an_item_in_the_step_is_caught(digits, monkeypatch):
     batch = send(digits.train_images[:16], digits.train_labels[:16], device)
     cross_entropy = F.cross_entropy
     monkeypatch.setattr(F, "cross_entropy", lambda *a, **k: cross_entropy(*a, **k) * cross_entropy(*a, **k).item())
-    with pytest.raises(RuntimeError, match="full_graph"):
+    with pytest.raises(RuntimeError, match="Unexpected execution happens inside the compiled function"):
         simple_mnist_tpu.train_step(*parts, *batch, "float32")
 
 

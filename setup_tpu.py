@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 GIB = 2**30
+GO_TO_TPU = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE"
 DOCKER_RUN = "docker run --privileged --net=host --shm-size=16G IMAGE"
 
 
@@ -179,18 +180,20 @@ def find_libtpu(environment: Mapping, search_path: list) -> Path | None:
     return None
 
 
-def check_libtpu_loads(library: Path | None, installed: Mapping, wants_tpu: bool, time_limit: float) -> Check:
+def check_libtpu_loads(
+    library: Path | None, environment: Mapping, installed: Mapping, wants_tpu: bool, time_limit: float
+) -> Check:
     """Open the library in a child process: a truncated file kills the process that opens it."""
-    pair = nearest_pair(installed)
-    fix = f"pip install --force-reinstall --no-deps libtpu=={pair.libtpu}"
+    fix = f"pip install --force-reinstall --no-deps libtpu=={nearest_pair(installed).libtpu}"
+    if environment.get("TPU_LIBRARY_PATH"):
+        fix = "unset TPU_LIBRARY_PATH"
     if library is None:
         finding = "no libtpu.so found; without it neither a TPU nor --aot works"
         return Check("libtpu.so", "fail" if wants_tpu or "libtpu" in installed else "warn", finding, fix)
     if not library.is_file():
-        finding = f"TPU_LIBRARY_PATH says {library}, which is not a file"
-        return Check("libtpu.so", "fail", finding, "unset TPU_LIBRARY_PATH")
+        return Check("libtpu.so", "fail", f"TPU_LIBRARY_PATH says {library}, which is not a file", fix)
     source = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).GetPjrtApi"
-    child = run_child([sys.executable, "-I", "-c", source, str(library)], os.environ, time_limit)
+    child = run_child([sys.executable, "-I", "-c", source, str(library)], environment, time_limit)
     if child.died:
         return Check("libtpu.so", "fail", f"{library} cannot be loaded: {child.died}", fix)
     return Check("libtpu.so", "ok", f"{library} loads ({library.stat().st_size / 2**20:.0f} MiB)")
@@ -215,7 +218,7 @@ def check_chips(chips: list, wants_tpu: bool) -> Check:
     finding = f"none on the PCI bus (vendor {TPU_VENDOR})"
     if not wants_tpu:
         return Check("tpu chips", "skip", finding)
-    return Check("tpu chips", "fail", f"{finding}: not a TPU VM", "gcloud compute tpus tpu-vm ssh NAME --zone ZONE")
+    return Check("tpu chips", "fail", f"{finding}: not a TPU VM", GO_TO_TPU)
 
 
 def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_found: bool) -> Check:
@@ -235,7 +238,13 @@ def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_fou
         finding = f"{why}; expected TPU or CPU"
         return Check("pjrt device", "fail", finding, f"export PJRT_DEVICE={'TPU' if chips else 'CPU'}")
     if chosen == "CPU" and (chips or device == "tpu"):
-        fix = "export PJRT_DEVICE=TPU"
+        fix = (
+            "export PJRT_DEVICE=TPU"
+            if "is set" in why
+            else f"pip install {SUPPORTED_PAIRS[0].pip}"
+            if chips
+            else GO_TO_TPU
+        )
         return Check("pjrt device", "fail", f"programs would silently run on the CPU: {why}", fix)
     if chosen == "TPU" and not chips:
         return Check("pjrt device", "fail", f"{why}, but this machine has no TPU chip", "export PJRT_DEVICE=CPU")
@@ -267,7 +276,8 @@ def check_device_nodes(dev_root: Path, chips: list, uid: int, groups: set, conta
     closed = [str(p) for p in sorted(nodes + control) if not may_open(p, uid, groups)]
     if closed:
         finding = f"user {uid} may not open {', '.join(closed)}"
-        return Check("device nodes", "fail", finding, f"sudo chmod a+rw {' '.join(closed)}")
+        fix = DOCKER_RUN.replace("IMAGE", "--user root IMAGE") if container else f"sudo chmod a+rw {' '.join(closed)}"
+        return Check("device nodes", "fail", finding, fix)
     return Check("device nodes", "ok", f"{', '.join(str(p) for p in sorted(nodes))} open to user {uid}")
 
 
@@ -280,7 +290,7 @@ def check_holder(proc_root: Path, lock_file: Path, chips: list, uid: int, wants_
         if folder.name == str(os.getpid()):
             continue
         try:
-            targets = [str(link.readlink()) for link in (folder / "fd").iterdir()]
+            targets = [os.readlink(link) for link in (folder / "fd").iterdir()]  # noqa: PTH115, readlink() is new in 3.9
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except PermissionError:
             unreadable += 1
@@ -548,11 +558,12 @@ def tiny_step(devices: int) -> tuple:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # keeps no state, so the first step is like the others
     inputs = torch.randn(16 * devices, 64).to(device)  # (batch, features)
     labels = torch.randint(10, (16 * devices,)).to(device)
-    mesh = xs.Mesh(np.arange(devices), (devices,), ("data",))
-    xs.mark_sharding(inputs, mesh, ("data", None))
-    xs.mark_sharding(labels, mesh, ("data",))
-    for parameter in model.parameters():  # else they come out of step 1 annotated, and step 2 is a second graph
-        xs.mark_sharding(parameter, mesh, (None,) * parameter.dim())
+    if devices > 1:
+        mesh = xs.Mesh(np.arange(devices), (devices,), ("data",))
+        xs.mark_sharding(inputs, mesh, ("data", None))
+        xs.mark_sharding(labels, mesh, ("data",))
+        for parameter in model.parameters():  # else they come out of step 1 annotated, and step 2 is a second graph
+            xs.mark_sharding(parameter, mesh, (None,) * parameter.dim())
     torch_xla.sync()  # the uploads, so that the step starts from data on the device
 
     def step() -> torch.Tensor:
@@ -623,8 +634,9 @@ def child_work() -> None:
     import torch_xla
     import torch_xla.runtime as xr
 
-    xr.use_spmd()  # one program for all devices, also when there is one
     devices = xr.global_runtime_device_count()
+    if devices > 1:
+        xr.use_spmd()  # one program for all of them
     found = f"torch {torch.__version__}, torch_xla {torch_xla.__version__}: {devices} {xr.device_type()} device(s)"
     tell("import", "ok", f"{found}, {time.monotonic() - began:.1f} s")
     for name, work in WORK.items():
@@ -634,6 +646,8 @@ def child_work() -> None:
             tell(name, "fail", f"{type(error).__name__}: {str(error).strip()[:300]}")
         else:
             tell(name, "ok" if finding else "skip", finding or "one device")
+    if xr.device_type() == "CPU":  # a TPU is released in good order; here that would only cost seconds
+        os._exit(0)
 
 
 WORK = {"matrix product": try_matrix_product, "training step": try_training_step, "all-reduce": try_all_reduce}
@@ -754,7 +768,7 @@ def diagnose(options: argparse.Namespace, environment: Mapping, root: Path, sear
     holder = check_holder(proc_root, root / "tmp" / "libtpu_lockfile", chips, uid, wants_tpu, container)
     with ThreadPoolExecutor() as pool:  # what waits for a network or a child process waits at the same time
         waiting_metadata = pool.submit(read_metadata, METADATA_URL, 2.0)
-        waiting_libtpu = pool.submit(check_libtpu_loads, libtpu, installed, wants_tpu, limit)
+        waiting_libtpu = pool.submit(check_libtpu_loads, libtpu, environment, installed, wants_tpu, limit)
         waiting_bucket = pool.submit(check_bucket, options.bucket, installed, environment, limit)
         flags = check_xla_flags(environment, installed, limit)
         usable = {k: v for k, v in environment.items() if k != "XLA_FLAGS" or flags.status == "ok"}

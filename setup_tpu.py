@@ -7,8 +7,9 @@ Run:     python setup_tpu.py                          # whatever this machine ha
 Expect:  one line per check (ok, warn, fail, skip) and, below a problem, the command that fixes it.
          Exit code 0 nothing failed, 1 something failed, 2 wrong usage. --json prints the same for machines.
 
-Only the standard library is imported here, so this runs where nothing is installed. torch_xla itself is tried in
-child processes with a time limit: a wrong flag or a mismatched library aborts the child, never the report.
+Only the standard library is imported here, so this runs where nothing is installed, on any Python from 3.8 on.
+torch_xla is tried in child processes with a time limit: a wrong flag or a mismatched library aborts the child,
+never the report.
 Nothing on the machine is changed: no process is killed, no lock file deleted, nothing installed.
 """
 
@@ -87,15 +88,16 @@ AOT_TOPOLOGIES = {  # gcloud name: (name libtpu knows, chips per host, devices)
     "v6e-8": ("v6e:2x4", (2, 4, 1), 8),
     "v6e-16": ("v6e:4x4", (2, 2, 1), 16),
 }
-# Variables that do nothing, or something nobody expects. (pattern, is it harmful, why)
+BFLOAT16 = "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"
+# Variables that do nothing, or something nobody expects: (pattern, is it harmful, why)
 STALE_VARIABLES = (
     ("XRT_*", False, "read by nobody since XRT was removed in 2.1"),
     ("TPU_NUM_DEVICES", False, "read by nobody since 2.5; TPU_VISIBLE_CHIPS selects chips"),
     ("XLA_USE_FP16", False, "read by nobody"),
     ("XLA_DOWNCAST_FP16", False, "read by nobody"),
     ("PT_XLA_DEBUG", False, "deprecated; use PT_XLA_DEBUG_LEVEL"),
-    ("XLA_USE_BF16", True, "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"),
-    ("XLA_DOWNCAST_BF16", True, "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"),
+    ("XLA_USE_BF16", True, BFLOAT16),
+    ("XLA_DOWNCAST_BF16", True, BFLOAT16),
     ("XLA_USE_SPMD", True, "puts every process into SPMD mode; scripts call torch_xla.runtime.use_spmd()"),
 )
 
@@ -112,15 +114,15 @@ class Check(NamedTuple):
 # ---------------------------------------------------------------- Python and packages, read from their metadata
 
 
-def check_python(version: tuple) -> Check:
+def check_python(version: tuple, installed: Mapping) -> Check:
     """`version` is (major, minor, micro)."""
-    first, last = SUPPORTED_PAIRS[0].python
-    found = ".".join(map(str, version[:3]))
+    pair, found = nearest_pair(installed), ".".join(map(str, version[:3]))
+    first, last = pair.python
     if first <= tuple(version[:2]) <= last:
         return Check("python", "ok", found)
     expected = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-    fix = f"uv venv --python {max(first, (3, 11))[0]}.{max(first, (3, 11))[1]} .venv && . .venv/bin/activate"
-    return Check("python", "fail", f"found {found}, torch_xla {SUPPORTED_PAIRS[0].torch_xla} needs {expected}", fix)
+    fix = "python3.11 -m venv .venv && . .venv/bin/activate"
+    return Check("python", "fail", f"found {found}, torch_xla {pair.torch_xla} needs {expected}", fix)
 
 
 def installed_versions(search_path: list) -> dict:
@@ -775,7 +777,7 @@ def diagnose(options: argparse.Namespace, environment: Mapping, root: Path, sear
         waiting_work = pool.submit(check_work, options.device, usable, installed, limit)
         waiting_aot = pool.submit(check_aot, options.aot, usable, installed, limit)
 
-        yield check_python(sys.version_info)
+        yield check_python(sys.version_info, installed)
         yield check_package("torch", installed, needed=True)
         yield check_package("torch_xla", installed, needed=True)
         yield check_package("torchvision", installed, needed=False)

@@ -70,10 +70,12 @@ def test_only_the_standard_library_at_module_level_and_syntax_of_old_pythons():
 
 
 def test_python_version():
-    assert_check(setup_tpu.check_python((3, 11, 7)), "ok", "3.11.7")
-    fix = "uv venv --python 3.11 .venv && . .venv/bin/activate"
-    assert_check(setup_tpu.check_python((3, 9, 2)), "fail", "found 3.9.2", "needs 3.10 to 3.13", fix=fix)
-    assert_check(setup_tpu.check_python((3, 14, 0)), "fail", "found 3.14.0", fix=fix)
+    assert_check(setup_tpu.check_python((3, 11, 7), {}), "ok", "3.11.7")
+    fix = "python3.11 -m venv .venv && . .venv/bin/activate"
+    assert_check(setup_tpu.check_python((3, 9, 2), {}), "fail", "found 3.9.2", "2.9.0 needs 3.10 to 3.13", fix=fix)
+    assert_check(setup_tpu.check_python((3, 14, 0), {}), "fail", "found 3.14.0", fix=fix)
+    older = {"torch_xla": "2.8.1"}
+    assert_check(setup_tpu.check_python((3, 10, 1), older), "fail", "2.8.* needs 3.11 to 3.13", fix=fix)
 
 
 def test_versions_come_from_metadata_even_of_broken_installs(tmp_path):

@@ -91,7 +91,7 @@ AOT_TOPOLOGIES = {  # gcloud name: (name libtpu knows, chips per host, devices)
 BFLOAT16 = "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"
 # Variables that do nothing, or something nobody expects: (pattern, is it harmful, why)
 STALE_VARIABLES = (
-    ("XRT_*", False, "read by nobody since XRT was removed in 2.1"),
+    ("XRT_*", False, "read by nobody: XRT is gone"),
     ("TPU_NUM_DEVICES", False, "read by nobody since 2.5; TPU_VISIBLE_CHIPS selects chips"),
     ("XLA_USE_FP16", False, "read by nobody"),
     ("XLA_DOWNCAST_FP16", False, "read by nobody"),

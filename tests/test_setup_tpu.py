@@ -379,7 +379,7 @@ def test_container(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "status", "words"),
     [
-        ("XRT_TPU_CONFIG", "localservice;0", "warn", "since XRT was removed"),
+        ("XRT_TPU_CONFIG", "localservice;0", "warn", "XRT is gone"),
         ("TPU_NUM_DEVICES", "4", "warn", "TPU_VISIBLE_CHIPS selects chips"),
         ("XLA_USE_FP16", "1", "warn", "read by nobody"),
         ("XLA_DOWNCAST_FP16", "1", "warn", "read by nobody"),

@@ -595,3 +595,24 @@ def test_nonsense_xla_flags_end_to_end():
 def test_wrong_usage(arguments, words):
     done = run_doctor(*arguments, environment=clean_environment())
     assert done.returncode == 2 and words in done.stderr and not done.stdout
+
+
+# ---------------------------------------------------------------- the image (built for real by .ci/build_image)
+
+
+def test_dockerfile_runs_the_doctor_and_never_probes_the_tpu():
+    lines = SCRIPT.with_name("Dockerfile").read_text().splitlines()
+    instructions = [line for line in lines if re.match("[A-Z]+ ", line)]
+    assert instructions[:2] == ["ARG BASE_IMAGE=debian:bookworm-slim", "FROM ${BASE_IMAGE}"]
+    assert instructions[-2:] == ["USER trainer", 'CMD ["python", "setup_tpu.py"]']
+    assert not [line for line in instructions if line.startswith("HEALTHCHECK")]
+
+
+def test_build_stage_says_loudly_that_it_cannot_build(tmp_path):
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    stage = SCRIPT.with_name(".ci") / "build_image"
+    done = subprocess.run([str(stage)], env=environment, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0 and not done.stdout
+    assert "*** THE IMAGE WAS NOT BUILT: it needs root ***" in done.stderr

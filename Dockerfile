@@ -17,9 +17,11 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 WORKDIR /workspace
 COPY requirements.txt ./
 
-# One layer, so that what is removed here was never part of the image. Debian bookworm's python3 is 3.11.
+# One layer, so that what is removed here was never part of the image. Debian bookworm's python3 is 3.11, and does
+# without libpython3.11.so, which torch_xla is linked against.
 RUN apt-get update \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ca-certificates python3 python3-venv \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        ca-certificates libpython3.11 python3 python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/venv \
     && pip install --no-cache-dir ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} -r requirements.txt \

@@ -667,6 +667,8 @@ def check_work(device: str, environment: Mapping, installed: Mapping, time_limit
     reinstall = f"pip install --force-reinstall {nearest_pair(installed).pip}"
     slow = f"python setup_tpu.py --time_limit {4 * time_limit:g}  # several hosts: start it on all of them at once"
     checks, reason = [], child.died or "the child process ended without a report"
+    if lacking := re.search(r"libpython(3\.\d+)\.so", reason):  # Debian's python3 runs without it, torch_xla does not
+        reinstall = f"sudo apt-get install -y libpython{lacking[1]}"
     for name in names:
         if name in child.results:
             found = child.results[name]

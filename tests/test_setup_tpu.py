@@ -471,6 +471,13 @@ def test_work_that_aborts_or_hangs(tmp_path):
     assert_check(first, "fail", "no answer within 1 s", fix=fix)
 
 
+def test_debian_python_without_its_shared_library(tmp_path):
+    message = "libpython3.11.so.1.0: cannot open shared object file: No such file or directory"
+    fake = package(tmp_path, torch="", torch_xla=f"raise ImportError({message!r})")
+    first, *_ = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 20)
+    assert_check(first, "fail", message, fix="sudo apt-get install -y libpython3.11")
+
+
 def test_work_on_a_backend_that_computes_wrongly(tmp_path):
     """Plain torch dressed up as torch_xla: two devices, a graph per step, a matrix unit that is off by one."""
     fake = package(

@@ -63,7 +63,7 @@ def test_the_table_is_what_requirements_pin():
 
 
 def test_only_the_standard_library_at_module_level_and_syntax_of_old_pythons():
-    tree = ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
+    tree = ast.parse(SCRIPT.read_text(), feature_version=(3, 8))
     imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
     roots = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in imports}
     assert roots <= sys.stdlib_module_names

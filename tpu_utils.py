@@ -66,7 +66,7 @@ def run_script(main: Callable[[], int]) -> int:
     """Exit code of main: its own, 2 for an InputError, 1 for a TrainingError, each as a message without a traceback."""
     try:
         return main()
-    except (InputError, TrainingError) as error:
+    except (InputError, TrainingError, OSError) as error:  # OSError: the disk or the network gave up
         if "--debug" in sys.argv:
             raise
         print(f"error: {error}", file=sys.stderr)

@@ -409,9 +409,11 @@ def compile_program(traced: Traced, topology: Topology, options: dict[str, str] 
         main = next(o for o in module.body.operations if ir.StringAttr(o.attributes["sym_name"]).value == "main")
         # the traced program says nothing of aliasing; PyTorch/XLA adds it when it compiles, and so must we
         donor = {"jax.buffer_donor": ir.BoolAttr.get(True)}
+        # what a real run uploads without a sharding is replicated; a placeholder does not say so
+        default = {"mhlo.sharding": ir.StringAttr.get("{replicated}")} if traced.partitions > 1 else {}
         main.arg_attrs = ir.ArrayAttr.get(
             [
-                ir.DictAttr.get({a.name: a.attr for a in attributes} | (donor if donated else {}))
+                ir.DictAttr.get(default | {a.name: a.attr for a in attributes} | (donor if donated else {}))
                 for attributes, donated in zip(main.arg_attrs, traced.donated, strict=True)
             ]
         )
@@ -745,7 +747,7 @@ def report(
 
 def _refused(message: str, traced: Traced, facts: dict) -> Report:
     """The report when the compiler refuses. Out of memory comes with figures; its total leaves the arguments out."""
-    found = re.search(r"Ran out of memory in memory space hbm\. Used ([\d.]+)([KMGT]) of .*?\.(?=\s|$)", message)
+    found = re.search(r"Ran out of memory in memory space hbm\. Used ([\d.]+)([KMGT]) of [^\n]*", message)
     memory, peak = {}, 0
     if found:
         memory = _argument_bytes(traced)

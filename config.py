@@ -339,8 +339,9 @@ def make_optimizer(config: TrainConfig, parameters) -> torch.optim.Optimizer:
         state = dict(step=lambda _: torch.zeros(1), exp_avg=torch.zeros_like, exp_avg_sq=torch.zeros_like)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            on_host = torch.empty(p.shape, dtype=p.dtype)
-            optimizer.state[p] = {name: make(on_host).to(p.device) for name, make in state.items()}
+            # compile_for asks about shapes alone: zeros on the device are never computed there, so they take no memory
+            like = torch.empty(p.shape, dtype=p.dtype, device=p.device if config.compile_for else "cpu")
+            optimizer.state[p] = {name: make(like).to(p.device) for name, make in state.items()}
     return optimizer
 
 

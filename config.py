@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import tyro
 
-from aot_tpu import parse_topology
+from tpu_program import parse_topology
 
 
 class InputError(ValueError):

@@ -49,7 +49,7 @@ from tpu_program import (
 
 OUTPUT_VARIABLE = "AOT_TPU_OUTPUT"  # a folder: compile_for writes its files there and prints nothing
 TESTED_VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
-MOST_DEVICES = 127
+MOST_DEVICES = 127  # torch counts the devices of a host in 8 bits: beyond, autograd has no queue to run on
 
 
 # PyTorch/XLA notes the innermost Python frame, which while we trace is ours; the scope in op_name tells the user's

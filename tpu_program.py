@@ -27,6 +27,7 @@ class Generation:
     clock_ghz is implied by peak FLOP/s over the width of the matrix units. limit_gib is what libtpu 0.0.21 enforces.
     link_gb_per_s is all links of one device together, in one direction: half of the bidirectional figure per chip in
     docs.cloud.google.com/tpu/docs/{v5e,v5p,v6e} (400, 1200, 800 GB/s); v4: 6 links of 50 GB/s (arXiv:2304.01433).
+    Between slices the network is slower, so a bound from it stays a lower bound.
     """
 
     clock_ghz: float

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 import tyro
 
+from tpu_program import parse_topology
+
 
 class InputError(ValueError):
     """What the user gave cannot work: a field, an option, a data file. Scripts exit with code 2."""
@@ -88,6 +90,8 @@ class TrainConfig:
     """Write TensorBoard events to run_dir/tensorboard."""
     profile_steps: str = ""
     """FIRST:LAST, the steps to trace, for example 10:13 for steps 10, 11 and 12."""
+    compile_for: str = ""
+    """A TPU slice, such as v5litepod-8: compile the first step with the TPU compiler, report, do not train."""
     compile_cache: str = "auto"
     """Folder of compiled programs for a warm start on TPU. auto: ~/.cache/torch_xla_programs; empty: none."""
 
@@ -161,7 +165,7 @@ PRESETS: dict[type, dict[str, dict[str, Any]]] = {
 # Fields that may differ between a run and its resumption without changing a single bit of what it computes.
 FREE_ON_RESUME = frozenset(
     "run_dir resume device debug data_dir download save_every keep_checkpoints tensorboard profile_steps "
-    "compile_cache prefetch_batches eval_batch_size preset optimization_level".split()
+    "compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level".split()
 )
 
 
@@ -202,10 +206,11 @@ def check(config: TrainConfig) -> list[str]:
             problems.append(f"{name} is {getattr(config, name)}; expected 0 <= {name} < 1")
     if config.resume == "must" and not config.run_dir:
         problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
-    try:
-        parse_profile_steps(config.profile_steps)
-    except InputError as error:
-        problems.append(str(error))
+    for text, parse in ((config.profile_steps, parse_profile_steps), (config.compile_for, parse_topology)):
+        try:
+            parse(text) if text else None
+        except ValueError as error:
+            problems.append(str(error))
     return problems
 
 
@@ -334,8 +339,9 @@ def make_optimizer(config: TrainConfig, parameters) -> torch.optim.Optimizer:
         state = dict(step=lambda _: torch.zeros(1), exp_avg=torch.zeros_like, exp_avg_sq=torch.zeros_like)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            on_host = torch.empty(p.shape, dtype=p.dtype)
-            optimizer.state[p] = {name: make(on_host).to(p.device) for name, make in state.items()}
+            # compile_for asks about shapes alone: zeros on the device are never computed there, so they take no memory
+            like = torch.empty(p.shape, dtype=p.dtype, device=p.device if config.compile_for else "cpu")
+            optimizer.state[p] = {name: make(like).to(p.device) for name, make in state.items()}
     return optimizer
 
 

@@ -18,6 +18,7 @@ import torch_xla
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import aot_tpu
 from config import MnistConfig, learning_rates, make_optimizer, num_steps_of, parse_command_line
 from data import ImageDataset, TrainBatches, eval_batches, load_dataset
 from tpu_utils import (
@@ -127,6 +128,11 @@ def train(config: MnistConfig) -> int:
     schedule = learning_rates(config, num_steps)
     rates = schedule.to(device)
     metrics = DeviceMetrics(["loss"], config.log_every, device)
+    if config.compile_for:  # the first step exactly as below, but compiled for a TPU slice instead of run
+        images, labels = (tensor.to(device) for tensor in next(iter(TrainBatches(dataset, config, 0, num_steps))))
+        step_args = (model, optimizer, rates, metrics, images, labels, config.precision)
+        sizes = dict(examples=config.global_batch_size, model_flops=flops, settings=dataclasses.asdict(config))
+        return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes)
     test_set = eval_batches(dataset.test_images, dataset.test_labels, config.eval_batch_size)
     test_batches = [[tensor.to(device) for tensor in batch] for batch in test_set]
 

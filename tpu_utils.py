@@ -35,6 +35,7 @@ import torch_xla.debug.profiler as xp
 import torch_xla.runtime as xr
 from tqdm import tqdm
 
+from aot_tpu import prepare_environment
 from config import FREE_ON_RESUME, InputError, TrainConfig
 
 
@@ -115,6 +116,9 @@ def start_device(config: TrainConfig) -> torch.device:
     """
     chips = attached_chips()
     chosen = config.device
+    if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
+        prepare_environment(config.compile_for)
+        chosen = "cpu"
     if chosen == "auto":
         chosen = os.environ.get("PJRT_DEVICE", "TPU" if chips else "CPU").lower()
     if chosen == "tpu" and not chips:
@@ -563,6 +567,8 @@ def open_run_dir(config: TrainConfig) -> Path:
     """The run directory, made and proved writable. Raises InputError where it is not, or already holds a run."""
     now = datetime.datetime.now()
     run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")
+    if config.compile_for:
+        return run_dir  # nothing runs, nothing is written
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.resume == "never" and (run_dir / "config.json").exists():

@@ -19,8 +19,6 @@ import numpy as np
 import torch
 import tyro
 
-from tpu_program import parse_topology
-
 
 class InputError(ValueError):
     """What the user gave cannot work: a field, an option, a data file. Scripts exit with code 2."""
@@ -206,12 +204,22 @@ def check(config: TrainConfig) -> list[str]:
             problems.append(f"{name} is {getattr(config, name)}; expected 0 <= {name} < 1")
     if config.resume == "must" and not config.run_dir:
         problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
-    for text, parse in ((config.profile_steps, parse_profile_steps), (config.compile_for, parse_topology)):
+    for text, parse in ((config.profile_steps, parse_profile_steps), (config.compile_for, check_slice)):
         try:
-            parse(text) if text else None
+            parse(text)
         except ValueError as error:
             problems.append(str(error))
     return problems
+
+
+def check_slice(name: str) -> None:
+    """Raises ValueError unless name is empty or a TPU slice the compiler knows."""
+    if name:
+        try:
+            from tpu_program import parse_topology  # here, so that a copied script runs without it
+        except ModuleNotFoundError as error:
+            raise InputError("compile_for needs aot_tpu.py and tpu_program.py beside the script") from error
+        parse_topology(name)
 
 
 Config = TypeVar("Config", bound=TrainConfig)

@@ -18,7 +18,6 @@ import torch_xla
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import aot_tpu
 from config import MnistConfig, learning_rates, make_optimizer, num_steps_of, parse_command_line
 from data import ImageDataset, TrainBatches, eval_batches, load_dataset
 from tpu_utils import (
@@ -129,6 +128,8 @@ def train(config: MnistConfig) -> int:
     rates = schedule.to(device)
     metrics = DeviceMetrics(["loss"], config.log_every, device)
     if config.compile_for:  # the first step exactly as below, but compiled for a TPU slice instead of run
+        import aot_tpu  # only here: a copy of this script trains without it
+
         images, labels = (tensor.to(device) for tensor in next(iter(TrainBatches(dataset, config, 0, num_steps))))
         step_args = (model, optimizer, rates, metrics, images, labels, config.precision)
         sizes = dict(examples=config.global_batch_size, model_flops=flops, settings=dataclasses.asdict(config))

@@ -35,7 +35,6 @@ import torch_xla.debug.profiler as xp
 import torch_xla.runtime as xr
 from tqdm import tqdm
 
-from aot_tpu import prepare_environment
 from config import FREE_ON_RESUME, InputError, TrainConfig
 
 
@@ -117,6 +116,8 @@ def start_device(config: TrainConfig) -> torch.device:
     chips = attached_chips()
     chosen = config.device
     if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
+        from aot_tpu import prepare_environment
+
         prepare_environment(config.compile_for)
         chosen = "cpu"
     if chosen == "auto":

@@ -350,11 +350,14 @@ class DeviceMetrics:
             tensor.copy_(state[name])
 
 
-def check_finite(losses: np.ndarray, first_step: int, advice: str) -> None:
-    """Raises NonFiniteError naming the first step whose loss is not finite. losses[i] belongs to first_step + i."""
+def check_finite(losses: np.ndarray, steps_before: int, checkpoints: "Checkpoints") -> None:
+    """Raises NonFiniteError naming the first step whose loss is not finite. losses[0] is of step steps_before + 1."""
     bad = np.flatnonzero(~np.isfinite(losses))
     if len(bad):
-        raise NonFiniteError(f"the loss of step {first_step + int(bad[0]) + 1} is {losses[bad[0]]}; {advice}")
+        raise NonFiniteError(
+            f"the loss of step {steps_before + int(bad[0]) + 1} is {losses[bad[0]]}, expected a finite number; lower "
+            f"--learning_rate, or look at the data of that step; checkpoints before it: steps {checkpoints.steps()}"
+        )
 
 
 class Goodput:

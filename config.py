@@ -19,8 +19,6 @@ import numpy as np
 import torch
 import tyro
 
-from aot_tpu import parse_topology
-
 
 class InputError(ValueError):
     """What the user gave cannot work: a field, an option, a data file. Scripts exit with code 2."""
@@ -226,12 +224,22 @@ def check(config: TrainConfig) -> list[str]:
         problems.append("shard_parameters is for strategy spmd; ddp keeps a whole copy per device; drop one of the two")
     if config.resume == "must" and not config.run_dir:
         problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
-    for text, parse in ((config.profile_steps, parse_profile_steps), (config.compile_for, parse_topology)):
+    for text, parse in ((config.profile_steps, parse_profile_steps), (config.compile_for, check_slice)):
         try:
-            parse(text) if text else None
+            parse(text)
         except ValueError as error:
             problems.append(str(error))
     return problems
+
+
+def check_slice(name: str) -> None:
+    """Raises ValueError unless name is empty or a TPU slice the compiler knows."""
+    if name:
+        try:
+            from tpu_program import parse_topology  # here, so that a copied script runs without it
+        except ModuleNotFoundError as error:
+            raise InputError("compile_for needs aot_tpu.py and tpu_program.py beside the script") from error
+        parse_topology(name)
 
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -370,8 +378,9 @@ def make_optimizer(config: TrainConfig, parameters) -> torch.optim.Optimizer:
         state = dict(step=lambda _: torch.zeros(1), exp_avg=torch.zeros_like, exp_avg_sq=torch.zeros_like)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            on_host = torch.empty(p.shape, dtype=p.dtype)
-            optimizer.state[p] = {name: make(on_host).to(p.device) for name, make in state.items()}
+            # compile_for asks about shapes alone: zeros on the device are never computed there, so they take no memory
+            like = torch.empty(p.shape, dtype=p.dtype, device=p.device if config.compile_for else "cpu")
+            optimizer.state[p] = {name: make(like).to(p.device) for name, make in state.items()}
     return optimizer
 
 

@@ -36,7 +36,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-import aot_tpu
 from config import (
     DistributedMnistConfig,
     InputError,
@@ -232,6 +231,8 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
 
     batches = TrainBatches(dataset, config, first_step, num_steps, part, num_parts)
     if config.compile_for:  # the first step exactly as below, but compiled for a TPU slice instead of run
+        import aot_tpu  # only here: a copy of this script trains without it
+
         images, labels = xm.send_cpu_data_to_device(list(next(iter(batches))), device, sharding)
         step_args = (trained, optimizer, rates, metrics, images, labels, config.precision)
         sizes = dict(examples=config.global_batch_size, model_flops=flops, settings=dataclasses.asdict(config))
@@ -263,10 +264,9 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
                 speed.start(step)  # without the compile
             if step % config.log_every == 0 or step == num_steps:
                 losses = metrics.read(logged, step)["loss"]  # the only read from the device between two log lines
-                check_finite(losses, logged, f"good checkpoints: {checkpoints.steps()}; lower --learning_rate")
-                log.train(
-                    step, loss=float(losses.mean()), learning_rate=schedule[step - 1].item(), **speed.measure(step)
-                )
+                check_finite(losses, logged, checkpoints)
+                learning_rate = schedule[step - 1].item()
+                log.train(step, loss=float(losses.mean()), learning_rate=learning_rate, **speed.measure(step))
                 logged = step
             if step % steps_per_epoch == 0:
                 with goodput.phase("evaluation"):
@@ -276,6 +276,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
             if peers.count == 1 or step % config.log_every == 0:  # all processes stop after the same step
                 stop_signal = peers.largest(stop.signal or 0)
             if stop_signal or step % config.save_every == 0 or step == num_steps:
+                check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
                 log.checkpoint(step)
                 state = dict(step=step, config=run, best_accuracy=best_accuracy, accuracy=accuracy, test_loss=test_loss)
                 state |= dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())

@@ -40,7 +40,6 @@ import torch_xla.runtime as xr
 from torch_xla._internal import tpu
 from tqdm import tqdm
 
-from aot_tpu import prepare_environment
 from config import FREE_ON_RESUME, InputError, TrainConfig
 
 
@@ -72,7 +71,7 @@ def run_script(main: Callable[[], int]) -> int:
     """Exit code of main: its own, 2 for an InputError, 1 for a TrainingError, each as a message without a traceback."""
     try:
         return main()
-    except (InputError, TrainingError) as error:
+    except (InputError, TrainingError, OSError) as error:  # OSError: the disk or the network gave up
         if "--debug" in sys.argv:
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -122,6 +121,8 @@ def choose_device(config: TrainConfig) -> str:
     chips = attached_chips()
     chosen = config.device
     if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
+        from aot_tpu import prepare_environment
+
         if not torch_xla._XLAC._xla_runtime_is_initialized():
             prepare_environment(config.compile_for)
         return "cpu"
@@ -491,11 +492,14 @@ class DeviceMetrics:
             tensor.copy_(state[name])
 
 
-def check_finite(losses: np.ndarray, first_step: int, advice: str) -> None:
-    """Raises NonFiniteError naming the first step whose loss is not finite. losses[i] belongs to first_step + i."""
+def check_finite(losses: np.ndarray, steps_before: int, checkpoints: "Checkpoints") -> None:
+    """Raises NonFiniteError naming the first step whose loss is not finite. losses[0] is of step steps_before + 1."""
     bad = np.flatnonzero(~np.isfinite(losses))
     if len(bad):
-        raise NonFiniteError(f"the loss of step {first_step + int(bad[0]) + 1} is {losses[bad[0]]}; {advice}")
+        raise NonFiniteError(
+            f"the loss of step {steps_before + int(bad[0]) + 1} is {losses[bad[0]]}, expected a finite number; lower "
+            f"--learning_rate, or look at the data of that step; checkpoints before it: steps {checkpoints.steps()}"
+        )
 
 
 class Goodput:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -> None:
-    """Writes program.hlo (serialized), program.txt and state.pkl: the inputs' values, and which outputs replace them."""
+    """Writes program.hlo (serialized), program.txt and state.pkl: input values, and which outputs replace them."""
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_replicas)}
     import torch
     import torch.distributed as dist

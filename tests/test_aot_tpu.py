@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import aot_tpu
+import tpu_program
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "tiny_training.py"
@@ -31,7 +32,7 @@ def compiled(script, *options):
         done = run(script, *options, AOT_TPU_OUTPUT=folder)
         assert Path(folder, "report.json").exists(), done.stderr
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    files["report.json"] = aot_tpu.Report(**json.loads(files["report.json"]))
+    files["report.json"] = tpu_program.Report(**json.loads(files["report.json"]))
     assert done.returncode == files["report.json"].exit_code
     return files
 
@@ -48,8 +49,12 @@ def executed_hlo(script, *options, devices=1):
 
 
 def same_names(hlo_text):
-    """HLO text without the module's name, notes about source lines and the numbers in names."""
+    """HLO text without the module's name, notes about source lines and the numbers in names.
+
+    An input that says it is replicated and one that says nothing (a placeholder) are the same to the compiler.
+    """
     text = re.sub(r", (metadata|backend_config|frontend_attributes)=\{[^{}]*\}", "", hlo_text)
+    text = re.sub(r"(parameter\(\d+\)), sharding=\{replicated\}", r"\1", text)
     names = {}
     body = "\n".join(text.splitlines()[1:]).strip()
     return re.sub(r"%[\w.\-]+", lambda match: names.setdefault(match[0], f"%n{len(names)}"), body)
@@ -83,7 +88,7 @@ def assert_compiles_what_runs(files, executed):
     ],
 )
 def test_topologies(name, compiler_name, devices):
-    topology = aot_tpu.parse_topology(name)
+    topology = tpu_program.parse_topology(name)
     assert (topology.compiler_name, topology.num_devices) == (compiler_name, devices)
 
 
@@ -100,17 +105,17 @@ def test_topologies(name, compiler_name, devices):
 )
 def test_topologies_that_do_not_exist(name, message):
     with pytest.raises(ValueError, match=message):
-        aot_tpu.parse_topology(name)
+        tpu_program.parse_topology(name)
 
 
 # ----------------------------------------------------------------------------------------------------- reading programs
 
 
 def test_bytes_as_laid_out_in_tiles():
-    assert aot_tpu.shape_bytes("f32[3,200]{1,0:T(8,128)}") == [8 * 256 * 4]
-    assert aot_tpu.shape_bytes("f32[3,200]{0,1:T(8,128)}") == [128 * 200 * 4]
-    assert aot_tpu.shape_bytes("(bf16[16,128]{1,0:T(8,128)(2,1)S(1)}, f32[]{:T(128)})") == [4096, 4]
-    assert aot_tpu.shape_bytes("f32[3,200]{1,0:T(8,128)}", padded=False) == [2400]
+    assert tpu_program.shape_bytes("f32[3,200]{1,0:T(8,128)}") == [8 * 256 * 4]
+    assert tpu_program.shape_bytes("f32[3,200]{0,1:T(8,128)}") == [128 * 200 * 4]
+    assert tpu_program.shape_bytes("(bf16[16,128]{1,0:T(8,128)(2,1)S(1)}, f32[]{:T(128)})") == [4096, 4]
+    assert tpu_program.shape_bytes("f32[3,200]{1,0:T(8,128)}", padded=False) == [2400]
 
 
 PROGRAM = """HloModule example, is_scheduled=true
@@ -135,10 +140,10 @@ metadata={op_name="train.py_12 backward.3/aten__mul"}, backend_config={"estimate
 
 
 def test_loops_count_their_trips():
-    computations = aot_tpu.parse_program(PROGRAM)
-    collectives = aot_tpu.read_collectives(computations, num_devices=8)
+    computations = tpu_program.parse_program(PROGRAM)
+    collectives = tpu_program.read_collectives(computations, num_devices=8)
     assert collectives == {"all-reduce": {"count": 5, "bytes": 5 * 4096, "sent_bytes": 5 * 4096 * 2 * 3 / 4}}
-    cycles, unpriced = aot_tpu.read_cycles(computations)
+    cycles, unpriced = tpu_program.read_cycles(computations)
     assert cycles == {"train.py:12 backward": 100}
     assert unpriced == {"all-reduce": 5, "sort": 1}
 
@@ -228,7 +233,7 @@ def test_compare_slices():
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| v")]
     assert [row.split()[1] for row in rows] == ["v5litepod-1", "v6e-1"]
-    assert aot_tpu.LABEL in done.stdout and aot_tpu.COMMUNICATION_LABEL in done.stdout
+    assert tpu_program.LABEL in done.stdout and tpu_program.COMMUNICATION_LABEL in done.stdout
 
 
 def test_exit_codes_of_wrong_usage(capsys):
@@ -241,7 +246,7 @@ def test_exit_codes_of_wrong_usage(capsys):
 
 def a_report(**changes):
     facts = dict(topology="v5litepod-1", devices=1, program="one device", compiles=True, fits=True, reason="")
-    return aot_tpu.Report(**(facts | dict(limit_bytes=100, settings={"global_batch_size": 8}) | changes))
+    return tpu_program.Report(**(facts | dict(limit_bytes=100, settings={"global_batch_size": 8}) | changes))
 
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 13, 64])
@@ -269,6 +274,13 @@ def test_options_are_replaced():
         *("--global_batch_size", "16"),
     ]
     assert aot_tpu.with_option(options, "width", None) == ["--global-batch-size=8", "--flag"]
+
+
+def test_the_tested_versions_are_a_supported_set():
+    from setup_tpu import SUPPORTED_PAIRS
+
+    pair = SUPPORTED_PAIRS[0]
+    assert {name: getattr(pair, name) for name in aot_tpu.TESTED_VERSIONS} == aot_tpu.TESTED_VERSIONS
 
 
 def test_another_set_of_versions_is_named(monkeypatch):

@@ -31,8 +31,8 @@ from tpu_utils import read_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 NUM_STEPS = 22  # one epoch of the digits at global batch 64
-# Seed 1: with seed 0, one of 16,384 inputs of a ReLU in step 1 is 9e-9 and its sign a matter of rounding, so XLA, on one
-# device already, leaves PyTorch by 3e-4. The long warm-up keeps AdamW from blowing rounding up to 1e-4 in 20 steps.
+# Seed 1: with seed 0, one of 16,384 inputs of a ReLU in step 1 is 9e-9 and its sign a matter of rounding, so XLA on one
+# device leaves PyTorch by 3e-4. The long warm-up keeps AdamW from blowing rounding up to 1e-4 in 20 steps.
 RECIPE = ["--num_epochs", "1", "--seed", "1", "--log_every", "1", "--no-tensorboard"]
 TOLERANCE = 1e-5
 

@@ -160,10 +160,16 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_examples)
 
 
-def random_shift(images: np.ndarray, offsets: np.ndarray, max_shift: int) -> np.ndarray:
-    """Each image (B, H, W) moved by its own offsets (2, B) of 0 to 2 max_shift pixels in y and x, zeros drawn in."""
+def random_shift(
+    images: np.ndarray, max_shift: int, rng: np.random.Generator, replica: int = 0, num_replicas: int = 1
+) -> np.ndarray:
+    """Each image (B, H, W) moved by its own offset of up to max_shift pixels in y and x, zeros drawn in.
+
+    Offsets are drawn for the whole global batch: an example moves alike whichever replica has it.
+    """
     padded = np.pad(images, ((0, 0), (max_shift, max_shift), (max_shift, max_shift)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, images.shape[1:], axis=(1, 2))
+    offsets = rng.integers(0, 2 * max_shift + 1, (2, len(images) * num_replicas))[:, replica::num_replicas]
     return windows[np.arange(len(images)), offsets[0], offsets[1]]
 
 
@@ -219,14 +225,13 @@ class TrainBatches:
             yield order[batch * size : (batch + 1) * size]
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        seed, size, max_shift = self.config.seed, self.config.global_batch_size, self.config.max_shift
+        seed, max_shift, sampler = self.config.seed, self.config.max_shift, self.sampler
         images, labels = self.dataset.train_images, self.dataset.train_labels
         for step, ids in enumerate(self.ids(), self.first_step):
             chosen = images[ids]
             if max_shift:
-                # drawn for the whole batch: an example moves alike whichever replica has it
-                offsets = np.random.default_rng([seed, step, 1]).integers(0, 2 * max_shift + 1, (2, size))
-                chosen = random_shift(chosen, offsets[:, self.sampler.rank :: self.sampler.num_replicas], max_shift)
+                rng = np.random.default_rng([seed, step, 1])
+                chosen = random_shift(chosen, max_shift, rng, sampler.rank, sampler.num_replicas)
             yield torch.from_numpy(chosen), torch.from_numpy(labels[ids].astype(np.int32))
 
 

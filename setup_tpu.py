@@ -173,9 +173,8 @@ def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_fou
     if device == "cpu":
         return Check("pjrt device", "ok", f"CPU as asked for (without --device cpu {chosen}: {why})")
     if chosen == "TPU":
-        return judge(
-            "pjrt device", bool(chips), f"TPU: {why}" if chips else f"{why}, but this machine has no TPU chip", fix
-        )
+        why = f"TPU: {why}" if chips else f"{why}, but this machine has no TPU chip"
+        return judge("pjrt device", bool(chips), why, fix)
     if chosen != "CPU":
         return Check("pjrt device", "fail", f"{why}; expected TPU or CPU", fix)
     if chips or device == "tpu":
@@ -204,9 +203,8 @@ def check_device_nodes(dev_root: Path, chips: list, uid: int, container: str) ->
     nodes += dev_root.glob("vfio/vfio") if vfio else ()  # the control node of them all
     closed = [str(node) for node in nodes if not may_open(node, uid)]
     fix = DOCKER_RUN.replace("IMAGE", "--user root IMAGE") if container else f"sudo chmod a+rw {' '.join(closed)}"
-    finding = (
-        f"user {uid} may not open {', '.join(closed)}" if closed else f"{', '.join(map(str, nodes))} open to user {uid}"
-    )
+    names = ", ".join(closed or map(str, nodes))
+    finding = f"user {uid} may not open {names}" if closed else f"{names} open to user {uid}"
     return judge("device nodes", not closed, finding, fix)
 
 
@@ -237,7 +235,7 @@ def check_holder(proc_root: Path, lock_file: Path, chips: list, uid: int, wants_
 
 
 def check_cloud(environment: Mapping, base_url: str, wants_tpu: bool) -> list:
-    """Metadata, which `import torch_xla` cannot do without where there is a chip; the hosts of the slice, and this one."""
+    """Metadata, without which `import torch_xla` fails on a TPU VM; how many hosts there are, and which one this is."""
     names = environment.get("TPU_WORKER_HOSTNAMES", "")
     index = environment.get("CLOUD_TPU_TASK_ID", environment.get("TPU_WORKER_ID", ""))
     if environment.get("TPU_SKIP_MDS_QUERY"):
@@ -289,11 +287,9 @@ def check_shared_memory(dev_root: Path, least_gib: float, wants_tpu: bool, conta
     """Data-loader workers hand over batches through /dev/shm; docker's default of 64 MB ends them with a bus error."""
     folder = dev_root / "shm"
     size = shutil.disk_usage(folder).total / GIB if folder.is_dir() else 0
-    finding = (
-        f"{folder} is {size:.2f} GiB" if size else f"{folder} does not exist"
-    ) + f", expected at least {least_gib:g}"
+    found = (f"is {size:.2f} GiB" if size else "does not exist") + f", expected at least {least_gib:g}"
     fix = DOCKER_RUN if container else f"sudo mount -o remount,size=16G {folder}"
-    return judge("shared memory", size >= least_gib, finding, fix, wants_tpu)
+    return judge("shared memory", size >= least_gib, f"{folder} {found}", fix, wants_tpu)
 
 
 def find_container(root: Path, environment: Mapping) -> str:
@@ -378,7 +374,8 @@ def run_child(arguments: list, environment: Mapping, limit: float) -> tuple:
         code, stdout, stderr = done.returncode, done.stdout, done.stderr.decode(errors="replace")
     except subprocess.TimeoutExpired as error:
         code, stdout, stderr = None, error.stdout or b"", f"no answer within {limit:g} s"
-    reports = [Check(*json.loads(line[3:])) for line in stdout.decode().splitlines() if line.startswith("@@ ")]
+    lines = stdout.decode(errors="replace").splitlines()
+    reports = [Check(*json.loads(line[3:])) for line in lines if line.startswith("@@ ")]
     # why: XLA's error and fatal lines, else the last line (of a traceback), else the signal
     fatal = re.findall(r"^\d{4}-\S+ \S+ [EF] \S+\] *(.*)", stderr, re.MULTILINE)[:2] or stderr.strip().splitlines()[-1:]
     died = " ".join(fatal)[:400] or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
@@ -389,9 +386,8 @@ def ask_child(function: str, argument: str, names: list, environment: Mapping, l
     """The checks `names`, as one of the functions below reports them. Where it dies is a failure, the rest skipped."""
     results, died = run_child(["-c", CALL, HERE, function, argument], environment, limit)
     for i, name in enumerate([name for name in names if name not in results]):
-        results[name] = (
-            Check(name, "skip", "not reached") if i else Check(name, "fail", died or "ended without a report")
-        )
+        failed = Check(name, "fail", died or "the child process ended without a report")
+        results[name] = Check(name, "skip", "not reached") if i else failed
     if lacking := re.search(r"libpython(3\.\d+)\.so", died):  # Debian's python3 runs without it, torch_xla does not
         fix = f"sudo apt-get install -y libpython{lacking[1]}"
     elif died.startswith("no answer"):
@@ -562,11 +558,8 @@ def child_bucket(name: str) -> None:
     bucket = storage.Client(project="unused").bucket(name)  # asking for permissions takes no project
     lacking = ", ".join(sorted(set(needed) - set(bucket.test_iam_permissions(needed, timeout=10))))
     grant = f"gcloud storage buckets add-iam-policy-binding gs://{name} --role=roles/storage.objectAdmin --member=YOU"
-    tell(
-        judge(
-            "bucket", not lacking, f"these credentials lack {lacking}" if lacking else "may be read and written", grant
-        )
-    )
+    finding = f"these credentials lack {lacking}" if lacking else "may be read and written"
+    tell(judge("bucket", not lacking, finding, grant))
 
 
 # ---------------------------------------------------------------- the report

@@ -31,9 +31,12 @@ from tpu_utils import read_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 NUM_STEPS = 22  # one epoch of the digits at global batch 64
-# Seed 1: with seed 0, one of 16,384 inputs of a ReLU in step 1 is 9e-9 and its sign a matter of rounding, so XLA on one
-# device leaves PyTorch by 3e-4. The long warm-up keeps AdamW from blowing rounding up to 1e-4 in 20 steps.
-RECIPE = ["--num_epochs", "1", "--seed", "1", "--log_every", "1", "--no-tensorboard"]
+# Two correct runs can only be as equal as the recipe lets them. torch.optim.AdamW(capturable=True), which keeps the
+# step on the device, has its bias corrections in float32: 1 - 0.999 ** step is off by up to 6e-5 in the first steps. At the
+# preset's learning rate the first 20 steps are so steep that this grows to 2e-3, in PyTorch with float32 corrections
+# too. And with seed 0 one input of a ReLU in step 1 is 9e-9: its sign is a matter of rounding.
+RECIPE = ["--num_epochs", "1", "--seed", "2", "--learning_rate", "2e-3", "--warmup_steps", "10"]
+RECIPE += ["--log_every", "1", "--no-tensorboard"]
 TOLERANCE = 1e-5
 
 

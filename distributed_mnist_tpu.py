@@ -10,7 +10,9 @@ Run:     python distributed_mnist_tpu.py                                        
          python distributed_mnist_tpu.py --strategy ddp                          # through torch_xla.launch
          torchrun --nproc_per_node=8 distributed_mnist_tpu.py --strategy ddp     # the same through torchrun
 Pods:    run the same command on all workers (gcloud compute tpus tpu-vm ssh NAME --worker=all --command=...).
-Expect:  EXPECT
+Expect:  the losses of simple_mnist_tpu.py within 2e-7 whichever way, those of plain PyTorch within 3e-6 (22 steps, float32);
+         96.4 % on 10,000 MNIST images after 3 epochs over 8 devices, where simple_mnist_tpu.py has 96.5 %; one train and
+         one eval graph. Measured on the XLA CPU backend, torch 2.9.0, torch_xla 2.9.0, seeds 2 and 0.
 """
 
 import copy
@@ -100,10 +102,10 @@ class ConvNet(nn.Module):
 
 
 def shard(tensors, mesh: xs.Mesh, over_devices: bool) -> None:
-    """One copy per device or, with over_devices, a part per device: cut along the longest axis that divides evenly."""
+    """One copy per device or, with over_devices, a part per device: cut along the first axis that divides evenly."""
     for tensor in tensors:
         fitting = [axis for axis, size in enumerate(tensor.shape) if size % mesh.size() == 0] if over_devices else []
-        cut = max(fitting, key=lambda axis: tensor.shape[axis], default=None)  # None: too small to cut, one copy each
+        cut = min(fitting, default=None)  # None: too small to cut, one copy each
         xs.mark_sharding(tensor, mesh, tuple("data" if axis == cut else None for axis in range(tensor.dim())))
 
 

@@ -1,0 +1,365 @@
+"""Frozen configurations, presets, a typed command line, and the optimizers and schedules they name.
+
+Run:     python config.py            # every preset, resolved: each value and where it came from, checked
+         python config.py --json     # the same for machines
+
+A value is looked up in this order, the last one wins: the field's default, the preset, the optimization level, the
+command line. Presets never set a field that a level owns, so no value is overridden behind the reader's back.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import tyro
+
+
+class InputError(ValueError):
+    """What the user gave cannot work: a field, an option, a data file. Scripts exit with code 2."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What every training script takes."""
+
+    preset: Literal["quick_test", "development", "production", "distributed"] = "quick_test"
+    """Named set of values; `python config.py` prints them all."""
+    device: Literal["auto", "tpu", "cpu"] = "auto"
+    """auto takes a TPU when one is attached, else the XLA CPU backend. Presets made for TPU ask for tpu."""
+    seed: int = 0
+    """Seeds the initial weights, the order of the examples and their augmentation."""
+    run_dir: str = ""
+    """Receives config.json, metrics.jsonl, checkpoints/, TensorBoard events and summary.json. Empty: a new folder
+    runs/PRESET_DATE_TIME each time."""
+    resume: Literal["never", "auto", "must"] = "never"
+    """never starts anew, refuses a run_dir that holds a run; auto resumes if there is a checkpoint; must needs one."""
+    debug: bool = False
+    """Show the traceback of an error instead of its message alone."""
+
+    dataset: str = ""
+    data_dir: str = "datasets"
+    """Where data files are read from."""
+    download: bool = False
+    """Allow the data set to be downloaded into data_dir."""
+
+    global_batch_size: int = 64
+    """Examples per optimizer step, over all devices and hosts."""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """sgd only."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    weight_decay: float = 0.0
+    """Decoupled in adamw, added to the gradient in sgd and adam."""
+
+    scheduler: Literal["constant", "linear", "cosine", "step"] = "cosine"
+    warmup_steps: int = 0
+    """Linear warm-up: step s of the first warmup_steps runs at (s + 1) / warmup_steps of the learning rate."""
+    decay_every: int = 1000
+    """Steps between two decays of the step scheduler."""
+    decay_factor: float = 0.5
+    """What one decay of the step scheduler multiplies the learning rate by."""
+
+    optimization_level: Literal["conservative", "balanced", "aggressive"] = "balanced"
+    """Sets precision, matmul_precision and prefetch_batches; each can still be set by itself."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Compute precision. bfloat16 is autocast: weights and optimizer state stay float32."""
+    matmul_precision: Literal["default", "high", "highest"] = "default"
+    """Float32 matrix products on TPU: default is one bfloat16 pass, high three, highest six. No effect on CPU."""
+    prefetch_batches: int = 4
+    """Batches sent to the device ahead of the step."""
+
+    log_every: int = 20
+    """Steps between two log lines: the only reads from the device."""
+    save_every: int = 200
+    """Steps between two checkpoints. The last step is always saved."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints kept."""
+    tensorboard: bool = True
+    """Write TensorBoard events to run_dir/tensorboard."""
+    profile_steps: str = ""
+    """FIRST:LAST, the steps to trace, for example 10:13 for steps 10, 11 and 12."""
+    compile_cache: str = "auto"
+    """Folder of compiled programs for a warm start on TPU. auto: ~/.cache/torch_xla_programs; empty: none."""
+
+    def __post_init__(self):
+        problems = check(self)
+        if problems:
+            raise InputError("\n".join(problems))
+
+    @property
+    def profile_range(self) -> tuple[int, int]:
+        """First step to trace and the step after the last; (-1, -1) when nothing is traced."""
+        return parse_profile_steps(self.profile_steps)
+
+
+@dataclass(frozen=True)
+class MnistConfig(TrainConfig):
+    """simple_mnist_tpu.py and distributed_mnist_tpu.py."""
+
+    dataset: Literal["digits", "mnist", "synthetic"] = "digits"
+    """digits: 1,797 real digits from scikit-learn, no download. mnist: IDX files in data_dir. synthetic: known best."""
+    num_epochs: int = 10
+    """Passes over the training set. The last, short batch of a pass is left out; each pass is shuffled anew."""
+    max_shift: int = 0
+    """Augmentation: each image moves by up to this many pixels in x and in y, on the host."""
+    channels: int = 32
+    """Channels of the first convolution; the later ones have twice as many."""
+    hidden_dim: int = 128
+    """Width of the hidden linear layer."""
+    eval_batch_size: int = 512
+    """Examples per evaluation step. The last batch is padded and masked, so each example counts once."""
+
+
+# Visible sets of fields: what a level means is all here.
+LEVELS: dict[str, dict[str, Any]] = {
+    "conservative": dict(precision="float32", matmul_precision="highest", prefetch_batches=2),
+    "balanced": dict(precision="float32", matmul_precision="default", prefetch_batches=4),
+    "aggressive": dict(precision="bfloat16", matmul_precision="default", prefetch_batches=8),
+}
+
+PRESETS: dict[type, dict[str, dict[str, Any]]] = {
+    MnistConfig: {
+        "quick_test": dict(num_epochs=30, learning_rate=2e-3, weight_decay=0.05, max_shift=1, warmup_steps=20),
+        "development": dict(dataset="mnist", num_epochs=3, global_batch_size=128, warmup_steps=50, log_every=10),
+        "production": dict(
+            run_dir="runs/mnist_production",
+            device="tpu",
+            resume="auto",
+            dataset="mnist",
+            num_epochs=10,
+            global_batch_size=128,
+            learning_rate=2e-3,
+            weight_decay=0.05,
+            max_shift=2,
+            warmup_steps=100,
+        ),
+        "distributed": dict(
+            run_dir="runs/mnist_distributed",
+            device="tpu",
+            resume="auto",
+            dataset="mnist",
+            num_epochs=10,
+            global_batch_size=256,
+            learning_rate=3e-3,
+            weight_decay=0.05,
+            max_shift=2,
+            warmup_steps=50,
+        ),
+    },
+}
+
+# Fields that may differ between a run and its resumption without changing a single bit of what it computes.
+FREE_ON_RESUME = frozenset(
+    "run_dir resume device debug data_dir download save_every keep_checkpoints tensorboard profile_steps "
+    "compile_cache prefetch_batches eval_batch_size preset optimization_level".split()
+)
+
+
+def parse_profile_steps(text: str) -> tuple[int, int]:
+    """'10:13' -> (10, 13). '' -> (-1, -1). Raises InputError for anything else."""
+    if not text:
+        return -1, -1
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise InputError(f"profile_steps is {text!r}; expected FIRST:LAST with FIRST < LAST, for example 10:13")
+    return int(first), int(last)
+
+
+def check(config: TrainConfig) -> list[str]:
+    """What can be known to be wrong before any data is read, each as a sentence: found, expected, what to do."""
+    problems = []
+    at_least_one = [
+        "global_batch_size",
+        "decay_every",
+        "prefetch_batches",
+        "log_every",
+        "save_every",
+        "keep_checkpoints",
+    ]
+    at_least_one += ["num_epochs", "channels", "hidden_dim", "eval_batch_size"]
+    at_least_zero = ["seed", "warmup_steps", "max_shift"]
+    for name in at_least_one + at_least_zero:
+        value, least = getattr(config, name, 1), int(name in at_least_one)
+        if value < least:
+            problems.append(f"{name} is {value}; expected {least} or more")
+    for name in ("learning_rate", "decay_factor"):
+        if not (math.isfinite(getattr(config, name)) and getattr(config, name) > 0):
+            problems.append(f"{name} is {getattr(config, name)}; expected a finite number above 0")
+    if not (math.isfinite(config.weight_decay) and config.weight_decay >= 0):
+        problems.append(f"weight_decay is {config.weight_decay}; expected a finite number, 0 or more")
+    for name in ("momentum", "adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            problems.append(f"{name} is {getattr(config, name)}; expected 0 <= {name} < 1")
+    if config.resume == "must" and not config.run_dir:
+        problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
+    try:
+        parse_profile_steps(config.profile_steps)
+    except InputError as error:
+        problems.append(str(error))
+    return problems
+
+
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def resolve(config_class: type[Config], preset: str, level: str | None = None) -> tuple[Config, dict[str, str]]:
+    """The preset's configuration and, for each field, where its value came from.
+
+    level replaces the preset's optimization level. Raises KeyError for an unknown preset or level.
+    """
+    values: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config_class)}
+    sources = dict.fromkeys(values, "default")
+    chosen = {"preset": preset, **PRESETS[config_class][preset]}
+    values.update(chosen)
+    sources.update(dict.fromkeys(chosen, f"preset {preset}"))
+    if level is not None:
+        values["optimization_level"], sources["optimization_level"] = level, "command line"
+    fields_of_level = LEVELS[values["optimization_level"]]
+    values.update(fields_of_level)
+    sources.update(dict.fromkeys(fields_of_level, f"level {values['optimization_level']}"))
+    return config_class(**values), sources
+
+
+def parse_command_line(config_class: type[Config], description: str, argv: list[str] | None = None) -> Config:
+    """The configuration of this run. Prints help or the mistake and exits (0 or 2) when there is no run to do.
+
+    Accepts --snake_case and --kebab-case. An unknown option is answered with the nearest names.
+    Raises InputError for values that cannot work.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    names.add_argument("--preset", default="quick_test")
+    names.add_argument("--optimization_level", "--optimization-level", default=None)
+    try:
+        chosen = names.parse_known_args(argv)[0]
+    except argparse.ArgumentError:
+        chosen = names.parse_args([])  # an option without its value: tyro says so below
+    preset = chosen.preset if chosen.preset in PRESETS[config_class] else "quick_test"  # tyro refuses the others below
+    level = chosen.optimization_level if chosen.optimization_level in LEVELS else None
+    default, _ = resolve(config_class, preset, level)
+    return tyro.cli(config_class, args=argv, default=default, description=description, use_underscores=True)
+
+
+def num_steps_of(config: MnistConfig, num_examples: int) -> tuple[int, int]:
+    """(steps per epoch, steps of the whole run). Raises InputError when not even one batch can be filled."""
+    steps_per_epoch = num_examples // config.global_batch_size
+    if steps_per_epoch == 0:
+        raise InputError(
+            f"global_batch_size is {config.global_batch_size} but {config.dataset} has {num_examples} training "
+            f"examples; choose at most {num_examples}"
+        )
+    num_steps = steps_per_epoch * config.num_epochs
+    if config.warmup_steps >= num_steps:
+        raise InputError(
+            f"warmup_steps is {config.warmup_steps} but the run has {num_steps} steps; choose fewer, or more epochs"
+        )
+    return steps_per_epoch, num_steps
+
+
+def learning_rates(config: TrainConfig, num_steps: int) -> torch.Tensor:
+    """The learning rate of every step: (num_steps,) float32, every value above 0.
+
+    The table goes to the device once and the compiled step looks its own value up: a rate that came from Python would
+    be uploaded each step, and one that is exactly 0 or 1 would be baked into the graph and cost a second one.
+    Warm-up counts from (s + 1) / warmup_steps; the decay runs over the steps that are left and would reach 0 one step
+    after the last.
+    """
+    step = np.arange(num_steps, dtype=np.float64)
+    after = step - config.warmup_steps
+    progress = np.clip(after / max(1, num_steps - config.warmup_steps), 0, 1)
+    shapes = {
+        "constant": np.ones(num_steps),
+        "linear": 1 - progress,
+        "cosine": (1 + np.cos(np.pi * progress)) / 2,
+        "step": config.decay_factor ** np.maximum(0, after // config.decay_every),
+    }
+    warm_up = np.minimum(1, (step + 1) / config.warmup_steps) if config.warmup_steps else 1
+    tiny = np.finfo(np.float32).tiny  # step decay of a long run can underflow
+    return torch.from_numpy(
+        np.maximum(config.learning_rate * warm_up * shapes[config.scheduler], tiny).astype(np.float32)
+    )
+
+
+class SGD(torch.optim.Optimizer):
+    """Stochastic gradient descent with momentum whose learning rate may be a device tensor.
+
+    The same update as torch.optim.SGD(momentum=...). That one passes a tensor learning rate as alpha=-lr, which reads
+    it back to the host in every step (torch/optim/sgd.py, _single_tensor_sgd).
+    """
+
+    def __init__(self, params, lr, momentum: float, weight_decay: float = 0.0):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None, "closures are not supported"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient = parameter.grad
+                if group["weight_decay"]:
+                    gradient = gradient.add(parameter, alpha=group["weight_decay"])
+                velocity = self.state[parameter]["momentum_buffer"]
+                velocity.mul_(group["momentum"]).add_(gradient)
+                parameter.sub_(group["lr"] * velocity)
+
+
+def make_optimizer(config: TrainConfig, parameters) -> torch.optim.Optimizer:
+    """The optimizer, with its state already there.
+
+    State that is born in step 1 makes step 2 a second graph. The zeros are made on the host and sent, because zeros
+    made on the device are a graph of their own; the step count is (1,) because torch_xla turns a host scalar () of 0 or
+    1 into a constant instead of sending it. The step sets param_groups[...]["lr"] from learning_rates().
+    """
+    common = dict(lr=torch.tensor(config.learning_rate), weight_decay=config.weight_decay)
+    if config.optimizer == "sgd":
+        optimizer = SGD(parameters, momentum=config.momentum, **common)
+        state = dict(momentum_buffer=torch.zeros_like)
+    else:
+        # capturable keeps the step count on the device; without it bias corrections are uploaded every step
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
+        betas = (config.adam_beta1, config.adam_beta2)
+        optimizer = kind(parameters, betas=betas, capturable=True, foreach=False, **common)
+        state = dict(step=lambda _: torch.zeros(1), exp_avg=torch.zeros_like, exp_avg_sq=torch.zeros_like)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            on_host = torch.empty(p.shape, dtype=p.dtype)
+            optimizer.state[p] = {name: make(on_host).to(p.device) for name, make in state.items()}
+    return optimizer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Print every preset, resolved: each value and where it came from.")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    as_json = parser.parse_args().json
+    everything = {}
+    for config_class, presets in PRESETS.items():
+        for preset in presets:
+            config, sources = resolve(config_class, preset)  # an invalid preset raises here
+            values = dataclasses.asdict(config)
+            everything.setdefault(config_class.__name__, {})[preset] = {
+                name: {"value": value, "source": sources[name]} for name, value in values.items()
+            }
+            if not as_json:
+                print(f"{config_class.__name__} --preset {preset}: valid")
+                for name, value in values.items():
+                    print(f"  {name:20} {value!s:28} {'' if sources[name] == 'default' else sources[name]}".rstrip())
+                print()
+    if as_json:
+        print(json.dumps(everything, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

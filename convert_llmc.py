@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from token_data import HEADER_WORDS, InputError, check_size, read_header, write_header
-from transformer_tpu import GPT, ModelShape, parameter_shapes
+from config import InputError, ModelShape
+from data import HEADER_WORDS, check_size, read_header, write_header
+from transformer_tpu import GPT, parameter_shapes
 
 MODEL_MAGIC, STATE_MAGIC, STATE_VERSION = 20240326, 20240327, 2
 MODEL_VERSIONS = {3: torch.float32, 5: torch.bfloat16}
@@ -115,7 +116,7 @@ def compute_debug_state(shape: ModelShape, tensors: dict[str, torch.Tensor], tok
     model = GPT(shape)
     model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     logits = model(tokens)
-    loss = model.loss_sum(tokens, targets) / targets.numel()
+    loss = model.losses(tokens, targets).sum() / targets.numel()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return DebugState(tokens, targets, logits.detach()[..., : shape.vocab_size], loss.item(), gradients)

@@ -458,9 +458,13 @@ class RunLog:
     def train(self, step: int, **fields: float | None) -> None:
         """A train line. fields: loss, learning_rate and those of Speed.measure()."""
         self.write("train", step, **fields)
-        text = f"step {step:6d}/{self._bar.total}  loss {fields['loss']:.4f}  lr {fields['learning_rate']:.2e}"
+        text = f"step {step:6d}/{self._bar.total}  loss {fields['loss']:.4f}"
+        if "gradient_norm" in fields:
+            text += f"  norm {fields['gradient_norm']:.3f}"
+        text += f"  lr {fields['learning_rate']:.2e}"
         if fields["step_seconds"] is not None:
-            text += f"  {fields['step_seconds'] * 1e3:.1f} ms/step  {fields['examples_per_second']:.0f} examples/s"
+            unit = "tokens" if "tokens_per_second" in fields else "examples"
+            text += f"  {fields['step_seconds'] * 1e3:.1f} ms/step  {fields[f'{unit}_per_second']:.0f} {unit}/s"
             text += f"  data wait {fields['data_wait_seconds'] * 1e3:.1f} ms"
         if fields["mfu"] is not None:
             text += f"  mfu {fields['mfu']:.1%}"

@@ -1,34 +1,72 @@
-"""Train a GPT-2 / GPT-3 language model on a mesh of TPU devices."""
+"""Train a GPT-2 / GPT-3 language model on a mesh of TPU devices: data, FSDP and tensor parallel.
 
-# Shape suffixes: B batch, T time, D embedding width, H heads, K head_dim, V padded vocabulary, L layers, N = B*T.
+Run:     python transformer_tpu.py                                      # quick_test: a Markov chain of known entropy
+         python transformer_tpu.py --preset development --data_dir DIR  # bytes of DIR/tinyshakespeare.txt
+         python transformer_tpu.py --preset production --data_dir DIR   # GPT-2 124M, llm.c token shards, v5litepod-8
+         CPU_NUM_DEVICES=8 python transformer_tpu.py --mesh 2x2x2       # eight virtual devices without a TPU
+Expect:  EXPECT
+"""
 
+# Shape suffixes: B batch, T time, S = T + 1, D embedding width, H heads, K head_dim, V padded vocabulary, N = B * T.
+
+import dataclasses
+import json
 import math
 import re
-from dataclasses import dataclass
+import sys
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from functorch.compile import default_partition, min_cut_rematerialization_partition
+from torch_xla.experimental import scan
+from torch_xla.utils.checkpoint import checkpoint
 
+from config import InputError, ModelShape, TransformerConfig, learning_rates, make_optimizer, parse_command_line
+from data import SequenceData, load_sequences, read_hellaswag
+from tpu_utils import (
+    Checkpoints,
+    CompileWatch,
+    DeviceLoader,
+    DeviceMetrics,
+    Goodput,
+    Profile,
+    RunLog,
+    Speed,
+    StopRequest,
+    attached_chips,
+    check_finite,
+    check_same_run,
+    load_model,
+    open_run_dir,
+    peak_flops,
+    print_banner,
+    random_state,
+    run_script,
+    set_random_state,
+    start_device,
+    write_atomically,
+)
 
-@dataclass(frozen=True)
-class ModelShape:
-    """What fixes the size of a GPT: layers, heads, width, longest sequence, real vocabulary."""
-
-    num_layers: int
-    num_heads: int
-    embedding_dim: int
-    sequence_length: int
-    vocab_size: int = 50257
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Next multiple of 128, the lane count of the matrix unit; padded tokens get no probability."""
-        return -(-self.vocab_size // 128) * 128
-
-    @property
-    def head_dim(self) -> int:
-        return self.embedding_dim // self.num_heads
+# How each axis of a parameter is cut over the mesh (data, fsdp, tensor); None: whole. No match: whole.
+# Under "tensor" a device holds some heads and some columns of the MLP; under "fsdp" it holds a part of everything and
+# collects the rest of a layer when it gets there.
+PARTITION = {
+    "token_embedding": ("tensor", "fsdp"),
+    "position_embedding": (None, "fsdp"),
+    "qkv_weight": (None, None, "tensor", "fsdp"),
+    "qkv_bias": (None, None, "tensor"),
+    "(attention|mlp)_out_weight": (None, "fsdp", "tensor"),
+    "mlp_in_weight": (None, "tensor", "fsdp"),
+    "mlp_in_bias": (None, "tensor"),
+}
+BATCH = ("data", "fsdp")  # the batch axis is cut over both
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -130,66 +168,457 @@ class CrossEntropy(torch.autograd.Function):
         return ((p - (column == target_N[:, None]).float()) * counted[:, None]).to(logits_NV.dtype), None, None
 
 
-def block(x_BTD, w, num_heads, attention):
+def block(x_BTD, w, num_heads, attention, keep=lambda x: x):
     """One pre-norm transformer layer. w: this layer's slices of the stacked parameters, by name."""
     B, T, D = x_BTD.shape
     y = layer_norm(x_BTD, w["ln1_weight"], w["ln1_bias"])
-    qkv = F.linear(y, w["qkv_weight"].reshape(3 * D, D), w["qkv_bias"].reshape(3 * D))
-    q, k, v = (part.view(B, T, num_heads, -1).transpose(1, 2) for part in qkv.split(D, -1))
-    y = attention(q, k, v).transpose(1, 2).reshape(B, T, D)
-    x_BTD = x_BTD + F.linear(y, w["attention_out_weight"], w["attention_out_bias"])
+    # one product for q, k and v; (3, H, K, D) keeps the head axis apart, so that it can be cut over the mesh
+    heads = w["qkv_weight"].view(3, num_heads, -1, D)
+    qkv = torch.einsum("btd,jhkd->jbhtk", y, heads) + w["qkv_bias"].view(3, 1, num_heads, 1, -1)
+    y = attention(*qkv.unbind(0)).transpose(1, 2).reshape(B, T, D)
+    x_BTD = keep(x_BTD + F.linear(y, w["attention_out_weight"], w["attention_out_bias"]))
     y = layer_norm(x_BTD, w["ln2_weight"], w["ln2_bias"])
     y = F.gelu(F.linear(y, w["mlp_in_weight"], w["mlp_in_bias"]), approximate="tanh")
-    return x_BTD + F.linear(y, w["mlp_out_weight"], w["mlp_out_bias"])
+    return keep(x_BTD + F.linear(y, w["mlp_out_weight"], w["mlp_out_bias"]))
 
 
 class GPT(torch.nn.Module):
     """GPT-2: learned positions, pre-norm, GELU (tanh), one matrix for token embedding and output head.
 
     The head reads `token_embedding` itself, so there is no second weight that a move to the device could untie.
+    compute_dtype: of activations and matrix products. mesh: activations stay cut along the batch; None: one device.
     """
 
-    def __init__(self, shape: ModelShape, compute_dtype=torch.float32, remat: bool = False, scan_layers: bool = False):
+    def __init__(
+        self,
+        shape: ModelShape,
+        compute_dtype=torch.float32,
+        *,
+        remat=False,
+        scan_layers=False,
+        attention=None,
+        mesh=None,
+    ):
         super().__init__()
-        self.shape, self.compute_dtype, self.remat, self.scan_layers = shape, compute_dtype, remat, scan_layers
-        self.attention = causal_attention
+        self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
+        self.remat, self.scan_layers = remat, scan_layers
+        self.block = partial(block, num_heads=shape.num_heads, attention=attention or causal_attention, keep=self.keep)
+        # scan caches its trace by function and shapes; a trace made without gradients must not serve training
+        self._scanned = {grad: partial(self._scan_body) for grad in (True, False)}
         for name, size in parameter_shapes(shape).items():
             self.register_parameter(name, torch.nn.Parameter(torch.empty(size)))
 
     def initialise(self, seed: int) -> None:
-        """llm.c's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2L)), biases and padding 0."""
+        """llm.c's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases and padding 0."""
         generator = torch.Generator().manual_seed(seed)
+        residual_std = 0.02 / math.sqrt(2 * self.shape.num_layers)
         for name, parameter in self.named_parameters():
             if is_matrix(name):
-                residual = re.search("(attention|mlp)_out", name) is not None
-                std = 0.02 / math.sqrt(2 * self.shape.num_layers) if residual else 0.02
-                torch.nn.init.normal_(parameter, 0.0, std, generator=generator)
+                torch.nn.init.normal_(parameter, 0.0, residual_std if "_out_" in name else 0.02, generator=generator)
             else:
-                torch.nn.init.constant_(
-                    parameter, 1.0 if name.endswith("ln_weight") or ("ln" in name and "weight" in name) else 0.0
-                )
+                torch.nn.init.constant_(parameter, float(name.endswith("_weight")))
         with torch.no_grad():
             self.token_embedding[self.shape.vocab_size :] = 0.0
 
+    def keep(self, x_BTD):
+        """Hold an activation to its place on the mesh, in both passes; left alone, the partitioner may move it."""
+        return x_BTD if self.mesh is None else xs.mark_sharding_with_gradients(x_BTD, self.mesh, (BATCH, None, None))
+
+    def _scan_body(self, x_BTD, w):
+        return self.block(x_BTD, w), None
+
     def forward(self, tokens_BT):
         """Logits over the padded vocabulary, (B, T, V), in the compute dtype."""
-        w = {n: p.to(self.compute_dtype) if is_matrix(n) or "ln" not in n else p for n, p in self.named_parameters()}
-        T = tokens_BT.shape[1]
-        # the lookup reads float32 rows, so that the gradients of a frequent token add up in float32
-        x = F.embedding(tokens_BT, self.token_embedding) + self.position_embedding[:T]
-        x = x.to(self.compute_dtype)
-        layers = {n: p for n, p in w.items() if n in LAYER_PARAMETERS}
-        run = partial(block, num_heads=self.shape.num_heads, attention=self.attention)
-        sliced = {n: p.unbind(0) for n, p in layers.items()}
-        for i in range(self.shape.num_layers):
-            x = run(x, {n: p[i] for n, p in sliced.items()})
-        x = layer_norm(x, w["final_ln_weight"], w["final_ln_bias"])
-        return F.linear(x, w["token_embedding"])
+        # cast once a step; layer norms stay float32, they work in it anyway
+        cast = {n: p if "ln" in n else p.to(self.compute_dtype) for n, p in self.named_parameters()}
+        layers = {n: p for n, p in cast.items() if "embedding" not in n and "final" not in n}
+        # the lookup reads float32 rows: the gradients of a frequent token add up in float32
+        x = F.embedding(tokens_BT, self.token_embedding) + self.position_embedding[: tokens_BT.shape[1]]
+        x = self.keep(x.to(self.compute_dtype))
+        if self.scan_layers:
+            partition = save_nothing_partition if self.remat else default_partition
+            body = self._scanned[torch.is_grad_enabled()]
+            x, _ = scan.scan(body, x, layers, partition_fn=partition, is_fn_pure=True)
+        else:
+            slices = zip(*(p.unbind(0) for p in layers.values()), strict=True)  # backward: one stack for each parameter
+            for of_one_layer in slices:
+                if self.remat:  # torch.utils.checkpoint would be undone by common subexpression elimination
+                    run = lambda x, *w: self.block(x, dict(zip(layers, w, strict=True)))  # noqa: E731
+                    x = checkpoint(run, x, *of_one_layer, preserve_rng_state=False)
+                else:
+                    x = self.block(x, dict(zip(layers, of_one_layer, strict=True)))
+        x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
+        return F.linear(x, cast["token_embedding"])
 
-    def loss_sum(self, tokens_BT, targets_BT):
-        """Summed loss in nats over the targets >= 0, float32."""
-        logits = self(tokens_BT)
-        return CrossEntropy.apply(logits.flatten(0, 1), targets_BT.flatten(), self.shape.vocab_size).sum()
+    def losses(self, inputs_BT, targets_BT):
+        """Loss in nats of every target, (B, T) float32; 0 where the target is negative."""
+        logits_NV = self(inputs_BT).flatten(0, 1)
+        return CrossEntropy.apply(logits_NV, targets_BT.flatten(), self.shape.vocab_size).view(targets_BT.shape)
 
 
-LAYER_PARAMETERS = [n for n in parameter_shapes(ModelShape(1, 1, 1, 1)) if "embedding" not in n and "final" not in n]
+def inputs_and_targets(tokens_BS):
+    """(B, T) each, from one upload: a token that is read but is no target comes as ~token (data.py)."""
+    return torch.where(tokens_BS < 0, -1 - tokens_BS, tokens_BS)[:, :-1], tokens_BS[:, 1:]
+
+
+def save_nothing_partition(*args, **kwargs):
+    """Partition for scan that keeps only the inputs of a layer for the backward pass."""
+    with torch._functorch.config.patch(activation_memory_budget=0.0):
+        return min_cut_rematerialization_partition(*args, **kwargs)
+
+
+def flash_attention(mesh):
+    """Pallas flash attention with causal_attention's signature: the square of scores never reaches memory. TPU only."""
+    from torch_xla.experimental.custom_kernel import flash_attention as kernel  # imports jax
+
+    spec = (BATCH, "tensor", None, None) if mesh else None
+
+    def attention(q_BHTK, k_BHTK, v_BHTK):
+        scale = 1 / math.sqrt(q_BHTK.shape[-1])
+        return kernel(q_BHTK, k_BHTK, v_BHTK, causal=True, sm_scale=scale, partition_spec=spec, mesh=mesh)
+
+    return attention
+
+
+def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | None) -> tuple[tuple[int, ...], str]:
+    """Sizes of the axes (data, fsdp, tensor) and why. Raises InputError for a mesh that cannot work.
+
+    auto: plain data parallelism while weights, gradients and AdamW's two moments (16 bytes a parameter) take at most
+    a third of a device's memory, else the smallest fsdp axis that gets them there; tensor only when asked for.
+    """
+    shape, batch = config.shape, config.global_batch_size
+    state = 16 * shape.num_parameters
+    if config.mesh != "auto":
+        sizes, why = tuple(int(size) for size in config.mesh.split("x")), "as asked"
+    else:
+        choices = [n for n in range(1, num_devices + 1) if num_devices % n == 0 and shape.embedding_dim % n == 0]
+        enough = [n for n in choices if hbm_bytes is None or state / n <= hbm_bytes / 3]
+        fsdp = enough[0] if enough else choices[-1]
+        sizes = (num_devices // fsdp, fsdp, 1)
+        memory = "unknown memory" if hbm_bytes is None else f"{hbm_bytes / 2**30:.0f} GiB"
+        why = f"training state {state / fsdp / 2**30:.2f} GiB of {memory} per device; choose with --mesh"
+    data, fsdp, tensor = sizes
+    if math.prod(sizes) != num_devices:
+        raise InputError(
+            f"mesh {config.mesh} has {math.prod(sizes)} places for {num_devices} devices; try {num_devices}x1x1"
+        )
+    for name, value, axis, size in (
+        ("num_heads", shape.num_heads, "tensor", tensor),
+        ("padded vocabulary", shape.padded_vocab_size, "tensor", tensor),
+        ("embedding_dim", shape.embedding_dim, "fsdp", fsdp),
+    ):
+        if value % size:
+            raise InputError(
+                f"{name} ({value}) must be divisible by the {axis} axis ({size}) of the mesh; choose another --mesh"
+            )
+    unit = data * fsdp * config.gradient_accumulation_steps
+    if batch % unit:
+        raise InputError(
+            f"global_batch_size ({batch}) must be divisible by data x fsdp x gradient_accumulation_steps "
+            f"({data} x {fsdp} x {config.gradient_accumulation_steps}); try {max(1, batch // unit) * unit}"
+        )
+    return sizes, why
+
+
+def partition_spec(name: str, tensor: torch.Tensor) -> tuple:
+    return next((spec for pattern, spec in PARTITION.items() if re.fullmatch(pattern, name)), (None,) * tensor.dim())
+
+
+def place(model: GPT, tensors) -> None:
+    """Cut tensors that belong to the model's parameters, in their order, as the table says."""
+    if model.mesh is not None:
+        for (name, parameter), tensor in zip(model.named_parameters(), tensors, strict=True):
+            xs.mark_sharding(tensor, model.mesh, partition_spec(name, parameter))
+
+
+def compute_gradients(model: GPT, tokens_BS, parts: int):
+    """Summed loss of the batch; its gradients are left in parameter.grad.
+
+    With several parts the forward and backward pass stand in a loop inside the graph, so neither the graph nor the
+    memory of activations grows with their number. (torch_xla.experimental.gradient_accumulation syncs inside the step;
+    this is the loop under torch_xla's scan, which traces a function with its backward pass as it is.)
+    """
+    parameters = list(model.parameters())
+
+    def one_part(sums, part):
+        for parameter in parameters:
+            parameter.grad = None
+        loss = model.losses(*inputs_and_targets(part[0])).sum()
+        loss.backward()
+        return [a + b for a, b in zip(sums, [loss.detach(), *(p.grad for p in parameters)], strict=True)], []
+
+    zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+    place(model, zeros)
+    sums = [torch.zeros((), device=tokens_BS.device), *zeros]
+    if parts == 1:
+        loss, *gradients = one_part(sums, [tokens_BS])[0]
+    else:
+        # row i goes to part i % parts, so that every part stays cut over the mesh as the batch is
+        stacked = tokens_BS.view(-1, parts, tokens_BS.shape[1]).transpose(0, 1).contiguous()
+        (loss, *gradients), _ = scan._scan_impl_flat(one_part, sums, [stacked])
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return loss
+
+
+@torch_xla.compile(full_graph=True, name="train_step")
+def train_step(model, optimizer, rates, metrics, tokens_BS, parts, clip):
+    """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
+    loss = compute_gradients(model, tokens_BS, parts)
+    count = (tokens_BS[:, 1:] >= 0).sum().float()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    place(model, gradients)
+    norm = torch.stack([(gradient * gradient).sum() for gradient in gradients]).sum().sqrt() / count
+    factor = ((clip / (norm + 1e-6)).clamp(max=1.0) if clip else 1.0) / count
+    for gradient in gradients:
+        gradient.mul_(factor)
+    for group in optimizer.param_groups:
+        group["lr"] = rates.index_select(0, metrics.step)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program
+    metrics.record(loss / count, norm)
+
+
+@torch_xla.compile(full_graph=True, name="eval_step")
+def eval_step(model, tokens_BS):
+    """Summed loss and number of targets of every sequence, (B, 2) float32."""
+    with torch.no_grad():
+        inputs, targets = inputs_and_targets(tokens_BS)
+        result = torch.stack([model.losses(inputs, targets).sum(1), (targets >= 0).sum(1).float()], 1)
+        if model.mesh is not None:
+            xs.mark_sharding(result, model.mesh, (None, None))  # every host reads all of it
+        return result
+
+
+def evaluate(model, batches, graphs, step, kind="eval") -> np.ndarray:
+    """Summed loss and number of targets of every sequence of the batches, (rows, 2). Padding rows have 0 targets."""
+    results = []
+    for tokens in batches:
+        results.append(eval_step(model, tokens))
+        graphs.check(kind, step, [tokens])
+    return np.concatenate([result.cpu().numpy() for result in results]).astype(
+        np.float64
+    )  # read when all are under way
+
+
+def hellaswag_accuracy(result: np.ndarray, labels: np.ndarray) -> float:
+    """Share of questions whose right ending has the lowest loss per token. result: (4 x questions + padding, 2)."""
+    loss, count = result[: 4 * len(labels)].reshape(-1, 4, 2).transpose(2, 0, 1)
+    return float(((loss / count).argmin(1) == labels).mean())
+
+
+def train(config: TransformerConfig) -> int:
+    goodput, stop, graphs = Goodput(), StopRequest(), CompileWatch()
+    shape, num_steps = config.shape, config.num_steps
+    run_dir = open_run_dir(config)
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
+    device = start_device(config)
+    data = load_sequences(config, xr.process_index(), xr.process_count())
+    mesh, why = start_mesh(config)
+    print_banner(config, device)
+    print_plan(config, data, why, run_dir)
+
+    attention = flash_attention(mesh) if uses_flash(config) else causal_attention
+    dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+    options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
+    model = GPT(shape, dtype, **options)
+    run = {**dataclasses.asdict(config), "data_crc32": data.fingerprint}  # what a checkpoint belongs to
+    first_step, validation_loss = 0, None
+    saved = checkpoints.load_for_resume(config.resume)
+    if saved:  # loaded on the host, then cut: the mesh may be another than the one it was saved from
+        check_same_run(run, saved["config"])
+        load_model(model, saved["model"])
+        first_step, validation_loss = saved["step"], saved["validation_loss"]
+        print(f"resumed    after step {first_step} of {num_steps}", flush=True)
+    else:
+        model.initialise(config.seed)
+    write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
+
+    model = model.to(device)
+    place(model, model.parameters())
+    groups = [{"params": [p for n, p in model.named_parameters() if is_matrix(n)]}]
+    groups += [{"params": [p for n, p in model.named_parameters() if not is_matrix(n)], "weight_decay": 0.0}]
+    optimizer = make_optimizer(config, groups)
+    schedule = learning_rates(config, num_steps)
+    rates = schedule.to(device)
+    metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
+    if saved:
+        optimizer.load_state_dict(saved["optimizer"])
+        metrics.load_state_dict(saved["metrics"])
+        set_random_state(saved["random"])
+    for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        if name in optimizer.state[model.token_embedding]:
+            place(model, [optimizer.state[parameter][name] for parameter in model.parameters()])
+    if config.print_placement:
+        print_placement(model)
+
+    cut_batch = xs.ShardingSpec(mesh, (BATCH, None), minibatch=xr.process_count() > 1) if mesh else None
+    upload = partial(xm.send_cpu_data_to_device, device=device, input_sharding=cut_batch)
+    validation = upload([torch.from_numpy(data.validation.batch(i)) for i in range(data.validation_batches)])
+    questions, labels = load_questions(config)
+    questions = upload(questions)
+
+    batches = ((torch.from_numpy(data.train.batch(step)),) for step in range(first_step, num_steps))
+    step, logged, lengths = first_step, first_step - first_step % config.log_every, []
+    full_batch = config.global_batch_size * shape.sequence_length
+    with (
+        RunLog(run_dir, first_step, num_steps, config.tensorboard) as log,
+        Profile(config, run_dir, first_step, num_steps) as profile,
+        DeviceLoader(batches, device, config.prefetch_batches, goodput, cut_batch) as loader,
+    ):
+        peak = peak_flops(xr.global_runtime_device_count())
+        speed = Speed(goodput, loader, config.global_batch_size, shape.flops_per_token * full_batch, peak)
+        goodput.enter("step")
+        for step, (tokens,) in enumerate(loader, first_step + 1):
+            length = tokens.shape[1] - 1
+            kind = "train" if length == shape.sequence_length else f"train_{length}"  # one graph for each bucket
+            profile.before_step(step)
+            with goodput.phase("step" if graphs.compiled(kind) else "compile"):
+                train_step(
+                    model,
+                    optimizer,
+                    rates,
+                    metrics,
+                    tokens,
+                    config.gradient_accumulation_steps,
+                    config.clip_gradient_norm,
+                )
+            graphs.check(kind, step, [tokens])
+            log.advance()
+            lengths.append(length)
+            if step == first_step + 1:
+                speed.start(step)  # without the compile
+                lengths.clear()
+            if step % config.log_every == 0 or step == num_steps:
+                values = metrics.read(logged, step)  # the only read from the device between two log lines
+                check_finite(values["loss"], logged, f"good checkpoints: {checkpoints.steps()}; lower --learning_rate")
+                means = {name: float(column.mean()) for name, column in values.items()}
+                rate = schedule[step - 1].item()
+                log.train(step, **means, learning_rate=rate, **in_tokens(speed.measure(step), lengths, config))
+                logged = step
+                lengths.clear()
+            if step % config.eval_every == 0 or step == num_steps:
+                with goodput.phase("evaluation"):
+                    loss, count = evaluate(model, validation, graphs, step).sum(0)
+                    validation_loss = loss / count
+                    fields = dict(validation_loss=validation_loss, perplexity=math.exp(min(validation_loss, 700.0)))
+                    if data.loss_floor is not None:
+                        fields["loss_floor"] = data.loss_floor
+                    if questions:
+                        result = evaluate(model, questions, graphs, step, "hellaswag")
+                        fields["hellaswag_accuracy"] = hellaswag_accuracy(result, labels)
+                log.evaluation(step, **fields)
+            if stop.signal or step % config.save_every == 0 or step == num_steps:
+                log.checkpoint(step)
+                state = dict(step=step, config=run, validation_loss=validation_loss, model=model.state_dict())
+                state |= dict(optimizer=optimizer.state_dict(), metrics=metrics.state_dict(), random=random_state())
+                with goodput.phase("checkpoint"):
+                    checkpoints.save(step, state)
+            if stop.signal:
+                break
+        goodput.enter("other")
+
+    if stop.signal:
+        print(f"stopped by signal {stop.signal}, saved after step {step}; continue: --run_dir {run_dir} --resume must")
+        return stop.exit_code
+    summary = {
+        "steps": num_steps,
+        "train_graphs": graphs.compiled("train"),
+        "eval_graphs": graphs.compiled("eval"),
+        "host_to_device_uploads_per_step": speed.uploads_per_step,  # beside the batch
+        "validation_loss": validation_loss,
+        "loss_floor": data.loss_floor,
+        "seconds": goodput.total(),
+        "goodput": goodput.seconds,
+    }
+    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+    floor = f" (floor {data.loss_floor:.4f})" if data.loss_floor is not None else ""
+    print(f"validation loss {validation_loss:.4f}{floor}, perplexity {math.exp(min(validation_loss, 700.0)):.2f}")
+    print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
+    split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
+    print(f"seconds    {summary['seconds']:.1f}: {split}")
+    return 0
+
+
+def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
+    """The mesh over all devices, None for a single one, and the line that says why it is so. Starts SPMD."""
+    num_devices, on_tpu = xr.global_runtime_device_count(), xr.device_type() == "TPU"
+    if config.sharding == "auto" and not on_tpu:
+        raise InputError(
+            "sharding is auto, but XLA's auto-sharding works on TPU only: elsewhere it leaves every parameter whole on "
+            "every device; use --sharding table"
+        )
+    hbm_bytes = attached_chips()[0].hbm_gib * 2**30 / attached_chips()[0].devices_per_chip if on_tpu else None
+    sizes, why = choose_mesh(config, num_devices, hbm_bytes)
+    if num_devices == 1:
+        return None, "one device"
+    xr.use_spmd(auto=config.sharding == "auto")
+    mesh = xs.Mesh(np.arange(num_devices), sizes, ("data", "fsdp", "tensor"))
+    xs.set_global_mesh(mesh)
+    return mesh, f"data {sizes[0]} x fsdp {sizes[1]} x tensor {sizes[2]}: {why}"
+
+
+def uses_flash(config: TransformerConfig) -> bool:
+    """Raises InputError where the kernel is asked for but cannot run."""
+    on_tpu = xr.device_type() == "TPU"
+    if config.attention == "flash" and not on_tpu:
+        raise InputError("attention is flash, but the Pallas kernel runs on TPU only; use --attention plain or auto")
+    return on_tpu and config.attention != "plain"
+
+
+def in_tokens(fields: dict, lengths: list[int], config: TransformerConfig) -> dict:
+    """Speed's fields with tokens per second for examples per second, and MFU for the batches' true lengths."""
+    examples_per_second = fields.pop("examples_per_second")
+    if not lengths:
+        return {**fields, "tokens_per_second": None}
+    mean_length = sum(lengths) / len(lengths)
+    mfu = fields["mfu"] and fields["mfu"] * mean_length / config.shape.sequence_length
+    return {**fields, "mfu": mfu, "tokens_per_second": examples_per_second * mean_length}
+
+
+def load_questions(config: TransformerConfig) -> tuple[list[torch.Tensor], np.ndarray]:
+    """HellaSwag as batches of rows, 4 to a question, of one shape, and the right answers. Empty when not asked for."""
+    if not config.hellaswag:
+        return [], np.empty(0, int)
+    questions = read_hellaswag(Path(config.data_dir) / config.hellaswag, config.shape.vocab_size)
+    longest = max(len(q.context) + max(map(len, q.endings)) for q in questions) - 1
+    T = min(config.shape.sequence_length, -(-longest // 128) * 128)
+    rows = np.concatenate([question.rows(T) for question in questions])
+    size = config.global_batch_size // config.gradient_accumulation_steps
+    rows = np.concatenate([rows, np.full((-len(rows) % size, T + 1), -1, np.int32)])
+    return list(torch.from_numpy(rows).split(size)), np.array([question.label for question in questions])
+
+
+def print_plan(config: TransformerConfig, data: SequenceData, why: str, run_dir: Path) -> None:
+    shape = config.shape
+    tokens = config.global_batch_size * shape.sequence_length
+    print(f"mesh       {why}")
+    print(
+        f"model      {shape.num_parameters:,} parameters: {shape.num_layers} layers, {shape.num_heads} heads of "
+        f"{shape.head_dim}, width {shape.embedding_dim}, context {shape.sequence_length}, vocabulary "
+        f"{shape.vocab_size} of {shape.padded_vocab_size}; {'flash' if uses_flash(config) else 'plain'} attention"
+    )
+    if shape.embedding_dim % 128:
+        padded = -(-shape.embedding_dim // 128) * 128
+        print(f"width      {shape.embedding_dim} is no multiple of 128: the matrix unit works as if it were {padded}")
+    print(
+        f"mfu        {shape.flops_per_token:,} FLOPs a token (6 N + 12 L D T, causal half not taken off) over peak bf16"
+    )
+    print(f"data       {data.description}; {tokens:,} tokens a step, {config.num_steps} steps")
+    if data.loss_floor is not None:
+        print(f"floor      no model can have an expected loss below {data.loss_floor:.4f} nats per token")
+    print(f"run        {run_dir}", flush=True)
+
+
+def print_placement(model: GPT) -> None:
+    for name, parameter in model.named_parameters():
+        spec = torch_xla._XLAC._get_xla_sharding_spec(parameter) or "one device"
+        print(f"place      {name:22} {tuple(parameter.shape)!s:20} {partition_spec(name, parameter)!s:38} {spec}")
+
+
+def main() -> int:
+    return train(parse_command_line(TransformerConfig, __doc__))
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

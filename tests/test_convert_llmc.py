@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import convert_llmc
-from transformer_tpu import GPT, ModelShape
+from config import ModelShape
+from transformer_tpu import GPT
 
 SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
 

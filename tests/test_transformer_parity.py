@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import transformer_tpu
-from transformer_tpu import GPT, ModelShape, is_matrix
+from config import ModelShape
+from transformer_tpu import GPT, is_matrix
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
@@ -80,7 +81,7 @@ def both():
     tokens, targets = batch()
     loss, logits = their_loss(theirs, tokens, targets)
     loss.backward()
-    our_loss = ours.loss_sum(tokens, targets) / targets.numel()
+    our_loss = ours.losses(tokens, targets).sum() / targets.numel()
     our_loss.backward()
     return theirs, ours, (loss, logits), (our_loss, ours(tokens))
 
@@ -117,7 +118,7 @@ def test_ten_adamw_steps_stay_together():
         losses = []
         for model, optimizer in zip((theirs, ours), optimizers, strict=True):
             if model is ours:
-                loss = model.loss_sum(tokens, targets) / targets.numel()
+                loss = model.losses(tokens, targets).sum() / targets.numel()
             else:
                 loss, _ = their_loss(model, tokens, targets)
             optimizer.zero_grad()
@@ -150,5 +151,5 @@ def test_targets_below_zero_do_not_count():
     tokens, targets = batch()
     masked = targets.clone()
     masked[1] = -1
-    alone = model.loss_sum(tokens[:1], targets[:1])
-    torch.testing.assert_close(model.loss_sum(tokens, masked), alone, rtol=1e-5, atol=1e-5)
+    alone = model.losses(tokens[:1], targets[:1]).sum()
+    torch.testing.assert_close(model.losses(tokens, masked).sum(), alone, rtol=1e-5, atol=1e-5)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-import token_data as data
-from token_data import InputError
+import data
+from config import InputError
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None, dtype="<u2"):

@@ -108,8 +108,10 @@ def attached_chips(pci_root: Path = Path("/sys/bus/pci/devices")) -> list[Genera
     return chips
 
 
-def start_device(config: TrainConfig) -> torch.device:
+def start_device(config: TrainConfig, spmd: bool = False, auto_sharding: bool = False) -> torch.device:
     """Choose, start and seed the XLA device; set matrix product precision and the compile cache.
+
+    spmd: where there are several devices, one program for all of them; it must be said before the first tensor.
 
     Call it before anything touches a device: PJRT_DEVICE is read once. Raises DeviceError instead of falling back.
     """
@@ -129,6 +131,8 @@ def start_device(config: TrainConfig) -> torch.device:
     try:
         if cache:
             xr.initialize_cache(str(cache))  # must precede every computation
+        if spmd and xr.global_runtime_device_count() > 1:
+            xr.use_spmd(auto=auto_sharding)
         device = torch_xla.device()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]

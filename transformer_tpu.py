@@ -331,6 +331,23 @@ def place(model: GPT, tensors) -> None:
             xs.mark_sharding(tensor, model.mesh, partition_spec(name, parameter))
 
 
+def place_state(model: GPT, optimizer, metrics) -> None:
+    """Cut parameters and optimizer state as the table says; what belongs to no axis is whole on every device."""
+    if model.mesh is None:
+        return
+    parameters = list(model.parameters())
+    place(model, parameters)
+    for name, value in optimizer.state[parameters[0]].items():
+        tensors = [optimizer.state[parameter][name] for parameter in parameters]
+        if value.shape == parameters[0].shape:
+            place(model, tensors)
+        else:
+            for tensor in tensors:
+                xs.mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
+    for tensor in metrics.state_dict().values():
+        xs.mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
+
+
 def compute_gradients(model: GPT, tokens_BS, parts: int):
     """Summed loss of the batch; its gradients are left in parameter.grad.
 
@@ -377,6 +394,7 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, parts, clip):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program
     metrics.record(loss / count, norm)
+    place_state(model, optimizer, metrics)  # else the partitioner chooses, and step 2 would be a second graph
 
 
 @torch_xla.compile(full_graph=True, name="eval_step")
@@ -412,7 +430,7 @@ def train(config: TransformerConfig) -> int:
     shape, num_steps = config.shape, config.num_steps
     run_dir = open_run_dir(config)
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
-    device = start_device(config)
+    device = start_device(config, spmd=True, auto_sharding=config.sharding == "auto" and config.device != "cpu")
     data = load_sequences(config, xr.process_index(), xr.process_count())
     mesh, why = start_mesh(config)
     print_banner(config, device)
@@ -435,7 +453,6 @@ def train(config: TransformerConfig) -> int:
     write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
     model = model.to(device)
-    place(model, model.parameters())
     groups = [{"params": [p for n, p in model.named_parameters() if is_matrix(n)]}]
     groups += [{"params": [p for n, p in model.named_parameters() if not is_matrix(n)], "weight_decay": 0.0}]
     optimizer = make_optimizer(config, groups)
@@ -446,9 +463,7 @@ def train(config: TransformerConfig) -> int:
         optimizer.load_state_dict(saved["optimizer"])
         metrics.load_state_dict(saved["metrics"])
         set_random_state(saved["random"])
-    for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-        if name in optimizer.state[model.token_embedding]:
-            place(model, [optimizer.state[parameter][name] for parameter in model.parameters()])
+    place_state(model, optimizer, metrics)
     if config.print_placement:
         print_placement(model)
 
@@ -541,7 +556,7 @@ def train(config: TransformerConfig) -> int:
 
 
 def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
-    """The mesh over all devices, None for a single one, and the line that says why it is so. Starts SPMD."""
+    """The mesh over all devices, None for a single one, and the line that says why it is so."""
     num_devices, on_tpu = xr.global_runtime_device_count(), xr.device_type() == "TPU"
     if config.sharding == "auto" and not on_tpu:
         raise InputError(
@@ -552,7 +567,6 @@ def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
     sizes, why = choose_mesh(config, num_devices, hbm_bytes)
     if num_devices == 1:
         return None, "one device"
-    xr.use_spmd(auto=config.sharding == "auto")
     mesh = xs.Mesh(np.arange(num_devices), sizes, ("data", "fsdp", "tensor"))
     xs.set_global_mesh(mesh)
     return mesh, f"data {sizes[0]} x fsdp {sizes[1]} x tensor {sizes[2]}: {why}"

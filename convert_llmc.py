@@ -13,7 +13,7 @@ import torch
 
 from config import InputError, ModelShape
 from data import HEADER_WORDS, check_size, read_header, write_header
-from transformer_tpu import GPT, parameter_shapes
+from transformer_tpu import GPT, losses, parameter_shapes
 
 MODEL_MAGIC, STATE_MAGIC, STATE_VERSION = 20240326, 20240327, 2
 MODEL_VERSIONS = {3: torch.float32, 5: torch.bfloat16}
@@ -116,7 +116,7 @@ def compute_debug_state(shape: ModelShape, tensors: dict[str, torch.Tensor], tok
     model = GPT(shape)
     model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
     logits = model(tokens)
-    loss = model.losses(tokens, targets).sum() / targets.numel()
+    loss = losses(model(tokens), targets, shape.vocab_size).sum() / targets.numel()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return DebugState(tokens, targets, logits.detach()[..., : shape.vocab_size], loss.item(), gradients)

@@ -572,3 +572,18 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
     )
     batches = min(config.eval_batches, validation.batches_per_epoch)
     return SequenceData(train, validation, batches, description, zlib.crc32(train.tokens.tobytes()))
+
+
+def gpt2_encoding():
+    """tiktoken's GPT-2 tokenizer. Raises InputError where the package or its vocabulary cannot be had."""
+    try:
+        import tiktoken
+
+        return tiktoken.get_encoding("gpt2")
+    except ImportError as error:
+        raise InputError("the GPT-2 tokenizer needs tiktoken; pip install tiktoken, or use bytes") from error
+    except OSError as error:  # requests' errors are OSErrors
+        raise InputError(
+            f"tiktoken could not download the GPT-2 vocabulary ({type(error).__name__}); fetch it on a machine with "
+            "internet and set TIKTOKEN_CACHE_DIR to that folder, or use bytes"
+        ) from error

@@ -227,11 +227,17 @@ class GPT(torch.nn.Module):
     def _scan_body(self, x_BTD, w):
         return self.block(x_BTD, w), None
 
+    def cast(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """All parameters in the compute dtype, once a step, and those of them that are stacked over layers.
+
+        Layer norms stay float32: they compute in it anyway.
+        """
+        cast = {n: p if "ln" in n else p.to(self.compute_dtype) for n, p in self.named_parameters()}
+        return cast, {n: p for n, p in cast.items() if "embedding" not in n and "final" not in n}
+
     def forward(self, tokens_BT):
         """Logits over the padded vocabulary, (B, T, V), in the compute dtype."""
-        # cast once a step; layer norms stay float32, they work in it anyway
-        cast = {n: p if "ln" in n else p.to(self.compute_dtype) for n, p in self.named_parameters()}
-        layers = {n: p for n, p in cast.items() if "embedding" not in n and "final" not in n}
+        cast, layers = self.cast()
         # the lookup reads float32 rows: the gradients of a frequent token add up in float32
         x = F.embedding(tokens_BT, self.token_embedding) + self.position_embedding[: tokens_BT.shape[1]]
         x = self.keep(x.to(self.compute_dtype))
@@ -250,10 +256,10 @@ class GPT(torch.nn.Module):
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
         return F.linear(x, cast["token_embedding"])
 
-    def losses(self, inputs_BT, targets_BT):
-        """Loss in nats of every target, (B, T) float32; 0 where the target is negative."""
-        logits_NV = self(inputs_BT).flatten(0, 1)
-        return CrossEntropy.apply(logits_NV, targets_BT.flatten(), self.shape.vocab_size).view(targets_BT.shape)
+
+def losses(logits_BTV, targets_BT, vocab_size: int):
+    """Loss in nats of every target, (B, T) float32; 0 where the target is negative."""
+    return CrossEntropy.apply(logits_BTV.flatten(0, 1), targets_BT.flatten(), vocab_size).view(targets_BT.shape)
 
 
 def inputs_and_targets(tokens_BS):
@@ -355,25 +361,32 @@ def compute_gradients(model: GPT, tokens_BS, parts: int):
     memory of activations grows with their number. (torch_xla.experimental.gradient_accumulation syncs inside the step;
     this is the loop under torch_xla's scan, which traces a function with its backward pass as it is.)
     """
-    parameters = list(model.parameters())
+    names, parameters = zip(*model.named_parameters(), strict=True)
 
-    def one_part(sums, part):
-        for parameter in parameters:
-            parameter.grad = None
-        loss = model.losses(*inputs_and_targets(part[0])).sum()
+    def summed_loss(weights, tokens):
+        inputs, targets = inputs_and_targets(tokens)
+        logits = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (inputs,))
+        return losses(logits, targets, model.shape.vocab_size).sum()
+
+    def one_part(carry, part):
+        # weights come in as arguments: read from the module, views of them trace differently once they were updated
+        weights = [weight.detach().requires_grad_() for weight in carry[-len(names) :]]
+        loss = summed_loss(weights, part[0])
         loss.backward()
-        return [a + b for a, b in zip(sums, [loss.detach(), *(p.grad for p in parameters)], strict=True)], []
+        sums = zip(carry, [loss.detach(), *(weight.grad for weight in weights)], strict=False)
+        return [a + b for a, b in sums] + [weight.detach() for weight in weights], []
 
+    if parts == 1:
+        loss = summed_loss(parameters, tokens_BS)
+        loss.backward()
+        return loss.detach()
     zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
     place(model, zeros)
-    sums = [torch.zeros((), device=tokens_BS.device), *zeros]
-    if parts == 1:
-        loss, *gradients = one_part(sums, [tokens_BS])[0]
-    else:
-        # row i goes to part i % parts, so that every part stays cut over the mesh as the batch is
-        stacked = tokens_BS.view(-1, parts, tokens_BS.shape[1]).transpose(0, 1).contiguous()
-        (loss, *gradients), _ = scan._scan_impl_flat(one_part, sums, [stacked])
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    # row i goes to part i % parts, so that every part stays cut over the mesh as the batch is
+    stacked = tokens_BS.view(-1, parts, tokens_BS.shape[1]).transpose(0, 1).contiguous()
+    carry = [torch.zeros((), device=tokens_BS.device), *zeros, *(parameter.detach() for parameter in parameters)]
+    (loss, *gradients), _ = scan._scan_impl_flat(one_part, carry, [stacked])
+    for parameter, gradient in zip(parameters, gradients, strict=False):
         parameter.grad = gradient
     return loss
 
@@ -402,7 +415,9 @@ def eval_step(model, tokens_BS):
     """Summed loss and number of targets of every sequence, (B, 2) float32."""
     with torch.no_grad():
         inputs, targets = inputs_and_targets(tokens_BS)
-        result = torch.stack([model.losses(inputs, targets).sum(1), (targets >= 0).sum(1).float()], 1)
+        result = torch.stack(
+            [losses(model(inputs), targets, model.shape.vocab_size).sum(1), (targets >= 0).sum(1).float()], 1
+        )
         if model.mesh is not None:
             xs.mark_sharding(result, model.mesh, (None, None))  # every host reads all of it
         return result

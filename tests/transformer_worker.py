@@ -12,6 +12,8 @@ from tpu_utils import run_script
 
 for name, *options in json.loads(sys.argv[2]):
     arguments = [*options, "--run_dir", f"{sys.argv[1]}/{name}", "--no_tensorboard"]
-    code = run_script(lambda arguments=arguments: transformer_tpu.train(parse_command_line(TransformerConfig, "", arguments)))
+    code = run_script(
+        lambda arguments=arguments: transformer_tpu.train(parse_command_line(TransformerConfig, "", arguments))
+    )
     if code:
         sys.exit(code)

@@ -250,7 +250,7 @@ class GPT(torch.nn.Module):
             for of_one_layer in slices:
                 if self.remat:  # torch.utils.checkpoint would be undone by common subexpression elimination
                     run = lambda x, *w: self.block(x, dict(zip(layers, w, strict=True)))  # noqa: E731
-                    x = checkpoint(run, x, *of_one_layer, preserve_rng_state=False)
+                    x = checkpoint(run, x, *(w.clone() for w in of_one_layer), preserve_rng_state=False)
                 else:
                     x = self.block(x, dict(zip(layers, of_one_layer, strict=True)))
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
@@ -530,7 +530,7 @@ def train(config: TransformerConfig) -> int:
             if step % config.eval_every == 0 or step == num_steps:
                 with goodput.phase("evaluation"):
                     loss, count = evaluate(model, validation, graphs, step).sum(0)
-                    validation_loss = loss / count
+                    validation_loss = float(loss / count)  # a numpy scalar would not be loaded again
                     fields = dict(validation_loss=validation_loss, perplexity=math.exp(min(validation_loss, 700.0)))
                     if data.loss_floor is not None:
                         fields["loss_floor"] = data.loss_floor

@@ -257,7 +257,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 
 PRESETS: dict[type, dict[str, dict[str, Any]]] = {
     MnistConfig: {
-        "quick_test": dict(num_epochs=30, learning_rate=2e-3, weight_decay=0.05, max_shift=1, warmup_steps=20),
+        "quick_test": dict(num_epochs=40, learning_rate=4e-3, weight_decay=0.05, max_shift=1, warmup_steps=20),
         "development": dict(dataset="mnist", num_epochs=3, global_batch_size=128, warmup_steps=50, log_every=10),
         "production": dict(
             run_dir="runs/mnist_production",

@@ -52,14 +52,14 @@ class ConvNet(nn.Module):
 
     def __init__(self, image_size: int, channels: int, hidden_dim: int):
         super().__init__()
-        self.conv1 = nn.Conv2d(1, channels, 5, stride=2, padding=2)
-        self.conv2 = nn.Conv2d(channels, 2 * channels, 3, padding=1)
+        self.conv1 = nn.Conv2d(1, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, 2 * channels, 3, stride=2, padding=1)
         self.conv3 = nn.Conv2d(2 * channels, 2 * channels, 3, stride=2, padding=1)
         self.hidden = nn.Linear(2 * channels * (image_size // 4) ** 2, hidden_dim)
         self.head = nn.Linear(hidden_dim, 10)
 
     def forward(self, images):
-        x = images.unsqueeze(1).float() / 255  # uint8 came over the wire
+        x = images.unsqueeze(1).float() / 85 - 1  # uint8 to -1..2: about zero mean, unit variance
         x = F.relu(self.conv1(x))
         x = F.relu(self.conv2(x))
         x = F.relu(self.conv3(x))

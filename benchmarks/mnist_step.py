@@ -1,0 +1,78 @@
+"""What metrics, logging and the checks of simple_mnist_tpu.py cost: its step against a bare loop of the same model.
+
+Run:     python benchmarks/mnist_step.py
+Prints:  milliseconds per step of both, median of 5 rounds taken in turn in one process, and their ratio.
+
+The bare loop makes the same arithmetic (model, AdamW, batches, augmentation, uploads) and nothing else. Ours is
+train() itself, first step (compile), evaluation and checkpoints left out.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.nn.functional as F
+import torch_xla
+import torch_xla.core.xla_model as xm
+
+import simple_mnist_tpu
+from config import MnistConfig, make_optimizer
+from data import TrainBatches, load_digits
+
+ROUNDS, EPOCHS = 5, 6
+
+
+def bare_loop(config: MnistConfig, num_steps: int) -> float:
+    """Seconds per step of the plainest loop."""
+    device = torch_xla.device()
+    model = simple_mnist_tpu.ConvNet(8, config.channels, config.hidden_dim).to(device)
+    optimizer = make_optimizer(config, model.parameters())
+    optimizer.param_groups[0]["lr"] = torch.tensor([config.learning_rate]).to(device)
+    for step, (images, labels) in enumerate(TrainBatches(load_digits(), config, 0, num_steps)):
+        images, labels = images.to(device), labels.to(device)
+        with torch_xla.compile(full_graph=True, name="bare"):
+            optimizer.zero_grad(set_to_none=True)
+            F.cross_entropy(model(images), labels.long()).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if step == 0:
+            xm.wait_device_ops()
+            start = time.perf_counter()
+    xm.wait_device_ops()
+    return (time.perf_counter() - start) / (num_steps - 1)
+
+
+def our_loop(config: MnistConfig, num_steps: int) -> float:
+    """Seconds per step of train(): all that goodput books as step or data wait."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        simple_mnist_tpu.train(dataclasses.replace(config, run_dir=folder))
+        goodput = json.loads((Path(folder) / "summary.json").read_text())["goodput"]
+    return (goodput["step"] + goodput["data_wait"]) / (num_steps - 1)
+
+
+def main() -> int:
+    config = MnistConfig(device="cpu", num_epochs=EPOCHS, max_shift=1, tensorboard=True)
+    num_steps = EPOCHS * (1437 // config.global_batch_size)
+    bare_loop(config, 3), our_loop(config, num_steps)  # warm up, compile
+    rounds = [(our_loop(config, num_steps), bare_loop(config, num_steps)) for _ in range(ROUNDS)]
+    ours, bare = (statistics.median(column) * 1e3 for column in zip(*rounds, strict=True))
+    ratio = statistics.median(a / b for a, b in rounds)
+    print(f"torch {torch.__version__}, torch_xla {torch_xla.__version__}, XLA:CPU")
+    print(f"digits, batch {config.global_batch_size}, {ROUNDS} rounds of {num_steps} steps")
+    print(f"simple_mnist_tpu.py  {ours:7.2f} ms/step")
+    print(f"bare loop            {bare:7.2f} ms/step")
+    print(f"ratio                {ratio:7.3f}  (rounds: {', '.join(f'{a / b:.3f}' for a, b in rounds)})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

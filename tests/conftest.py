@@ -1,0 +1,33 @@
+"""What several test files use: the real data beside the checkout, and running a script the way a user does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("PJRT_DEVICE", "CPU")  # read when the first device is touched
+
+
+@pytest.fixture(scope="session")
+def mnist_dir() -> Path:
+    """10,000 training and 5,000 test digits of the real MNIST, in torchvision's layout."""
+    folder = ROOT.parent / "shared" / "data" / "mnist"
+    if not folder.exists():
+        pytest.skip("real MNIST digits are not beside this checkout (../shared/data/mnist)")
+    return folder
+
+
+def run(*arguments, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
+    """`python ARGUMENTS` in the repository, output captured as text."""
+    env = {**os.environ, **environment}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def read_lines(run_dir: Path) -> list[dict]:
+    """The objects in a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

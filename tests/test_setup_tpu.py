@@ -1,0 +1,625 @@
+"""The doctor: every check made to fail by the roots and environment it is given, then the script as users run it."""
+
+import ast
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import setup_tpu
+from setup_tpu import SUPPORTED_PAIRS, Check, Child, VersionPair
+
+SCRIPT = Path(setup_tpu.__file__)
+INSTALLED = {"torch": "2.9.0", "torch_xla": "2.9.0", "torchvision": "0.24.0", "libtpu": "0.0.21", "jax": "0.7.1"}
+PIP_29 = "pip install torch==2.9.0 'torch_xla[tpu,pallas]==2.9.0' torchvision==0.24.0"
+PIP_28 = "pip install torch==2.8.0 'torch_xla[tpu,pallas]==2.8.1' torchvision==0.23.0"
+DOCKER = "docker run --privileged --net=host --shm-size=16G IMAGE"
+
+
+def assert_check(check: Check, status: str, *words: str, fix: str = "") -> None:
+    assert check.status == status, check
+    for word in words:
+        assert word in check.finding, check
+    assert check.fix == fix
+
+
+def clean_environment(*python_path: Path, **variables: str) -> dict:
+    kept = {k: v for k, v in os.environ.items() if not re.match("XLA_|PJRT_|TPU_|CPU_NUM|XRT_|PT_XLA|PYTHON", k)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(map(str, python_path)), **variables}
+
+
+def package(folder: Path, **sources: str) -> Path:
+    """Write modules, dots as double underscores: package(p, torch="...", google__cloud="...")."""
+    for name, source in sources.items():
+        path = folder.joinpath(*name.split("__"))
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "__init__.py").write_text(source)
+    return folder
+
+
+def dist_info(folder: Path, name: str, version: str) -> Path:
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
+
+
+# ---------------------------------------------------------------- Python and packages
+
+
+def test_the_table_is_what_requirements_pin():
+    lines = SCRIPT.with_name("requirements.txt").read_text().splitlines()
+    pinned = {line.partition("#")[0].strip() for line in lines}
+    assert set(SUPPORTED_PAIRS[0].pip.replace("'", "").split()) <= pinned
+    second = next(line for line in lines if "second supported pair" in line)
+    assert SUPPORTED_PAIRS[1].pip.replace("'", "") in second
+    assert SUPPORTED_PAIRS[0].torch == "2.9.0" and isinstance(SUPPORTED_PAIRS[1], VersionPair)
+
+
+def test_only_the_standard_library_at_module_level_and_syntax_of_old_pythons():
+    tree = ast.parse(SCRIPT.read_text(), feature_version=(3, 8))
+    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    roots = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in imports}
+    assert roots <= sys.stdlib_module_names
+
+
+def test_python_version():
+    assert_check(setup_tpu.check_python((3, 11, 7), {}), "ok", "3.11.7")
+    fix = "python3.11 -m venv .venv && . .venv/bin/activate"
+    assert_check(setup_tpu.check_python((3, 9, 2), {}), "fail", "found 3.9.2", "2.9.0 needs 3.10 to 3.13", fix=fix)
+    assert_check(setup_tpu.check_python((3, 14, 0), {}), "fail", "found 3.14.0", fix=fix)
+    older = {"torch_xla": "2.8.1"}
+    assert_check(setup_tpu.check_python((3, 10, 1), older), "fail", "2.8.* needs 3.11 to 3.13", fix=fix)
+
+
+def test_versions_come_from_metadata_even_of_broken_installs(tmp_path):
+    dist_info(tmp_path / "first", "torch", "2.8.0")
+    dist_info(tmp_path / "second", "torch", "2.9.0")
+    dist_info(tmp_path / "second", "torch-xla", "2.9.0")
+    (tmp_path / "second" / "libtpu-0.0.21.dist-info").mkdir()
+    found = setup_tpu.installed_versions([str(tmp_path / "first"), str(tmp_path / "second")])
+    assert found == {"torch": "2.8.0", "torch_xla": "2.9.0"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "words", "fix"),
+    [
+        ("torch", {"torch": "2.8.0"}, ("found 2.8.0 beside torch_xla 2.9.0", "expected 2.9.0"), PIP_29),
+        ("torch_xla", {"torch_xla": "2.7.0"}, ("found 2.7.0", "expected 2.9.0"), PIP_29),
+        ("torch_xla", {"torch_tpu": "0.1"}, ("torch_tpu is installed beside",), PIP_29),
+        ("torchvision", {"torchvision": "0.19.0"}, ("found 0.19.0", "expected 0.24.*"), PIP_29),
+        ("libtpu", {"libtpu": "0.0.17"}, ("found 0.0.17", "expected 0.0.21"), PIP_29),
+        ("jax", {"jax": "0.8.0"}, ("found 0.8.0", "expected 0.7.1"), PIP_29),
+        ("jax", {"torch": "2.8.0", "torch_xla": "2.8.1"}, ("found 0.7.1", "expected 0.6.2"), PIP_28),
+    ],
+)
+def test_mismatched_package(name, changed, words, fix):
+    assert_check(setup_tpu.check_package(name, INSTALLED | changed, needed=True), "fail", *words, fix=fix)
+
+
+def test_missing_and_matching_packages():
+    assert_check(setup_tpu.check_package("torch_xla", {}, needed=True), "fail", "not installed", fix=PIP_29)
+    assert_check(setup_tpu.check_package("jax", {}, needed=False), "warn", "not installed", fix=PIP_29)
+    assert_check(setup_tpu.check_package("torch", INSTALLED | {"torch": "2.9.0+cpu"}, needed=True), "ok", "2.9.0+cpu")
+    older = {"torch": "2.8.0", "torch_xla": "2.8.1"}
+    assert_check(setup_tpu.check_package("torch_xla", older, needed=True), "ok", "2.8.1")
+
+
+def test_full_tensorflow():
+    fix = "pip uninstall -y tensorflow && pip install tensorflow-cpu"
+    found = {"tensorflow": "2.19.0"}
+    assert_check(setup_tpu.check_tensorflow(found, wants_tpu=True), "fail", "tensorflow 2.19.0 beside", fix=fix)
+    assert setup_tpu.check_tensorflow(found, wants_tpu=False).status == "warn"
+    assert setup_tpu.check_tensorflow({"tensorflow_cpu": "2.19.0"}, wants_tpu=True).status == "ok"
+
+
+def test_broken_libtpu(tmp_path):
+    reinstall = "pip install --force-reinstall --no-deps libtpu==0.0.21"
+    library = package(tmp_path, libtpu="") / "libtpu" / "libtpu.so"
+    library.write_bytes(b"half a download")
+    assert setup_tpu.find_libtpu({}, [str(tmp_path)]) == library
+    check = setup_tpu.check_libtpu_loads(library, {}, INSTALLED, False, 20)
+    assert_check(check, "fail", f"{library} cannot be loaded", fix=reinstall)
+
+    check = setup_tpu.check_libtpu_loads(None, {}, {}, True, 20)
+    assert_check(check, "fail", "no libtpu.so found", fix=reinstall)
+
+    environment = {"TPU_LIBRARY_PATH": str(tmp_path / "gone.so")}
+    gone = setup_tpu.find_libtpu(environment, [str(tmp_path)])
+    check = setup_tpu.check_libtpu_loads(gone, environment, INSTALLED, False, 20)
+    assert_check(check, "fail", "TPU_LIBRARY_PATH says", "not a file", fix="unset TPU_LIBRARY_PATH")
+
+
+# ---------------------------------------------------------------- the chip
+
+
+def pci_device(sys_root: Path, slot: str, vendor: str, device: str) -> None:
+    folder = sys_root / "bus" / "pci" / "devices" / slot
+    folder.mkdir(parents=True)
+    (folder / "vendor").write_text(vendor + "\n")
+    (folder / "device").write_text(device + "\n")
+
+
+def test_chips_on_the_bus(tmp_path):
+    pci_device(tmp_path, "0000:00:04.0", "0x1ae0", "0x0042")  # Google's network card
+    pci_device(tmp_path, "0000:00:05.0", "0x8086", "0x0063")
+    fix = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE"
+    check = setup_tpu.check_chips(setup_tpu.find_chips(tmp_path), wants_tpu=True)
+    assert_check(check, "fail", "none on the PCI bus (vendor 0x1ae0)", fix=fix)
+    pci_device(tmp_path, "0000:00:06.0", "0x1ae0", "0x0063")
+    pci_device(tmp_path, "0000:00:07.0", "0x1ae0", "0x0063")
+    check = setup_tpu.check_chips(setup_tpu.find_chips(tmp_path), wants_tpu=True)
+    assert_check(check, "ok", "2 on the PCI bus: v5e")
+
+
+@pytest.mark.parametrize(
+    ("device", "environment", "chips", "libtpu", "words", "fix"),
+    [
+        ("auto", {"PJRT_DEVICE": "CPU"}, ["v5e"], True, "PJRT_DEVICE=CPU is set", "export PJRT_DEVICE=TPU"),
+        ("tpu", {"PJRT_DEVICE": "CPU"}, ["v5e"], True, "silently run on the CPU", "export PJRT_DEVICE=TPU"),
+        ("auto", {}, ["v5e"], False, "libtpu was not found", PIP_29),
+        ("tpu", {}, [], True, "no TPU chip was found", "gcloud compute tpus tpu-vm ssh NAME --zone ZONE"),
+        ("auto", {"PJRT_DEVICE": "TPU"}, [], True, "this machine has no TPU chip", "export PJRT_DEVICE=CPU"),
+        ("auto", {"PJRT_DEVICE": "GPU"}, [], True, "PJRT_DEVICE=GPU is set; expected", "export PJRT_DEVICE=CPU"),
+        ("auto", {"PJRT_SELECT_DEFAULT_DEVICE": "0"}, ["v4"], True, "forbids choosing", "export PJRT_DEVICE=TPU"),
+    ],
+)
+def test_pjrt_device_refused(device, environment, chips, libtpu, words, fix):
+    assert_check(setup_tpu.check_pjrt_device(device, environment, chips, libtpu), "fail", words, fix=fix)
+
+
+def test_pjrt_device_chosen():
+    assert_check(setup_tpu.check_pjrt_device("auto", {}, ["v5e"], True), "ok", "TPU: a TPU chip and libtpu were found")
+    assert setup_tpu.check_pjrt_device("auto", {}, [], True).status == "warn"
+    assert setup_tpu.check_pjrt_device("cpu", {}, ["v5e"], True).status == "ok"
+
+
+def test_device_nodes(tmp_path):
+    def check(container=""):
+        return setup_tpu.check_device_nodes(tmp_path, ["v5e", "v5e"], os.getuid() + 1, set(), container)
+
+    assert_check(check(), "fail", "2 chips but 0 nodes", fix="sudo reboot")
+    assert_check(check("container"), "fail", "2 chips but 0 nodes", fix=DOCKER)
+    for i in range(2):
+        (tmp_path / f"accel{i}").touch(0o600)
+    names = f"{tmp_path}/accel0 {tmp_path}/accel1"
+    assert_check(check(), "fail", "may not open", names.replace(" ", ", "), fix=f"sudo chmod a+rw {names}")
+    assert check("container").fix == "docker run --privileged --net=host --shm-size=16G --user root IMAGE"
+    for i in range(2):
+        (tmp_path / f"accel{i}").chmod(0o666)
+    assert_check(check(), "ok", "accel0", "open to user")
+
+
+def test_vfio_nodes_need_the_control_node_too(tmp_path):
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "0").touch(0o666)
+    (tmp_path / "vfio" / "0").chmod(0o666)
+    (tmp_path / "vfio" / "vfio").touch(0o600)
+    check = setup_tpu.check_device_nodes(tmp_path, ["v6e"], os.getuid() + 1, set(), "")
+    assert_check(check, "fail", "vfio/vfio", fix=f"sudo chmod a+rw {tmp_path}/vfio/vfio")
+
+
+@pytest.mark.parametrize("node", ["/dev/accel0", "/dev/vfio/1", "LOCK"])
+def test_process_that_holds_the_tpu_is_named(tmp_path, node):
+    lock = tmp_path / "libtpu_lockfile"
+    lock.touch()
+    (tmp_path / "proc" / "4242" / "fd").mkdir(parents=True)
+    (tmp_path / "proc" / "4242" / "cmdline").write_bytes(b"python\0train.py\0--steps=9\0")
+    (tmp_path / "proc" / "4242" / "fd" / "7").symlink_to(lock if node == "LOCK" else node)
+    check = setup_tpu.check_holder(tmp_path / "proc", lock, ["v5e"], os.getuid(), True, "")
+    fix = "kill 4242  # once you know whose work it is"
+    assert_check(check, "fail", "pid 4242 (python train.py --steps=9)", "open", fix=fix)
+    assert lock.exists()
+
+
+def test_lock_file_of_another_user(tmp_path):
+    lock = tmp_path / "libtpu_lockfile"
+    lock.touch(0o600)
+    check = setup_tpu.check_holder(tmp_path / "proc", lock, ["v5e"], os.getuid() + 1, True, "")
+    assert_check(check, "fail", f"belongs to user {os.getuid()}", fix=f"sudo chmod a+rw {lock}")
+    lock.chmod(0o666)
+    check = setup_tpu.check_holder(tmp_path / "proc", lock, ["v5e"], os.getuid() + 1, True, "")
+    assert_check(check, "ok", "no process seen to hold the TPU")
+
+
+# ---------------------------------------------------------------- the cloud
+
+
+@pytest.fixture
+def metadata_server():
+    pages = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            page = pages.get(self.path.rpartition("/")[2])
+            self.send_response(404 if page is None or self.headers["Metadata-Flavor"] != "Google" else 200)
+            self.end_headers()
+            self.wfile.write((page or "").encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield pages, f"http://127.0.0.1:{server.server_port}/attributes/"
+    server.shutdown()
+
+
+TPU_ENV = "ACCELERATOR_TYPE: 'v5litepod-16'\nWORKER_ID: '1'\n"
+FOUR_HOSTS = ",".join(f"host-{i}:uid:10.0.0.{i}" for i in range(4))
+
+
+def test_metadata_and_hosts(metadata_server):
+    pages, url = metadata_server
+    fix = f"{DOCKER}  # outside a container: start this on a TPU VM"
+    check = setup_tpu.check_metadata({}, setup_tpu.read_metadata(url, 5), wants_tpu=True)
+    assert_check(check, "fail", "tpu-env", "404", fix=fix)
+    check = setup_tpu.check_metadata({}, setup_tpu.read_metadata("http://127.0.0.1:9/", 5), wants_tpu=True)
+    assert_check(check, "fail", "refused", fix=fix)
+
+    pages.update({"tpu-env": TPU_ENV, "worker-network-endpoints": FOUR_HOSTS})
+    metadata = setup_tpu.read_metadata(url, 5)
+    assert_check(setup_tpu.check_metadata({}, metadata, True), "ok", "accelerator v5litepod-16")
+    assert_check(setup_tpu.check_hosts({}, metadata), "ok", "4, this is index 1", "on all hosts at once")
+
+
+def test_metadata_replaced_by_variables():
+    check = setup_tpu.check_metadata({"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0"}, {"error": "x"}, wants_tpu=True)
+    assert_check(check, "fail", "but not TPU_ACCELERATOR_TYPE", fix="unset TPU_SKIP_MDS_QUERY")
+
+
+def test_host_index_out_of_range():
+    fix = "export TPU_WORKER_ID=0  # the position in TPU_WORKER_HOSTNAMES"
+    environment = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}
+    check = setup_tpu.check_hosts(environment, {"error": "x"})
+    assert_check(check, "fail", "host index '2', expected a number from 0 to 1", fix=fix)
+    metadata = {"tpu-env": "WORKER_ID: '7'", "worker-network-endpoints": FOUR_HOSTS}
+    assert_check(setup_tpu.check_hosts({}, metadata), "fail", "'7'", "0 to 3", fix=fix)
+
+
+FAKE_STORAGE = """
+class NotFound(Exception): pass
+class DefaultCredentialsError(Exception): pass
+class Client:
+    def __init__(self, project): pass
+    def bucket(self, name): return self
+    def test_iam_permissions(self, wanted, timeout): {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words", "fix"),
+    [
+        ("return wanted", "ok", "may be read and written", ""),
+        (
+            "return [w for w in wanted if 'create' not in w]",
+            "fail",
+            "lack storage.objects.create",
+            "gcloud storage buckets add-iam-policy-binding gs://b --role=roles/storage.objectAdmin --member=YOU",
+        ),
+        ("raise NotFound('404 POST b')", "fail", "gs://b does not exist", "gcloud storage buckets create gs://b"),
+        (
+            "raise DefaultCredentialsError('no credentials were found')",
+            "fail",
+            "no credentials were found",
+            "gcloud auth application-default login",
+        ),
+    ],
+)
+def test_bucket(tmp_path, body, status, words, fix):
+    fake = package(tmp_path, google="", google__cloud="", google__cloud__storage=FAKE_STORAGE.format(body=body))
+    have = {"google_cloud_storage": "3"}
+    check = setup_tpu.check_bucket("gs://b/runs", have, clean_environment(fake), 20)
+    assert_check(check, status, "gs://b", words, fix=fix)
+
+
+def test_bucket_without_the_library():
+    check = setup_tpu.check_bucket("gs://b", {}, {}, 20)
+    assert_check(check, "fail", "not installed", fix="pip install google-cloud-storage")
+
+
+def test_bucket_with_the_real_library_and_no_credentials():
+    environment = clean_environment(GOOGLE_APPLICATION_CREDENTIALS="/nonexistent/key.json")
+    check = setup_tpu.check_bucket("gs://some-bucket", {"google_cloud_storage": "3"}, environment, 40)
+    fix = "gcloud auth application-default login"
+    assert_check(check, "fail", "DefaultCredentialsError", "/nonexistent/key.json", fix=fix)
+
+
+# ---------------------------------------------------------------- memory, environment, cache, container
+
+
+def test_memory(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       16777216 kB\nMemAvailable:   8388608 kB\n")
+    assert_check(setup_tpu.check_memory(tmp_path, tmp_path, 2), "ok", "16.0 GiB, 8.0 available")
+    fix = "ps aux --sort=-rss | head"
+    assert_check(setup_tpu.check_memory(tmp_path, tmp_path, 9), "fail", "expected 9 free", fix=fix)
+    (tmp_path / "fs" / "cgroup").mkdir(parents=True)
+    (tmp_path / "fs" / "cgroup" / "memory.max").write_text(f"{2**30}\n")
+    assert_check(setup_tpu.check_memory(tmp_path, tmp_path, 2), "fail", "limited to 1.0 by cgroup", fix=fix)
+
+
+def test_shared_memory(tmp_path):
+    mount = f"sudo mount -o remount,size=16G {tmp_path}/shm"
+    check = setup_tpu.check_shared_memory(tmp_path, 1, True, "")
+    assert_check(check, "fail", "does not exist", fix=mount)
+    (tmp_path / "shm").mkdir()
+    check = setup_tpu.check_shared_memory(tmp_path, 1e6, True, "")
+    assert_check(check, "fail", "expected at least 1e+06", fix=mount)
+    assert setup_tpu.check_shared_memory(tmp_path, 1e6, True, "container").fix == DOCKER
+    assert setup_tpu.check_shared_memory(tmp_path, 1e6, False, "").status == "warn"
+
+
+def test_container(tmp_path):
+    assert setup_tpu.find_container(tmp_path, {}) == ""
+    assert setup_tpu.find_container(tmp_path, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == "kubernetes"
+    (tmp_path / ".dockerenv").touch()
+    assert setup_tpu.find_container(tmp_path, {}) == "container"
+
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "status").write_text("CapBnd:\t00000000a80425fb\n")  # docker's default
+    (tmp_path / "class" / "net" / "eth0").mkdir(parents=True)
+    check = setup_tpu.check_container(tmp_path, tmp_path, "container", wants_tpu=True)
+    assert_check(check, "fail", "not privileged", "not on the network of the host", fix=DOCKER)
+    assert setup_tpu.check_container(tmp_path, tmp_path, "container", wants_tpu=False).status == "skip"
+    (tmp_path / "self" / "status").write_text("CapBnd:\t000001ffffffffff\n")
+    check = setup_tpu.check_container(tmp_path, tmp_path, "container", wants_tpu=True)
+    assert_check(check, "fail", "not on the network of the host", fix=DOCKER)
+    assert "privileged" not in check.finding
+    (tmp_path / "class" / "net" / "eth0" / "device").mkdir()
+    check = setup_tpu.check_container(tmp_path, tmp_path, "container", wants_tpu=True)
+    assert_check(check, "ok", "privileged, on the network of the host")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status", "words"),
+    [
+        ("XRT_TPU_CONFIG", "localservice;0", "warn", "XRT is gone"),
+        ("TPU_NUM_DEVICES", "4", "warn", "TPU_VISIBLE_CHIPS selects chips"),
+        ("XLA_USE_FP16", "1", "warn", "read by nobody"),
+        ("XLA_DOWNCAST_FP16", "1", "warn", "read by nobody"),
+        ("PT_XLA_DEBUG", "1", "warn", "use PT_XLA_DEBUG_LEVEL"),
+        ("XLA_USE_BF16", "1", "fail", "behind torch's back"),
+        ("XLA_DOWNCAST_BF16", "1", "fail", "behind torch's back"),
+        ("XLA_USE_SPMD", "1", "fail", "use_spmd()"),
+        ("CPU_NUM_DEVICES", "four", "fail", "expected a number of devices"),
+    ],
+)
+def test_stale_variable(name, value, status, words):
+    check = setup_tpu.check_environment({"HOME": "/", name: value})
+    assert_check(check, status, f"{name}={value}", words, fix=f"unset {name}")
+
+
+def test_harmless_variables():
+    live = {"XLA_USE_BF16": "0", "TPU_VISIBLE_CHIPS": "0", "TPU_PROCESS_BOUNDS": "1,1,1", "CPU_NUM_DEVICES": "4"}
+    assert setup_tpu.check_environment(live).status == "ok"
+
+
+def abort_with(*lines: str) -> str:
+    return f"import os\ndef _init_computation_client():\n    os.write(2, {chr(10).join(lines).encode()!r}); os.abort()"
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines", "words", "fix"),
+    [
+        (
+            "--xla_dump_to=/d --nonsense",
+            ["2026-01-01 00:00:00.1: F external/x.cc:234] Unknown flag in XLA_FLAGS: --nonsense"],
+            "would abort every program: Unknown flag in XLA_FLAGS: --nonsense",
+            "export XLA_FLAGS='--xla_dump_to=/d'",
+        ),
+        (
+            "--xla_tpu_x=1",
+            ["2026-01-01 00:00:00.1: F external/x.cc:234] Unknown flag in XLA_FLAGS: --xla_tpu_x=1"],
+            "--xla_tpu_x=1",
+            "unset XLA_FLAGS && export LIBTPU_INIT_ARGS='--a=1 --xla_tpu_x=1'",
+        ),
+        (
+            "--xla_known=maybe",
+            [
+                "2026-01-01 00:00:00.1: E external/f.cc:109] Couldn't interpret value maybe for flag xla_known.",
+                "2026-01-01 00:00:00.1: F external/x.cc:220] Check failed: Flag parsing failed.",
+                "usage: --xla_known=maybe",
+            ],
+            "Couldn't interpret value maybe for flag xla_known.",
+            "unset XLA_FLAGS",
+        ),
+    ],
+)
+def test_xla_flags_that_would_abort(tmp_path, flags, lines, words, fix):
+    fake = package(tmp_path, torch="", _XLAC=abort_with(*lines))
+    environment = clean_environment(fake, XLA_FLAGS=flags, LIBTPU_INIT_ARGS="--a=1")
+    assert_check(setup_tpu.check_xla_flags(environment, INSTALLED, 20), "fail", words, fix=fix)
+
+
+def test_xla_flags_that_cannot_be_tried(tmp_path):
+    fake = package(tmp_path, torch="raise ImportError('no libtorch')")
+    check = setup_tpu.check_xla_flags(clean_environment(fake, XLA_FLAGS="--a"), INSTALLED, 20)
+    assert_check(check, "skip", "cannot be tried", "no libtorch")
+    assert setup_tpu.check_xla_flags({"XLA_FLAGS": "--a"}, {}, 20).status == "skip"
+
+
+def test_compile_cache(tmp_path):
+    assert setup_tpu.check_compile_cache(str(tmp_path / "new" / "cache")).status == "ok"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    check = setup_tpu.check_compile_cache(str(tmp_path / "file" / "cache"))
+    fix = "export XLA_PERSISTENT_CACHE_PATH=$HOME/.cache/torch_xla"
+    assert_check(check, "fail", "is not writable", "Not a directory", fix=fix)
+
+
+# ---------------------------------------------------------------- real work, on backends that are broken
+
+REINSTALL = "pip install --force-reinstall " + PIP_29.removeprefix("pip install ")
+
+
+def test_work_that_aborts_or_hangs(tmp_path):
+    fatal = "import os\nos.write(2, b'2026-01-01 0:0:0.1: F a.cc:1] Check failed: chip'); os.abort()"
+    fake = package(tmp_path / "abort", torch="", torch_xla=fatal)
+    first, *rest = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 20)
+    assert_check(first, "fail", "Check failed: chip", fix=REINSTALL)
+    assert [(c.status, c.finding) for c in rest] == [("skip", "not reached")] * 3
+
+    fake = package(tmp_path / "hang", torch="import time; time.sleep(60)", torch_xla="")
+    first, *_ = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 1)
+    fix = "python setup_tpu.py --time_limit 4  # several hosts: start it on all of them at once"
+    assert_check(first, "fail", "no answer within 1 s", fix=fix)
+
+
+def test_debian_python_without_its_shared_library(tmp_path):
+    message = "libpython3.11.so.1.0: cannot open shared object file: No such file or directory"
+    fake = package(tmp_path, torch="", torch_xla=f"raise ImportError({message!r})")
+    first, *_ = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 20)
+    assert_check(first, "fail", message, fix="sudo apt-get install -y libpython3.11")
+
+
+def test_work_on_a_backend_that_computes_wrongly(tmp_path):
+    """Plain torch dressed up as torch_xla: two devices, a graph per step, a matrix unit that is off by one."""
+    fake = package(
+        tmp_path,
+        torch_xla="import torch\n__version__ = 'fake'\ndevice = lambda: torch.device('cpu')\ngraphs = 0\n"
+        "def sync():\n    global graphs; graphs += 1\n"
+        "torch.Tensor.cpu = lambda self: self + 1\n",
+        torch_xla__runtime="use_spmd = lambda: None\nglobal_runtime_device_count = lambda: 2\n"
+        "device_type = lambda: 'CPU'\n",
+        torch_xla__distributed="",
+        torch_xla__distributed__spmd="Mesh = lambda *a: None\n"
+        "def mark_sharding(t, mesh, spec):\n    if t.dim() == 1 and t.is_floating_point(): t.data += 1\n",
+        torch_xla__debug="",
+        torch_xla__debug__metrics="import torch_xla\nmetric_data = lambda name: (torch_xla.graphs,)\n",
+    )
+    checks = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 60)
+    assert checks[0].status == "ok"
+    assert_check(checks[1], "fail", "differs from numpy by", "expected at most 1e-05", fix=REINSTALL)
+    assert_check(checks[2], "fail", "3 training steps compiled 3 graphs, expected 1", fix=REINSTALL)
+    assert_check(checks[3], "fail", "the sum over 2 devices is 3.0, expected 1.0", fix=REINSTALL)
+
+
+def test_aot_without_its_packages():
+    check = setup_tpu.check_aot("v5litepod-8", {}, {"torch_xla": "2.9.0"}, 20)
+    assert_check(check, "fail", "needs libtpu, jax, not installed", fix=PIP_29)
+
+
+def test_aot_that_dies(tmp_path):
+    fake = package(tmp_path, torch="raise ImportError('undefined symbol: x')")
+    check = setup_tpu.check_aot("v5litepod-8", clean_environment(fake), INSTALLED, 20)
+    assert_check(check, "fail", "v5litepod-8: ", "undefined symbol: x", fix=PIP_29)
+
+
+def test_what_a_child_reported_survives_its_death():
+    source = 'import os; print(\'@@ ["a", "ok", "fine", ""]\', flush=True); os.abort()'
+    child = setup_tpu.run_child([sys.executable, "-c", source], os.environ, 20)
+    assert child == Child({"a": Check("a", "ok", "fine")}, "killed by SIGABRT")
+
+
+# ---------------------------------------------------------------- the script, as users run it
+
+
+def run_doctor(*arguments: str, environment: dict, python: tuple = (sys.executable,)):
+    command = [*python, str(SCRIPT), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stdout + done.stderr
+    return done
+
+
+def report(done) -> dict:
+    return {c["name"]: Check(**c) for c in json.loads(done.stdout)["checks"]}
+
+
+def test_healthy_machine_as_json():
+    done = run_doctor(
+        "--device=cpu", "--json", "--aot", "v5litepod-8", environment=clean_environment(CPU_NUM_DEVICES="2")
+    )
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert list(found) == ["ok", "device", "seconds", "counts", "checks"]
+    assert found["ok"] is True and found["device"] == "cpu" and found["counts"]["fail"] == 0
+    assert all(set(c) == {"name", "status", "finding", "fix"} for c in found["checks"])
+    assert all(bool(c["fix"]) == (c["status"] in ("warn", "fail")) for c in found["checks"])
+    checks = report(done)
+    assert checks["matrix product"].status == "ok"
+    assert_check(checks["training step"], "ok", "3 steps, 1 compile")
+    assert_check(checks["all-reduce"], "ok", "the sum over 2 devices is right")
+    assert_check(checks["aot"], "ok", "v5e:2x4, 8 devices", "all-reduce")
+
+
+def test_nothing_installed():
+    done = run_doctor("--device", "cpu", environment={}, python=(sys.executable, "-I", "-S"))
+    assert done.returncode == 1 and not done.stderr
+    assert re.search(
+        rf"^fail  torch_xla +not installed, expected 2.9.0\n +fix: {re.escape(PIP_29)}$", done.stdout, re.M
+    )
+    assert re.search(r"^skip  training step +torch_xla is not installed$", done.stdout, re.M)
+
+
+def test_torch_28_beside_torch_xla_29(tmp_path):
+    dist_info(tmp_path, "torch", "2.8.0")
+    package(tmp_path, torch="raise ImportError('_XLAC.so: undefined symbol: _ZN3c10')")  # what the mismatch does
+    done = run_doctor("--device=cpu", "--json", environment=clean_environment(tmp_path))
+    assert done.returncode == 1
+    checks = report(done)
+    assert_check(checks["torch"], "fail", "found 2.8.0 beside torch_xla 2.9.0", fix=PIP_29)
+    assert_check(checks["import"], "fail", "undefined symbol", fix=REINSTALL)
+    assert checks["training step"].status == "skip"
+
+
+def test_broken_libtpu_end_to_end(tmp_path):
+    (tmp_path / "libtpu.so").write_bytes(b"\x7fELF but not for long")
+    environment = clean_environment(TPU_LIBRARY_PATH=str(tmp_path / "libtpu.so"))
+    done = run_doctor("--device=cpu", "--aot=v5litepod-8", "--json", environment=environment)
+    assert done.returncode == 1
+    checks = report(done)
+    assert_check(checks["libtpu.so"], "fail", "cannot be loaded", fix="unset TPU_LIBRARY_PATH")
+    assert checks["aot"].status == "fail"
+    assert checks["training step"].status == "ok"  # the CPU backend does without
+
+
+def test_nonsense_xla_flags_end_to_end():
+    done = run_doctor("--device=cpu", "--json", environment=clean_environment(XLA_FLAGS="--nonsense"))
+    assert done.returncode == 1
+    checks = report(done)
+    assert_check(checks["xla flags"], "fail", "Unknown flag in XLA_FLAGS: --nonsense", fix="unset XLA_FLAGS")
+    assert checks["training step"].status == "ok"  # tried without the flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devcie", "cpu"], "unknown option --devcie; did you mean --device?"),
+        (["--compile-cahce=x"], "did you mean --compile_cache?"),
+        (["--device", "gpu"], "invalid choice: 'gpu'"),
+        (["--aot", "v5litepod8"], "did you mean v5litepod-8?"),
+        (["--bucket", "my-bucket"], "expected gs://NAME"),
+        (["--time-limit=0"], "expected more than 0 seconds"),
+        (["--time_limit=0"], "expected more than 0 seconds"),
+    ],
+)
+def test_wrong_usage(arguments, words):
+    done = run_doctor(*arguments, environment=clean_environment())
+    assert done.returncode == 2 and words in done.stderr and not done.stdout
+
+
+# ---------------------------------------------------------------- the image (built for real by .ci/build_image)
+
+
+def test_dockerfile_runs_the_doctor_and_never_probes_the_tpu():
+    lines = SCRIPT.with_name("Dockerfile").read_text().splitlines()
+    instructions = [line for line in lines if re.match("[A-Z]+ ", line)]
+    assert instructions[:2] == ["ARG BASE_IMAGE=debian:bookworm-slim", "FROM ${BASE_IMAGE}"]
+    assert instructions[-2:] == ["USER trainer", 'CMD ["python", "setup_tpu.py"]']
+    assert not [line for line in instructions if line.startswith("HEALTHCHECK")]
+
+
+def test_build_stage_says_loudly_that_it_cannot_build(tmp_path):
+    (tmp_path / "id").write_text("#!/bin/sh\necho 1000\n")
+    (tmp_path / "id").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    stage = SCRIPT.with_name(".ci") / "build_image"
+    done = subprocess.run([str(stage)], env=environment, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0 and not done.stdout
+    assert "*** THE IMAGE WAS NOT BUILT: it needs root ***" in done.stderr

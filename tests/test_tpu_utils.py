@@ -1,0 +1,353 @@
+"""Device, metrics and checkpoint utilities on their own."""
+
+import json
+import os
+import pickle
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+
+import tpu_utils
+from config import InputError, MnistConfig
+from tpu_utils import (
+    CheckpointError,
+    Checkpoints,
+    CompileWatch,
+    DamagedCheckpoint,
+    DeviceError,
+    DeviceLoader,
+    DeviceMetrics,
+    Goodput,
+    NonFiniteError,
+    RecompileError,
+    RunLog,
+    SaveError,
+    TrainingError,
+    attached_chips,
+    check_finite,
+    check_same_run,
+    load_model,
+    open_run_dir,
+    read_checkpoint,
+    run_script,
+    start_device,
+    transfers_from_device,
+    write_atomically,
+)
+
+
+@pytest.fixture(scope="module")
+def device():
+    return torch_xla.device()
+
+
+# ---------------------------------------------------------------------------------------------------------- device
+
+
+def fake_pci(root, *devices):
+    for number, (vendor, device) in enumerate(devices):
+        folder = root / f"0000:00:{number:02x}.0"
+        folder.mkdir()
+        (folder / "vendor").write_text(vendor + "\n")
+        (folder / "device").write_text(device + "\n")
+
+
+def test_chips_are_found_on_the_pci_bus(tmp_path):
+    fake_pci(tmp_path, ("0x1ae0", "0x0063"), ("0x8086", "0x0063"), ("0x1ae0", "0x0042"), ("0x1ae0", "0x0063"))
+    assert [chip.name for chip in attached_chips(tmp_path)] == ["v5e", "v5e"]  # 0x0042 is Google's network card
+    assert attached_chips(tmp_path / "absent") == []
+
+
+def test_a_preset_made_for_tpu_refuses_another_device():
+    with pytest.raises(DeviceError, match=r"preset production runs on tpu, but .* add --device cpu"):
+        start_device(MnistConfig(preset="production", device="tpu"))
+
+
+def test_a_runtime_that_started_another_device_is_noticed(monkeypatch):
+    monkeypatch.setattr(xr, "device_type", lambda: "NEURON")
+    with pytest.raises(DeviceError, match="asked for device cpu, the runtime started neuron"):
+        start_device(MnistConfig(device="cpu"))
+
+
+class Reader:
+    """Batches 0, 1, 2, ... and an error at the end, if there is one."""
+
+    def __init__(self, count, error=None):
+        self.count, self.error = count, error
+
+    def __iter__(self):
+        for number in range(self.count):
+            yield torch.full((3,), float(number)), torch.full((2,), number)
+        if self.error:
+            raise self.error
+
+
+def test_loader_keeps_order_and_counts_other_uploads(device):
+    with DeviceLoader(Reader(7), device, 2, Goodput()) as loader:
+        before = loader.uploads_beside_batches()
+        assert [int(a[0]) for a, _ in loader] == list(range(7))
+        assert loader.uploads_beside_batches() == before
+        torch.ones(3).to(device)
+        assert loader.uploads_beside_batches() == before + 1
+
+
+def test_an_error_of_the_reader_reaches_the_loop_after_the_batches_before_it(device):
+    seen = []
+    with (
+        pytest.raises(InputError, match="shard 3"),
+        DeviceLoader(Reader(3, InputError("shard 3")), device, 2, Goodput()) as loader,
+    ):
+        for a, _ in loader:
+            seen.append(int(a[0]))
+    assert seen == [0, 1, 2]
+
+
+def test_leaving_early_ends_the_thread(device):
+    with DeviceLoader(Reader(1000), device, 2, Goodput()) as loader:
+        next(loader)
+    assert not loader._thread.is_alive()
+
+
+# --------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics_keep_the_last_steps_on_the_device(device):
+    metrics = DeviceMetrics(["loss", "norm"], 4, device)
+    graphs, reads = CompileWatch(), transfers_from_device()
+    sources = [torch.tensor([float(i), 10.0 * i]).to(device) for i in range(1, 7)]
+    for step, source in enumerate(sources, 1):
+        with torch_xla.compile(full_graph=True, name="record"):
+            metrics.record(source[0], source[1])
+        graphs.check("train", step, [source])
+    assert transfers_from_device() == reads and graphs.compiled("train") == 1
+    values = metrics.read(2, 6)
+    np.testing.assert_array_equal(values["loss"], [3, 4, 5, 6])
+    np.testing.assert_array_equal(values["norm"], [30, 40, 50, 60])
+    assert transfers_from_device() == reads + 1
+    other = DeviceMetrics(["loss", "norm"], 4, device)
+    other.load_state_dict(tpu_utils.to_host(metrics.state_dict()))
+    np.testing.assert_array_equal(other.read(4, 6)["loss"], [5, 6])
+
+
+def test_a_second_graph_stops_the_run_and_says_which_input_changed(device):
+    graphs = CompileWatch()
+
+    def step(x):
+        with torch_xla.compile(full_graph=True, name="step"):
+            return (x * 3).sum()
+
+    for number, size in ((1, 8), (2, 8), (3, 5)):
+        x = torch.ones(size).to(device)
+        step(x)
+        if size == 8:
+            graphs.check("train", number, [x])
+    with pytest.raises(RecompileError, match=r"step 3 compiled graph 2 .*input 0 was float32\[8\], is float32\[5\]"):
+        graphs.check("train", 3, [x])
+
+
+def test_a_number_that_changes_between_steps_is_a_second_graph(device):
+    graphs, x = CompileWatch(), torch.ones(8).to(device)
+    with pytest.raises(RecompileError, match="no input changed its shape"):
+        for number in range(3):
+            with torch_xla.compile(full_graph=True, name="step"):
+                y = x * float(number)  # 0 and 1 are baked into the graph
+            graphs.check("train", number, [x])
+            del y
+
+
+def test_non_finite_losses_name_the_first_step():
+    check_finite(np.array([1.0, 2.0]), 40, "")
+    with pytest.raises(NonFiniteError, match="the loss of step 43 is nan; lower the rate"):
+        check_finite(np.array([1.0, 2.0, np.nan, np.inf]), 40, "lower the rate")
+
+
+def test_goodput_sums_to_wall_time():
+    start = time.perf_counter()
+    goodput = Goodput()
+    goodput.enter("step")
+    with goodput.phase("evaluation"):
+        time.sleep(0.05)
+        with goodput.phase("data_wait"):
+            time.sleep(0.03)
+    total, wall = goodput.total(), time.perf_counter() - start
+    assert abs(total - wall) < 0.01 * wall
+    assert 0.05 <= goodput.seconds["evaluation"] < 0.08 and goodput.seconds["data_wait"] >= 0.03
+    assert total == pytest.approx(sum(goodput.seconds.values()))
+
+
+def test_log_drops_what_a_resumed_run_will_write_again(tmp_path):
+    with RunLog(tmp_path, 0, 100, tensorboard=False) as log:
+        for step in (10, 20, 30):
+            log.write("train", step, loss=1.0 / step, mfu=None)
+        log.write("train", 40, loss=float("nan"))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"kind": "train", "st')  # a kill in mid-line
+    assert json.loads(path.read_text().splitlines()[3])["loss"] is None
+    with RunLog(tmp_path, 20, 100, tensorboard=False) as log:
+        log.write("train", 30, loss=0.5)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoint
+
+STATE = {"step": 3, "model": {"w": torch.arange(5.0)}, "nested": [torch.ones(2), ("a", None, 1.5)]}
+
+
+def save(tmp_path, *steps, keep=3):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep)
+    for step in steps:
+        checkpoints.save(step, {**STATE, "step": step})
+    return checkpoints
+
+
+def test_checkpoint_round_trip_and_keep(tmp_path):
+    checkpoints = save(tmp_path, 10, 20, 30, 40, keep=2)
+    assert checkpoints.steps() == [30, 40]
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_00000030", "step_00000040"]
+    state = checkpoints.load_for_resume("auto")
+    assert state["step"] == 40 and torch.equal(state["model"]["w"], STATE["model"]["w"])
+    assert state["nested"][1] == ("a", None, 1.5)
+    assert checkpoints.load_for_resume("never") is None
+
+
+def test_resume_where_there_is_nothing(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 3)
+    assert checkpoints.load_for_resume("auto") is None
+    with pytest.raises(CheckpointError, match="resume is must, but"):
+        checkpoints.load_for_resume("must")
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    checkpoints = save(tmp_path, 10)
+    checkpoints.save(10, {**STATE, "step": 10, "model": {"w": torch.zeros(1)}})
+    assert torch.equal(checkpoints.load_for_resume("must")["model"]["w"], torch.zeros(1))
+
+
+def test_a_folder_without_its_marker_is_not_a_checkpoint(tmp_path):
+    checkpoints = save(tmp_path, 10, 20)
+    (checkpoints.path(20) / "done").unlink()
+    assert checkpoints.load_for_resume("must")["step"] == 10
+    checkpoints.save(20, {**STATE, "step": 20})  # what the resumed run does
+    assert checkpoints.load_for_resume("must")["step"] == 20
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def alter(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: cut(folder / "state.pt"),
+        lambda folder: alter(folder / "state.pt"),
+        lambda folder: (folder / "state.pt").unlink(),
+        lambda folder: (folder / "done").write_text("not json"),
+        lambda folder: (folder / "done").write_text("[]"),
+        lambda folder: (folder / "done").write_text("{}"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, damage, capsys):
+    checkpoints = save(tmp_path, 10, 20)
+    damage(checkpoints.path(20))
+    assert checkpoints.load_for_resume("must")["step"] == 10
+    assert "step_00000020" in capsys.readouterr().err
+    damage(checkpoints.path(10))
+    with pytest.raises(CheckpointError, match="no checkpoint can be used"):
+        checkpoints.load_for_resume("auto")
+    with pytest.raises(DamagedCheckpoint):
+        read_checkpoint(checkpoints.path(10))
+
+
+class Payload:
+    """Unpickling it would create a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda obj, path: torch.save(obj, path), lambda obj, path: path.write_bytes(pickle.dumps(obj))]
+)
+def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path, write):
+    checkpoints = save(tmp_path, 10, 20)
+    path = checkpoints.path(20) / "state.pt"
+    write({"step": 20, "model": Payload(tmp_path / "owned")}, path)
+    marker = {"step": 20, "bytes": path.stat().st_size, "crc32": tpu_utils.crc32_of(path)}
+    (checkpoints.path(20) / "done").write_text(json.dumps(marker))
+    with pytest.raises(CheckpointError, match="nothing of it was run"):
+        checkpoints.load_for_resume("auto")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_failed_save_leaves_the_earlier_checkpoints(tmp_path):
+    import resource
+
+    checkpoints = save(tmp_path, 10)
+    before = (checkpoints.path(10) / "state.pt").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the disk takes no more
+    try:
+        with pytest.raises(
+            SaveError, match=r"step 20 could not be written .* the checkpoints of steps \[10\] are intact"
+        ):
+            checkpoints.save(20, {"step": 20, "big": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000010"]
+    assert (checkpoints.path(10) / "state.pt").read_bytes() == before
+    assert checkpoints.load_for_resume("must")["step"] == 10
+
+
+def test_another_run_is_not_continued():
+    saved = {"seed": 0, "learning_rate": 0.1, "log_every": 20, "run_dir": "a"}
+    check_same_run({**saved, "run_dir": "b"}, saved)
+    with pytest.raises(InputError, match=r"learning_rate is 0.2, was 0.1; seed is 1, was 0; repeat"):
+        check_same_run({**saved, "learning_rate": 0.2, "seed": 1}, saved)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_changes():
+    model = torch.nn.Linear(3, 2)
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError, match=r"weight is \(2, 3\), was \(2, 4\)"):
+        load_model(model, torch.nn.Linear(4, 2).state_dict())
+    with pytest.raises(CheckpointError, match=r"bias is \(2,\), was absent"):
+        load_model(model, torch.nn.Linear(3, 2, bias=False).state_dict())
+    assert torch.equal(model.weight, before)
+
+
+def test_run_directories(tmp_path):
+    assert open_run_dir(MnistConfig(run_dir=str(tmp_path / "a" / "b"))).is_dir()
+    write_atomically(tmp_path / "a" / "b" / "config.json", b"{}")
+    with pytest.raises(InputError, match="already holds a run"):
+        open_run_dir(MnistConfig(run_dir=str(tmp_path / "a" / "b")))
+    assert open_run_dir(MnistConfig(run_dir=str(tmp_path / "a" / "b"), resume="auto")).is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written: Not a directory"):
+        open_run_dir(MnistConfig(run_dir=str(tmp_path / "file" / "run")))
+
+
+def test_exit_codes_and_messages(capsys, monkeypatch):
+    def fail(error):
+        raise error
+
+    monkeypatch.setattr("sys.argv", ["script"])
+    assert run_script(lambda: 143) == 143
+    assert run_script(lambda: fail(InputError("bad value"))) == 2
+    assert run_script(lambda: fail(TrainingError("went wrong"))) == 1
+    assert capsys.readouterr().err == "error: bad value\nerror: went wrong\n"
+    monkeypatch.setattr("sys.argv", ["script", "--debug"])
+    with pytest.raises(InputError):
+        run_script(lambda: fail(InputError("bad value")))

@@ -4,21 +4,18 @@ Runs share one process per device count: what costs is the compiler.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT, read_lines, run
 
 import data
 from config import InputError, TransformerConfig, learning_rates
 from transformer_tpu import GPT, choose_mesh, is_matrix
 
-ROOT = Path(__file__).parent.parent
 MODEL = dict(num_layers=2, num_heads=4, embedding_dim=64, sequence_length=32, vocab_size=64)
 RUN = dict(
     num_steps=20, global_batch_size=16, learning_rate=5e-3, warmup_steps=2, log_every=1, eval_every=10, eval_batches=1
@@ -28,23 +25,16 @@ OPTIONS = [f"--{name}={value}" for name, value in {**MODEL, **RUN, "save_every":
 
 def train_all(folder: Path, num_devices: int, runs: list[list[str]]) -> str:
     """Train every [name, options...] into folder/name, in one process. Returns what it printed."""
-    quick = "--xla_backend_optimization_level=0"  # a third of the compile time; the numbers of float32 stay
-    environment = {
-        **os.environ,
-        "CPU_NUM_DEVICES": str(num_devices),
-        "PYTHONPATH": str(ROOT),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
-    command = [sys.executable, "tests/transformer_worker.py", str(folder), json.dumps(runs)]
-    environment["XLA_FLAGS"] = quick
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    # unoptimized machine code takes a third of the time to compile, and the numbers of float32 stay
+    flags = dict(XLA_FLAGS="--xla_backend_optimization_level=0", TF_CPP_MIN_LOG_LEVEL="2")
+    environment = dict(CPU_NUM_DEVICES=str(num_devices), PYTHONPATH=str(ROOT), **flags)
+    result = run("tests/transformer_worker.py", folder, json.dumps(runs), timeout=1200, **environment)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
 
 def losses_of(run_dir: Path) -> np.ndarray:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return np.array([line["loss"] for line in lines if line["kind"] == "train"])
+    return np.array([line["loss"] for line in read_lines(run_dir) if line["kind"] == "train"])
 
 
 @pytest.fixture(scope="module")

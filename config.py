@@ -94,6 +94,8 @@ class TrainConfig:
     """Write TensorBoard events to run_dir/tensorboard."""
     profile_steps: str = ""
     """FIRST:LAST, the steps to trace, for example 10:13 for steps 10, 11 and 12."""
+    compile_for: str = ""
+    """A TPU slice, such as v5litepod-8: compile the first step with the TPU compiler, report, do not train."""
     compile_cache: str = "auto"
     """Folder of compiled programs for a warm start on TPU. auto: ~/.cache/torch_xla_programs; empty: none."""
 
@@ -228,8 +230,8 @@ class TransformerConfig(TrainConfig):
     """Keep only the input of each layer for the backward pass, compute the rest again: less memory, more time."""
     scan_layers: bool = False
     """Compile one layer and loop over it: smaller graph, slower step."""
-    attention: Literal["auto", "plain", "flash"] = "auto"
-    """flash: the Pallas kernel, TPU only. auto: flash on TPU, plain elsewhere."""
+    attention: Literal["plain", "flash"] = "plain"
+    """flash: torch_xla's Pallas kernel, TPU only."""
 
     eval_every: int = 100
     """Steps between two evaluations. The last step is always evaluated."""
@@ -347,8 +349,8 @@ PRESETS: dict[type, dict[str, dict[str, Any]]] = {
 # Fields that may differ between a run and its resumption without changing a single bit of what it computes.
 FREE_ON_RESUME = frozenset(
     "run_dir resume device debug data_dir download save_every keep_checkpoints tensorboard profile_steps "
-    "compile_cache prefetch_batches eval_batch_size preset optimization_level mesh sharding print_placement remat "
-    "scan_layers attention hellaswag".split()
+    "compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level mesh sharding "
+    "print_placement remat scan_layers attention hellaswag".split()
 )
 
 
@@ -389,10 +391,11 @@ def check(config: TrainConfig) -> list[str]:
             problems.append(f"{name} is {getattr(config, name)}; expected 0 <= {name} < 1")
     if config.resume == "must" and not config.run_dir:
         problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
-    try:
-        parse_profile_steps(config.profile_steps)
-    except InputError as error:
-        problems.append(str(error))
+    for text, parse in ((config.profile_steps, parse_profile_steps), (config.compile_for, check_slice)):
+        try:
+            parse(text)
+        except ValueError as error:
+            problems.append(str(error))
     return problems + (check_transformer(config) if isinstance(config, TransformerConfig) else [])
 
 
@@ -430,6 +433,16 @@ def check_transformer(config: "TransformerConfig") -> list[str]:
     if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", config.mesh):
         problems.append(f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSOR such as 2x4x1")
     return problems
+
+
+def check_slice(name: str) -> None:
+    """Raises ValueError unless name is empty or a TPU slice the compiler knows."""
+    if name:
+        try:
+            from tpu_program import parse_topology  # here, so that a copied script runs without it
+        except ModuleNotFoundError as error:
+            raise InputError("compile_for needs aot_tpu.py and tpu_program.py beside the script") from error
+        parse_topology(name)
 
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -561,8 +574,9 @@ def make_optimizer(config: TrainConfig, parameters) -> torch.optim.Optimizer:
         state = dict(step=lambda _: torch.zeros(1), exp_avg=torch.zeros_like, exp_avg_sq=torch.zeros_like)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            on_host = torch.empty(p.shape, dtype=p.dtype)
-            optimizer.state[p] = {name: make(on_host).to(p.device) for name, make in state.items()}
+            # compile_for asks about shapes alone: zeros on the device are never computed there, so they take no memory
+            like = torch.empty(p.shape, dtype=p.dtype, device=p.device if config.compile_for else "cpu")
+            optimizer.state[p] = {name: make(like).to(p.device) for name, make in state.items()}
     return optimizer
 
 

@@ -114,9 +114,9 @@ def train(config: MnistConfig) -> int:
     goodput, stop, graphs = Goodput(), StopRequest(), CompileWatch()
     dataset = load_dataset(config)
     steps_per_epoch, num_steps = num_steps_of(config, len(dataset.train_images))
+    device = start_device(config)
     run_dir = open_run_dir(config)
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
-    device = start_device(config)
     print_banner(config, device)
     print_data(dataset, run_dir)
 
@@ -127,6 +127,13 @@ def train(config: MnistConfig) -> int:
     schedule = learning_rates(config, num_steps)
     rates = schedule.to(device)
     metrics = DeviceMetrics(["loss"], config.log_every, device)
+    if config.compile_for:  # the first step exactly as below, but compiled for a TPU slice instead of run
+        import aot_tpu  # only here: a copy of this script trains without it
+
+        images, labels = (tensor.to(device) for tensor in next(iter(TrainBatches(dataset, config, 0, num_steps))))
+        step_args = (model, optimizer, rates, metrics, images, labels, config.precision)
+        sizes = dict(examples=config.global_batch_size, model_flops=flops, settings=dataclasses.asdict(config))
+        return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes)
     test_set = eval_batches(dataset.test_images, dataset.test_labels, config.eval_batch_size)
     test_batches = [[tensor.to(device) for tensor in batch] for batch in test_set]
 
@@ -163,10 +170,9 @@ def train(config: MnistConfig) -> int:
                 speed.start(step)  # without the compile
             if step % config.log_every == 0 or step == num_steps:
                 losses = metrics.read(logged, step)["loss"]  # the only read from the device between two log lines
-                check_finite(losses, logged, f"good checkpoints: {checkpoints.steps()}; lower --learning_rate")
-                log.train(
-                    step, loss=float(losses.mean()), learning_rate=schedule[step - 1].item(), **speed.measure(step)
-                )
+                check_finite(losses, logged, checkpoints)
+                learning_rate = schedule[step - 1].item()
+                log.train(step, loss=float(losses.mean()), learning_rate=learning_rate, **speed.measure(step))
                 logged = step
             if step % steps_per_epoch == 0:
                 with goodput.phase("evaluation"):
@@ -174,6 +180,7 @@ def train(config: MnistConfig) -> int:
                 best_accuracy = max(best_accuracy, accuracy)
                 log.evaluation(step, accuracy=accuracy, test_loss=test_loss, best_accuracy=best_accuracy)
             if stop.signal or step % config.save_every == 0 or step == num_steps:
+                check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
                 log.checkpoint(step)
                 state = dict(step=step, config=run, best_accuracy=best_accuracy, accuracy=accuracy, test_loss=test_loss)
                 state |= dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())

@@ -66,7 +66,7 @@ def run_script(main: Callable[[], int]) -> int:
     """Exit code of main: its own, 2 for an InputError, 1 for a TrainingError, each as a message without a traceback."""
     try:
         return main()
-    except (InputError, TrainingError) as error:
+    except (InputError, TrainingError, OSError) as error:  # OSError: the disk or the network gave up
         if "--debug" in sys.argv:
             raise
         print(f"error: {error}", file=sys.stderr)
@@ -117,6 +117,11 @@ def start_device(config: TrainConfig, spmd: bool = False, auto_sharding: bool = 
     """
     chips = attached_chips()
     chosen = config.device
+    if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
+        from aot_tpu import prepare_environment
+
+        prepare_environment(config.compile_for)
+        chosen = "cpu"
     if chosen == "auto":
         chosen = os.environ.get("PJRT_DEVICE", "TPU" if chips else "CPU").lower()
     if chosen == "tpu" and not chips:
@@ -349,11 +354,14 @@ class DeviceMetrics:
             tensor.copy_(state[name])
 
 
-def check_finite(losses: np.ndarray, first_step: int, advice: str) -> None:
-    """Raises NonFiniteError naming the first step whose loss is not finite. losses[i] belongs to first_step + i."""
+def check_finite(losses: np.ndarray, steps_before: int, checkpoints: "Checkpoints") -> None:
+    """Raises NonFiniteError naming the first step whose loss is not finite. losses[0] is of step steps_before + 1."""
     bad = np.flatnonzero(~np.isfinite(losses))
     if len(bad):
-        raise NonFiniteError(f"the loss of step {first_step + int(bad[0]) + 1} is {losses[bad[0]]}; {advice}")
+        raise NonFiniteError(
+            f"the loss of step {steps_before + int(bad[0]) + 1} is {losses[bad[0]]}, expected a finite number; lower "
+            f"--learning_rate, or look at the data of that step; checkpoints before it: steps {checkpoints.steps()}"
+        )
 
 
 class Goodput:
@@ -571,6 +579,8 @@ def open_run_dir(config: TrainConfig) -> Path:
     """The run directory, made and proved writable. Raises InputError where it is not, or already holds a run."""
     now = datetime.datetime.now()
     run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")
+    if config.compile_for:
+        return run_dir  # nothing runs, nothing is written
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.resume == "never" and (run_dir / "config.json").exists():

@@ -443,17 +443,20 @@ def hellaswag_accuracy(result: np.ndarray, labels: np.ndarray) -> float:
 def train(config: TransformerConfig) -> int:
     goodput, stop, graphs = Goodput(), StopRequest(), CompileWatch()
     shape, num_steps = config.shape, config.num_steps
+    device = start_device(config, spmd=True, auto_sharding=config.sharding == "auto" and config.device != "cpu")
+    mesh, why = start_mesh(config)
+    # compile_for asks about shapes alone, and needs no data
+    data = None if config.compile_for else load_sequences(config, xr.process_index(), xr.process_count())
     run_dir = open_run_dir(config)
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
-    device = start_device(config, spmd=True, auto_sharding=config.sharding == "auto" and config.device != "cpu")
-    data = load_sequences(config, xr.process_index(), xr.process_count())
-    mesh, why = start_mesh(config)
     print_banner(config, device)
     print_plan(config, data, why, run_dir)
 
-    attention = flash_attention(mesh) if uses_flash(config) else causal_attention
+    attention = flash_attention(mesh) if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
+    if config.compile_for:
+        return compile_first_step(config, lambda: GPT(shape, dtype, **options), device)
     model = GPT(shape, dtype, **options)
     run = {**dataclasses.asdict(config), "data_crc32": data.fingerprint}  # what a checkpoint belongs to
     first_step, validation_loss = 0, None
@@ -468,9 +471,7 @@ def train(config: TransformerConfig) -> int:
     write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
     model = model.to(device)
-    groups = [{"params": [p for n, p in model.named_parameters() if is_matrix(n)]}]
-    groups += [{"params": [p for n, p in model.named_parameters() if not is_matrix(n)], "weight_decay": 0.0}]
-    optimizer = make_optimizer(config, groups)
+    optimizer = make_optimizer(config, decay_groups(model))
     schedule = learning_rates(config, num_steps)
     rates = schedule.to(device)
     metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
@@ -570,6 +571,43 @@ def train(config: TransformerConfig) -> int:
     return 0
 
 
+def decay_groups(model: GPT) -> list[dict]:
+    """Parameter groups: matrices decay, layer norms and biases do not."""
+    matrices = [parameter for name, parameter in model.named_parameters() if is_matrix(name)]
+    others = [parameter for name, parameter in model.named_parameters() if not is_matrix(name)]
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+
+
+def compile_first_step(config: TransformerConfig, build, device) -> int:
+    """The first step as train() would run it, compiled for a TPU slice instead; the weights take no memory."""
+    import aot_tpu  # only here: a copy of this script trains without it
+
+    model = aot_tpu.without_weights(build, device)
+    optimizer = make_optimizer(config, decay_groups(model))
+    rates = learning_rates(config, config.num_steps).to(device)
+    metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
+    tokens = torch.zeros(config.global_batch_size, config.shape.sequence_length + 1, dtype=torch.int32).to(device)
+    place_state(model, optimizer, metrics)
+    if model.mesh is not None:
+        xs.mark_sharding(tokens, model.mesh, (BATCH, None))
+    count = config.global_batch_size * config.shape.sequence_length
+    knobs = [("recompute activations in the backward pass", ["--remat"])] if not config.remat else []
+    more_parts = 2 * config.gradient_accumulation_steps
+    knobs += [("more parts of a global batch", [f"--gradient_accumulation_steps={more_parts}"])]
+    step_args = (
+        model,
+        optimizer,
+        rates,
+        metrics,
+        tokens,
+        config.gradient_accumulation_steps,
+        config.clip_gradient_norm,
+    )
+    sizes = dict(examples=count, unit="tokens", model_flops=count * config.shape.flops_per_token)
+    settings = dataclasses.asdict(config)
+    return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes, settings=settings, knobs=knobs)
+
+
 def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
     """The mesh over all devices, None for a single one, and the line that says why it is so."""
     num_devices, on_tpu = xr.global_runtime_device_count(), xr.device_type() == "TPU"
@@ -579,20 +617,18 @@ def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
             "every device; use --sharding table"
         )
     hbm_bytes = attached_chips()[0].hbm_gib * 2**30 / attached_chips()[0].devices_per_chip if on_tpu else None
+    if config.compile_for:
+        from tpu_program import parse_topology
+
+        hbm_bytes = parse_topology(config.compile_for).hardware.limit_gib * 2**30
     sizes, why = choose_mesh(config, num_devices, hbm_bytes)
+    if config.attention == "flash" and not on_tpu:
+        raise InputError("attention is flash, but the Pallas kernel runs on TPU only; use --attention plain")
     if num_devices == 1:
         return None, "one device"
     mesh = xs.Mesh(np.arange(num_devices), sizes, ("data", "fsdp", "tensor"))
     xs.set_global_mesh(mesh)
     return mesh, f"data {sizes[0]} x fsdp {sizes[1]} x tensor {sizes[2]}: {why}"
-
-
-def uses_flash(config: TransformerConfig) -> bool:
-    """Raises InputError where the kernel is asked for but cannot run."""
-    on_tpu = xr.device_type() == "TPU"
-    if config.attention == "flash" and not on_tpu:
-        raise InputError("attention is flash, but the Pallas kernel runs on TPU only; use --attention plain or auto")
-    return on_tpu and config.attention != "plain"
 
 
 def in_tokens(fields: dict, lengths: list[int], config: TransformerConfig) -> dict:
@@ -618,14 +654,14 @@ def load_questions(config: TransformerConfig) -> tuple[list[torch.Tensor], np.nd
     return list(torch.from_numpy(rows).split(size)), np.array([question.label for question in questions])
 
 
-def print_plan(config: TransformerConfig, data: SequenceData, why: str, run_dir: Path) -> None:
+def print_plan(config: TransformerConfig, data: SequenceData | None, why: str, run_dir: Path) -> None:
     shape = config.shape
     tokens = config.global_batch_size * shape.sequence_length
     print(f"mesh       {why}")
     print(
         f"model      {shape.num_parameters:,} parameters: {shape.num_layers} layers, {shape.num_heads} heads of "
         f"{shape.head_dim}, width {shape.embedding_dim}, context {shape.sequence_length}, vocabulary "
-        f"{shape.vocab_size} of {shape.padded_vocab_size}; {'flash' if uses_flash(config) else 'plain'} attention"
+        f"{shape.vocab_size} of {shape.padded_vocab_size}; {config.attention} attention"
     )
     if shape.embedding_dim % 128:
         padded = -(-shape.embedding_dim // 128) * 128
@@ -633,8 +669,9 @@ def print_plan(config: TransformerConfig, data: SequenceData, why: str, run_dir:
     print(
         f"mfu        {shape.flops_per_token:,} FLOPs a token (6 N + 12 L D T, causal half not taken off) over peak bf16"
     )
-    print(f"data       {data.description}; {tokens:,} tokens a step, {config.num_steps} steps")
-    if data.loss_floor is not None:
+    description = data.description if data else "none: nothing runs"
+    print(f"data       {description}; {tokens:,} tokens a step, {config.num_steps} steps")
+    if data and data.loss_floor is not None:
         print(f"floor      no model can have an expected loss below {data.loss_floor:.4f} nats per token")
     print(f"run        {run_dir}", flush=True)
 

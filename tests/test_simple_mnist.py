@@ -327,15 +327,19 @@ def test_a_run_is_never_overwritten(uninterrupted, capsys):
     assert "already holds a run" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_not_a_number_fails_the_run(tmp_path, capsys):
+def test_a_loss_that_is_not_a_number_fails_the_run_and_is_never_saved(tmp_path, capsys):
     options = ["--optimizer", "sgd", "--learning_rate", "1e30", "--num_epochs", "2", "--warmup_steps", "0"]
-    assert in_process("--run_dir", tmp_path / "run", "--no_tensorboard", *options) == 1
+    assert in_process("--run_dir", tmp_path / "run", "--no_tensorboard", "--save_every", "3", *options) == 1
     assert "the loss of step" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-def test_production_refuses_a_machine_without_tpu():
-    result = run("simple_mnist_tpu.py", "--preset", "production", "--dataset", "digits", PJRT_DEVICE="")
+def test_production_refuses_a_machine_without_tpu(tmp_path):
+    run_dir = tmp_path / "run"
+    options = ["--preset", "production", "--dataset", "digits", "--run_dir", run_dir]
+    result = run("simple_mnist_tpu.py", *options, PJRT_DEVICE="")
     assert result.returncode == 1 and "add --device cpu" in result.stderr and "Traceback" not in result.stderr
+    assert not run_dir.exists()
 
 
 def test_profile_writes_a_trace(tmp_path, capsys):

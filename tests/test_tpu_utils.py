@@ -159,10 +159,12 @@ def test_a_number_that_changes_between_steps_is_a_second_graph(device):
             del y
 
 
-def test_non_finite_losses_name_the_first_step():
-    check_finite(np.array([1.0, 2.0]), 40, "")
-    with pytest.raises(NonFiniteError, match="the loss of step 43 is nan; lower the rate"):
-        check_finite(np.array([1.0, 2.0, np.nan, np.inf]), 40, "lower the rate")
+def test_non_finite_losses_name_the_first_step(tmp_path):
+    checkpoints = save(tmp_path, 10, 20)
+    check_finite(np.array([1.0, 2.0]), 40, checkpoints)
+    check_finite(np.array([]), 40, checkpoints)
+    with pytest.raises(NonFiniteError, match=r"the loss of step 43 is nan.*steps \[10, 20\]"):
+        check_finite(np.array([1.0, 2.0, np.nan, np.inf]), 40, checkpoints)
 
 
 def test_goodput_sums_to_wall_time():

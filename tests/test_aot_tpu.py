@@ -1,0 +1,297 @@
+"""Asks the TPU compiler for real: each compile runs tiny_training.py or a training script in its own process."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import aot_tpu
+import tpu_program
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "tests" / "tiny_training.py"
+
+
+def run(*command, **environment):
+    clean = {k: v for k, v in os.environ.items() if k not in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS")}
+    return subprocess.run(
+        [sys.executable, *map(str, command)], env=clean | environment, cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@functools.cache
+def compiled(script, *options):
+    """The files that a compile leaves: {"report.json": ..., "program.txt": ..., ...}."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(script, *options, AOT_TPU_OUTPUT=folder)
+        assert Path(folder, "report.json").exists(), done.stderr
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    files["report.json"] = tpu_program.Report(**json.loads(files["report.json"]))
+    assert done.returncode == files["report.json"].exit_code
+    return files
+
+
+@functools.cache
+def executed_hlo(script, *options, devices=1):
+    """The text of the program that the step really was, before optimization, as the XLA CPU client received it."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step"
+        done = run(script, *options, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(devices), XLA_FLAGS=flags)
+        assert done.returncode == 0, done.stderr
+        (dump,) = Path(folder).glob("*train_step*.before_optimizations.txt")
+        return dump.read_text()
+
+
+def same_names(hlo_text):
+    """HLO text without the module's name, notes about source lines and the numbers in names.
+
+    An input that says it is replicated and one that says nothing (a placeholder) are the same to the compiler.
+    """
+    text = re.sub(r", (metadata|backend_config|frontend_attributes)=\{[^{}]*\}", "", hlo_text)
+    text = re.sub(r"(parameter\(\d+\)), sharding=\{replicated\}", r"\1", text)
+    names = {}
+    body = "\n".join(text.splitlines()[1:]).strip()
+    return re.sub(r"%[\w.\-]+", lambda match: names.setdefault(match[0], f"%n{len(names)}"), body)
+
+
+def assert_compiles_what_runs(files, executed):
+    from jaxlib._jax import HloModule
+
+    traced = HloModule.from_serialized_hlo_module_proto(files["traced.hlo.pb"]).to_string()
+    assert same_names(traced) == same_names(executed)
+    donors = re.search(r"buffer_donor=\{(.*?\)) \}", executed.splitlines()[0])[1]
+    donated = json.loads(files["inputs.json"])["donated"]
+    assert [i for i, d in enumerate(donated) if d] == [int(i) for i in re.findall(r"\((\d+), \{\}\)", donors)]
+
+
+# ------------------------------------------------------------------------------------------------------------- slices
+
+
+@pytest.mark.parametrize(
+    "name, compiler_name, devices",
+    [
+        ("v5litepod-1", "v5e:1x1", 1),
+        ("v5litepod-8", "v5e:2x4", 8),
+        ("v5e-16", "v5e:4x4", 16),
+        ("v5e:4x4", "v5e:4x4", 16),
+        ("v4-8", "v4:2x2x1", 8),
+        ("v5p-8", "v5p:2x2x1", 4),
+        ("v5p:2x2x2", "v5p:2x2x2", 8),
+        ("v6e-256", "v6e:16x16", 256),
+        ("2xv5litepod-16", "v5e:4x4", 32),
+    ],
+)
+def test_topologies(name, compiler_name, devices):
+    topology = tpu_program.parse_topology(name)
+    assert (topology.compiler_name, topology.num_devices) == (compiler_name, devices)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("v5litepod-9", "nearest is v5litepod-8"),
+        ("v5p-10", "slice of 10 cores; expected one of 8, 16"),
+        ("v5p-9", "nearest is v5p-8"),
+        ("v6e:3x3", "nearest is v6e:2x4"),
+        ("v9-8", "expected a TPU slice such as v5litepod-8"),
+        ("", "not understood"),
+    ],
+)
+def test_topologies_that_do_not_exist(name, message):
+    with pytest.raises(ValueError, match=message):
+        tpu_program.parse_topology(name)
+
+
+# ----------------------------------------------------------------------------------------------------- reading programs
+
+
+def test_bytes_as_laid_out_in_tiles():
+    assert tpu_program.shape_bytes("f32[3,200]{1,0:T(8,128)}") == [8 * 256 * 4]
+    assert tpu_program.shape_bytes("f32[3,200]{0,1:T(8,128)}") == [128 * 200 * 4]
+    assert tpu_program.shape_bytes("(bf16[16,128]{1,0:T(8,128)(2,1)S(1)}, f32[]{:T(128)})") == [4096, 4]
+    assert tpu_program.shape_bytes("f32[3,200]{1,0:T(8,128)}", padded=False) == [2400]
+
+
+PROGRAM = """HloModule example, is_scheduled=true
+
+%body (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %ar = f32[8,128]{1,0:T(8,128)} all-reduce(%p), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%sum
+}
+
+%condition (p.1: f32[8,128]) -> pred[] {
+  %limit = s32[]{:T(128)} constant(5)
+}
+
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %w = f32[8,128]{1,0:T(8,128)} while(%x), condition=%condition, body=%body
+  %sorted = f32[8,128]{1,0:T(8,128)} sort(%w), dimensions={0}, to_apply=%compare
+  ROOT %f = f32[8,128]{1,0:T(8,128)} fusion(%sorted), kind=kLoop, calls=%fused, \
+metadata={op_name="train.py_12 backward.3/aten__mul"}, backend_config={"estimated_cycles":"100"}
+}
+"""
+
+
+def test_loops_count_their_trips():
+    computations = tpu_program.parse_program(PROGRAM)
+    collectives = tpu_program.read_collectives(computations, num_devices=8)
+    assert collectives == {"all-reduce": {"count": 5, "bytes": 5 * 4096, "sent_bytes": 5 * 4096 * 2 * 3 / 4}}
+    cycles, unpriced = tpu_program.read_cycles(computations)
+    assert cycles == {"train.py:12 backward": 100}
+    assert unpriced == {"all-reduce": 5, "sort": 1}
+
+
+# ---------------------------------------------------------------------------------------------------- the real compiler
+
+
+def test_one_device():
+    r = compiled(TINY, "--compile_for", "v5litepod-1")["report.json"]
+    weights = 8 * 128 * 128 * 4 + 5 * 128 * 4
+    assert r.compiles and r.fits and r.exit_code == 0 and not r.collectives
+    assert r.memory["parameters"] == pytest.approx(weights, rel=0.05)  # tiles round the biases up
+    assert r.memory["optimizer_state"] == pytest.approx(2 * weights, rel=0.05)
+    assert sum(r.memory.values()) == r.peak_bytes < r.limit_bytes
+    assert 0.7 < r.flops_ratio < 1.1
+    assert r.estimate_label == "compiler estimate, not measured; excludes collectives"
+    source = TINY.read_text().splitlines()
+    lines = {line.split(":")[1] for line, _ in r.costliest_lines}
+    for mark in ("down(torch.nn", "# UPDATE"):  # forward, backward and optimizer: each under the line that caused it
+        number = next(i for i, text in enumerate(source, 1) if mark in text)
+        assert any(line.split()[0] == str(number) for line in lines), r.costliest_lines
+    assert any(line.endswith(" backward") for line in lines)
+
+
+def test_same_input_same_program():
+    first = compiled(TINY, "--compile_for", "v5litepod-1")["program.txt"]
+    again = compiled(TINY, "--compile_for", "v5litepod-1", "--global_batch_size", "64")["program.txt"]
+    assert first and first == again
+
+
+def test_compiles_what_runs_on_one_device():
+    assert_compiles_what_runs(compiled(TINY, "--compile_for", "v5litepod-1"), executed_hlo(TINY))
+
+
+def test_compiles_what_runs_on_a_mesh():
+    files = compiled(TINY, "--compile_for", "v5litepod-8", "--strategy", "fsdp")
+    assert_compiles_what_runs(files, executed_hlo(TINY, "--strategy", "fsdp", devices=8))
+    collectives = files["report.json"].collectives
+    weights = 8 * 128 * 128 * 4
+    assert collectives["all-gather"]["bytes"] >= weights / 4  # the compiler gathers part of it as bfloat16
+    assert collectives["reduce-scatter"]["bytes"] >= weights / 2
+    assert files["report.json"].memory["parameters"] == pytest.approx(weights / 8, rel=0.2)
+
+
+def test_placeholders_give_the_same_program():
+    files = compiled(TINY, "--compile_for", "v5litepod-8", "--strategy", "fsdp", "--placeholders")
+    assert_compiles_what_runs(files, executed_hlo(TINY, "--strategy", "fsdp", devices=8))
+
+
+def test_replicas_reduce_each_gradient_once():
+    r = compiled(TINY, "--compile_for", "v5litepod-8", "--strategy", "ddp")["report.json"]
+    assert r.program == "8 replicas" and r.devices == 8
+    assert list(r.collectives) == ["all-reduce"]
+    assert r.collectives["all-reduce"]["bytes"] == pytest.approx(8 * 128 * 128 * 4 + 5 * 128 * 4, rel=0.01)
+
+
+def test_over_the_limit_with_the_compilers_figures():
+    batch = 2**23  # (batch, 512) float32 between the layers
+    r = compiled(TINY, "--compile_for", "v5litepod-1", "--placeholders", "--global_batch_size", str(batch))[
+        "report.json"
+    ]
+    assert not r.compiles and not r.fits and r.exit_code == 1
+    assert re.search(r"Ran out of memory in memory space hbm. Used [\d.]+G of 15.75G hbm. Exceeded", r.reason)
+    assert r.over_bytes > 0 and r.memory["inputs"] == pytest.approx(batch * 128 * 4, rel=0.01)
+
+
+def test_arguments_alone_over_the_limit():
+    """The compiler lets this pass: its own check leaves the arguments out."""
+    r = compiled(TINY, "--compile_for", "v5litepod-1", "--placeholders", "--width", "16384")["report.json"]
+    assert not r.fits and r.over_bytes > 0 and r.memory["parameters"] >= 8 * 16384**2 * 4
+
+
+def test_compiles_what_a_training_script_runs():
+    options = ("--num_epochs", "1", "--warmup_steps", "5")
+    files = compiled(ROOT / "simple_mnist_tpu.py", "--compile_for", "v5litepod-1", *options)
+    with tempfile.TemporaryDirectory() as folder:
+        script = executed_hlo(ROOT / "simple_mnist_tpu.py", *options, "--run_dir", f"{folder}/run", "--device", "cpu")
+    assert_compiles_what_runs(files, script)
+    assert any(line.startswith("simple_mnist_tpu.py:") for line, _ in files["report.json"].costliest_lines)
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def test_compare_slices():
+    done = run("aot_tpu.py", TINY, "--topology", "v5litepod-1,v6e-1")
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| v")]
+    assert [row.split()[1] for row in rows] == ["v5litepod-1", "v6e-1"]
+    assert tpu_program.LABEL in done.stdout and tpu_program.COMMUNICATION_LABEL in done.stdout
+
+
+def test_exit_codes_of_wrong_usage(capsys):
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-9"]) == 2
+    assert aot_tpu.main(["absent.py", "--topology", "v5litepod-8"]) == 2
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--global_batch_size", "9"]) == 2
+    assert "nearest is v5litepod-8" in capsys.readouterr().err
+    assert run("aot_tpu.py", TINY).returncode == 2
+
+
+def a_report(**changes):
+    facts = dict(topology="v5litepod-1", devices=1, program="one device", compiles=True, fits=True, reason="")
+    return tpu_program.Report(**(facts | dict(limit_bytes=100, settings={"global_batch_size": 8}) | changes))
+
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 13, 64])
+def test_fit_finds_the_largest(monkeypatch, largest):
+    def compile_script(script, topology, options):
+        size = int(options[-1]) if options else 8
+        return a_report(fits=size <= largest, settings={"global_batch_size": size})
+
+    monkeypatch.setattr(aot_tpu, "compile_script", compile_script)
+    said = []
+    value, best = aot_tpu.fit("script.py", "v5litepod-1", "global_batch_size", [], said.append)
+    assert value == largest and best.fits and len(said) <= 12
+
+
+def test_fit_refuses_what_is_not_a_number(monkeypatch):
+    monkeypatch.setattr(aot_tpu, "compile_script", lambda *_: a_report())
+    with pytest.raises(aot_tpu.ScriptError, match="expected one of global_batch_size"):
+        aot_tpu.fit("script.py", "v5litepod-1", "learning_rate", [])
+
+
+def test_options_are_replaced():
+    options = ["--width", "4", "--global-batch-size=8", "--flag"]
+    assert aot_tpu.with_option(options, "global_batch_size", "16") == [
+        *("--width", "4", "--flag"),
+        *("--global_batch_size", "16"),
+    ]
+    assert aot_tpu.with_option(options, "width", None) == ["--global-batch-size=8", "--flag"]
+
+
+def test_the_tested_versions_are_a_supported_set():
+    from setup_tpu import SUPPORTED_PAIRS
+
+    pair = SUPPORTED_PAIRS[0]
+    assert {name: getattr(pair, name) for name in aot_tpu.TESTED_VERSIONS} == aot_tpu.TESTED_VERSIONS
+
+
+def test_another_set_of_versions_is_named(monkeypatch):
+    monkeypatch.setattr(aot_tpu, "TESTED_VERSIONS", {"torch_xla": "2.9.0", "jax": "0.9.9", "libtpu": "0.0.21"})
+    with pytest.raises(RuntimeError, match=r"jax 0\.9\.9 \(found 0\.7\.1\)"):
+        aot_tpu.check_private_interfaces()
+
+
+@pytest.mark.slow
+def test_what_would_help_is_compiled():
+    done = run(TINY, "--compile_for", "v5litepod-8", "--placeholders", "--global_batch_size", 2**23)
+    assert done.returncode == 1
+    assert re.search(r"--global_batch_size \d+ +fits", done.stdout)
+    assert re.search(r"shard everything \(--strategy fsdp\) +fits", done.stdout)

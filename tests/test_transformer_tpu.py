@@ -98,7 +98,8 @@ def test_one_graph_and_no_uploads_beside_the_batch(one_device, eight_devices):
     for folder in (one_device, eight_devices[0]):
         for path in folder.glob("*/summary.json"):
             summary = json.loads(path.read_text())
-            assert summary["train_graphs"] == summary["eval_graphs"] == 1, path
+            assert summary["train_graphs"] == 1, path
+            assert summary["eval_graphs"] <= 1, path  # 0: an earlier run of this process compiled the same one
             assert summary["host_to_device_uploads_per_step"] == 0, path
             assert abs(summary["loss_floor"] - 1.75 * np.log(2)) < 1e-9
 
@@ -173,6 +174,44 @@ def test_wsd_schedule_is_flat_then_falls():
     assert (rates[10:80] == 1).all() and (np.diff(rates[80:]) < 0).all() and 0 < rates[-1] < 0.06
     rates = learning_rates(config_of(num_steps=100, final_learning_rate_fraction=0.1, learning_rate=1.0), 100).numpy()
     assert 0.1 < rates[-1] < 0.101
+
+
+def test_buckets_and_hellaswag(tmp_path):
+    """Two lengths of documents, two graphs known beforehand; HellaSwag is scored by a third of its own."""
+    random = np.random.default_rng(0)
+    words = ["to", "be", "or", "not", "that", "is", "the", "question"]
+    documents = [" ".join(random.choice(words, size)) for size in (12, 60) * 8]
+    (tmp_path / "words.txt").write_text("\n\n".join(documents))
+    questions = [
+        data.MultipleChoice(i, i % 4, np.frombuffer(b"to be or", np.uint8), [np.frombuffer(b" not", np.uint8)] * 4)
+        for i in range(3)
+    ]
+    data.write_hellaswag(tmp_path / "hellaswag_val.bin", questions)
+    options = ["--dataset=text", f"--data_dir={tmp_path}", "--train_data=words.txt", "--document_separator=\n\n"]
+    options += [
+        "--bucketed",
+        "--sequence_length=256",
+        "--vocab_size=0",
+        "--global_batch_size=4",
+        "--num_steps=6",
+        "--num_layers=1",
+    ]
+    train_all(tmp_path, 1, [["text", *OPTIONS, *options, "--hellaswag=hellaswag_val.bin"]])
+    lines = read_lines(tmp_path / "text")
+    assert len([line for line in lines if line["kind"] == "train"]) == 6
+    (evaluation,) = [line for line in lines if line["kind"] == "eval"]
+    assert evaluation["hellaswag_accuracy"] == 1 / 3  # equal endings: the first always wins, and is right once
+    assert 0 < evaluation["validation_loss"] < 6
+
+
+def test_quick_test_ends_within_5_percent_of_the_floor(tmp_path):
+    """As a user runs it: no options but where to write."""
+    result = run("transformer_tpu.py", "--run_dir", tmp_path / "run", timeout=1200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["validation_loss"] < 1.05 * summary["loss_floor"]
+    assert summary["train_graphs"] == summary["eval_graphs"] == 1
+    assert summary["host_to_device_uploads_per_step"] == 0
 
 
 @pytest.mark.parametrize(

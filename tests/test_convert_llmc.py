@@ -5,6 +5,7 @@ import torch
 
 import convert_llmc
 from config import ModelShape
+from tpu_utils import Checkpoints, run_script
 from transformer_tpu import GPT
 
 SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
@@ -80,5 +81,15 @@ def test_damaged_weights_are_refused(tmp_path, tensors, damage, message, capsys)
     path = tmp_path / "model.bin"
     convert_llmc.write_model(path, SHAPE, tensors)
     path.write_bytes(damage(path.read_bytes()))
-    assert convert_llmc.main(["describe", str(path)]) == 2
+    assert run_script(lambda: convert_llmc.main(["describe", str(path)])) == 2
     assert message in capsys.readouterr().err
+
+
+def test_checkpoint_of_a_run_is_exported(tmp_path, tensors):
+    options = dict(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
+    Checkpoints(tmp_path / "run" / "checkpoints", 1).save(7, dict(step=7, config=options, model=tensors))
+    assert convert_llmc.main(["export", str(tmp_path / "run"), str(tmp_path / "out.bin"), "bf16"]) == 0
+    shape, found = convert_llmc.read_model(tmp_path / "out.bin")
+    assert shape == SHAPE
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors.items())
+    assert run_script(lambda: convert_llmc.main(["export", str(tmp_path / "none"), str(tmp_path / "x.bin")])) == 2

@@ -180,7 +180,7 @@ def test_buckets_and_hellaswag(tmp_path):
     """Two lengths of documents, two graphs known beforehand; HellaSwag is scored by a third of its own."""
     random = np.random.default_rng(0)
     words = ["to", "be", "or", "not", "that", "is", "the", "question"]
-    documents = [" ".join(random.choice(words, size)) for size in (12, 60) * 8]
+    documents = [" ".join(random.choice(words, size)) for size in (12, 60) * 20]
     (tmp_path / "words.txt").write_text("\n\n".join(documents))
     questions = [
         data.MultipleChoice(i, i % 4, np.frombuffer(b"to be or", np.uint8), [np.frombuffer(b" not", np.uint8)] * 4)

@@ -287,7 +287,7 @@ PRESETS: dict[type, dict[str, dict[str, Any]]] = {
         ),
     },
     TransformerConfig: {
-        "quick_test": dict(num_steps=400, global_batch_size=32, learning_rate=2e-3, warmup_steps=40),
+        "quick_test": dict(num_steps=200, global_batch_size=32, learning_rate=2e-3, warmup_steps=20),
         # nanoGPT's CPU example: 4 layers, 4 heads, width 128, context 64, batch 12, 2,000 iterations
         "development": dict(
             dataset="text",

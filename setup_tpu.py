@@ -1,22 +1,23 @@
-"""Examine this machine: can it train with PyTorch/XLA, on a TPU or on the CPU backend, and if not, what to do.
+"""Can this machine train with PyTorch/XLA, on a TPU or on the CPU backend? And if not, what to do about it?
 
 Run:     python setup_tpu.py                          # whatever this machine has
          python setup_tpu.py --device cpu             # no TPU wanted
          python setup_tpu.py --device tpu --bucket gs://my-bucket/runs
          python setup_tpu.py --aot v5litepod-8        # also ask the TPU compiler, no TPU needed
-Expect:  one line per check (ok, warn, fail, skip) and, below a problem, the command that fixes it.
-         Exit code 0 nothing failed, 1 something failed, 2 wrong usage. --json prints the same for machines.
+Expect:  one line per check (ok, warn, fail, skip) and, below a problem, the command that fixes it; --json for machines.
+Exit:    0 nothing failed, 1 something failed, 2 wrong usage.
 
-Only the standard library is imported here, so this runs where nothing is installed, on any Python from 3.8 on.
-torch_xla is tried in child processes with a time limit: a wrong flag or a mismatched library aborts the child,
-never the report.
-Nothing on the machine is changed: no process is killed, no lock file deleted, nothing installed.
+Only the standard library is imported here: this runs where nothing is installed, on any Python from 3.8 on.
+torch_xla is tried in child processes with a time limit: a wrong flag aborts the child, never the report.
+No process is killed, no lock file deleted, nothing installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import gc
 import importlib.metadata
 import json
 import os
@@ -27,114 +28,56 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
+from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
 
-GIB = 2**30
-GO_TO_TPU = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE"
-DOCKER_RUN = "docker run --privileged --net=host --shm-size=16G IMAGE"
-
-
-class VersionPair(NamedTuple):
-    """Releases that work together. Versions are fnmatch patterns, `pip` is what `pip install` is given."""
-
-    torch: str
-    torch_xla: str
-    torchvision: str
-    libtpu: str
-    jax: str
-    python: tuple  # first and last supported (major, minor)
-    pip: str
-
-
-# THE table of supported versions, newest first; the tests hold requirements.txt to its first row.
+# Releases that work together: five fnmatch patterns, the first and last Python, what `pip install` is given.
+VersionPair = namedtuple("VersionPair", "torch torch_xla torchvision libtpu jax python pip")
+PIP = "torch=={} 'torch_xla[tpu,pallas]=={}' torchvision=={}"
+# THE table of supported versions, newest first; the tests hold requirements.txt to it.
 SUPPORTED_PAIRS = (
-    VersionPair(
-        *("2.9.0", "2.9.0", "0.24.*", "0.0.21", "0.7.1"),
-        python=((3, 10), (3, 13)),
-        pip="torch==2.9.0 'torch_xla[tpu,pallas]==2.9.0' torchvision==0.24.0",
-    ),
-    VersionPair(
-        *("2.8.*", "2.8.*", "0.23.*", "0.0.17", "0.6.2"),
-        python=((3, 11), (3, 13)),
-        pip="torch==2.8.0 'torch_xla[tpu,pallas]==2.8.1' torchvision==0.23.0",
-    ),
+    VersionPair(*"2.9.0 2.9.0 0.24.* 0.0.21 0.7.1".split(), ((3, 10), (3, 13)), PIP.format("2.9.0", "2.9.0", "0.24.0")),
+    VersionPair(*"2.8.* 2.8.* 0.23.* 0.0.17 0.6.2".split(), ((3, 11), (3, 13)), PIP.format("2.8.0", "2.8.1", "0.23.0")),
 )
-
-TPU_VENDOR = "0x1ae0"
-TPU_PCI_IDS = {  # as torch_xla/_internal/tpu.py counts them; other Google devices are network cards and disks
-    "0x0027": "v2/v3",
-    "0x0056": "test",
-    "0x005e": "v4",
-    "0x0062": "v5p",
-    "0x0063": "v5e",
-    "0x006f": "v6e",
-    "0x0076": "TPU7x",
-}
-METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
-AOT_TOPOLOGIES = {  # gcloud name: (name libtpu knows, chips per host, devices)
-    "v4-8": ("v4:2x2x1", (2, 2, 1), 8),
-    "v5litepod-1": ("v5e:1x1", (1, 1, 1), 1),
-    "v5litepod-4": ("v5e:2x2", (2, 2, 1), 4),
-    "v5litepod-8": ("v5e:2x4", (2, 4, 1), 8),
-    "v5litepod-16": ("v5e:4x4", (2, 2, 1), 16),
-    "v5p-8": ("v5p:2x2x1", (2, 2, 1), 4),
-    "v6e-4": ("v6e:2x2", (2, 2, 1), 4),
-    "v6e-8": ("v6e:2x4", (2, 4, 1), 8),
-    "v6e-16": ("v6e:4x4", (2, 2, 1), 16),
-}
-BFLOAT16 = "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"
-# Variables that do nothing, or something nobody expects: (pattern, is it harmful, why)
-STALE_VARIABLES = (
+TPU_VENDOR = "0x1ae0"  # Google; its devices that are not in the next table are network cards and disks
+TPU_PCI_IDS = {"0x0027": "v2/v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "TPU7x"}
+STALE_VARIABLES = (  # (pattern, does it change what is computed, why)
     ("XRT_*", False, "read by nobody: XRT is gone"),
     ("TPU_NUM_DEVICES", False, "read by nobody since 2.5; TPU_VISIBLE_CHIPS selects chips"),
-    ("XLA_USE_FP16", False, "read by nobody"),
-    ("XLA_DOWNCAST_FP16", False, "read by nobody"),
+    ("XLA_*_FP16", False, "read by nobody"),
     ("PT_XLA_DEBUG", False, "deprecated; use PT_XLA_DEBUG_LEVEL"),
-    ("XLA_USE_BF16", True, BFLOAT16),
-    ("XLA_DOWNCAST_BF16", True, BFLOAT16),
+    ("XLA_*_BF16", True, "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"),
     ("XLA_USE_SPMD", True, "puts every process into SPMD mode; scripts call torch_xla.runtime.use_spmd()"),
 )
+METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+GO_TO_TPU = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE"
+DOCKER_RUN = "docker run --privileged --net=host --shm-size=16G IMAGE"
+GIB = 2**30
+HERE = str(Path(__file__).resolve().parent)
+CALL = "import sys; sys.path.insert(0, sys.argv[1]); import setup_tpu; getattr(setup_tpu, sys.argv[2])(sys.argv[3])"
+# One line of the report. status: ok, warn, fail, skip; fix: the command to run after a warn or a fail.
+Check = namedtuple("Check", "name status finding fix", defaults=("",))
 
 
-class Check(NamedTuple):
-    """One line of the report. `status` is ok, warn, fail or skip; warn and fail carry the command that fixes it."""
-
-    name: str
-    status: str
-    finding: str
-    fix: str = ""
+def judge(name: str, good: bool, finding: str, fix: str, serious: bool = True) -> Check:
+    """The finding either way; the fix unless it is `good`. What is not `serious` is a warning."""
+    return Check(name, "ok", finding) if good else Check(name, "fail" if serious else "warn", finding, fix)
 
 
 # ---------------------------------------------------------------- Python and packages, read from their metadata
 
 
-def check_python(version: tuple, installed: Mapping) -> Check:
-    """`version` is (major, minor, micro)."""
-    pair, found = nearest_pair(installed), ".".join(map(str, version[:3]))
-    first, last = pair.python
-    if first <= tuple(version[:2]) <= last:
-        return Check("python", "ok", found)
-    expected = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
-    fix = "python3.11 -m venv .venv && . .venv/bin/activate"
-    return Check("python", "fail", f"found {found}, torch_xla {pair.torch_xla} needs {expected}", fix)
-
-
 def installed_versions(search_path: list) -> dict:
-    """{distribution name: version} without importing anything; an unreadable version is "unknown"."""
+    """{distribution name: version}; nothing is imported. The first on the path is the one Python would import."""
     versions: dict = {}
-    for distribution in importlib.metadata.distributions(path=search_path):
-        try:
-            name, version = distribution.metadata["Name"], distribution.metadata["Version"]
-        except Exception:  # metadata of a half-removed package: whatever it raises, it names no package
-            continue
-        if name:  # the first on the path is the one Python would import
-            versions.setdefault(re.sub(r"[-_.]+", "_", name).lower(), version or "unknown")
+    for found in importlib.metadata.distributions(path=search_path):
+        with contextlib.suppress(Exception):  # a half-removed package fails in many ways, and is not installed
+            name = re.sub(r"[-_.]+", "_", found.metadata["Name"]).lower()
+            versions.setdefault(name, found.metadata["Version"] or "unknown")
     return versions
 
 
@@ -147,333 +90,212 @@ def nearest_pair(installed: Mapping) -> VersionPair:
     return SUPPORTED_PAIRS[0]
 
 
+def check_python(version: tuple, installed: Mapping) -> Check:
+    pair, found = nearest_pair(installed), ".".join(map(str, version[:3]))
+    first, last = (".".join(map(str, limit)) for limit in pair.python)
+    fits = pair.python[0] <= tuple(version[:2]) <= pair.python[1]
+    finding = f"found {found}, torch_xla {pair.torch_xla} needs {first} to {last}"
+    return judge("python", fits, finding, "python3.11 -m venv .venv && . .venv/bin/activate")
+
+
 def check_package(name: str, installed: Mapping, needed: bool) -> Check:
     """One of torch, torch_xla, torchvision, libtpu, jax. One that is not `needed` may be missing, never mismatched."""
-    pair = nearest_pair(installed)
+    pair, found = nearest_pair(installed), installed.get(name)
     expected, fix = getattr(pair, name), f"pip install {pair.pip}"
-    if name not in installed:
-        return Check(name, "fail" if needed else "warn", f"not installed, expected {expected}", fix)
-    found = installed[name]
+    if not found:
+        return judge(name, False, f"not installed, expected {expected}", fix, needed)
     if name == "torch_xla" and "torch_tpu" in installed:
         return Check(name, "fail", "torch_tpu is installed beside torch_xla; the two cannot share an environment", fix)
-    if not fnmatch(found.split("+")[0], expected):  # 2.9.0+cpu is 2.9.0
-        beside = "" if name == "torch_xla" else f" beside torch_xla {installed.get('torch_xla', '(not installed)')}"
-        return Check(name, "fail", f"found {found}{beside}, expected {expected}", fix)
-    return Check(name, "ok", found)
+    fits = fnmatch(found.split("+")[0], expected)  # 2.9.0+cpu is 2.9.0
+    beside = "" if fits else f" beside torch_xla {installed.get('torch_xla', '(not installed)')}"
+    return judge(name, fits, f"found {found}{beside}, expected {expected}", fix)
 
 
 def check_tensorflow(installed: Mapping, wants_tpu: bool) -> Check:
-    """The full tensorflow brings a TPU runtime of its own; tensorflow-cpu does not."""
-    if "tensorflow" not in installed:
-        return Check("tensorflow", "ok", "no full tensorflow beside torch_xla")
-    finding = f"tensorflow {installed['tensorflow']} beside torch_xla: both load libtpu and can fight over the chip"
+    """The full tensorflow brings a TPU runtime of its own, which fights over the chip; tensorflow-cpu does not."""
     fix = "pip uninstall -y tensorflow && pip install tensorflow-cpu"
-    return Check("tensorflow", "fail" if wants_tpu else "warn", finding, fix)
+    finding = f"tensorflow {installed.get('tensorflow', 'is not')} beside torch_xla; both would load libtpu"
+    return judge("tensorflow", "tensorflow" not in installed, finding, fix, wants_tpu)
 
 
 def find_libtpu(environment: Mapping, search_path: list) -> Path | None:
     """The libtpu.so torch_xla would load: TPU_LIBRARY_PATH, else the one inside torch_xla, else package libtpu."""
     if environment.get("TPU_LIBRARY_PATH"):
         return Path(environment["TPU_LIBRARY_PATH"])
-    for inside in ("torch_xla/lib/libtpu.so", "libtpu/libtpu.so"):
-        for folder in search_path:
-            if (Path(folder or ".") / inside).is_file():
-                return Path(folder or ".") / inside
-    return None
+    places = (Path(p or ".") / i for i in ("torch_xla/lib/libtpu.so", "libtpu/libtpu.so") for p in search_path)
+    return next((place for place in places if place.is_file()), None)
 
 
-def check_libtpu_loads(
-    library: Path | None, environment: Mapping, installed: Mapping, wants_tpu: bool, time_limit: float
-) -> Check:
+def check_libtpu(library: Path, environment: Mapping, installed: Mapping, wants_tpu: bool, limit: float) -> Check:
     """Open the library in a child process: a truncated file kills the process that opens it."""
     fix = f"pip install --force-reinstall --no-deps libtpu=={nearest_pair(installed).libtpu}"
     if environment.get("TPU_LIBRARY_PATH"):
         fix = "unset TPU_LIBRARY_PATH"
     if library is None:
         finding = "no libtpu.so found; without it neither a TPU nor --aot works"
-        return Check("libtpu.so", "fail" if wants_tpu or "libtpu" in installed else "warn", finding, fix)
+        return judge("libtpu.so", False, finding, fix, wants_tpu or "libtpu" in installed)
     if not library.is_file():
         return Check("libtpu.so", "fail", f"TPU_LIBRARY_PATH says {library}, which is not a file", fix)
     source = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).GetPjrtApi"
-    child = run_child([sys.executable, "-I", "-c", source, str(library)], environment, time_limit)
-    if child.died:
-        return Check("libtpu.so", "fail", f"{library} cannot be loaded: {child.died}", fix)
-    return Check("libtpu.so", "ok", f"{library} loads ({library.stat().st_size / 2**20:.0f} MiB)")
+    _, died = run_child(["-I", "-c", source, str(library)], environment, limit)
+    return judge("libtpu.so", not died, f"{library} " + (f"cannot be loaded: {died}" if died else "loads"), fix)
 
 
-# ---------------------------------------------------------------- the chip: bus, nodes, who holds it
+# ---------------------------------------------------------------- the chip and the cloud: bus, nodes, holder, hosts
 
 
 def find_chips(sys_root: Path) -> list:
-    """Kinds of the TPU chips on the PCI bus, e.g. ["v5e", "v5e"]; the same rule torch_xla uses to pick its device."""
-    chips = []
-    for vendor in sorted(sys_root.glob("bus/pci/devices/*/vendor")):
-        device = vendor.with_name("device")
-        if vendor.read_text().strip() == TPU_VENDOR and device.is_file():
-            chips += [TPU_PCI_IDS[i] for i in [device.read_text().strip()] if i in TPU_PCI_IDS]
-    return chips
+    """Kinds of the TPU chips on the PCI bus, e.g. ["v5e", "v5e"]; the rule by which torch_xla picks its device."""
+    folders = sorted(sys_root.glob("bus/pci/devices/*"))
+    ids = [[(folder / name).read_text().strip() for name in ("vendor", "device")] for folder in folders]
+    return [TPU_PCI_IDS[device] for vendor, device in ids if vendor == TPU_VENDOR and device in TPU_PCI_IDS]
 
 
 def check_chips(chips: list, wants_tpu: bool) -> Check:
-    if chips:
-        return Check("tpu chips", "ok", f"{len(chips)} on the PCI bus: {', '.join(sorted(set(chips)))}")
-    finding = f"none on the PCI bus (vendor {TPU_VENDOR})"
-    if not wants_tpu:
-        return Check("tpu chips", "skip", finding)
-    return Check("tpu chips", "fail", f"{finding}: not a TPU VM", GO_TO_TPU)
+    if chips or wants_tpu:
+        found = f"{len(chips) or 'none'} on the PCI bus" + (": " if chips else f" (vendor {TPU_VENDOR}): not a TPU VM")
+        return judge("tpu chips", bool(chips), found + ", ".join(sorted(set(chips))), GO_TO_TPU)
+    return Check("tpu chips", "skip", f"none on the PCI bus (vendor {TPU_VENDOR})")
 
 
 def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_found: bool) -> Check:
     """Which device torch_xla will choose in a program started from this shell, and why."""
-    chosen = environment.get("PJRT_DEVICE")
+    chosen, fix = environment.get("PJRT_DEVICE"), f"export PJRT_DEVICE={'TPU' if chips else 'CPU'}"
     if chosen is not None:
         why = f"PJRT_DEVICE={chosen} is set"
     elif environment.get("PJRT_SELECT_DEFAULT_DEVICE") == "0":
-        chosen, why = "", "PJRT_DEVICE is not set and PJRT_SELECT_DEFAULT_DEVICE=0 forbids choosing one"
+        chosen, why = "none", "PJRT_DEVICE is not set and PJRT_SELECT_DEFAULT_DEVICE=0 forbids choosing one"
     elif chips and libtpu_found:
         chosen, why = "TPU", "a TPU chip and libtpu were found"
     else:
-        chosen, why = "CPU", "no TPU chip was found" if not chips else "libtpu was not found"
+        chosen, why = "CPU", "libtpu was not found" if chips else "no TPU chip was found"
+        fix = f"pip install {SUPPORTED_PAIRS[0].pip}"
     if device == "cpu":
-        return Check("pjrt device", "ok", f"CPU as asked for (without --device cpu {chosen or 'none'}: {why})")
-    if chosen not in ("TPU", "CPU"):
-        finding = f"{why}; expected TPU or CPU"
-        return Check("pjrt device", "fail", finding, f"export PJRT_DEVICE={'TPU' if chips else 'CPU'}")
-    if chosen == "CPU" and (chips or device == "tpu"):
-        fix = (
-            "export PJRT_DEVICE=TPU"
-            if "is set" in why
-            else f"pip install {SUPPORTED_PAIRS[0].pip}"
-            if chips
-            else GO_TO_TPU
-        )
-        return Check("pjrt device", "fail", f"programs would silently run on the CPU: {why}", fix)
-    if chosen == "TPU" and not chips:
-        return Check("pjrt device", "fail", f"{why}, but this machine has no TPU chip", "export PJRT_DEVICE=CPU")
-    if chosen == "CPU":
-        finding = f"programs will run on the CPU: {why}"
-        return Check("pjrt device", "warn", finding, "python setup_tpu.py --device cpu  # if the CPU is what you want")
-    return Check("pjrt device", "ok", f"{chosen}: {why}")
+        return Check("pjrt device", "ok", f"CPU as asked for (without --device cpu {chosen}: {why})")
+    if chosen == "TPU":
+        why = f"TPU: {why}" if chips else f"{why}, but this machine has no TPU chip"
+        return judge("pjrt device", bool(chips), why, fix)
+    if chosen != "CPU":
+        return Check("pjrt device", "fail", f"{why}; expected TPU or CPU", fix)
+    if chips or device == "tpu":
+        finding = f"programs would silently run on the CPU: {why}"
+        return Check("pjrt device", "fail", finding, fix if chips else GO_TO_TPU)
+    fix = "python setup_tpu.py --device cpu  # if the CPU is what you want"
+    return Check("pjrt device", "warn", f"programs will run on the CPU: {why}", fix)
 
 
-def may_open(path: Path, uid: int, groups: set) -> bool:
-    """May this user open `path` for reading and writing? Worked out from the mode, so it can be asked for any user."""
+def may_open(path: Path, uid: int) -> bool:
+    """May this user read and write `path`? Worked out from the mode, so that it can be asked for any user."""
     status = path.stat()
-    if uid == 0:
-        return True
-    shift = 6 if status.st_uid == uid else 3 if status.st_gid in groups else 0
-    return (status.st_mode >> shift) & 0o6 == 0o6
+    shift = 6 if status.st_uid == uid else 3 if status.st_gid in (os.getgid(), *os.getgroups()) else 0
+    return uid == 0 or (status.st_mode >> shift) & 0o6 == 0o6
 
 
-def check_device_nodes(dev_root: Path, chips: list, uid: int, groups: set, container: str) -> Check:
+def check_device_nodes(dev_root: Path, chips: list, uid: int, container: str) -> Check:
     """/dev/accel* (older images) or /dev/vfio/<number> (newer ones), one per chip, open to this user."""
     if not chips:
         return Check("device nodes", "skip", "no TPU chip on the PCI bus")
-    nodes = [p for p in [*dev_root.glob("accel*"), *dev_root.glob("vfio/*")] if re.search(r"\d$", p.name)]
+    vfio = sorted(dev_root.glob("vfio/[0-9]*"))
+    nodes = sorted(dev_root.glob("accel[0-9]*")) + vfio
     if len(nodes) < len(chips):
-        fix = DOCKER_RUN if container else "sudo reboot"
         finding = f"{len(chips)} chips but {len(nodes)} nodes under {dev_root} (accel*, vfio/*)"
-        return Check("device nodes", "fail", finding, fix)
-    control = [p for p in [dev_root / "vfio" / "vfio"] if p.exists() and any(n.parent.name == "vfio" for n in nodes)]
-    closed = [str(p) for p in sorted(nodes + control) if not may_open(p, uid, groups)]
-    if closed:
-        finding = f"user {uid} may not open {', '.join(closed)}"
-        fix = DOCKER_RUN.replace("IMAGE", "--user root IMAGE") if container else f"sudo chmod a+rw {' '.join(closed)}"
-        return Check("device nodes", "fail", finding, fix)
-    return Check("device nodes", "ok", f"{', '.join(str(p) for p in sorted(nodes))} open to user {uid}")
+        return Check("device nodes", "fail", finding, DOCKER_RUN if container else "sudo reboot")
+    nodes += dev_root.glob("vfio/vfio") if vfio else ()  # the control node of them all
+    closed = [str(node) for node in nodes if not may_open(node, uid)]
+    fix = DOCKER_RUN.replace("IMAGE", "--user root IMAGE") if container else f"sudo chmod a+rw {' '.join(closed)}"
+    names = ", ".join(closed or map(str, nodes))
+    finding = f"user {uid} may not open {names}" if closed else f"{names} open to user {uid}"
+    return judge("device nodes", not closed, finding, fix)
 
 
 def check_holder(proc_root: Path, lock_file: Path, chips: list, uid: int, wants_tpu: bool, container: str) -> Check:
     """Which process has a TPU node or libtpu's lock file open. It is named, never killed; the file is never deleted."""
     if not chips:
         return Check("tpu holder", "skip", "no TPU chip on the PCI bus")
-    holders, unreadable = {}, 0
+    holders, hidden = {}, "; processes outside the container are not visible" if container else ""
     for folder in proc_root.glob("[0-9]*"):
-        if folder.name == str(os.getpid()):
-            continue
         try:
             targets = [os.readlink(link) for link in (folder / "fd").iterdir()]  # noqa: PTH115, readlink() is new in 3.9
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except PermissionError:
-            unreadable += 1
+            hidden = "; processes of other users can only be looked into with sudo"
             continue
         except OSError:  # the process ended while we looked
             continue
         held = [t for t in targets if t == str(lock_file) or re.match(r"/dev/(accel|vfio/)\d+$", t)]
         if held:
-            holders[int(folder.name)] = f"pid {folder.name} ({command[:80]}) has {held[0]} open"
+            holders[folder.name] = f"pid {folder.name} ({command[:80]}) has {held[0]} open"
     if holders:
-        finding = "; ".join(text for _, text in sorted(holders.items()))
-        fix = f"kill {' '.join(map(str, sorted(holders)))}  # once you know whose work it is"
-        return Check("tpu holder", "fail" if wants_tpu else "warn", finding, fix)
-    if lock_file.exists() and not may_open(lock_file, uid, {os.getgid()}):
-        owner = lock_file.stat().st_uid
-        finding = f"{lock_file} belongs to user {owner} and user {uid} may not open it, so libtpu will not start"
-        return Check("tpu holder", "fail" if wants_tpu else "warn", finding, f"sudo chmod a+rw {lock_file}")
-    hidden = f"; {unreadable} processes of other users can only be looked into with sudo" if unreadable else ""
-    beyond = "; processes outside the container are not visible" if container else ""
-    return Check("tpu holder", "ok", f"no process seen to hold the TPU{hidden}{beyond}")
+        fix = f"kill {' '.join(holders)}  # once you know whose work it is"
+        return judge("tpu holder", False, "; ".join(holders.values()), fix, wants_tpu)
+    if lock_file.exists() and not may_open(lock_file, uid):
+        finding = f"{lock_file} belongs to user {lock_file.stat().st_uid}, and libtpu will not start for user {uid}"
+        return judge("tpu holder", False, finding, f"sudo chmod a+rw {lock_file}", wants_tpu)
+    return Check("tpu holder", "ok", f"no process seen to hold the TPU{hidden}")
 
 
-# ---------------------------------------------------------------- the cloud: metadata, hosts, bucket
-
-
-def read_metadata(base_url: str, seconds: float) -> dict:
-    """The two attributes torch_xla asks for, or {"error": why not}. Both are needed on a TPU VM."""
-    found = {}
-    for key in ("tpu-env", "worker-network-endpoints"):
-        request = urllib.request.Request(base_url + key, headers={"Metadata-Flavor": "Google"})
-        try:
-            with urllib.request.urlopen(request, timeout=seconds) as reply:
-                found[key] = reply.read().decode(errors="replace")
-        except (OSError, ValueError) as error:  # HTTPError and URLError are OSErrors
-            return {"error": f"{key}: {error}"}
-    return found
-
-
-def check_metadata(environment: Mapping, metadata: Mapping, wants_tpu: bool) -> Check:
-    """With a chip on the bus, `import torch_xla` itself asks the metadata server and fails without an answer."""
+def check_cloud(environment: Mapping, base_url: str, wants_tpu: bool) -> list:
+    """Metadata, without which `import torch_xla` fails on a TPU VM; how many hosts there are, and which one this is."""
+    names = environment.get("TPU_WORKER_HOSTNAMES", "")
+    index = environment.get("CLOUD_TPU_TASK_ID", environment.get("TPU_WORKER_ID", ""))
     if environment.get("TPU_SKIP_MDS_QUERY"):
-        missing = [v for v in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID") if not environment.get(v)]
-        if wants_tpu and missing:
-            finding = f"TPU_SKIP_MDS_QUERY is set, but not {' and '.join(missing)}"
-            return Check("metadata", "fail", finding, "unset TPU_SKIP_MDS_QUERY")
-        return Check("metadata", "ok", "not asked: TPU_SKIP_MDS_QUERY is set")
-    if "error" not in metadata:
-        kind = re.search(r"ACCELERATOR_TYPE:\s*'?([^'\n]+)", metadata["tpu-env"])
-        return Check("metadata", "ok", f"reachable, accelerator {kind[1] if kind else 'not named'}")
-    if not wants_tpu:
-        return Check("metadata", "skip", "not reachable, not needed without a TPU")
-    fix = f"{DOCKER_RUN}  # outside a container: start this on a TPU VM"
-    return Check("metadata", "fail", f"the metadata server gave no TPU attributes ({metadata['error']})", fix)
-
-
-def check_hosts(environment: Mapping, metadata: Mapping) -> Check:
-    """How many hosts the slice has and which one this is."""
-    if environment.get("TPU_SKIP_MDS_QUERY") or "error" in metadata:
-        names = [n for n in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if n]
-        index = environment.get("CLOUD_TPU_TASK_ID", environment.get("TPU_WORKER_ID", ""))
-        if not names and not index:
-            return Check("hosts", "skip", "nothing says there is more than this one")
+        missing = [v for v in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID") if wants_tpu and not environment.get(v)]
+        finding = "not asked: TPU_SKIP_MDS_QUERY is set" + (f", but not {' and '.join(missing)}" if missing else "")
+        metadata = judge("metadata", not missing, finding, "unset TPU_SKIP_MDS_QUERY")
     else:
-        names = metadata["worker-network-endpoints"].split(",")
-        match = re.search(r"WORKER_ID:\s*'?(\w*)", metadata["tpu-env"])
-        index = match[1] if match else ""
-    hosts = max(len(names), 1)
+        try:
+            replies = []
+            for key in ("tpu-env", "worker-network-endpoints"):  # what torch_xla asks for
+                request = urllib.request.Request(base_url + key, headers={"Metadata-Flavor": "Google"})
+                with urllib.request.urlopen(request, timeout=2) as reply:
+                    replies.append(reply.read().decode(errors="replace"))
+        except OSError as error:  # URLError and HTTPError are OSErrors
+            finding = f"the metadata server gave no TPU attributes ({key}: {error})"
+            fix = f"{DOCKER_RUN}  # outside a container: start this on a TPU VM"
+            skip = Check("metadata", "skip", "not reachable, not needed without a TPU")
+            metadata = judge("metadata", False, finding, fix) if wants_tpu else skip
+        else:
+            tpu_env, names = replies
+            kind = re.search(r"ACCELERATOR_TYPE:\s*'?([^'\n]+)|$", tpu_env)[1] or "not named"
+            index = re.search(r"WORKER_ID:\s*'?(\w*)|$", tpu_env)[1] or ""
+            metadata = Check("metadata", "ok", f"reachable, accelerator {kind}")
+    if not names and not index:
+        return [metadata, Check("hosts", "skip", "nothing says there is more than this one")]
+    hosts = names.count(",") + 1
     if not index.isdigit() or int(index) >= hosts:
         finding = f"host index {index!r}, expected a number from 0 to {hosts - 1}, one for each of {hosts} hosts"
-        return Check("hosts", "fail", finding, "export TPU_WORKER_ID=0  # the position in TPU_WORKER_HOSTNAMES")
+        fix = "export TPU_WORKER_ID=0  # the position in TPU_WORKER_HOSTNAMES"
+        return [metadata, Check("hosts", "fail", finding, fix)]
     note = "" if hosts == 1 else "; start programs on all hosts at once (gcloud ... ssh --worker=all)"
-    return Check("hosts", "ok", f"{hosts}, this is index {index}{note}")
+    return [metadata, Check("hosts", "ok", f"{hosts}, this is index {index}{note}")]
 
 
-def check_bucket(bucket: str, installed: Mapping, environment: Mapping, time_limit: float) -> Check:
-    """May the credentials of this machine write to gs://bucket? One request, which creates nothing."""
-    if not bucket:
-        return Check("bucket", "skip", "none given (--bucket gs://...)")
-    if "google_cloud_storage" not in installed:
-        return Check("bucket", "fail", "google-cloud-storage is not installed", "pip install google-cloud-storage")
-    name = bucket[len("gs://") :].split("/")[0]
-    child = run_child(child_command("child_bucket", name), environment, time_limit)
-    if "bucket" in child.results:
-        return child.results["bucket"]
-    login = "gcloud auth application-default login"
-    if "NotFound" in child.died:
-        return Check("bucket", "fail", f"gs://{name} does not exist", f"gcloud storage buckets create gs://{name}")
-    return Check("bucket", "fail", f"gs://{name}: {child.died}", login)
-
-
-# ---------------------------------------------------------------- memory, environment, cache, container
+# ---------------------------------------------------------------- memory, container, environment, cache
 
 
 def check_memory(proc_root: Path, sys_root: Path, least_gib: float) -> Check:
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB", (proc_root / "meminfo").read_text(), re.MULTILINE))
-    total, available = (int(fields.get(k, 0)) / 2**20 for k in ("MemTotal", "MemAvailable"))
-    finding = f"{total:.1f} GiB, {available:.1f} available"
-    limit = sys_root / "fs" / "cgroup" / "memory.max"
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    if text.isdigit() and int(text) < total * GIB:
-        available, finding = min(available, int(text) / GIB), f"{finding}, limited to {int(text) / GIB:.1f} by cgroup"
-    if available < least_gib:
-        return Check("memory", "fail", f"{finding}, expected {least_gib:g} free", "ps aux --sort=-rss | head")
-    return Check("memory", "ok", finding)
+    total, available = (int(fields[key]) / 2**20 for key in ("MemTotal", "MemAvailable"))
+    finding, limit = f"{total:.1f} GiB, {available:.1f} available", sys_root / "fs/cgroup/memory.max"
+    allowed = int(limit.read_text()) / GIB if limit.is_file() and limit.read_text().strip() != "max" else total
+    finding += f", limited to {allowed:.1f} by cgroup" if allowed < total else ""
+    good = min(available, allowed) >= least_gib
+    return judge("memory", good, f"{finding}, expected {least_gib:g} free", "ps aux --sort=-rss | head")
 
 
 def check_shared_memory(dev_root: Path, least_gib: float, wants_tpu: bool, container: str) -> Check:
     """Data-loader workers hand over batches through /dev/shm; docker's default of 64 MB ends them with a bus error."""
-    folder, status = dev_root / "shm", "fail" if wants_tpu else "warn"
+    folder = dev_root / "shm"
+    size = shutil.disk_usage(folder).total / GIB if folder.is_dir() else 0
+    found = (f"is {size:.2f} GiB" if size else "does not exist") + f", expected at least {least_gib:g}"
     fix = DOCKER_RUN if container else f"sudo mount -o remount,size=16G {folder}"
-    if not folder.is_dir():
-        return Check("shared memory", status, f"{folder} does not exist", fix)
-    size = shutil.disk_usage(folder).total / GIB
-    if size < least_gib:
-        return Check("shared memory", status, f"{folder} is {size:.2f} GiB, expected at least {least_gib:g}", fix)
-    return Check("shared memory", "ok", f"{folder} is {size:.1f} GiB")
-
-
-def check_environment(environment: Mapping) -> Check:
-    """Variables from older releases: dead ones mislead the reader, live ones change the numbers."""
-    dead, harmful = {}, {}
-    for name, value in sorted(environment.items()):
-        for pattern, is_harmful, why in STALE_VARIABLES:
-            if fnmatch(name, pattern) and not (is_harmful and value.lower() in ("", "0", "false")):
-                (harmful if is_harmful else dead)[name] = f"{name}={value} ({why})"
-    count = environment.get("CPU_NUM_DEVICES", "1")
-    if not count.isdigit() or int(count) == 0:
-        harmful["CPU_NUM_DEVICES"] = f"CPU_NUM_DEVICES={count} (expected a number of devices, 1 or more)"
-    if dead or harmful:
-        finding = "; ".join([*harmful.values(), *dead.values()])
-        return Check("environment", "fail" if harmful else "warn", finding, f"unset {' '.join([*harmful, *dead])}")
-    return Check("environment", "ok", "no stale variable set")
-
-
-def check_xla_flags(environment: Mapping, installed: Mapping, time_limit: float) -> Check:
-    """XLA aborts the process at an unknown flag. Only the library knows its flags: a child is asked."""
-    flags = environment.get("XLA_FLAGS", "").strip()
-    if not flags:
-        return Check("xla flags", "ok", "XLA_FLAGS is not set")
-    if "torch_xla" not in installed:
-        return Check("xla flags", "skip", f"XLA_FLAGS={flags} cannot be tried: torch_xla is not installed")
-    # What `import torch_xla` makes of the variable, without the seconds the rest of the import takes. The CPU
-    # client reads the same flags, so the TPU stays untouched. _exit: no client to shut down in good order.
-    source = "import os, torch, _XLAC; _XLAC._init_computation_client(); os._exit(0)"
-    tried = {**environment, "PJRT_DEVICE": "CPU", "XLA_FLAGS": f"{flags} --xla_cpu_enable_fast_math=false"}
-    tried.pop("CPU_NUM_DEVICES", None)  # has a check of its own
-    child = run_child([sys.executable, "-c", source], tried, time_limit)
-    if not child.died:
-        return Check("xla flags", "ok", flags)
-    if not re.search("XLA_FLAGS|Flag parsing", child.died):  # torch itself does not load: not the fault of the flags
-        return Check("xla flags", "skip", f"XLA_FLAGS={flags} cannot be tried: {child.died}")
-    unknown = set(re.sub(r".*in XLA_FLAGS:", "", child.died).split())
-    kept = " ".join(f for f in flags.split() if f not in unknown) if "Unknown flag" in child.died else ""
-    fix = f"export XLA_FLAGS='{kept}'" if kept else "unset XLA_FLAGS"
-    moved = " ".join(f for f in flags.split() if f in unknown and f.startswith("--xla_tpu"))
-    if moved:  # flags of the TPU compiler have a variable of their own
-        fix += f" && export LIBTPU_INIT_ARGS='{' '.join([*environment.get('LIBTPU_INIT_ARGS', '').split(), moved])}'"
-    return Check("xla flags", "fail", f"would abort every program: {child.died}", fix)
-
-
-def check_compile_cache(folder: str) -> Check:
-    """The persistent compile cache must be a folder this user can write to."""
-    if not folder:
-        return Check("compile cache", "skip", "none given (--compile_cache DIR or XLA_PERSISTENT_CACHE_PATH)")
-    existing = Path(folder).absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent  # nothing is created: the nearest folder that exists must be writable
-    try:
-        with tempfile.TemporaryFile(dir=str(existing)):
-            pass
-    except OSError as error:
-        finding = f"{folder} is not writable: {existing}: {error.strerror}"
-        return Check("compile cache", "fail", finding, "export XLA_PERSISTENT_CACHE_PATH=$HOME/.cache/torch_xla")
-    return Check("compile cache", "ok", f"{folder} is writable")
+    return judge("shared memory", size >= least_gib, f"{folder} {found}", fix, wants_tpu)
 
 
 def find_container(root: Path, environment: Mapping) -> str:
     """ "kubernetes", "container" or "" on a plain machine."""
-    if environment.get("KUBERNETES_SERVICE_HOST"):
-        return "kubernetes"
-    return "container" if any((root / f).exists() for f in (".dockerenv", "run/.containerenv")) else ""
+    marked = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
+    return "kubernetes" if environment.get("KUBERNETES_SERVICE_HOST") else "container" if marked else ""
 
 
 def check_container(proc_root: Path, sys_root: Path, container: str, wants_tpu: bool) -> Check:
@@ -481,72 +303,152 @@ def check_container(proc_root: Path, sys_root: Path, container: str, wants_tpu: 
     if container != "container":
         reason = "on kubernetes the device plugin grants chip and network" if container else "not inside one"
         return Check("container", "skip", reason)
-    bounding = re.search(r"CapBnd:\s*([0-9a-f]+)", (proc_root / "self" / "status").read_text())
-    faults = []
-    if not bounding or not int(bounding[1], 16) >> 21 & 1:  # CAP_SYS_ADMIN, which docker takes without --privileged
+    faults, status = [], (proc_root / "self/status").read_text()
+    if not int(re.search(r"CapBnd:\s*(\w+)", status)[1], 16) >> 21 & 1:  # CAP_SYS_ADMIN, which --privileged leaves
         faults.append("not privileged (it cannot open a TPU)")
-    # a network card has a device behind it; the virtual pair of a bridged container has none
-    if not any((card / "device").exists() for card in sys_root.glob("class/net/*")):
+    if not list(sys_root.glob("class/net/*/device")):  # a network card; docker's own network has virtual ones only
         faults.append("not on the network of the host (no network card in sight)")
-    if not faults:
-        return Check("container", "ok", "privileged, on the network of the host")
-    if not wants_tpu:
+    if faults and not wants_tpu:
         return Check("container", "skip", f"{' and '.join(faults)}, which only a TPU needs")
-    return Check("container", "fail", " and ".join(faults), DOCKER_RUN)
+    finding = " and ".join(faults) or "privileged, on the network of the host"
+    return judge("container", not faults, finding, DOCKER_RUN)
 
 
-# ---------------------------------------------------------------- real work, in child processes
+def check_environment(environment: Mapping) -> Check:
+    """Variables from older releases: dead ones mislead the reader, live ones change the numbers."""
+    stale, harmful, count = {}, False, environment.get("CPU_NUM_DEVICES", "1")
+    for name, value in sorted(environment.items()):
+        for pattern, changes_numbers, why in STALE_VARIABLES:
+            if fnmatch(name, pattern) and not (changes_numbers and value.lower() in ("", "0", "false")):
+                stale[name], harmful = f"{name}={value} ({why})", harmful or changes_numbers
+    if not count.isdigit() or int(count) == 0:
+        stale["CPU_NUM_DEVICES"], harmful = f"CPU_NUM_DEVICES={count} (expected a number of devices, 1 or more)", True
+    finding = "; ".join(stale.values()) or "no stale variable set"
+    return judge("environment", not stale, finding, f"unset {' '.join(stale)}", harmful)
 
 
-class Child(NamedTuple):
-    """What a child process left: {name: Check} it reported, why it died ("" when it did not), whether out of time."""
+def check_xla_flags(environment: Mapping, installed: Mapping, limit: float) -> Check:
+    """XLA aborts the process at an unknown flag. Only the library knows its flags: a child is asked."""
+    flags = environment.get("XLA_FLAGS", "").split()
+    if not flags or "torch_xla" not in installed:
+        reason = f"XLA_FLAGS={' '.join(flags)} cannot be tried: torch_xla is not installed"
+        return Check("xla flags", "skip", reason) if flags else Check("xla flags", "ok", "XLA_FLAGS is not set")
+    # What `import torch_xla` makes of the variable, without the seconds the rest of the import takes. The CPU
+    # client reads the same flags, so the TPU stays untouched. _exit: no client to shut down in good order.
+    source = "import os, torch, _XLAC; _XLAC._init_computation_client(); os._exit(0)"
+    tried = {**environment, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
+    tried["XLA_FLAGS"] = " ".join([*flags, "--xla_cpu_enable_fast_math=false"])  # which torch_xla adds
+    _, died = run_child(["-c", source], tried, limit)
+    if died and not re.search("XLA_FLAGS|Flag parsing", died):  # torch does not load: not the fault of the flags
+        return Check("xla flags", "skip", f"XLA_FLAGS={' '.join(flags)} cannot be tried: {died}")
+    unknown = died.partition("Unknown flag in XLA_FLAGS:")[2].split()  # XLA names them all
+    kept = " ".join(f for f in flags if unknown and f not in unknown)
+    fix = f"export XLA_FLAGS='{kept}'" if kept else "unset XLA_FLAGS"
+    moved = [f for f in unknown if f.startswith("--xla_tpu")]  # those have a variable of their own
+    if moved:
+        fix += f" && export LIBTPU_INIT_ARGS='{' '.join([*environment.get('LIBTPU_INIT_ARGS', '').split(), *moved])}'"
+    return judge("xla flags", not died, f"would abort every program: {died}" if died else " ".join(flags), fix)
 
-    results: dict
-    died: str
-    timed_out: bool = False
 
-
-def last_words(stderr: str) -> str:
-    """The line that says why a process died: XLA's error and fatal lines, else the last line (the exception)."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    fatal = [re.sub(r"^\S+ \S+ [EF] \S+\] ", "", line) for line in lines if re.match(r"\d{4}-\S+ \S+ [EF] ", line)]
-    return " ".join(fatal[:2] or lines[-1:])[:400]
-
-
-def run_child(command: list, environment: Mapping, time_limit: float) -> Child:
-    """Run `command` and read the "@@ [name, status, finding, fix]" lines it prints; what it reported survives it."""
+def check_compile_cache(folder: str) -> Check:
+    """Nothing is created: the nearest folder that exists must be one this user can write to."""
+    if not folder:
+        return Check("compile cache", "skip", "none given (--compile_cache DIR or XLA_PERSISTENT_CACHE_PATH)")
+    existing = next(p for p in [Path(folder).absolute(), *Path(folder).absolute().parents] if p.exists())
     try:
-        done = subprocess.run(command, env=dict(environment), capture_output=True, timeout=time_limit)
-        code, stdout, stderr = done.returncode, done.stdout, done.stderr
+        tempfile.TemporaryFile(dir=str(existing)).close()
+    except OSError as error:
+        finding = f"{folder} is not writable: {existing}: {error.strerror}"
+        return Check("compile cache", "fail", finding, "export XLA_PERSISTENT_CACHE_PATH=$HOME/.cache/torch_xla")
+    return Check("compile cache", "ok", f"{folder} is writable")
+
+
+# ---------------------------------------------------------------- child processes, as the parent sees them
+
+
+def run_child(arguments: list, environment: Mapping, limit: float) -> tuple:
+    """Run Python: ({name: Check} it reported in lines "@@ [name, status, finding, fix]", why it died or "")."""
+    command = [sys.executable, *arguments]
+    try:
+        done = subprocess.run(command, env=dict(environment), capture_output=True, timeout=limit)
+        code, stdout, stderr = done.returncode, done.stdout, done.stderr.decode(errors="replace")
     except subprocess.TimeoutExpired as error:
-        code, stdout, stderr = None, error.stdout or b"", error.stderr or b""
-    reported = [json.loads(line[3:]) for line in stdout.decode(errors="replace").splitlines() if line[:3] == "@@ "]
-    results = {row[0]: Check(*row) for row in reported}
-    if code is None:
-        return Child(results, f"no answer within {time_limit:g} s", timed_out=True)
-    if code == 0:
-        return Child(results, "")
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return Child(results, last_words(stderr.decode(errors="replace")) or how)
+        code, stdout, stderr = None, error.stdout or b"", f"no answer within {limit:g} s"
+    lines = stdout.decode(errors="replace").splitlines()
+    reports = [Check(*json.loads(line[3:])) for line in lines if line.startswith("@@ ")]
+    # why: XLA's error and fatal lines, else the last line (of a traceback), else the signal
+    fatal = re.findall(r"^\d{4}-\S+ \S+ [EF] \S+\] *(.*)", stderr, re.MULTILINE)[:2] or stderr.strip().splitlines()[-1:]
+    died = " ".join(fatal)[:400] or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+    return {report.name: report for report in reports}, "" if code == 0 else died
 
 
-def child_command(function: str, *arguments: str) -> list:
-    """Run one of the child functions below in a fresh interpreter."""
-    folder = str(Path(__file__).resolve().parent)
-    source = f"import sys; sys.path.insert(0, {folder!r}); import setup_tpu; setup_tpu.{function}(*sys.argv[1:])"
-    return [sys.executable, "-c", source, *arguments]
+def ask_child(function: str, argument: str, names: list, environment: Mapping, limit: float, fix: str) -> list:
+    """The checks `names`, as one of the functions below reports them. Where it dies is a failure, the rest skipped."""
+    results, died = run_child(["-c", CALL, HERE, function, argument], environment, limit)
+    for i, name in enumerate([name for name in names if name not in results]):
+        failed = Check(name, "fail", died or "the child process ended without a report")
+        results[name] = Check(name, "skip", "not reached") if i else failed
+    if lacking := re.search(r"libpython(3\.\d+)\.so", died):  # Debian's python3 runs without it, torch_xla does not
+        fix = f"sudo apt-get install -y libpython{lacking[1]}"
+    elif died.startswith("no answer"):
+        fix = f"python setup_tpu.py --time_limit {4 * limit:g}  # several hosts: start it on all of them at once"
+    return [c._replace(fix=c.fix or fix) if c.status == "fail" else c for c in map(results.get, names)]
 
 
-def tell(name: str, status: str, finding: str, fix: str = "") -> None:
+def check_work(device: str, environment: Mapping, installed: Mapping, limit: float) -> list:
+    names = ["import", "matrix product", "training step", "all-reduce"]
+    if "torch_xla" not in installed:
+        return [Check(name, "skip", "torch_xla is not installed") for name in names]
+    tried = environment if device == "auto" else {**environment, "PJRT_DEVICE": device.upper()}
+    reinstall = f"pip install --force-reinstall {nearest_pair(installed).pip}"
+    return ask_child("child_work", "", names, tried, limit, reinstall)
+
+
+def check_aot(target: str, environment: Mapping, installed: Mapping, limit: float) -> Check:
+    """The same training step through the compiler in libtpu, with no TPU attached."""
+    if not target or not Path(__file__).with_name("aot_tpu.py").is_file():
+        reason = "aot_tpu.py, which asks the compiler, is not beside setup_tpu.py"
+        return Check("aot", "skip", reason if target else "not asked for (--aot v5litepod-8)")
+    fix = f"pip install {SUPPORTED_PAIRS[0].pip}"  # the pair aot_tpu.py is written for
+    missing = [name for name in ("torch_xla", "libtpu", "jax") if name not in installed]
+    if missing:
+        return Check("aot", "fail", f"needs {', '.join(missing)}, not installed", fix)
+    (check,) = ask_child("child_aot", target, ["aot"], environment, limit, fix)
+    return check._replace(finding=f"{target}: {check.finding}")
+
+
+def check_bucket(bucket: str, installed: Mapping, environment: Mapping, limit: float) -> Check:
+    """May the credentials of this machine write to gs://bucket? One request, which creates nothing."""
+    if not bucket:
+        return Check("bucket", "skip", "none given (--bucket gs://...)")
+    if "google_cloud_storage" not in installed:
+        return Check("bucket", "fail", "google-cloud-storage is not installed", "pip install google-cloud-storage")
+    name, login = bucket.split("/")[2], "gcloud auth application-default login"
+    (check,) = ask_child("child_bucket", name, ["bucket"], environment, limit, login)
+    if "NotFound" in check.finding:
+        return Check("bucket", "fail", f"gs://{name} does not exist", f"gcloud storage buckets create gs://{name}")
+    return check._replace(finding=f"gs://{name}: {check.finding}")
+
+
+# ---------------------------------------------------------------- what runs inside a child process
+
+
+def tell(check: Check) -> None:
     """Report from a child to its parent, at once: the next thing done may abort the process."""
-    print("\n@@ " + json.dumps([name, status, finding, fix]), flush=True)
+    print("\n@@ " + json.dumps(check), flush=True)
+
+
+@contextlib.contextmanager
+def piece(name: str) -> Iterator[None]:
+    """What goes wrong inside is the finding of this check, whatever it is; the next piece is still tried."""
+    try:
+        yield
+    except Exception as error:
+        tell(Check(name, "fail", f"{type(error).__name__}: {str(error).strip()[:300]}"))
 
 
 def tiny_step(devices: int) -> tuple:
-    """A two-layer network on `torch_xla.device()` and its training step, batch sharded over `devices`.
-
-    Returns (step, parameters); step() returns the loss, still on the device.
-    """
+    """(training step, model): two layers, the batch sharded over `devices`. step() returns the loss, on the device."""
     import numpy as np
     import torch
     import torch_xla
@@ -556,8 +458,7 @@ def tiny_step(devices: int) -> tuple:
     device = torch_xla.device()
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # keeps no state, so the first step is like the others
-    inputs = torch.randn(16 * devices, 64).to(device)  # (batch, features)
-    labels = torch.randint(10, (16 * devices,)).to(device)
+    inputs, labels = torch.randn(16 * devices, 64).to(device), torch.randint(10, (16 * devices,)).to(device)
     if devices > 1:
         mesh = xs.Mesh(np.arange(devices), (devices,), ("data",))
         xs.mark_sharding(inputs, mesh, ("data", None))
@@ -573,268 +474,163 @@ def tiny_step(devices: int) -> tuple:
         optimizer.zero_grad(set_to_none=True)  # gradients alive at sync would be outputs of the program
         return loss.detach()
 
-    return step, list(model.parameters())
+    return step, model
 
 
-def try_matrix_product(devices: int) -> str:
+def child_work(_: str) -> None:
+    """Import torch_xla, then every piece of real work, one report each."""
+    gc.disable()  # the imports free next to nothing: saves a tenth of their time
+    began = time.monotonic()
     import numpy as np
     import torch
-    import torch_xla
-    import torch_xla.runtime as xr
-
-    left, right = np.random.default_rng(0).standard_normal((2, 256, 256)).astype(np.float32)
-    expected = left @ right
-    found = (torch.from_numpy(left).to(torch_xla.device()) @ torch.from_numpy(right).to(torch_xla.device())).cpu()
-    error = float(np.abs(found.numpy() - expected).max() / np.abs(expected).max())
-    allowed = 1e-5 if xr.device_type() == "CPU" else 2e-2  # a TPU multiplies float32 in one bfloat16 pass by default
-    if not error <= allowed:
-        raise RuntimeError(f"256 x 256 differs from numpy by {error:.1e}, expected at most {allowed:.0e}")
-    return f"256 x 256 agrees with numpy to {error:.1e}"
-
-
-def try_training_step(devices: int) -> str:
     import torch_xla
     import torch_xla.debug.metrics as metrics
-
-    step, _ = tiny_step(devices)
-    before = (metrics.metric_data("CompileTime") or (0,))[0]
-    losses = []
-    for _ in range(3):
-        losses.append(step())
-        torch_xla.sync()
-    compiles = (metrics.metric_data("CompileTime") or (0,))[0] - before
-    first, last = losses[0].item(), losses[-1].item()
-    if compiles != 1:
-        raise RuntimeError(f"3 training steps compiled {compiles} graphs, expected 1")
-    if not last < first:
-        raise RuntimeError(f"the loss went from {first:.4f} to {last:.4f} in 3 steps, expected it to fall")
-    return f"3 steps, 1 compile, loss {first:.4f} -> {last:.4f}"
-
-
-def try_all_reduce(devices: int) -> str:
-    import numpy as np
-    import torch
-    import torch_xla
     import torch_xla.distributed.spmd as xs
-
-    if devices == 1:
-        return ""
-    values = torch.arange(devices, dtype=torch.float32).to(torch_xla.device())
-    xs.mark_sharding(values, xs.Mesh(np.arange(devices), (devices,), ("data",)), ("data",))
-    found, expected = values.sum().item(), devices * (devices - 1) / 2
-    if found != expected:
-        raise RuntimeError(f"the sum over {devices} devices is {found}, expected {expected}")
-    return f"the sum over {devices} devices is right"
-
-
-def child_work() -> None:
-    """Import torch_xla, then every piece of real work, one report each."""
-    began = time.monotonic()
-    import torch
-    import torch_xla
     import torch_xla.runtime as xr
 
-    devices = xr.global_runtime_device_count()
+    devices, kind = xr.global_runtime_device_count(), xr.device_type()
+    versions = f"torch {torch.__version__}, torch_xla {torch_xla.__version__}"
+    tell(Check("import", "ok", f"{versions}: {devices} {kind} device(s), {time.monotonic() - began:.1f} s"))
     if devices > 1:
         xr.use_spmd()  # one program for all of them
-    found = f"torch {torch.__version__}, torch_xla {torch_xla.__version__}: {devices} {xr.device_type()} device(s)"
-    tell("import", "ok", f"{found}, {time.monotonic() - began:.1f} s")
-    for name, work in WORK.items():
-        try:
-            finding = work(devices)
-        except Exception as error:  # whatever it is, it is this check's finding, and the next check still runs
-            tell(name, "fail", f"{type(error).__name__}: {str(error).strip()[:300]}")
+    device = torch_xla.device()
+
+    with piece("matrix product"):
+        left, right = np.random.default_rng(0).standard_normal((2, 256, 256)).astype(np.float32)
+        found = (torch.from_numpy(left).to(device) @ torch.from_numpy(right).to(device)).cpu().numpy()
+        error = np.abs(found - left @ right).max() / np.abs(left @ right).max()
+        allowed = 1e-5 if kind == "CPU" else 2e-2  # a TPU multiplies float32 in one bfloat16 pass by default
+        finding = f"256 x 256 differs from numpy by {error:.1e}, expected at most {allowed:.0e}"
+        tell(judge("matrix product", error <= allowed, finding, ""))
+
+    with piece("training step"):
+        step, _ = tiny_step(devices)
+        before, losses = metrics.metric_data("CompileTime") or (0,), []
+        for _ in range(3):
+            losses.append(step())
+            torch_xla.sync()
+        graphs = metrics.metric_data("CompileTime")[0] - before[0]
+        first, last = losses[0].item(), losses[-1].item()
+        if graphs != 1:
+            raise RuntimeError(f"3 training steps compiled {graphs} graphs, expected 1")
+        finding = f"3 steps, 1 compile, loss {first:.4f} -> {last:.4f}"
+        tell(judge("training step", last < first, finding if last < first else f"{finding}, expected to fall", ""))
+
+    with piece("all-reduce"):
+        if devices == 1:
+            tell(Check("all-reduce", "skip", "one device"))
         else:
-            tell(name, "ok" if finding else "skip", finding or "one device")
-    if xr.device_type() == "CPU":  # a TPU is released in good order; here that would only cost seconds
+            values = torch.arange(devices, dtype=torch.float32).to(device)
+            xs.mark_sharding(values, xs.Mesh(np.arange(devices), (devices,), ("data",)), ("data",))
+            found, expected = values.sum().item(), devices * (devices - 1) / 2
+            finding = "right" if found == expected else f"{found}, expected {expected}"
+            tell(judge("all-reduce", found == expected, f"the sum over {devices} devices is {finding}", ""))
+
+    if kind == "CPU":  # a TPU is released in good order; here that would only cost seconds
         os._exit(0)
 
 
-WORK = {"matrix product": try_matrix_product, "training step": try_training_step, "all-reduce": try_all_reduce}
+def child_aot(target: str) -> None:
+    """Trace the training step on as many virtual CPU devices as the slice has, and compile it with the TPU compiler."""
+    from aot_tpu import prepare_environment, report, trace_step
 
-
-def check_work(device: str, environment: Mapping, installed: Mapping, time_limit: float) -> list:
-    """The checks of child_work; what it did not reach is a failure once, then skipped."""
-    names = ["import", *WORK]
-    if "torch_xla" not in installed:
-        return [Check(name, "skip", "torch_xla is not installed") for name in names]
-    tried = dict(environment)
-    if device != "auto":
-        tried["PJRT_DEVICE"] = device.upper()
-    child = run_child(child_command("child_work"), tried, time_limit)
-    reinstall = f"pip install --force-reinstall {nearest_pair(installed).pip}"
-    slow = f"python setup_tpu.py --time_limit {4 * time_limit:g}  # several hosts: start it on all of them at once"
-    checks, reason = [], child.died or "the child process ended without a report"
-    if lacking := re.search(r"libpython(3\.\d+)\.so", reason):  # Debian's python3 runs without it, torch_xla does not
-        reinstall = f"sudo apt-get install -y libpython{lacking[1]}"
-    for name in names:
-        if name in child.results:
-            found = child.results[name]
-            checks.append(found._replace(fix=reinstall) if found.status == "fail" else found)
-        elif any(c.status == "fail" and c.finding == reason for c in checks):
-            checks.append(Check(name, "skip", "not reached"))
-        else:
-            checks.append(Check(name, "fail", reason, slow if child.timed_out else reinstall))
-    return checks
-
-
-def child_aot(topology: str, chips_per_host: str, devices: str) -> None:
-    """Trace the training step on the CPU, sharded over `devices`, and compile it with the TPU compiler.
-
-    The minimum that proves the compiler works here; aot_tpu.py does this for real scripts, with memory and figures,
-    and this function should call it once it can compile a step of its caller.
-    """
-    import numpy as np
-    import torch_xla
+    topology = prepare_environment(target)  # before torch_xla is imported
     import torch_xla.runtime as xr
-    from jax._src import compiler
-    from jax._src.interpreters.mlir import make_ir_context
-    from jax.experimental import topologies
-    from jax.extend.mlir import hlo_to_stablehlo, ir
-    from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
 
-    count = int(devices)
-    if count > 1:
+    devices = topology.num_devices
+    if devices > 1:
         xr.use_spmd()
-    step, parameters = tiny_step(count)
-    hlo = torch_xla._XLAC._get_xla_tensors_hlo_proto([step(), *parameters])
-    bounds = json.loads(chips_per_host)
-    described = topologies.get_topology_desc(topology, platform="tpu", chips_per_host_bounds=bounds).devices
-    if len(described) != count:
-        raise RuntimeError(f"{topology} has {len(described)} devices, expected {count}")
-    options = CompileOptions()
-    options.num_replicas, options.num_partitions = 1, count
-    build = options.executable_build_options
-    build.num_replicas, build.num_partitions, build.use_spmd_partitioning = 1, count, count > 1
-    build.use_shardy_partitioner = False  # torch_xla writes GSPMD annotations
-    build.allow_spmd_sharding_propagation_to_output = [True]
-    build.device_assignment = DeviceAssignment.create(np.array([[d.id for d in described]]))
-    began = time.monotonic()
-    with make_ir_context():
-        module = ir.Module.parse(hlo_to_stablehlo(hlo))
-        devices_list, client = DeviceList(tuple(described)), described[0].client
-        compiled = compiler.backend_compile_and_load(client, module, devices_list, options, [])
-    seconds = time.monotonic() - began
-    reduces = len(re.findall(r"= .* all-reduce(?:-start)?\(", compiled.hlo_modules()[0].to_string()))
-    if count > 1 and not reduces:
-        raise RuntimeError(f"the program for {count} devices holds no all-reduce: the gradients would not be summed")
-    tell("aot", "ok", f"the step compiles for {topology}, {count} devices, {reduces} all-reduce, {seconds:.1f} s")
-
-
-def check_aot(target: str, environment: Mapping, installed: Mapping, time_limit: float) -> Check:
-    """The same training step through the compiler in libtpu, with no TPU attached."""
-    if not target:
-        return Check("aot", "skip", "not asked for (--aot v5litepod-8)")
-    fix = f"pip install {nearest_pair(installed).pip}"
-    missing = [name for name in ("torch_xla", "libtpu", "jax") if name not in installed]
-    if missing:
-        return Check("aot", "fail", f"needs {', '.join(missing)}, not installed", fix)
-    topology, chips_per_host, devices = AOT_TOPOLOGIES[target]
-    # No metadata server is asked, and the lock file of a running program is respected by not holding any chip.
-    tried = {**environment, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    tried.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", TPU_WORKER_ID="0")
-    tried.update(TPU_ACCELERATOR_TYPE="v5litepod-1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    child = run_child(child_command("child_aot", topology, json.dumps(chips_per_host), str(devices)), tried, time_limit)
-    if "aot" in child.results:
-        return child.results["aot"]
-    return Check("aot", "fail", f"{target}: {child.died or 'the child process ended without a report'}", fix)
+    step, model = tiny_step(devices)
+    compiled, _ = report(trace_step(step, owners=[model]), topology)
+    if not compiled.fits:
+        raise RuntimeError(compiled.reason)
+    reduces = int(compiled.collectives.get("all-reduce", {"count": 0})["count"])
+    finding = f"compiles for {topology.compiler_name}, {devices} devices, {reduces} all-reduce to sum the gradients"
+    tell(judge("aot", reduces or devices == 1, f"{finding}, {compiled.compile_seconds:.1f} s", ""))
+    os._exit(0)  # nothing to release
 
 
 def child_bucket(name: str) -> None:
     """Ask which of the permissions a run directory needs these credentials have on gs://name."""
     from google.cloud import storage
 
-    needed = ["storage.objects.create", "storage.objects.get", "storage.objects.list", "storage.objects.delete"]
+    needed = [f"storage.objects.{action}" for action in ("create", "get", "list", "delete")]
     bucket = storage.Client(project="unused").bucket(name)  # asking for permissions takes no project
-    missing = sorted(set(needed) - set(bucket.test_iam_permissions(needed, timeout=10)))
-    if missing:
-        grant = (
-            f"gcloud storage buckets add-iam-policy-binding gs://{name} --role=roles/storage.objectAdmin --member=YOU"
-        )
-        tell("bucket", "fail", f"gs://{name}: these credentials lack {', '.join(missing)}", grant)
-    else:
-        tell("bucket", "ok", f"gs://{name} may be read and written")
+    lacking = ", ".join(sorted(set(needed) - set(bucket.test_iam_permissions(needed, timeout=10))))
+    grant = f"gcloud storage buckets add-iam-policy-binding gs://{name} --role=roles/storage.objectAdmin --member=YOU"
+    finding = f"these credentials lack {lacking}" if lacking else "may be read and written"
+    tell(judge("bucket", not lacking, finding, grant))
 
 
 # ---------------------------------------------------------------- the report
 
 
 def diagnose(options: argparse.Namespace, environment: Mapping, root: Path, search_path: list) -> Iterator[Check]:
-    """Every check, in the order of the report."""
-    sys_root, dev_root, proc_root = root / "sys", root / "dev", root / "proc"
-    limit, uid, groups = options.time_limit, os.getuid(), {*os.getgroups(), os.getgid()}
-    installed, chips = installed_versions(search_path), find_chips(sys_root)
-    wants_tpu = options.device == "tpu" or (options.device == "auto" and bool(chips))
-    container, libtpu = find_container(root, environment), find_libtpu(environment, search_path)
+    """Every check, in the order of the report. What waits for a network or a child process waits at the same time."""
+    sys_root, dev_root, proc_root, lock_file = root / "sys", root / "dev", root / "proc", root / "tmp/libtpu_lockfile"
+    limit, uid, device, installed = options.time_limit, os.getuid(), options.device, installed_versions(search_path)
+    chips, libtpu = find_chips(sys_root), find_libtpu(environment, search_path)
+    wants_tpu, container = device == "tpu" or (device == "auto" and bool(chips)), find_container(root, environment)
+    cache = options.compile_cache or environment.get("XLA_PERSISTENT_CACHE_PATH", "")
     # before any child of ours may open the chip
-    holder = check_holder(proc_root, root / "tmp" / "libtpu_lockfile", chips, uid, wants_tpu, container)
-    with ThreadPoolExecutor() as pool:  # what waits for a network or a child process waits at the same time
-        waiting_metadata = pool.submit(read_metadata, METADATA_URL, 2.0)
-        waiting_libtpu = pool.submit(check_libtpu_loads, libtpu, environment, installed, wants_tpu, limit)
-        waiting_bucket = pool.submit(check_bucket, options.bucket, installed, environment, limit)
+    holder = check_holder(proc_root, lock_file, chips, uid, wants_tpu, container)
+    with ThreadPoolExecutor() as pool:
+        asked_cloud = pool.submit(check_cloud, environment, METADATA_URL, wants_tpu)
+        asked_libtpu = pool.submit(check_libtpu, libtpu, environment, installed, wants_tpu, limit)
+        asked_bucket = pool.submit(check_bucket, options.bucket, installed, environment, limit)
         flags = check_xla_flags(environment, installed, limit)
         usable = {k: v for k, v in environment.items() if k != "XLA_FLAGS" or flags.status == "ok"}
-        waiting_work = pool.submit(check_work, options.device, usable, installed, limit)
-        waiting_aot = pool.submit(check_aot, options.aot, usable, installed, limit)
-
+        asked_work = pool.submit(check_work, device, usable, installed, limit)
+        asked_aot = pool.submit(check_aot, options.aot, usable, installed, limit)
+        needed = ("torch", "torch_xla", "libtpu") if wants_tpu else ("torch", "torch_xla")
         yield check_python(sys.version_info, installed)
-        yield check_package("torch", installed, needed=True)
-        yield check_package("torch_xla", installed, needed=True)
-        yield check_package("torchvision", installed, needed=False)
-        yield check_package("libtpu", installed, needed=wants_tpu)
-        yield check_package("jax", installed, needed=False)
+        for name in ("torch", "torch_xla", "torchvision", "libtpu", "jax"):
+            yield check_package(name, installed, name in needed)
         yield check_tensorflow(installed, wants_tpu)
-        yield waiting_libtpu.result()
-        yield check_pjrt_device(options.device, environment, chips, libtpu is not None)
+        yield asked_libtpu.result()
+        yield check_pjrt_device(device, environment, chips, libtpu is not None)
         yield check_chips(chips, wants_tpu)
-        yield check_device_nodes(dev_root, chips, uid, groups, container)
+        yield check_device_nodes(dev_root, chips, uid, container)
         yield holder
-        metadata = waiting_metadata.result()
-        yield check_metadata(environment, metadata, wants_tpu)
-        yield check_hosts(environment, metadata)
+        yield from asked_cloud.result()
         yield check_memory(proc_root, sys_root, least_gib=2)
         yield check_shared_memory(dev_root, 1, wants_tpu, container)
         yield check_container(proc_root, sys_root, container, wants_tpu)
         yield check_environment(environment)
         yield flags
-        yield check_compile_cache(options.compile_cache or environment.get("XLA_PERSISTENT_CACHE_PATH", ""))
-        yield waiting_bucket.result()
-        yield from waiting_work.result()
-        yield waiting_aot.result()
+        yield check_compile_cache(cache)
+        yield asked_bucket.result()
+        yield from asked_work.result()
+        yield asked_aot.result()
 
 
 def parse_arguments(arguments: list) -> argparse.Namespace:
     """Both --snake_case and --kebab-case; anything unknown ends with exit code 2 and the nearest name."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    names = ["--help"]
-
-    def option(name: str, **settings) -> None:
-        names.append(name)
-        parser.add_argument(name, **settings)
-
-    option("--device", choices=("auto", "cpu", "tpu"), default="auto", help="what programs should run on")
-    option("--json", action="store_true", help="one JSON object instead of lines")
-    option("--aot", default="", metavar="TYPE", help=f"TPU compiler check for one of {', '.join(AOT_TOPOLOGIES)}")
-    option("--bucket", default="", metavar="gs://NAME", help="check the credentials for this bucket")
-    option("--compile_cache", default="", metavar="DIR", help="check that this compile cache can be written")
-    option("--time_limit", type=float, default=60.0, metavar="SECONDS", help="for each child process (default 60)")
-    # --time-limit=5 and --time_limit=5 are the same option; values keep their dashes
-    parts = [a.partition("=") for a in arguments]
-    plain = [(n.replace("-", "_").replace("__", "--", 1) if n[:2] == "--" else n) + e + v for n, e, v in parts]
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--device", choices=("auto", "cpu", "tpu"), default="auto", help="what programs should run on")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument("--aot", default="", metavar="SLICE", help="compile a training step for it, e.g. v5litepod-8")
+    parser.add_argument("--bucket", default="", metavar="gs://NAME", help="check the credentials for this bucket")
+    parser.add_argument("--compile_cache", default="", metavar="DIR", help="check that this folder can be written")
+    parser.add_argument("--time_limit", type=float, default=60.0, metavar="SECONDS", help="for a child (default 60)")
+    parts = [argument.partition("=") for argument in arguments]  # --time-limit=5 is --time_limit=5
+    plain = [("--" + n[2:].replace("-", "_") if n[:2] == "--" else n) + e + v for n, e, v in parts]
     options, unknown = parser.parse_known_args(plain)
     if unknown:
+        names = ["--help", *(f"--{name}" for name in vars(options))]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1)
-        parser.error(f"unknown option {unknown[0]}" + (f"; did you mean {near[0]}?" if near else "; see --help"))
-    if options.aot and options.aot not in AOT_TOPOLOGIES:
-        near = difflib.get_close_matches(options.aot, AOT_TOPOLOGIES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        parser.error(f"--aot {options.aot}: expected one of {', '.join(AOT_TOPOLOGIES)}{hint}")
+        parser.error(f"unknown option {unknown[0]}; " + (f"did you mean {near[0]}?" if near else "see --help"))
     if options.bucket and not re.match(r"gs://[a-z0-9][\w.-]+(/|$)", options.bucket):
         parser.error(f"--bucket {options.bucket}: expected gs://NAME or gs://NAME/FOLDER")
     if options.time_limit <= 0:
         parser.error(f"--time_limit {options.time_limit:g}: expected more than 0 seconds")
+    if options.aot:
+        look_up = "import sys; sys.path.insert(0, sys.argv[1]); from aot_tpu import *; prepare_environment(sys.argv[2])"
+        _, died = run_child(["-c", look_up, HERE, options.aot], os.environ, options.time_limit)
+        near = difflib.get_close_matches(options.aot, re.split("[ ,]+", died.partition(";")[2]), n=1)
+        if died.startswith("ValueError"):
+            parser.error(f"--aot: {died}" + (f"; did you mean {near[0]}?" if near else ""))
     return options
 
 

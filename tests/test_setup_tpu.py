@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import setup_tpu
-from setup_tpu import SUPPORTED_PAIRS, Check, Child, VersionPair
+import tpu_utils
+from setup_tpu import SUPPORTED_PAIRS, Check, VersionPair
 
 SCRIPT = Path(setup_tpu.__file__)
 INSTALLED = {"torch": "2.9.0", "torch_xla": "2.9.0", "torchvision": "0.24.0", "libtpu": "0.0.21", "jax": "0.7.1"}
@@ -60,6 +61,13 @@ def test_the_table_is_what_requirements_pin():
     second = next(line for line in lines if "second supported pair" in line)
     assert SUPPORTED_PAIRS[1].pip.replace("'", "") in second
     assert SUPPORTED_PAIRS[0].torch == "2.9.0" and isinstance(SUPPORTED_PAIRS[1], VersionPair)
+
+
+def test_the_other_tables_agree():
+    """tpu_utils imports torch_xla and is copied without the doctor, so each holds its own."""
+    known = {generation.pci_id: generation.name for generation in tpu_utils.GENERATIONS}
+    assert {i: kind for i, kind in setup_tpu.TPU_PCI_IDS.items() if kind != "v2/v3"} == known
+    assert setup_tpu.TPU_VENDOR == tpu_utils.GOOGLE_PCI_VENDOR
 
 
 def test_only_the_standard_library_at_module_level_and_syntax_of_old_pythons():
@@ -124,15 +132,15 @@ def test_broken_libtpu(tmp_path):
     library = package(tmp_path, libtpu="") / "libtpu" / "libtpu.so"
     library.write_bytes(b"half a download")
     assert setup_tpu.find_libtpu({}, [str(tmp_path)]) == library
-    check = setup_tpu.check_libtpu_loads(library, {}, INSTALLED, False, 20)
+    check = setup_tpu.check_libtpu(library, {}, INSTALLED, False, 20)
     assert_check(check, "fail", f"{library} cannot be loaded", fix=reinstall)
 
-    check = setup_tpu.check_libtpu_loads(None, {}, {}, True, 20)
+    check = setup_tpu.check_libtpu(None, {}, {}, True, 20)
     assert_check(check, "fail", "no libtpu.so found", fix=reinstall)
 
     environment = {"TPU_LIBRARY_PATH": str(tmp_path / "gone.so")}
     gone = setup_tpu.find_libtpu(environment, [str(tmp_path)])
-    check = setup_tpu.check_libtpu_loads(gone, environment, INSTALLED, False, 20)
+    check = setup_tpu.check_libtpu(gone, environment, INSTALLED, False, 20)
     assert_check(check, "fail", "TPU_LIBRARY_PATH says", "not a file", fix="unset TPU_LIBRARY_PATH")
 
 
@@ -182,7 +190,7 @@ def test_pjrt_device_chosen():
 
 def test_device_nodes(tmp_path):
     def check(container=""):
-        return setup_tpu.check_device_nodes(tmp_path, ["v5e", "v5e"], os.getuid() + 1, set(), container)
+        return setup_tpu.check_device_nodes(tmp_path, ["v5e", "v5e"], os.getuid() + 1, container)
 
     assert_check(check(), "fail", "2 chips but 0 nodes", fix="sudo reboot")
     assert_check(check("container"), "fail", "2 chips but 0 nodes", fix=DOCKER)
@@ -201,7 +209,7 @@ def test_vfio_nodes_need_the_control_node_too(tmp_path):
     (tmp_path / "vfio" / "0").touch(0o666)
     (tmp_path / "vfio" / "0").chmod(0o666)
     (tmp_path / "vfio" / "vfio").touch(0o600)
-    check = setup_tpu.check_device_nodes(tmp_path, ["v6e"], os.getuid() + 1, set(), "")
+    check = setup_tpu.check_device_nodes(tmp_path, ["v6e"], os.getuid() + 1, "")
     assert_check(check, "fail", "vfio/vfio", fix=f"sudo chmod a+rw {tmp_path}/vfio/vfio")
 
 
@@ -258,29 +266,33 @@ FOUR_HOSTS = ",".join(f"host-{i}:uid:10.0.0.{i}" for i in range(4))
 def test_metadata_and_hosts(metadata_server):
     pages, url = metadata_server
     fix = f"{DOCKER}  # outside a container: start this on a TPU VM"
-    check = setup_tpu.check_metadata({}, setup_tpu.read_metadata(url, 5), wants_tpu=True)
+    check, hosts = setup_tpu.check_cloud({}, url, wants_tpu=True)
     assert_check(check, "fail", "tpu-env", "404", fix=fix)
-    check = setup_tpu.check_metadata({}, setup_tpu.read_metadata("http://127.0.0.1:9/", 5), wants_tpu=True)
+    assert_check(hosts, "skip", "nothing says")
+    check, _ = setup_tpu.check_cloud({}, "http://127.0.0.1:9/", wants_tpu=True)
     assert_check(check, "fail", "refused", fix=fix)
+    assert setup_tpu.check_cloud({}, "http://127.0.0.1:9/", wants_tpu=False)[0].status == "skip"
 
     pages.update({"tpu-env": TPU_ENV, "worker-network-endpoints": FOUR_HOSTS})
-    metadata = setup_tpu.read_metadata(url, 5)
-    assert_check(setup_tpu.check_metadata({}, metadata, True), "ok", "accelerator v5litepod-16")
-    assert_check(setup_tpu.check_hosts({}, metadata), "ok", "4, this is index 1", "on all hosts at once")
+    check, hosts = setup_tpu.check_cloud({}, url, True)
+    assert_check(check, "ok", "accelerator v5litepod-16")
+    assert_check(hosts, "ok", "4, this is index 1", "on all hosts at once")
 
 
 def test_metadata_replaced_by_variables():
-    check = setup_tpu.check_metadata({"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0"}, {"error": "x"}, wants_tpu=True)
+    check, _ = setup_tpu.check_cloud({"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0"}, "unused", wants_tpu=True)
     assert_check(check, "fail", "but not TPU_ACCELERATOR_TYPE", fix="unset TPU_SKIP_MDS_QUERY")
 
 
-def test_host_index_out_of_range():
+def test_host_index_out_of_range(metadata_server):
+    pages, url = metadata_server
     fix = "export TPU_WORKER_ID=0  # the position in TPU_WORKER_HOSTNAMES"
     environment = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}
-    check = setup_tpu.check_hosts(environment, {"error": "x"})
+    _, check = setup_tpu.check_cloud(environment, url, True)
     assert_check(check, "fail", "host index '2', expected a number from 0 to 1", fix=fix)
-    metadata = {"tpu-env": "WORKER_ID: '7'", "worker-network-endpoints": FOUR_HOSTS}
-    assert_check(setup_tpu.check_hosts({}, metadata), "fail", "'7'", "0 to 3", fix=fix)
+    pages.update({"tpu-env": "WORKER_ID: '7'", "worker-network-endpoints": FOUR_HOSTS})
+    _, check = setup_tpu.check_cloud({}, url, True)
+    assert_check(check, "fail", "'7'", "0 to 3", fix=fix)
 
 
 FAKE_STORAGE = """
@@ -505,6 +517,14 @@ def test_aot_without_its_packages():
     assert_check(check, "fail", "needs libtpu, jax, not installed", fix=PIP_29)
 
 
+def test_doctor_copied_alone(tmp_path):
+    (tmp_path / "setup_tpu.py").write_text(SCRIPT.read_text())
+    source = "import setup_tpu; print(*setup_tpu.check_aot('v5litepod-8', {}, {}, 20))"
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+    assert done.stdout.startswith("aot skip aot_tpu.py, which asks the compiler, is not beside setup_tpu.py")
+
+
 def test_aot_that_dies(tmp_path):
     fake = package(tmp_path, torch="raise ImportError('undefined symbol: x')")
     check = setup_tpu.check_aot("v5litepod-8", clean_environment(fake), INSTALLED, 20)
@@ -513,8 +533,8 @@ def test_aot_that_dies(tmp_path):
 
 def test_what_a_child_reported_survives_its_death():
     source = 'import os; print(\'@@ ["a", "ok", "fine", ""]\', flush=True); os.abort()'
-    child = setup_tpu.run_child([sys.executable, "-c", source], os.environ, 20)
-    assert child == Child({"a": Check("a", "ok", "fine")}, "killed by SIGABRT")
+    child = setup_tpu.run_child(["-c", source], os.environ, 20)
+    assert child == ({"a": Check("a", "ok", "fine")}, "killed by SIGABRT")
 
 
 # ---------------------------------------------------------------- the script, as users run it
@@ -594,6 +614,7 @@ def test_nonsense_xla_flags_end_to_end():
         (["--compile-cahce=x"], "did you mean --compile_cache?"),
         (["--device", "gpu"], "invalid choice: 'gpu'"),
         (["--aot", "v5litepod8"], "did you mean v5litepod-8?"),
+        (["--aot", "v5litepod-7"], "nearest is v5litepod-8"),
         (["--bucket", "my-bucket"], "expected gs://NAME"),
         (["--time-limit=0"], "expected more than 0 seconds"),
         (["--time_limit=0"], "expected more than 0 seconds"),

@@ -430,9 +430,8 @@ def evaluate(model, batches, graphs, step, kind="eval") -> np.ndarray:
     for tokens in batches:
         results.append(eval_step(model, tokens))
         graphs.check(kind, step, [tokens])
-    return np.concatenate([result.cpu().numpy() for result in results]).astype(
-        np.float64
-    )  # read when all are under way
+    # read when all are under way
+    return np.concatenate([result.cpu().numpy() for result in results]).astype(np.float64)
 
 
 def hellaswag_accuracy(result: np.ndarray, labels: np.ndarray) -> float:
@@ -493,6 +492,7 @@ def train(config: TransformerConfig) -> int:
     batches = ((torch.from_numpy(data.train.batch(step)),) for step in range(first_step, num_steps))
     step, logged, lengths = first_step, first_step - first_step % config.log_every, []
     full_batch = config.global_batch_size * shape.sequence_length
+    step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm)
     with (
         RunLog(run_dir, first_step, num_steps, config.tensorboard) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
@@ -506,15 +506,7 @@ def train(config: TransformerConfig) -> int:
             kind = "train" if length == shape.sequence_length else f"train_{length}"  # one graph for each bucket
             profile.before_step(step)
             with goodput.phase("step" if graphs.compiled(kind) else "compile"):
-                train_step(
-                    model,
-                    optimizer,
-                    rates,
-                    metrics,
-                    tokens,
-                    config.gradient_accumulation_steps,
-                    config.clip_gradient_norm,
-                )
+                train_step(model, optimizer, rates, metrics, tokens, *step_options)
             graphs.check(kind, step, [tokens])
             log.advance()
             lengths.append(length)
@@ -523,7 +515,7 @@ def train(config: TransformerConfig) -> int:
                 lengths.clear()
             if step % config.log_every == 0 or step == num_steps:
                 values = metrics.read(logged, step)  # the only read from the device between two log lines
-                check_finite(values["loss"], logged, f"good checkpoints: {checkpoints.steps()}; lower --learning_rate")
+                check_finite(values["loss"], logged, checkpoints)
                 means = {name: float(column.mean()) for name, column in values.items()}
                 rate = schedule[step - 1].item()
                 log.train(step, **means, learning_rate=rate, **in_tokens(speed.measure(step), lengths, config))
@@ -541,6 +533,7 @@ def train(config: TransformerConfig) -> int:
                         fields["hellaswag_accuracy"] = hellaswag_accuracy(result, labels)
                 log.evaluation(step, **fields)
             if stop.signal or step % config.save_every == 0 or step == num_steps:
+                check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
                 log.checkpoint(step)
                 state = dict(step=step, config=run, validation_loss=validation_loss, model=model.state_dict())
                 state |= dict(optimizer=optimizer.state_dict(), metrics=metrics.state_dict(), random=random_state())
@@ -595,15 +588,8 @@ def compile_first_step(config: TransformerConfig, build, device) -> int:
     knobs = [("recompute activations in the backward pass", ["--remat"])] if not config.remat else []
     more_parts = 2 * config.gradient_accumulation_steps
     knobs += [("more parts of a global batch", [f"--gradient_accumulation_steps={more_parts}"])]
-    step_args = (
-        model,
-        optimizer,
-        rates,
-        metrics,
-        tokens,
-        config.gradient_accumulation_steps,
-        config.clip_gradient_norm,
-    )
+    step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm)
+    step_args = (model, optimizer, rates, metrics, tokens, *step_options)
     sizes = dict(examples=count, unit="tokens", model_flops=count * config.shape.flops_per_token)
     settings = dataclasses.asdict(config)
     return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes, settings=settings, knobs=knobs)

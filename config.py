@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -61,13 +62,18 @@ class TrainConfig:
     weight_decay: float = 0.0
     """Decoupled in adamw, added to the gradient in sgd and adam."""
 
-    scheduler: Literal["constant", "linear", "cosine", "step"] = "cosine"
+    scheduler: Literal["constant", "linear", "cosine", "step", "wsd"] = "cosine"
+    """wsd: warm-up, stable, then linear decay over the last decay_fraction of the steps."""
     warmup_steps: int = 0
     """Linear warm-up: step s of the first warmup_steps runs at (s + 1) / warmup_steps of the learning rate."""
     decay_every: int = 1000
     """Steps between two decays of the step scheduler."""
     decay_factor: float = 0.5
     """What one decay of the step scheduler multiplies the learning rate by."""
+    decay_fraction: float = 0.2
+    """Share of the steps in which wsd decays."""
+    final_learning_rate_fraction: float = 0.0
+    """Where linear, cosine and wsd end, as a share of learning_rate."""
 
     optimization_level: Literal["conservative", "balanced", "aggressive"] = "balanced"
     """Sets precision, matmul_precision and prefetch_batches; each can still be set by itself."""
@@ -136,6 +142,128 @@ class DistributedMnistConfig(MnistConfig):
     """Seconds to wait at the start for the other hosts of a pod slice."""
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """What fixes the size of a GPT: layers, heads, width, longest sequence, real vocabulary."""
+
+    num_layers: int
+    num_heads: int
+    embedding_dim: int
+    sequence_length: int
+    vocab_size: int = 50257
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Next multiple of 128, the lane count of the matrix unit; padded tokens get no probability."""
+        return -(-self.vocab_size // 128) * 128
+
+    @property
+    def head_dim(self) -> int:
+        return self.embedding_dim // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Padded vocabulary included, as llm.c counts. Per layer: qkv 3DD+3D, out DD+D, mlp 8DD+5D, two norms 4D."""
+        D = self.embedding_dim
+        per_layer = 12 * D * D + 13 * D
+        return (self.padded_vocab_size + self.sequence_length + 2) * D + self.num_layers * per_layer
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of a training step: 6 N + 12 L D T, both passes, the causal half of attention not taken off (as llm.c)."""
+        return 6 * self.num_parameters + 12 * self.num_layers * self.embedding_dim * self.sequence_length
+
+
+# GPT-2: Radford et al. 2019 and llm.c. GPT-3: Brown et al. 2020, table 2.1, with llm.c's head counts, at 2,048 tokens.
+MODEL_SIZES: dict[str, ModelShape] = {
+    "tiny": ModelShape(2, 2, 128, 64),
+    "124M": ModelShape(12, 12, 768, 1024),
+    "350M": ModelShape(24, 16, 1024, 1024),
+    "774M": ModelShape(36, 20, 1280, 1024),
+    "1558M": ModelShape(48, 25, 1600, 1024),
+    "gpt3_125M": ModelShape(12, 12, 768, 2048),
+    "gpt3_350M": ModelShape(24, 16, 1024, 2048),
+    "gpt3_760M": ModelShape(24, 16, 1536, 2048),
+    "gpt3_1.3B": ModelShape(24, 16, 2048, 2048),
+    "gpt3_2.7B": ModelShape(32, 32, 2560, 2048),
+    "gpt3_6.7B": ModelShape(32, 32, 4096, 2048),
+}
+BYTE_VOCAB_SIZE = 257  # the 256 bytes and the token that stands before every document
+SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1}
+DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "tokens": 50257}
+
+
+@dataclass(frozen=True)
+class TransformerConfig(TrainConfig):
+    """transformer_tpu.py."""
+
+    dataset: Literal["synthetic", "text", "tokens"] = "synthetic"
+    """synthetic: a Markov chain of known entropy. text: UTF-8 bytes. tokens: llm.c shards."""
+    train_data: str = ""
+    """text: a file or folder. tokens: shards, for example 'fineweb_train_*.bin'. Relative to data_dir."""
+    validation_data: str = ""
+    """As train_data. Empty with text: the last tenth of train_data."""
+    document_separator: str = ""
+    """text: what divides documents inside a file, for example a blank line. Empty: a file is one document."""
+    bucketed: bool = False
+    """text: pad short documents to the next multiple of 128 only; one graph for each length that occurs."""
+    hellaswag: str = ""
+    """llm.c's HellaSwag file; scored at every evaluation. Empty: not."""
+
+    model_size: Literal[
+        "tiny", "124M", "350M", "774M", "1558M",
+        "gpt3_125M", "gpt3_350M", "gpt3_760M", "gpt3_1.3B", "gpt3_2.7B", "gpt3_6.7B",
+    ] = "tiny"  # fmt: skip
+    """Layers, heads, width and context of a published model; each can be set by itself below."""
+    num_layers: int = 0
+    """0: that of model_size."""
+    num_heads: int = 0
+    embedding_dim: int = 0
+    sequence_length: int = 0
+    vocab_size: int = 0
+    """0: 64 for synthetic, 257 for text (bytes), 50257 for tokens (GPT-2)."""
+
+    num_steps: int = 500
+    gradient_accumulation_steps: int = 1
+    """Parts one global batch is computed in, one after the other inside one graph."""
+    clip_gradient_norm: float = 1.0
+    """Largest global norm of the gradient. 0: no clipping."""
+    adam_beta2: float = 0.95
+    weight_decay: float = 0.1
+    """Of matrices only; layer norms and biases never decay."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of activations and matrix products. Weights, optimizer state and loss stay float32."""
+
+    mesh: str = "auto"
+    """DATAxFSDPxTENSOR, for example 2x4x1; the product is the number of devices."""
+    sharding: Literal["table", "auto"] = "table"
+    """table: PARTITION in transformer_tpu.py. auto: XLA's auto-sharding, experimental, TPU only."""
+    print_placement: bool = False
+    """Print where every parameter lies."""
+    remat: bool = False
+    """Keep only the input of each layer for the backward pass, compute the rest again: less memory, more time."""
+    scan_layers: bool = False
+    """Compile one layer and loop over it: smaller graph, slower step."""
+    attention: Literal["plain", "flash"] = "plain"
+    """flash: torch_xla's Pallas kernel, TPU only."""
+
+    eval_every: int = 100
+    """Steps between two evaluations. The last step is always evaluated."""
+    eval_batches: int = 20
+    """Most batches of global_batch_size in one evaluation."""
+
+    @property
+    def shape(self) -> ModelShape:
+        own = ("num_layers", "num_heads", "embedding_dim", "sequence_length")
+        changes = {name: getattr(self, name) for name in own if getattr(self, name)}
+        vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE[self.dataset]
+        return dataclasses.replace(MODEL_SIZES[self.model_size], **changes, vocab_size=vocab_size)
+
+    @property
+    def smallest_vocab_size(self) -> int:
+        return SMALLEST_VOCAB_SIZE[self.dataset]
+
+
 # Visible sets of fields: what a level means is all here.
 LEVELS: dict[str, dict[str, Any]] = {
     "conservative": dict(precision="float32", matmul_precision="highest", prefetch_batches=2),
@@ -172,15 +300,74 @@ PRESETS: dict[type, dict[str, dict[str, Any]]] = {
             warmup_steps=50,
         ),
     },
+    TransformerConfig: {
+        "quick_test": dict(num_steps=200, global_batch_size=32, learning_rate=2e-3, warmup_steps=20),
+        # nanoGPT's CPU example: 4 layers, 4 heads, width 128, context 64, batch 12, 2,000 iterations
+        "development": dict(
+            dataset="text",
+            train_data="tinyshakespeare.txt",
+            num_layers=4,
+            num_heads=4,
+            global_batch_size=12,
+            num_steps=2000,
+            learning_rate=1e-3,
+            final_learning_rate_fraction=0.1,
+            adam_beta2=0.99,
+            warmup_steps=100,
+            log_every=50,
+            save_every=500,
+            eval_every=500,
+            eval_batches=1000,
+        ),
+        # llm.c's GPT-2 124M on 10B tokens of FineWeb; for v5litepod-8
+        "production": dict(
+            run_dir="runs/gpt2_124M",
+            device="tpu",
+            resume="auto",
+            optimization_level="aggressive",
+            dataset="tokens",
+            train_data="fineweb_train_*.bin",
+            validation_data="fineweb_val_*.bin",
+            model_size="124M",
+            global_batch_size=512,
+            gradient_accumulation_steps=8,
+            num_steps=18865,
+            learning_rate=6e-4,
+            warmup_steps=700,
+            save_every=1000,
+            eval_every=250,
+        ),
+        # the largest GPT-2, parameters and optimizer state divided over all chips; for v5litepod-16
+        "distributed": dict(
+            run_dir="runs/gpt2_1558M",
+            device="tpu",
+            resume="auto",
+            optimization_level="aggressive",
+            dataset="tokens",
+            train_data="fineweb_train_*.bin",
+            validation_data="fineweb_val_*.bin",
+            model_size="1558M",
+            mesh="1x16x1",
+            remat=True,
+            global_batch_size=512,
+            gradient_accumulation_steps=8,
+            num_steps=18865,
+            learning_rate=2e-4,
+            warmup_steps=700,
+            save_every=500,
+            eval_every=250,
+        ),
+    },
 }
 # the same recipes: equal global batch, epochs and seed give equal numbers in both scripts
 PRESETS[DistributedMnistConfig] = PRESETS[MnistConfig]
 
 # Fields that may differ between a run and its resumption without changing a single bit of what it computes.
-# The last line is the exception: other devices add the same gradients in another order, equal to about 1e-7.
+# Those that say how many devices share the work, and how, are the exception: equal to about 1e-7.
 FREE_ON_RESUME = frozenset(
     "run_dir resume device debug data_dir download save_every keep_checkpoints tensorboard profile_steps "
-    "compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level "
+    "compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level mesh sharding "
+    "print_placement remat scan_layers attention hellaswag "
     "peers_timeout num_virtual_devices strategy shard_parameters".split()
 )
 
@@ -229,6 +416,42 @@ def check(config: TrainConfig) -> list[str]:
             parse(text)
         except ValueError as error:
             problems.append(str(error))
+    return problems + (check_transformer(config) if isinstance(config, TransformerConfig) else [])
+
+
+def check_transformer(config: "TransformerConfig") -> list[str]:
+    """What is wrong with a transformer's configuration, whatever the devices and the data."""
+    problems = []
+    shape = config.shape
+    for name in ("num_layers", "num_heads", "embedding_dim", "sequence_length"):
+        if getattr(shape, name) < 1:
+            problems.append(f"{name} is {getattr(shape, name)}; expected 1 or more, or 0 for that of model_size")
+    if not problems and shape.embedding_dim % shape.num_heads:
+        problems.append(
+            f"embedding_dim ({shape.embedding_dim}) must be divisible by num_heads ({shape.num_heads}); "
+            f"try {-(-shape.embedding_dim // shape.num_heads) * shape.num_heads}"
+        )
+    if config.vocab_size and config.vocab_size < config.smallest_vocab_size:
+        problems.append(
+            f"vocab_size is {config.vocab_size}; {config.dataset} needs {config.smallest_vocab_size} or more"
+        )
+    if config.gradient_accumulation_steps < 1 or config.global_batch_size % config.gradient_accumulation_steps:
+        problems.append(
+            f"global_batch_size ({config.global_batch_size}) must be divisible by gradient_accumulation_steps "
+            f"({config.gradient_accumulation_steps})"
+        )
+    for name in ("num_steps", "eval_every", "eval_batches"):
+        if getattr(config, name) < 1:
+            problems.append(f"{name} is {getattr(config, name)}; expected 1 or more")
+    if config.warmup_steps >= config.num_steps:
+        problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
+    for name in ("clip_gradient_norm", "final_learning_rate_fraction"):
+        if not (math.isfinite(getattr(config, name)) and getattr(config, name) >= 0):
+            problems.append(f"{name} is {getattr(config, name)}; expected a finite number, 0 or more")
+    if not 0 < config.decay_fraction <= 1:
+        problems.append(f"decay_fraction is {config.decay_fraction}; expected 0 < decay_fraction <= 1")
+    if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", config.mesh):
+        problems.append(f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSOR such as 2x4x1")
     return problems
 
 
@@ -326,7 +549,11 @@ def learning_rates(config: TrainConfig, num_steps: int) -> torch.Tensor:
         "linear": 1 - progress,
         "cosine": (1 + np.cos(np.pi * progress)) / 2,
         "step": config.decay_factor ** np.maximum(0, after // config.decay_every),
+        "wsd": np.minimum(1, (num_steps - step) / max(1, round(config.decay_fraction * num_steps))),
     }
+    if config.scheduler in ("linear", "cosine", "wsd"):
+        last = config.final_learning_rate_fraction
+        shapes[config.scheduler] = last + (1 - last) * shapes[config.scheduler]
     warm_up = np.minimum(1, (step + 1) / config.warmup_steps) if config.warmup_steps else 1
     tiny = np.finfo(np.float32).tiny  # step decay of a long run can underflow
     return torch.from_numpy(

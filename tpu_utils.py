@@ -143,9 +143,12 @@ def choose_device(config: TrainConfig) -> str:
     return chosen
 
 
-def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -> torch.device:
+def start_device(
+    config: TrainConfig, spmd: bool = False, auto_sharding: bool = False, join: Callable[[], None] = lambda: None
+) -> torch.device:
     """Choose, start and seed the XLA device; set matrix product precision and the compile cache.
 
+    spmd: where there are several devices, one program for all of them; it must be said before the first tensor.
     join: makes this process part of something larger, xr.use_spmd or a process group. It is called when the
     environment is settled and no device has been touched: neither may come later.
     Call it before anything touches a device: PJRT_DEVICE is read once. Raises DeviceError instead of falling back.
@@ -158,6 +161,8 @@ def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -
         if cache:
             xr.initialize_cache(str(cache))  # must precede every computation
         join()
+        if spmd and xr.global_runtime_device_count() > 1:
+            xr.use_spmd(auto=auto_sharding)
         device = torch_xla.device()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
@@ -614,9 +619,13 @@ class RunLog:
     def train(self, step: int, **fields: float | None) -> None:
         """A train line. fields: loss, learning_rate and those of Speed.measure()."""
         self.write("train", step, **fields)
-        text = f"step {step:6d}/{self._bar.total}  loss {fields['loss']:.4f}  lr {fields['learning_rate']:.2e}"
+        text = f"step {step:6d}/{self._bar.total}  loss {fields['loss']:.4f}"
+        if "gradient_norm" in fields:
+            text += f"  norm {fields['gradient_norm']:.3f}"
+        text += f"  lr {fields['learning_rate']:.2e}"
         if fields["step_seconds"] is not None:
-            text += f"  {fields['step_seconds'] * 1e3:.1f} ms/step  {fields['examples_per_second']:.0f} examples/s"
+            unit = "tokens" if "tokens_per_second" in fields else "examples"
+            text += f"  {fields['step_seconds'] * 1e3:.1f} ms/step  {fields[f'{unit}_per_second']:.0f} {unit}/s"
             text += f"  data wait {fields['data_wait_seconds'] * 1e3:.1f} ms"
         if fields["mfu"] is not None:
             text += f"  mfu {fields['mfu']:.1%}"

@@ -53,8 +53,9 @@ def test_every_field_can_be_set_in_both_spellings():
         for option in (f"--{field.name}", "--" + field.name.replace("_", "-")):
             value = getattr(MnistConfig(), field.name)
             argv = [option] if isinstance(value, bool) else [option, str(value) or "x:y"]
-            if field.name in ("profile_steps", "dataset"):
-                argv = [option, "2:5" if field.name == "profile_steps" else "mnist"]
+            examples = {"profile_steps": "2:5", "dataset": "mnist", "compile_for": "v5e-8"}
+            if field.name in examples:
+                argv = [option, examples[field.name]]
             assert isinstance(parse(*argv), MnistConfig)
 
 

@@ -31,8 +31,8 @@ from tpu_utils import read_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 NUM_STEPS = 22  # one epoch of the digits at global batch 64
-# Two correct runs can only be as equal as the recipe lets them. AdamW(capturable=True) keeps the step on the
-# device and its bias corrections in float32: 1 - 0.999 ** step is off by up to 6e-5 in the first steps. At the
+# Two correct runs can only be as equal as the recipe lets them. AdamW(capturable=True) keeps the step on
+# the device and its bias corrections in float32: 1 - 0.999 ** step is off by up to 6e-5 in the first steps. At the
 # preset's learning rate the first 20 steps are so steep that this grows to 2e-3, in PyTorch with float32 corrections
 # too. And with seed 0 one input of a ReLU in step 1 is 9e-9: its sign is a matter of rounding.
 RECIPE = ["--num_epochs", "1", "--seed", "2", "--learning_rate", "2e-3", "--warmup_steps", "10"]

@@ -1,0 +1,173 @@
+"""Read and write llm.c's GPT-2 weights and debug states.
+
+Run:     python convert_llmc.py describe gpt2_124M.bin
+         python convert_llmc.py check gpt2_124M.bin gpt2_124M_debug_state.bin  # loss, logits, gradients
+         python convert_llmc.py export RUN_DIR model.bin [bf16]                # newest checkpoint of a run
+"""
+
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from config import InputError, ModelShape, TransformerConfig
+from data import HEADER_WORDS, check_size, read_header, write_header
+from tpu_utils import Checkpoints, run_script
+from transformer_tpu import GPT, losses, parameter_shapes
+
+MODEL_MAGIC, STATE_MAGIC, STATE_VERSION = 20240326, 20240327, 2
+MODEL_VERSIONS = {3: torch.float32, 5: torch.bfloat16}
+
+
+def number_of_values(shape: ModelShape) -> int:
+    return sum(np.prod(size, dtype=np.int64) for size in parameter_shapes(shape).values()).item()
+
+
+def read_tensors(file, shape: ModelShape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All parameters in model order. bfloat16 travels as raw 16-bit words, which numpy has no type for."""
+    word = np.dtype("<f4") if dtype == torch.float32 else np.dtype("<i2")
+    tensors = {}
+    for name, size in parameter_shapes(shape).items():
+        values = np.fromfile(file, word, np.prod(size, dtype=np.int64))
+        tensors[name] = torch.from_numpy(values).view(dtype).reshape(size)
+    return tensors
+
+
+def write_tensors(file, shape: ModelShape, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    for name, size in parameter_shapes(shape).items():
+        if tuple(tensors[name].shape) != size:
+            raise InputError(f"{name}: shape {tuple(tensors[name].shape)}; expected {size} for {shape}")
+        values = tensors[name].detach().cpu().to(dtype).contiguous()
+        file.write((values if dtype == torch.float32 else values.view(torch.int16)).numpy().tobytes())
+
+
+def read_model(path: Path) -> tuple[ModelShape, dict[str, torch.Tensor]]:
+    """Weights in the file's own dtype. Raises InputError for a foreign, damaged or unsupported file."""
+    header = read_header(path, "an llm.c GPT-2 model")
+    magic, version, T, V, L, H, D, padded = (int(word) for word in header[:8])
+    if magic != MODEL_MAGIC or version not in MODEL_VERSIONS:
+        raise InputError(
+            f"{path}: magic {magic}, version {version}; expected {MODEL_MAGIC} with version 3 (float32) or 5 (bfloat16)"
+        )
+    if min(T, V, L, H, D) < 1 or D % H:
+        raise InputError(f"{path}: damaged header: context {T}, vocabulary {V}, {L} layers, {H} heads, width {D}")
+    shape = ModelShape(num_layers=L, num_heads=H, embedding_dim=D, sequence_length=T, vocab_size=V)
+    if padded != shape.padded_vocab_size:
+        raise InputError(f"{path}: vocabulary padded to {padded}; expected {shape.padded_vocab_size} for {V} tokens")
+    dtype = MODEL_VERSIONS[version]
+    check_size(path, HEADER_WORDS * 4 + number_of_values(shape) * dtype.itemsize, f"{shape} in {dtype}")
+    with path.open("rb") as file:
+        file.seek(HEADER_WORDS * 4)
+        return shape, read_tensors(file, shape, dtype)
+
+
+def write_model(path: Path, shape: ModelShape, tensors: dict[str, torch.Tensor], dtype=torch.float32) -> None:
+    """Write weights llm.c can train from. bfloat16 rounds to nearest even."""
+    version = next(number for number, known in MODEL_VERSIONS.items() if known == dtype)
+    with path.open("wb") as file:
+        write_header(
+            file, MODEL_MAGIC, version, shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads,
+            shape.embedding_dim, shape.padded_vocab_size,
+        )  # fmt: skip
+        write_tensors(file, shape, tensors, dtype)
+
+
+@dataclass(frozen=True)
+class DebugState:
+    """What llm.c's train_gpt2.py computed for one batch: a yardstick for another implementation."""
+
+    tokens: torch.Tensor  # int32 (B, T)
+    targets: torch.Tensor  # int32 (B, T)
+    logits: torch.Tensor  # float32 (B, T, vocab_size)
+    loss: float  # nats per token
+    gradients: dict[str, torch.Tensor]  # float32, model order, vocabulary padded
+
+
+def read_debug_state(path: Path, shape: ModelShape) -> DebugState:
+    """Raises InputError for a foreign or damaged file, or one made for a model of another shape."""
+    header = read_header(path, "an llm.c debug state")
+    magic, version, B, T = (int(word) for word in header[:4])
+    if (magic, version) != (STATE_MAGIC, STATE_VERSION):
+        raise InputError(f"{path}: magic {magic}, version {version}; expected {STATE_MAGIC}, {STATE_VERSION}")
+    if B < 1 or not 1 <= T <= shape.sequence_length:
+        raise InputError(f"{path}: {B} sequences of {T} tokens for a model with context {shape.sequence_length}")
+    words = 2 * B * T + B * T * shape.vocab_size + 1 + number_of_values(shape)
+    check_size(path, 4 * (HEADER_WORDS + words), f"{B} x {T} tokens for {shape}")
+    with path.open("rb") as file:
+        file.seek(HEADER_WORDS * 4)
+        tokens, targets = (torch.from_numpy(np.fromfile(file, "<i4", B * T).reshape(B, T)) for _ in range(2))
+        logits = torch.from_numpy(np.fromfile(file, "<f4", B * T * shape.vocab_size).reshape(B, T, -1))
+        loss = np.fromfile(file, "<f4", 1).item()
+        return DebugState(tokens, targets, logits, loss, read_tensors(file, shape, torch.float32))
+
+
+def write_debug_state(path: Path, shape: ModelShape, state: DebugState) -> None:
+    with path.open("wb") as file:
+        write_header(file, STATE_MAGIC, STATE_VERSION, *state.tokens.shape)
+        for part in (state.tokens, state.targets):
+            file.write(part.numpy().astype("<i4").tobytes())
+        file.write(state.logits.contiguous().numpy().astype("<f4").tobytes())
+        file.write(np.array(state.loss, "<f4").tobytes())
+        write_tensors(file, shape, state.gradients, torch.float32)
+
+
+def compute_debug_state(shape: ModelShape, tensors: dict[str, torch.Tensor], tokens, targets) -> DebugState:
+    """What this project's model says of a batch, in float32 on the host."""
+    model = GPT(shape)
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    logits = model(tokens)
+    loss = losses(model(tokens), targets, shape.vocab_size).sum() / targets.numel()
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return DebugState(tokens, targets, logits.detach()[..., : shape.vocab_size], loss.item(), gradients)
+
+
+def differences(found: DebugState, expected: DebugState) -> dict[str, float]:
+    """Largest relative difference of loss, logits and each gradient: max |a - b| / max |b|."""
+    pairs = {"loss": (torch.tensor(found.loss), torch.tensor(expected.loss)), "logits": (found.logits, expected.logits)}
+    pairs |= {f"gradient of {n}": (g, expected.gradients[n]) for n, g in found.gradients.items()}
+    return {n: ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for n, (a, b) in pairs.items()}
+
+
+def export(run_dir: Path, path: Path, dtype: torch.dtype) -> None:
+    """Write the newest checkpoint of a run. Raises InputError when there is none or it is of another script."""
+    state = Checkpoints(run_dir / "checkpoints", keep=1).load_for_resume("must")
+    if "token_embedding" not in state.get("model", {}):
+        raise InputError(f"{run_dir} is not a run of transformer_tpu.py")
+    names = {field.name for field in fields(TransformerConfig)}
+    shape = TransformerConfig(**{name: value for name, value in state["config"].items() if name in names}).shape
+    write_model(path, shape, state["model"], dtype)
+    print(f"{path}: step {state['step']}, {shape}, {dtype}")
+
+
+def check_state(shape: ModelShape, tensors: dict[str, torch.Tensor], expected: DebugState) -> int:
+    """Print how far this project's model is from a debug state. 0 if they agree, 1 if not."""
+    found = compute_debug_state(shape, tensors, expected.tokens, expected.targets)
+    print(f"loss {found.loss:.6f}, expected {expected.loss:.6f}")
+    worst = 0.0
+    for name, difference in differences(found, expected).items():
+        print(f"{difference:10.2e}  {name}")
+        worst = max(worst, difference)
+    limit = 1e-2  # a state may come from hardware that multiplies in TF32
+    print(f"{'agrees' if worst <= limit else 'DIFFERS'}: largest relative difference {worst:.2e}, limit {limit}")
+    return 0 if worst <= limit else 1
+
+
+def main(arguments: list[str]) -> int:
+    allowed = {"describe": (2,), "check": (3,), "export": (3, 4)}
+    if not arguments or len(arguments) not in allowed.get(arguments[0], ()) or arguments[3:] not in ([], ["bf16"]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    command, path = arguments[0], Path(arguments[1])
+    if command == "export":
+        export(path, Path(arguments[2]), torch.bfloat16 if arguments[3:] else torch.float32)
+        return 0
+    shape, tensors = read_model(path)
+    print(f"{shape}, {number_of_values(shape):,} values of {next(iter(tensors.values())).dtype}")
+    return check_state(shape, tensors, read_debug_state(Path(arguments[2]), shape)) if command == "check" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(lambda: main(sys.argv[1:])))

@@ -1,0 +1,201 @@
+"""Sample from a checkpoint of transformer_tpu.py, or from llm.c weights, with a key-value cache.
+
+Run:     python generate_tpu.py --run_dir runs/RUN --prompt "ROMEO:" --num_tokens 40
+         python generate_tpu.py --llmc gpt2_124M.bin --prompt "Hello"     # needs tiktoken and its GPT-2 vocabulary
+Expect:  two graphs, prefill and decode, whatever the length of the prompt.
+"""
+
+import math
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import torch_xla
+import tyro
+
+from config import InputError, TrainConfig, TransformerConfig
+from convert_llmc import read_model
+from data import END_OF_DOCUMENT_BYTE, gpt2_encoding
+from tpu_utils import Checkpoints, graphs_compiled, load_model, run_script, start_device
+from transformer_tpu import GPT, block, causal_attention, layer_norm
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """What to sample from, and how."""
+
+    run_dir: str = ""
+    """A run of transformer_tpu.py; its newest checkpoint is used."""
+    llmc: str = ""
+    """llm.c's weights instead of a run."""
+    prompt: str = ""
+    """Text; for a synthetic run token numbers such as '3 17 5'."""
+    num_tokens: int = 100
+    temperature: float = 0.8
+    """0 always takes the likeliest token."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens only. 0: among all."""
+    seed: int = 0
+    device: Literal["auto", "tpu", "cpu"] = "auto"
+    debug: bool = False
+    """Show the traceback of an error instead of its message alone."""
+
+    def __post_init__(self):
+        if bool(self.run_dir) == bool(self.llmc):
+            raise InputError("give either --run_dir or --llmc")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature is {self.temperature}; expected a finite number, 0 or more")
+        if self.num_tokens < 1 or self.top_k < 0:
+            raise InputError(f"num_tokens is {self.num_tokens}, top_k is {self.top_k}; expected at least 1 and 0")
+
+
+def run_layers(model: GPT, tokens_BT, positions_T, attention_of_layer):
+    """Logits (B, T, V): the model's forward pass with an attention of its own in each layer."""
+    cast, layers = model.cast()
+    x = F.embedding(tokens_BT, model.token_embedding) + model.position_embedding.index_select(0, positions_T)
+    x = x.to(model.compute_dtype)
+    for layer, weights in enumerate(zip(*(p.unbind(0) for p in layers.values()), strict=True)):
+        x = block(x, dict(zip(layers, weights, strict=True)), model.shape.num_heads, attention_of_layer(layer))
+    return F.linear(layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"]), cast["token_embedding"])
+
+
+class Cache:
+    """Keys and values of every layer, (L, B, H, T, K), for the whole context; `position` is the next one to fill."""
+
+    def __init__(self, model: GPT, batch: int, device):
+        shape = model.shape
+        size = (shape.num_layers, batch, shape.num_heads, shape.sequence_length, shape.head_dim)
+        self.keys, self.values = (torch.zeros(size, dtype=model.compute_dtype).to(device) for _ in range(2))
+        self.position = torch.zeros(1, dtype=torch.int32).to(device)
+        self.everywhere = torch.arange(shape.sequence_length, dtype=torch.int32).to(device)
+
+
+@torch_xla.compile(full_graph=True, name="prefill")
+def prefill(model: GPT, cache: Cache, tokens_BT, length):
+    """Fill the cache from the prompt, padded to the whole context. Logits (B, V) after its last token."""
+    kept = []
+
+    def attention_of_layer(_):
+        def attention(q, k, v):
+            kept.append((k, v))
+            return causal_attention(q, k, v)
+
+        return attention
+
+    with torch.no_grad():
+        logits = run_layers(model, tokens_BT, cache.everywhere, attention_of_layer)
+        cache.keys.copy_(torch.stack([k for k, _ in kept]))
+        cache.values.copy_(torch.stack([v for _, v in kept]))
+        cache.position.copy_(length)
+        last = (cache.everywhere == length - 1).float()
+        return torch.einsum("btv,t->bv", logits.float(), last)[:, : model.shape.vocab_size]
+
+
+@torch_xla.compile(full_graph=True, name="decode")
+def decode(model: GPT, cache: Cache, token_B):
+    """Logits (B, V) after one more token; the cache and its position move on by one."""
+    here = (cache.everywhere == cache.position)[:, None]  # (T, 1); what lies after it is of no request yet
+    seen = cache.everywhere <= cache.position
+    keys, values = [], []
+
+    def attention_of_layer(layer):
+        def attention(q, k, v):
+            keys.append(torch.where(here, k, cache.keys[layer]))
+            values.append(torch.where(here, v, cache.values[layer]))
+            scores = (q.float() @ keys[-1].float().transpose(-1, -2)) / math.sqrt(q.shape[-1])
+            return scores.masked_fill(~seen, -1e30).softmax(-1).to(v.dtype) @ values[-1]
+
+        return attention
+
+    with torch.no_grad():
+        logits = run_layers(model, token_B[:, None], cache.position, attention_of_layer)
+        cache.keys.copy_(torch.stack(keys))
+        cache.values.copy_(torch.stack(values))
+        cache.position.add_(1)
+        return logits[:, 0, : model.shape.vocab_size].float()
+
+
+def choose(logits_BV, noise_BV, temperature: float, top_k: int):
+    """The next token of every row, (B,): argmax of logits / temperature + Gumbel noise is a sample of their softmax."""
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    if top_k:
+        smallest = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < smallest, -1e30)
+    return (logits_BV / temperature + noise_BV).argmax(-1)
+
+
+def generate(model: GPT, prompt: list[int], config: GenerateConfig, device) -> list[int]:
+    """num_tokens token numbers that follow the prompt. Raises InputError when they do not fit the context."""
+    T, V = model.shape.sequence_length, model.shape.vocab_size
+    if not prompt:
+        raise InputError("the prompt is empty; expected at least one token")
+    if wrong := [token for token in prompt if not 0 <= token < V]:
+        raise InputError(f"token {wrong[0]} of the prompt is outside the vocabulary of {V}")
+    if len(prompt) + config.num_tokens - 1 > T:
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens and {config.num_tokens} are to follow, but the context is {T}; "
+            f"shorten the prompt, or ask for at most {max(0, T + 1 - len(prompt))} tokens"
+        )
+    random = torch.Generator().manual_seed(config.seed)
+    cache = Cache(model, 1, device)
+    padded = torch.zeros(1, T, dtype=torch.int32)
+    padded[0, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
+    logits = prefill(model, cache, padded.to(device), torch.tensor([len(prompt)], dtype=torch.int32).to(device))
+    found = []
+    for left in reversed(range(config.num_tokens)):
+        uniform = torch.rand(1, V, generator=random).clamp_min(1e-20)
+        found.append(choose(logits.cpu(), -torch.log(-torch.log(uniform)), config.temperature, config.top_k))
+        if left:
+            logits = decode(model, cache, found[-1].to(torch.int32).to(device))
+    return torch.cat(found).tolist()
+
+
+def load(config: GenerateConfig) -> tuple[GPT, str]:
+    """The model on the host, and the kind of data set it was trained on."""
+    if config.llmc:
+        shape, tensors = read_model(Path(config.llmc))
+        model = GPT(shape)
+        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        return model, "tokens"
+    state = Checkpoints(Path(config.run_dir) / "checkpoints", keep=1).load_for_resume("must")
+    names = {field.name for field in fields(TransformerConfig)}
+    if not names & state["config"].keys() >= {"model_size", "dataset"}:
+        raise InputError(f"{config.run_dir} is not a run of transformer_tpu.py")
+    trained = TransformerConfig(**{name: value for name, value in state["config"].items() if name in names})
+    model = GPT(trained.shape, torch.bfloat16 if trained.precision == "bfloat16" else torch.float32)
+    load_model(model, state["model"])
+    return model, trained.dataset
+
+
+def main() -> int:
+    config = tyro.cli(GenerateConfig, description=__doc__, use_underscores=True)
+    model, dataset = load(config)
+    if dataset == "text":
+        prompt = [END_OF_DOCUMENT_BYTE, *config.prompt.encode()]
+    elif dataset == "tokens":
+        encoding = gpt2_encoding()
+        prompt = [encoding.eot_token, *encoding.encode(config.prompt)]
+    else:
+        try:
+            prompt = [int(number) for number in config.prompt.split()]
+        except ValueError as error:
+            raise InputError(
+                f"prompt is {config.prompt!r}; a synthetic run takes token numbers such as '3 17 5'"
+            ) from error
+    device = start_device(TrainConfig(device=config.device, seed=config.seed))
+    before = graphs_compiled()
+    tokens = generate(model.to(device), prompt, config, device)
+    if dataset == "text":
+        print(config.prompt + bytes(token for token in tokens if token < 256).decode(errors="replace"))
+    else:
+        print(config.prompt + (encoding.decode(tokens) if dataset == "tokens" else " " + " ".join(map(str, tokens))))
+    print(f"{len(tokens)} tokens, {graphs_compiled() - before} graphs", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

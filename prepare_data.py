@@ -1,0 +1,109 @@
+"""Turn text files into llm.c token shards for transformer_tpu.py.
+
+Run:     python prepare_data.py input.txt --output datasets/shakespeare                # bytes, no download
+         python prepare_data.py corpus/ --output datasets/corpus --tokenizer gpt2      # GPT-2 BPE through tiktoken
+         python prepare_data.py hellaswag_val.jsonl --output datasets/ --tokenizer gpt2 --hellaswag
+Then:    python transformer_tpu.py --dataset tokens --data_dir datasets --vocab_size 257 \\
+             --train_data 'shakespeare_train_*.bin' --validation_data 'shakespeare_val_*.bin'
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import tyro
+
+from config import InputError
+from data import (
+    END_OF_DOCUMENT_BYTE,
+    MultipleChoice,
+    gpt2_encoding,
+    read_documents,
+    split_documents,
+    write_hellaswag,
+    write_token_shard,
+)
+from tpu_utils import run_script
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """What to read and what to write."""
+
+    input: Annotated[Path, tyro.conf.Positional]
+    """A UTF-8 text file, or a folder of them; with --hellaswag its JSON lines."""
+    output: Path
+    """Shards become OUTPUT_train_000000.bin, ... and OUTPUT_val_000000.bin, ..."""
+    tokenizer: Literal["bytes", "gpt2"] = "bytes"
+    """bytes: vocabulary 257. gpt2: vocabulary 50257; tiktoken downloads its files the first time."""
+    document_separator: str = ""
+    """What divides documents inside a file. Empty: a file is one document."""
+    validation_fraction: float = 0.1
+    shard_tokens: int = 100_000_000
+    hellaswag: bool = False
+    """Write OUTPUT/hellaswag_val.bin for transformer_tpu.py --hellaswag."""
+    debug: bool = False
+    """Show the traceback of an error instead of its message alone."""
+
+
+def make_encoder(tokenizer: str) -> tuple[Callable[[bytes], np.ndarray], int]:
+    """(document -> tokens, the token that stands before every document)."""
+    if tokenizer == "bytes":
+        return lambda document: np.frombuffer(document, np.uint8), END_OF_DOCUMENT_BYTE
+    encoding = gpt2_encoding()
+    return lambda document: np.array(encoding.encode_ordinary(document.decode()), np.uint16), encoding.eot_token
+
+
+def write_shards(prefix: str, documents: list[bytes], encode: Callable, end_token: int, shard_tokens: int) -> int:
+    """Returns the number of tokens written. Documents may cross from one shard into the next, as in llm.c."""
+    tokens = np.concatenate([np.concatenate([[end_token], encode(document)]) for document in documents]).astype(
+        np.uint16
+    )
+    for number, start in enumerate(range(0, len(tokens), shard_tokens)):
+        path = Path(f"{prefix}_{number:06d}.bin")
+        write_token_shard(path, tokens[start : start + shard_tokens])
+        print(f"{path}: {len(tokens[start : start + shard_tokens]):,} tokens")
+    return len(tokens)
+
+
+def read_questions(path: Path, encode: Callable) -> list[MultipleChoice]:
+    """HellaSwag's JSON lines (ctx, label, endings) as tokens; an ending is encoded with the space before it."""
+    questions = []
+    for number, line in enumerate(path.read_text().splitlines()):
+        try:
+            record = json.loads(line)
+            context, label, endings = record["ctx"], int(record["label"]), record["endings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path}, line {number + 1}: not a HellaSwag question: {error!r}") from error
+        parts = [encode(text.encode()) for text in (context, *(" " + ending for ending in endings))]
+        questions.append(MultipleChoice(number, label, parts[0], parts[1:]))
+    return questions
+
+
+def main() -> int:
+    config = tyro.cli(PrepareConfig, description=__doc__, use_underscores=True)
+    if not 0 <= config.validation_fraction < 1 or config.shard_tokens < 2:
+        raise InputError("expected 0 <= validation_fraction < 1 and at least 2 tokens a shard")
+    if not config.input.exists():
+        raise InputError(f"{config.input}: no such file or folder")
+    encode, end_token = make_encoder(config.tokenizer)
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    if config.hellaswag:
+        questions = read_questions(config.input, encode)
+        config.output.mkdir(parents=True, exist_ok=True)
+        write_hellaswag(config.output / "hellaswag_val.bin", questions)
+        print(f"{config.output / 'hellaswag_val.bin'}: {len(questions):,} questions")
+        return 0
+    documents = read_documents(config.input, config.document_separator)
+    for kind, part in zip(("train", "val"), split_documents(documents, config.validation_fraction), strict=True):
+        if part:
+            write_shards(f"{config.output}_{kind}", part, encode, end_token, config.shard_tokens)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,93 @@
+"""Sampling: cached and uncached logits agree, two graphs whatever the prompt, refusals."""
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+
+import generate_tpu
+from config import InputError, ModelShape
+from generate_tpu import GenerateConfig
+from tpu_utils import graphs_compiled
+from transformer_tpu import GPT
+
+SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=50)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = GPT(SHAPE)
+    model.initialise(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)  # far from uniform, so that a wrong key or position shows
+    return model
+
+
+def test_cached_logits_agree_with_uncached_in_two_graphs(model):
+    tokens = torch.randint(SHAPE.vocab_size, (1, SHAPE.sequence_length), generator=torch.Generator().manual_seed(0))
+    expected = model(tokens)[0, :, : SHAPE.vocab_size].detach().numpy()
+    device = torch_xla.device()
+    on_device = GPT(SHAPE)
+    on_device.load_state_dict(model.state_dict())
+    on_device.to(device)
+    before = graphs_compiled()
+    for prompt in (1, 7):
+        cache = generate_tpu.Cache(on_device, 1, device)
+        padded = torch.zeros(1, SHAPE.sequence_length, dtype=torch.int32)
+        padded[0, :prompt] = tokens[0, :prompt]
+        length = torch.tensor([prompt], dtype=torch.int32).to(device)
+        found = [generate_tpu.prefill(on_device, cache, padded.to(device), length)]
+        for at in range(prompt, SHAPE.sequence_length):
+            found.append(generate_tpu.decode(on_device, cache, tokens[:, at].to(torch.int32).to(device)))
+        found = torch.cat([logits.cpu() for logits in found]).numpy()
+        np.testing.assert_allclose(found, expected[prompt - 1 :], rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    assert graphs_compiled() - before == 2
+
+
+def test_same_seed_same_tokens_and_greedy_is_the_argmax(model):
+    device = torch_xla.device()
+    on_device = GPT(SHAPE)
+    on_device.load_state_dict(model.state_dict())
+    on_device.to(device)
+
+    def sample(**options):
+        return generate_tpu.generate(on_device, [3, 1], GenerateConfig(run_dir="x", num_tokens=6, **options), device)
+
+    assert sample(seed=1) == sample(seed=1) != sample(seed=2)
+    greedy, tokens = sample(temperature=0.0), [3, 1]
+    for token in greedy:
+        assert token == model(torch.tensor([tokens]))[0, -1, : SHAPE.vocab_size].argmax()
+        tokens.append(token)
+    assert sample(top_k=1) == greedy
+
+
+def test_top_k_samples_the_softmax_of_the_k_likeliest():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).expand(20000, 4)
+    uniform = torch.rand(20000, 4, generator=torch.Generator().manual_seed(0)).clamp_min(1e-20)
+    drawn = generate_tpu.choose(logits, -torch.log(-torch.log(uniform)), 0.5, 2)
+    share = torch.bincount(drawn, minlength=4) / 20000
+    expected = torch.softmax(torch.tensor([4.0, 6.0]), 0)
+    np.testing.assert_allclose(share, [0, 0, *expected], atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_tokens", "message"),
+    [
+        (range(17), 1, "17 tokens and 1 are to follow, but the context is 16; .* at most 0"),
+        (range(10), 8, "at most 7 tokens"),
+        ([], 1, "the prompt is empty"),
+        ([50], 1, "token 50 of the prompt is outside the vocabulary of 50"),
+    ],
+)
+def test_prompts_that_do_not_fit(model, prompt, num_tokens, message):
+    with pytest.raises(InputError, match=message):
+        generate_tpu.generate(model, list(prompt), GenerateConfig(run_dir="x", num_tokens=num_tokens), None)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(run_dir="a", llmc="b"), dict(run_dir="a", temperature=-1.0), dict(run_dir="a", num_tokens=0)]
+)
+def test_options_that_cannot_work(options):
+    with pytest.raises(InputError):
+        GenerateConfig(**options)

@@ -1,0 +1,234 @@
+"""transformer_tpu.py as users run it: the same losses on every mesh, one graph, resume on another mesh, refusals.
+
+Runs share one process per device count: what costs is the compiler.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, read_lines, run
+
+import data
+from config import InputError, TransformerConfig, learning_rates
+from transformer_tpu import GPT, choose_mesh, is_matrix
+
+MODEL = dict(num_layers=2, num_heads=4, embedding_dim=64, sequence_length=32, vocab_size=64)
+RUN = dict(
+    num_steps=20, global_batch_size=16, learning_rate=5e-3, warmup_steps=2, log_every=1, eval_every=10, eval_batches=1
+)
+OPTIONS = [f"--{name}={value}" for name, value in {**MODEL, **RUN, "save_every": 10, "device": "cpu"}.items()]
+
+
+def train_all(folder: Path, num_devices: int, runs: list[list[str]]) -> str:
+    """Train every [name, options...] into folder/name, in one process. Returns what it printed."""
+    # unoptimized machine code takes a third of the time to compile, and the numbers of float32 stay
+    flags = dict(XLA_FLAGS="--xla_backend_optimization_level=0", TF_CPP_MIN_LOG_LEVEL="2")
+    environment = dict(CPU_NUM_DEVICES=str(num_devices), PYTHONPATH=str(ROOT), **flags)
+    result = run("tests/transformer_worker.py", folder, json.dumps(runs), timeout=1200, **environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def losses_of(run_dir: Path) -> np.ndarray:
+    return np.array([line["loss"] for line in read_lines(run_dir) if line["kind"] == "train"])
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    runs = [
+        ["plain"],
+        ["accumulated", "--gradient_accumulation_steps=4"],
+        ["scanned", "--scan_layers"],
+        ["remat", "--remat"],
+    ]
+    runs += [["scanned_remat", "--scan_layers", "--remat"]]
+    train_all(folder, 1, [[name, *OPTIONS, *options] for name, *options in runs])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def eight_devices(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eight")
+    runs = [[mesh, "--mesh", mesh] for mesh in ("8x1x1", "1x8x1", "4x1x2", "2x2x2")]
+    runs += [["accumulated", "--mesh=2x2x2", "--gradient_accumulation_steps=4"]]
+    printed = train_all(folder, 8, [[name, *OPTIONS, "--print_placement", *options] for name, *options in runs])
+    return folder, printed
+
+
+@pytest.fixture(scope="module")
+def reference() -> np.ndarray:
+    """The losses of plain PyTorch on the CPU: the same model and data, its own optimizer, no XLA."""
+    config = TransformerConfig(**MODEL, **RUN)
+    model = GPT(config.shape)
+    model.initialise(config.seed)
+    groups = [{"params": [p for n, p in model.named_parameters() if is_matrix(n) == on]} for on in (True, False)]
+    groups[1]["weight_decay"] = 0.0
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    source = data.load_sequences(config).train
+    losses = []
+    for step, rate in enumerate(learning_rates(config, config.num_steps).tolist()):
+        tokens = torch.from_numpy(source.batch(step)).long()
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1)[:, :64], tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(loss.item())
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulated", "scanned", "remat", "scanned_remat"])
+def test_one_device_equals_plain_pytorch(one_device, reference, name):
+    np.testing.assert_allclose(losses_of(one_device / name), reference, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["8x1x1", "1x8x1", "4x1x2", "2x2x2", "accumulated"])
+def test_every_mesh_equals_plain_pytorch(eight_devices, reference, name):
+    np.testing.assert_allclose(losses_of(eight_devices[0] / name), reference, rtol=1e-5)
+
+
+def test_one_graph_and_no_uploads_beside_the_batch(one_device, eight_devices):
+    for folder in (one_device, eight_devices[0]):
+        for path in folder.glob("*/summary.json"):
+            summary = json.loads(path.read_text())
+            assert summary["train_graphs"] == 1, path
+            assert summary["eval_graphs"] <= 1, path  # 0: an earlier run of this process compiled the same one
+            assert summary["host_to_device_uploads_per_step"] == 0, path
+            assert abs(summary["loss_floor"] - 1.75 * np.log(2)) < 1e-9
+
+
+def test_placement_is_the_table(eight_devices):
+    """On 2x2x2, a device holds half of the heads, half of the width: what XLA reports, not what we asked for."""
+    lines = [line for line in eight_devices[1].splitlines() if line.startswith("place") and "qkv_weight" in line]
+    shards = [line.split("{devices=[")[1].split("]")[0] if "{devices=[" in line else "replicated" for line in lines]
+    assert shards[:4] == ["replicated", "1,1,1,8", "1,1,2,1,4", "1,1,2,2,2"]
+
+
+def test_resume_on_another_mesh(eight_devices, reference, tmp_path):
+    """Stopped after 10 steps on 8x1x1, continued on 1x8x1 and on one device."""
+    for name in ("mesh", "single"):
+        shutil.copytree(eight_devices[0] / "8x1x1", tmp_path / name, ignore=shutil.ignore_patterns("step_00000020"))
+    resume = [*OPTIONS, "--resume=must"]
+    train_all(tmp_path, 8, [["mesh", *resume, "--mesh=1x8x1"]])
+    train_all(tmp_path, 1, [["single", *resume, "--mesh=1x1x1"]])
+    for name in ("mesh", "single"):
+        losses = losses_of(tmp_path / name)
+        assert len(losses) == 20
+        np.testing.assert_allclose(losses, reference, rtol=1e-5)
+
+
+def config_of(**changes) -> TransformerConfig:
+    return TransformerConfig(**{**MODEL, "global_batch_size": 16, **changes})
+
+
+def test_mesh_is_chosen_by_memory():
+    big = config_of(model_size="1558M", num_layers=0, num_heads=0, embedding_dim=0, sequence_length=0)
+    assert choose_mesh(config_of(), 8, 16 * 2**30)[0] == (8, 1, 1)
+    assert choose_mesh(big, 8, 16 * 2**30)[0] == (1, 8, 1)
+    assert choose_mesh(big, 8, 95 * 2**30)[0] == (8, 1, 1)
+    sizes, why = choose_mesh(config_of(), 4, None)
+    assert sizes == (4, 1, 1) and "unknown memory" in why
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "message"),
+    [
+        (dict(mesh="2x2x1"), 8, "mesh 2x2x1 has 4 places for 8 devices; try 8x1x1"),
+        (dict(mesh="1x1x8"), 8, r"num_heads \(4\) must be divisible by the tensor axis \(8\)"),
+        (dict(mesh="1x3x1"), 3, r"embedding_dim \(64\) must be divisible by the fsdp axis \(3\)"),
+        (dict(mesh="8x1x1", global_batch_size=20), 8, r"global_batch_size \(20\) must be divisible .* try 16"),
+    ],
+)
+def test_meshes_that_cannot_work(changes, devices, message):
+    with pytest.raises(InputError, match=message):
+        choose_mesh(config_of(**changes), devices, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(mesh="2x2"), "mesh is '2x2'; expected auto, or DATAxFSDPxTENSOR"),
+        (dict(num_heads=3), r"embedding_dim \(64\) must be divisible by num_heads \(3\); try 66"),
+        (dict(gradient_accumulation_steps=3), r"divisible by gradient_accumulation_steps \(3\)"),
+        (dict(dataset="text", vocab_size=64), "vocab_size is 64; text needs 257 or more"),
+        (dict(num_steps=5, warmup_steps=5), "warmup_steps is 5 but the run has 5 steps"),
+        (dict(num_layers=-1), "num_layers is -1; expected 1 or more"),
+        (dict(decay_fraction=0.0), "decay_fraction is 0.0"),
+    ],
+)
+def test_configurations_that_cannot_work(changes, message):
+    with pytest.raises(InputError, match=message):
+        config_of(**changes)
+
+
+def test_wsd_schedule_is_flat_then_falls():
+    rates = learning_rates(config_of(num_steps=100, warmup_steps=10, scheduler="wsd", learning_rate=1.0), 100).numpy()
+    np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6)
+    assert (rates[10:80] == 1).all() and (np.diff(rates[80:]) < 0).all() and 0 < rates[-1] < 0.06
+    rates = learning_rates(config_of(num_steps=100, final_learning_rate_fraction=0.1, learning_rate=1.0), 100).numpy()
+    assert 0.1 < rates[-1] < 0.101
+
+
+def test_buckets_and_hellaswag(tmp_path):
+    """Two lengths of documents, two graphs known beforehand; HellaSwag is scored by a third of its own."""
+    random = np.random.default_rng(0)
+    words = ["to", "be", "or", "not", "that", "is", "the", "question"]
+    documents = [" ".join(random.choice(words, size)) for size in (12, 60) * 20]
+    (tmp_path / "words.txt").write_text("\n\n".join(documents))
+    questions = [
+        data.MultipleChoice(i, i % 4, np.frombuffer(b"to be or", np.uint8), [np.frombuffer(b" not", np.uint8)] * 4)
+        for i in range(3)
+    ]
+    data.write_hellaswag(tmp_path / "hellaswag_val.bin", questions)
+    options = ["--dataset=text", f"--data_dir={tmp_path}", "--train_data=words.txt", "--document_separator=\n\n"]
+    options += [
+        "--bucketed",
+        "--sequence_length=256",
+        "--vocab_size=0",
+        "--global_batch_size=4",
+        "--num_steps=6",
+        "--num_layers=1",
+    ]
+    train_all(tmp_path, 1, [["text", *OPTIONS, *options, "--hellaswag=hellaswag_val.bin"]])
+    lines = read_lines(tmp_path / "text")
+    assert len([line for line in lines if line["kind"] == "train"]) == 6
+    (evaluation,) = [line for line in lines if line["kind"] == "eval"]
+    assert evaluation["hellaswag_accuracy"] == 1 / 3  # equal endings: the first always wins, and is right once
+    assert 0 < evaluation["validation_loss"] < 6
+
+
+def test_quick_test_ends_within_5_percent_of_the_floor(tmp_path):
+    """As a user runs it: no options but where to write."""
+    result = run("transformer_tpu.py", "--run_dir", tmp_path / "run", timeout=1200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["validation_loss"] < 1.05 * summary["loss_floor"]
+    assert summary["train_graphs"] == summary["eval_graphs"] == 1
+    assert summary["host_to_device_uploads_per_step"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--attention", "flash"], "the Pallas kernel runs on TPU only"),
+        (["--sharding", "auto"], "auto-sharding works on TPU only"),
+        (["--dataset", "text", "--vocab_size", "257"], "train_data is empty"),
+        (["--dataset", "tokens", "--vocab_size", "257", "--train_data", "no_*.bin"], "validation_data is empty"),
+    ],
+)
+def test_refused_before_anything_compiles(tmp_path, capsys, options, message):
+    import transformer_tpu
+    from config import parse_command_line
+    from tpu_utils import graphs_compiled, run_script
+
+    before = graphs_compiled()
+    arguments = [*OPTIONS, "--run_dir", str(tmp_path / "run"), *options]
+    code = run_script(lambda: transformer_tpu.train(parse_command_line(TransformerConfig, "", arguments)))
+    assert code == 2 and message in capsys.readouterr().err and graphs_compiled() == before

@@ -1,0 +1,19 @@
+"""Runs transformer_tpu.py's train() for several option lists in one process: one start of the runtime, many runs.
+
+python transformer_worker.py FOLDER '[["name", "--option", "value", ...], ...]'   # a run directory FOLDER/name each
+"""
+
+import json
+import sys
+
+import transformer_tpu
+from config import TransformerConfig, parse_command_line
+from tpu_utils import run_script
+
+for name, *options in json.loads(sys.argv[2]):
+    arguments = [*options, "--run_dir", f"{sys.argv[1]}/{name}", "--no_tensorboard"]
+    code = run_script(
+        lambda arguments=arguments: transformer_tpu.train(parse_command_line(TransformerConfig, "", arguments))
+    )
+    if code:
+        sys.exit(code)

@@ -143,12 +143,9 @@ def choose_device(config: TrainConfig) -> str:
     return chosen
 
 
-def start_device(
-    config: TrainConfig, spmd: bool = False, auto_sharding: bool = False, join: Callable[[], None] = lambda: None
-) -> torch.device:
+def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -> torch.device:
     """Choose, start and seed the XLA device; set matrix product precision and the compile cache.
 
-    spmd: where there are several devices, one program for all of them; it must be said before the first tensor.
     join: makes this process part of something larger, xr.use_spmd or a process group. It is called when the
     environment is settled and no device has been touched: neither may come later.
     Call it before anything touches a device: PJRT_DEVICE is read once. Raises DeviceError instead of falling back.
@@ -161,8 +158,6 @@ def start_device(
         if cache:
             xr.initialize_cache(str(cache))  # must precede every computation
         join()
-        if spmd and xr.global_runtime_device_count() > 1:
-            xr.use_spmd(auto=auto_sharding)
         device = torch_xla.device()
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
@@ -184,9 +179,8 @@ def compile_cache_dir(config: TrainConfig) -> Path | None:
     if not config.compile_cache or os.environ.get("PJRT_DEVICE") != "TPU":
         return None
     folder = Path("~/.cache/torch_xla_programs" if config.compile_cache == "auto" else config.compile_cache)
-    local_process = os.environ.get(
-        "LOCAL_RANK", os.environ.get("PJRT_LOCAL_PROCESS_RANK")
-    )  # torchrun, torch_xla.launch
+    # set by torchrun and by torch_xla.launch
+    local_process = os.environ.get("LOCAL_RANK", os.environ.get("PJRT_LOCAL_PROCESS_RANK"))
     return (folder / f"process_{local_process}" if local_process else folder).expanduser()  # one folder per process
 
 

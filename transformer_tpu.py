@@ -443,7 +443,7 @@ def hellaswag_accuracy(result: np.ndarray, labels: np.ndarray) -> float:
 def train(config: TransformerConfig) -> int:
     goodput, stop, graphs = Goodput(), StopRequest(), CompileWatch()
     shape, num_steps = config.shape, config.num_steps
-    device = start_device(config, spmd=True, auto_sharding=config.sharding == "auto" and config.device != "cpu")
+    device = start_device(config, join=partial(start_spmd, config))
     mesh, why = start_mesh(config)
     # compile_for asks about shapes alone, and needs no data
     data = None if config.compile_for else load_sequences(config, xr.process_index(), xr.process_count())
@@ -593,6 +593,12 @@ def compile_first_step(config: TransformerConfig, build, device) -> int:
     sizes = dict(examples=count, unit="tokens", model_flops=count * config.shape.flops_per_token)
     settings = dataclasses.asdict(config)
     return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes, settings=settings, knobs=knobs)
+
+
+def start_spmd(config: TransformerConfig) -> None:
+    """Where there are several devices, one program for all of them: it must be said before the first tensor."""
+    if xr.global_runtime_device_count() > 1:
+        xr.use_spmd(auto=config.sharding == "auto" and xr.device_type() == "TPU")
 
 
 def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:

@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
+import torch_xla
+
 ROOT = Path(__file__).resolve().parent.parent
-os.environ.setdefault("PJRT_DEVICE", "CPU")  # read when the first device is touched
+
+
+@pytest.fixture(scope="session", autouse=True)
+def xla_runtime():
+    """Started before any test runs a backward pass: autograd counts the devices at its first one, and never again
+    (torch/csrc/autograd/engine.cpp, start_device_threads), so a pass on plain CPU tensors would leave none for XLA."""
+    torch_xla.device()
 
 
 @pytest.fixture(scope="session")

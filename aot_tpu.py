@@ -299,6 +299,29 @@ class Compiled:
     seconds: float
 
 
+def _compile_only_devices(topology: Topology) -> list:
+    """libtpu's description of the slice: devices that programs can be compiled for, and nothing else."""
+    from jax.experimental import topologies
+
+    slices = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
+    return topologies.get_topology_desc(
+        topology.compiler_name, platform="tpu", chips_per_host_bounds=topology.chips_per_host, **slices
+    ).devices
+
+
+def lower_pallas_for(compile_for: str) -> None:
+    """From here on, Pallas kernels of this process are lowered for the slice's chips. Call it before tracing."""
+    import jax
+    from jax._src import tpu_custom_call
+
+    check_private_interfaces()
+    _quiet_libtpu()
+    jax.config.update("jax_default_device", _compile_only_devices(parse_topology(compile_for))[0])
+    # jax writes the newest kernel format unless the TPU it runs on is older; here it has none to ask, and libtpu 0.0.21
+    # reads format 7 at most (jax/_src/tpu_custom_call.py, get_ir_version)
+    tpu_custom_call.get_ir_version = lambda ctx: 7
+
+
 def compile_program(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> Compiled:
     """Compile for a slice with libtpu. options are compiler options such as {"xla_tpu_...": "true"}.
 
@@ -313,14 +336,10 @@ def compile_program(traced: Traced, topology: Topology, options: dict[str, str] 
     import numpy as np
     from jax._src import compiler
     from jax._src.interpreters.mlir import make_ir_context
-    from jax.experimental import topologies
     from jax.extend.mlir import hlo_to_stablehlo, ir
     from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
 
-    slices = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
-    devices = topologies.get_topology_desc(
-        topology.compiler_name, platform="tpu", chips_per_host_bounds=topology.chips_per_host, **slices
-    ).devices[:needed]
+    devices = _compile_only_devices(topology)[:needed]
     start = time.monotonic()
     with make_ir_context(), _progress(f"compiling for {topology.name}"):
         module = ir.Module.parse(hlo_to_stablehlo(traced.hlo))

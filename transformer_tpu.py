@@ -576,6 +576,8 @@ def compile_first_step(config: TransformerConfig, build, device) -> int:
     """The first step as train() would run it, compiled for a TPU slice instead; the weights take no memory."""
     import aot_tpu  # only here: a copy of this script trains without it
 
+    if config.attention == "flash":
+        aot_tpu.lower_pallas_for(config.compile_for)
     model = aot_tpu.without_weights(build, device)
     optimizer = make_optimizer(config, decay_groups(model))
     rates = learning_rates(config, config.num_steps).to(device)
@@ -615,7 +617,7 @@ def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
 
         hbm_bytes = parse_topology(config.compile_for).hardware.limit_gib * 2**30
     sizes, why = choose_mesh(config, num_devices, hbm_bytes)
-    if config.attention == "flash" and not on_tpu:
+    if config.attention == "flash" and not on_tpu and not config.compile_for:
         raise InputError("attention is flash, but the Pallas kernel runs on TPU only; use --attention plain")
     if num_devices == 1:
         return None, "one device"

@@ -292,7 +292,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     if stop_signal:
         if peers.index == 0:
             print(f"stopped by signal {stop_signal}, saved after step {step}")
-            print(f"continue: --run_dir {run_dir} --resume must", flush=True)
+            print(f"to go on, repeat the command with --run_dir {run_dir} --resume must", flush=True)
         return 128 + stop_signal
     summary = {
         "steps": num_steps,

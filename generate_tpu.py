@@ -18,7 +18,7 @@ import tyro
 
 from config import InputError, TrainConfig, TransformerConfig
 from convert_llmc import read_model
-from data import END_OF_DOCUMENT_BYTE, gpt2_encoding
+from data import BYTE_VOCAB_SIZE, END_OF_DOCUMENT_BYTE, gpt2_encoding
 from tpu_utils import Checkpoints, graphs_compiled, load_model, run_script, start_device
 from transformer_tpu import GPT, block, causal_attention, layer_norm
 
@@ -155,7 +155,7 @@ def generate(model: GPT, prompt: list[int], config: GenerateConfig, device) -> l
 
 
 def load(config: GenerateConfig) -> tuple[GPT, str]:
-    """The model on the host, and the kind of data set it was trained on."""
+    """The model on the host, and what its tokens are: "text" (bytes), "tokens" (GPT-2's) or "synthetic"."""
     if config.llmc:
         shape, tensors = read_model(Path(config.llmc))
         model = GPT(shape)
@@ -168,7 +168,8 @@ def load(config: GenerateConfig) -> tuple[GPT, str]:
     trained = TransformerConfig(**{name: value for name, value in state["config"].items() if name in names})
     model = GPT(trained.shape, torch.bfloat16 if trained.precision == "bfloat16" else torch.float32)
     load_model(model, state["model"])
-    return model, trained.dataset
+    of_bytes = trained.dataset == "tokens" and trained.shape.vocab_size == BYTE_VOCAB_SIZE  # prepare_data.py's shards
+    return model, "text" if of_bytes else trained.dataset
 
 
 def main() -> int:

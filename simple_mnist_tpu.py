@@ -113,9 +113,9 @@ def train_flops_per_example(model: nn.Module, image_size: int) -> int:
 
 def train(config: MnistConfig) -> int:
     goodput, stop, graphs = Goodput(), StopRequest(), CompileWatch()
+    device = start_device(config)
     dataset = load_dataset(config)
     steps_per_epoch, num_steps = num_steps_of(config, len(dataset.train_images))
-    device = start_device(config)
     run_dir = open_run_dir(config)
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
     print_banner(config, device)
@@ -192,7 +192,8 @@ def train(config: MnistConfig) -> int:
         goodput.enter("other")
 
     if stop.signal:
-        print(f"stopped by signal {stop.signal}, saved after step {step}; continue: --run_dir {run_dir} --resume must")
+        print(f"stopped by signal {stop.signal}, saved after step {step}")
+        print(f"to go on, repeat the command with --run_dir {run_dir} --resume must", flush=True)
         return stop.exit_code
     summary = {
         "steps": num_steps,

@@ -544,7 +544,8 @@ def train(config: TransformerConfig) -> int:
         goodput.enter("other")
 
     if stop.signal:
-        print(f"stopped by signal {stop.signal}, saved after step {step}; continue: --run_dir {run_dir} --resume must")
+        print(f"stopped by signal {stop.signal}, saved after step {step}")
+        print(f"to go on, repeat the command with --run_dir {run_dir} --resume must", flush=True)
         return stop.exit_code
     summary = {
         "steps": num_steps,

@@ -1,14 +1,16 @@
 """Sampling: cached and uncached logits agree, two graphs whatever the prompt, refusals."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 import torch_xla
 
 import generate_tpu
-from config import InputError, ModelShape
+from config import InputError, ModelShape, TransformerConfig
 from generate_tpu import GenerateConfig
-from tpu_utils import graphs_compiled
+from tpu_utils import Checkpoints, graphs_compiled
 from transformer_tpu import GPT
 
 SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=50)
@@ -91,3 +93,17 @@ def test_prompts_that_do_not_fit(model, prompt, num_tokens, message):
 def test_options_that_cannot_work(options):
     with pytest.raises(InputError):
         GenerateConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "dataset, vocab_size, kind", [("tokens", 257, "text"), ("tokens", 300, "tokens"), ("text", 257, "text")]
+)
+def test_what_the_tokens_of_a_run_are(tmp_path, dataset, vocab_size, kind):
+    config = TransformerConfig(dataset=dataset, vocab_size=vocab_size, num_layers=1, num_heads=1, embedding_dim=64)
+    trained = GPT(config.shape)
+    trained.initialise(0)
+    state = {"step": 1, "config": dataclasses.asdict(config), "model": trained.state_dict()}
+    Checkpoints(tmp_path / "checkpoints", 1).save(1, state)
+    model, found = generate_tpu.load(GenerateConfig(run_dir=str(tmp_path)))
+    assert found == kind
+    assert torch.equal(model.token_embedding, trained.token_embedding)

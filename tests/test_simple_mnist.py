@@ -136,7 +136,7 @@ def test_stopped_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, numb
     output = process.communicate(timeout=60)[0]
     assert process.returncode == code, output
     if number != signal.SIGKILL:
-        assert f"continue: --run_dir {run_dir} --resume must" in output
+        assert f"repeat the command with --run_dir {run_dir} --resume must" in output
     assert not (run_dir / FINAL).exists()
     resumed = run(*SHORT, "--run_dir", run_dir, "--resume", "must")
     assert resumed.returncode == 0 and "resumed" in resumed.stdout, resumed.stderr

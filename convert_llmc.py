@@ -156,6 +156,9 @@ def check_state(shape: ModelShape, tensors: dict[str, torch.Tensor], expected: D
 
 
 def main(arguments: list[str]) -> int:
+    if arguments in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
     allowed = {"describe": (2,), "check": (3,), "export": (3, 4)}
     if not arguments or len(arguments) not in allowed.get(arguments[0], ()) or arguments[3:] not in ([], ["bf16"]):
         print(__doc__, file=sys.stderr)

@@ -727,6 +727,10 @@ def open_run_dir(config: TrainConfig) -> Path:
     run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")
     if config.compile_for:
         return run_dir  # nothing runs, nothing is written
+    if config.resume == "must" and not run_dir.exists():
+        raise InputError(
+            f"resume is must, but {run_dir} holds no complete checkpoint: it does not exist; check --run_dir"
+        )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.resume == "never" and (run_dir / "config.json").exists():

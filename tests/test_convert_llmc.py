@@ -93,3 +93,9 @@ def test_checkpoint_of_a_run_is_exported(tmp_path, tensors):
     assert shape == SHAPE
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors.items())
     assert run_script(lambda: convert_llmc.main(["export", str(tmp_path / "none"), str(tmp_path / "x.bin")])) == 2
+
+
+def test_help_is_no_mistake(capsys):
+    assert convert_llmc.main(["--help"]) == 0
+    assert "export" in capsys.readouterr().out
+    assert convert_llmc.main(["exprot", "a", "b"]) == 2

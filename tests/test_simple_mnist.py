@@ -308,6 +308,11 @@ def test_bad_input_gives_one_message_and_exit_code_2(tmp_path, capsys, options, 
     assert error.startswith("error: ") and said in error and "Traceback" not in error and error.count("\n") == 1
 
 
+def test_resuming_from_a_mistyped_run_dir_leaves_nothing_behind(tmp_path, capsys):
+    assert in_process("--run_dir", tmp_path / "rnu", "--resume", "must") == 2
+    assert "it does not exist" in capsys.readouterr().err and not (tmp_path / "rnu").exists()
+
+
 def test_unwritable_run_directory(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert in_process("--run_dir", tmp_path / "file" / "run") == 2

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -355,8 +356,9 @@ def test_profile_writes_a_trace(tmp_path, capsys):
 
 
 def test_a_copied_script_runs_from_an_empty_folder(tmp_path):
-    for name in ("simple_mnist_tpu.py", "tpu_utils.py", "config.py", "data.py"):
+    for name in ("simple_mnist_tpu.py", "config.py", "data.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())
+    shutil.copytree(ROOT / "tpu_utils", tmp_path / "tpu_utils")
     command = [sys.executable, "simple_mnist_tpu.py", "--num_epochs", "1", "--warmup_steps", "2"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
     assert result.returncode == 0, result.stderr

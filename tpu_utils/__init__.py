@@ -1,0 +1,113 @@
+"""What several training scripts call, in the order they call it: device, metrics, checkpoint.
+
+    device = start_device(config)                     # one XLA device, or DeviceError; print_banner says what it is
+    loader = DeviceLoader(batches, device, ...)       # uploads ahead of the step
+    metrics = DeviceMetrics(["loss"], ...)            # values of each step stay on the device until a log line
+    checkpoints = Checkpoints(run_dir / ...)          # atomic, checked, never executed
+
+One module for each: device, loader, guards (what stops a run early), metrics, checkpoint, errors.
+Exceptions: InputError (config.py) is the user's to mend and exits with 2; every TrainingError exits with 1.
+"""
+
+from tpu_utils.checkpoint import (
+    Checkpoints,
+    DamagedCheckpoint,
+    check_same_run,
+    crc32_of,
+    load_model,
+    open_run_dir,
+    random_state,
+    read_checkpoint,
+    set_random_state,
+    sync_folder,
+    to_host,
+    write_atomically,
+)
+from tpu_utils.device import (
+    GENERATIONS,
+    GOOGLE_PCI_VENDOR,
+    Generation,
+    Peers,
+    attached_chips,
+    choose_device,
+    compile_cache_dir,
+    device_memory,
+    peak_flops,
+    print_banner,
+    start_device,
+    tpu_hosts,
+    wait_for_peers,
+)
+from tpu_utils.errors import (
+    CheckpointError,
+    DeviceError,
+    NonFiniteError,
+    RecompileError,
+    SaveError,
+    TrainingError,
+    run_script,
+)
+from tpu_utils.guards import (
+    StopRequest,
+)
+from tpu_utils.loader import BatchSharding, DeviceLoader
+from tpu_utils.metrics import (
+    CompileWatch,
+    DeviceMetrics,
+    Goodput,
+    Profile,
+    RunLog,
+    Speed,
+    check_finite,
+    graphs_compiled,
+    transfers_from_device,
+    transfers_to_device,
+)
+
+__all__ = [
+    "GENERATIONS",
+    "GOOGLE_PCI_VENDOR",
+    "BatchSharding",
+    "CheckpointError",
+    "Checkpoints",
+    "CompileWatch",
+    "DamagedCheckpoint",
+    "DeviceError",
+    "DeviceLoader",
+    "DeviceMetrics",
+    "Generation",
+    "Goodput",
+    "NonFiniteError",
+    "Peers",
+    "Profile",
+    "RecompileError",
+    "RunLog",
+    "SaveError",
+    "Speed",
+    "StopRequest",
+    "TrainingError",
+    "attached_chips",
+    "check_finite",
+    "check_same_run",
+    "choose_device",
+    "compile_cache_dir",
+    "crc32_of",
+    "device_memory",
+    "graphs_compiled",
+    "load_model",
+    "open_run_dir",
+    "peak_flops",
+    "print_banner",
+    "random_state",
+    "read_checkpoint",
+    "run_script",
+    "set_random_state",
+    "start_device",
+    "sync_folder",
+    "to_host",
+    "tpu_hosts",
+    "transfers_from_device",
+    "transfers_to_device",
+    "wait_for_peers",
+    "write_atomically",
+]

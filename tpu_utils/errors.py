@@ -1,0 +1,41 @@
+"""What can end a run, and the exit code it ends with."""
+
+import sys
+from collections.abc import Callable
+
+from config import InputError
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on, and it is not the input's fault. Scripts exit with code 1."""
+
+
+class DeviceError(TrainingError):
+    """The device asked for is not there, or another process holds it."""
+
+
+class RecompileError(TrainingError):
+    """A second graph was compiled where one was promised."""
+
+
+class NonFiniteError(TrainingError):
+    """The loss is infinite or not a number."""
+
+
+class SaveError(TrainingError):
+    """A checkpoint could not be written. The earlier ones are untouched."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint on disk cannot be used: cut short, altered, foreign, or of another model."""
+
+
+def run_script(main: Callable[[], int]) -> int:
+    """Exit code of main: its own, 2 for an InputError, 1 for a TrainingError, each as a message without a traceback."""
+    try:
+        return main()
+    except (InputError, TrainingError, OSError) as error:  # OSError: the disk or the network gave up
+        if "--debug" in sys.argv:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) else 1

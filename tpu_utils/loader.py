@@ -1,0 +1,89 @@
+"""Batches on their way to the device, ahead of the step."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterable
+
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+
+from tpu_utils.metrics import Goodput, transfers_to_device
+
+
+class BatchSharding:
+    """Cuts axis 0 of every tensor of a batch over a mesh axis; on several hosts each gives its own rows.
+
+    An xs.ShardingSpec is for one rank alone and leaves tensors of other ranks replicated without a word (xla_spec).
+    """
+
+    minibatch = True  # what this process sends is its part of the batch, not the whole
+
+    def __init__(self, mesh: xs.Mesh, axis: str):
+        self._mesh, self._axis = mesh, axis
+
+    def xla_spec(self, tensor: torch.Tensor):
+        spec = (self._axis,) + (None,) * (tensor.dim() - 1)
+        return xs.ShardingSpec(self._mesh, spec, minibatch=True).xla_spec(tensor)
+
+
+class DeviceLoader:
+    """Sends batches to the device ahead of the step, in a thread, one transfer a batch.
+
+    torch_xla's MpDeviceLoader does the same, but an error of the reader ends its iteration as if the data were over
+    (parallel_loader.py, _loader_worker: finally without except), and it holds the first batch back until a whole group
+    of prefetched batches is read (_get_batch). Here the error reaches the training loop.
+
+    batches: iterable of tuples of host tensors. goodput: gets the time the loop waits for data. input_sharding: a
+    BatchSharding, or None.
+    """
+
+    def __init__(self, batches: Iterable, device: torch.device, prefetch: int, goodput: Goodput, input_sharding=None):
+        self._batches, self._device, self._sharding, self._goodput = batches, device, input_sharding, goodput
+        self._queue: queue.Queue = queue.Queue(maxsize=prefetch)
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._sent = 0
+        self._thread = threading.Thread(target=self._send, name="device loader", daemon=True)
+
+    def _send(self) -> None:
+        try:
+            for batch in self._batches:
+                with self._lock, torch.no_grad():
+                    on_device = xm.send_cpu_data_to_device(list(batch), self._device, self._sharding)
+                    self._sent += 1
+                if not self._put(on_device):
+                    return
+            self._put(StopIteration())
+        except Exception as error:  # whatever it is, __next__ raises it in the training loop
+            self._put(error)
+
+    def _put(self, item) -> bool:
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(item, timeout=0.1)
+                return True
+        return False
+
+    def __enter__(self) -> "DeviceLoader":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._closed.set()  # and wait: a process that ends under a transfer aborts
+        self._thread.join()
+
+    def __iter__(self) -> "DeviceLoader":
+        return self
+
+    def __next__(self) -> list[torch.Tensor]:
+        with self._goodput.phase("data_wait"):
+            item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def uploads_beside_batches(self) -> int:
+        """Transfers to the device so far that were not a batch of this loader."""
+        with self._lock:
+            return transfers_to_device() - self._sent

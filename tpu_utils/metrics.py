@@ -1,0 +1,315 @@
+"""What a run says of itself: counters, values of each step, time, log lines, traces."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.debug.profiler as xp
+from tqdm import tqdm
+
+from config import InputError, TrainConfig
+from tpu_utils.checkpoint import Checkpoints, write_atomically
+from tpu_utils.errors import NonFiniteError, RecompileError
+
+if TYPE_CHECKING:
+    from tpu_utils.loader import DeviceLoader
+
+
+def transfers_to_device() -> int:
+    """Host-to-device transfers of this process so far, by torch_xla's own counter."""
+    return (met.metric_data("TransferToDeviceTime") or [0])[0]
+
+
+def transfers_from_device() -> int:
+    """Device-to-host transfers of this process so far, by torch_xla's own counter."""
+    return (met.metric_data("TransferFromDeviceTime") or [0])[0]
+
+
+def graphs_compiled() -> int:
+    """Programs compiled, or read from the compile cache, by this process so far."""
+    return sum(met.counter_value(name) or 0 for name in ("UncachedCompile", "PersistentCacheHit"))
+
+
+class CompileWatch:
+    """Attributes every compiled graph to a kind of step ("train", "eval"); stops the run at a kind's second graph."""
+
+    def __init__(self):
+        self._total = graphs_compiled()
+        self._inputs: dict[str, list[str]] = {}
+        self._graphs: dict[str, int] = {}
+
+    def compiled(self, kind: str) -> int:
+        """Graphs compiled for this kind of step."""
+        return self._graphs.get(kind, 0)
+
+    def check(self, kind: str, step: int, inputs: Iterable[torch.Tensor]) -> None:
+        """Call it after a step of this kind. Reads counters of the host only. Raises RecompileError."""
+        shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs]
+        before, self._inputs[kind] = self._inputs.get(kind, shapes), shapes
+        total = graphs_compiled()
+        self._graphs[kind] = self.compiled(kind) + total - self._total
+        self._total = total
+        if self._graphs[kind] > 1:
+            changed = [
+                f"input {i} was {a}, is {b}" for i, (a, b) in enumerate(zip(before, shapes, strict=True)) if a != b
+            ]
+            reason = "; ".join(changed) or (
+                "no input changed its shape: look for a Python number that differs between steps, or for state that "
+                "was created inside the step; PT_XLA_DEBUG_LEVEL=2 shows the line"
+            )
+            raise RecompileError(
+                f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1: {reason}"
+            )
+
+
+class DeviceMetrics:
+    """The values of the last `capacity` steps in one device tensor (capacity, len(names)) float32, and the step count.
+
+    record() is traced into the compiled step and read() is the only transfer to the host, so logging every n steps
+    costs one small read every n steps. Capacity is the number of steps between two reads.
+    """
+
+    def __init__(self, names: list[str], capacity: int, device: torch.device):
+        self.names, self.capacity = names, capacity
+        # made on the host and sent: made on the device, each would be a graph of its own
+        self.step = torch.zeros(1, dtype=torch.int32).to(device)  # (1,): a host scalar () would become a constant
+        self.values = torch.zeros(capacity, len(names)).to(device)
+        self._slots = torch.arange(capacity, dtype=torch.int32).to(device)
+
+    def record(self, *values: torch.Tensor) -> None:
+        """Write this step's scalars, one per name, and count the step. Inside the compiled step only."""
+        row = torch.stack([value.detach().float() for value in values])
+        here = (self._slots == self.step % self.capacity)[:, None]
+        self.values.copy_(torch.where(here, row, self.values))
+        self.step.add_(1)
+
+    def read(self, first_step: int, last_step: int) -> dict[str, np.ndarray]:
+        """The values of steps first_step to last_step - 1, at most capacity, oldest first. Waits for the device."""
+        rows = self.values.cpu().numpy()[np.arange(first_step, last_step) % self.capacity]
+        return {name: rows[:, column] for column, name in enumerate(self.names)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"step": self.step, "values": self.values}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
+
+
+def check_finite(losses: np.ndarray, steps_before: int, checkpoints: Checkpoints) -> None:
+    """Raises NonFiniteError naming the first step whose loss is not finite. losses[0] is of step steps_before + 1."""
+    bad = np.flatnonzero(~np.isfinite(losses))
+    if len(bad):
+        raise NonFiniteError(
+            f"the loss of step {steps_before + int(bad[0]) + 1} is {losses[bad[0]]}, expected a finite number; lower "
+            f"--learning_rate, or look at the data of that step; checkpoints before it: steps {checkpoints.steps()}"
+        )
+
+
+class Goodput:
+    """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time."""
+
+    def __init__(self):
+        phases = ("start_up", "compile", "data_wait", "step", "evaluation", "checkpoint", "other")
+        self.seconds = dict.fromkeys(phases, 0.0)
+        self._stack, self._since = ["start_up"], time.perf_counter()
+
+    def _settle(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._stack[-1]] += now - self._since
+        self._since = now
+
+    def enter(self, name: str) -> None:
+        """From here on, time that no inner phase takes belongs to this one."""
+        self._settle()
+        self._stack = [name]
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._settle()
+        self._stack.append(name)
+        try:
+            yield
+        finally:
+            self._settle()
+            self._stack.pop()
+
+    def total(self) -> float:
+        """Seconds since the start: the sum of all phases."""
+        self._settle()
+        return sum(self.seconds.values())
+
+
+class Speed:
+    """Throughput between two log lines: the phases step and data_wait, without compile, evaluation and checkpoint."""
+
+    def __init__(
+        self, goodput: Goodput, loader: "DeviceLoader", global_batch_size: int, flops: int, peak: float | None
+    ):
+        """flops: of one step, over all devices. peak: FLOP/s of all devices (float), or None."""
+        self._goodput, self._loader, self._flops, self._peak = goodput, loader, flops, peak
+        self._global_batch_size = global_batch_size
+        self.uploads_per_step: float | None = None
+        """Transfers to the device beside the batches, per step since the last measurement; None before the first."""
+
+    def start(self, step: int) -> None:
+        """Count from after this step."""
+        self._goodput.total()  # settles the running phase
+        self._step, self._seconds = step, dict(self._goodput.seconds)
+        self._uploads = self._loader.uploads_beside_batches()
+
+    def measure(self, step: int) -> dict[str, float | None]:
+        """Fields of a train line for the steps since start() or the last measure(). All None when there were none."""
+        before_step, before, before_uploads = self._step, self._seconds, self._uploads
+        self.start(step)
+        if step == before_step:
+            return dict.fromkeys(("step_seconds", "examples_per_second", "mfu", "data_wait_seconds"))
+        steps = step - before_step
+        self.uploads_per_step = (self._uploads - before_uploads) / steps
+        data_wait = (self._seconds["data_wait"] - before["data_wait"]) / steps
+        seconds = (self._seconds["step"] - before["step"]) / steps + data_wait
+        return {
+            "step_seconds": seconds,
+            "examples_per_second": self._global_batch_size / seconds,
+            "mfu": self._flops / seconds / self._peak if self._peak else None,
+            "data_wait_seconds": data_wait,
+        }
+
+
+class RunLog:
+    """metrics.jsonl, TensorBoard, the progress bar and the printed lines of a run.
+
+    On resume, lines and events after first_step are dropped: they will be written again.
+    silent: of several processes all but the first; it writes and prints nothing.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int, num_steps: int, tensorboard: bool, silent: bool = False):
+        self._silent = silent
+        self._path = Path(os.devnull) if silent else run_dir / "metrics.jsonl"
+        if self._path.is_file():
+            kept = [line for line in self._path.read_bytes().splitlines(True) if _step_of_line(line) <= first_step]
+            write_atomically(self._path, b"".join(kept))
+        self._file = self._path.open("a", buffering=1)
+        self._events = None
+        if tensorboard and not silent:
+            from torch.utils.tensorboard import SummaryWriter  # a second of imports
+
+            self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+        # a terminal gets a bar on stderr; a pipe or a file gets the lines alone
+        self._bar = tqdm(
+            total=num_steps,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=silent or not sys.stderr.isatty(),
+        )
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._events:
+            self._events.close()
+
+    def advance(self) -> None:
+        """One step was dispatched: moves the bar, waits for nothing."""
+        self._bar.update()
+
+    def train(self, step: int, **fields: float | None) -> None:
+        """A train line. fields: loss, learning_rate and those of Speed.measure()."""
+        self.write("train", step, **fields)
+        text = f"step {step:6d}/{self._bar.total}  loss {fields['loss']:.4f}"
+        if "gradient_norm" in fields:
+            text += f"  norm {fields['gradient_norm']:.3f}"
+        text += f"  lr {fields['learning_rate']:.2e}"
+        if fields["step_seconds"] is not None:
+            unit = "tokens" if "tokens_per_second" in fields else "examples"
+            text += f"  {fields['step_seconds'] * 1e3:.1f} ms/step  {fields[f'{unit}_per_second']:.0f} {unit}/s"
+            text += f"  data wait {fields['data_wait_seconds'] * 1e3:.1f} ms"
+        if fields["mfu"] is not None:
+            text += f"  mfu {fields['mfu']:.1%}"
+        self._print(text)
+
+    def evaluation(self, step: int, **fields: float) -> None:
+        self.write("eval", step, **fields)
+        self._print(
+            f"step {step:6d}/{self._bar.total}  " + "  ".join(f"{name} {value:.4f}" for name, value in fields.items())
+        )
+
+    def checkpoint(self, step: int) -> None:
+        """Write it before saving: all lines are then on disk before a checkpoint says that their steps are done."""
+        self.write("checkpoint", step)
+        if not self._silent:
+            os.fsync(self._file.fileno())
+
+    def write(self, kind: str, step: int, **fields: Any) -> None:
+        """One JSON object; numbers also go to TensorBoard under kind/name. Non-finite numbers become null in JSON."""
+        record = {"kind": kind, "step": step}
+        for name, value in fields.items():
+            is_number = isinstance(value, int | float)
+            record[name] = None if is_number and not math.isfinite(value) else value
+            if self._events and is_number:
+                self._events.add_scalar(f"{kind}/{name}", value, step)
+        self._file.write(json.dumps(record) + "\n")
+
+    def _print(self, line: str) -> None:
+        if self._silent:
+            return
+        self._bar.write(line)  # above the bar on a terminal, a plain line elsewhere
+        sys.stdout.flush()
+
+
+def _step_of_line(line: bytes) -> float:
+    """The step of a metrics.jsonl line; infinity for a line that a kill cut short."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+
+
+class Profile:
+    """Traces the steps of config.profile_steps into run_dir/tensorboard (xplane, read by the xprof plugin)."""
+
+    def __init__(self, config: TrainConfig, run_dir: Path, first_step: int, num_steps: int):
+        self._first, self._last = config.profile_range
+        self._folder, self._running = run_dir / "tensorboard", False
+        if config.profile_steps and not first_step < self._first < self._last <= num_steps + 1:
+            raise InputError(
+                f"profile_steps is {config.profile_steps}; choose among the steps this run does, "
+                f"{first_step + 1} to {num_steps}"
+            )
+
+    def __enter__(self) -> "Profile":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stop()
+
+    def before_step(self, step: int) -> None:
+        if step == self._first:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            xp.start_trace(str(self._folder))
+            self._running = True
+        if step == self._last:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            xm.wait_device_ops()  # the traced steps may still be running
+            xp.stop_trace()
+            self._running = False
+            print(
+                f"trace of steps {self._first} to {self._last - 1}: tensorboard --logdir {self._folder} (tab Profile)"
+            )

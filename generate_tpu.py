@@ -63,11 +63,11 @@ def run_layers(model: GPT, tokens_BT, positions_T, attention_of_layer):
 
 
 class Cache:
-    """Keys and values of every layer, (L, B, H, T, K), for the whole context; `position` is the next one to fill."""
+    """Keys and values of every layer, (L, B, T, H, K), for the whole context; `position` is the next one to fill."""
 
     def __init__(self, model: GPT, batch: int, device):
         shape = model.shape
-        size = (shape.num_layers, batch, shape.num_heads, shape.sequence_length, shape.head_dim)
+        size = (shape.num_layers, batch, shape.sequence_length, shape.num_heads, shape.head_dim)
         self.keys, self.values = (torch.zeros(size, dtype=model.compute_dtype).to(device) for _ in range(2))
         self.position = torch.zeros(1, dtype=torch.int32).to(device)
         self.everywhere = torch.arange(shape.sequence_length, dtype=torch.int32).to(device)
@@ -97,7 +97,7 @@ def prefill(model: GPT, cache: Cache, tokens_BT, length):
 @torch_xla.compile(full_graph=True, name="decode")
 def decode(model: GPT, cache: Cache, token_B):
     """Logits (B, V) after one more token; the cache and its position move on by one."""
-    here = (cache.everywhere == cache.position)[:, None]  # (T, 1); what lies after it is of no request yet
+    here = (cache.everywhere == cache.position)[:, None, None]  # (T, 1, 1); what lies after it is of no request yet
     seen = cache.everywhere <= cache.position
     keys, values = [], []
 
@@ -105,8 +105,9 @@ def decode(model: GPT, cache: Cache, token_B):
         def attention(q, k, v):
             keys.append(torch.where(here, k, cache.keys[layer]))
             values.append(torch.where(here, v, cache.values[layer]))
-            scores = (q.float() @ keys[-1].float().transpose(-1, -2)) / math.sqrt(q.shape[-1])
-            return scores.masked_fill(~seen, -1e30).softmax(-1).to(v.dtype) @ values[-1]
+            scores = torch.einsum("bthk,bshk->bhts", q.float(), keys[-1].float()) / math.sqrt(q.shape[-1])
+            p = scores.masked_fill(~seen, -1e30).softmax(-1).to(v.dtype)
+            return torch.einsum("bhts,bshk->bthk", p, values[-1])
 
         return attention
 

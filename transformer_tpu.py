@@ -107,40 +107,53 @@ def layer_norm(x, weight_D, bias_D, eps: float = 1e-5):
     return ((z - mean) * torch.rsqrt(variance + eps) * weight_D + bias_D).to(x.dtype)
 
 
-class Softmax(torch.autograd.Function):
-    """softmax(scores * scale) under a mask: float32 inside, the dtype of scores saved for the way back."""
+class CausalAttention(torch.autograd.Function):
+    """softmax(q k^T / sqrt(K)) v under the causal mask: float32 inside, the dtype of q in memory.
+
+    Each slice of queries sees only the keys up to its end. On the way back the row sums of p * dp are taken as those of
+    out * grad, which are the same (Dao et al. 2022, FlashAttention, section 3.1), so the gradient of the scores is
+    elementwise, and XLA fuses it into the product before. einsum leaves batch and heads two axes, in a layout of XLA's
+    choice.
+    """
 
     @staticmethod
-    def forward(ctx, scores, mask, scale):
-        z = (scores.float() * scale).masked_fill(~mask, -1e30)
-        e = (z - z.amax(-1, keepdim=True)).exp()
-        p = (e / e.sum(-1, keepdim=True)).to(scores.dtype)
-        ctx.save_for_backward(p)
-        ctx.scale = scale
-        return p
+    def forward(ctx, q_BTHK, k_BTHK, v_BTHK, chunks):
+        T, K = q_BTHK.shape[1], q_BTHK.shape[3]
+        position = torch.arange(T, device=q_BTHK.device)
+        kept, out = [], []
+        for start, end in CausalAttention.slices(T, chunks):
+            scores = torch.einsum("bthk,bshk->bhts", q_BTHK[:, start:end], k_BTHK[:, :end]).float() / math.sqrt(K)
+            scores = scores.masked_fill(position[start:end, None] < position[None, :end], -1e30)
+            e = (scores - scores.amax(-1, keepdim=True)).exp()
+            kept.append((e / e.sum(-1, keepdim=True)).to(q_BTHK.dtype))
+            out.append(torch.einsum("bhts,bshk->bthk", kept[-1], v_BTHK[:, :end]))
+        out = torch.cat(out, 1)
+        ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHK, out, *kept)
+        return out
 
     @staticmethod
     def backward(ctx, grad):
-        (saved,) = ctx.saved_tensors
-        p, g = saved.float(), grad.float()
-        return ((g - (g * p).sum(-1, keepdim=True)) * p * ctx.scale).to(saved.dtype), None, None
+        q_BTHK, k_BTHK, v_BTHK, out, *kept = ctx.saved_tensors
+        T, K = q_BTHK.shape[1], q_BTHK.shape[3]
+        row_sums = (grad.float() * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # (B, H, T, 1)
+        dq, dk, dv = [], 0, 0
+        for (start, end), p in zip(CausalAttention.slices(T, len(kept)), kept, strict=True):
+            whole = (0, 0, 0, 0, 0, T - end)  # keys after the slice get nothing from it
+            dv += F.pad(torch.einsum("bhts,bthk->bshk", p, grad[:, start:end]), whole)
+            dp = torch.einsum("bthk,bshk->bhts", grad[:, start:end], v_BTHK[:, :end]).float()
+            ds = ((dp - row_sums[:, :, start:end]) * p.float() / math.sqrt(K)).to(p.dtype)
+            dq.append(torch.einsum("bhts,bshk->bthk", ds, k_BTHK[:, :end]))
+            dk += F.pad(torch.einsum("bhts,bthk->bshk", ds, q_BTHK[:, start:end]), whole)
+        return torch.cat(dq, 1), dk, dv, None
+
+    @staticmethod
+    def slices(T, chunks):
+        return [(start, start + T // chunks) for start in range(0, T, T // chunks)]
 
 
-def causal_attention(q_BHTK, k_BHTK, v_BHTK, chunks: int | None = None):
-    """Each slice of queries sees only the keys up to its end: 5/8 of the full square at 4 chunks.
-
-    Chunks are cut only where they stay multiples of 128 long; shorter sequences go in one piece.
-    """
-    T, K = q_BHTK.shape[-2:]
-    chunks = chunks or (4 if T % 512 == 0 else 1)
-    width = T // chunks
-    position = torch.arange(T, device=q_BHTK.device)
-    out = []
-    for end in range(width, T + 1, width):
-        mask = position[end - width : end, None] >= position[None, :end]
-        scores = q_BHTK[:, :, end - width : end] @ k_BHTK[:, :, :end].transpose(-1, -2)
-        out.append(Softmax.apply(scores, mask, 1 / math.sqrt(K)) @ v_BHTK[:, :, :end])
-    return torch.cat(out, 2) if chunks > 1 else out[0]
+def causal_attention(q_BTHK, k_BTHK, v_BTHK, chunks: int | None = None):
+    """4 slices of queries, 5/8 of the full square of scores, where they stay multiples of 128 long; else one."""
+    return CausalAttention.apply(q_BTHK, k_BTHK, v_BTHK, chunks or (4 if q_BTHK.shape[1] % 512 == 0 else 1))
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -171,13 +184,14 @@ class CrossEntropy(torch.autograd.Function):
 
 def block(x_BTD, w, num_heads, attention, keep=lambda x: x):
     """One pre-norm transformer layer. w: this layer's slices of the stacked parameters, by name."""
-    B, T, D = x_BTD.shape
+    D = x_BTD.shape[-1]
     y = layer_norm(x_BTD, w["ln1_weight"], w["ln1_bias"])
     # one product for q, k and v; (3, H, K, D) keeps the head axis apart, so that it can be cut over the mesh
     heads = w["qkv_weight"].view(3, num_heads, -1, D)
-    qkv = torch.einsum("btd,jhkd->jbhtk", y, heads) + w["qkv_bias"].view(3, 1, num_heads, 1, -1)
-    y = attention(*qkv.unbind(0)).transpose(1, 2).reshape(B, T, D)
-    x_BTD = keep(x_BTD + F.linear(y, w["attention_out_weight"], w["attention_out_bias"]))
+    qkv = torch.einsum("btd,jhkd->jbthk", y, heads) + w["qkv_bias"].view(3, 1, 1, num_heads, -1)
+    out_weight = w["attention_out_weight"].view(D, num_heads, -1)
+    y = torch.einsum("bthk,dhk->btd", attention(*qkv.unbind(0)), out_weight) + w["attention_out_bias"]
+    x_BTD = keep(x_BTD + y)
     y = layer_norm(x_BTD, w["ln2_weight"], w["ln2_bias"])
     y = F.gelu(F.linear(y, w["mlp_in_weight"], w["mlp_in_bias"]), approximate="tanh")
     return keep(x_BTD + F.linear(y, w["mlp_out_weight"], w["mlp_out_bias"]))
@@ -280,9 +294,10 @@ def flash_attention(mesh):
 
     spec = (BATCH, "tensor", None, None) if mesh else None
 
-    def attention(q_BHTK, k_BHTK, v_BHTK):
-        scale = 1 / math.sqrt(q_BHTK.shape[-1])
-        return kernel(q_BHTK, k_BHTK, v_BHTK, causal=True, sm_scale=scale, partition_spec=spec, mesh=mesh)
+    def attention(*qkv):
+        q, k, v = (x_BTHK.transpose(1, 2) for x_BTHK in qkv)
+        scale = 1 / math.sqrt(q.shape[-1])
+        return kernel(q, k, v, causal=True, sm_scale=scale, partition_spec=spec, mesh=mesh).transpose(1, 2)
 
     return attention
 

@@ -148,7 +148,7 @@ def test_flash_kernel_and_plain_attention_agree():
         kernel = [np.asarray(x) for x in (out, *backward(jax.numpy.asarray(grad)))]
     for chunks in (1, 4):
         inputs = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
-        plain = transformer_tpu.causal_attention(*inputs, chunks)
+        plain = transformer_tpu.causal_attention(*(x.transpose(1, 2) for x in inputs), chunks).transpose(1, 2)
         plain.backward(torch.from_numpy(grad))
         for ours, theirs in zip((plain.detach(), *(x.grad for x in inputs)), kernel, strict=True):
             np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=5e-6)

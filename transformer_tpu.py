@@ -44,7 +44,6 @@ from tpu_utils import (
     attached_chips,
     check_finite,
     check_same_run,
-    load_model,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -460,10 +459,9 @@ def train(config: TransformerConfig) -> int:
     model = GPT(shape, dtype, **options)
     run = {**dataclasses.asdict(config), "data_crc32": data.fingerprint}  # what a checkpoint belongs to
     first_step, validation_loss = 0, None
-    saved = checkpoints.load_for_resume(config.resume)
-    if saved:  # loaded on the host, then cut: the mesh may be another than the one it was saved from
+    saved = checkpoints.load_for_resume(config.resume, whole=False)
+    if saved:
         check_same_run(run, saved["config"])
-        load_model(model, saved["model"])
         first_step, validation_loss = saved["step"], saved["validation_loss"]
         print(f"resumed    after step {first_step} of {num_steps}", flush=True)
     else:
@@ -475,11 +473,11 @@ def train(config: TransformerConfig) -> int:
     schedule = learning_rates(config, num_steps)
     rates = schedule.to(device)
     metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
-    if saved:
-        optimizer.load_state_dict(saved["optimizer"])
-        metrics.load_state_dict(saved["metrics"])
-        set_random_state(saved["random"])
     place_state(model, optimizer, metrics)
+    if saved:  # each device its part; the mesh may be another than the one it was saved from
+        targets = dict(model=model.state_dict(keep_vars=True), optimizer=optimizer.state_dict())
+        checkpoints.restore(saved, targets | dict(metrics=metrics.state_dict()))
+        set_random_state(saved["random"])
     if config.print_placement:
         print_placement(model)
 
@@ -494,6 +492,7 @@ def train(config: TransformerConfig) -> int:
     full_batch = config.global_batch_size * shape.sequence_length
     step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm)
     with (
+        checkpoints,
         RunLog(run_dir, first_step, num_steps, config.tensorboard) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
         DeviceLoader(batches, device, config.prefetch_batches, goodput, cut_batch) as loader,
@@ -516,6 +515,7 @@ def train(config: TransformerConfig) -> int:
             if step % config.log_every == 0 or step == num_steps:
                 values = metrics.read(logged, step)  # the only read from the device between two log lines
                 check_finite(values["loss"], logged, checkpoints)
+                checkpoints.check()  # a save that failed behind the steps ends the run here
                 means = {name: float(column.mean()) for name, column in values.items()}
                 rate = schedule[step - 1].item()
                 log.train(step, **means, learning_rate=rate, **in_tokens(speed.measure(step), lengths, config))
@@ -534,13 +534,16 @@ def train(config: TransformerConfig) -> int:
                 log.evaluation(step, **fields)
             if stop.signal or step % config.save_every == 0 or step == num_steps:
                 check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
-                log.checkpoint(step)
                 state = dict(step=step, config=run, validation_loss=validation_loss, model=model.state_dict())
                 state |= dict(optimizer=optimizer.state_dict(), metrics=metrics.state_dict(), random=random_state())
                 with goodput.phase("checkpoint"):
-                    checkpoints.save(step, state)
+                    on_host = checkpoints.copy(step, state)
+                log.checkpoint(step, wait_seconds=on_host.wait_seconds)  # on disk before the step counts as done
+                checkpoints.write(on_host)  # behind the next steps
             if stop.signal:
                 break
+        with goodput.phase("checkpoint"):
+            checkpoints.wait()  # the last one is on disk
         goodput.enter("other")
 
     if stop.signal:

@@ -1,0 +1,78 @@
+"""A state cut over a mesh of virtual devices, saved by one process and loaded by others.
+
+test_checkpoint_sharded.py starts it:
+
+python sharded_state.py save|load FOLDER DEVICES MESH      # MESH: sizes of the axes (data, fsdp, tensor), 2x2x2
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=sys.argv[3])
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+from tpu_utils import Checkpoints, graphs_compiled, transfers_from_device
+
+BATCH = ("data", "fsdp")
+SPECS = {  # shape, type, how it is cut: over all axes, over some with equal copies on the others, unevenly, not at all
+    "all": ((16, 8), torch.float32, (BATCH, "tensor")),
+    "some": ((16, 8), torch.bfloat16, ("fsdp", None)),
+    "other": ((8, 16), torch.float32, (None, "tensor")),
+    "uneven": ((5, 3), torch.float32, (BATCH, None)),
+    "copies": ((7,), torch.float32, (None,)),
+    "free": ((3,), torch.int32, None),
+}
+
+
+def values() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {name: (100 * torch.rand(shape, generator=random)).to(dtype) for name, (shape, dtype, _) in SPECS.items()}
+
+
+def placed(tensors: dict[str, torch.Tensor], sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    device = torch_xla.device()
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    if xr.is_spmd():
+        mesh = xs.Mesh(np.arange(xr.global_runtime_device_count()), sizes, ("data", "fsdp", "tensor"))
+        for name, tensor in tensors.items():
+            if SPECS[name][2] is not None:
+                xs.mark_sharding(tensor, mesh, SPECS[name][2])
+    return tensors
+
+
+def main() -> None:
+    action, folder, num_devices, mesh = sys.argv[1:]
+    if int(num_devices) > 1:
+        xr.use_spmd()
+    sizes = tuple(int(size) for size in mesh.split("x"))
+    checkpoints = Checkpoints(Path(folder), 3)
+    if action == "save":
+        graphs, reads = graphs_compiled(), transfers_from_device()
+        checkpoints.save(7, {"step": 7, "model": placed(values(), sizes), "optimizer": [placed(values(), sizes)]})
+        print(f"graphs {graphs_compiled() - graphs}, reads {transfers_from_device() - reads}")
+        return
+    saved = checkpoints.load_for_resume("must", whole=False)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in values().items()}
+    targets = {"model": placed(zeros, sizes), "optimizer": [placed(zeros, sizes)]}
+    before = {name: torch_xla._XLAC._get_xla_sharding_spec(t) for name, t in targets["model"].items()}
+    graphs = graphs_compiled()
+    checkpoints.restore(saved, targets)
+    torch_xla.sync()
+    print(f"graphs {graphs_compiled() - graphs}")
+    for tensors in (targets["model"], targets["optimizer"][0]):
+        for name, tensor in tensors.items():
+            assert torch_xla._XLAC._get_xla_sharding_spec(tensor) == before[name], f"{name} lost its place"
+            found, expected = tensor.cpu(), values()[name]
+            assert found.dtype == expected.dtype and torch.equal(found, expected), f"{name}: {found}, {expected}"
+    print("identical")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,10 @@
 
 test_checkpoint_sharded.py starts it:
 
-python sharded_state.py save|load FOLDER DEVICES MESH      # MESH: sizes of the axes (data, fsdp, tensor), 2x2x2
+python sharded_state.py ACTION FOLDER DEVICES MESH      # MESH: sizes of the axes (data, fsdp, tensor), 2x2x2
+
+ACTION: save, load, save_equal_parts (the bug of torch_xla that save avoids), or save_as_I_of_N_at_PORT: XLA's CPU
+client knows no other process, so each of N processes holds the whole state and gives away what the others would have.
 """
 
 import os
@@ -18,7 +21,8 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
-from tpu_utils import Checkpoints, graphs_compiled, transfers_from_device
+import tpu_utils.state
+from tpu_utils import Checkpoints, graphs_compiled, run_script, wait_for_peers
 
 BATCH = ("data", "fsdp")
 SPECS = {  # shape, type, how it is cut: over all axes, over some with equal copies on the others, unevenly, not at all
@@ -47,17 +51,15 @@ def placed(tensors: dict[str, torch.Tensor], sizes: tuple[int, ...]) -> dict[str
     return tensors
 
 
-def main() -> None:
-    action, folder, num_devices, mesh = sys.argv[1:]
-    if int(num_devices) > 1:
-        xr.use_spmd()
-    sizes = tuple(int(size) for size in mesh.split("x"))
-    checkpoints = Checkpoints(Path(folder), 3)
-    if action == "save":
-        graphs, reads = graphs_compiled(), transfers_from_device()
-        checkpoints.save(7, {"step": 7, "model": placed(values(), sizes), "optimizer": [placed(values(), sizes)]})
-        print(f"graphs {graphs_compiled() - graphs}, reads {transfers_from_device() - reads}")
-        return
+def save(checkpoints: Checkpoints, sizes: tuple[int, ...], index: int = 0, count: int = 1) -> None:
+    copy = checkpoints.copy(7, {"step": 7, "model": placed(values(), sizes), "optimizer": [placed(values(), sizes)]})
+    for number, shards in enumerate(copy.cut.values()):
+        shards.shards = [shard for i, shard in enumerate(shards.shards) if (i + number) % count == index]
+    checkpoints.write(copy)
+    checkpoints.wait()
+
+
+def load(checkpoints: Checkpoints, sizes: tuple[int, ...]) -> None:
     saved = checkpoints.load_for_resume("must", whole=False)
     zeros = {name: torch.zeros_like(tensor) for name, tensor in values().items()}
     targets = {"model": placed(zeros, sizes), "optimizer": [placed(zeros, sizes)]}
@@ -74,5 +76,25 @@ def main() -> None:
     print("identical")
 
 
+def main() -> int:
+    action, folder, num_devices, mesh = sys.argv[1:]
+    if int(num_devices) > 1:
+        xr.use_spmd()
+    sizes = tuple(int(size) for size in mesh.split("x"))
+    if action == "load":
+        load(Checkpoints(Path(folder), 3), sizes)
+    elif action.startswith("save_as"):
+        index, count, port = (int(word) for word in action.split("_") if word.isdecimal())
+        peers = wait_for_peers(index, ["localhost"] * count, 60, port)
+        save(Checkpoints(Path(folder), 3, peers), sizes, index, count)
+    else:
+        if action == "save_equal_parts":
+            tpu_utils.state._is_mine = lambda shard: True
+        graphs = graphs_compiled()
+        save(Checkpoints(Path(folder), 3), sizes)
+        print(f"graphs {graphs_compiled() - graphs}")
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -84,6 +84,7 @@ def test_first_command_leaves_a_complete_run_directory(quick_test):
         "mfu",
         "data_wait_seconds",
     }
+    assert all(line["wait_seconds"] >= 0 for line in lines if line["kind"] == "checkpoint")
     assert train[-1]["mfu"] is None, "the peak of a CPU is not known"
     assert len([line for line in lines if line["kind"] == "eval"]) == 40
     assert json.loads((run_dir / "config.json").read_text())["preset"] == "quick_test"
@@ -116,7 +117,7 @@ def assert_identical(a, b):
 
 
 def numbers(run_dir):
-    timing = {"step_seconds", "examples_per_second", "data_wait_seconds", "mfu"}
+    timing = {"step_seconds", "examples_per_second", "data_wait_seconds", "mfu", "wait_seconds"}
     return [{key: value for key, value in line.items() if key not in timing} for line in read_lines(run_dir)]
 
 

@@ -230,8 +230,9 @@ class Checkpoints:
         aside.rename(target)
         sync_folder(self.folder)
         write_atomically(target / "done", json.dumps(marker).encode())
-        for old in self.steps()[: -self.keep]:
-            self._remove(self.path(old))
+        kept = {self.path(step) for step in self.steps()[-self.keep :]}
+        for folder in set(self.folder.glob("step_????????")) - kept:  # also what a kill left without its marker
+            self._remove(folder)
 
     @staticmethod
     def _remove(folder: Path) -> None:
@@ -296,7 +297,7 @@ class DamagedCheckpoint(CheckpointError):
 def _marker(folder: Path) -> dict[str, Any]:
     """Size and CRC-32 of every file, by name, as the done marker says. Raises OSError and what a bad marker makes."""
     marker = json.loads((folder / "done").read_text())
-    return {"state.pt": {name: marker[name] for name in ("bytes", "crc32")}, **marker.get("cut", {})}
+    return {"state.pt": {name: marker.get(name) for name in ("bytes", "crc32")}, **marker.get("cut", {})}
 
 
 def read_checkpoint(folder: Path, whole: bool = True) -> dict[str, Any]:
@@ -308,8 +309,8 @@ def read_checkpoint(folder: Path, whole: bool = True) -> dict[str, Any]:
     try:
         files = _marker(folder)
         sums = {name: (expected, checksum_of(folder / name)) for name, expected in files.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {error!r}") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {error}") from error
     for name, (expected, found) in sums.items():
         for quantity, value in found.items():
             if expected.get(quantity) != value:

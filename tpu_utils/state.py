@@ -195,26 +195,27 @@ class _HashedFiles(FileSystem):
 
 
 class _Writer(dcp.FileSystemWriter):
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, shapes: dict[str, torch.Size]):
         super().__init__(folder)
-        self.fs = _HashedFiles()
+        self.fs, self._shapes = _HashedFiles(), shapes
 
     def finish(self, metadata: Metadata, results) -> None:
-        for path, tensor in metadata.state_dict_metadata.items():
-            check_complete(path, tensor)
+        for path, shape in self._shapes.items():
+            check_complete(path, shape, metadata)
         super().finish(metadata, results)
 
 
-def check_complete(path: str, tensor) -> None:
+def check_complete(path: str, shape: torch.Size, metadata: Metadata) -> None:
     """Raises RuntimeError unless the parts make up the whole tensor: DCP would read the rest as whatever was there."""
-    found, expected = sum(chunk.sizes.numel() for chunk in tensor.chunks), tensor.size.numel()
-    if found != expected:
-        raise RuntimeError(f"the parts of {path} hold {found} values, expected {expected}")
+    tensor = metadata.state_dict_metadata.get(path)
+    found = sum(chunk.sizes.numel() for chunk in tensor.chunks) if tensor else 0
+    if found != shape.numel():
+        raise RuntimeError(f"the parts of {path} hold {found} values, expected {shape.numel()}")
 
 
 def write_cut(folder: Path, cut: dict[str, _CpuShards], peers: Peers) -> dict[str, dict[str, int]]:
     """Each process writes its parts; all return size and CRC-32 of every file. Raises RuntimeError on all alike."""
-    writer = _Writer(folder)
+    writer = _Writer(folder, {path: shards.global_shape for path, shards in cut.items()})
     try:
         alone = peers.count == 1
         planner, group = SPMDSavePlanner(), None if alone else peers.group
@@ -272,7 +273,7 @@ class _Reader(dcp.FileSystemReader):
             with path.open("rb") as file:
                 metadata = _MetadataUnpickler(file).load()
             for name, tensor in metadata.state_dict_metadata.items():
-                check_complete(name, tensor)
+                check_complete(name, tensor.size, metadata)
             for info in metadata.storage_data.values():
                 if info.relative_path not in self._files or info.transform_descriptors:
                     raise ValueError(f"it refers to {info.relative_path!r} {info.transform_descriptors or ''}")

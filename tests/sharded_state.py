@@ -52,7 +52,13 @@ def placed(tensors: dict[str, torch.Tensor], sizes: tuple[int, ...]) -> dict[str
 
 
 def save(checkpoints: Checkpoints, sizes: tuple[int, ...], index: int = 0, count: int = 1) -> None:
-    copy = checkpoints.copy(7, {"step": 7, "model": placed(values(), sizes), "optimizer": [placed(values(), sizes)]})
+    model, optimizer = placed(values(), sizes), placed(values(), sizes)
+    graphs = graphs_compiled()
+    copy = checkpoints.copy(7, {"step": 7, "model": model, "optimizer": [optimizer]})
+    print(f"graphs {graphs_compiled() - graphs}")
+    for tensor in model.values():  # training goes on
+        tensor.add_(1)
+    torch_xla.sync()
     for number, shards in enumerate(copy.cut.values()):
         shards.shards = [shard for i, shard in enumerate(shards.shards) if (i + number) % count == index]
     checkpoints.write(copy)
@@ -90,9 +96,7 @@ def main() -> int:
     else:
         if action == "save_equal_parts":
             tpu_utils.state._is_mine = lambda shard: True
-        graphs = graphs_compiled()
         save(Checkpoints(Path(folder), 3), sizes)
-        print(f"graphs {graphs_compiled() - graphs}")
     return 0
 
 

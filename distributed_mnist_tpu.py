@@ -63,7 +63,6 @@ from tpu_utils import (
     check_finite,
     check_same_run,
     choose_device,
-    load_model,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -71,7 +70,6 @@ from tpu_utils import (
     run_script,
     set_random_state,
     start_device,
-    to_host,
     tpu_hosts,
     wait_for_peers,
     write_atomically,
@@ -197,7 +195,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         peers = Peers(part, num_parts, dist.new_group(backend="gloo")) if several else Peers()
     check_divisible(config, num_devices)
     run_dir = peers.from_first(lambda: open_run_dir(config))
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, peers)
     if spmd or peers.index == 0:
         print_banner(config, device)
     if peers.index == 0:
@@ -206,28 +204,28 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     model = ConvNet(dataset.image_size, config.channels, config.hidden_dim)
     flops = train_flops_per_example(model, dataset.image_size) * config.global_batch_size
     run = {**dataclasses.asdict(config), "data_crc32": dataset.fingerprint()}  # what a checkpoint belongs to
-    saved = peers.from_first(lambda: checkpoints.load_for_resume(config.resume))
-    if saved:  # whole tensors on the host, whatever devices they were saved from: cut below for those of this run
+    # under SPMD no host needs all of what is cut over devices: each reads its parts in restore()
+    saved = peers.from_first(lambda: checkpoints.load_for_resume(config.resume, whole=not spmd))
+    if saved:
         check_same_run(run, saved["config"])
-        load_model(model, saved["model"])
     model = model.to(device)
     optimizer = make_optimizer(config, model.parameters())
     schedule = learning_rates(config, num_steps)
     rates = schedule.to(device)
     metrics = DeviceMetrics(["loss"], config.log_every, device)
     first_step, best_accuracy, accuracy, test_loss = 0, 0.0, None, None
-    if saved:
-        optimizer.load_state_dict(saved["optimizer"])
-        metrics.load_state_dict(saved["metrics"])
+    if spmd:
+        for parameter in model.parameters():  # its optimizer state is cut the same way
+            shard([parameter, *optimizer.state[parameter].values()], mesh, config.shard_parameters)
+        shard([rates, *metrics.state_dict().values()], mesh, over_devices=False)
+    if saved:  # into the places just made, whatever devices it was saved from
+        targets = dict(model=model.state_dict(keep_vars=True), optimizer=optimizer.state_dict())
+        checkpoints.restore(saved, targets | dict(metrics=metrics.state_dict()))
         set_random_state(saved["random"])
         first_step, best_accuracy = saved["step"], saved["best_accuracy"]
         accuracy, test_loss = saved["accuracy"], saved["test_loss"]
         if peers.index == 0:
             print(f"resumed    after step {first_step} of {num_steps}", flush=True)
-    if spmd:
-        for parameter in model.parameters():  # its optimizer state is cut the same way
-            shard([parameter, *optimizer.state[parameter].values()], mesh, config.shard_parameters)
-        shard([rates, *metrics.state_dict().values()], mesh, over_devices=False)
     trained = model if spmd else replicate(model, tracing=bool(config.compile_for))
     graphs = CompileWatch()
 
@@ -250,6 +248,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
 
     step, logged, stop_signal = first_step, first_step - first_step % config.log_every, None
     with (
+        checkpoints,
         RunLog(run_dir, first_step, num_steps, config.tensorboard, silent=peers.index > 0) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
         DeviceLoader(batches, device, config.prefetch_batches, goodput, sharding) as loader,
@@ -267,6 +266,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
             if step % config.log_every == 0 or step == num_steps:
                 losses = metrics.read(logged, step)["loss"]  # the only read from the device between two log lines
                 check_finite(losses, logged, checkpoints)
+                checkpoints.check()  # a save that failed behind the steps ends the run here
                 learning_rate = schedule[step - 1].item()
                 log.train(step, loss=float(losses.mean()), learning_rate=learning_rate, **speed.measure(step))
                 logged = step
@@ -279,14 +279,16 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
                 stop_signal = peers.largest(stop.signal or 0)
             if stop_signal or step % config.save_every == 0 or step == num_steps:
                 check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
-                log.checkpoint(step)
                 state = dict(step=step, config=run, best_accuracy=best_accuracy, accuracy=accuracy, test_loss=test_loss)
                 state |= dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())
                 with goodput.phase("checkpoint"):
-                    state = to_host({**state, "random": random_state()})  # every process: it gathers sharded tensors
-                    peers.from_first(lambda step=step, state=state: checkpoints.save(step, state))
+                    on_host = checkpoints.copy(step, {**state, "random": random_state()})  # every process, its parts
+                log.checkpoint(step, wait_seconds=on_host.wait_seconds)  # on disk before the step counts as done
+                checkpoints.write(on_host)  # behind the next steps
             if stop_signal:
                 break
+        with goodput.phase("checkpoint"):
+            checkpoints.wait()  # the last one is on disk
         goodput.enter("other")
 
     if stop_signal:

@@ -155,6 +155,7 @@ def train(config: MnistConfig) -> int:
     batches = TrainBatches(dataset, config, first_step, num_steps)
     step, logged = first_step, first_step - first_step % config.log_every
     with (
+        checkpoints,
         RunLog(run_dir, first_step, num_steps, config.tensorboard) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
         DeviceLoader(batches, device, config.prefetch_batches, goodput) as loader,
@@ -172,6 +173,7 @@ def train(config: MnistConfig) -> int:
             if step % config.log_every == 0 or step == num_steps:
                 losses = metrics.read(logged, step)["loss"]  # the only read from the device between two log lines
                 check_finite(losses, logged, checkpoints)
+                checkpoints.check()  # a save that failed behind the steps ends the run here
                 learning_rate = schedule[step - 1].item()
                 log.train(step, loss=float(losses.mean()), learning_rate=learning_rate, **speed.measure(step))
                 logged = step
@@ -182,13 +184,16 @@ def train(config: MnistConfig) -> int:
                 log.evaluation(step, accuracy=accuracy, test_loss=test_loss, best_accuracy=best_accuracy)
             if stop.signal or step % config.save_every == 0 or step == num_steps:
                 check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
-                log.checkpoint(step)
                 state = dict(step=step, config=run, best_accuracy=best_accuracy, accuracy=accuracy, test_loss=test_loss)
                 state |= dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())
                 with goodput.phase("checkpoint"):
-                    checkpoints.save(step, {**state, "random": random_state()})
+                    on_host = checkpoints.copy(step, {**state, "random": random_state()})
+                log.checkpoint(step, wait_seconds=on_host.wait_seconds)  # on disk before the step counts as done
+                checkpoints.write(on_host)  # behind the next steps
             if stop.signal:
                 break
+        with goodput.phase("checkpoint"):
+            checkpoints.wait()  # the last one is on disk
         goodput.enter("other")
 
     if stop.signal:

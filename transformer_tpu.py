@@ -37,6 +37,7 @@ from tpu_utils import (
     DeviceLoader,
     DeviceMetrics,
     Goodput,
+    Peers,
     Profile,
     RunLog,
     Speed,
@@ -44,7 +45,7 @@ from tpu_utils import (
     attached_chips,
     check_finite,
     check_same_run,
-    load_model,
+    choose_device,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -52,6 +53,8 @@ from tpu_utils import (
     run_script,
     set_random_state,
     start_device,
+    tpu_hosts,
+    wait_for_peers,
     write_atomically,
 )
 
@@ -455,15 +458,17 @@ def hellaswag_accuracy(result: np.ndarray, labels: np.ndarray) -> float:
     return float(((loss / count).argmin(1) == labels).mean())
 
 
-def train(config: TransformerConfig) -> int:
+def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
+    """hosts: the processes of this run, one per host."""
+    hosts = hosts or Peers()
     goodput, stop, graphs = Goodput(), StopRequest(), CompileWatch()
     shape, num_steps = config.shape, config.num_steps
     device = start_device(config, join=partial(start_spmd, config))
     mesh, why = start_mesh(config)
     # compile_for asks about shapes alone, and needs no data
     data = None if config.compile_for else load_sequences(config, xr.process_index(), xr.process_count())
-    run_dir = open_run_dir(config)
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
+    run_dir = hosts.from_first(lambda: open_run_dir(config))
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, hosts)
     print_banner(config, device)
     print_plan(config, data, why, run_dir)
 
@@ -475,26 +480,26 @@ def train(config: TransformerConfig) -> int:
     model = GPT(shape, dtype, **options)
     run = {**dataclasses.asdict(config), "data_crc32": data.fingerprint}  # what a checkpoint belongs to
     first_step, validation_loss = 0, None
-    saved = checkpoints.load_for_resume(config.resume)
-    if saved:  # loaded on the host, then cut: the mesh may be another than the one it was saved from
+    saved = hosts.from_first(lambda: checkpoints.load_for_resume(config.resume, whole=False))
+    if saved:
         check_same_run(run, saved["config"])
-        load_model(model, saved["model"])
         first_step, validation_loss = saved["step"], saved["validation_loss"]
         print(f"resumed    after step {first_step} of {num_steps}", flush=True)
     else:
         model.initialise(config.seed)
-    write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
+    if hosts.index == 0:
+        write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
     model = model.to(device)
     optimizer = make_optimizer(config, decay_groups(model))
     schedule = learning_rates(config, num_steps)
     rates = schedule.to(device)
     metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
-    if saved:
-        optimizer.load_state_dict(saved["optimizer"])
-        metrics.load_state_dict(saved["metrics"])
-        set_random_state(saved["random"])
     place_state(model, optimizer, metrics)
+    if saved:  # each device its part; the mesh may be another than the one it was saved from
+        targets = dict(model=model.state_dict(keep_vars=True), optimizer=optimizer.state_dict())
+        checkpoints.restore(saved, targets | dict(metrics=metrics.state_dict()))
+        set_random_state(saved["random"])
     if config.print_placement:
         print_placement(model)
 
@@ -509,7 +514,8 @@ def train(config: TransformerConfig) -> int:
     full_batch = config.global_batch_size * shape.sequence_length
     step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm)
     with (
-        RunLog(run_dir, first_step, num_steps, config.tensorboard) as log,
+        checkpoints,
+        RunLog(run_dir, first_step, num_steps, config.tensorboard, silent=hosts.index > 0) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
         DeviceLoader(batches, device, config.prefetch_batches, goodput, cut_batch) as loader,
     ):
@@ -531,6 +537,7 @@ def train(config: TransformerConfig) -> int:
             if step % config.log_every == 0 or step == num_steps:
                 values = metrics.read(logged, step)  # the only read from the device between two log lines
                 check_finite(values["loss"], logged, checkpoints)
+                checkpoints.check()  # a save that failed behind the steps ends the run here
                 means = {name: float(column.mean()) for name, column in values.items()}
                 rate = schedule[step - 1].item()
                 log.train(step, **means, learning_rate=rate, **in_tokens(speed.measure(step), lengths, config))
@@ -549,13 +556,16 @@ def train(config: TransformerConfig) -> int:
                 log.evaluation(step, **fields)
             if stop.signal or step % config.save_every == 0 or step == num_steps:
                 check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
-                log.checkpoint(step)
                 state = dict(step=step, config=run, validation_loss=validation_loss, model=model.state_dict())
                 state |= dict(optimizer=optimizer.state_dict(), metrics=metrics.state_dict(), random=random_state())
                 with goodput.phase("checkpoint"):
-                    checkpoints.save(step, state)
+                    on_host = checkpoints.copy(step, state)
+                log.checkpoint(step, wait_seconds=on_host.wait_seconds)  # on disk before the step counts as done
+                checkpoints.write(on_host)  # behind the next steps
             if stop.signal:
                 break
+        with goodput.phase("checkpoint"):
+            checkpoints.wait()  # the last one is on disk
         goodput.enter("other")
 
     if stop.signal:
@@ -572,7 +582,8 @@ def train(config: TransformerConfig) -> int:
         "seconds": goodput.total(),
         "goodput": goodput.seconds,
     }
-    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+    if hosts.index == 0:
+        write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
     floor = f" (floor {data.loss_floor:.4f})" if data.loss_floor is not None else ""
     print(f"validation loss {validation_loss:.4f}{floor}, perplexity {math.exp(min(validation_loss, 700.0)):.2f}")
     print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
@@ -694,7 +705,9 @@ def print_placement(model: GPT) -> None:
 
 
 def main() -> int:
-    return train(parse_command_line(TransformerConfig, __doc__))
+    config = parse_command_line(TransformerConfig, __doc__)
+    host, addresses = tpu_hosts() if choose_device(config) == "tpu" else (0, ["localhost"])
+    return train(config, wait_for_peers(host, addresses, seconds=300))
 
 
 if __name__ == "__main__":

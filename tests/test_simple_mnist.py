@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from conftest import ROOT, read_lines, run
+from test_tpu_utils import a_full_disk
 
 import simple_mnist_tpu
 from config import MnistConfig, learning_rates, make_optimizer
@@ -84,6 +85,7 @@ def test_first_command_leaves_a_complete_run_directory(quick_test):
         "mfu",
         "data_wait_seconds",
     }
+    assert all(line["wait_seconds"] >= 0 for line in lines if line["kind"] == "checkpoint")
     assert train[-1]["mfu"] is None, "the peak of a CPU is not known"
     assert len([line for line in lines if line["kind"] == "eval"]) == 40
     assert json.loads((run_dir / "config.json").read_text())["preset"] == "quick_test"
@@ -116,7 +118,7 @@ def assert_identical(a, b):
 
 
 def numbers(run_dir):
-    timing = {"step_seconds", "examples_per_second", "data_wait_seconds", "mfu"}
+    timing = {"step_seconds", "examples_per_second", "data_wait_seconds", "mfu", "wait_seconds"}
     return [{key: value for key, value in line.items() if key not in timing} for line in read_lines(run_dir)]
 
 
@@ -338,6 +340,15 @@ def test_a_loss_that_is_not_a_number_fails_the_run_and_is_never_saved(tmp_path, 
     assert in_process("--run_dir", tmp_path / "run", "--no_tensorboard", "--save_every", "3", *options) == 1
     assert "the loss of step" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_a_save_that_fails_behind_the_steps_fails_the_run(tmp_path, capsys):
+    options = ["--num_epochs", "1", "--warmup_steps", "2", "--save_every", "5", "--log_every", "5", "--no_tensorboard"]
+    with a_full_disk():
+        assert in_process("--run_dir", tmp_path / "run", *options) == 1
+    captured = capsys.readouterr()
+    assert "error: checkpoint of step 5 could not be written" in captured.err and "step     15/" not in captured.out
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 def test_production_refuses_a_machine_without_tpu(tmp_path):

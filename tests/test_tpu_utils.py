@@ -1,8 +1,14 @@
 """Device, metrics and checkpoint utilities on their own."""
 
+import contextlib
+import itertools
 import json
 import os
 import pickle
+import resource
+import signal
+import sys
+import threading
 import time
 
 import numpy as np
@@ -294,23 +300,148 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path, write):
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_failed_save_leaves_the_earlier_checkpoints(tmp_path):
-    import resource
-
-    checkpoints = save(tmp_path, 10)
-    before = (checkpoints.path(10) / "state.pt").read_bytes()
+@contextlib.contextmanager
+def a_full_disk():
+    """No file of this process grows beyond 100 kB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the disk takes no more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(
-            SaveError, match=r"step 20 could not be written .* the checkpoints of steps \[10\] are intact"
-        ):
-            checkpoints.save(20, {"step": 20, "big": torch.zeros(100_000)})
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+BIG = {"step": 20, "big": torch.zeros(100_000)}
+
+
+def test_a_failed_save_leaves_the_earlier_checkpoints(tmp_path):
+    checkpoints = save(tmp_path, 10)
+    before = (checkpoints.path(10) / "state.pt").read_bytes()
+    with (
+        a_full_disk(),
+        pytest.raises(SaveError, match=r"step 20 could not be written .* the checkpoints of steps \[10\] are intact"),
+    ):
+        checkpoints.save(20, BIG)
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000010"]
     assert (checkpoints.path(10) / "state.pt").read_bytes() == before
     assert checkpoints.load_for_resume("must")["step"] == 10
+
+
+def test_a_save_behind_the_steps_has_the_state_of_its_step(tmp_path, device):
+    checkpoints = save(tmp_path)
+    on_host, on_device = torch.zeros(3), torch.zeros(3).to(device)
+    copy = checkpoints.copy(10, {"step": 10, "model": [on_host, on_device]})
+    assert not checkpoints.folder.exists(), "the log line comes between the copy and the first byte of a checkpoint"
+    assert copy.wait_seconds > 0
+    checkpoints.write(copy)
+    on_host.add_(1)
+    on_device.add_(1)
+    checkpoints.wait()
+    assert all(torch.equal(tensor, torch.zeros(3)) for tensor in checkpoints.load_for_resume("must")["model"])
+    assert copy.whole == {}, "or the next copy would be a second one in memory"
+
+
+def test_one_save_is_under_way_at_a_time_and_the_loop_goes_on_meanwhile(tmp_path, monkeypatch):
+    checkpoints, disk = save(tmp_path, 10), threading.Event()
+    write_whole = tpu_utils.checkpoint.write_whole
+    monkeypatch.setattr(tpu_utils.checkpoint, "write_whole", lambda *a: disk.wait() and write_whole(*a))
+    checkpoints.write(checkpoints.copy(20, {**STATE, "step": 20}))
+    checkpoints.check()
+    assert checkpoints.steps() == [10]
+    next_copy = threading.Thread(target=lambda: checkpoints.copy(30, {**STATE, "step": 30}))
+    next_copy.start()
+    assert next_copy.is_alive()  # and will be: the disk does not move
+    disk.set()
+    next_copy.join()
+    assert checkpoints.steps() == [10, 20]
+
+
+@pytest.mark.parametrize("where", ["check", "copy", "wait", "end"])
+def test_a_save_that_failed_behind_the_steps_is_raised_in_the_loop(tmp_path, where):
+    checkpoints = save(tmp_path, 10)
+    with pytest.raises(SaveError, match=r"step 20 could not be written .* of steps \[10\] are intact"), checkpoints:
+        with a_full_disk():
+            checkpoints.write(checkpoints.copy(20, BIG))
+            checkpoints._thread.join()
+        if where == "check":
+            checkpoints.check()
+        elif where == "copy":
+            checkpoints.copy(30, {"step": 30})
+        elif where == "wait":
+            checkpoints.wait()
+    checkpoints.wait()  # said once
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000010"]
+    assert checkpoints.load_for_resume("must")["step"] == 10
+    checkpoints.save(20, BIG)  # the disk has room again
+    assert checkpoints.steps() == [10, 20]
+
+
+def test_a_bug_in_the_thread_is_not_swallowed(tmp_path, monkeypatch):
+    checkpoints = save(tmp_path)
+    monkeypatch.setattr(tpu_utils.checkpoint, "write_whole", lambda *a: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.save(10, STATE)
+
+
+def test_a_run_that_ends_with_an_error_still_finishes_its_save(tmp_path, capsys):
+    checkpoints = save(tmp_path)
+    with pytest.raises(NonFiniteError), checkpoints:
+        checkpoints.write(checkpoints.copy(10, {**STATE, "step": 10}))
+        raise NonFiniteError("step 11")
+    assert checkpoints.load_for_resume("must")["step"] == 10
+    with pytest.raises(NonFiniteError), checkpoints, a_full_disk():
+        checkpoints.write(checkpoints.copy(20, BIG))
+        checkpoints._thread.join()
+        raise NonFiniteError("step 21")
+    assert "error: checkpoint of step 20 could not be written" in capsys.readouterr().err
+
+
+def test_too_little_space_is_said_before_anything_is_touched(tmp_path):
+    checkpoints = save(tmp_path, 10)
+    (checkpoints.folder / ".writing_00000005").mkdir()
+    huge = torch.zeros(1).expand(2**58)  # 2**60 bytes, of which only the space check knows
+    with pytest.raises(
+        SaveError,
+        match=r"step 20 needs [\d,]+ MiB, but [\d,]+ MiB are free at .*checkpoints; nothing was written.* \[10\]",
+    ):
+        checkpoints.save(20, {"step": 20, "big": huge})
+    assert {path.name for path in checkpoints.folder.iterdir()} == {".writing_00000005", "step_00000010"}
+    checkpoints.save(20, {"step": 20})
+    assert {path.name for path in checkpoints.folder.iterdir()} == {"step_00000020", "step_00000010"}
+
+
+def test_killed_at_any_moment_of_a_save_a_complete_checkpoint_is_left(tmp_path):
+    """A child is killed at its first, second, ... access to files in the thread, until one comes through."""
+    events = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+    left = []
+    for moment in itertools.count(1):
+        folder = tmp_path / str(moment)
+        checkpoints = save(folder, 10, keep=1)
+        child = os.fork()
+        if child == 0:
+            count = itertools.count(1)
+
+            def hook(event, arguments, moment=moment, count=count):
+                in_thread = threading.current_thread().name == "checkpoint"
+                if in_thread and event in events and next(count) == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(hook)
+            try:
+                checkpoints.save(20, {**STATE, "step": 20})
+                os._exit(0)
+            finally:
+                os._exit(1)  # never back into pytest
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        state = checkpoints.load_for_resume("must")
+        assert torch.equal(state["model"]["w"], STATE["model"]["w"])
+        left.append(state["step"])
+        checkpoints.save(20, {**STATE, "step": 20})  # what the resumed run does
+        assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000020"]
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert left == sorted(left) and left[0] == 10 and left[-1] == 20 and len(left) > 8
 
 
 def test_another_run_is_not_continued():

@@ -5,7 +5,8 @@
     metrics = DeviceMetrics(["loss"], ...)            # values of each step stay on the device until a log line
     checkpoints = Checkpoints(run_dir / ...)          # atomic, checked, never executed
 
-One module for each: device, loader, guards (what stops a run early), metrics, checkpoint, errors.
+One module for each: device, loader, guards (what stops a run early), metrics, checkpoint, state (to files and
+back), errors.
 Exceptions: InputError (config.py) is the user's to mend and exits with 2; every TrainingError exits with 1.
 """
 
@@ -13,14 +14,12 @@ from tpu_utils.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
     check_same_run,
-    crc32_of,
     load_model,
     open_run_dir,
     random_state,
     read_checkpoint,
     set_random_state,
     sync_folder,
-    to_host,
     write_atomically,
 )
 from tpu_utils.device import (
@@ -63,6 +62,7 @@ from tpu_utils.metrics import (
     transfers_from_device,
     transfers_to_device,
 )
+from tpu_utils.state import HostCopy, crc32_of, to_host
 
 __all__ = [
     "GENERATIONS",
@@ -77,6 +77,7 @@ __all__ = [
     "DeviceMetrics",
     "Generation",
     "Goodput",
+    "HostCopy",
     "NonFiniteError",
     "Peers",
     "Profile",

@@ -3,10 +3,10 @@
 import datetime
 import json
 import os
-import pickle
 import shutil
 import sys
-import zlib
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,22 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from config import FREE_ON_RESUME, InputError, TrainConfig
+from tpu_utils.device import Peers
 from tpu_utils.errors import CheckpointError, SaveError
+from tpu_utils.state import (
+    HostCopy,
+    checksum_of,
+    copy_to_host,
+    is_cut,
+    map_tensors,
+    num_bytes,
+    put,
+    read_cut,
+    read_whole,
+    tensors_by_path,
+    write_cut,
+    write_whole,
+)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -73,25 +88,39 @@ def check_same_run(config: dict[str, Any], saved: dict[str, Any]) -> None:
         )
 
 
-def to_host(value: Any) -> Any:
-    """The same nesting of dicts, lists and tuples with every tensor on the CPU: what torch.save may write."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: to_host(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(to_host(item) for item in value)
-    return value
-
-
 class Checkpoints:
-    """step_00001200/state.pt and a `done` marker with its size and CRC-32; the newest `keep` of them.
+    """step_00001200/ with state.pt, the files of what is cut over devices, and a `done` marker with the size and
+    CRC-32 of each; the newest `keep` of them.
 
     A step is written aside, synced, renamed and only then marked: a folder without its marker is not a checkpoint.
+    The loop waits for the copy to host memory alone, one thread does the rest; at most one save is under way:
+
+        copy = checkpoints.copy(step, state)     # raises what went wrong with the save before
+        checkpoints.write(copy)                  # at once
+        checkpoints.check()                      # now and then: raises SaveError if a save has failed
+        checkpoints.wait()                       # the last save is on disk
+
+    As a context manager it waits at the end, whatever happened. With several peers every process makes all these calls
+    alike, on a folder that all of them see.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, peers: Peers | None = None):
         self.folder, self.keep = folder, keep
+        self._peers = peers or Peers()
+        self._peers_of_thread = self._peers.again()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, *exception) -> None:
+        if kind is None:
+            self.wait()
+            return
+        self._join()
+        if self._failure:  # the run ends with another error; this one must not go unsaid
+            print(f"error: {self._failure}", file=sys.stderr)
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
@@ -101,51 +130,128 @@ class Checkpoints:
         return self.folder / f"step_{step:08d}"
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Returns the folder written. Raises SaveError; then the earlier checkpoints are as they were."""
-        state, target, aside = to_host(state), self.path(step), self.folder / f".writing_{step:08d}"
+        """Copy, write and wait. Returns the folder written. Raises SaveError; the earlier checkpoints are intact."""
+        self.write(self.copy(step, state))
+        self.wait()
+        return self.path(step)
+
+    def copy(self, step: int, state: dict[str, Any]) -> HostCopy:
+        """The state in host memory, once the save before is on disk. Raises its SaveError, or one for lack of space."""
+        started = time.perf_counter()
+        self.wait()
+        self._peers.from_first(lambda: self._check_space(step, num_bytes(state)))
+        copy = copy_to_host(step, state, first=self._peers.index == 0)
+        copy.wait_seconds = time.perf_counter() - started
+        return copy
+
+    def write(self, copy: HostCopy) -> None:
+        """Begin to write it; wait() or the next copy() waits for the end. The copy is used up."""
+        if self._peers.index == 0 or copy.cut:  # what is not cut is written by the first process alone
+            # no daemon: a run that ends with an error elsewhere still finishes its save
+            self._thread = threading.Thread(target=self._write_and_keep_error, args=(copy,), name="checkpoint")
+            self._thread.start()
+
+    def check(self) -> None:
+        """Waits for nothing. Raises, on all processes, what went wrong with a save."""
+        self._peers.from_first(self._raise_failure)
+        self._raise_failure()
+
+    def wait(self) -> None:
+        """The last save is on disk when it returns. Raises SaveError if it is not."""
+        self._join()
+        self.check()
+
+    def _join(self) -> None:
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure:
+            raise failure
+
+    def _check_space(self, step: int, state_bytes: int) -> None:
+        """Before anything is touched: a disk that fills up in the middle of a save takes other programs down too."""
+        needed = state_bytes + state_bytes // 50 + 2**20  # with what torch.save adds
+        folder = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            raise SaveError(
+                f"checkpoint of step {step} needs {needed / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB are free at "
+                f"{folder}; nothing was written, the checkpoints of steps {self.steps()} are intact; make room there, "
+                "or move the run to a larger disk, and go on with --resume must"
+            )
+
+    def _write_and_keep_error(self, copy: HostCopy) -> None:
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            with (aside / "state.pt").open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            marker = {"step": step, "bytes": (aside / "state.pt").stat().st_size, "crc32": crc32_of(aside / "state.pt")}
-            sync_folder(aside)
-            if target.exists():  # a kill left it without its marker, or a resumed run comes past it again
-                self._remove(target)
-            aside.rename(target)
-            sync_folder(self.folder)
-            write_atomically(target / "done", json.dumps(marker).encode())
-            for old in self.steps()[: -self.keep]:
-                self._remove(self.path(old))
+            self._write(copy)
+        except BaseException as error:  # whatever it is: the loop raises it
+            self._failure = error
+        finally:
+            copy.whole, copy.cut = {}, {}  # or the next copy would be a second one in memory
+
+    def _write(self, copy: HostCopy) -> None:
+        """In the thread. With several processes and nothing cut, on the first alone: no message goes between them."""
+        peers = self._peers_of_thread if copy.cut else Peers()
+        aside = self.folder / f".writing_{copy.step:08d}"
+        try:
+            peers.from_first(lambda: self._make(aside))
+            files = write_cut(aside, copy.cut, peers) if copy.cut else {}
+            peers.from_first(lambda: self._finish(copy, aside, files))
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-            shutil.rmtree(aside, ignore_errors=True)
+            if peers.index == 0:
+                shutil.rmtree(aside, ignore_errors=True)
             free = shutil.disk_usage(self.folder.parent).free / 2**20
             raise SaveError(
-                f"checkpoint of step {step} could not be written to {target}: {error}; {free:.0f} MiB are free there; "
-                f"the checkpoints of steps {self.steps()} are intact"
+                f"checkpoint of step {copy.step} could not be written to {self.path(copy.step)}: {error}; "
+                f"{free:,.0f} MiB are free there; the checkpoints of steps {self.steps()} are intact"
             ) from error
-        return target
+
+    def _make(self, aside: Path) -> None:
+        for left_by_a_kill in self.folder.glob(".writing_*"):
+            shutil.rmtree(left_by_a_kill)
+        aside.mkdir(parents=True)
+
+    def _finish(self, copy: HostCopy, aside: Path, files: dict[str, dict[str, int]]) -> None:
+        """On the first process, when all parts are on disk: the rest, the marker, and away with the oldest."""
+        target = self.path(copy.step)
+        for name, expected in files.items():
+            size = (aside / name).stat().st_size if (aside / name).exists() else "absent"
+            if size != expected["bytes"]:
+                raise RuntimeError(
+                    f"{name} is {size} here, its process wrote {expected['bytes']} bytes; a run whose state is cut "
+                    "over several hosts needs a --run_dir that all of them share"
+                )
+        marker = {"step": copy.step, **write_whole(aside / "state.pt", copy.whole), "cut": files}
+        sync_folder(aside)
+        if target.exists():  # a kill left it without its marker, or a resumed run comes past it again
+            self._remove(target)
+        aside.rename(target)
+        sync_folder(self.folder)
+        write_atomically(target / "done", json.dumps(marker).encode())
+        kept = {self.path(step) for step in self.steps()[-self.keep :]}
+        for folder in set(self.folder.glob("step_????????")) - kept:  # also what a kill left without its marker
+            self._remove(folder)
 
     @staticmethod
     def _remove(folder: Path) -> None:
         (folder / "done").unlink(missing_ok=True)  # first of all: half a folder must not look complete
         shutil.rmtree(folder)
 
-    def load_for_resume(self, resume: str) -> dict[str, Any] | None:
+    def load_for_resume(self, resume: str, whole: bool = True) -> dict[str, Any] | None:
         """State of the newest complete checkpoint, on the CPU; None when a new run is to begin.
 
-        resume is never, auto or must. A damaged checkpoint is named and the one before it is used. Raises
-        CheckpointError when all are damaged, when one holds anything but tensors and plain values, or when there is
-        none and resume is must.
+        resume is never, auto or must. whole=False: see read_checkpoint; restore() gets the rest. A damaged checkpoint
+        is named and the one before it is used. Raises CheckpointError when all are damaged, when one holds anything but
+        tensors and plain values, or when there is none and resume is must.
         """
         if resume == "never":
             return None
         problems = []
         for step in reversed(self.steps()):
             try:
-                return read_checkpoint(self.path(step))
+                return read_checkpoint(self.path(step), whole)
             except DamagedCheckpoint as error:
                 problems.append(str(error))
                 print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
@@ -157,51 +263,84 @@ class Checkpoints:
             raise CheckpointError(f"resume is must, but {self.folder} holds no complete checkpoint; check --run_dir")
         return None
 
+    def restore(self, saved: dict[str, Any], targets: dict[str, Any]) -> None:
+        """Fill the tensors in targets, a nesting as in saved, which is what load_for_resume returned, whole or not.
+
+        They keep their place: one that is cut over devices gets each device's part, whatever mesh or single device it
+        was saved from. Raises CheckpointError before anything is changed if names or shapes differ.
+        """
+        wanted, found = (
+            # the numbers in param_groups come from the options, and the learning rate from the schedule
+            {path: t for path, t in tensors_by_path(state).items() if "/param_groups/" not in path}
+            for state in (targets, {name: saved.get(name) for name in targets})
+        )
+        _check_shapes(wanted, found)
+        # parts go to the devices one by one; a tensor that every device holds whole goes by way of a whole one here
+        parts = {
+            path: tensor if is_cut(tensor) else torch.empty_like(tensor, device="cpu")
+            for path, tensor in wanted.items()
+            if found[path].is_meta
+        }
+        if parts:
+            folder = self.path(saved["step"])
+            read_cut(folder, list(_marker(folder)), parts)
+        found |= parts
+        for path, tensor in wanted.items():
+            if found[path] is not tensor:
+                put(tensor, found[path])
+
 
 class DamagedCheckpoint(CheckpointError):
     """Its bytes are not those that were written."""
 
 
-def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """The state in a checkpoint folder, on the CPU. Never runs what the file says: weights_only.
+def _marker(folder: Path) -> dict[str, Any]:
+    """Size and CRC-32 of every file, by name, as the done marker says. Raises OSError and what a bad marker makes."""
+    marker = json.loads((folder / "done").read_text())
+    return {"state.pt": {name: marker.get(name) for name in ("bytes", "crc32")}, **marker.get("cut", {})}
 
-    Raises DamagedCheckpoint for other bytes than were written, CheckpointError for foreign content.
+
+def read_checkpoint(folder: Path, whole: bool = True) -> dict[str, Any]:
+    """The state in a checkpoint folder, on the CPU. Nothing that the files say is run.
+
+    whole=False: of tensors that were cut over devices only shapes and types, on the meta device. Every byte is checked
+    all the same. Raises DamagedCheckpoint for other bytes than were written, CheckpointError for foreign content.
     """
-    path = folder / "state.pt"
     try:
-        marker = json.loads((folder / "done").read_text())
-        found = {"bytes": path.stat().st_size, "crc32": crc32_of(path)}
-    except (OSError, ValueError) as error:
+        files = _marker(folder)
+        sums = {name: (expected, checksum_of(folder / name)) for name, expected in files.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {error}") from error
-    for name, value in found.items():
-        if not isinstance(marker, dict) or marker.get(name) != value:
-            expected = marker.get(name) if isinstance(marker, dict) else None
-            raise DamagedCheckpoint(f"checkpoint {path} is damaged: {name} is {value}, its done marker says {expected}")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint of these scripts: it holds more than tensors and plain values, and nothing of "
-            "it was run; remove it, or choose another --run_dir"
-        ) from error
+    for name, (expected, found) in sums.items():
+        for quantity, value in found.items():
+            if expected.get(quantity) != value:
+                raise DamagedCheckpoint(
+                    f"checkpoint {folder / name} is damaged: {quantity} is {value}, its done marker says "
+                    f"{expected.get(quantity)}"
+                )
+    state = read_whole(folder / "state.pt")
     if not isinstance(state, dict) or "step" not in state:
         raise CheckpointError(
-            f"{path} is not a checkpoint of these scripts: found {type(state).__name__} without a step"
+            f"{folder / 'state.pt'} is not a checkpoint of these scripts: found {type(state).__name__} without a step"
         )
+    cut: dict[str, torch.Tensor] = {}
+    if whole:
+        state = map_tensors(
+            state, lambda path, t: cut.setdefault(path, torch.empty_like(t, device="cpu")) if t.is_meta else t
+        )
+    if cut:
+        read_cut(folder, list(files), cut)
     return state
-
-
-def crc32_of(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
 
 
 def load_model(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
     """load_state_dict that says in words what differs. Raises CheckpointError before anything is changed."""
-    own = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    _check_shapes(model.state_dict(), saved)
+    model.load_state_dict(saved)
+
+
+def _check_shapes(wanted: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    own = {name: tuple(t.shape) for name, t in wanted.items()}
     other = {name: tuple(t.shape) for name, t in saved.items()}
     changed = [
         f"{n} is {own.get(n, 'absent')}, was {other.get(n, 'absent')}"
@@ -213,7 +352,6 @@ def load_model(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
             f"the checkpoint is of another model: {'; '.join(changed[:3])}; give the options it was made with, "
             "or start anew in another --run_dir"
         )
-    model.load_state_dict(saved)
 
 
 def random_state() -> dict[str, Any]:

@@ -206,14 +206,28 @@ class Peers:
     """
 
     def __init__(self, index: int = 0, count: int = 1, group=None):
-        self.index, self.count, self._group = index, count, group
+        self.index, self.count, self.group = index, count, group
+
+    def again(self) -> "Peers":
+        """The same processes over a group of their own, for a thread: it would mix its messages with the others'.
+
+        All processes must call it.
+        """
+        return Peers(self.index, self.count, dist.new_group(backend="gloo")) if self.count > 1 else self
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every process gave, in the order of their indices, on all of them."""
+        values = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def largest(self, value: int) -> int:
         """The largest value that any process gave."""
         if self.count == 1:
             return value
         values = torch.tensor([value])
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return int(values[0])
 
     def from_first(self, function: Callable[[], Any]) -> Any:
@@ -226,7 +240,7 @@ class Peers:
                 outcome[0] = function()
             except Exception as error:  # whatever it is: the others wait to hear
                 outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, group=self._group, device=torch.device("cpu"))
+        dist.broadcast_object_list(outcome, src=0, group=self.group, device=torch.device("cpu"))
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]

@@ -248,9 +248,12 @@ class RunLog:
             f"step {step:6d}/{self._bar.total}  " + "  ".join(f"{name} {value:.4f}" for name, value in fields.items())
         )
 
-    def checkpoint(self, step: int) -> None:
-        """Write it before saving: all lines are then on disk before a checkpoint says that their steps are done."""
-        self.write("checkpoint", step)
+    def checkpoint(self, step: int, **fields: float) -> None:
+        """A checkpoint line. fields: wait_seconds of the step loop.
+
+        Call it before the checkpoint is written: all lines are on disk before a checkpoint says their steps are done.
+        """
+        self.write("checkpoint", step, **fields)
         if not self._silent:
             os.fsync(self._file.fileno())
 

@@ -1,0 +1,104 @@
+"""A state cut over a mesh of virtual devices, saved by one process and loaded by others.
+
+test_checkpoint_sharded.py starts it:
+
+python sharded_state.py ACTION FOLDER DEVICES MESH      # MESH: sizes of the axes (data, fsdp, tensor), 2x2x2
+
+ACTION: save, load, save_equal_parts (the bug of torch_xla that save avoids), or save_as_I_of_N_at_PORT: XLA's CPU
+client knows no other process, so each of N processes holds the whole state and gives away what the others would have.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=sys.argv[3])
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+import tpu_utils.state
+from tpu_utils import Checkpoints, graphs_compiled, run_script, wait_for_peers
+
+BATCH = ("data", "fsdp")
+SPECS = {  # shape, type, how it is cut: over all axes, over some with equal copies on the others, unevenly, not at all
+    "all": ((16, 8), torch.float32, (BATCH, "tensor")),
+    "some": ((16, 8), torch.bfloat16, ("fsdp", None)),
+    "other": ((8, 16), torch.float32, (None, "tensor")),
+    "uneven": ((5, 3), torch.float32, (BATCH, None)),
+    "copies": ((7,), torch.float32, (None,)),
+    "free": ((3,), torch.int32, None),
+}
+
+
+def values() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {name: (100 * torch.rand(shape, generator=random)).to(dtype) for name, (shape, dtype, _) in SPECS.items()}
+
+
+def placed(tensors: dict[str, torch.Tensor], sizes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    device = torch_xla.device()
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    if xr.is_spmd():
+        mesh = xs.Mesh(np.arange(xr.global_runtime_device_count()), sizes, ("data", "fsdp", "tensor"))
+        for name, tensor in tensors.items():
+            if SPECS[name][2] is not None:
+                xs.mark_sharding(tensor, mesh, SPECS[name][2])
+    return tensors
+
+
+def save(checkpoints: Checkpoints, sizes: tuple[int, ...], index: int = 0, count: int = 1) -> None:
+    model, optimizer = placed(values(), sizes), placed(values(), sizes)
+    graphs = graphs_compiled()
+    copy = checkpoints.copy(7, {"step": 7, "model": model, "optimizer": [optimizer]})
+    print(f"graphs {graphs_compiled() - graphs}")
+    for tensor in model.values():  # training goes on
+        tensor.add_(1)
+    torch_xla.sync()
+    for number, shards in enumerate(copy.cut.values()):
+        shards.shards = [shard for i, shard in enumerate(shards.shards) if (i + number) % count == index]
+    checkpoints.write(copy)
+    checkpoints.wait()
+
+
+def load(checkpoints: Checkpoints, sizes: tuple[int, ...]) -> None:
+    saved = checkpoints.load_for_resume("must", whole=False)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in values().items()}
+    targets = {"model": placed(zeros, sizes), "optimizer": [placed(zeros, sizes)]}
+    before = {name: torch_xla._XLAC._get_xla_sharding_spec(t) for name, t in targets["model"].items()}
+    graphs = graphs_compiled()
+    checkpoints.restore(saved, targets)
+    torch_xla.sync()
+    print(f"graphs {graphs_compiled() - graphs}")
+    for tensors in (targets["model"], targets["optimizer"][0]):
+        for name, tensor in tensors.items():
+            assert torch_xla._XLAC._get_xla_sharding_spec(tensor) == before[name], f"{name} lost its place"
+            found, expected = tensor.cpu(), values()[name]
+            assert found.dtype == expected.dtype and torch.equal(found, expected), f"{name}: {found}, {expected}"
+    print("identical")
+
+
+def main() -> int:
+    action, folder, num_devices, mesh = sys.argv[1:]
+    if int(num_devices) > 1:
+        xr.use_spmd()
+    sizes = tuple(int(size) for size in mesh.split("x"))
+    if action == "load":
+        load(Checkpoints(Path(folder), 3), sizes)
+    elif action.startswith("save_as"):
+        index, count, port = (int(word) for word in action.split("_") if word.isdecimal())
+        peers = wait_for_peers(index, ["localhost"] * count, 60, port)
+        save(Checkpoints(Path(folder), 3, peers), sizes, index, count)
+    else:
+        if action == "save_equal_parts":
+            tpu_utils.state._is_mine = lambda shard: True
+        save(Checkpoints(Path(folder), 3), sizes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

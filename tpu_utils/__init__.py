@@ -5,7 +5,8 @@
     metrics = DeviceMetrics(["loss"], ...)            # values of each step stay on the device until a log line
     checkpoints = Checkpoints(run_dir / ...)          # atomic, checked, never executed
 
-One module for each: device, loader, guards (what stops a run early), metrics, checkpoint, errors.
+One module for each: device, loader, guards (what stops a run early), metrics, checkpoint, storage (a run
+directory in a bucket), errors.
 Exceptions: InputError (config.py) is the user's to mend and exits with 2; every TrainingError exits with 1.
 """
 
@@ -63,6 +64,7 @@ from tpu_utils.metrics import (
     transfers_from_device,
     transfers_to_device,
 )
+from tpu_utils.storage import Mirror
 
 __all__ = [
     "GENERATIONS",
@@ -77,6 +79,7 @@ __all__ = [
     "DeviceMetrics",
     "Generation",
     "Goodput",
+    "Mirror",
     "NonFiniteError",
     "Peers",
     "Profile",

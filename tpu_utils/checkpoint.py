@@ -15,6 +15,7 @@ import torch_xla.core.xla_model as xm
 
 from config import FREE_ON_RESUME, InputError, TrainConfig
 from tpu_utils.errors import CheckpointError, SaveError
+from tpu_utils.storage import Mirror, open_bucket_dir
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -38,11 +39,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_run_dir(config: TrainConfig) -> Path:
-    """The run directory, made and proved writable. Raises InputError where it is not, or already holds a run."""
+    """The run directory, made and proved writable; of a gs:// directory the local folder that a Mirror uploads.
+
+    Raises InputError where it cannot be written, or already holds a run.
+    """
     now = datetime.datetime.now()
     run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")
     if config.compile_for:
         return run_dir  # nothing runs, nothing is written
+    if config.run_dir.startswith("gs://"):
+        return open_bucket_dir(config.run_dir, config.resume)
     if config.resume == "must" and not run_dir.exists():
         raise InputError(
             f"resume is must, but {run_dir} holds no complete checkpoint: it does not exist; check --run_dir"
@@ -90,8 +96,9 @@ class Checkpoints:
     A step is written aside, synced, renamed and only then marked: a folder without its marker is not a checkpoint.
     """
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, mirror: Mirror | None = None):
+        """mirror: of the run directory, for one in a bucket."""
+        self.folder, self.keep, self._mirror = folder, keep, mirror
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
@@ -102,6 +109,8 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Returns the folder written. Raises SaveError; then the earlier checkpoints are as they were."""
+        if self._mirror:
+            self._mirror.wait()  # pruning must not take files away that are on their way up
         state, target, aside = to_host(state), self.path(step), self.folder / f".writing_{step:08d}"
         try:
             shutil.rmtree(aside, ignore_errors=True)
@@ -126,6 +135,8 @@ class Checkpoints:
                 f"checkpoint of step {step} could not be written to {target}: {error}; {free:.0f} MiB are free there; "
                 f"the checkpoints of steps {self.steps()} are intact"
             ) from error
+        if self._mirror:
+            self._mirror.send(target, self.keep)
         return target
 
     @staticmethod
@@ -145,6 +156,8 @@ class Checkpoints:
         problems = []
         for step in reversed(self.steps()):
             try:
+                if self._mirror:
+                    self._mirror.fetch(self.path(step))
                 return read_checkpoint(self.path(step))
             except DamagedCheckpoint as error:
                 problems.append(str(error))

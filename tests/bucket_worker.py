@@ -1,0 +1,13 @@
+"""A training script with the patience of a test: python tests/bucket_worker.py SCRIPT OPTIONS..."""
+
+import runpy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tpu_utils import storage
+
+storage.REQUEST_SECONDS = 0.7
+storage.LOG_SECONDS = 0.5
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -9,5 +9,7 @@ from tpu_utils import storage
 
 storage.REQUEST_SECONDS = 0.7
 storage.LOG_SECONDS = 0.5
+retrying = storage.retrying
+storage.retrying = lambda seconds: retrying(seconds).with_delay(initial=0.05, maximum=0.5)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")

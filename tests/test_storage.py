@@ -1,5 +1,6 @@
 """gs:// run directories: the real client library against emulator processes, behind a faulty network."""
 
+import importlib.util
 import json
 import os
 import re
@@ -16,10 +17,12 @@ import pytest
 import torch
 from conftest import ROOT, read_lines
 from faulty_proxy import FAULTS, FaultyProxy
+from google.api_core import exceptions as api_exceptions
 from test_simple_mnist import assert_identical, in_process, numbers
 
+import transformer_tpu
 from config import InputError, MnistConfig
-from tpu_utils import Checkpoints, Mirror, SaveError, graphs_compiled, open_run_dir, storage
+from tpu_utils import Checkpoints, Mirror, SaveError, graphs_compiled, open_run_dir, run_script, storage
 
 OPTIONS = ["--num_epochs", "2", "--log_every", "7", "--save_every", "10", "--channels", "4", "--hidden_dim", "16"]
 LAST = 44
@@ -74,6 +77,9 @@ def through_proxy(port, monkeypatch):
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
     monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.7)
     monkeypatch.setattr(storage, "CHUNK_BYTES", 2**20)
+    monkeypatch.setattr(storage, "LOG_SECONDS", 0.5)
+    retrying = storage.retrying
+    monkeypatch.setattr(storage, "retrying", lambda seconds: retrying(seconds).with_delay(initial=0.05, maximum=0.5))
     yield proxy
     proxy.close()
 
@@ -236,10 +242,16 @@ def test_a_permanent_failure_is_loud_tells_no_secret_and_keeps_the_earlier_check
         checkpoints.save(20, {"step": 20, "big": torch.rand(9 * 2**18)})
         checkpoints.save(30, {"step": 30})
     error = capsys.readouterr().err
-    assert "upload_id=..." in error and "secret" not in error
+    assert "status 503" in error and "secret" not in error
     machine("second")
     proxy.plan = lambda method, path: None
     assert steps_in_bucket("permanent") == [10]
+
+
+def test_the_address_of_an_upload_is_not_told():
+    error = api_exceptions.BadRequest("PUT https://host/o?uploadType=resumable&upload_id=AHm-b_0+secret%3A: Bad\nmore")
+    said = "400 PUT https://host/o?uploadType=resumable&upload_id=...: Bad"
+    assert storage.reason(error, "gs://runs/a") == said, "whoever has it may upload"
 
 
 def test_a_second_process_on_the_same_directory_is_found_out(proxy, machine):
@@ -263,18 +275,15 @@ def test_an_interrupted_log_upload_does_not_end_the_run(proxy, monkeypatch, caps
     opened = config("logs")
     run_dir = open_run_dir(opened)
     (run_dir / "config.json").write_text("{}")
-    refused = threading.Event()
-
-    def plan(method, path):
-        if not refused.is_set() and "upload" in path:
-            refused.set()
-            return "503"
-
-    proxy.plan = plan
+    proxy.plan = lambda method, path: "503" if "upload" in path else None
+    said, deadline = "", time.monotonic() + 20
     with Mirror(opened, run_dir):
-        assert refused.wait(10)
+        while "its log files could not be uploaded to gs://runs/logs" not in said:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            said += capsys.readouterr().err
+        proxy.plan = lambda method, path: None
     assert (open_run_dir(config("logs", resume="auto")) / "config.json").exists()
-    assert "its log files could not be uploaded" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -326,12 +335,14 @@ def test_a_finished_or_running_run_is_never_overwritten(proxy):
         open_run_dir(opened)
 
 
-def test_the_client_library_is_imported_for_a_bucket_only():
-    code = "import sys, simple_mnist_tpu\nassert 'google.cloud.storage' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
 # ------------------------------------------------------------------------------------------------------------ training
+
+
+def test_a_local_run_needs_no_client_library(uninterrupted, monkeypatch):
+    monkeypatch.setitem(sys.modules, "google.cloud", None)  # importing it is an ImportError
+    spec = importlib.util.spec_from_file_location("storage_again", storage.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert in_process(*OPTIONS, "--no_tensorboard", "--run_dir", uninterrupted, "--resume", "must") == 0
 
 
 @pytest.fixture(scope="module")
@@ -344,8 +355,9 @@ def uninterrupted(tmp_path_factory):
 def assert_same_as_local(folder: str, uninterrupted: Path, emulator: int) -> None:
     run_dir, state = end_state(folder)
     assert_identical(state, torch.load(uninterrupted / f"checkpoints/step_{LAST:08d}/state.pt", weights_only=True))
-    stopped_at = {line["step"] for line in read_lines(run_dir)} - {line["step"] for line in read_lines(uninterrupted)}
-    assert [line for line in numbers(run_dir) if line["step"] not in stopped_at] == numbers(uninterrupted)
+    found, expected = numbers(run_dir), numbers(uninterrupted)
+    stops = [line for line in found if line["kind"] == "checkpoint" and line not in expected]  # saved there as well
+    assert [line for line in found if line not in stops] == expected
     lines = [(line["kind"], line["step"]) for line in read_lines(run_dir)]
     assert len(lines) == len(set(lines)), "every line once"
     history = changes(emulator, folder)
@@ -359,11 +371,12 @@ def start(script: str, *options) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_a_run_in_a_bucket_under_faults_ends_with_the_bits_of_a_local_one(uninterrupted, proxy, emulator, machine):
+def test_a_run_in_a_bucket_under_faults_ends_with_the_bits_of_a_local_one(
+    uninterrupted, proxy, emulator, machine, capsys
+):
     proxy.plan = every(6)
-    process = start("simple_mnist_tpu.py", *OPTIONS, "--run_dir", "gs://runs/faulty")
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0 and "run        gs://runs/faulty" in output, output
+    assert in_process(*OPTIONS, "--run_dir", "gs://runs/faulty") == 0
+    assert "run        gs://runs/faulty" in capsys.readouterr().out
     assert set(proxy.injected) == set(FAULTS)
     proxy.plan = lambda method, path: None
     assert any("events.out.tfevents" in name for _, name, *_ in changes(emulator, "faulty"))
@@ -371,9 +384,11 @@ def test_a_run_in_a_bucket_under_faults_ends_with_the_bits_of_a_local_one(uninte
     assert_same_as_local("faulty", uninterrupted, emulator)
 
 
-def test_killed_and_stopped_in_mid_upload_a_run_goes_on_from_an_empty_machine(uninterrupted, proxy, emulator, machine):
+def test_killed_and_stopped_in_mid_upload_a_run_goes_on_from_an_empty_machine(
+    uninterrupted, proxy, emulator, machine, capsys
+):
     options = [*OPTIONS, "--no_tensorboard", "--run_dir", "gs://runs/killed"]
-    uploading, go_on = threading.Event(), threading.Event()
+    uploading, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def hold_back_second_checkpoint(method: str, path: str) -> None:
         """Its file follows metrics.jsonl, once the first checkpoint is there: the request waits for go_on."""
@@ -392,24 +407,29 @@ def test_killed_and_stopped_in_mid_upload_a_run_goes_on_from_an_empty_machine(un
 
     machine("second")
     uploading.clear(), go_on.clear()
-    proxy.plan = hold_back_second_checkpoint
-    process = start("simple_mnist_tpu.py", *options, "--resume", "must")
-    assert uploading.wait(60), process.communicate()[0]
-    process.send_signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.5)  # it must not say "saved" while the bucket does not have it
-    go_on.set()
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 143 and "resumed    after step 10" in output, output
+
+    def stop_in_mid_upload():
+        assert uploading.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        before_its_time.append(ended.wait(1.5))  # the bucket has not got what a stopped run says is saved
+        go_on.set()
+
+    before_its_time: list[bool] = []
+    stopper = threading.Thread(target=stop_in_mid_upload)
+    stopper.start()
+    assert in_process(*options, "--resume", "must") == 143
+    ended.set()
+    stopper.join()
+    assert before_its_time == [False]
+    output = capsys.readouterr().out
     stopped = int(re.search(r"saved after step (\d+)", output)[1])
-    assert marked_steps(changes(emulator, "killed"))[-1] == stopped
+    assert "resumed    after step 10" in output and marked_steps(changes(emulator, "killed"))[-1] == stopped
     assert "repeat the command with --run_dir gs://runs/killed --resume must" in output
 
     machine("third")
     proxy.plan = every(7)
-    process = start("simple_mnist_tpu.py", *options, "--resume", "must")
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0 and f"resumed    after step {stopped}" in output, output
+    assert in_process(*options, "--resume", "must") == 0
+    assert f"resumed    after step {stopped}" in capsys.readouterr().out
     proxy.plan = lambda method, path: None
     machine("fourth")
     assert_same_as_local("killed", uninterrupted, emulator)
@@ -428,24 +448,28 @@ def test_a_run_that_cannot_upload_fails_with_exit_code_1(proxy, emulator, monkey
     assert steps_in_bucket("full") == [10, 20]
 
 
-@pytest.mark.parametrize(
-    "script, options, last",
-    [
-        ("distributed_mnist_tpu.py", [*OPTIONS[2:], "--num_epochs", "1", "--num_virtual_devices", "2"], 22),
-        (
-            "transformer_tpu.py",
-            "--num_steps 4 --save_every 2 --log_every 2 --eval_every 4 --eval_batches 1 --warmup_steps 1 "
-            "--num_layers 1 --embedding_dim 16 --num_heads 2 --sequence_length 16 --vocab_size 16 "
-            "--global_batch_size 4".split(),
-            4,
-        ),
-    ],
-)
-def test_the_other_scripts_run_in_a_bucket_too(proxy, emulator, machine, script, options, last):
-    folder = script.removesuffix(".py")
-    options = [*options, "--device", "cpu", "--no_tensorboard", "--run_dir", f"gs://runs/{folder}"]
-    process = start(script, *options)
+def test_a_distributed_run_in_a_bucket(proxy, emulator, machine):
+    options = ["--num_epochs", "1", "--global_batch_size", "256", "--warmup_steps", "0", "--channels", "2"]
+    options += ["--hidden_dim", "8", "--num_virtual_devices", "2", "--no_tensorboard"]
+    process = start("distributed_mnist_tpu.py", *options, "--run_dir", "gs://runs/distributed")
     output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
+    assert process.returncode == 0 and "run        gs://runs/distributed" in output, output
     machine("second")
-    assert marked_steps(changes(emulator, folder))[-1] == last and end_state(folder)[1]["step"] == last
+    assert marked_steps(changes(emulator, "distributed")) == [5] and end_state("distributed")[1]["step"] == 5
+
+
+def test_a_transformer_run_in_a_bucket(proxy, emulator, machine, monkeypatch, capsys):
+    shape = "--num_layers 1 --embedding_dim 16 --num_heads 2 --sequence_length 16 --vocab_size 16 --warmup_steps 1"
+    steps = "--num_steps 4 --save_every 2 --log_every 2 --eval_every 4 --eval_batches 1 --global_batch_size 4"
+    options = f"{shape} {steps} --no_tensorboard --run_dir gs://runs/transformer".split()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for resume in ("never", "must"):
+            monkeypatch.setattr("sys.argv", ["transformer_tpu.py", *options, "--resume", resume])
+            assert run_script(transformer_tpu.main) == 0, capsys.readouterr().err
+            machine("second")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert "resumed    after step 4 of 4" in capsys.readouterr().out
+    assert marked_steps(changes(emulator, "transformer")) == [2, 4] and end_state("transformer")[1]["step"] == 4

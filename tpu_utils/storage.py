@@ -214,7 +214,7 @@ class Mirror:
 
     def _upload(self, path: Path) -> None:
         """The bytes the file has now: a log file may grow meanwhile."""
-        from google.api_core.exceptions import PreconditionFailed
+        from google.api_core.exceptions import BadRequest, PreconditionFailed
         from google.cloud.storage.exceptions import DataCorruption
 
         name = self._name(path)
@@ -245,7 +245,8 @@ class Mirror:
                     self._generations.pop(name, None)
                     if not attempts_left:
                         raise
-                except ValueError as error:  # the service kept a part of a chunk: this client cannot go on from there
+                # other bytes arrived, or a part of a chunk was kept, which this client cannot go on from: once more
+                except (BadRequest, ValueError) as error:
                     if not attempts_left:
                         raise OSError(f"three uploads of {name} broke off: {error}") from error
         self._generations[name] = blob.generation
@@ -353,10 +354,13 @@ def reason(error: Exception, url: str) -> str:
     import requests
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth
+    from google.cloud.storage.exceptions import InvalidResponse
 
     name = url.split("/")[2]
     cause = error.cause or error if isinstance(error, api.RetryError) else error  # what the last attempt met
-    text = re.sub(r"upload_id=[\w%.~-]+", "upload_id=...", str(cause) or repr(cause)).strip().splitlines()[0][:300]
+    if isinstance(cause, InvalidResponse):
+        cause = f"status {cause.response.status_code}: {' '.join(cause.response.text.split())}"
+    text = re.sub(r"upload_id=[^\s&:'\"]+", "upload_id=...", str(cause) or repr(cause)).strip().splitlines()[0][:300]
     if isinstance(cause, auth.DefaultCredentialsError):
         return f"this machine has no Google credentials; run gcloud auth application-default login ({text})"
     if isinstance(cause, auth.RefreshError):

@@ -120,15 +120,21 @@ def config(folder: str, **fields) -> MnistConfig:
     return MnistConfig(run_dir=f"gs://runs/{folder}", **fields)
 
 
+def another_process(folder: str, resume: str = "auto") -> tuple[Path, Mirror]:
+    """The run directory as another process would get it from the bucket."""
+    opened = config(folder, resume=resume)
+    run_dir = open_run_dir(opened)
+    return run_dir, Mirror(opened, run_dir)
+
+
 def steps_in_bucket(folder: str) -> list[int]:
-    return Checkpoints(open_run_dir(config(folder, resume="auto")) / "checkpoints", 9).steps()
+    return Checkpoints(another_process(folder)[0] / "checkpoints", 9).steps()
 
 
 def end_state(folder: str) -> tuple[Path, dict]:
     """The run directory as another process would get it from the bucket, and its newest checkpoint."""
-    opened = config(folder, resume="must")
-    run_dir = open_run_dir(opened)
-    return run_dir, Checkpoints(run_dir / "checkpoints", 9, Mirror(opened, run_dir)).load_for_resume("must")
+    run_dir, mirror = another_process(folder, "must")
+    return run_dir, Checkpoints(run_dir / "checkpoints", 9, mirror).load_for_resume("must")
 
 
 # ---------------------------------------------------------------------------------------------------------- by itself
@@ -141,8 +147,7 @@ def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
 ):
     for proxy in through_proxy(request.getfixturevalue(which), monkeypatch):
         proxy.plan = every(4, faults)
-        opened = config("round_trip")
-        run_dir = open_run_dir(opened)
+        run_dir, mirror = another_process("round_trip", "never")
         content = {
             "config.json": b"{}",
             "metrics.jsonl": b'{"step": 7}\n' * 99,
@@ -153,17 +158,16 @@ def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
         for name, data in content.items():
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
             (run_dir / name).write_bytes(data)
-        with Mirror(opened, run_dir) as mirror:
+        with mirror:
             mirror.send(run_dir / "checkpoints" / "step_00000007", keep=2)
         assert set(proxy.injected) == set(faults)
         machine("second")
-        opened = config("round_trip", resume="must")
-        fetched = open_run_dir(opened)
-        Mirror(opened, fetched).fetch(fetched / "checkpoints" / "step_00000007")
+        fetched, mirror = another_process("round_trip", "must")
+        mirror.fetch(fetched / "checkpoints" / "step_00000007")
         found = {
             path.relative_to(fetched).as_posix(): path.read_bytes() for path in fetched.rglob("*") if path.is_file()
         }
-        assert found == {name: data for name, data in content.items() if "tensorboard" not in name}
+        assert found == {name: data for name, data in content.items() if name.startswith(("metrics", "checkpoints"))}
         if which == "emulator":
             puts = [name for kind, name, *_ in changes(proxy.upstream_port, "round_trip") if kind == "put"]
             puts = [name for name in puts if name != "writable"]
@@ -171,10 +175,9 @@ def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
             assert puts[-1] == "checkpoints/step_00000007/done"
 
 
-def save(folder: str, *steps: int, keep: int = 3, **fields) -> None:
-    opened = config(folder, resume="auto", **fields)
-    run_dir = open_run_dir(opened)
-    with Mirror(opened, run_dir) as mirror:
+def save(folder: str, *steps: int, keep: int = 3) -> None:
+    run_dir, mirror = another_process(folder)
+    with mirror:
         checkpoints = Checkpoints(run_dir / "checkpoints", keep, mirror)
         for step in steps:
             checkpoints.save(step, {"step": step, "weights": torch.full((100,), float(step))})
@@ -220,8 +223,7 @@ def test_a_checkpoint_without_its_marker_does_not_count_and_is_written_again(pro
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_fetched(proxy, machine, capsys):
     save("damaged", 10, 20)
-    opened = config("damaged", resume="must")
-    bucket, prefix = storage.connect(opened.run_dir)
+    bucket, prefix = storage.connect("gs://runs/damaged")
     bucket.blob(f"{prefix}checkpoints/step_00000020/state.pt").upload_from_string(b"other bytes")
     machine("second")
     _, state = end_state("damaged")
@@ -232,11 +234,10 @@ def test_a_permanent_failure_is_loud_tells_no_secret_and_keeps_the_earlier_check
     proxy, machine, monkeypatch, capsys
 ):
     monkeypatch.setattr(storage, "RETRY_SECONDS", 0.5)
-    opened = config("permanent")
-    run_dir = open_run_dir(opened)
+    run_dir, mirror = another_process("permanent")
     proxy.plan = lambda method, path: "503" if method == "PUT" else None  # chunks of large files
     said = "checkpoint step_00000020 could not be uploaded to gs://runs/permanent"
-    with pytest.raises(SaveError, match=said), Mirror(opened, run_dir) as mirror:
+    with pytest.raises(SaveError, match=said), mirror:
         checkpoints = Checkpoints(run_dir / "checkpoints", 3, mirror)
         checkpoints.save(10, {"step": 10})
         checkpoints.save(20, {"step": 20, "big": torch.rand(9 * 2**18)})
@@ -254,36 +255,69 @@ def test_the_address_of_an_upload_is_not_told():
     assert storage.reason(error, "gs://runs/a") == said, "whoever has it may upload"
 
 
+def test_what_this_machine_had_before_is_gone_but_for_its_lock(proxy):
+    run_dir, _ = another_process("stale")
+    (run_dir / "checkpoints" / "step_00000099").mkdir(parents=True)
+    for name in ("checkpoints/step_00000099/done", "metrics.jsonl", "lock"):
+        (run_dir / name).write_text("of a run that the bucket does not have")
+    run_dir, mirror = another_process("stale")
+    mirror.upload_logs()
+    assert [path.name for path in run_dir.iterdir()] == ["lock"] and not storage.list_objects(
+        *storage.connect("gs://runs/stale"), seconds=9
+    )
+
+
+def test_processes_of_several_hosts_each_upload_their_own_part(proxy, emulator, machine):
+    folder = Path("checkpoints/step_00000010")
+    opened = config("parts")
+    machine("second")
+    part = open_run_dir(opened)
+    (part / folder).mkdir(parents=True)
+    (part / folder / "state_1.pt").write_bytes(b"of the second process")
+    with Mirror(opened, part, silent=True) as mirror:
+        mirror.upload_files(part / folder)
+    machine("first")
+    run_dir, mirror = another_process("parts")
+    (run_dir / folder).mkdir(parents=True)
+    (run_dir / folder / "state.pt").write_bytes(b"of the first process")
+    (run_dir / folder / "done").write_bytes(b"all of them")
+    with mirror:
+        mirror.send(run_dir / folder, keep=1)
+    machine("third")
+    run_dir, mirror = another_process("parts", "must")
+    mirror.fetch(run_dir / folder)
+    assert sorted(path.name for path in (run_dir / folder).iterdir()) == ["done", "state.pt", "state_1.pt"]
+
+
 def test_a_second_process_on_the_same_directory_is_found_out(proxy, machine):
-    opened = config("shared")
-    run_dir = open_run_dir(opened)
+    run_dir, mirror = another_process("shared")
     (run_dir / "metrics.jsonl").write_text("mine\n")
-    mirror = Mirror(opened, run_dir)
     mirror.upload_logs()
     machine("second")
-    elsewhere = open_run_dir(opened)
+    elsewhere, second_mirror = another_process("shared")
+    assert (elsewhere / "metrics.jsonl").read_text() == "mine\n"
     (elsewhere / "metrics.jsonl").write_text("theirs\n")
-    Mirror(opened, elsewhere).upload_logs()
+    second_mirror.upload_logs()
     (run_dir / "metrics.jsonl").write_text("mine\nmine\n")
     with pytest.raises(SaveError, match=r"gs://runs/shared/metrics.jsonl was changed by something else"):
         mirror.upload_logs()
-    assert (open_run_dir(config("shared", resume="auto")) / "metrics.jsonl").read_text() == "theirs\n"
+    assert (another_process("shared")[0] / "metrics.jsonl").read_text() == "theirs\n"
 
 
 def test_an_interrupted_log_upload_does_not_end_the_run(proxy, monkeypatch, capsys):
     monkeypatch.setattr(storage, "RETRY_SECONDS", 0.1)
-    opened = config("logs")
-    run_dir = open_run_dir(opened)
+    run_dir, mirror = another_process("logs")
     (run_dir / "config.json").write_text("{}")
     proxy.plan = lambda method, path: "503" if "upload" in path else None
     said, deadline = "", time.monotonic() + 20
-    with Mirror(opened, run_dir):
+    with mirror:
         while "its log files could not be uploaded to gs://runs/logs" not in said:
             assert time.monotonic() < deadline
             time.sleep(0.05)
             said += capsys.readouterr().err
         proxy.plan = lambda method, path: None
-    assert (open_run_dir(config("logs", resume="auto")) / "config.json").exists()
+    with pytest.raises(InputError, match="already holds a run"):
+        open_run_dir(config("logs"))
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -327,12 +361,11 @@ def test_what_is_wrong_with_a_bucket_is_said_before_anything_is_compiled(
 
 
 def test_a_finished_or_running_run_is_never_overwritten(proxy):
-    opened = config("taken")
-    run_dir = open_run_dir(opened)
+    run_dir, mirror = another_process("taken")
     (run_dir / "config.json").write_text("{}")
-    Mirror(opened, run_dir).upload_logs()
+    mirror.upload_logs()
     with pytest.raises(InputError, match="gs://runs/taken already holds a run; choose another, or continue it with"):
-        open_run_dir(opened)
+        open_run_dir(config("taken"))
 
 
 # ------------------------------------------------------------------------------------------------------------ training

@@ -1,9 +1,9 @@
 """A run directory in a bucket: the run works in a local folder as ever, and a Mirror keeps gs://BUCKET/FOLDER equal.
 
-    open_bucket_dir(url, resume)  # checks the bucket before anything is compiled, fetches what resume needs
-    Mirror(config, folder)        # uploads in the background: logs, a checkpoint's files, its done marker last
+    open_bucket_dir(url, resume)  # checks the bucket before anything is compiled
+    Mirror(config, folder)        # fetches what resume needs; uploads in the background, a checkpoint's marker last
 
-The bucket is the truth: the local folder is emptied at every start. For a local one google.cloud is not imported.
+The bucket is the truth: the local folder is emptied at every start. For a local run google.cloud is not imported.
 """
 
 import base64
@@ -30,17 +30,19 @@ LOG_SECONDS = 60.0
 """Between two uploads of the log files, when no checkpoint comes first."""
 CHUNK_BYTES = 32 * 2**20
 """Larger files go up in chunks of this size, each tried again by itself. A multiple of 256 KiB."""
+NOT_UPLOADED = ("checkpoints", "lock")
+"""In the run directory: checkpoints go up one by one, a lock file is this machine's own."""
 
 
 def open_bucket_dir(url: str, resume: str) -> Path:
-    """The local working folder of the run at url, with its small files in it; checkpoints follow with Mirror.fetch.
+    """The local working folder of the run at url; a Mirror fills it.
 
     Lists, writes, reads and deletes in the bucket before it returns: whatever is wrong with it is an InputError here.
     """
     folder = working_folder(url)
     try:
         bucket, prefix = connect(url)
-        there = {blob.name.removeprefix(prefix): blob for blob in list_objects(bucket, prefix, START_SECONDS)}
+        there = [blob.name.removeprefix(prefix) for blob in list_objects(bucket, prefix, START_SECONDS)]
         if resume == "must" and not any(map(is_marker, there)):
             raise InputError(f"resume is must, but {url} holds no complete checkpoint; check --run_dir")
         if resume == "never" and "config.json" in there:
@@ -50,12 +52,7 @@ def open_bucket_dir(url: str, resume: str) -> Path:
         probe.upload_from_string(b"", checksum="crc32c", **limits)
         probe.download_as_bytes(**limits)
         delete_object(bucket, probe.name, None, START_SECONDS)
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
-        for name, blob in there.items():
-            if resume != "never" and (name in ("config.json", "metrics.jsonl") or is_marker(name)):
-                download(blob, folder / name)
+        folder.mkdir(parents=True, exist_ok=True)
     except storage_errors() as error:
         raise InputError(f"run_dir {url} cannot be used: {reason(error, url)}") from error
     return folder
@@ -74,24 +71,42 @@ class Mirror:
     As on disk, a checkpoint counts from its done marker on: that goes up last and is deleted first. Every change names
     the generation it replaces, so a repeated request changes nothing twice and a second process on the same run is
     found out. Use it as a context manager around whatever writes: on leaving it waits until all is in the bucket.
+
+    Making it empties the local folder and fetches the log and the done markers; fetch() gets the rest of a checkpoint.
     """
 
     def __init__(self, config: TrainConfig, folder: Path, silent: bool = False):
-        """silent: of several processes all but the first; it uploads nothing. Raises InputError as above."""
-        self._url, self._folder, self._bucket = config.run_dir, folder, None
+        """silent: of several processes all but the first; it uploads files of checkpoints alone, when told to.
+
+        Raises InputError like open_bucket_dir.
+        """
+        self._url, self._folder, self._silent, self._bucket = config.run_dir, folder, silent, None
         self._sent: dict[str, tuple] = {}  # what the log files looked like when they went up
         self._jobs: queue.Queue = queue.Queue()
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
-        if config.run_dir.startswith("gs://") and not silent and not config.compile_for:
+        if config.run_dir.startswith("gs://") and not config.compile_for:
             try:
                 self._bucket, self._prefix = connect(self._url)
-                self._generations = self._listing(START_SECONDS)
+                there = self._listing(START_SECONDS)
+                self._generations = {name: blob.generation for name, blob in there.items()}
+                if not silent:
+                    self._begin(there if config.resume != "never" else {})
             except storage_errors() as error:
                 raise InputError(f"run_dir {self._url} cannot be used: {reason(error, self._url)}") from error
 
+    def _begin(self, there: dict[str, Any]) -> None:
+        for path in self._folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in NOT_UPLOADED:
+                path.unlink()
+        for name, blob in there.items():
+            if name == "metrics.jsonl" or is_marker(name):
+                download(blob, self._folder / name)
+
     def __enter__(self) -> "Mirror":
-        if self._bucket:
+        if self._bucket and not self._silent:
             self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
             self._thread.start()
             self._jobs.put(None)  # config.json goes up now: from here on the directory holds a run
@@ -127,6 +142,7 @@ class Mirror:
         Waits for the one before it. Raises SaveError if that one failed.
         """
         if self._bucket:
+            assert self._thread, "outside the with statement nothing is uploaded"
             self.wait()
             self._jobs.put((folder, keep))
 
@@ -138,10 +154,10 @@ class Mirror:
 
     def upload_logs(self) -> None:
         """Every file outside checkpoints/ that has changed, now. Raises SaveError."""
-        if not self._bucket:
+        if not self._bucket or self._silent:
             return
         try:
-            tops = [path for path in self._folder.iterdir() if path.name != "checkpoints"]
+            tops = [path for path in self._folder.iterdir() if path.name not in NOT_UPLOADED]
             files = [path for top in tops for path in ([top] if top.is_file() else top.rglob("*")) if path.is_file()]
             for path in sorted(path for path in files if path.suffix != ".writing"):
                 name, found = self._name(path), path.stat()
@@ -187,11 +203,19 @@ class Mirror:
         try:
             if marker in self._generations:  # a resumed run comes past it again
                 self._delete(marker)
+            self.upload_files(folder)
+            self._upload(folder / "done")
+            self._prune(keep)
+        except storage_errors() as error:
+            raise self._save_error(f"the checkpoint {folder.name}", error) from error
+
+    def upload_files(self, folder: Path) -> None:
+        """Every file of a checkpoint folder but its marker, now. Where processes of several hosts hold parts of one
+        checkpoint, each calls this for its own, and the first sends the marker when all are through."""
+        try:
             for path in sorted(folder.rglob("*")):
                 if path.is_file() and path != folder / "done":
                     self._upload(path)
-            self._upload(folder / "done")
-            self._prune(keep)
         except storage_errors() as error:
             raise self._save_error(f"the checkpoint {folder.name}", error) from error
 
@@ -201,16 +225,16 @@ class Mirror:
         complete = sorted(step_of(name) for name in there if is_marker(name))
         old = [name for name in there if step_of(name) and step_of(name) < complete[-keep:][0]]
         for name in sorted(old, key=lambda name: (step_of(name), not is_marker(name))):
-            self._generations[name] = there[name]
+            self._generations[name] = there[name].generation
             self._delete(name)
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._folder).as_posix()
 
-    def _listing(self, seconds: float) -> dict[str, int]:
-        """Generation of every object in the directory."""
+    def _listing(self, seconds: float) -> dict[str, Any]:
+        """Every object in the directory, by its name there."""
         blobs = list_objects(self._bucket, self._prefix, seconds)
-        return {blob.name.removeprefix(self._prefix): blob.generation for blob in blobs}
+        return {blob.name.removeprefix(self._prefix): blob for blob in blobs}
 
     def _upload(self, path: Path) -> None:
         """The bytes the file has now: a log file may grow meanwhile."""
@@ -255,8 +279,6 @@ class Mirror:
         delete_object(self._bucket, self._prefix + name, self._generations.pop(name), RETRY_SECONDS)
 
     def _save_error(self, what: str, error: Exception) -> SaveError:
-        if isinstance(error, SaveError):
-            return error
         return SaveError(
             f"{what} could not be uploaded to {self._url}: {reason(error, self._url)}; "
             "the checkpoints that were complete there still are"

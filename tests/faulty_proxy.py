@@ -11,7 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 FAULTS = ("503", "reset", "lost", "truncate", "stall")
 """503: refused, not passed on. reset: cut in mid-request, half of it passed on. lost: passed on, the answer is dropped.
-truncate: cut in mid-answer. stall: passed on, the answer comes after the client gave up."""
+truncate: cut in mid-answer. stall: passed on, the answer comes after the client gave up.
+Beside these, alter: a bit of the request's body is another, or of an answer that is then cut in the middle."""
 
 
 class FaultyProxy:
@@ -50,6 +51,8 @@ class FaultyProxy:
                     proxy.injected.append(fault)
                 size = int(self.headers.get("Content-Length") or 0)
                 body = self.rfile.read(size // 2 if fault == "reset" else size)
+                if fault == "alter":
+                    body = body[: size // 2] + bytes(b ^ 1 for b in body[size // 2 :][:1]) + body[size // 2 + 1 :]
                 if fault == "503":
                     return self.answer(503, [], b'{"error": {"code": 503, "message": "Backend Error"}}')
                 upstream = http.client.HTTPConnection("127.0.0.1", upstream_port)
@@ -67,7 +70,10 @@ class FaultyProxy:
                     return self.cut()
                 if fault == "stall":
                     time.sleep(stall_seconds)
-                self.answer(response.status, response.getheaders(), content, cut=fault == "truncate")
+                if fault == "alter" and not body:
+                    content = bytes([content[0] ^ 1]) + content[1:]
+                cut = fault == "truncate" or (fault == "alter" and not body)
+                self.answer(response.status, response.getheaders(), content, cut)
 
             def answer(self, status: int, headers: list, content: bytes, cut: bool = False) -> None:
                 self.send_response(status)

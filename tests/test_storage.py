@@ -230,6 +230,33 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_fetched(proxy, mach
     assert state["step"] == 10 and "step_00000020" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("size", [10**5, 9 * 2**20], ids=["at_once", "in_chunks"])
+def test_bytes_altered_on_their_way_are_sent_and_fetched_again(proxy, emulator, machine, size):
+    name, content, altered = "checkpoints/step_00000010", os.urandom(size), []
+
+    def plan(method, path):
+        """Alter the first piece of every file's content that goes up, and the first answer with content."""
+        kind = next((k for k in ("uploadType=multipart", "upload_id", "alt=media") if k in path), None)
+        if kind and [method, kind] not in altered:
+            altered.append([method, kind])
+            return "alter"
+        return None
+
+    run_dir, mirror = another_process(f"altered_{size}")
+    (run_dir / name).mkdir(parents=True)
+    (run_dir / name / "state.pt").write_bytes(content)
+    (run_dir / name / "done").write_bytes(os.urandom(10**4))
+    proxy.plan = plan
+    with mirror:
+        mirror.send(run_dir / name, keep=1)
+    machine("second")
+    run_dir, mirror = another_process(f"altered_{size}", "must")
+    altered.clear()
+    mirror.fetch(run_dir / name)
+    assert "alter" in proxy.injected and altered == [["GET", "alt=media"]]
+    assert (run_dir / name / "state.pt").read_bytes() == content
+
+
 def test_a_permanent_failure_is_loud_tells_no_secret_and_keeps_the_earlier_checkpoint(
     proxy, machine, monkeypatch, capsys
 ):

@@ -369,6 +369,11 @@ def test_addresses_that_cannot_be_meant_are_refused(url):
             "no answer from Cloud Storage; check the network",
         ),
         ("gs://runs/a", {"STORAGE_EMULATOR_HOST": None}, "run gcloud auth application-default login"),
+        (
+            "gs://runs/a",
+            {"XDG_CACHE_HOME": "/dev/null"},
+            "name a folder with room for the checkpoints in XDG_CACHE_HOME",
+        ),
         ("gs://runs/a", {"resume": "must"}, "gs://runs/a holds no complete checkpoint; check --run_dir"),
     ],
 )

@@ -394,6 +394,8 @@ def reason(error: Exception, url: str) -> str:
             f"these credentials may not list, create, read and delete objects in bucket {name}; see what lacks with "
             f"python setup_tpu.py --bucket gs://{name} ({text})"
         )
+    if isinstance(cause, OSError) and cause.filename:  # the local working folder
+        return f"{text}; name a folder with room for the checkpoints in XDG_CACHE_HOME"
     if isinstance(cause, auth.TransportError | ConnectionError | requests.RequestException):
         return f"no answer from Cloud Storage; check the network ({text})"
     return text

@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tpu_utils import storage
 
-storage.REQUEST_SECONDS = 0.7
+storage.REQUEST_SECONDS = 40.0
 storage.LOG_SECONDS = 0.5
 retrying = storage.retrying
 storage.retrying = lambda seconds: retrying(seconds).with_delay(initial=0.05, maximum=0.5)

@@ -68,14 +68,14 @@ def machine(tmp_path, monkeypatch):
 
 @pytest.fixture
 def proxy(emulator, machine, monkeypatch):
-    """What the client library talks to: passes everything on until .plan says otherwise. The client is impatient."""
+    """What the client library talks to: passes everything on until .plan says otherwise."""
     yield from through_proxy(emulator, monkeypatch)
 
 
 def through_proxy(port, monkeypatch):
     proxy = FaultyProxy(port, stall_seconds=1.0)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
-    monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.7)
+    monkeypatch.setattr(storage, "REQUEST_SECONDS", 10.0)  # a loaded machine is no fault
     monkeypatch.setattr(storage, "CHUNK_BYTES", 2**20)
     monkeypatch.setattr(storage, "LOG_SECONDS", 0.5)
     retrying = storage.retrying
@@ -146,6 +146,7 @@ def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
     which, faults, request, machine, monkeypatch
 ):
     for proxy in through_proxy(request.getfixturevalue(which), monkeypatch):
+        monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.7)  # shorter than a stall
         proxy.plan = every(4, faults)
         run_dir, mirror = another_process("round_trip", "never")
         content = {
@@ -380,7 +381,8 @@ def test_addresses_that_cannot_be_meant_are_refused(url):
 def test_what_is_wrong_with_a_bucket_is_said_before_anything_is_compiled(
     proxy, tmp_path, monkeypatch, capsys, url, environment, said
 ):
-    monkeypatch.setattr(storage, "START_SECONDS", 1.0)
+    if "network" in said:
+        monkeypatch.setattr(storage, "START_SECONDS", 1.0)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "no_such_key.json"))
     resume = environment.pop("resume", "never")
     for name, value in environment.items():
@@ -437,8 +439,9 @@ def start(script: str, *options) -> subprocess.Popen:
 
 
 def test_a_run_in_a_bucket_under_faults_ends_with_the_bits_of_a_local_one(
-    uninterrupted, proxy, emulator, machine, capsys
+    uninterrupted, proxy, emulator, machine, monkeypatch, capsys
 ):
+    monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.7)
     proxy.plan = every(6)
     assert in_process(*OPTIONS, "--run_dir", "gs://runs/faulty") == 0
     assert "run        gs://runs/faulty" in capsys.readouterr().out
@@ -450,7 +453,7 @@ def test_a_run_in_a_bucket_under_faults_ends_with_the_bits_of_a_local_one(
 
 
 def test_killed_and_stopped_in_mid_upload_a_run_goes_on_from_an_empty_machine(
-    uninterrupted, proxy, emulator, machine, capsys
+    uninterrupted, proxy, emulator, machine, monkeypatch, capsys
 ):
     options = [*OPTIONS, "--no_tensorboard", "--run_dir", "gs://runs/killed"]
     uploading, go_on, ended = threading.Event(), threading.Event(), threading.Event()
@@ -492,6 +495,7 @@ def test_killed_and_stopped_in_mid_upload_a_run_goes_on_from_an_empty_machine(
     assert "repeat the command with --run_dir gs://runs/killed --resume must" in output
 
     machine("third")
+    monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.7)
     proxy.plan = every(7)
     assert in_process(*options, "--resume", "must") == 0
     assert f"resumed    after step {stopped}" in capsys.readouterr().out

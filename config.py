@@ -36,8 +36,8 @@ class TrainConfig:
     seed: int = 0
     """Seeds the initial weights, the order of the examples and their augmentation."""
     run_dir: str = ""
-    """Receives config.json, metrics.jsonl, checkpoints/, TensorBoard events and summary.json. Empty: a new folder
-    runs/PRESET_DATE_TIME each time."""
+    """Receives config.json, metrics.jsonl, checkpoints/, TensorBoard events and summary.json. gs://BUCKET/FOLDER keeps
+    them in Cloud Storage. Empty: a new folder runs/PRESET_DATE_TIME each time."""
     resume: Literal["never", "auto", "must"] = "never"
     """never starts anew, refuses a run_dir that holds a run; auto resumes if there is a checkpoint; must needs one."""
     debug: bool = False
@@ -411,6 +411,10 @@ def check(config: TrainConfig) -> list[str]:
         problems.append("shard_parameters is for strategy spmd; ddp keeps a whole copy per device; drop one of the two")
     if config.resume == "must" and not config.run_dir:
         problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
+    if re.match(r"\w+:/", config.run_dir) and not re.fullmatch(
+        r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?", config.run_dir
+    ):
+        problems.append(f"run_dir is {config.run_dir!r}; expected a local folder or gs://BUCKET/FOLDER")
     for text, parse in ((config.profile_steps, parse_profile_steps), (config.compile_for, check_slice)):
         try:
             parse(text)

@@ -55,6 +55,7 @@ from tpu_utils import (
     DeviceLoader,
     DeviceMetrics,
     Goodput,
+    Mirror,
     Peers,
     Profile,
     RunLog,
@@ -195,7 +196,8 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         peers = Peers(part, num_parts, dist.new_group(backend="gloo")) if several else Peers()
     check_divisible(config, num_devices)
     run_dir = peers.from_first(lambda: open_run_dir(config))
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, peers)
+    mirror = Mirror(config, run_dir, peers)  # uploads what a gs:// directory is to hold
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, peers, mirror)
     if spmd or peers.index == 0:
         print_banner(config, device)
     if peers.index == 0:
@@ -248,6 +250,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
 
     step, logged, stop_signal = first_step, first_step - first_step % config.log_every, None
     with (
+        mirror,  # left last: it waits until all is in the bucket
         checkpoints,
         RunLog(run_dir, first_step, num_steps, config.tensorboard, silent=peers.index > 0) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
@@ -294,7 +297,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     if stop_signal:
         if peers.index == 0:
             print(f"stopped by signal {stop_signal}, saved after step {step}")
-            print(f"to go on, repeat the command with --run_dir {run_dir} --resume must", flush=True)
+            print(f"to go on, repeat the command with --run_dir {config.run_dir or run_dir} --resume must", flush=True)
         return 128 + stop_signal
     summary = {
         "steps": num_steps,
@@ -310,6 +313,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     }
     if peers.index == 0:
         write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+        mirror.upload_logs()
         print_result(summary, dataset)
     return 0
 
@@ -322,7 +326,7 @@ def print_data(dataset: ImageDataset, config: DistributedMnistConfig, num_device
     print(f"data       {dataset.name}, {size} x {size}: {num_train} train, {num_test} test")
     if dataset.best_accuracy is not None:
         print(f"floor      best possible accuracy {dataset.best_accuracy:.4f}, loss {dataset.loss_floor:.4f}")
-    print(f"run        {run_dir}", flush=True)
+    print(f"run        {config.run_dir or run_dir}", flush=True)
 
 
 def print_result(summary: dict, dataset: ImageDataset) -> None:

@@ -27,6 +27,7 @@ from tpu_utils import (
     DeviceLoader,
     DeviceMetrics,
     Goodput,
+    Mirror,
     Profile,
     RunLog,
     Speed,
@@ -117,9 +118,10 @@ def train(config: MnistConfig) -> int:
     dataset = load_dataset(config)
     steps_per_epoch, num_steps = num_steps_of(config, len(dataset.train_images))
     run_dir = open_run_dir(config)
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
+    mirror = Mirror(config, run_dir)  # uploads what a gs:// directory is to hold
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, mirror=mirror)
     print_banner(config, device)
-    print_data(dataset, run_dir)
+    print_data(dataset, config.run_dir or run_dir)
 
     model = ConvNet(dataset.image_size, config.channels, config.hidden_dim)
     flops = train_flops_per_example(model, dataset.image_size) * config.global_batch_size
@@ -155,6 +157,7 @@ def train(config: MnistConfig) -> int:
     batches = TrainBatches(dataset, config, first_step, num_steps)
     step, logged = first_step, first_step - first_step % config.log_every
     with (
+        mirror,  # left last: it waits until all is in the bucket
         checkpoints,
         RunLog(run_dir, first_step, num_steps, config.tensorboard) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
@@ -198,7 +201,7 @@ def train(config: MnistConfig) -> int:
 
     if stop.signal:
         print(f"stopped by signal {stop.signal}, saved after step {step}")
-        print(f"to go on, repeat the command with --run_dir {run_dir} --resume must", flush=True)
+        print(f"to go on, repeat the command with --run_dir {config.run_dir or run_dir} --resume must", flush=True)
         return stop.exit_code
     summary = {
         "steps": num_steps,
@@ -213,11 +216,12 @@ def train(config: MnistConfig) -> int:
         "goodput": goodput.seconds,
     }
     write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+    mirror.upload_logs()
     print_result(summary, dataset)
     return 0
 
 
-def print_data(dataset: ImageDataset, run_dir: Path) -> None:
+def print_data(dataset: ImageDataset, run_dir: Path | str) -> None:
     size, num_train, num_test = dataset.image_size, len(dataset.train_labels), len(dataset.test_labels)
     print(f"data       {dataset.name}, {size} x {size}: {num_train} train, {num_test} test")
     if dataset.best_accuracy is not None:

@@ -37,6 +37,7 @@ from tpu_utils import (
     DeviceLoader,
     DeviceMetrics,
     Goodput,
+    Mirror,
     Peers,
     Profile,
     RunLog,
@@ -468,7 +469,8 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
     # compile_for asks about shapes alone, and needs no data
     data = None if config.compile_for else load_sequences(config, xr.process_index(), xr.process_count())
     run_dir = hosts.from_first(lambda: open_run_dir(config))
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, hosts)
+    mirror = Mirror(config, run_dir, hosts)  # uploads what a gs:// directory is to hold
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, hosts, mirror)
     print_banner(config, device)
     print_plan(config, data, why, run_dir)
 
@@ -514,6 +516,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
     full_batch = config.global_batch_size * shape.sequence_length
     step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm)
     with (
+        mirror,  # left last: it waits until all is in the bucket
         checkpoints,
         RunLog(run_dir, first_step, num_steps, config.tensorboard, silent=hosts.index > 0) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
@@ -570,7 +573,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
 
     if stop.signal:
         print(f"stopped by signal {stop.signal}, saved after step {step}")
-        print(f"to go on, repeat the command with --run_dir {run_dir} --resume must", flush=True)
+        print(f"to go on, repeat the command with --run_dir {config.run_dir or run_dir} --resume must", flush=True)
         return stop.exit_code
     summary = {
         "steps": num_steps,
@@ -584,6 +587,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
     }
     if hosts.index == 0:
         write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+    mirror.upload_logs()
     floor = f" (floor {data.loss_floor:.4f})" if data.loss_floor is not None else ""
     print(f"validation loss {validation_loss:.4f}{floor}, perplexity {math.exp(min(validation_loss, 700.0)):.2f}")
     print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
@@ -695,7 +699,7 @@ def print_plan(config: TransformerConfig, data: SequenceData | None, why: str, r
     print(f"data       {description}; {tokens:,} tokens a step, {config.num_steps} steps")
     if data and data.loss_floor is not None:
         print(f"floor      no model can have an expected loss below {data.loss_floor:.4f} nats per token")
-    print(f"run        {run_dir}", flush=True)
+    print(f"run        {config.run_dir or run_dir}", flush=True)
 
 
 def print_placement(model: GPT) -> None:

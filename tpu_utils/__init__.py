@@ -6,7 +6,7 @@
     checkpoints = Checkpoints(run_dir / ...)          # atomic, checked, never executed
 
 One module for each: device, loader, guards (what stops a run early), metrics, checkpoint, state (to files and
-back), errors.
+back), storage (a run directory in a bucket), errors.
 Exceptions: InputError (config.py) is the user's to mend and exits with 2; every TrainingError exits with 1.
 """
 
@@ -63,6 +63,7 @@ from tpu_utils.metrics import (
     transfers_to_device,
 )
 from tpu_utils.state import HostCopy, crc32_of, to_host
+from tpu_utils.storage import Mirror
 
 __all__ = [
     "GENERATIONS",
@@ -78,6 +79,7 @@ __all__ = [
     "Generation",
     "Goodput",
     "HostCopy",
+    "Mirror",
     "NonFiniteError",
     "Peers",
     "Profile",

@@ -30,6 +30,7 @@ from tpu_utils.state import (
     write_cut,
     write_whole,
 )
+from tpu_utils.storage import Mirror, open_bucket_dir
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -53,11 +54,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_run_dir(config: TrainConfig) -> Path:
-    """The run directory, made and proved writable. Raises InputError where it is not, or already holds a run."""
+    """The run directory, made and proved writable; of a gs:// directory the local folder that a Mirror uploads.
+
+    Raises InputError where it cannot be written, or already holds a run.
+    """
     now = datetime.datetime.now()
     run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")
     if config.compile_for:
         return run_dir  # nothing runs, nothing is written
+    if config.run_dir.startswith("gs://"):
+        return open_bucket_dir(config.run_dir, config.resume)
     if config.resume == "must" and not run_dir.exists():
         raise InputError(
             f"resume is must, but {run_dir} holds no complete checkpoint: it does not exist; check --run_dir"
@@ -104,8 +110,9 @@ class Checkpoints:
     alike, on a folder that all of them see.
     """
 
-    def __init__(self, folder: Path, keep: int, peers: Peers | None = None):
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, peers: Peers | None = None, mirror: Mirror | None = None):
+        """mirror: of the run directory, for one in a bucket."""
+        self.folder, self.keep, self._mirror = folder, keep, mirror
         self._peers = peers or Peers()
         self._peers_of_thread = self._peers.again()
         self._thread: threading.Thread | None = None
@@ -157,9 +164,11 @@ class Checkpoints:
         self._raise_failure()
 
     def wait(self) -> None:
-        """The last save is on disk when it returns. Raises SaveError if it is not."""
+        """The last save is on disk, or in the bucket, when it returns. Raises SaveError if it is not."""
         self._join()
         self.check()
+        if self._mirror:
+            self._mirror.wait()
 
     def _join(self) -> None:
         if self._thread:
@@ -223,6 +232,8 @@ class Checkpoints:
                     f"{name} is {size} here, its process wrote {expected['bytes']} bytes; a run whose state is cut "
                     "over several hosts needs a --run_dir that all of them share"
                 )
+        if self._mirror:
+            self._mirror.wait()  # pruning must not take files away that are on their way up
         marker = {"step": copy.step, **write_whole(aside / "state.pt", copy.whole), "cut": files}
         sync_folder(aside)
         if target.exists():  # a kill left it without its marker, or a resumed run comes past it again
@@ -233,6 +244,8 @@ class Checkpoints:
         kept = {self.path(step) for step in self.steps()[-self.keep :]}
         for folder in set(self.folder.glob("step_????????")) - kept:  # also what a kill left without its marker
             self._remove(folder)
+        if self._mirror:
+            self._mirror.send(target, self.keep)
 
     @staticmethod
     def _remove(folder: Path) -> None:
@@ -251,6 +264,8 @@ class Checkpoints:
         problems = []
         for step in reversed(self.steps()):
             try:
+                if self._mirror:
+                    self._mirror.fetch(self.path(step))
                 return read_checkpoint(self.path(step), whole)
             except DamagedCheckpoint as error:
                 problems.append(str(error))

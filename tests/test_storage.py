@@ -1,0 +1,532 @@
+"""gs:// run directories: the real client library against emulator processes, behind a faulty network."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, read_lines
+from faulty_proxy import FAULTS, FaultyProxy
+from google.api_core import exceptions as api_exceptions
+from test_simple_mnist import assert_identical, in_process, numbers
+
+import transformer_tpu
+from config import InputError, MnistConfig
+from tpu_utils import Checkpoints, Mirror, Peers, SaveError, graphs_compiled, open_run_dir, run_script, storage
+
+OPTIONS = ["--num_epochs", "2", "--log_every", "7", "--save_every", "10", "--channels", "4", "--hidden_dim", "16"]
+LAST = 44
+"""Steps of a run with these options."""
+
+
+@pytest.fixture(scope="module")
+def emulator():
+    """Port of tests/bucket_emulator.py."""
+    command = [sys.executable, ROOT / "tests" / "bucket_emulator.py"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    yield int(process.stdout.readline())
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def foreign_emulator():
+    """Port of gcp-storage-emulator. It keeps no preconditions, but shares no misunderstanding with ours."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["start", "--host", "127.0.0.1", "--port", str(port), "-M", "--default-bucket", "runs", "-q"]
+    process = subprocess.Popen([sys.executable, "-m", "gcp_storage_emulator", *options], stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5)
+            break
+        except OSError:
+            time.sleep(0.05)
+    yield port
+    process.kill()
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """machine("a") makes this process and its children work on another, empty machine."""
+
+    def change(name: str) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+
+    change("first")
+    return change
+
+
+@pytest.fixture
+def proxy(emulator, machine, monkeypatch):
+    """What the client library talks to: passes everything on until .plan says otherwise."""
+    yield from through_proxy(emulator, monkeypatch)
+
+
+def through_proxy(port, monkeypatch):
+    proxy = FaultyProxy(port, stall_seconds=1.0)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+    monkeypatch.setattr(storage, "REQUEST_SECONDS", 10.0)  # a loaded machine is no fault
+    monkeypatch.setattr(storage, "CHUNK_BYTES", 2**20)
+    monkeypatch.setattr(storage, "LOG_SECONDS", 0.5)
+    retrying = storage.retrying
+    monkeypatch.setattr(storage, "retrying", lambda seconds: retrying(seconds).with_delay(initial=0.05, maximum=0.5))
+    yield proxy
+    proxy.close()
+
+
+def every(n: int, faults=FAULTS):
+    """A plan under which every n-th request fails, in one way after the other."""
+    count, lock = 0, threading.Lock()
+
+    def plan(method: str, path: str) -> str | None:
+        nonlocal count
+        with lock:
+            count += 1
+            return faults[count // n % len(faults)] if count % n == 0 else None
+
+    return plan
+
+
+def changes(emulator: int, folder: str) -> list[list]:
+    """Every change in gs://runs/folder so far, in order: ["put", name, size] or ["delete", name]."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{emulator}/history") as answer:
+        history = json.load(answer)["history"]
+    return [[kind, name.removeprefix(f"{folder}/"), *size] for kind, name, *size in history if name.startswith(folder)]
+
+
+def marked_steps(history: list[list]) -> list[int]:
+    """Steps whose done marker is in the bucket in the end. Asserts that one is never there without the files."""
+    there = set()
+    for kind, name, *_ in history:
+        folder, _, file = name.rpartition("/")
+        (there.add if kind == "put" else there.discard)(name)
+        if f"{folder}/done" in there:
+            assert f"{folder}/state.pt" in there, "a marker stands beside a checkpoint without its file"
+            assert file in ("done", "state.pt") and (kind, file) != ("put", "state.pt"), "changed under its marker"
+    return sorted(int(name[17:25]) for name in there if name.endswith("/done"))
+
+
+def config(folder: str, **fields) -> MnistConfig:
+    return MnistConfig(run_dir=f"gs://runs/{folder}", **fields)
+
+
+def another_process(folder: str, resume: str = "auto") -> tuple[Path, Mirror]:
+    """The run directory as another process would get it from the bucket."""
+    opened = config(folder, resume=resume)
+    run_dir = open_run_dir(opened)
+    return run_dir, Mirror(opened, run_dir)
+
+
+def steps_in_bucket(folder: str) -> list[int]:
+    return Checkpoints(another_process(folder)[0] / "checkpoints", 9).steps()
+
+
+def end_state(folder: str) -> tuple[Path, dict]:
+    """The run directory as another process would get it from the bucket, and its newest checkpoint."""
+    run_dir, mirror = another_process(folder, "must")
+    return run_dir, Checkpoints(run_dir / "checkpoints", 9, mirror=mirror).load_for_resume("must")
+
+
+# ---------------------------------------------------------------------------------------------------------- by itself
+
+
+# the foreign emulator refuses what it has already, where the service passes over it: there nothing arrives twice
+@pytest.mark.parametrize("which, faults", [("emulator", FAULTS), ("foreign_emulator", ("503",))])
+def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
+    which, faults, request, machine, monkeypatch
+):
+    for proxy in through_proxy(request.getfixturevalue(which), monkeypatch):
+        monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.7)  # shorter than a stall
+        proxy.plan = every(4, faults)
+        run_dir, mirror = another_process("round_trip", "never")
+        content = {
+            "config.json": b"{}",
+            "metrics.jsonl": b'{"step": 7}\n' * 99,
+            "tensorboard/events.1": os.urandom(999),
+        }
+        content |= {"checkpoints/step_00000007/state.pt": os.urandom(9 * 2**20), "checkpoints/step_00000007/done": b"7"}
+        content |= {"checkpoints/step_00000007/shards/1.pt": os.urandom(99)}
+        for name, data in content.items():
+            (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (run_dir / name).write_bytes(data)
+        with mirror:
+            mirror.send(run_dir / "checkpoints" / "step_00000007", keep=2)
+        assert set(proxy.injected) == set(faults)
+        machine("second")
+        fetched, mirror = another_process("round_trip", "must")
+        mirror.fetch(fetched / "checkpoints" / "step_00000007")
+        found = {
+            path.relative_to(fetched).as_posix(): path.read_bytes() for path in fetched.rglob("*") if path.is_file()
+        }
+        assert found == {name: data for name, data in content.items() if name.startswith(("metrics", "checkpoints"))}
+        if which == "emulator":
+            puts = [name for kind, name, *_ in changes(proxy.upstream_port, "round_trip") if kind == "put"]
+            puts = [name for name in puts if name != "writable"]
+            assert sorted(puts) == sorted(content), "a request whose answer was lost was repeated, and stored once"
+            assert puts[-1] == "checkpoints/step_00000007/done"
+
+
+def save(folder: str, *steps: int, keep: int = 3) -> None:
+    run_dir, mirror = another_process(folder)
+    with mirror:
+        checkpoints = Checkpoints(run_dir / "checkpoints", keep, mirror=mirror)
+        for step in steps:
+            checkpoints.save(step, {"step": step, "weights": torch.full((100,), float(step))})
+
+
+def test_older_checkpoints_are_deleted_marker_first(proxy, emulator):
+    save("prune", 10, 20, 30, keep=2)
+    assert marked_steps(changes(emulator, "prune")) == [20, 30]
+    machine_without_files = changes(emulator, "prune")
+    assert [name for kind, name, *_ in machine_without_files if kind == "delete" and "checkpoints" in name] == [
+        "checkpoints/step_00000010/done",
+        "checkpoints/step_00000010/state.pt",
+    ]
+
+
+def test_one_checkpoint_kept_is_enough(proxy, emulator):
+    save("keep_one", 10, 20, 30, keep=1)
+    assert marked_steps(changes(emulator, "keep_one")) == [30]
+
+
+def test_a_step_that_is_saved_again_is_replaced_under_no_marker(proxy, emulator, machine):
+    save("again", 10, 20)
+    machine("second")
+    save("again", 20)
+    history = changes(emulator, "again")
+    assert marked_steps(history) == [10, 20]
+    assert [change[0] for change in history if change[1] == "checkpoints/step_00000020/done"] == [
+        "put",
+        "delete",
+        "put",
+    ]
+
+
+def test_a_checkpoint_without_its_marker_does_not_count_and_is_written_again(proxy, machine):
+    save("cut", 10)
+    bucket, prefix = storage.connect("gs://runs/cut")
+    bucket.blob(f"{prefix}checkpoints/step_00000020/state.pt").upload_from_string(b"all that went up before the end")
+    machine("second")
+    assert steps_in_bucket("cut") == [10]
+    save("cut", 20)
+    assert end_state("cut")[1]["step"] == 20
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_fetched(proxy, machine, capsys):
+    save("damaged", 10, 20)
+    bucket, prefix = storage.connect("gs://runs/damaged")
+    bucket.blob(f"{prefix}checkpoints/step_00000020/state.pt").upload_from_string(b"other bytes")
+    machine("second")
+    _, state = end_state("damaged")
+    assert state["step"] == 10 and "step_00000020" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [10**5, 9 * 2**20], ids=["at_once", "in_chunks"])
+def test_bytes_altered_on_their_way_are_sent_and_fetched_again(proxy, emulator, machine, size):
+    name, content, altered = "checkpoints/step_00000010", os.urandom(size), []
+
+    def plan(method, path):
+        """Alter the first piece of every file's content that goes up, and the first answer with content."""
+        kind = next((k for k in ("uploadType=multipart", "upload_id", "alt=media") if k in path), None)
+        if kind and [method, kind] not in altered:
+            altered.append([method, kind])
+            return "alter"
+        return None
+
+    run_dir, mirror = another_process(f"altered_{size}")
+    (run_dir / name).mkdir(parents=True)
+    (run_dir / name / "state.pt").write_bytes(content)
+    (run_dir / name / "done").write_bytes(os.urandom(10**4))
+    proxy.plan = plan
+    with mirror:
+        mirror.send(run_dir / name, keep=1)
+    machine("second")
+    run_dir, mirror = another_process(f"altered_{size}", "must")
+    altered.clear()
+    mirror.fetch(run_dir / name)
+    assert "alter" in proxy.injected and altered == [["GET", "alt=media"]]
+    assert (run_dir / name / "state.pt").read_bytes() == content
+
+
+def test_a_permanent_failure_is_loud_tells_no_secret_and_keeps_the_earlier_checkpoint(
+    proxy, machine, monkeypatch, capsys
+):
+    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.5)
+    run_dir, mirror = another_process("permanent")
+    proxy.plan = lambda method, path: "503" if method == "PUT" else None  # chunks of large files
+    said = "checkpoint step_00000020 could not be uploaded to gs://runs/permanent"
+    with pytest.raises(SaveError, match=said), mirror:
+        checkpoints = Checkpoints(run_dir / "checkpoints", 3, mirror=mirror)
+        checkpoints.save(10, {"step": 10})
+        checkpoints.save(20, {"step": 20, "big": torch.rand(9 * 2**18)})
+        checkpoints.save(30, {"step": 30})
+    error = capsys.readouterr().err
+    assert "status 503" in error and "secret" not in error
+    machine("second")
+    proxy.plan = lambda method, path: None
+    assert steps_in_bucket("permanent") == [10]
+
+
+def test_the_address_of_an_upload_is_not_told():
+    error = api_exceptions.BadRequest("PUT https://host/o?uploadType=resumable&upload_id=AHm-b_0+secret%3A: Bad\nmore")
+    said = "400 PUT https://host/o?uploadType=resumable&upload_id=...: Bad"
+    assert storage.reason(error, "gs://runs/a") == said, "whoever has it may upload"
+
+
+def test_what_this_machine_had_before_is_gone_but_for_its_lock(proxy):
+    run_dir, _ = another_process("stale")
+    (run_dir / "checkpoints" / "step_00000099").mkdir(parents=True)
+    for name in ("checkpoints/step_00000099/done", "metrics.jsonl", "lock"):
+        (run_dir / name).write_text("of a run that the bucket does not have")
+    run_dir, mirror = another_process("stale")
+    mirror.upload_logs()
+    assert [path.name for path in run_dir.iterdir()] == ["lock"] and not storage.list_objects(
+        *storage.connect("gs://runs/stale"), seconds=9
+    )
+
+
+def test_a_run_on_several_hosts_is_refused(proxy):
+    class TwoHosts(Peers):
+        def gather(self, value):
+            return [value, "another-host"]
+
+    opened = config("hosts")
+    with pytest.raises(InputError, match=r"is for runs on one host, and this one has 2 .*a folder that all of them"):
+        Mirror(opened, open_run_dir(opened), TwoHosts())
+
+
+def test_a_second_process_on_the_same_directory_is_found_out(proxy, machine):
+    run_dir, mirror = another_process("shared")
+    (run_dir / "metrics.jsonl").write_text("mine\n")
+    mirror.upload_logs()
+    machine("second")
+    elsewhere, second_mirror = another_process("shared")
+    assert (elsewhere / "metrics.jsonl").read_text() == "mine\n"
+    (elsewhere / "metrics.jsonl").write_text("theirs\n")
+    second_mirror.upload_logs()
+    (run_dir / "metrics.jsonl").write_text("mine\nmine\n")
+    with pytest.raises(SaveError, match=r"gs://runs/shared/metrics.jsonl was changed by something else"):
+        mirror.upload_logs()
+    assert (another_process("shared")[0] / "metrics.jsonl").read_text() == "theirs\n"
+
+
+def test_an_interrupted_log_upload_does_not_end_the_run(proxy, monkeypatch, capsys):
+    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.1)
+    run_dir, mirror = another_process("logs")
+    (run_dir / "config.json").write_text("{}")
+    proxy.plan = lambda method, path: "503" if "upload" in path else None
+    said, deadline = "", time.monotonic() + 20
+    with mirror:
+        while "its log files could not be uploaded to gs://runs/logs" not in said:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            said += capsys.readouterr().err
+        proxy.plan = lambda method, path: None
+    with pytest.raises(InputError, match="already holds a run"):
+        open_run_dir(config("logs"))
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "url", ["gs://runs", "gs://runs/", "gs://RUNS/a", "gs://runs/a//b", "gs://runs/../b", "gs:/runs/a", "s3://runs/a"]
+)
+def test_addresses_that_cannot_be_meant_are_refused(url):
+    with pytest.raises(InputError, match=r"expected a local folder or gs://BUCKET/FOLDER"):
+        MnistConfig(run_dir=url)
+
+
+@pytest.mark.parametrize(
+    "url, environment, said",
+    [
+        ("gs://rusn/a", {}, "bucket rusn does not exist; check the name"),
+        ("gs://forbidden/a", {}, "may not list, create, read and delete objects in bucket forbidden"),
+        (
+            "gs://runs/a",
+            {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"},
+            "no answer from Cloud Storage; check the network",
+        ),
+        ("gs://runs/a", {"STORAGE_EMULATOR_HOST": None}, "run gcloud auth application-default login"),
+        (
+            "gs://runs/a",
+            {"XDG_CACHE_HOME": "/dev/null"},
+            "name a folder with room for the checkpoints in XDG_CACHE_HOME",
+        ),
+        ("gs://runs/a", {"resume": "must"}, "gs://runs/a holds no complete checkpoint; check --run_dir"),
+    ],
+)
+def test_what_is_wrong_with_a_bucket_is_said_before_anything_is_compiled(
+    proxy, tmp_path, monkeypatch, capsys, url, environment, said
+):
+    if "network" in said:
+        monkeypatch.setattr(storage, "START_SECONDS", 1.0)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "no_such_key.json"))
+    resume = environment.pop("resume", "never")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    graphs = graphs_compiled()
+    assert in_process(*OPTIONS, "--run_dir", url, "--resume", resume) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and "Traceback" not in error and error.count("\n") == 1
+    assert graphs_compiled() == graphs and not (tmp_path / "first").exists()
+
+
+def test_a_finished_or_running_run_is_never_overwritten(proxy):
+    run_dir, mirror = another_process("taken")
+    (run_dir / "config.json").write_text("{}")
+    mirror.upload_logs()
+    with pytest.raises(InputError, match="gs://runs/taken already holds a run; choose another, or continue it with"):
+        open_run_dir(config("taken"))
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def test_a_local_run_needs_no_client_library(uninterrupted, monkeypatch):
+    monkeypatch.setitem(sys.modules, "google.cloud", None)  # importing it is an ImportError
+    spec = importlib.util.spec_from_file_location("storage_again", storage.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert in_process(*OPTIONS, "--no_tensorboard", "--run_dir", uninterrupted, "--resume", "must") == 0
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("local") / "run"
+    assert in_process(*OPTIONS, "--no_tensorboard", "--run_dir", run_dir) == 0
+    return run_dir
+
+
+def assert_same_as_local(folder: str, uninterrupted: Path, emulator: int) -> None:
+    run_dir, state = end_state(folder)
+    assert_identical(state, torch.load(uninterrupted / f"checkpoints/step_{LAST:08d}/state.pt", weights_only=True))
+    found, expected = numbers(run_dir), numbers(uninterrupted)
+    stops = [line for line in found if line["kind"] == "checkpoint" and line not in expected]  # saved there as well
+    assert [line for line in found if line not in stops] == expected
+    lines = [(line["kind"], line["step"]) for line in read_lines(run_dir)]
+    assert len(lines) == len(set(lines)), "every line once"
+    history = changes(emulator, folder)
+    assert marked_steps(history) == [30, 40, LAST]
+    there = {name for kind, name, *_ in history if kind == "put"}
+    assert {"config.json", "metrics.jsonl", "summary.json"} <= there
+
+
+def start(script: str, *options) -> subprocess.Popen:
+    command = [sys.executable, ROOT / "tests" / "bucket_worker.py", script, *map(str, options)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_run_in_a_bucket_under_faults_ends_with_the_bits_of_a_local_one(
+    uninterrupted, proxy, emulator, machine, monkeypatch, capsys
+):
+    monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.7)
+    proxy.plan = every(6)
+    assert in_process(*OPTIONS, "--run_dir", "gs://runs/faulty") == 0
+    assert "run        gs://runs/faulty" in capsys.readouterr().out
+    assert set(proxy.injected) == set(FAULTS)
+    proxy.plan = lambda method, path: None
+    assert any("events.out.tfevents" in name for _, name, *_ in changes(emulator, "faulty"))
+    machine("second")
+    assert_same_as_local("faulty", uninterrupted, emulator)
+
+
+def test_killed_and_stopped_in_mid_upload_a_run_goes_on_from_an_empty_machine(
+    uninterrupted, proxy, emulator, machine, monkeypatch, capsys
+):
+    options = [*OPTIONS, "--no_tensorboard", "--run_dir", "gs://runs/killed"]
+    uploading, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def hold_back_second_checkpoint(method: str, path: str) -> None:
+        """Its file follows metrics.jsonl, once the first checkpoint is there: the request waits for go_on."""
+        history = changes(emulator, "killed")
+        if "uploadType" in path and marked_steps(history) == [10] and history[-1][1] == "metrics.jsonl":
+            uploading.set()
+            go_on.wait(30)
+
+    proxy.plan = hold_back_second_checkpoint
+    process = start("simple_mnist_tpu.py", *options)
+    assert uploading.wait(60), process.communicate()[0]
+    process.kill()
+    process.communicate()
+    go_on.set()  # the request in flight may still arrive: it is the file, never its marker
+    assert marked_steps(changes(emulator, "killed")) == [10]
+
+    machine("second")
+    uploading.clear(), go_on.clear()
+
+    def stop_in_mid_upload():
+        assert uploading.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        before_its_time.append(ended.wait(1.5))  # the bucket has not got what a stopped run says is saved
+        go_on.set()
+
+    before_its_time: list[bool] = []
+    stopper = threading.Thread(target=stop_in_mid_upload)
+    stopper.start()
+    assert in_process(*options, "--resume", "must") == 143
+    ended.set()
+    stopper.join()
+    assert before_its_time == [False]
+    output = capsys.readouterr().out
+    stopped = int(re.search(r"saved after step (\d+)", output)[1])
+    assert "resumed    after step 10" in output and marked_steps(changes(emulator, "killed"))[-1] == stopped
+    assert "repeat the command with --run_dir gs://runs/killed --resume must" in output
+
+    machine("third")
+    monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.7)
+    proxy.plan = every(7)
+    assert in_process(*options, "--resume", "must") == 0
+    assert f"resumed    after step {stopped}" in capsys.readouterr().out
+    proxy.plan = lambda method, path: None
+    machine("fourth")
+    assert_same_as_local("killed", uninterrupted, emulator)
+
+
+def test_a_run_that_cannot_upload_fails_with_exit_code_1(proxy, emulator, monkeypatch, capsys):
+    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.5)
+    proxy.plan = lambda method, path: (
+        "503" if "uploadType" in path and marked_steps(changes(emulator, "full")) == [10, 20] else None
+    )
+    assert in_process(*OPTIONS, "--no_tensorboard", "--run_dir", "gs://runs/full") == 1
+    error = capsys.readouterr().err
+    assert "error: the checkpoint" in error or "error: its log files" in error
+    assert "the checkpoints that were complete there still are" in error and "Traceback" not in error
+    proxy.plan = lambda method, path: None
+    assert steps_in_bucket("full") == [10, 20]
+
+
+def test_a_distributed_run_in_a_bucket(proxy, emulator, machine):
+    options = ["--num_epochs", "1", "--global_batch_size", "256", "--warmup_steps", "0", "--channels", "2"]
+    options += ["--hidden_dim", "8", "--num_virtual_devices", "2", "--no_tensorboard"]
+    process = start("distributed_mnist_tpu.py", *options, "--run_dir", "gs://runs/distributed")
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and "run        gs://runs/distributed" in output, output
+    machine("second")
+    assert marked_steps(changes(emulator, "distributed")) == [5] and end_state("distributed")[1]["step"] == 5
+
+
+def test_a_transformer_run_in_a_bucket(proxy, emulator, machine, monkeypatch, capsys):
+    shape = "--num_layers 1 --embedding_dim 16 --num_heads 2 --sequence_length 16 --vocab_size 16 --warmup_steps 1"
+    steps = "--num_steps 4 --save_every 2 --log_every 2 --eval_every 4 --eval_batches 1 --global_batch_size 4"
+    options = f"{shape} {steps} --no_tensorboard --run_dir gs://runs/transformer".split()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for resume in ("never", "must"):
+            monkeypatch.setattr("sys.argv", ["transformer_tpu.py", *options, "--resume", resume])
+            assert run_script(transformer_tpu.main) == 0, capsys.readouterr().err
+            machine("second")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert "resumed    after step 4 of 4" in capsys.readouterr().out
+    assert marked_steps(changes(emulator, "transformer")) == [2, 4] and end_state("transformer")[1]["step"] == 4

@@ -42,6 +42,9 @@ class TrainConfig:
     """never starts anew, refuses a run_dir that holds a run; auto resumes if there is a checkpoint; must needs one."""
     debug: bool = False
     """Show the traceback of an error instead of its message alone."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is infinite or not a number: stop the run at the next log line, or skip the update
+    on the device, count it and go on."""
 
     dataset: str = ""
     data_dir: str = "datasets"
@@ -365,7 +368,7 @@ PRESETS[DistributedMnistConfig] = PRESETS[MnistConfig]
 # Fields that may differ between a run and its resumption without changing a single bit of what it computes.
 # Those that say how many devices share the work, and how, are the exception: equal to about 1e-7.
 FREE_ON_RESUME = frozenset(
-    "run_dir resume device debug data_dir download save_every keep_checkpoints tensorboard profile_steps "
+    "run_dir resume device debug on_nonfinite data_dir download save_every keep_checkpoints tensorboard profile_steps "
     "compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level mesh sharding "
     "print_placement remat scan_layers attention hellaswag "
     "peers_timeout num_virtual_devices strategy shard_parameters".split()

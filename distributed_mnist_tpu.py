@@ -63,6 +63,8 @@ from tpu_utils import (
     check_finite,
     check_same_run,
     choose_device,
+    finite_means,
+    gradient_norm,
     load_model,
     open_run_dir,
     peak_flops,
@@ -71,6 +73,7 @@ from tpu_utils import (
     run_script,
     set_random_state,
     start_device,
+    step_if,
     to_host,
     tpu_hosts,
     wait_for_peers,
@@ -127,7 +130,7 @@ def replicate(model: nn.Module, tracing: bool) -> DistributedDataParallel:
 
 
 @torch_xla.compile(full_graph=True, name="train_step")
-def train_step(model, optimizer, rates, metrics, images, labels, precision):
+def train_step(model, optimizer, rates, metrics, images, labels, precision, skip_nonfinite=False):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up.
 
     Under SPMD images and labels are the global batch, and so is the mean. Under DDP they are this replica's part: the
@@ -140,9 +143,14 @@ def train_step(model, optimizer, rates, metrics, images, labels, precision):
     loss.backward()  # SPMD: the compiler, DDP: its hooks, average the gradients over the devices
     for group in optimizer.param_groups:
         group["lr"] = rates.index_select(0, metrics.step)
-    optimizer.step()  # not xm.optimizer_step, which would reduce once more
+    mean_loss, norm = over_replicas(loss.detach()) / xr.world_size(), gradient_norm(model.parameters())
+    finite = torch.isfinite(mean_loss + norm)  # the same on all devices
+    if skip_nonfinite:
+        step_if(finite, optimizer)
+    else:
+        optimizer.step()  # not xm.optimizer_step, which would reduce once more
     optimizer.zero_grad(set_to_none=True)
-    metrics.record(over_replicas(loss.detach()) / xr.world_size())
+    metrics.record(mean_loss, norm, skipped=~finite if skip_nonfinite else None)
 
 
 @torch_xla.compile(full_graph=True, name="eval_step")
@@ -214,7 +222,8 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     optimizer = make_optimizer(config, model.parameters())
     schedule = learning_rates(config, num_steps)
     rates = schedule.to(device)
-    metrics = DeviceMetrics(["loss"], config.log_every, device)
+    metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
+    step_options = (config.precision, config.on_nonfinite == "skip")
     first_step, best_accuracy, accuracy, test_loss = 0, 0.0, None, None
     if saved:
         optimizer.load_state_dict(saved["optimizer"])
@@ -236,7 +245,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         import aot_tpu  # only here: a copy of this script trains without it
 
         images, labels = xm.send_cpu_data_to_device(list(next(iter(batches))), device, sharding)
-        step_args = (trained, optimizer, rates, metrics, images, labels, config.precision)
+        step_args = (trained, optimizer, rates, metrics, images, labels, *step_options)
         sizes = dict(examples=config.global_batch_size, model_flops=flops, settings=dataclasses.asdict(config))
         return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes)
     eval_size = math.ceil(config.eval_batch_size / num_devices) * num_devices  # the mask takes care of the rest
@@ -259,16 +268,16 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         for step, (images, labels) in enumerate(loader, first_step + 1):
             profile.before_step(step)
             with goodput.phase("compile" if step == first_step + 1 else "step"):
-                train_step(trained, optimizer, rates, metrics, images, labels, config.precision)
+                train_step(trained, optimizer, rates, metrics, images, labels, *step_options)
             graphs.check("train", step, (images, labels))
             log.advance()
             if step == first_step + 1:
                 speed.start(step)  # without the compile
             if step % config.log_every == 0 or step == num_steps:
-                losses = metrics.read(logged, step)["loss"]  # the only read from the device between two log lines
-                check_finite(losses, logged, checkpoints)
-                learning_rate = schedule[step - 1].item()
-                log.train(step, loss=float(losses.mean()), learning_rate=learning_rate, **speed.measure(step))
+                values = metrics.read(logged, step)  # the only read from the device between two log lines
+                check_finite(values, logged, checkpoints, config.on_nonfinite)
+                fields = dict(learning_rate=schedule[step - 1].item(), skipped_steps=metrics.skipped_steps)
+                log.train(step, **finite_means(values), **fields, **speed.measure(step))
                 logged = step
             if step % steps_per_epoch == 0:
                 with goodput.phase("evaluation"):
@@ -278,7 +287,8 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
             if peers.count == 1 or step % config.log_every == 0:  # all processes stop after the same step
                 stop_signal = peers.largest(stop.signal or 0)
             if stop_signal or step % config.save_every == 0 or step == num_steps:
-                check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
+                # a bad state is never saved
+                check_finite(metrics.read(logged, step), logged, checkpoints, config.on_nonfinite)
                 log.checkpoint(step)
                 state = dict(step=step, config=run, best_accuracy=best_accuracy, accuracy=accuracy, test_loss=test_loss)
                 state |= dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())
@@ -299,6 +309,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         "train_graphs": graphs.compiled("train"),
         "eval_graphs": graphs.compiled("eval"),
         "host_to_device_uploads_per_step": speed.uploads_per_step,  # beside the batch
+        "skipped_steps": metrics.skipped_steps,
         "test_accuracy": accuracy,
         "best_accuracy": best_accuracy,
         "test_loss": test_loss,

@@ -33,6 +33,8 @@ from tpu_utils import (
     StopRequest,
     check_finite,
     check_same_run,
+    finite_means,
+    gradient_norm,
     load_model,
     open_run_dir,
     peak_flops,
@@ -41,6 +43,7 @@ from tpu_utils import (
     run_script,
     set_random_state,
     start_device,
+    step_if,
     write_atomically,
 )
 
@@ -69,7 +72,7 @@ class ConvNet(nn.Module):
 
 
 @torch_xla.compile(full_graph=True, name="train_step")
-def train_step(model, optimizer, rates, metrics, images, labels, precision):
+def train_step(model, optimizer, rates, metrics, images, labels, precision, skip_nonfinite=False):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
     optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program
     with torch.autocast("xla", torch.bfloat16, enabled=precision == "bfloat16"):
@@ -78,9 +81,14 @@ def train_step(model, optimizer, rates, metrics, images, labels, precision):
     loss.backward()
     for group in optimizer.param_groups:
         group["lr"] = rates.index_select(0, metrics.step)
-    optimizer.step()
+    norm = gradient_norm(model.parameters())
+    finite = torch.isfinite(loss + norm)
+    if skip_nonfinite:
+        step_if(finite, optimizer)
+    else:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    metrics.record(loss)
+    metrics.record(loss, norm, skipped=~finite if skip_nonfinite else None)
 
 
 @torch_xla.compile(full_graph=True, name="eval_step")
@@ -127,12 +135,13 @@ def train(config: MnistConfig) -> int:
     optimizer = make_optimizer(config, model.parameters())
     schedule = learning_rates(config, num_steps)
     rates = schedule.to(device)
-    metrics = DeviceMetrics(["loss"], config.log_every, device)
+    metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
+    step_options = (config.precision, config.on_nonfinite == "skip")
     if config.compile_for:  # the first step exactly as below, but compiled for a TPU slice instead of run
         import aot_tpu  # only here: a copy of this script trains without it
 
         images, labels = (tensor.to(device) for tensor in next(iter(TrainBatches(dataset, config, 0, num_steps))))
-        step_args = (model, optimizer, rates, metrics, images, labels, config.precision)
+        step_args = (model, optimizer, rates, metrics, images, labels, *step_options)
         sizes = dict(examples=config.global_batch_size, model_flops=flops, settings=dataclasses.asdict(config))
         return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes)
     test_set = eval_batches(dataset.test_images, dataset.test_labels, config.eval_batch_size)
@@ -164,16 +173,16 @@ def train(config: MnistConfig) -> int:
         for step, (images, labels) in enumerate(loader, first_step + 1):
             profile.before_step(step)
             with goodput.phase("compile" if step == first_step + 1 else "step"):
-                train_step(model, optimizer, rates, metrics, images, labels, config.precision)
+                train_step(model, optimizer, rates, metrics, images, labels, *step_options)
             graphs.check("train", step, (images, labels))
             log.advance()
             if step == first_step + 1:
                 speed.start(step)  # without the compile
             if step % config.log_every == 0 or step == num_steps:
-                losses = metrics.read(logged, step)["loss"]  # the only read from the device between two log lines
-                check_finite(losses, logged, checkpoints)
-                learning_rate = schedule[step - 1].item()
-                log.train(step, loss=float(losses.mean()), learning_rate=learning_rate, **speed.measure(step))
+                values = metrics.read(logged, step)  # the only read from the device between two log lines
+                check_finite(values, logged, checkpoints, config.on_nonfinite)
+                fields = dict(learning_rate=schedule[step - 1].item(), skipped_steps=metrics.skipped_steps)
+                log.train(step, **finite_means(values), **fields, **speed.measure(step))
                 logged = step
             if step % steps_per_epoch == 0:
                 with goodput.phase("evaluation"):
@@ -181,7 +190,8 @@ def train(config: MnistConfig) -> int:
                 best_accuracy = max(best_accuracy, accuracy)
                 log.evaluation(step, accuracy=accuracy, test_loss=test_loss, best_accuracy=best_accuracy)
             if stop.signal or step % config.save_every == 0 or step == num_steps:
-                check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
+                # a bad state is never saved
+                check_finite(metrics.read(logged, step), logged, checkpoints, config.on_nonfinite)
                 log.checkpoint(step)
                 state = dict(step=step, config=run, best_accuracy=best_accuracy, accuracy=accuracy, test_loss=test_loss)
                 state |= dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())
@@ -200,6 +210,7 @@ def train(config: MnistConfig) -> int:
         "train_graphs": graphs.compiled("train"),
         "eval_graphs": graphs.compiled("eval"),
         "host_to_device_uploads_per_step": speed.uploads_per_step,  # beside the batch
+        "skipped_steps": metrics.skipped_steps,
         "test_accuracy": accuracy,
         "best_accuracy": best_accuracy,
         "test_loss": test_loss,

@@ -44,6 +44,7 @@ from tpu_utils import (
     attached_chips,
     check_finite,
     check_same_run,
+    finite_means,
     load_model,
     open_run_dir,
     peak_flops,
@@ -52,6 +53,7 @@ from tpu_utils import (
     run_script,
     set_random_state,
     start_device,
+    step_if,
     write_atomically,
 )
 
@@ -393,7 +395,7 @@ def compute_gradients(model: GPT, tokens_BS, parts: int):
 
 
 @torch_xla.compile(full_graph=True, name="train_step")
-def train_step(model, optimizer, rates, metrics, tokens_BS, parts, clip):
+def train_step(model, optimizer, rates, metrics, tokens_BS, parts, clip, skip_nonfinite=False):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
     loss = compute_gradients(model, tokens_BS, parts)
     count = (tokens_BS[:, 1:] >= 0).sum().float()
@@ -405,9 +407,13 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, parts, clip):
         gradient.mul_(factor)
     for group in optimizer.param_groups:
         group["lr"] = rates.index_select(0, metrics.step)
-    optimizer.step()
+    finite = torch.isfinite(loss + norm)
+    if skip_nonfinite:
+        step_if(finite, optimizer)
+    else:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program
-    metrics.record(loss / count, norm)
+    metrics.record(loss / count, norm, skipped=~finite if skip_nonfinite else None)
     place_state(model, optimizer, metrics)  # else the partitioner chooses, and step 2 would be a second graph
 
 
@@ -492,7 +498,8 @@ def train(config: TransformerConfig) -> int:
     batches = ((torch.from_numpy(data.train.batch(step)),) for step in range(first_step, num_steps))
     step, logged, lengths = first_step, first_step - first_step % config.log_every, []
     full_batch = config.global_batch_size * shape.sequence_length
-    step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm)
+    skip_nonfinite = config.on_nonfinite == "skip"
+    step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm, skip_nonfinite)
     with (
         RunLog(run_dir, first_step, num_steps, config.tensorboard) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
@@ -515,10 +522,10 @@ def train(config: TransformerConfig) -> int:
                 lengths.clear()
             if step % config.log_every == 0 or step == num_steps:
                 values = metrics.read(logged, step)  # the only read from the device between two log lines
-                check_finite(values["loss"], logged, checkpoints)
-                means = {name: float(column.mean()) for name, column in values.items()}
-                rate = schedule[step - 1].item()
-                log.train(step, **means, learning_rate=rate, **in_tokens(speed.measure(step), lengths, config))
+                check_finite(values, logged, checkpoints, config.on_nonfinite)
+                fields = dict(learning_rate=schedule[step - 1].item(), skipped_steps=metrics.skipped_steps)
+                fields |= in_tokens(speed.measure(step), lengths, config)
+                log.train(step, **finite_means(values), **fields)
                 logged = step
                 lengths.clear()
             if step % config.eval_every == 0 or step == num_steps:
@@ -533,7 +540,8 @@ def train(config: TransformerConfig) -> int:
                         fields["hellaswag_accuracy"] = hellaswag_accuracy(result, labels)
                 log.evaluation(step, **fields)
             if stop.signal or step % config.save_every == 0 or step == num_steps:
-                check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
+                # a bad state is never saved
+                check_finite(metrics.read(logged, step), logged, checkpoints, config.on_nonfinite)
                 log.checkpoint(step)
                 state = dict(step=step, config=run, validation_loss=validation_loss, model=model.state_dict())
                 state |= dict(optimizer=optimizer.state_dict(), metrics=metrics.state_dict(), random=random_state())
@@ -552,6 +560,7 @@ def train(config: TransformerConfig) -> int:
         "train_graphs": graphs.compiled("train"),
         "eval_graphs": graphs.compiled("eval"),
         "host_to_device_uploads_per_step": speed.uploads_per_step,  # beside the batch
+        "skipped_steps": metrics.skipped_steps,
         "validation_loss": validation_loss,
         "loss_floor": data.loss_floor,
         "seconds": goodput.total(),
@@ -591,7 +600,8 @@ def compile_first_step(config: TransformerConfig, build, device) -> int:
     knobs = [("recompute activations in the backward pass", ["--remat"])] if not config.remat else []
     more_parts = 2 * config.gradient_accumulation_steps
     knobs += [("more parts of a global batch", [f"--gradient_accumulation_steps={more_parts}"])]
-    step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm)
+    skip_nonfinite = config.on_nonfinite == "skip"
+    step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm, skip_nonfinite)
     step_args = (model, optimizer, rates, metrics, tokens, *step_options)
     sizes = dict(examples=count, unit="tokens", model_flops=count * config.shape.flops_per_token)
     settings = dataclasses.asdict(config)

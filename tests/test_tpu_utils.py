@@ -30,6 +30,7 @@ from tpu_utils import (
     attached_chips,
     check_finite,
     check_same_run,
+    finite_means,
     load_model,
     open_run_dir,
     read_checkpoint,
@@ -161,10 +162,19 @@ def test_a_number_that_changes_between_steps_is_a_second_graph(device):
 
 def test_non_finite_losses_name_the_first_step(tmp_path):
     checkpoints = save(tmp_path, 10, 20)
-    check_finite(np.array([1.0, 2.0]), 40, checkpoints)
-    check_finite(np.array([]), 40, checkpoints)
-    with pytest.raises(NonFiniteError, match=r"the loss of step 43 is nan.*steps \[10, 20\]"):
-        check_finite(np.array([1.0, 2.0, np.nan, np.inf]), 40, checkpoints)
+    good, bad = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 2.0, np.nan, np.inf])
+    check_finite({"loss": good}, 40, checkpoints, "stop")
+    check_finite({"loss": good[:0]}, 40, checkpoints, "stop")
+    check_finite({"loss": bad}, 40, checkpoints, "skip")
+    found = r"step 43, of steps 41 to 44 read now, has loss 3, gradient norm nan; .* checkpoint is that of step 20"
+    with pytest.raises(NonFiniteError, match=found):
+        check_finite({"loss": good, "gradient_norm": bad}, 40, checkpoints, "stop")
+
+
+def test_means_are_over_the_steps_that_were_not_skipped():
+    values = {"loss": np.array([1.0, 2.0, 3.0]), "gradient_norm": np.array([np.inf, 4.0, 6.0])}
+    assert finite_means(values) == {"loss": 2.5, "gradient_norm": 5.0}
+    assert np.isnan(finite_means({"loss": np.array([np.nan])})["loss"])
 
 
 def test_goodput_sums_to_wall_time():

@@ -49,6 +49,8 @@ from tpu_utils.errors import (
 )
 from tpu_utils.guards import (
     StopRequest,
+    gradient_norm,
+    step_if,
 )
 from tpu_utils.loader import BatchSharding, DeviceLoader
 from tpu_utils.metrics import (
@@ -59,6 +61,7 @@ from tpu_utils.metrics import (
     RunLog,
     Speed,
     check_finite,
+    finite_means,
     graphs_compiled,
     transfers_from_device,
     transfers_to_device,
@@ -93,6 +96,8 @@ __all__ = [
     "compile_cache_dir",
     "crc32_of",
     "device_memory",
+    "finite_means",
+    "gradient_norm",
     "graphs_compiled",
     "load_model",
     "open_run_dir",
@@ -103,6 +108,7 @@ __all__ = [
     "run_script",
     "set_random_state",
     "start_device",
+    "step_if",
     "sync_folder",
     "to_host",
     "tpu_hosts",

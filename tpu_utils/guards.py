@@ -1,12 +1,34 @@
-"""What stops a run early on purpose."""
+"""What keeps a run from going wrong, and what stops it early on purpose."""
 
 import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from tpu_utils.checkpoint import write_atomically
+
+
+def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """The norm over all gradients, () float32, inside the compiled step. Not finite if one of their values is not."""
+    return torch.stack([(p.grad.float() * p.grad.float()).sum() for p in parameters]).sum().sqrt()
+
+
+def step_if(finite: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """optimizer.step(), undone inside the graph unless finite, a () bool tensor on the device.
+
+    Parameters and optimizer state, its step count included, then keep every bit: weight decay and momentum too.
+    """
+    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors += [value for parameter in tensors for value in optimizer.state[parameter].values()]
+    with torch.no_grad():
+        before = [tensor.clone() for tensor in tensors]
+        optimizer.step()
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(torch.where(finite, tensor, old))
 
 
 class StopRequest:

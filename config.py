@@ -46,6 +46,10 @@ class TrainConfig:
     """A step whose loss or gradient is infinite or not a number: stop the run at the next log line, or skip the update
     on the device, count it and go on."""
 
+    stall_seconds: int = 600
+    """Without progress for so long (start-up and compiling: six times as long) the stacks of all threads are printed;
+    the run goes on waiting. 0: never."""
+
     dataset: str = ""
     data_dir: str = "datasets"
     """Where data files are read from."""
@@ -254,6 +258,8 @@ class TransformerConfig(TrainConfig):
     """Steps between two evaluations. The last step is always evaluated."""
     eval_batches: int = 20
     """Most batches of global_batch_size in one evaluation."""
+    peers_timeout: int = 300
+    """Seconds to wait at the start for the other hosts of a pod slice."""
 
     @property
     def shape(self) -> ModelShape:
@@ -368,8 +374,8 @@ PRESETS[DistributedMnistConfig] = PRESETS[MnistConfig]
 # Fields that may differ between a run and its resumption without changing a single bit of what it computes.
 # Those that say how many devices share the work, and how, are the exception: equal to about 1e-7.
 FREE_ON_RESUME = frozenset(
-    "run_dir resume device debug on_nonfinite data_dir download save_every keep_checkpoints tensorboard profile_steps "
-    "compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level mesh sharding "
+    "run_dir resume device debug on_nonfinite stall_seconds data_dir download save_every keep_checkpoints tensorboard "
+    "profile_steps compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level mesh sharding "
     "print_placement remat scan_layers attention hellaswag "
     "peers_timeout num_virtual_devices strategy shard_parameters".split()
 )
@@ -397,7 +403,7 @@ def check(config: TrainConfig) -> list[str]:
         "keep_checkpoints",
     ]
     at_least_one += ["num_epochs", "channels", "hidden_dim", "eval_batch_size", "peers_timeout"]
-    at_least_zero = ["seed", "warmup_steps", "max_shift", "num_virtual_devices"]
+    at_least_zero = ["seed", "stall_seconds", "warmup_steps", "max_shift", "num_virtual_devices"]
     for name in at_least_one + at_least_zero:
         value, least = getattr(config, name, 1), int(name in at_least_one)
         if value < least:

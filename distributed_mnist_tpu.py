@@ -57,12 +57,14 @@ from tpu_utils import (
     Goodput,
     Peers,
     Profile,
+    RunLock,
     RunLog,
     Speed,
     StopRequest,
     check_finite,
     check_same_run,
     choose_device,
+    end_with_parent,
     finite_means,
     gradient_norm,
     load_model,
@@ -77,6 +79,7 @@ from tpu_utils import (
     to_host,
     tpu_hosts,
     wait_for_peers,
+    watch_for_stalls,
     write_atomically,
 )
 
@@ -168,11 +171,12 @@ def over_replicas(value: torch.Tensor) -> torch.Tensor:
     return xm.all_reduce(xm.REDUCE_SUM, value, pin_layout=False) if xr.world_size() > 1 else value
 
 
-def evaluate(model, test_batches, precision, graphs, step) -> tuple[float, float]:
+def evaluate(model, test_batches, precision, graphs, goodput, step) -> tuple[float, float]:
     """(accuracy, mean loss in nats) over the test set, every example counted once."""
     sums = []
     for batch in test_batches:
-        sums.append(eval_step(model, *batch, precision))
+        with goodput.phase("evaluation" if graphs.compiled("eval") else "compile"):
+            sums.append(eval_step(model, *batch, precision))
         graphs.check("eval", step, batch)
     correct, loss, count = sum(one.cpu().double() for one in sums).tolist()  # read only after all are under way
     return correct / count, loss / count
@@ -188,7 +192,8 @@ def train_flops_per_example(model: nn.Module, image_size: int) -> int:
 
 def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Path | None = None) -> int:
     """hosts: the processes of an SPMD run, one per host. relay: see StopRequest."""
-    goodput, stop, spmd = Goodput(), StopRequest(relay), config.strategy == "spmd"
+    goodput, stop, lock, spmd = Goodput(), StopRequest(relay), RunLock(), config.strategy == "spmd"
+    watch_for_stalls(goodput, config.stall_seconds)
     dataset = load_dataset(config)
     steps_per_epoch, num_steps = num_steps_of(config, len(dataset.train_images))
     if spmd:
@@ -204,7 +209,10 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         several = num_devices > 1 and not config.compile_for
         peers = Peers(part, num_parts, dist.new_group(backend="gloo")) if several else Peers()
     check_divisible(config, num_devices)
+    stop.watch_metadata()
     run_dir = peers.from_first(lambda: open_run_dir(config))
+    if not config.compile_for:
+        peers.from_first(lambda: lock.acquire(run_dir))
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
     if spmd or peers.index == 0:
         print_banner(config, device)
@@ -257,7 +265,10 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     if peers.index == 0:
         write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
-    step, logged, stop_signal = first_step, first_step - first_step % config.log_every, None
+    stop_signal = peers.largest(stop.signal or 0)
+    if stop_signal:
+        return stop.say(stop_signal, first_step, run_dir, silent=peers.index > 0)
+    step, logged = first_step, first_step - first_step % config.log_every
     with (
         RunLog(run_dir, first_step, num_steps, config.tensorboard, silent=peers.index > 0) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
@@ -281,7 +292,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
                 logged = step
             if step % steps_per_epoch == 0:
                 with goodput.phase("evaluation"):
-                    accuracy, test_loss = evaluate(model, test_batches, config.precision, graphs, step)
+                    accuracy, test_loss = evaluate(model, test_batches, config.precision, graphs, goodput, step)
                 best_accuracy = max(best_accuracy, accuracy)
                 log.evaluation(step, accuracy=accuracy, test_loss=test_loss, best_accuracy=best_accuracy)
             if peers.count == 1 or step % config.log_every == 0:  # all processes stop after the same step
@@ -300,10 +311,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         goodput.enter("other")
 
     if stop_signal:
-        if peers.index == 0:
-            print(f"stopped by signal {stop_signal}, saved after step {step}")
-            print(f"to go on, repeat the command with --run_dir {run_dir} --resume must", flush=True)
-        return 128 + stop_signal
+        return stop.say(stop_signal, step, run_dir, silent=peers.index > 0)
     summary = {
         "steps": num_steps,
         "train_graphs": graphs.compiled("train"),
@@ -345,6 +353,7 @@ def print_result(summary: dict, dataset: ImageDataset) -> None:
 
 def replica(index: int, config: DistributedMnistConfig, relay: Path) -> None:
     """One process of a DDP run, started by torch_xla.launch or torchrun."""
+    end_with_parent()
     if config.compile_for and index > 0:
         return  # all replicas run the same program; the first one compiles it
     if code := train(config, relay=relay):

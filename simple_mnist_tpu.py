@@ -28,6 +28,7 @@ from tpu_utils import (
     DeviceMetrics,
     Goodput,
     Profile,
+    RunLock,
     RunLog,
     Speed,
     StopRequest,
@@ -44,6 +45,7 @@ from tpu_utils import (
     set_random_state,
     start_device,
     step_if,
+    watch_for_stalls,
     write_atomically,
 )
 
@@ -101,11 +103,12 @@ def eval_step(model, images, labels, mask, precision):
         return torch.stack([(correct * mask).sum(), (loss * mask).sum(), mask.sum()])
 
 
-def evaluate(model, test_batches, precision, graphs, step) -> tuple[float, float]:
+def evaluate(model, test_batches, precision, graphs, goodput, step) -> tuple[float, float]:
     """(accuracy, mean loss in nats) over the test set, every example counted once."""
     sums = []
     for batch in test_batches:
-        sums.append(eval_step(model, *batch, precision))
+        with goodput.phase("evaluation" if graphs.compiled("eval") else "compile"):
+            sums.append(eval_step(model, *batch, precision))
         graphs.check("eval", step, batch)
     correct, loss, count = sum(one.cpu().double() for one in sums).tolist()  # read only after all are under way
     return correct / count, loss / count
@@ -120,8 +123,10 @@ def train_flops_per_example(model: nn.Module, image_size: int) -> int:
 
 
 def train(config: MnistConfig) -> int:
-    goodput, stop, graphs = Goodput(), StopRequest(), CompileWatch()
+    goodput, stop, graphs, lock = Goodput(), StopRequest(), CompileWatch(), RunLock()
+    watch_for_stalls(goodput, config.stall_seconds)
     device = start_device(config)
+    stop.watch_metadata()
     dataset = load_dataset(config)
     steps_per_epoch, num_steps = num_steps_of(config, len(dataset.train_images))
     run_dir = open_run_dir(config)
@@ -147,6 +152,7 @@ def train(config: MnistConfig) -> int:
     test_set = eval_batches(dataset.test_images, dataset.test_labels, config.eval_batch_size)
     test_batches = [[tensor.to(device) for tensor in batch] for batch in test_set]
 
+    lock.acquire(run_dir)
     run = {**dataclasses.asdict(config), "data_crc32": dataset.fingerprint()}  # what a checkpoint belongs to
     first_step, best_accuracy, accuracy, test_loss = 0, 0.0, None, None
     saved = checkpoints.load_for_resume(config.resume)
@@ -161,6 +167,9 @@ def train(config: MnistConfig) -> int:
         print(f"resumed    after step {first_step} of {num_steps}", flush=True)
     write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
+    stop_signal = stop.signal
+    if stop_signal:
+        return stop.say(stop_signal, first_step, run_dir)
     batches = TrainBatches(dataset, config, first_step, num_steps)
     step, logged = first_step, first_step - first_step % config.log_every
     with (
@@ -186,10 +195,11 @@ def train(config: MnistConfig) -> int:
                 logged = step
             if step % steps_per_epoch == 0:
                 with goodput.phase("evaluation"):
-                    accuracy, test_loss = evaluate(model, test_batches, config.precision, graphs, step)
+                    accuracy, test_loss = evaluate(model, test_batches, config.precision, graphs, goodput, step)
                 best_accuracy = max(best_accuracy, accuracy)
                 log.evaluation(step, accuracy=accuracy, test_loss=test_loss, best_accuracy=best_accuracy)
-            if stop.signal or step % config.save_every == 0 or step == num_steps:
+            stop_signal = stop.signal
+            if stop_signal or step % config.save_every == 0 or step == num_steps:
                 # a bad state is never saved
                 check_finite(metrics.read(logged, step), logged, checkpoints, config.on_nonfinite)
                 log.checkpoint(step)
@@ -197,14 +207,12 @@ def train(config: MnistConfig) -> int:
                 state |= dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())
                 with goodput.phase("checkpoint"):
                     checkpoints.save(step, {**state, "random": random_state()})
-            if stop.signal:
+            if stop_signal:
                 break
         goodput.enter("other")
 
-    if stop.signal:
-        print(f"stopped by signal {stop.signal}, saved after step {step}")
-        print(f"to go on, repeat the command with --run_dir {run_dir} --resume must", flush=True)
-        return stop.exit_code
+    if stop_signal:
+        return stop.say(stop_signal, step, run_dir)
     summary = {
         "steps": num_steps,
         "train_graphs": graphs.compiled("train"),

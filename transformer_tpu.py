@@ -37,13 +37,16 @@ from tpu_utils import (
     DeviceLoader,
     DeviceMetrics,
     Goodput,
+    Peers,
     Profile,
+    RunLock,
     RunLog,
     Speed,
     StopRequest,
     attached_chips,
     check_finite,
     check_same_run,
+    choose_device,
     finite_means,
     load_model,
     open_run_dir,
@@ -54,6 +57,10 @@ from tpu_utils import (
     set_random_state,
     start_device,
     step_if,
+    to_host,
+    tpu_hosts,
+    wait_for_peers,
+    watch_for_stalls,
     write_atomically,
 )
 
@@ -430,11 +437,12 @@ def eval_step(model, tokens_BS):
         return result
 
 
-def evaluate(model, batches, graphs, step, kind="eval") -> np.ndarray:
+def evaluate(model, batches, graphs, goodput, step, kind="eval") -> np.ndarray:
     """Summed loss and number of targets of every sequence of the batches, (rows, 2). Padding rows have 0 targets."""
     results = []
     for tokens in batches:
-        results.append(eval_step(model, tokens))
+        with goodput.phase("evaluation" if graphs.compiled(kind) else "compile"):
+            results.append(eval_step(model, tokens))
         graphs.check(kind, step, [tokens])
     # read when all are under way
     return np.concatenate([result.cpu().numpy() for result in results]).astype(np.float64)
@@ -446,17 +454,21 @@ def hellaswag_accuracy(result: np.ndarray, labels: np.ndarray) -> float:
     return float(((loss / count).argmin(1) == labels).mean())
 
 
-def train(config: TransformerConfig) -> int:
-    goodput, stop, graphs = Goodput(), StopRequest(), CompileWatch()
+def train(config: TransformerConfig, peers: Peers | None = None) -> int:
+    """peers: the processes of this run, one per host. None: this one alone."""
+    goodput, stop, graphs, lock, peers = Goodput(), StopRequest(), CompileWatch(), RunLock(), peers or Peers()
+    watch_for_stalls(goodput, config.stall_seconds)
     shape, num_steps = config.shape, config.num_steps
     device = start_device(config, join=partial(start_spmd, config))
+    stop.watch_metadata()
     mesh, why = start_mesh(config)
     # compile_for asks about shapes alone, and needs no data
     data = None if config.compile_for else load_sequences(config, xr.process_index(), xr.process_count())
-    run_dir = open_run_dir(config)
+    run_dir = peers.from_first(lambda: open_run_dir(config))
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints)
     print_banner(config, device)
-    print_plan(config, data, why, run_dir)
+    if peers.index == 0:
+        print_plan(config, data, why, run_dir)
 
     attention = flash_attention(mesh) if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
@@ -466,15 +478,18 @@ def train(config: TransformerConfig) -> int:
     model = GPT(shape, dtype, **options)
     run = {**dataclasses.asdict(config), "data_crc32": data.fingerprint}  # what a checkpoint belongs to
     first_step, validation_loss = 0, None
-    saved = checkpoints.load_for_resume(config.resume)
+    peers.from_first(lambda: lock.acquire(run_dir))
+    saved = peers.from_first(lambda: checkpoints.load_for_resume(config.resume))
     if saved:  # loaded on the host, then cut: the mesh may be another than the one it was saved from
         check_same_run(run, saved["config"])
         load_model(model, saved["model"])
         first_step, validation_loss = saved["step"], saved["validation_loss"]
-        print(f"resumed    after step {first_step} of {num_steps}", flush=True)
+        if peers.index == 0:
+            print(f"resumed    after step {first_step} of {num_steps}", flush=True)
     else:
         model.initialise(config.seed)
-    write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
+    if peers.index == 0:
+        write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
     model = model.to(device)
     optimizer = make_optimizer(config, decay_groups(model))
@@ -486,7 +501,7 @@ def train(config: TransformerConfig) -> int:
         metrics.load_state_dict(saved["metrics"])
         set_random_state(saved["random"])
     place_state(model, optimizer, metrics)
-    if config.print_placement:
+    if config.print_placement and peers.index == 0:
         print_placement(model)
 
     cut_batch = xs.ShardingSpec(mesh, (BATCH, None), minibatch=xr.process_count() > 1) if mesh else None
@@ -495,13 +510,16 @@ def train(config: TransformerConfig) -> int:
     questions, labels = load_questions(config)
     questions = upload(questions)
 
+    stop_signal = peers.largest(stop.signal or 0)
+    if stop_signal:
+        return stop.say(stop_signal, first_step, run_dir, silent=peers.index > 0)
     batches = ((torch.from_numpy(data.train.batch(step)),) for step in range(first_step, num_steps))
     step, logged, lengths = first_step, first_step - first_step % config.log_every, []
     full_batch = config.global_batch_size * shape.sequence_length
     skip_nonfinite = config.on_nonfinite == "skip"
     step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm, skip_nonfinite)
     with (
-        RunLog(run_dir, first_step, num_steps, config.tensorboard) as log,
+        RunLog(run_dir, first_step, num_steps, config.tensorboard, silent=peers.index > 0) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
         DeviceLoader(batches, device, config.prefetch_batches, goodput, cut_batch) as loader,
     ):
@@ -530,31 +548,32 @@ def train(config: TransformerConfig) -> int:
                 lengths.clear()
             if step % config.eval_every == 0 or step == num_steps:
                 with goodput.phase("evaluation"):
-                    loss, count = evaluate(model, validation, graphs, step).sum(0)
+                    loss, count = evaluate(model, validation, graphs, goodput, step).sum(0)
                     validation_loss = float(loss / count)  # a numpy scalar would not be loaded again
                     fields = dict(validation_loss=validation_loss, perplexity=math.exp(min(validation_loss, 700.0)))
                     if data.loss_floor is not None:
                         fields["loss_floor"] = data.loss_floor
                     if questions:
-                        result = evaluate(model, questions, graphs, step, "hellaswag")
+                        result = evaluate(model, questions, graphs, goodput, step, "hellaswag")
                         fields["hellaswag_accuracy"] = hellaswag_accuracy(result, labels)
                 log.evaluation(step, **fields)
-            if stop.signal or step % config.save_every == 0 or step == num_steps:
+            if peers.count == 1 or step % config.log_every == 0:  # all processes stop after the same step
+                stop_signal = peers.largest(stop.signal or 0)
+            if stop_signal or step % config.save_every == 0 or step == num_steps:
                 # a bad state is never saved
                 check_finite(metrics.read(logged, step), logged, checkpoints, config.on_nonfinite)
                 log.checkpoint(step)
                 state = dict(step=step, config=run, validation_loss=validation_loss, model=model.state_dict())
                 state |= dict(optimizer=optimizer.state_dict(), metrics=metrics.state_dict(), random=random_state())
                 with goodput.phase("checkpoint"):
-                    checkpoints.save(step, state)
-            if stop.signal:
+                    state = to_host(state)  # every process: it gathers sharded tensors
+                    peers.from_first(lambda step=step, state=state: checkpoints.save(step, state))
+            if stop_signal:
                 break
         goodput.enter("other")
 
-    if stop.signal:
-        print(f"stopped by signal {stop.signal}, saved after step {step}")
-        print(f"to go on, repeat the command with --run_dir {run_dir} --resume must", flush=True)
-        return stop.exit_code
+    if stop_signal:
+        return stop.say(stop_signal, step, run_dir, silent=peers.index > 0)
     summary = {
         "steps": num_steps,
         "train_graphs": graphs.compiled("train"),
@@ -566,6 +585,8 @@ def train(config: TransformerConfig) -> int:
         "seconds": goodput.total(),
         "goodput": goodput.seconds,
     }
+    if peers.index > 0:
+        return 0
     write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
     floor = f" (floor {data.loss_floor:.4f})" if data.loss_floor is not None else ""
     print(f"validation loss {validation_loss:.4f}{floor}, perplexity {math.exp(min(validation_loss, 700.0)):.2f}")
@@ -689,7 +710,9 @@ def print_placement(model: GPT) -> None:
 
 
 def main() -> int:
-    return train(parse_command_line(TransformerConfig, __doc__))
+    config = parse_command_line(TransformerConfig, __doc__)
+    host, addresses = tpu_hosts() if choose_device(config) == "tpu" else (0, ["localhost"])
+    return train(config, wait_for_peers(host, addresses, config.peers_timeout))
 
 
 if __name__ == "__main__":

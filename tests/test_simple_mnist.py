@@ -21,6 +21,7 @@ from data import load_digits
 from tpu_utils import (
     CompileWatch,
     DeviceMetrics,
+    Goodput,
     RecompileError,
     run_script,
     transfers_from_device,
@@ -284,7 +285,7 @@ def test_evaluation_counts_every_example_once_whatever_the_batch(digits):
             [part.to(device) for part in batch]
             for batch in simple_mnist_tpu.eval_batches(digits.test_images, digits.test_labels, size)
         ]
-        results.append(simple_mnist_tpu.evaluate(model, batches, "float32", CompileWatch(), 1))
+        results.append(simple_mnist_tpu.evaluate(model, batches, "float32", CompileWatch(), Goodput(), 1))
     for accuracy, loss in results[1:]:
         assert accuracy == results[0][0] and math.isclose(loss, results[0][1], rel_tol=1e-6)
 

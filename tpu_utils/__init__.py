@@ -48,9 +48,12 @@ from tpu_utils.errors import (
     run_script,
 )
 from tpu_utils.guards import (
+    RunLock,
     StopRequest,
+    end_with_parent,
     gradient_norm,
     step_if,
+    watch_for_stalls,
 )
 from tpu_utils.loader import BatchSharding, DeviceLoader
 from tpu_utils.metrics import (
@@ -84,6 +87,7 @@ __all__ = [
     "Peers",
     "Profile",
     "RecompileError",
+    "RunLock",
     "RunLog",
     "SaveError",
     "Speed",
@@ -96,6 +100,7 @@ __all__ = [
     "compile_cache_dir",
     "crc32_of",
     "device_memory",
+    "end_with_parent",
     "finite_means",
     "gradient_norm",
     "graphs_compiled",
@@ -115,5 +120,6 @@ __all__ = [
     "transfers_from_device",
     "transfers_to_device",
     "wait_for_peers",
+    "watch_for_stalls",
     "write_atomically",
 ]

@@ -145,12 +145,20 @@ def finite_means(values: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 class Goodput:
-    """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time."""
+    """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time.
+
+    changes: how often a phase began or ended, which is what Watchdog calls progress.
+    """
 
     def __init__(self):
         phases = ("start_up", "compile", "data_wait", "step", "evaluation", "checkpoint", "other")
         self.seconds = dict.fromkeys(phases, 0.0)
         self._stack, self._since = ["start_up"], time.perf_counter()
+        self.changes = 0
+
+    @property
+    def current(self) -> str:
+        return self._stack[-1]
 
     def _settle(self) -> None:
         now = time.perf_counter()
@@ -160,17 +168,19 @@ class Goodput:
     def enter(self, name: str) -> None:
         """From here on, time that no inner phase takes belongs to this one."""
         self._settle()
-        self._stack = [name]
+        self._stack, self.changes = [name], self.changes + 1
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self._settle()
         self._stack.append(name)
+        self.changes += 1
         try:
             yield
         finally:
             self._settle()
             self._stack.pop()
+            self.changes += 1
 
     def total(self) -> float:
         """Seconds since the start: the sum of all phases."""

@@ -394,6 +394,11 @@ def parse_profile_steps(text: str) -> tuple[int, int]:
 def check(config: TrainConfig) -> list[str]:
     """What can be known to be wrong before any data is read, each as a sentence: found, expected, what to do."""
     problems = []
+    # a table of learning rates and a ring of values have a row for each step; step_00000000 has eight digits
+    at_most = dict(seed=2**32 - 1, num_steps=10**7, log_every=10**6, stall_seconds=10**8, peers_timeout=10**6)
+    for name, most in at_most.items():
+        if getattr(config, name, 0) > most:
+            problems.append(f"{name} is {getattr(config, name)}; expected {most} or less")
     at_least_one = [
         "global_batch_size",
         "decay_every",
@@ -471,7 +476,10 @@ def check_slice(name: str) -> None:
             from tpu_program import parse_topology  # here, so that a copied script runs without it
         except ModuleNotFoundError as error:
             raise InputError("compile_for needs aot_tpu.py and tpu_program.py beside the script") from error
-        parse_topology(name)
+        try:
+            parse_topology(name)
+        except ValueError as error:
+            raise InputError(f"compile_for: {error}") from error
 
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -524,6 +532,11 @@ def num_steps_of(config: MnistConfig, num_examples: int) -> tuple[int, int]:
             f"examples; choose at most {num_examples}"
         )
     num_steps = steps_per_epoch * config.num_epochs
+    if num_steps > 10**7:
+        raise InputError(
+            f"num_epochs is {config.num_epochs}: {num_steps} steps; expected {10**7} or less, "
+            f"{10**7 // steps_per_epoch} epochs of this data"
+        )
     if config.warmup_steps >= num_steps:
         raise InputError(
             f"warmup_steps is {config.warmup_steps} but the run has {num_steps} steps; choose fewer, or more epochs"
@@ -557,17 +570,21 @@ def learning_rates(config: TrainConfig, num_steps: int) -> torch.Tensor:
         "constant": np.ones(num_steps),
         "linear": 1 - progress,
         "cosine": (1 + np.cos(np.pi * progress)) / 2,
-        "step": config.decay_factor ** np.maximum(0, after // config.decay_every),
+        "step": np.float64(config.decay_factor) ** np.maximum(0, after // config.decay_every),
         "wsd": np.minimum(1, (num_steps - step) / max(1, round(config.decay_fraction * num_steps))),
     }
     if config.scheduler in ("linear", "cosine", "wsd"):
         last = config.final_learning_rate_fraction
         shapes[config.scheduler] = last + (1 - last) * shapes[config.scheduler]
     warm_up = np.minimum(1, (step + 1) / config.warmup_steps) if config.warmup_steps else 1
-    tiny = np.finfo(np.float32).tiny  # step decay of a long run can underflow
-    return torch.from_numpy(
-        np.maximum(config.learning_rate * warm_up * shapes[config.scheduler], tiny).astype(np.float32)
-    )
+    limits = np.finfo(np.float32)  # step decay of a long run can underflow
+    rates = np.maximum(config.learning_rate * warm_up * shapes[config.scheduler], limits.tiny)
+    if not rates.max() <= limits.max:  # nan included
+        raise InputError(
+            f"learning_rate is {config.learning_rate} and {config.scheduler} takes it to {rates.max():g}; expected at "
+            f"most {limits.max:g}, the largest float32"
+        )
+    return torch.from_numpy(rates.astype(np.float32))
 
 
 class SGD(torch.optim.Optimizer):

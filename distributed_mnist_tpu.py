@@ -68,6 +68,7 @@ from tpu_utils import (
     finite_means,
     gradient_norm,
     load_model,
+    load_part,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -234,9 +235,8 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     step_options = (config.precision, config.on_nonfinite == "skip")
     first_step, best_accuracy, accuracy, test_loss = 0, 0.0, None, None
     if saved:
-        optimizer.load_state_dict(saved["optimizer"])
-        metrics.load_state_dict(saved["metrics"])
-        set_random_state(saved["random"])
+        load_part("optimizer", optimizer, saved)
+        load_part("metrics", metrics, saved)
         first_step, best_accuracy = saved["step"], saved["best_accuracy"]
         accuracy, test_loss = saved["accuracy"], saved["test_loss"]
         if peers.index == 0:
@@ -246,6 +246,8 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
             shard([parameter, *optimizer.state[parameter].values()], mesh, config.shard_parameters)
         shard([rates, *metrics.state_dict().values()], mesh, over_devices=False)
     trained = model if spmd else replicate(model, tracing=bool(config.compile_for))
+    if saved:
+        set_random_state(saved["random"])  # after replicate(), which draws on the generators
     graphs = CompileWatch()
 
     batches = TrainBatches(dataset, config, first_step, num_steps, part, num_parts)

@@ -37,6 +37,7 @@ from tpu_utils import (
     finite_means,
     gradient_norm,
     load_model,
+    load_part,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -159,8 +160,8 @@ def train(config: MnistConfig) -> int:
     if saved:
         check_same_run(run, saved["config"])
         load_model(model, saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        metrics.load_state_dict(saved["metrics"])
+        load_part("optimizer", optimizer, saved)
+        load_part("metrics", metrics, saved)
         set_random_state(saved["random"])
         first_step, best_accuracy = saved["step"], saved["best_accuracy"]
         accuracy, test_loss = saved["accuracy"], saved["test_loss"]

@@ -49,6 +49,7 @@ from tpu_utils import (
     choose_device,
     finite_means,
     load_model,
+    load_part,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -497,8 +498,8 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
     rates = schedule.to(device)
     metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
     if saved:
-        optimizer.load_state_dict(saved["optimizer"])
-        metrics.load_state_dict(saved["metrics"])
+        load_part("optimizer", optimizer, saved)
+        load_part("metrics", metrics, saved)
         set_random_state(saved["random"])
     place_state(model, optimizer, metrics)
     if config.print_placement and peers.index == 0:

@@ -150,10 +150,11 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
     return found
 
 
-def kill_once(
-    variant: str, run_dir: Path, draw: random.Random, plan: tuple, start_up: float
-) -> tuple[str, str] | str | None:
-    """Start or resume the run and kill it once. (signal, phase hit); None when it was done before; a complaint."""
+def kill_once(variant: str, run_dir: Path, plan: tuple, draw: random.Random, start_up: float):
+    """Start or resume the run and kill it once. (signal, phase hit); None when it was done before; str: a complaint.
+
+    plan: signal, aim. start_up: seconds from the start of a process to its first step.
+    """
     run, (number, aim) = Run(variant, run_dir), plan
     target = run.done + draw.randint(1, max(1, (NUM_STEPS - run.done) // 3))
     delay = draw.uniform(0, start_up) if aim == "start-up" else draw.uniform(0, 0.3 if aim == "step" else 0.004)
@@ -204,7 +205,7 @@ def torture(variant: str, kills: int, folder: Path, draw: random.Random) -> tupl
         run_dir, hits, finished = folder / f"run_{attempt}", [], False
         while len(hits) < min(kills, KILLS_PER_RUN) and not finished:
             plans = plans or draw.sample(PLANS, len(PLANS))  # each once before any comes again
-            hit = kill_once(variant, run_dir, draw, plans.pop(), start_up)
+            hit = kill_once(variant, run_dir, plans.pop(), draw, start_up)
             if isinstance(hit, str):
                 return table, [*complaints, f"{variant}: {hit}"]
             hits += [hit] if hit else []
@@ -236,9 +237,9 @@ def main(argv: list[str] | None = None) -> int:
             table, found = torture(name, share, Path(folder), random.Random(f"{options.seed} {name}"))
         for (number, phase), (count, same) in sorted(table.items()):
             print(f"{name:18} {number:8} {phase:12} {count:5} {'yes' if same else 'NO'}", flush=True)
+        for complaint in found:
+            print(complaint, flush=True)
         complaints += found
-    for complaint in complaints:
-        print(complaint, file=sys.stderr)
     print(f"{'differences found' if complaints else 'all ended bit-identical'}, {time.monotonic() - seconds:.0f} s")
     return 1 if complaints else 0
 

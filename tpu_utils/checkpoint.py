@@ -3,10 +3,10 @@
 import datetime
 import json
 import os
-import pickle
 import shutil
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +179,33 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
             raise DamagedCheckpoint(f"checkpoint {path} is damaged: {name} is {value}, its done marker says {expected}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # bytes that are no pickle can make the unpickler raise anything
         raise CheckpointError(
             f"{path} is not a checkpoint of these scripts: it holds more than tensors and plain values, and nothing of "
             "it was run; remove it, or choose another --run_dir"
         ) from error
     if not isinstance(state, dict) or "step" not in state:
         raise CheckpointError(
-            f"{path} is not a checkpoint of these scripts: found {type(state).__name__} without a step"
+            f"{path} is not a checkpoint of these scripts: found {type(state).__name__} without a step, expected a "
+            "dict with one; remove it, or choose another --run_dir"
         )
-    return state
+    for name, kind in (("step", int), ("config", dict), ("model", dict)):
+        if name in state and not isinstance(state[name], kind):
+            raise CheckpointError(
+                f"{path} is not a checkpoint of these scripts: {name} is {_kind(state[name])}, expected "
+                f"{kind.__name__}; remove it, or choose another --run_dir"
+            )
+    return SavedState(state)
+
+
+class SavedState(dict):
+    """What a checkpoint holds. Raises CheckpointError, not KeyError, for what it does not."""
+
+    def __missing__(self, name: str) -> Any:
+        raise CheckpointError(
+            f"the checkpoint of step {self.get('step')} has {sorted(map(str, self))}, expected {name} too; it is of "
+            "another script or version: start anew in another --run_dir"
+        )
 
 
 def crc32_of(path: Path) -> int:
@@ -202,7 +219,7 @@ def crc32_of(path: Path) -> int:
 def load_model(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
     """load_state_dict that says in words what differs. Raises CheckpointError before anything is changed."""
     own = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    other = {name: tuple(t.shape) for name, t in saved.items()}
+    other = {name: tuple(t.shape) if isinstance(t, torch.Tensor) else _kind(t) for name, t in saved.items()}
     changed = [
         f"{n} is {own.get(n, 'absent')}, was {other.get(n, 'absent')}"
         for n in sorted(own | other)
@@ -216,11 +233,52 @@ def load_model(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
     model.load_state_dict(saved)
 
 
+def load_part(name: str, target: Any, saved: dict[str, Any]) -> None:
+    """target.load_state_dict(saved[name]). Raises CheckpointError in words, before anything is changed, when it is not
+    of the same keys, shapes and types."""
+    check_like(target.state_dict(), saved[name], name)
+    target.load_state_dict(saved[name])
+
+
+def check_like(own: Any, other: Any, name: str) -> None:
+    """Raises CheckpointError unless other has the nesting, the shapes and the types of own. name: says where it is."""
+    if found := next(_unlike(own, other, name), None):
+        raise CheckpointError(
+            f"the checkpoint does not fit this run: {found}; give the options it was made with, or start anew in "
+            "another --run_dir"
+        )
+
+
+def _unlike(own: Any, other: Any, where: str) -> Iterator[str]:
+    """What of other is not as in own. The values of an optimizer's settings are its own: the rate changes its shape."""
+    if isinstance(own, dict) and isinstance(other, dict):
+        if own.keys() != other.keys():
+            yield f"{where} has {sorted(map(str, other))[:9]}, expected {sorted(map(str, own))[:9]}"
+        settings = ".param_groups." in where
+        for key in own.keys() & other.keys():
+            if not settings or key == "params":
+                yield from _unlike(own[key], other[key], f"{where}.{key}")
+    elif isinstance(own, list | tuple) and isinstance(other, list | tuple) and len(own) == len(other):
+        for index, (one, two) in enumerate(zip(own, other, strict=True)):
+            yield from _unlike(one, two, f"{where}.{index}")
+    elif _kind(own) != _kind(other):
+        yield f"{where} is {_kind(other)}, expected {_kind(own)}"
+
+
+def _kind(value: Any) -> str:
+    """What must be equal for one value to stand for another."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"{type(value).__name__}[{len(value)}]" if isinstance(value, list | tuple) else type(value).__name__
+
+
 def random_state() -> dict[str, Any]:
     """Every generator that a script or a layer may draw from on this host and device."""
     return {"torch": torch.get_rng_state(), "xla": xm.get_rng_state()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
+    """Raises CheckpointError when it is not what random_state() gives."""
+    check_like(random_state(), state, "random")
     torch.set_rng_state(state["torch"])
     xm.set_rng_state(state["xla"])

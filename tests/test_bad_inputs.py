@@ -67,7 +67,7 @@ def outcome(function):
 def assert_clear(message: str, *names: str) -> None:
     """It says where, what was found or expected, and what to do."""
     assert len(message) > 30 and any(name in message for name in names), message
-    said = r"(?i)expect|invalid|unrecognized|could not|choose|use |cut short|longer|matches no|starts with|lower|start anew"
+    said = r"(?i)expect|invalid|unrecognized|could not|choose|use |cut short|longer|matches no|starts with|lower|anew"
     assert re.search(said, message), message
 
 

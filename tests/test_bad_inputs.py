@@ -67,8 +67,9 @@ def outcome(function):
 def assert_clear(message: str, *names: str) -> None:
     """It says where, what was found or expected, and what to do."""
     assert len(message) > 30 and any(name in message for name in names), message
-    said = r"(?i)expect|invalid|unrecognized|could not|choose|use |cut short|longer|matches no|starts with|lower|anew"
-    assert re.search(said, message), message
+    said = "expect|invalid|unrecognized|could not|must|cut short|longer|matches no|starts with"  # found and expected
+    said += "|choose|use |lower|anew|check --"  # what to do
+    assert re.search(said, message, re.IGNORECASE), message
 
 
 # ------------------------------------------------------------------------------------------------ (a) command lines

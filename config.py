@@ -42,6 +42,13 @@ class TrainConfig:
     """never starts anew, refuses a run_dir that holds a run; auto resumes if there is a checkpoint; must needs one."""
     debug: bool = False
     """Show the traceback of an error instead of its message alone."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is infinite or not a number: stop the run at the next log line, or skip the update
+    on the device, count it and go on."""
+
+    stall_seconds: int = 600
+    """Without progress for so long (start-up and compiling: six times as long) the stacks of all threads are printed;
+    the run goes on waiting. 0: never."""
 
     dataset: str = ""
     data_dir: str = "datasets"
@@ -251,6 +258,8 @@ class TransformerConfig(TrainConfig):
     """Steps between two evaluations. The last step is always evaluated."""
     eval_batches: int = 20
     """Most batches of global_batch_size in one evaluation."""
+    peers_timeout: int = 300
+    """Seconds to wait at the start for the other hosts of a pod slice."""
 
     @property
     def shape(self) -> ModelShape:
@@ -365,8 +374,8 @@ PRESETS[DistributedMnistConfig] = PRESETS[MnistConfig]
 # Fields that may differ between a run and its resumption without changing a single bit of what it computes.
 # Those that say how many devices share the work, and how, are the exception: equal to about 1e-7.
 FREE_ON_RESUME = frozenset(
-    "run_dir resume device debug data_dir download save_every keep_checkpoints tensorboard profile_steps "
-    "compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level mesh sharding "
+    "run_dir resume device debug on_nonfinite stall_seconds data_dir download save_every keep_checkpoints tensorboard "
+    "profile_steps compile_for compile_cache prefetch_batches eval_batch_size preset optimization_level mesh sharding "
     "print_placement remat scan_layers attention hellaswag "
     "peers_timeout num_virtual_devices strategy shard_parameters".split()
 )
@@ -385,6 +394,11 @@ def parse_profile_steps(text: str) -> tuple[int, int]:
 def check(config: TrainConfig) -> list[str]:
     """What can be known to be wrong before any data is read, each as a sentence: found, expected, what to do."""
     problems = []
+    # a table of learning rates and a ring of values have a row for each step; step_00000000 has eight digits
+    at_most = dict(seed=2**32 - 1, num_steps=10**7, log_every=10**6, stall_seconds=10**8, peers_timeout=10**6)
+    for name, most in at_most.items():
+        if getattr(config, name, 0) > most:
+            problems.append(f"{name} is {getattr(config, name)}; expected {most} or less")
     at_least_one = [
         "global_batch_size",
         "decay_every",
@@ -394,7 +408,7 @@ def check(config: TrainConfig) -> list[str]:
         "keep_checkpoints",
     ]
     at_least_one += ["num_epochs", "channels", "hidden_dim", "eval_batch_size", "peers_timeout"]
-    at_least_zero = ["seed", "warmup_steps", "max_shift", "num_virtual_devices"]
+    at_least_zero = ["seed", "stall_seconds", "warmup_steps", "max_shift", "num_virtual_devices"]
     for name in at_least_one + at_least_zero:
         value, least = getattr(config, name, 1), int(name in at_least_one)
         if value < least:
@@ -466,7 +480,10 @@ def check_slice(name: str) -> None:
             from tpu_program import parse_topology  # here, so that a copied script runs without it
         except ModuleNotFoundError as error:
             raise InputError("compile_for needs aot_tpu.py and tpu_program.py beside the script") from error
-        parse_topology(name)
+        try:
+            parse_topology(name)
+        except ValueError as error:
+            raise InputError(f"compile_for: {error}") from error
 
 
 Config = TypeVar("Config", bound=TrainConfig)
@@ -519,6 +536,11 @@ def num_steps_of(config: MnistConfig, num_examples: int) -> tuple[int, int]:
             f"examples; choose at most {num_examples}"
         )
     num_steps = steps_per_epoch * config.num_epochs
+    if num_steps > 10**7:
+        raise InputError(
+            f"num_epochs is {config.num_epochs}: {num_steps} steps; expected {10**7} or less, "
+            f"{10**7 // steps_per_epoch} epochs of this data"
+        )
     if config.warmup_steps >= num_steps:
         raise InputError(
             f"warmup_steps is {config.warmup_steps} but the run has {num_steps} steps; choose fewer, or more epochs"
@@ -552,17 +574,21 @@ def learning_rates(config: TrainConfig, num_steps: int) -> torch.Tensor:
         "constant": np.ones(num_steps),
         "linear": 1 - progress,
         "cosine": (1 + np.cos(np.pi * progress)) / 2,
-        "step": config.decay_factor ** np.maximum(0, after // config.decay_every),
+        "step": np.float64(config.decay_factor) ** np.maximum(0, after // config.decay_every),
         "wsd": np.minimum(1, (num_steps - step) / max(1, round(config.decay_fraction * num_steps))),
     }
     if config.scheduler in ("linear", "cosine", "wsd"):
         last = config.final_learning_rate_fraction
         shapes[config.scheduler] = last + (1 - last) * shapes[config.scheduler]
     warm_up = np.minimum(1, (step + 1) / config.warmup_steps) if config.warmup_steps else 1
-    tiny = np.finfo(np.float32).tiny  # step decay of a long run can underflow
-    return torch.from_numpy(
-        np.maximum(config.learning_rate * warm_up * shapes[config.scheduler], tiny).astype(np.float32)
-    )
+    limits = np.finfo(np.float32)  # step decay of a long run can underflow
+    rates = np.maximum(config.learning_rate * warm_up * shapes[config.scheduler], limits.tiny)
+    if not rates.max() <= limits.max:  # nan included
+        raise InputError(
+            f"learning_rate is {config.learning_rate} and {config.scheduler} takes it to {rates.max():g}; expected at "
+            f"most {limits.max:g}, the largest float32"
+        )
+    return torch.from_numpy(rates.astype(np.float32))
 
 
 class SGD(torch.optim.Optimizer):

@@ -269,7 +269,8 @@ def read_header(path: Path, kind: str) -> np.ndarray:
     header = np.fromfile(path, "<i4", HEADER_WORDS)
     if len(header) < HEADER_WORDS:
         raise InputError(
-            f"{path}: {path.stat().st_size} bytes; {kind} starts with a header of {HEADER_WORDS * 4} bytes"
+            f"{path}: {path.stat().st_size} bytes; {kind} starts with a header of {HEADER_WORDS * 4} bytes; copy or "
+            "write it again"
         )
     return header
 
@@ -347,7 +348,10 @@ class TokenShards:
         if empty := [
             f"{path} ({len(s)} tokens)" for path, s, n in zip(paths, self.shards, steps, strict=True) if n == 0
         ]:
-            raise InputError(f"shorter than one global batch of {self.stride} + 1 tokens: {', '.join(empty[:3])}")
+            raise InputError(
+                f"shorter than one global batch of {self.stride} + 1 tokens: {', '.join(empty[:3])}; lower "
+                "--global_batch_size, or leave these shards out"
+            )
         self.ends = np.cumsum(steps)
         self.batches_per_epoch = int(self.ends[-1])
 

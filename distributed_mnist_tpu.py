@@ -58,12 +58,16 @@ from tpu_utils import (
     Mirror,
     Peers,
     Profile,
+    RunLock,
     RunLog,
     Speed,
     StopRequest,
     check_finite,
     check_same_run,
     choose_device,
+    end_with_parent,
+    finite_means,
+    gradient_norm,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -71,8 +75,10 @@ from tpu_utils import (
     run_script,
     set_random_state,
     start_device,
+    step_if,
     tpu_hosts,
     wait_for_peers,
+    watch_for_stalls,
     write_atomically,
 )
 
@@ -126,7 +132,7 @@ def replicate(model: nn.Module, tracing: bool) -> DistributedDataParallel:
 
 
 @torch_xla.compile(full_graph=True, name="train_step")
-def train_step(model, optimizer, rates, metrics, images, labels, precision):
+def train_step(model, optimizer, rates, metrics, images, labels, precision, skip_nonfinite=False):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up.
 
     Under SPMD images and labels are the global batch, and so is the mean. Under DDP they are this replica's part: the
@@ -139,9 +145,14 @@ def train_step(model, optimizer, rates, metrics, images, labels, precision):
     loss.backward()  # SPMD: the compiler, DDP: its hooks, average the gradients over the devices
     for group in optimizer.param_groups:
         group["lr"] = rates.index_select(0, metrics.step)
-    optimizer.step()  # not xm.optimizer_step, which would reduce once more
+    mean_loss, norm = over_replicas(loss.detach()) / xr.world_size(), gradient_norm(model.parameters())
+    finite = torch.isfinite(mean_loss + norm)  # the same on all devices
+    if skip_nonfinite:
+        step_if(finite, optimizer)
+    else:
+        optimizer.step()  # not xm.optimizer_step, which would reduce once more
     optimizer.zero_grad(set_to_none=True)
-    metrics.record(over_replicas(loss.detach()) / xr.world_size())
+    metrics.record(mean_loss, norm, skipped=~finite if skip_nonfinite else None)
 
 
 @torch_xla.compile(full_graph=True, name="eval_step")
@@ -159,11 +170,12 @@ def over_replicas(value: torch.Tensor) -> torch.Tensor:
     return xm.all_reduce(xm.REDUCE_SUM, value, pin_layout=False) if xr.world_size() > 1 else value
 
 
-def evaluate(model, test_batches, precision, graphs, step) -> tuple[float, float]:
+def evaluate(model, test_batches, precision, graphs, goodput, step) -> tuple[float, float]:
     """(accuracy, mean loss in nats) over the test set, every example counted once."""
     sums = []
     for batch in test_batches:
-        sums.append(eval_step(model, *batch, precision))
+        with goodput.phase("evaluation" if graphs.compiled("eval") else "compile"):
+            sums.append(eval_step(model, *batch, precision))
         graphs.check("eval", step, batch)
     correct, loss, count = sum(one.cpu().double() for one in sums).tolist()  # read only after all are under way
     return correct / count, loss / count
@@ -179,7 +191,8 @@ def train_flops_per_example(model: nn.Module, image_size: int) -> int:
 
 def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Path | None = None) -> int:
     """hosts: the processes of an SPMD run, one per host. relay: see StopRequest."""
-    goodput, stop, spmd = Goodput(), StopRequest(relay), config.strategy == "spmd"
+    goodput, stop, lock, spmd = Goodput(), StopRequest(relay), RunLock(), config.strategy == "spmd"
+    watch_for_stalls(goodput, config.stall_seconds)
     dataset = load_dataset(config)
     steps_per_epoch, num_steps = num_steps_of(config, len(dataset.train_images))
     if spmd:
@@ -195,7 +208,10 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         several = num_devices > 1 and not config.compile_for
         peers = Peers(part, num_parts, dist.new_group(backend="gloo")) if several else Peers()
     check_divisible(config, num_devices)
+    stop.watch_metadata()
     run_dir = peers.from_first(lambda: open_run_dir(config))
+    if not config.compile_for:
+        peers.from_first(lambda: lock.acquire(run_dir))
     mirror = Mirror(config, run_dir, peers)  # uploads what a gs:// directory is to hold
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, peers, mirror)
     if spmd or peers.index == 0:
@@ -214,7 +230,8 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     optimizer = make_optimizer(config, model.parameters())
     schedule = learning_rates(config, num_steps)
     rates = schedule.to(device)
-    metrics = DeviceMetrics(["loss"], config.log_every, device)
+    metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
+    step_options = (config.precision, config.on_nonfinite == "skip")
     first_step, best_accuracy, accuracy, test_loss = 0, 0.0, None, None
     if spmd:
         for parameter in model.parameters():  # its optimizer state is cut the same way
@@ -223,12 +240,13 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     if saved:  # into the places just made, whatever devices it was saved from
         targets = dict(model=model.state_dict(keep_vars=True), optimizer=optimizer.state_dict())
         checkpoints.restore(saved, targets | dict(metrics=metrics.state_dict()))
-        set_random_state(saved["random"])
         first_step, best_accuracy = saved["step"], saved["best_accuracy"]
         accuracy, test_loss = saved["accuracy"], saved["test_loss"]
         if peers.index == 0:
             print(f"resumed    after step {first_step} of {num_steps}", flush=True)
     trained = model if spmd else replicate(model, tracing=bool(config.compile_for))
+    if saved:
+        set_random_state(saved["random"])  # after replicate(), which draws on the generators
     graphs = CompileWatch()
 
     batches = TrainBatches(dataset, config, first_step, num_steps, part, num_parts)
@@ -236,7 +254,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         import aot_tpu  # only here: a copy of this script trains without it
 
         images, labels = xm.send_cpu_data_to_device(list(next(iter(batches))), device, sharding)
-        step_args = (trained, optimizer, rates, metrics, images, labels, config.precision)
+        step_args = (trained, optimizer, rates, metrics, images, labels, *step_options)
         sizes = dict(examples=config.global_batch_size, model_flops=flops, settings=dataclasses.asdict(config))
         return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes)
     eval_size = math.ceil(config.eval_batch_size / num_devices) * num_devices  # the mask takes care of the rest
@@ -248,7 +266,10 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     if peers.index == 0:
         write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
-    step, logged, stop_signal = first_step, first_step - first_step % config.log_every, None
+    stop_signal = peers.largest(stop.signal or 0)
+    if stop_signal:
+        return stop.say(stop_signal, first_step, config.run_dir or run_dir, silent=peers.index > 0)
+    step, logged = first_step, first_step - first_step % config.log_every
     with (
         mirror,  # left last: it waits until all is in the bucket
         checkpoints,
@@ -261,27 +282,28 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         for step, (images, labels) in enumerate(loader, first_step + 1):
             profile.before_step(step)
             with goodput.phase("compile" if step == first_step + 1 else "step"):
-                train_step(trained, optimizer, rates, metrics, images, labels, config.precision)
+                train_step(trained, optimizer, rates, metrics, images, labels, *step_options)
             graphs.check("train", step, (images, labels))
             log.advance()
             if step == first_step + 1:
                 speed.start(step)  # without the compile
             if step % config.log_every == 0 or step == num_steps:
-                losses = metrics.read(logged, step)["loss"]  # the only read from the device between two log lines
-                check_finite(losses, logged, checkpoints)
+                values = metrics.read(logged, step)  # the only read from the device between two log lines
+                check_finite(values, logged, checkpoints, config.on_nonfinite)
                 checkpoints.check()  # a save that failed behind the steps ends the run here
-                learning_rate = schedule[step - 1].item()
-                log.train(step, loss=float(losses.mean()), learning_rate=learning_rate, **speed.measure(step))
+                fields = dict(learning_rate=schedule[step - 1].item(), skipped_steps=metrics.skipped_steps)
+                log.train(step, **finite_means(values), **fields, **speed.measure(step))
                 logged = step
             if step % steps_per_epoch == 0:
                 with goodput.phase("evaluation"):
-                    accuracy, test_loss = evaluate(model, test_batches, config.precision, graphs, step)
+                    accuracy, test_loss = evaluate(model, test_batches, config.precision, graphs, goodput, step)
                 best_accuracy = max(best_accuracy, accuracy)
                 log.evaluation(step, accuracy=accuracy, test_loss=test_loss, best_accuracy=best_accuracy)
             if peers.count == 1 or step % config.log_every == 0:  # all processes stop after the same step
                 stop_signal = peers.largest(stop.signal or 0)
             if stop_signal or step % config.save_every == 0 or step == num_steps:
-                check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
+                # a bad state is never saved
+                check_finite(metrics.read(logged, step), logged, checkpoints, config.on_nonfinite)
                 state = dict(step=step, config=run, best_accuracy=best_accuracy, accuracy=accuracy, test_loss=test_loss)
                 state |= dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())
                 with goodput.phase("checkpoint"):
@@ -295,15 +317,13 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         goodput.enter("other")
 
     if stop_signal:
-        if peers.index == 0:
-            print(f"stopped by signal {stop_signal}, saved after step {step}")
-            print(f"to go on, repeat the command with --run_dir {config.run_dir or run_dir} --resume must", flush=True)
-        return 128 + stop_signal
+        return stop.say(stop_signal, step, config.run_dir or run_dir, silent=peers.index > 0)
     summary = {
         "steps": num_steps,
         "train_graphs": graphs.compiled("train"),
         "eval_graphs": graphs.compiled("eval"),
         "host_to_device_uploads_per_step": speed.uploads_per_step,  # beside the batch
+        "skipped_steps": metrics.skipped_steps,
         "test_accuracy": accuracy,
         "best_accuracy": best_accuracy,
         "test_loss": test_loss,
@@ -340,6 +360,7 @@ def print_result(summary: dict, dataset: ImageDataset) -> None:
 
 def replica(index: int, config: DistributedMnistConfig, relay: Path) -> None:
     """One process of a DDP run, started by torch_xla.launch or torchrun."""
+    end_with_parent()
     if config.compile_for and index > 0:
         return  # all replicas run the same program; the first one compiles it
     if code := train(config, relay=relay):

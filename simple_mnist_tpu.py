@@ -29,12 +29,16 @@ from tpu_utils import (
     Goodput,
     Mirror,
     Profile,
+    RunLock,
     RunLog,
     Speed,
     StopRequest,
     check_finite,
     check_same_run,
+    finite_means,
+    gradient_norm,
     load_model,
+    load_part,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -42,6 +46,8 @@ from tpu_utils import (
     run_script,
     set_random_state,
     start_device,
+    step_if,
+    watch_for_stalls,
     write_atomically,
 )
 
@@ -70,7 +76,7 @@ class ConvNet(nn.Module):
 
 
 @torch_xla.compile(full_graph=True, name="train_step")
-def train_step(model, optimizer, rates, metrics, images, labels, precision):
+def train_step(model, optimizer, rates, metrics, images, labels, precision, skip_nonfinite=False):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
     optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program
     with torch.autocast("xla", torch.bfloat16, enabled=precision == "bfloat16"):
@@ -79,9 +85,14 @@ def train_step(model, optimizer, rates, metrics, images, labels, precision):
     loss.backward()
     for group in optimizer.param_groups:
         group["lr"] = rates.index_select(0, metrics.step)
-    optimizer.step()
+    norm = gradient_norm(model.parameters())
+    finite = torch.isfinite(loss + norm)
+    if skip_nonfinite:
+        step_if(finite, optimizer)
+    else:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    metrics.record(loss)
+    metrics.record(loss, norm, skipped=~finite if skip_nonfinite else None)
 
 
 @torch_xla.compile(full_graph=True, name="eval_step")
@@ -94,11 +105,12 @@ def eval_step(model, images, labels, mask, precision):
         return torch.stack([(correct * mask).sum(), (loss * mask).sum(), mask.sum()])
 
 
-def evaluate(model, test_batches, precision, graphs, step) -> tuple[float, float]:
+def evaluate(model, test_batches, precision, graphs, goodput, step) -> tuple[float, float]:
     """(accuracy, mean loss in nats) over the test set, every example counted once."""
     sums = []
     for batch in test_batches:
-        sums.append(eval_step(model, *batch, precision))
+        with goodput.phase("evaluation" if graphs.compiled("eval") else "compile"):
+            sums.append(eval_step(model, *batch, precision))
         graphs.check("eval", step, batch)
     correct, loss, count = sum(one.cpu().double() for one in sums).tolist()  # read only after all are under way
     return correct / count, loss / count
@@ -113,11 +125,15 @@ def train_flops_per_example(model: nn.Module, image_size: int) -> int:
 
 
 def train(config: MnistConfig) -> int:
-    goodput, stop, graphs = Goodput(), StopRequest(), CompileWatch()
+    goodput, stop, graphs, lock = Goodput(), StopRequest(), CompileWatch(), RunLock()
+    watch_for_stalls(goodput, config.stall_seconds)
     device = start_device(config)
+    stop.watch_metadata()
     dataset = load_dataset(config)
     steps_per_epoch, num_steps = num_steps_of(config, len(dataset.train_images))
     run_dir = open_run_dir(config)
+    if not config.compile_for:
+        lock.acquire(run_dir)
     mirror = Mirror(config, run_dir)  # uploads what a gs:// directory is to hold
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, mirror=mirror)
     print_banner(config, device)
@@ -129,12 +145,13 @@ def train(config: MnistConfig) -> int:
     optimizer = make_optimizer(config, model.parameters())
     schedule = learning_rates(config, num_steps)
     rates = schedule.to(device)
-    metrics = DeviceMetrics(["loss"], config.log_every, device)
+    metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
+    step_options = (config.precision, config.on_nonfinite == "skip")
     if config.compile_for:  # the first step exactly as below, but compiled for a TPU slice instead of run
         import aot_tpu  # only here: a copy of this script trains without it
 
         images, labels = (tensor.to(device) for tensor in next(iter(TrainBatches(dataset, config, 0, num_steps))))
-        step_args = (model, optimizer, rates, metrics, images, labels, config.precision)
+        step_args = (model, optimizer, rates, metrics, images, labels, *step_options)
         sizes = dict(examples=config.global_batch_size, model_flops=flops, settings=dataclasses.asdict(config))
         return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes)
     test_set = eval_batches(dataset.test_images, dataset.test_labels, config.eval_batch_size)
@@ -146,14 +163,17 @@ def train(config: MnistConfig) -> int:
     if saved:
         check_same_run(run, saved["config"])
         load_model(model, saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        metrics.load_state_dict(saved["metrics"])
+        load_part("optimizer", optimizer, saved)
+        load_part("metrics", metrics, saved)
         set_random_state(saved["random"])
         first_step, best_accuracy = saved["step"], saved["best_accuracy"]
         accuracy, test_loss = saved["accuracy"], saved["test_loss"]
         print(f"resumed    after step {first_step} of {num_steps}", flush=True)
     write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
+    stop_signal = stop.signal
+    if stop_signal:
+        return stop.say(stop_signal, first_step, config.run_dir or run_dir)
     batches = TrainBatches(dataset, config, first_step, num_steps)
     step, logged = first_step, first_step - first_step % config.log_every
     with (
@@ -168,46 +188,47 @@ def train(config: MnistConfig) -> int:
         for step, (images, labels) in enumerate(loader, first_step + 1):
             profile.before_step(step)
             with goodput.phase("compile" if step == first_step + 1 else "step"):
-                train_step(model, optimizer, rates, metrics, images, labels, config.precision)
+                train_step(model, optimizer, rates, metrics, images, labels, *step_options)
             graphs.check("train", step, (images, labels))
             log.advance()
             if step == first_step + 1:
                 speed.start(step)  # without the compile
             if step % config.log_every == 0 or step == num_steps:
-                losses = metrics.read(logged, step)["loss"]  # the only read from the device between two log lines
-                check_finite(losses, logged, checkpoints)
+                values = metrics.read(logged, step)  # the only read from the device between two log lines
+                check_finite(values, logged, checkpoints, config.on_nonfinite)
                 checkpoints.check()  # a save that failed behind the steps ends the run here
-                learning_rate = schedule[step - 1].item()
-                log.train(step, loss=float(losses.mean()), learning_rate=learning_rate, **speed.measure(step))
+                fields = dict(learning_rate=schedule[step - 1].item(), skipped_steps=metrics.skipped_steps)
+                log.train(step, **finite_means(values), **fields, **speed.measure(step))
                 logged = step
             if step % steps_per_epoch == 0:
                 with goodput.phase("evaluation"):
-                    accuracy, test_loss = evaluate(model, test_batches, config.precision, graphs, step)
+                    accuracy, test_loss = evaluate(model, test_batches, config.precision, graphs, goodput, step)
                 best_accuracy = max(best_accuracy, accuracy)
                 log.evaluation(step, accuracy=accuracy, test_loss=test_loss, best_accuracy=best_accuracy)
-            if stop.signal or step % config.save_every == 0 or step == num_steps:
-                check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
+            stop_signal = stop.signal
+            if stop_signal or step % config.save_every == 0 or step == num_steps:
+                # a bad state is never saved
+                check_finite(metrics.read(logged, step), logged, checkpoints, config.on_nonfinite)
                 state = dict(step=step, config=run, best_accuracy=best_accuracy, accuracy=accuracy, test_loss=test_loss)
                 state |= dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())
                 with goodput.phase("checkpoint"):
                     on_host = checkpoints.copy(step, {**state, "random": random_state()})
                 log.checkpoint(step, wait_seconds=on_host.wait_seconds)  # on disk before the step counts as done
                 checkpoints.write(on_host)  # behind the next steps
-            if stop.signal:
+            if stop_signal:
                 break
         with goodput.phase("checkpoint"):
             checkpoints.wait()  # the last one is on disk
         goodput.enter("other")
 
-    if stop.signal:
-        print(f"stopped by signal {stop.signal}, saved after step {step}")
-        print(f"to go on, repeat the command with --run_dir {config.run_dir or run_dir} --resume must", flush=True)
-        return stop.exit_code
+    if stop_signal:
+        return stop.say(stop_signal, step, config.run_dir or run_dir)
     summary = {
         "steps": num_steps,
         "train_graphs": graphs.compiled("train"),
         "eval_graphs": graphs.compiled("eval"),
         "host_to_device_uploads_per_step": speed.uploads_per_step,  # beside the batch
+        "skipped_steps": metrics.skipped_steps,
         "test_accuracy": accuracy,
         "best_accuracy": best_accuracy,
         "test_loss": test_loss,

@@ -40,6 +40,7 @@ from tpu_utils import (
     Mirror,
     Peers,
     Profile,
+    RunLock,
     RunLog,
     Speed,
     StopRequest,
@@ -47,6 +48,7 @@ from tpu_utils import (
     check_finite,
     check_same_run,
     choose_device,
+    finite_means,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -54,8 +56,10 @@ from tpu_utils import (
     run_script,
     set_random_state,
     start_device,
+    step_if,
     tpu_hosts,
     wait_for_peers,
+    watch_for_stalls,
     write_atomically,
 )
 
@@ -412,7 +416,7 @@ def compute_gradients(model: GPT, tokens_BS, parts: int):
 
 
 @torch_xla.compile(full_graph=True, name="train_step")
-def train_step(model, optimizer, rates, metrics, tokens_BS, parts, clip):
+def train_step(model, optimizer, rates, metrics, tokens_BS, parts, clip, skip_nonfinite=False):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
     loss = compute_gradients(model, tokens_BS, parts)
     count = (tokens_BS[:, 1:] >= 0).sum().float()
@@ -424,9 +428,13 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, parts, clip):
         gradient.mul_(factor)
     for group in optimizer.param_groups:
         group["lr"] = rates.index_select(0, metrics.step)
-    optimizer.step()
+    finite = torch.isfinite(loss + norm)
+    if skip_nonfinite:
+        step_if(finite, optimizer)
+    else:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program
-    metrics.record(loss / count, norm)
+    metrics.record(loss / count, norm, skipped=~finite if skip_nonfinite else None)
     place_state(model, optimizer, metrics)  # else the partitioner chooses, and step 2 would be a second graph
 
 
@@ -443,11 +451,12 @@ def eval_step(model, tokens_BS):
         return result
 
 
-def evaluate(model, batches, graphs, step, kind="eval") -> np.ndarray:
+def evaluate(model, batches, graphs, goodput, step, kind="eval") -> np.ndarray:
     """Summed loss and number of targets of every sequence of the batches, (rows, 2). Padding rows have 0 targets."""
     results = []
     for tokens in batches:
-        results.append(eval_step(model, tokens))
+        with goodput.phase("evaluation" if graphs.compiled(kind) else "compile"):
+            results.append(eval_step(model, tokens))
         graphs.check(kind, step, [tokens])
     # read when all are under way
     return np.concatenate([result.cpu().numpy() for result in results]).astype(np.float64)
@@ -459,20 +468,24 @@ def hellaswag_accuracy(result: np.ndarray, labels: np.ndarray) -> float:
     return float(((loss / count).argmin(1) == labels).mean())
 
 
-def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
-    """hosts: the processes of this run, one per host."""
-    hosts = hosts or Peers()
-    goodput, stop, graphs = Goodput(), StopRequest(), CompileWatch()
+def train(config: TransformerConfig, peers: Peers | None = None) -> int:
+    """peers: the processes of this run, one per host. None: this one alone."""
+    goodput, stop, graphs, lock, peers = Goodput(), StopRequest(), CompileWatch(), RunLock(), peers or Peers()
+    watch_for_stalls(goodput, config.stall_seconds)
     shape, num_steps = config.shape, config.num_steps
     device = start_device(config, join=partial(start_spmd, config))
+    stop.watch_metadata()
     mesh, why = start_mesh(config)
     # compile_for asks about shapes alone, and needs no data
     data = None if config.compile_for else load_sequences(config, xr.process_index(), xr.process_count())
-    run_dir = hosts.from_first(lambda: open_run_dir(config))
-    mirror = Mirror(config, run_dir, hosts)  # uploads what a gs:// directory is to hold
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, hosts, mirror)
+    run_dir = peers.from_first(lambda: open_run_dir(config))
+    if not config.compile_for:
+        peers.from_first(lambda: lock.acquire(run_dir))
+    mirror = Mirror(config, run_dir, peers)  # uploads what a gs:// directory is to hold
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, peers, mirror)
     print_banner(config, device)
-    print_plan(config, data, why, run_dir)
+    if peers.index == 0:
+        print_plan(config, data, why, run_dir)
 
     attention = flash_attention(mesh) if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
@@ -482,14 +495,15 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
     model = GPT(shape, dtype, **options)
     run = {**dataclasses.asdict(config), "data_crc32": data.fingerprint}  # what a checkpoint belongs to
     first_step, validation_loss = 0, None
-    saved = hosts.from_first(lambda: checkpoints.load_for_resume(config.resume, whole=False))
+    saved = peers.from_first(lambda: checkpoints.load_for_resume(config.resume, whole=False))
     if saved:
         check_same_run(run, saved["config"])
         first_step, validation_loss = saved["step"], saved["validation_loss"]
-        print(f"resumed    after step {first_step} of {num_steps}", flush=True)
+        if peers.index == 0:
+            print(f"resumed    after step {first_step} of {num_steps}", flush=True)
     else:
         model.initialise(config.seed)
-    if hosts.index == 0:
+    if peers.index == 0:
         write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
     model = model.to(device)
@@ -502,7 +516,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         targets = dict(model=model.state_dict(keep_vars=True), optimizer=optimizer.state_dict())
         checkpoints.restore(saved, targets | dict(metrics=metrics.state_dict()))
         set_random_state(saved["random"])
-    if config.print_placement:
+    if config.print_placement and peers.index == 0:
         print_placement(model)
 
     cut_batch = xs.ShardingSpec(mesh, (BATCH, None), minibatch=xr.process_count() > 1) if mesh else None
@@ -511,14 +525,18 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
     questions, labels = load_questions(config)
     questions = upload(questions)
 
+    stop_signal = peers.largest(stop.signal or 0)
+    if stop_signal:
+        return stop.say(stop_signal, first_step, config.run_dir or run_dir, silent=peers.index > 0)
     batches = ((torch.from_numpy(data.train.batch(step)),) for step in range(first_step, num_steps))
     step, logged, lengths = first_step, first_step - first_step % config.log_every, []
     full_batch = config.global_batch_size * shape.sequence_length
-    step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm)
+    skip_nonfinite = config.on_nonfinite == "skip"
+    step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm, skip_nonfinite)
     with (
         mirror,  # left last: it waits until all is in the bucket
         checkpoints,
-        RunLog(run_dir, first_step, num_steps, config.tensorboard, silent=hosts.index > 0) as log,
+        RunLog(run_dir, first_step, num_steps, config.tensorboard, silent=peers.index > 0) as log,
         Profile(config, run_dir, first_step, num_steps) as profile,
         DeviceLoader(batches, device, config.prefetch_batches, goodput, cut_batch) as loader,
     ):
@@ -539,54 +557,57 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
                 lengths.clear()
             if step % config.log_every == 0 or step == num_steps:
                 values = metrics.read(logged, step)  # the only read from the device between two log lines
-                check_finite(values["loss"], logged, checkpoints)
+                check_finite(values, logged, checkpoints, config.on_nonfinite)
                 checkpoints.check()  # a save that failed behind the steps ends the run here
-                means = {name: float(column.mean()) for name, column in values.items()}
-                rate = schedule[step - 1].item()
-                log.train(step, **means, learning_rate=rate, **in_tokens(speed.measure(step), lengths, config))
+                fields = dict(learning_rate=schedule[step - 1].item(), skipped_steps=metrics.skipped_steps)
+                fields |= in_tokens(speed.measure(step), lengths, config)
+                log.train(step, **finite_means(values), **fields)
                 logged = step
                 lengths.clear()
             if step % config.eval_every == 0 or step == num_steps:
                 with goodput.phase("evaluation"):
-                    loss, count = evaluate(model, validation, graphs, step).sum(0)
+                    loss, count = evaluate(model, validation, graphs, goodput, step).sum(0)
                     validation_loss = float(loss / count)  # a numpy scalar would not be loaded again
                     fields = dict(validation_loss=validation_loss, perplexity=math.exp(min(validation_loss, 700.0)))
                     if data.loss_floor is not None:
                         fields["loss_floor"] = data.loss_floor
                     if questions:
-                        result = evaluate(model, questions, graphs, step, "hellaswag")
+                        result = evaluate(model, questions, graphs, goodput, step, "hellaswag")
                         fields["hellaswag_accuracy"] = hellaswag_accuracy(result, labels)
                 log.evaluation(step, **fields)
-            if stop.signal or step % config.save_every == 0 or step == num_steps:
-                check_finite(metrics.read(logged, step)["loss"], logged, checkpoints)  # a bad state is never saved
+            if peers.count == 1 or step % config.log_every == 0:  # all processes stop after the same step
+                stop_signal = peers.largest(stop.signal or 0)
+            if stop_signal or step % config.save_every == 0 or step == num_steps:
+                # a bad state is never saved
+                check_finite(metrics.read(logged, step), logged, checkpoints, config.on_nonfinite)
                 state = dict(step=step, config=run, validation_loss=validation_loss, model=model.state_dict())
                 state |= dict(optimizer=optimizer.state_dict(), metrics=metrics.state_dict(), random=random_state())
                 with goodput.phase("checkpoint"):
                     on_host = checkpoints.copy(step, state)
                 log.checkpoint(step, wait_seconds=on_host.wait_seconds)  # on disk before the step counts as done
                 checkpoints.write(on_host)  # behind the next steps
-            if stop.signal:
+            if stop_signal:
                 break
         with goodput.phase("checkpoint"):
             checkpoints.wait()  # the last one is on disk
         goodput.enter("other")
 
-    if stop.signal:
-        print(f"stopped by signal {stop.signal}, saved after step {step}")
-        print(f"to go on, repeat the command with --run_dir {config.run_dir or run_dir} --resume must", flush=True)
-        return stop.exit_code
+    if stop_signal:
+        return stop.say(stop_signal, step, config.run_dir or run_dir, silent=peers.index > 0)
     summary = {
         "steps": num_steps,
         "train_graphs": graphs.compiled("train"),
         "eval_graphs": graphs.compiled("eval"),
         "host_to_device_uploads_per_step": speed.uploads_per_step,  # beside the batch
+        "skipped_steps": metrics.skipped_steps,
         "validation_loss": validation_loss,
         "loss_floor": data.loss_floor,
         "seconds": goodput.total(),
         "goodput": goodput.seconds,
     }
-    if hosts.index == 0:
-        write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+    if peers.index > 0:
+        return 0
+    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
     mirror.upload_logs()
     floor = f" (floor {data.loss_floor:.4f})" if data.loss_floor is not None else ""
     print(f"validation loss {validation_loss:.4f}{floor}, perplexity {math.exp(min(validation_loss, 700.0)):.2f}")
@@ -621,7 +642,8 @@ def compile_first_step(config: TransformerConfig, build, device) -> int:
     knobs = [("recompute activations in the backward pass", ["--remat"])] if not config.remat else []
     more_parts = 2 * config.gradient_accumulation_steps
     knobs += [("more parts of a global batch", [f"--gradient_accumulation_steps={more_parts}"])]
-    step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm)
+    skip_nonfinite = config.on_nonfinite == "skip"
+    step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm, skip_nonfinite)
     step_args = (model, optimizer, rates, metrics, tokens, *step_options)
     sizes = dict(examples=count, unit="tokens", model_flops=count * config.shape.flops_per_token)
     settings = dataclasses.asdict(config)
@@ -711,7 +733,7 @@ def print_placement(model: GPT) -> None:
 def main() -> int:
     config = parse_command_line(TransformerConfig, __doc__)
     host, addresses = tpu_hosts() if choose_device(config) == "tpu" else (0, ["localhost"])
-    return train(config, wait_for_peers(host, addresses, seconds=300))
+    return train(config, wait_for_peers(host, addresses, config.peers_timeout))
 
 
 if __name__ == "__main__":

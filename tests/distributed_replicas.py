@@ -44,7 +44,7 @@ def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -
     model = script.ConvNet(dataset.image_size, config.channels, config.hidden_dim).to(device)
     optimizer = make_optimizer(config, model.parameters())
     rates = learning_rates(config, num_steps).to(device)
-    metrics = DeviceMetrics(["loss"], num_steps, device)
+    metrics = DeviceMetrics(["loss", "gradient_norm"], num_steps, device)
     batches = TrainBatches(dataset, config, 0, num_steps, 0, num_replicas)
     images, labels = xm.send_cpu_data_to_device(list(next(iter(batches))), device)
     trained = script.replicate(model, tracing=True)

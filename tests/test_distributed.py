@@ -308,6 +308,9 @@ def test_ddp_stopped_through_its_launcher_and_resumed(ladder, tmp_path):
     code, out, err = train(tmp_path / "run", *LADDER["ddp_1"], "--resume", "must")
     assert code == 0, out + err
     assert losses_in(tmp_path / "run") == losses_in(ladder["ddp_1"])
+    last = f"checkpoints/step_{NUM_STEPS:08d}"
+    found, expected = (read_checkpoint(run_dir / last)["random"] for run_dir in (tmp_path / "run", ladder["ddp_1"]))
+    assert found["xla"] == expected["xla"] and torch.equal(found["torch"], expected["torch"])
 
 
 def test_torchrun(ladder, tmp_path):

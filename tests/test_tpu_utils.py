@@ -36,6 +36,7 @@ from tpu_utils import (
     attached_chips,
     check_finite,
     check_same_run,
+    finite_means,
     load_model,
     open_run_dir,
     read_checkpoint,
@@ -167,10 +168,19 @@ def test_a_number_that_changes_between_steps_is_a_second_graph(device):
 
 def test_non_finite_losses_name_the_first_step(tmp_path):
     checkpoints = save(tmp_path, 10, 20)
-    check_finite(np.array([1.0, 2.0]), 40, checkpoints)
-    check_finite(np.array([]), 40, checkpoints)
-    with pytest.raises(NonFiniteError, match=r"the loss of step 43 is nan.*steps \[10, 20\]"):
-        check_finite(np.array([1.0, 2.0, np.nan, np.inf]), 40, checkpoints)
+    good, bad = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 2.0, np.nan, np.inf])
+    check_finite({"loss": good}, 40, checkpoints, "stop")
+    check_finite({"loss": good[:0]}, 40, checkpoints, "stop")
+    check_finite({"loss": bad}, 40, checkpoints, "skip")
+    found = r"step 43, of steps 41 to 44 read now, has loss 3, gradient norm nan; .* checkpoint is that of step 20"
+    with pytest.raises(NonFiniteError, match=found):
+        check_finite({"loss": good, "gradient_norm": bad}, 40, checkpoints, "stop")
+
+
+def test_means_are_over_the_steps_that_were_not_skipped():
+    values = {"loss": np.array([1.0, 2.0, 3.0]), "gradient_norm": np.array([np.inf, 4.0, 6.0])}
+    assert finite_means(values) == {"loss": 2.5, "gradient_norm": 5.0}
+    assert np.isnan(finite_means({"loss": np.array([np.nan])})["loss"])
 
 
 def test_goodput_sums_to_wall_time():
@@ -330,14 +340,14 @@ def test_a_failed_save_leaves_the_earlier_checkpoints(tmp_path):
 def test_a_save_behind_the_steps_has_the_state_of_its_step(tmp_path, device):
     checkpoints = save(tmp_path)
     on_host, on_device = torch.zeros(3), torch.zeros(3).to(device)
-    copy = checkpoints.copy(10, {"step": 10, "model": [on_host, on_device]})
+    copy = checkpoints.copy(10, {"step": 10, "tensors": [on_host, on_device]})
     assert not checkpoints.folder.exists(), "the log line comes between the copy and the first byte of a checkpoint"
     assert copy.wait_seconds > 0
     checkpoints.write(copy)
     on_host.add_(1)
     on_device.add_(1)
     checkpoints.wait()
-    assert all(torch.equal(tensor, torch.zeros(3)) for tensor in checkpoints.load_for_resume("must")["model"])
+    assert all(torch.equal(tensor, torch.zeros(3)) for tensor in checkpoints.load_for_resume("must")["tensors"])
     assert copy.whole == {}, "or the next copy would be a second one in memory"
 
 

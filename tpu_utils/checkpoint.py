@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -336,8 +337,15 @@ def read_checkpoint(folder: Path, whole: bool = True) -> dict[str, Any]:
     state = read_whole(folder / "state.pt")
     if not isinstance(state, dict) or "step" not in state:
         raise CheckpointError(
-            f"{folder / 'state.pt'} is not a checkpoint of these scripts: found {type(state).__name__} without a step"
+            f"{folder} is not a checkpoint of these scripts: found {type(state).__name__} without a step, expected a "
+            "dict with one; remove it, or choose another --run_dir"
         )
+    for name, kind in (("step", int), ("config", dict), ("model", dict)):
+        if name in state and not isinstance(state[name], kind):
+            raise CheckpointError(
+                f"{folder} is not a checkpoint of these scripts: {name} is {_kind(state[name])}, expected "
+                f"{kind.__name__}; remove it, or choose another --run_dir"
+            )
     cut: dict[str, torch.Tensor] = {}
     if whole:
         state = map_tensors(
@@ -345,7 +353,17 @@ def read_checkpoint(folder: Path, whole: bool = True) -> dict[str, Any]:
         )
     if cut:
         read_cut(folder, list(files), cut)
-    return state
+    return SavedState(state)
+
+
+class SavedState(dict):
+    """What a checkpoint holds. Raises CheckpointError, not KeyError, for what it does not."""
+
+    def __missing__(self, name: str) -> Any:
+        raise CheckpointError(
+            f"the checkpoint of step {self.get('step')} has {sorted(map(str, self))}, expected {name} too; it is of "
+            "another script or version: start anew in another --run_dir"
+        )
 
 
 def load_model(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
@@ -356,7 +374,7 @@ def load_model(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
 
 def _check_shapes(wanted: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
     own = {name: tuple(t.shape) for name, t in wanted.items()}
-    other = {name: tuple(t.shape) for name, t in saved.items()}
+    other = {name: tuple(t.shape) if isinstance(t, torch.Tensor) else _kind(t) for name, t in saved.items()}
     changed = [
         f"{n} is {own.get(n, 'absent')}, was {other.get(n, 'absent')}"
         for n in sorted(own | other)
@@ -369,11 +387,52 @@ def _check_shapes(wanted: dict[str, torch.Tensor], saved: dict[str, torch.Tensor
         )
 
 
+def load_part(name: str, target: Any, saved: dict[str, Any]) -> None:
+    """target.load_state_dict(saved[name]). Raises CheckpointError in words, before anything is changed, when it is not
+    of the same keys, shapes and types."""
+    check_like(target.state_dict(), saved[name], name)
+    target.load_state_dict(saved[name])
+
+
+def check_like(own: Any, other: Any, name: str) -> None:
+    """Raises CheckpointError unless other has the nesting, the shapes and the types of own. name: says where it is."""
+    if found := next(_unlike(own, other, name), None):
+        raise CheckpointError(
+            f"the checkpoint does not fit this run: {found}; give the options it was made with, or start anew in "
+            "another --run_dir"
+        )
+
+
+def _unlike(own: Any, other: Any, where: str) -> Iterator[str]:
+    """What of other is not as in own. The values of an optimizer's settings are its own: the rate changes its shape."""
+    if isinstance(own, dict) and isinstance(other, dict):
+        if own.keys() != other.keys():
+            yield f"{where} has {sorted(map(str, other))[:9]}, expected {sorted(map(str, own))[:9]}"
+        settings = ".param_groups." in where
+        for key in own.keys() & other.keys():
+            if not settings or key == "params":
+                yield from _unlike(own[key], other[key], f"{where}.{key}")
+    elif isinstance(own, list | tuple) and isinstance(other, list | tuple) and len(own) == len(other):
+        for index, (one, two) in enumerate(zip(own, other, strict=True)):
+            yield from _unlike(one, two, f"{where}.{index}")
+    elif _kind(own) != _kind(other):
+        yield f"{where} is {_kind(other)}, expected {_kind(own)}"
+
+
+def _kind(value: Any) -> str:
+    """What must be equal for one value to stand for another."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"{type(value).__name__}[{len(value)}]" if isinstance(value, list | tuple) else type(value).__name__
+
+
 def random_state() -> dict[str, Any]:
     """Every generator that a script or a layer may draw from on this host and device."""
     return {"torch": torch.get_rng_state(), "xla": xm.get_rng_state()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
+    """Raises CheckpointError when it is not what random_state() gives."""
+    check_like(random_state(), state, "random")
     torch.set_rng_state(state["torch"])
     xm.set_rng_state(state["xla"])

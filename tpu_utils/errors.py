@@ -19,7 +19,7 @@ class RecompileError(TrainingError):
 
 
 class NonFiniteError(TrainingError):
-    """The loss is infinite or not a number."""
+    """A loss or a gradient is infinite or not a number."""
 
 
 class SaveError(TrainingError):

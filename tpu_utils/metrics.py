@@ -73,7 +73,8 @@ class CompileWatch:
 
 
 class DeviceMetrics:
-    """The values of the last `capacity` steps in one device tensor (capacity, len(names)) float32, and the step count.
+    """The values of the last `capacity` steps in one device tensor (capacity, len(names) + 1) float32, the step count
+    and how many updates were skipped so far, which is also the last column: exact up to 2 ** 24.
 
     record() is traced into the compiled step and read() is the only transfer to the host, so logging every n steps
     costs one small read every n steps. Capacity is the number of steps between two reads.
@@ -83,12 +84,20 @@ class DeviceMetrics:
         self.names, self.capacity = names, capacity
         # made on the host and sent: made on the device, each would be a graph of its own
         self.step = torch.zeros(1, dtype=torch.int32).to(device)  # (1,): a host scalar () would become a constant
-        self.values = torch.zeros(capacity, len(names)).to(device)
+        self.skipped = torch.zeros(1, dtype=torch.int32).to(device)
+        self.values = torch.zeros(capacity, len(names) + 1).to(device)
         self._slots = torch.arange(capacity, dtype=torch.int32).to(device)
+        self.skipped_steps = 0
+        """Updates skipped since the start of the run, as of the last read()."""
 
-    def record(self, *values: torch.Tensor) -> None:
-        """Write this step's scalars, one per name, and count the step. Inside the compiled step only."""
-        row = torch.stack([value.detach().float() for value in values])
+    def record(self, *values: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
+        """Write this step's scalars, one per name, and count the step. Inside the compiled step only.
+
+        skipped: () bool on the device, whether this step's update was skipped.
+        """
+        if skipped is not None:
+            self.skipped.add_(skipped.int())
+        row = torch.stack([value.detach().float() for value in (*values, self.skipped[0])])
         here = (self._slots == self.step % self.capacity)[:, None]
         self.values.copy_(torch.where(here, row, self.values))
         self.step.add_(1)
@@ -96,33 +105,60 @@ class DeviceMetrics:
     def read(self, first_step: int, last_step: int) -> dict[str, np.ndarray]:
         """The values of steps first_step to last_step - 1, at most capacity, oldest first. Waits for the device."""
         rows = self.values.cpu().numpy()[np.arange(first_step, last_step) % self.capacity]
+        if len(rows):
+            self.skipped_steps = int(rows[-1, -1])
         return {name: rows[:, column] for column, name in enumerate(self.names)}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"step": self.step, "values": self.values}
+        return {"step": self.step, "skipped": self.skipped, "values": self.values}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
+        self.skipped_steps = int(state["skipped"])
 
 
-def check_finite(losses: np.ndarray, steps_before: int, checkpoints: Checkpoints) -> None:
-    """Raises NonFiniteError naming the first step whose loss is not finite. losses[0] is of step steps_before + 1."""
-    bad = np.flatnonzero(~np.isfinite(losses))
-    if len(bad):
-        raise NonFiniteError(
-            f"the loss of step {steps_before + int(bad[0]) + 1} is {losses[bad[0]]}, expected a finite number; lower "
-            f"--learning_rate, or look at the data of that step; checkpoints before it: steps {checkpoints.steps()}"
-        )
+def check_finite(values: dict[str, np.ndarray], steps_before: int, checkpoints: Checkpoints, on_nonfinite: str) -> None:
+    """Raises NonFiniteError naming the first step with a value that is not finite; not when such steps are skipped.
+
+    values: {name: (steps,)} as DeviceMetrics.read gives them; the first is of step steps_before + 1.
+    """
+    finite = np.isfinite(np.stack(list(values.values())))
+    if on_nonfinite == "skip" or finite.all():
+        return
+    bad = int(np.flatnonzero(~finite.all(0))[0])
+    found = ", ".join(f"{name.replace('_', ' ')} {column[bad]:g}" for name, column in values.items())
+    saved = checkpoints.steps()
+    go_on = f"the last good checkpoint is that of step {saved[-1]}" if saved else "there is no checkpoint before it"
+    again = " --resume must" if saved else ""
+    raise NonFiniteError(
+        f"step {steps_before + bad + 1}, of steps {steps_before + 1} to {steps_before + finite.shape[1]} read now, has "
+        f"{found}; expected finite numbers; {go_on}; lower --learning_rate, look at the data of that step, or leave "
+        f"such updates out with{again} --on_nonfinite skip"
+    )
+
+
+def finite_means(values: dict[str, np.ndarray]) -> dict[str, float]:
+    """The mean of each column over the steps whose values are all finite: those that were not skipped. nan for none."""
+    taken = np.isfinite(np.stack(list(values.values()))).all(0)
+    return {name: float(column[taken].mean()) if taken.any() else math.nan for name, column in values.items()}
 
 
 class Goodput:
-    """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time."""
+    """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time.
+
+    changes: how often a phase began or ended, which is what Watchdog calls progress.
+    """
 
     def __init__(self):
         phases = ("start_up", "compile", "data_wait", "step", "evaluation", "checkpoint", "other")
         self.seconds = dict.fromkeys(phases, 0.0)
         self._stack, self._since = ["start_up"], time.perf_counter()
+        self.changes = 0
+
+    @property
+    def current(self) -> str:
+        return self._stack[-1]
 
     def _settle(self) -> None:
         now = time.perf_counter()
@@ -132,17 +168,19 @@ class Goodput:
     def enter(self, name: str) -> None:
         """From here on, time that no inner phase takes belongs to this one."""
         self._settle()
-        self._stack = [name]
+        self._stack, self.changes = [name], self.changes + 1
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self._settle()
         self._stack.append(name)
+        self.changes += 1
         try:
             yield
         finally:
             self._settle()
             self._stack.pop()
+            self.changes += 1
 
     def total(self) -> float:
         """Seconds since the start: the sum of all phases."""
@@ -228,11 +266,12 @@ class RunLog:
         self._bar.update()
 
     def train(self, step: int, **fields: float | None) -> None:
-        """A train line. fields: loss, learning_rate and those of Speed.measure()."""
+        """A train line. fields: loss, gradient_norm, skipped_steps, learning_rate and those of Speed.measure()."""
         self.write("train", step, **fields)
         text = f"step {step:6d}/{self._bar.total}  loss {fields['loss']:.4f}"
-        if "gradient_norm" in fields:
-            text += f"  norm {fields['gradient_norm']:.3f}"
+        text += f"  norm {fields['gradient_norm']:.3f}"
+        if fields["skipped_steps"]:
+            text += f"  skipped {fields['skipped_steps']}"
         text += f"  lr {fields['learning_rate']:.2e}"
         if fields["step_seconds"] is not None:
             unit = "tokens" if "tokens_per_second" in fields else "examples"

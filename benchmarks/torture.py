@@ -1,0 +1,248 @@
+"""Kill the training scripts at random moments, resume them until they are done, and compare the ends bit by bit.
+
+Run:     python benchmarks/torture.py --kills 50 --seed 0
+         python benchmarks/torture.py --kills 10 --variants simple,spmd_8
+Prints:  a table: what ran, the signal, the phase it hit, how many, and whether the run ended like one that was never
+         stopped: parameters, optimizer state and random state of the last checkpoint, every line of metrics.jsonl but
+         its times, summary.json. Exit code 1 if anything differs, 0 otherwise.
+
+A kill is aimed at start-up, a step, a save or an evaluation; what it hit is read from what the run has written by
+then. Every restart is the same command with --resume auto, right after the kill. The models are tiny: starting takes
+most of the time.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
+MNIST += ["--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_batch_size=60"]  # 66 steps, 6 evaluations
+GPT = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--global_batch_size=16"]
+GPT += ["--num_steps=66", "--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_every=11", "--eval_batches=5"]
+VARIANTS = {
+    "simple": ["simple_mnist_tpu.py", *MNIST],
+    "ddp_1": ["distributed_mnist_tpu.py", *MNIST, "--strategy=ddp"],
+    "spmd_4": ["distributed_mnist_tpu.py", *MNIST, "--num_virtual_devices=4"],
+    "spmd_8": ["distributed_mnist_tpu.py", *MNIST, "--num_virtual_devices=8"],
+    "fsdp_4": ["distributed_mnist_tpu.py", *MNIST, "--num_virtual_devices=4", "--shard_parameters"],
+    "transformer_2x2x2": ["transformer_tpu.py", *GPT, "--mesh=2x2x2"],
+}
+NUM_STEPS, EVAL_EVERY, KILLS_PER_RUN, TIME_LIMIT = 66, 11, 8, 300
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+PLANS = [(number, aim) for number in SIGNALS for aim in ("start-up", "step", "save", "evaluation")]
+TIMES = {"step_seconds", "examples_per_second", "tokens_per_second", "data_wait_seconds", "mfu"}
+OF_THE_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step"}
+
+
+class Run:
+    """A training process and what it has written so far."""
+
+    def __init__(self, variant: str, run_dir: Path):
+        self.run_dir, self.output = run_dir, run_dir.with_suffix(".log")
+        self.done = max(self.saved_steps(), default=0)
+        options = [*VARIANTS[variant], "--device=cpu", "--no_tensorboard", f"--run_dir={run_dir}", "--resume=auto"]
+        unset = ("PJRT_DEVICE", "CPU_NUM_DEVICES")
+        environment = {name: value for name, value in os.environ.items() if name not in unset}
+        if variant.startswith("transformer"):
+            environment["CPU_NUM_DEVICES"] = "8"
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *options], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+            )
+        self.started = time.monotonic()
+
+    def lines(self) -> list[dict]:
+        try:
+            text = (self.run_dir / "metrics.jsonl").read_text()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
+
+    def saved_steps(self) -> list[int]:
+        return [int(path.parent.name[5:]) for path in self.run_dir.glob("checkpoints/step_*/done")]
+
+    def phase(self) -> str:
+        """What the run is doing, as far as its files tell."""
+        lines = self.lines()
+        if "\nrun  " not in self.output.read_text(errors="replace"):
+            return "start-up"
+        if any(self.run_dir.glob("checkpoints/.writing_*")) and lines and lines[-1]["kind"] == "checkpoint":
+            return "save"
+        new = [line for line in lines if line["step"] > self.done]
+        if not new:
+            return "first steps"
+        if new[-1]["kind"] == "checkpoint" and new[-1]["step"] not in self.saved_steps():
+            return "save"
+        if new[-1]["kind"] == "train" and new[-1]["step"] % EVAL_EVERY == 0:
+            return "evaluation"
+        return "step"
+
+    def aimed(self, aim: str, target: int, delay: float) -> bool:
+        """Whether the moment of the kill has come."""
+        if aim == "start-up":
+            return time.monotonic() - self.started > delay
+        reached = max([line["step"] for line in self.lines()] + self.saved_steps(), default=0)
+        if reached < target or reached <= self.done:
+            return False
+        return self.phase() == aim or aim == "step"
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")[-3000:]
+
+
+def bits(value) -> object:
+    """A value that is equal exactly where every bit is, nan included."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype), value.contiguous().numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [bits(item) for item in value]
+    return repr(value)
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def differences(run_dir: Path, reference: Path) -> list[str]:
+    """What of a finished run is not as in the reference, in words; empty when they are equal."""
+    found = []
+    states = []
+    for folder in (reference, run_dir):
+        newest = max((folder / "checkpoints").glob("step_*/done")).parent
+        states.append((newest.name, torch.load(newest / "state.pt", weights_only=True)))
+    (expected_name, expected), (name, state) = states
+    if name != expected_name:
+        found.append(f"the last checkpoint is {name}, expected {expected_name}")
+    found += [
+        f"{key} of the last checkpoint differs"
+        for key in sorted(state.keys() | expected.keys())
+        if key != "config" and bits(state.get(key)) != bits(expected.get(key))
+    ]
+    lines, expected_lines = metrics_of(run_dir), metrics_of(reference)
+    places = [(line["kind"], line["step"]) for line in lines]
+    if twice := [place for place, count in collections.Counter(places).items() if count > 1]:
+        found.append(f"metrics.jsonl has twice: {twice[:3]}")
+    saves = {line["step"] for line in expected_lines if line["kind"] == "checkpoint"}
+    lines = [line for line in lines if line["kind"] != "checkpoint" or line["step"] in saves]  # a stop saves too
+    if lines != expected_lines:
+        missing = [line for line in expected_lines if line not in lines]
+        extra = [line for line in lines if line not in expected_lines]
+        found.append(f"metrics.jsonl lacks {missing[:2]}, has {extra[:2]} instead, or has another order")
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (reference, run_dir)]
+    for key in sorted((summaries[0].keys() | summaries[1].keys()) - OF_THE_PROCESS):
+        if summaries[0].get(key) != summaries[1].get(key):
+            found.append(f"{key} of summary.json is {summaries[1].get(key)}, expected {summaries[0].get(key)}")
+    return found
+
+
+def kill_once(variant: str, run_dir: Path, plan: tuple, draw: random.Random, start_up: float):
+    """Start or resume the run and kill it once. (signal, phase hit); None when it was done before; str: a complaint.
+
+    plan: signal, aim. start_up: seconds from the start of a process to its first step.
+    """
+    run, (number, aim) = Run(variant, run_dir), plan
+    target = run.done + draw.randint(1, max(1, (NUM_STEPS - run.done) // 3))
+    delay = draw.uniform(0, start_up) if aim == "start-up" else draw.uniform(0, 0.3 if aim == "step" else 0.004)
+    while run.process.poll() is None and not run.aimed(aim, target, delay):
+        time.sleep(0.001)
+        if time.monotonic() - run.started > TIME_LIMIT:
+            run.process.kill()
+            return f"no end within {TIME_LIMIT} s: {run.text()}"
+    if aim != "start-up":
+        time.sleep(delay)
+    phase = run.phase()
+    finished = run.process.poll() is not None
+    run.process.send_signal(number)
+    try:
+        code = run.process.wait(TIME_LIMIT)
+    except subprocess.TimeoutExpired:
+        run.process.kill()
+        return f"no end within {TIME_LIMIT} s after {number.name}: {run.text()}"
+    if finished or code == 0:
+        return None if code == 0 else f"ended with exit code {code} before any signal: {run.text()}"
+    expected = {-number, 128 + number}
+    if code not in expected and "KeyboardInterrupt" not in run.text():  # Python's own answer before the script has one
+        return f"exit code {code} after {number.name}, expected one of {sorted(expected)}: {run.text()}"
+    return number.name, phase
+
+
+def finish(variant: str, run_dir: Path) -> str | None:
+    """Let the run go to its end. Returns a complaint, or None."""
+    run = Run(variant, run_dir)
+    try:
+        code = run.process.wait(TIME_LIMIT)
+    except subprocess.TimeoutExpired:
+        run.process.kill()
+        return f"no end within {TIME_LIMIT} s: {run.text()}"
+    return f"exit code {code}, expected 0: {run.text()}" if code else None
+
+
+def torture(variant: str, kills: int, folder: Path, draw: random.Random) -> tuple[dict, list[str]]:
+    """({(signal, phase): [kills, identical]}, complaints) of this many kills of one variant."""
+    reference, table, complaints = folder / "reference", {}, []
+    started = time.time()
+    if complaint := finish(variant, reference):
+        return {}, [f"{variant}, never stopped: {complaint}"]
+    start_up = (reference / "config.json").stat().st_mtime - started  # it is written just before the first step
+    attempt, plans = 0, []
+    while kills > 0:
+        attempt += 1
+        run_dir, hits, finished = folder / f"run_{attempt}", [], False
+        while len(hits) < min(kills, KILLS_PER_RUN) and not finished:
+            plans = plans or draw.sample(PLANS, len(PLANS))  # each once before any comes again
+            hit = kill_once(variant, run_dir, plans.pop(), draw, start_up)
+            if isinstance(hit, str):
+                return table, [*complaints, f"{variant}: {hit}"]
+            hits += [hit] if hit else []
+            finished = hit is None
+        kills -= len(hits)
+        found = [complaint] if (complaint := finish(variant, run_dir)) else differences(run_dir, reference)
+        complaints += [f"{variant}, {run_dir.name}, after {hits}: {problem}" for problem in found]
+        for hit in hits:
+            count, same = table.get(hit, (0, True))
+            table[hit] = (count + 1, same and not found)
+        shutil.rmtree(run_dir, ignore_errors=bool(found))
+    return table, complaints
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50, help="in all, shared among the variants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=f"some of {', '.join(VARIANTS)}")
+    options = parser.parse_args(argv)
+    names = options.variants.split(",")
+    if options.kills < len(names) or not set(names) <= VARIANTS.keys():
+        parser.error(f"expected variants among {', '.join(VARIANTS)} and at least one kill for each")
+    complaints, seconds = [], time.monotonic()
+    print(f"{'what':18} {'signal':8} {'phase hit':12} {'kills':>5} identical")
+    for index, name in enumerate(names):
+        share = options.kills // len(names) + (index < options.kills % len(names))
+        with tempfile.TemporaryDirectory() as folder:
+            table, found = torture(name, share, Path(folder), random.Random(f"{options.seed} {name}"))
+        for (number, phase), (count, same) in sorted(table.items()):
+            print(f"{name:18} {number:8} {phase:12} {count:5} {'yes' if same else 'NO'}", flush=True)
+        for complaint in found:
+            print(complaint, flush=True)
+        complaints += found
+    print(f"{'differences found' if complaints else 'all ended bit-identical'}, {time.monotonic() - seconds:.0f} s")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,347 @@
+"""200 generated bad inputs: each is refused in words (InputError, TrainingError, exit code 2) or read correctly.
+
+Never another exception, never a change on disk. The examples are the same in every run (derandomize).
+"""
+
+import contextlib
+import io
+import json
+import pickle
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_simple_mnist import assert_identical
+
+from config import (
+    DistributedMnistConfig,
+    InputError,
+    MnistConfig,
+    TransformerConfig,
+    check_divisible,
+    learning_rates,
+    make_optimizer,
+    num_steps_of,
+    parse_command_line,
+)
+from data import TokenShards
+from tpu_utils import (
+    Checkpoints,
+    DeviceMetrics,
+    TrainingError,
+    check_same_run,
+    crc32_of,
+    load_model,
+    load_part,
+    random_state,
+    set_random_state,
+    to_host,
+)
+from transformer_tpu import choose_mesh
+
+
+def generated(count):
+    return settings(
+        max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+def contents(folder: Path) -> dict:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def outcome(function):
+    """(what it returned, None), or (None, the message it was refused with)."""
+    try:
+        return function(), None
+    except (InputError, TrainingError) as error:
+        return None, str(error)
+
+
+def assert_clear(message: str, *names: str) -> None:
+    """It says where, what was found or expected, and what to do."""
+    assert len(message) > 30 and any(name in message for name in names), message
+    said = "expect|invalid|unrecognized|could not|must|cut short|longer|matches no|starts with"  # found and expected
+    said += "|choose|use |lower|anew|check --"  # what to do
+    assert re.search(said, message, re.IGNORECASE), message
+
+
+# ------------------------------------------------------------------------------------------------ (a) command lines
+
+NUMBERS = [
+    *("0", "-1", "1", "2", "63", "1000000007", "99999999999999999999999", "-5000000000", "0x10", "1_000", " 7", "٣"),
+    *("nan", "inf", "-inf", "1e-320", "1e39", "1e308", "1e999", "-0.0", "0.5", "1.", ".", "1,5", "1e", "NaN"),
+]
+WORDS = [
+    *("", " ", "auto", "never", "must", "tpu", "Tpu", "adamw", "digits", "tokens", "synthetic", "[/bold]", "[red]"),
+    *("{}", "%s", "None", "True", "null", "../..", "10:13", "13:10", "::", "1x1x1", "0x1x1", "2x2", "1x1x99999999999"),
+    *("v5e-8", "v5litepod-7", "v5e:0x0", "v9-8", "0xv5e-8", "v5p-3", "v4-0", "x" * 300, "é", "雪", "🙂", "wsd", "step"),
+]
+value = st.one_of(
+    st.sampled_from(NUMBERS), st.sampled_from(WORDS), st.text(st.characters(codec="ascii", exclude_characters="\0"))
+)
+
+
+@st.composite
+def command_lines(draw):
+    config_class = draw(st.sampled_from([MnistConfig, DistributedMnistConfig, TransformerConfig]))
+    names = draw(st.lists(st.sampled_from(list(config_class.__dataclass_fields__)), min_size=1, max_size=3))
+    argv = [f"--{name}={draw(value)}" for name in names]
+    if draw(st.integers(0, 9)) == 0:
+        argv = [draw(value), *argv]
+    return config_class, [argument for argument in argv if argument not in ("-h", "--help")]
+
+
+def settle(config) -> None:
+    """What a script works out from its configuration before it touches a device or much memory."""
+    if isinstance(config, TransformerConfig):
+        choose_mesh(config, 1, None)
+        num_steps = config.num_steps
+    else:
+        check_divisible(config, 1)
+        num_steps = num_steps_of(config, 1437)[1]
+    rates = learning_rates(config, num_steps)
+    assert rates.shape == (num_steps,) and torch.isfinite(rates).all() and (rates > 0).all()
+    torch.Generator().manual_seed(config.seed)
+    assert config.log_every <= 10**7, "the ring of values on the device has this many rows"
+
+
+@generated(90)
+@given(command_lines())
+def test_command_lines(case):
+    config_class, argv = case
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            config = parse_command_line(config_class, "", argv)
+    except SystemExit as stop:
+        assert stop.code == 2, said.getvalue()
+        words = re.sub(r"[\s│|╭╮╰╯─]+", " ", said.getvalue())
+        names = [argument[2:].partition("=")[0] for argument in argv if argument.startswith("--")]
+        assert_clear(words, *names, *argv, "nrecognized")
+        return
+    except InputError as error:
+        assert_clear(str(error), *config_class.__dataclass_fields__)
+        return
+    _, refused = outcome(lambda: settle(config))
+    if refused:
+        assert_clear(refused, *config_class.__dataclass_fields__, "vocabulary")
+
+
+# -------------------------------------------------------------------------------------------------- (b) checkpoints
+
+RUN = {"seed": 0, "learning_rate": 0.1, "preset": "quick_test"}
+
+
+def parts(hidden: int = 5):
+    torch.manual_seed(hidden)
+    model = torch.nn.Sequential(torch.nn.Linear(4, hidden), torch.nn.Linear(hidden, 3))
+    optimizer = make_optimizer(MnistConfig(), model.parameters())
+    return model, optimizer, DeviceMetrics(["loss"], 4, torch.device("cpu"))
+
+
+def state_of(model, optimizer, metrics, step: int) -> dict:
+    state = dict(step=step, config=RUN, accuracy=None, model=model.state_dict(), optimizer=optimizer.state_dict())
+    return state | dict(metrics=metrics.state_dict(), random=random_state())
+
+
+def restore(folder: Path) -> dict:
+    """As the scripts do it."""
+    saved = Checkpoints(folder, 3).load_for_resume("must")
+    model, optimizer, metrics = parts()
+    check_same_run(RUN, saved["config"])
+    load_model(model, saved["model"])
+    load_part("optimizer", optimizer, saved)
+    load_part("metrics", metrics, saved)
+    set_random_state(saved["random"])
+    return state_of(model, optimizer, metrics, saved["step"])
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    """A folder with the checkpoints of steps 10 and 20, and their states."""
+    folder, states = tmp_path_factory.mktemp("intact"), {}
+    model, optimizer, metrics = parts()
+    for step in (10, 20):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(step)
+        Checkpoints(folder, 3).save(step, state_of(model, optimizer, metrics, step))
+        states[step] = torch.load(folder / f"step_{step:08d}" / "state.pt", weights_only=True)
+    return folder, states
+
+
+def mark(folder: Path) -> None:
+    """A marker that fits the file, as a foreign tool would have to write it."""
+    path = folder / "state.pt"
+    (folder / "done").write_text(json.dumps({"step": 20, "bytes": path.stat().st_size, "crc32": crc32_of(path)}))
+
+
+class Foreign:
+    """Not a tensor and not a plain value."""
+
+
+PARTS = ("step", "config", "model", "optimizer", "metrics", "random")
+PATHS = ("model/0.weight", "optimizer/state/0/exp_avg", "optimizer/state/1/step", "optimizer/param_groups/0/params")
+PATHS += ("metrics/values", "metrics/step", "metrics/skipped", "random/torch", "random/xla", "optimizer/state/0")
+OTHERS = [None, 7, "text", [], {}, (), torch.zeros(2), torch.zeros(9, 9), torch.zeros(4, 2, dtype=torch.int32), 1.5]
+MARKERS = [b"{}", b"[]", b"3", b'"x"', b"null"]
+FOREIGN = [[1, 2], {"step": 20}, {"step": 20, "a": Foreign()}, "text", {"step": "x"}, {"step": None}, None]
+damages = st.one_of(
+    st.tuples(st.just("flip"), st.floats(0, 1, exclude_max=True), st.integers(1, 255)),
+    st.tuples(st.just("truncate"), st.floats(0, 1, exclude_max=True)),
+    st.tuples(st.just("append"), st.binary(min_size=1, max_size=20)),
+    st.tuples(st.just("marker"), st.one_of(st.binary(max_size=30), st.sampled_from(MARKERS))),
+    st.tuples(st.just("marker field"), st.sampled_from(["bytes", "crc32"]), st.sampled_from([0, -1, None, "1", []])),
+    st.tuples(st.just("missing"), st.sampled_from(["done", "state.pt"])),
+    st.tuples(st.just("raw"), st.binary(max_size=200)),
+    st.tuples(st.just("pickle"), st.sampled_from(FOREIGN)),
+    st.tuples(st.just("torch"), st.sampled_from(FOREIGN)),
+    st.tuples(st.just("drop"), st.sampled_from(PARTS)),
+    st.tuples(st.just("drop"), st.sampled_from(PATHS)),
+    st.tuples(st.just("replace"), st.sampled_from(PARTS), st.sampled_from(OTHERS)),
+    st.tuples(st.just("replace"), st.sampled_from(PATHS), st.sampled_from(OTHERS)),
+    st.tuples(st.just("other model"), st.sampled_from([1, 4, 6])),
+)  # fmt: skip
+
+
+def key_of(container, name):
+    return int(name) if isinstance(container, list) or (container and isinstance(next(iter(container)), int)) else name
+
+
+def damage(folder: Path, kind: str, *how) -> None:
+    path = folder / "state.pt"
+    content = bytearray(path.read_bytes())
+    if kind == "flip":
+        content[int(how[0] * len(content))] ^= how[1]
+        path.write_bytes(content)
+    elif kind == "truncate":
+        path.write_bytes(content[: int(how[0] * len(content))])
+    elif kind == "append":
+        path.write_bytes(bytes(content) + how[0])
+    elif kind == "marker":
+        (folder / "done").write_bytes(how[0])
+    elif kind == "marker field":
+        marker = json.loads((folder / "done").read_text())
+        (folder / "done").write_text(json.dumps({**marker, how[0]: how[1]}))
+    elif kind == "missing":
+        (folder / how[0]).unlink()
+    elif kind in ("raw", "pickle"):
+        path.write_bytes(how[0] if kind == "raw" else pickle.dumps(how[0]))
+        mark(folder)
+    else:
+        state = torch.load(path, weights_only=True)
+        if kind == "torch":
+            state = how[0]
+        elif kind == "other model":
+            state = state_of(*parts(how[0]), step=20)
+        else:
+            *way, last = how[0].split("/")
+            inner = state
+            for name in way:
+                inner = inner[key_of(inner, name)]
+            if kind == "drop":
+                del inner[key_of(inner, last)]
+            else:
+                inner[key_of(inner, last)] = how[1]
+        torch.save(state, path)
+        mark(folder)
+
+
+@generated(70)
+@given(damages, st.booleans())
+def test_checkpoints(intact, how, both):
+    original, states = intact
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "checkpoints"
+        shutil.copytree(original, folder)
+        for step in (10, 20) if both else (20,):
+            damage(folder / f"step_{step:08d}", *how)
+        before, warnings = contents(folder), io.StringIO()
+        with contextlib.redirect_stderr(warnings):
+            found, refused = outcome(lambda: restore(folder))
+        assert contents(folder) == before, "a refused or resumed checkpoint is left as it is"
+        if refused:
+            assert_clear(refused, "step_000000", "checkpoint")
+        else:
+            assert_identical(to_host(found), to_host(states[found["step"]]))
+            if found["step"] == 10:
+                assert how[0] == "missing" or "step_00000020" in warnings.getvalue(), "what was passed over is named"
+
+
+# ------------------------------------------------------------------------------------------------- (c) token shards
+
+VOCAB_SIZE, T, ROWS = 257, 4, 2
+words = st.one_of(st.integers(-(2**31), 2**31 - 1), st.sampled_from([0, 1, 7, 60, 20240520, 20240801, 20240522]))
+changes = st.one_of(
+    st.tuples(st.just("header"), st.integers(0, 2), words),
+    st.tuples(st.just("header"), st.integers(3, 255), words),
+    st.tuples(st.just("magic"), words, words),
+    st.tuples(st.just("truncate"), st.integers(0, 1023 + 120)),
+    st.tuples(st.just("append"), st.binary(min_size=1, max_size=40)),
+    st.tuples(st.just("token"), st.integers(0, 59), st.integers(0, 65535)),
+    st.tuples(st.just("whole"), st.binary(max_size=1200)),
+    st.tuples(st.just("short"), st.integers(0, 12)),
+    st.tuples(st.just("folder")),
+    st.tuples(st.just("absent")),
+)
+
+
+def change(path: Path, kind: str, *how) -> None:
+    header, tokens = np.zeros(256, "<i4"), np.arange(60).astype("<u2")
+    header[:3] = 20240520, 1, 60
+    if kind == "header":
+        header[how[0]] = how[1]
+    elif kind == "magic":
+        header[:2] = how
+    elif kind == "token":
+        tokens[how[0]] = how[1]
+    elif kind == "short":
+        tokens, header[2] = tokens[: how[0]], how[0]
+    content = header.tobytes() + tokens.tobytes()
+    if kind == "truncate":
+        content = content[: how[0]]
+    elif kind in ("append", "whole"):
+        content = content + how[0] if kind == "append" else how[0]
+    if kind == "folder":
+        path.mkdir()
+    elif kind != "absent":
+        path.write_bytes(content)
+
+
+@generated(40)
+@given(changes, st.booleans())
+def test_token_shards(how, second):
+    """second: the damaged shard comes after an intact one, so that its tokens are checked as they are read."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        if second:
+            change(folder / "a.bin", "intact")
+        change(folder / "b.bin", *how)
+        before = contents(folder)
+
+        def read():
+            source = TokenShards(str(folder / ("*.bin" if second else "b.bin")), VOCAB_SIZE, T, ROWS)
+            return [source.batch(step) for step in range(source.batches_per_epoch)]
+
+        batches, refused = outcome(read)
+        assert contents(folder) == before
+        if refused:
+            assert_clear(refused, "b.bin", "*.bin")
+            return
+        files = [path for path in sorted(folder.glob("*.bin")) if path.is_file()]
+        tokens = [np.frombuffer(path.read_bytes()[1024:], "<u2") for path in files]
+        expected = [
+            shard[start + row * T : start + row * T + T + 1]
+            for shard in tokens
+            for start in range(0, (len(shard) - 1) // (ROWS * T) * ROWS * T, ROWS * T)
+            for row in range(ROWS)
+        ]
+        np.testing.assert_array_equal(np.concatenate(batches), np.stack(expected))
+        assert max(map(int, np.concatenate(tokens))) < VOCAB_SIZE or second

@@ -1,0 +1,71 @@
+"""benchmarks/torture.py: its comparison sees a difference, and a few kills of a script leave none."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import run
+
+from benchmarks.torture import differences
+
+STATE = {"step": 66, "config": {"run_dir": "a"}, "model": {"w": torch.tensor([1.0, float("nan")])}, "accuracy": 0.5}
+LINES = [
+    {"kind": "train", "step": 11, "loss": 2.0, "step_seconds": 0.1},
+    {"kind": "eval", "step": 11, "accuracy": 0.5},
+    {"kind": "checkpoint", "step": 66},
+]
+
+
+def write_run(folder, state=STATE, lines=LINES, **summary):
+    last = folder / "checkpoints" / "step_00000066"
+    last.mkdir(parents=True)
+    torch.save(state, last / "state.pt")
+    (last / "done").write_text("{}")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "summary.json").write_text(json.dumps({"seconds": 1.0, "test_loss": 1.0, **summary}))
+    return folder
+
+
+def test_only_times_and_extra_checkpoints_may_differ(tmp_path):
+    reference = write_run(tmp_path / "reference")
+    lines = [{**LINES[0], "step_seconds": 9.9}, {"kind": "checkpoint", "step": 11}, *LINES[1:]]
+    state = {**STATE, "config": {"run_dir": "b"}}
+    assert differences(write_run(tmp_path / "same", state, lines, seconds=7.0), reference) == []
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(state={**STATE, "model": {"w": torch.tensor([1.0000001, float("nan")])}}), "model of the last"),
+        (dict(state={**STATE, "accuracy": 0.25}), "accuracy of the last checkpoint differs"),
+        (dict(lines=[LINES[0], *LINES]), "metrics.jsonl has twice: [('train', 11)]"),
+        (dict(lines=LINES[1:]), "metrics.jsonl lacks"),
+        (dict(lines=[LINES[1], LINES[0], LINES[2]]), "another order"),
+        (dict(lines=[{**LINES[0], "loss": 2.5}, *LINES[1:]]), "'loss': 2.5"),
+        (dict(test_loss=2.0), "test_loss of summary.json is 2.0, expected 1.0"),
+    ],
+)
+def test_a_difference_is_seen(tmp_path, change, said):
+    reference = write_run(tmp_path / "reference")
+    found = differences(write_run(tmp_path / "other", **change), reference)
+    assert any(said in problem for problem in found), found
+
+
+def test_another_last_step_is_seen(tmp_path):
+    reference, other = write_run(tmp_path / "reference"), write_run(tmp_path / "other")
+    shutil.move(other / "checkpoints" / "step_00000066", other / "checkpoints" / "step_00000065")
+    assert "the last checkpoint is step_00000065" in differences(other, reference)[0]
+
+
+def test_two_kills_leave_no_trace():
+    result = run("benchmarks/torture.py", "--kills", "2", "--seed", "2", "--variants", "simple", timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("simple")]
+    assert sum(int(row[-2]) for row in rows) == 2 and all(row[-1] == "yes" for row in rows)
+
+
+@pytest.mark.slow
+def test_fifty_kills_leave_no_trace():
+    result = run("benchmarks/torture.py", "--kills", "50", timeout=7200)
+    assert result.returncode == 0, result.stdout + result.stderr

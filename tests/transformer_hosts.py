@@ -1,0 +1,26 @@
+"""transformer_tpu.py as one of several hosts that each have all devices: what they agree on, without a TPU.
+
+XLA's CPU client knows no other process (tests/distributed_hosts.py), so every host computes the whole batch; meeting,
+agreeing and who writes what are real.
+
+    python tests/transformer_hosts.py INDEX COUNT PORT OPTIONS...
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import transformer_tpu
+from config import TransformerConfig, parse_command_line
+from tpu_utils import run_script, wait_for_peers
+
+
+def main() -> int:
+    index, count, port = map(int, sys.argv[1:4])
+    peers = wait_for_peers(index, ["localhost"] * count, 60, port)
+    return transformer_tpu.train(parse_command_line(TransformerConfig, "", sys.argv[4:]), peers)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

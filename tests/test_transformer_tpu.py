@@ -56,6 +56,7 @@ def eight_devices(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eight")
     runs = [[mesh, "--mesh", mesh] for mesh in ("8x1x1", "1x8x1", "4x1x2", "2x2x2")]
     runs += [["accumulated", "--mesh=2x2x2", "--gradient_accumulation_steps=4"]]
+    runs += [["scanned_remat", "--mesh=2x2x2", "--scan_layers", "--remat"]]
     printed = train_all(folder, 8, [[name, *OPTIONS, "--print_placement", *options] for name, *options in runs])
     return folder, printed
 
@@ -89,7 +90,7 @@ def test_one_device_equals_plain_pytorch(one_device, reference, name):
     np.testing.assert_allclose(losses_of(one_device / name), reference, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["8x1x1", "1x8x1", "4x1x2", "2x2x2", "accumulated"])
+@pytest.mark.parametrize("name", ["8x1x1", "1x8x1", "4x1x2", "2x2x2", "accumulated", "scanned_remat"])
 def test_every_mesh_equals_plain_pytorch(eight_devices, reference, name):
     np.testing.assert_allclose(losses_of(eight_devices[0] / name), reference, rtol=1e-5)
 

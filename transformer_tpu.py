@@ -63,8 +63,8 @@ from tpu_utils import (
     write_atomically,
 )
 
-# On a mesh torch_xla 2.9 ties the gradients of a scanned layer to the sharding of its inputs by a jax function that needs
-# torchax, and that flax (torch_xla/experimental/scan.py, _backward_shard_alike; core/xla_builder.py, call_jax). The table
+# On a mesh torch_xla 2.9 ties the gradients of a scanned layer to the sharding of its inputs by a jax function that
+# needs torchax, and that flax (torch_xla/experimental/scan.py, _backward_shard_alike). The table
 # below places every gradient and GPT.keep every activation, so there is nothing left to tie.
 scan.shard_as = lambda a, b: (a, b)
 

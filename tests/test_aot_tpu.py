@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,62 @@ def test_compiles_what_a_training_script_runs():
         script = executed_hlo(ROOT / "simple_mnist_tpu.py", *options, "--run_dir", f"{folder}/run", "--device", "cpu")
     assert_compiles_what_runs(files, script)
     assert any(line.startswith("simple_mnist_tpu.py:") for line, _ in files["report.json"].costliest_lines)
+
+
+# ------------------------------------------------------------------------------------------------------------- presets
+
+# every preset of every script, and the slice it is meant for
+PRESET_SLICES = {
+    "simple_mnist_tpu.py": dict.fromkeys(("quick_test", "development", "production", "distributed"), "v5litepod-1"),
+    "distributed_mnist_tpu.py": dict.fromkeys(
+        ("quick_test", "development", "production", "distributed"), "v5litepod-8"
+    ),
+    "transformer_tpu.py": dict(
+        quick_test="v5litepod-1", development="v5litepod-1", production="v5litepod-8", distributed="v5litepod-16"
+    ),
+}
+LARGE = {("transformer_tpu.py", "production"), ("transformer_tpu.py", "distributed")}
+ALL_PRESETS = [(script, preset) for script, slices in PRESET_SLICES.items() for preset in slices]
+
+
+def test_no_preset_is_left_out():
+    from config import PRESETS, DistributedMnistConfig, MnistConfig, TransformerConfig
+
+    kinds = {MnistConfig: "simple_mnist", DistributedMnistConfig: "distributed_mnist", TransformerConfig: "transformer"}
+    assert {f"{name}_tpu.py": set(PRESETS[kind]) for kind, name in kinds.items()} == {
+        script: set(slices) for script, slices in PRESET_SLICES.items()
+    }
+
+
+def compile_preset(script, preset, folder):
+    options = ["--preset", preset, "--compile_for", PRESET_SLICES[script][preset]]
+    return compiled(ROOT / script, *options, *([] if script == "transformer_tpu.py" else ["--data_dir", folder]))
+
+
+@pytest.fixture(scope="module")
+def small_presets(mnist_dir):
+    """Reports of all presets that compile in seconds, two compiles at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        reports = {case: pool.submit(compile_preset, *case, mnist_dir) for case in ALL_PRESETS if case not in LARGE}
+        return {case: files.result()["report.json"] for case, files in reports.items()}
+
+
+@pytest.mark.parametrize("script, preset", [case for case in ALL_PRESETS if case not in LARGE])
+def test_every_preset_compiles_for_its_slice(small_presets, script, preset):
+    assert_is_meant_for(small_presets[script, preset], script, preset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, preset", sorted(LARGE))
+def test_every_large_preset_compiles_for_its_slice(script, preset):
+    assert_is_meant_for(compile_preset(script, preset, None)["report.json"], script, preset)
+
+
+def assert_is_meant_for(r, script, preset):
+    assert r.compiles and r.fits, r.reason
+    assert r.topology == PRESET_SLICES[script][preset] and r.settings["preset"] == preset
+    # what is to run on several devices talks between them, and nothing else does
+    assert bool(r.collectives) == (r.devices > 1)
 
 
 # --------------------------------------------------------------------------------------------------------- command line

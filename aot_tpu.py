@@ -461,6 +461,7 @@ def report(
     cycles, unpriced = read_cycles(computations)
     seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)
     sent = sum(kind["sent_bytes"] for kind in collectives.values())
+    loops = sum(operation.kind == "while" for operations in computations.values() for operation in operations)
     limit = facts["limit_bytes"]
     too_much = f"needs {peak / GIB:.2f} of {limit / GIB:.2f} GiB, over by {(peak - limit) / GIB:.2f} GiB"
     return (
@@ -473,7 +474,9 @@ def report(
             memory=memory,
             compiler_peak_bytes=compiled.peak_bytes,
             flops=compiled.flops,
-            flops_ratio=compiled.flops * devices / model_flops if model_flops else None,
+            loops=loops,
+            # the compiler counts the body of a loop once, so there is nothing to compare
+            flops_ratio=compiled.flops * devices / model_flops if model_flops and not loops else None,
             collectives=collectives,
             communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
             estimated_ms=seconds * 1e3,

@@ -287,8 +287,9 @@ class Report:
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     compiler_peak_bytes: int = 0  # the compiler's own figure; for small programs it includes on-chip memory
     flops: float = 0.0
+    loops: int = 0  # in the program; flops counts the body of each once
     model_flops: float | None = None  # of a step, all devices
-    flops_ratio: float | None = None  # compiled over model: above 1 is recomputation and padding
+    flops_ratio: float | None = None  # compiled over model: above 1 is recomputation and padding; None with loops
     collectives: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     communication_lower_bound_ms: float = 0.0
     communication_label: str = COMMUNICATION_LABEL
@@ -330,6 +331,7 @@ def format_report(r: Report) -> str:
         row("", ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3f}" for name, size in r.memory.items()))
     if r.compiles:
         model = f", {r.flops_ratio:.2f} x the model's {r.model_flops:.3g}" if r.flops_ratio else ""
+        model += f", the bodies of {r.loops} loops counted once" if r.loops else ""
         row("FLOPs per step", f"{r.flops * r.devices:.3g} over all devices{model}")
         kinds = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in r.collectives.items()]
         row("collectives", ", ".join(kinds) or "none")

@@ -5,11 +5,13 @@ import itertools
 import json
 import os
 import pickle
+import re
 import resource
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,14 +157,48 @@ def test_a_second_graph_stops_the_run_and_says_which_input_changed(device):
         graphs.check("train", 3, [x])
 
 
-def test_a_number_that_changes_between_steps_is_a_second_graph(device):
+def test_a_number_that_changes_between_steps_is_a_second_graph_and_is_named(device):
     graphs, x = CompileWatch(), torch.ones(8).to(device)
-    with pytest.raises(RecompileError, match="no input changed its shape"):
+
+    @torch_xla.compile(full_graph=True, name="step")
+    def step(x, scale):
+        return x * scale
+
+    with pytest.raises(RecompileError) as caught:
         for number in range(3):
-            with torch_xla.compile(full_graph=True, name="step"):
-                y = x * float(number)  # 0 and 1 are baked into the graph
+            scale, unchanged = float(number), 5  # 0 and 1 are baked into the graph
+            y = step(x, scale)  # THE CALL
             graphs.check("train", number, [x])
             del y
+    assert unchanged
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, line in enumerate(lines, 1) if line.endswith("# THE CALL"))
+    assert re.search(
+        rf"step 1 compiled graph 2 of the train step, expected 1, called at .*test_tpu_utils.py:{line} "
+        r"\(y = step\(x, scale\)\): no input changed its shape or dtype, so look for a Python number",
+        str(caught.value),
+    )
+    assert "changed since the step before: number 0 -> 1, scale 0.0 -> 1.0; PT_XLA_DEBUG_LEVEL=2" in str(caught.value)
+
+
+def test_a_learning_rate_that_is_a_python_number_is_named(device):
+    graphs = CompileWatch()
+    weight = torch.nn.Parameter(torch.ones(4).to(device))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    weight.grad = torch.ones(4).to(device)
+    torch_xla.sync()
+    graphs.check("other", 0, [])
+
+    @torch_xla.compile(full_graph=True, name="step")
+    def step():
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                weight.add_(weight.grad * group["lr"])
+
+    with pytest.raises(RecompileError, match=r"optimizer.param_groups\[0\]\['lr'\] 0.0 -> 0.1"):
+        for number, optimizer.param_groups[0]["lr"] in enumerate((0.0, 0.1)):
+            step()
+            graphs.check("train", number, [weight])
 
 
 def test_non_finite_losses_name_the_first_step(tmp_path):

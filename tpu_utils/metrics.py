@@ -1,11 +1,14 @@
 """What a run says of itself: counters, values of each step, time, log lines, traces."""
 
+import ast
 import contextlib
 import json
+import linecache
 import math
 import os
 import sys
 import time
+import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +49,7 @@ class CompileWatch:
     def __init__(self):
         self._total = graphs_compiled()
         self._inputs: dict[str, list[str]] = {}
+        self._numbers: dict[str, dict[tuple, Any]] = {}
         self._graphs: dict[str, int] = {}
 
     def compiled(self, kind: str) -> int:
@@ -53,23 +57,66 @@ class CompileWatch:
         return self._graphs.get(kind, 0)
 
     def check(self, kind: str, step: int, inputs: Iterable[torch.Tensor]) -> None:
-        """Call it after a step of this kind. Reads counters of the host only. Raises RecompileError."""
+        """Call it right after a step of this kind, in the function that calls the step. Raises RecompileError.
+
+        Reads counters of the host and the caller's Python numbers: those that changed are what may have become part of
+        the program.
+        """
+        caller = sys._getframe(1)
         shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs]
         before, self._inputs[kind] = self._inputs.get(kind, shapes), shapes
         total = graphs_compiled()
         self._graphs[kind] = self.compiled(kind) + total - self._total
         self._total = total
+        numbers = _numbers_in(caller)
+        numbers_before, self._numbers[kind] = self._numbers.get(kind, numbers), numbers
         if self._graphs[kind] > 1:
             changed = [
                 f"input {i} was {a}, is {b}" for i, (a, b) in enumerate(zip(before, shapes, strict=True)) if a != b
             ]
-            reason = "; ".join(changed) or (
-                "no input changed its shape: look for a Python number that differs between steps, or for state that "
-                "was created inside the step; PT_XLA_DEBUG_LEVEL=2 shows the line"
-            )
+            if not changed:
+                values = [
+                    f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {numbers_before[name]!r} -> {value!r}"
+                    for name, value in numbers.items()
+                    if name in numbers_before and numbers_before[name] != value
+                ]
+                changed = [
+                    "no input changed its shape or dtype, so look for a Python number that is part of the program "
+                    "(0, 1, sizes, positions and dims are; make it a tensor on the device), or for state that was "
+                    "created inside the step; Python numbers there that changed since the step before: "
+                    f"{', '.join(values) or 'none'}; PT_XLA_DEBUG_LEVEL=2 shows the line inside the step"
+                ]
             raise RecompileError(
-                f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1: {reason}"
+                f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1, called at "
+                f"{_statement_before(caller)}: {'; '.join(changed)}"
             )
+
+
+def _numbers_in(frame: types.FrameType) -> dict[tuple, Any]:
+    """The Python numbers among a function's variables, and those in an optimizer's groups there, by their path."""
+    found = {}
+    for name, value in frame.f_locals.items():
+        if isinstance(value, (int, float)):  # bool is an int
+            found[name,] = value
+        elif isinstance(value, torch.optim.Optimizer):
+            for i, group in enumerate(value.param_groups):
+                for key, option in group.items():
+                    if isinstance(option, (int, float)):
+                        found[f"{name}.param_groups", i, key] = option
+    return found
+
+
+def _statement_before(frame: types.FrameType) -> str:
+    """file:line and the text of the last statement before the line that a frame is at: the call of the step."""
+    path, here, last = frame.f_code.co_filename, frame.f_lineno, None
+    lines = linecache.getlines(path)
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.Expr | ast.Assign) and node.end_lineno < here:
+            last = max(last, node, key=lambda one: one.end_lineno) if last else node
+    if last is None:  # without its source, for example typed into a prompt
+        return f"{path}:{here}"
+    text = ast.unparse(last)
+    return f"{path}:{last.lineno} ({text if len(text) <= 120 else text[:117] + '...'})"
 
 
 class DeviceMetrics:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.debug.profiler as xp
@@ -26,6 +27,10 @@ from tpu_utils.errors import NonFiniteError, RecompileError
 
 if TYPE_CHECKING:
     from tpu_utils.loader import DeviceLoader
+
+# The base of xp.Trace and xp.StepTrace, which would also name the operations after it, hence make another graph while a
+# trace runs, and the latter syncs at its end. Without a running trace it does nothing.
+TraceMe = torch_xla._XLAC.profiler.TraceMe
 
 
 def transfers_to_device() -> int:
@@ -164,7 +169,10 @@ def check_finite(losses: np.ndarray, steps_before: int, checkpoints: Checkpoints
 
 
 class Goodput:
-    """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time."""
+    """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time.
+
+    In a trace of --profile_steps a phase is an event on the host, `phase evaluation` and so on.
+    """
 
     def __init__(self):
         phases = ("start_up", "compile", "data_wait", "step", "evaluation", "checkpoint", "other")
@@ -186,7 +194,8 @@ class Goodput:
         self._settle()
         self._stack.append(name)
         try:
-            yield
+            with TraceMe(f"phase {name}"):
+                yield
         finally:
             self._settle()
             self._stack.pop()
@@ -334,7 +343,7 @@ class Profile:
 
     def __init__(self, config: TrainConfig, run_dir: Path, first_step: int, num_steps: int):
         self._first, self._last = config.profile_range
-        self._folder, self._running = run_dir / "tensorboard", False
+        self._folder, self._running, self._step = run_dir / "tensorboard", False, None
         if config.profile_steps and not first_step < self._first < self._last <= num_steps + 1:
             raise InputError(
                 f"profile_steps is {config.profile_steps}; choose among the steps this run does, "
@@ -348,14 +357,25 @@ class Profile:
         self._stop()
 
     def before_step(self, step: int) -> None:
+        self._end_step()
         if step == self._first:
             self._folder.mkdir(parents=True, exist_ok=True)
             xp.start_trace(str(self._folder))
             self._running = True
         if step == self._last:
             self._stop()
+        if self._running:
+            # _r: the profiler groups by these events, with step_num as the number of the step
+            self._step = TraceMe("train", step_num=step, _r=1)
+            self._step.__enter__()
+
+    def _end_step(self) -> None:
+        if self._step:
+            self._step.__exit__(None, None, None)
+            self._step = None
 
     def _stop(self) -> None:
+        self._end_step()
         if self._running:
             xm.wait_device_ops()  # the traced steps may still be running
             xp.stop_trace()

@@ -261,13 +261,16 @@ class RunLog:
             from torch.utils.tensorboard import SummaryWriter  # a second of imports
 
             self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
-        # a terminal gets a bar on stderr; a pipe or a file gets the lines alone
+        # a terminal gets a bar on stderr; a pipe or a file gets the lines alone, and so does a job in the background,
+        # whose bar would be drawn over that of the one in front
         self._bar = tqdm(
             total=num_steps,
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
-            disable=silent or not sys.stderr.isatty(),
+            # steps per second stand in the lines; without them 40 columns are enough for a day and 99,999 steps
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]",
+            disable=silent or not _in_front_of_a_terminal(),
         )
 
     def __enter__(self) -> "RunLog":
@@ -328,6 +331,16 @@ class RunLog:
             return
         self._bar.write(line)  # above the bar on a terminal, a plain line elsewhere
         sys.stdout.flush()
+
+
+def _in_front_of_a_terminal() -> bool:
+    """Whether stderr is a terminal, and this process is not one of its background jobs."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    except OSError:  # the terminal of another session: it has no jobs of ours
+        return True
 
 
 def _step_of_line(line: bytes) -> float:

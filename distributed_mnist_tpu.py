@@ -68,6 +68,8 @@ from tpu_utils import (
     end_with_parent,
     finite_means,
     gradient_norm,
+    log_misread,
+    log_summary,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -333,6 +335,8 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     }
     if peers.index == 0:
         write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+        log_summary(config, run_dir, summary)
+        log_misread(config, run_dir, ConvNet(dataset.image_size, config.channels, config.hidden_dim), dataset)
         mirror.upload_logs()
         print_result(summary, dataset)
     return 0

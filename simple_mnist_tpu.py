@@ -39,6 +39,8 @@ from tpu_utils import (
     gradient_norm,
     load_model,
     load_part,
+    log_misread,
+    log_summary,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -237,6 +239,8 @@ def train(config: MnistConfig) -> int:
         "goodput": goodput.seconds,
     }
     write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+    log_summary(config, run_dir, summary)
+    log_misread(config, run_dir, ConvNet(dataset.image_size, config.channels, config.hidden_dim), dataset)
     mirror.upload_logs()
     print_result(summary, dataset)
     return 0

@@ -49,6 +49,8 @@ from tpu_utils import (
     check_same_run,
     choose_device,
     finite_means,
+    log_sample,
+    log_summary,
     open_run_dir,
     peak_flops,
     print_banner,
@@ -613,6 +615,8 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
     if peers.index > 0:
         return 0
     write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+    log_summary(config, run_dir, summary)
+    log_sample(config, run_dir, lambda: GPT(shape))
     mirror.upload_logs()
     floor = f" (floor {data.loss_floor:.4f})" if data.loss_floor is not None else ""
     print(f"validation loss {validation_loss:.4f}{floor}, perplexity {math.exp(min(validation_loss, 700.0)):.2f}")

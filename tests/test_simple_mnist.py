@@ -373,6 +373,27 @@ def test_profile_writes_a_trace(tmp_path, capsys):
     assert f"tensorboard --logdir {run_dir}/tensorboard" in capsys.readouterr().out
 
 
+def test_a_trace_names_steps_and_phases_and_leaves_the_graphs_alone(tmp_path):
+    from jax.profiler import ProfileData  # reads xplane.pb
+
+    run_dir = tmp_path / "run"
+    options = ["--num_epochs", "2", "--warmup_steps", "2", "--save_every", "22", "--profile_steps", "21:24"]
+    assert in_process("--run_dir", run_dir, *options, "--log_every", "5", "--no_tensorboard") == 0
+    (path,) = run_dir.glob("tensorboard/plugins/profile/*/*.xplane.pb")
+    found, steps = set(), []
+    for plane in ProfileData.from_file(str(path)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                found.add(event.name)
+                if event.name == "train":
+                    steps.append(dict(event.stats)["step_num"])
+    assert sorted(steps) == [21, 22, 23]
+    assert found >= {"phase data_wait", "phase step", "phase evaluation", "phase checkpoint"}
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["train_graphs"] == 1 and summary["eval_graphs"] <= 1, "0: a test before had the same evaluation"
+    assert summary["host_to_device_uploads_per_step"] == 0
+
+
 def test_a_copied_script_runs_from_an_empty_folder(tmp_path):
     for name in ("simple_mnist_tpu.py", "config.py", "data.py"):
         (tmp_path / name).write_text((ROOT / name).read_text())

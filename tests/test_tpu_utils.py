@@ -1,21 +1,28 @@
 """Device, metrics and checkpoint utilities on their own."""
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
 import pickle
+import pty
+import re
 import resource
 import signal
+import struct
 import sys
+import termios
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
+from conftest import ROOT
 
 import tpu_utils
 from config import InputError, MnistConfig
@@ -156,14 +163,48 @@ def test_a_second_graph_stops_the_run_and_says_which_input_changed(device):
         graphs.check("train", 3, [x])
 
 
-def test_a_number_that_changes_between_steps_is_a_second_graph(device):
+def test_a_number_that_changes_between_steps_is_a_second_graph_and_is_named(device):
     graphs, x = CompileWatch(), torch.ones(8).to(device)
-    with pytest.raises(RecompileError, match="no input changed its shape"):
+
+    @torch_xla.compile(full_graph=True, name="step")
+    def step(x, scale):
+        return x * scale
+
+    with pytest.raises(RecompileError) as caught:
         for number in range(3):
-            with torch_xla.compile(full_graph=True, name="step"):
-                y = x * float(number)  # 0 and 1 are baked into the graph
+            scale, unchanged = float(number), 5  # 0 and 1 are baked into the graph
+            y = step(x, scale)  # THE CALL
             graphs.check("train", number, [x])
             del y
+    assert unchanged
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, line in enumerate(lines, 1) if line.endswith("# THE CALL"))
+    assert re.search(
+        rf"step 1 compiled graph 2 of the train step, expected 1, called at .*test_tpu_utils.py:{line} "
+        r"\(y = step\(x, scale\)\): no input changed its shape or dtype, so look for a Python number",
+        str(caught.value),
+    )
+    assert "changed since the step before: number 0 -> 1, scale 0.0 -> 1.0; PT_XLA_DEBUG_LEVEL=2" in str(caught.value)
+
+
+def test_a_learning_rate_that_is_a_python_number_is_named(device):
+    graphs = CompileWatch()
+    weight = torch.nn.Parameter(torch.ones(4).to(device))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    weight.grad = torch.ones(4).to(device)
+    torch_xla.sync()
+    graphs.check("other", 0, [])
+
+    @torch_xla.compile(full_graph=True, name="step")
+    def step():
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                weight.add_(weight.grad * group["lr"])
+
+    with pytest.raises(RecompileError, match=r"optimizer.param_groups\[0\]\['lr'\] 0.0 -> 0.1"):
+        for number, optimizer.param_groups[0]["lr"] in enumerate((0.0, 0.1)):
+            step()
+            graphs.check("train", number, [weight])
 
 
 def test_non_finite_losses_name_the_first_step(tmp_path):
@@ -208,6 +249,53 @@ def test_log_drops_what_a_resumed_run_will_write_again(tmp_path):
     with RunLog(tmp_path, 20, 100, tensorboard=False) as log:
         log.write("train", 30, loss=0.5)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
+
+
+BAR = """
+import sys, time
+from pathlib import Path
+from tpu_utils import RunLog
+fields = dict(loss=1.0, learning_rate=1e-3, step_seconds=0.1, examples_per_second=1.0, data_wait_seconds=0.0, mfu=None)
+with RunLog(Path(sys.argv[1]), 99990, 99999, tensorboard=False) as log:
+    for step in range(99991, 100000):
+        log.advance()
+        time.sleep(0.11)  # tqdm draws ten times a second at most
+        if step % 4 == 0:
+            log.train(step, **fields)
+"""
+
+
+def on_a_terminal(columns: int, command: str) -> str:
+    """What a shell command writes to a terminal of this width that is its own."""
+    child, terminal = pty.fork()
+    if child == 0:
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.execvp("bash", ["bash", "-c", command])
+    written = b""
+    with contextlib.suppress(OSError):  # EIO: the last process has closed it
+        while part := os.read(terminal, 65536):
+            written += part
+    os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0, written.decode()
+    return written.decode()
+
+
+def test_the_bar_fits_a_narrow_terminal(tmp_path):
+    (tmp_path / "bar.py").write_text(BAR)
+    written = on_a_terminal(40, f"set -m; {sys.executable} {tmp_path}/bar.py {tmp_path}")
+    frames = [frame for frame in re.split(r"[\r\n]+", written) if "%|" in frame]
+    assert len(frames) > 5
+    for frame in frames:
+        assert re.fullmatch(r"[ \d]{3}%\|.+\| \d+/99999 \[[\d:]+<[\d:?]+\]", frame), frame
+        assert len(frame) <= 40
+    assert "99999/99999" in frames[-1]
+
+
+def test_a_background_job_has_no_bar_on_its_terminal(tmp_path):
+    (tmp_path / "bar.py").write_text(BAR.replace("0.11", "0.01"))
+    written = on_a_terminal(80, f"set -m; {sys.executable} {tmp_path}/bar.py {tmp_path} & wait")
+    assert "step  99996/99999" in written and "%|" not in written
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoint

@@ -6,7 +6,7 @@
     checkpoints = Checkpoints(run_dir / ...)          # atomic, checked, never executed
 
 One module for each: device, loader, guards (what stops a run early), metrics, checkpoint, state (to files and
-back), storage (a run directory in a bucket), errors.
+back), storage (a run directory in a bucket), pictures (what a finished run shows of itself), errors.
 Exceptions: InputError (config.py) is the user's to mend and exits with 2; every TrainingError exits with 1.
 """
 
@@ -70,6 +70,7 @@ from tpu_utils.metrics import (
     transfers_from_device,
     transfers_to_device,
 )
+from tpu_utils.pictures import log_misread, log_sample, log_summary
 from tpu_utils.state import HostCopy, crc32_of, to_host
 from tpu_utils.storage import Mirror
 
@@ -112,6 +113,9 @@ __all__ = [
     "graphs_compiled",
     "load_model",
     "load_part",
+    "log_misread",
+    "log_sample",
+    "log_summary",
     "open_run_dir",
     "peak_flops",
     "print_banner",

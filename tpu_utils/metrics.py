@@ -1,17 +1,21 @@
 """What a run says of itself: counters, values of each step, time, log lines, traces."""
 
+import ast
 import contextlib
 import json
+import linecache
 import math
 import os
 import sys
 import time
+import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.debug.profiler as xp
@@ -23,6 +27,10 @@ from tpu_utils.errors import NonFiniteError, RecompileError
 
 if TYPE_CHECKING:
     from tpu_utils.loader import DeviceLoader
+
+# The base of xp.Trace and xp.StepTrace, which would also name the operations after it, hence make another graph while a
+# trace runs, and the latter syncs at its end. Without a running trace it does nothing.
+TraceMe = torch_xla._XLAC.profiler.TraceMe
 
 
 def transfers_to_device() -> int:
@@ -46,6 +54,7 @@ class CompileWatch:
     def __init__(self):
         self._total = graphs_compiled()
         self._inputs: dict[str, list[str]] = {}
+        self._numbers: dict[str, dict[tuple, Any]] = {}
         self._graphs: dict[str, int] = {}
 
     def compiled(self, kind: str) -> int:
@@ -53,23 +62,66 @@ class CompileWatch:
         return self._graphs.get(kind, 0)
 
     def check(self, kind: str, step: int, inputs: Iterable[torch.Tensor]) -> None:
-        """Call it after a step of this kind. Reads counters of the host only. Raises RecompileError."""
+        """Call it right after a step of this kind, in the function that calls the step. Raises RecompileError.
+
+        Reads counters of the host and the caller's Python numbers: those that changed are what may have become part of
+        the program.
+        """
+        caller = sys._getframe(1)
         shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs]
         before, self._inputs[kind] = self._inputs.get(kind, shapes), shapes
         total = graphs_compiled()
         self._graphs[kind] = self.compiled(kind) + total - self._total
         self._total = total
+        numbers = _numbers_in(caller)
+        numbers_before, self._numbers[kind] = self._numbers.get(kind, numbers), numbers
         if self._graphs[kind] > 1:
             changed = [
                 f"input {i} was {a}, is {b}" for i, (a, b) in enumerate(zip(before, shapes, strict=True)) if a != b
             ]
-            reason = "; ".join(changed) or (
-                "no input changed its shape: look for a Python number that differs between steps, or for state that "
-                "was created inside the step; PT_XLA_DEBUG_LEVEL=2 shows the line"
-            )
+            if not changed:
+                values = [
+                    f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {numbers_before[name]!r} -> {value!r}"
+                    for name, value in numbers.items()
+                    if name in numbers_before and numbers_before[name] != value
+                ]
+                changed = [
+                    "no input changed its shape or dtype, so look for a Python number that is part of the program "
+                    "(0, 1, sizes, positions and dims are; make it a tensor on the device), or for state that was "
+                    "created inside the step; Python numbers there that changed since the step before: "
+                    f"{', '.join(values) or 'none'}; PT_XLA_DEBUG_LEVEL=2 shows the line inside the step"
+                ]
             raise RecompileError(
-                f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1: {reason}"
+                f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1, called at "
+                f"{_statement_before(caller)}: {'; '.join(changed)}"
             )
+
+
+def _numbers_in(frame: types.FrameType) -> dict[tuple, Any]:
+    """The Python numbers among a function's variables, and those in an optimizer's groups there, by their path."""
+    found = {}
+    for name, value in frame.f_locals.items():
+        if isinstance(value, (int, float)):  # bool is an int
+            found[name,] = value
+        elif isinstance(value, torch.optim.Optimizer):
+            for i, group in enumerate(value.param_groups):
+                for key, option in group.items():
+                    if isinstance(option, (int, float)):
+                        found[f"{name}.param_groups", i, key] = option
+    return found
+
+
+def _statement_before(frame: types.FrameType) -> str:
+    """file:line and the text of the last statement before the line that a frame is at: the call of the step."""
+    path, here, last = frame.f_code.co_filename, frame.f_lineno, None
+    lines = linecache.getlines(path)
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.Expr | ast.Assign) and node.end_lineno < here:
+            last = max(last, node, key=lambda one: one.end_lineno) if last else node
+    if last is None:  # without its source, for example typed into a prompt
+        return f"{path}:{here}"
+    text = ast.unparse(last)
+    return f"{path}:{last.lineno} ({text if len(text) <= 120 else text[:117] + '...'})"
 
 
 class DeviceMetrics:
@@ -148,6 +200,7 @@ class Goodput:
     """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time.
 
     changes: how often a phase began or ended, which is what Watchdog calls progress.
+    In a trace of --profile_steps a phase is an event on the host, `phase evaluation` and so on.
     """
 
     def __init__(self):
@@ -176,7 +229,8 @@ class Goodput:
         self._stack.append(name)
         self.changes += 1
         try:
-            yield
+            with TraceMe(f"phase {name}"):
+                yield
         finally:
             self._settle()
             self._stack.pop()
@@ -243,13 +297,16 @@ class RunLog:
             from torch.utils.tensorboard import SummaryWriter  # a second of imports
 
             self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
-        # a terminal gets a bar on stderr; a pipe or a file gets the lines alone
+        # a terminal gets a bar on stderr; a pipe or a file gets the lines alone, and so does a job in the background,
+        # whose bar would be drawn over that of the one in front
         self._bar = tqdm(
             total=num_steps,
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
-            disable=silent or not sys.stderr.isatty(),
+            # steps per second stand in the lines; without them 40 columns are enough for a day and 99,999 steps
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]",
+            disable=silent or not _in_front_of_a_terminal(),
         )
 
     def __enter__(self) -> "RunLog":
@@ -313,6 +370,16 @@ class RunLog:
         sys.stdout.flush()
 
 
+def _in_front_of_a_terminal() -> bool:
+    """Whether stderr is a terminal, and this process is not one of its background jobs."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    except OSError:  # the terminal of another session: it has no jobs of ours
+        return True
+
+
 def _step_of_line(line: bytes) -> float:
     """The step of a metrics.jsonl line; infinity for a line that a kill cut short."""
     try:
@@ -326,7 +393,7 @@ class Profile:
 
     def __init__(self, config: TrainConfig, run_dir: Path, first_step: int, num_steps: int):
         self._first, self._last = config.profile_range
-        self._folder, self._running = run_dir / "tensorboard", False
+        self._folder, self._running, self._step = run_dir / "tensorboard", False, None
         if config.profile_steps and not first_step < self._first < self._last <= num_steps + 1:
             raise InputError(
                 f"profile_steps is {config.profile_steps}; choose among the steps this run does, "
@@ -340,14 +407,25 @@ class Profile:
         self._stop()
 
     def before_step(self, step: int) -> None:
+        self._end_step()
         if step == self._first:
             self._folder.mkdir(parents=True, exist_ok=True)
             xp.start_trace(str(self._folder))
             self._running = True
         if step == self._last:
             self._stop()
+        if self._running:
+            # _r: the profiler groups by these events, with step_num as the number of the step
+            self._step = TraceMe("train", step_num=step, _r=1)
+            self._step.__enter__()
+
+    def _end_step(self) -> None:
+        if self._step:
+            self._step.__exit__(None, None, None)
+            self._step = None
 
     def _stop(self) -> None:
+        self._end_step()
         if self._running:
             xm.wait_device_ops()  # the traced steps may still be running
             xp.stop_trace()

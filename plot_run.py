@@ -1,0 +1,295 @@
+"""Draw what runs left behind: losses beside their floor, accuracy, learning rate, throughput, where the time went.
+
+Run:     python plot_run.py runs/first                                  # writes runs/first/plot.png
+         python plot_run.py runs/a runs/b runs/c --output compare.png   # several runs in one picture
+Expect:  the path of each picture written. A run may be unfinished or resumed; what is missing is named on stderr.
+"""
+
+import io
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import numpy as np
+import tyro
+
+from config import InputError
+from tpu_utils import run_script, write_atomically
+from tpu_utils.pictures import MISREAD_FILE, misread_figure, read_misread
+
+matplotlib.use("Agg")  # no display on a TPU VM
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+PHASE_COLOURS = {
+    "start_up": "#9d9d9d",
+    "compile": "#8c6bb1",
+    "data_wait": "#d7301f",
+    "step": "#2b8a3e",
+    "evaluation": "#2b7bba",
+    "checkpoint": "#f0a202",
+    "other": "#d9d9d9",
+}
+SUFFIXES = (".png", ".pdf", ".svg")
+
+
+@dataclass(frozen=True)
+class PlotConfig:
+    """What to draw and where to."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """Run directories."""
+    output: Path | None = None
+    """A .png, .pdf or .svg file. Without it RUN/plot.png, for several runs plot.png in the current folder."""
+    debug: bool = False
+    """Show the traceback of an error instead of its message alone."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory says. lines: of metrics.jsonl, in the order of their steps, each (kind, step) once."""
+
+    folder: Path
+    config: dict[str, Any]
+    lines: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    """None: the run has not come to its end."""
+
+    @property
+    def last_step(self) -> int:
+        return max((line["step"] for line in self.lines), default=0)
+
+    @property
+    def loss_floor(self) -> float | None:
+        """Best possible loss in nats, of synthetic data; None where nobody knows it, or the run has not said it yet."""
+        found = [record.get("loss_floor") for record in (*self.lines, self.summary or {})]
+        return next((floor for floor in reversed(found) if floor is not None), None)
+
+    def curve(self, kind: str, field: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, values) of a field; null, which stands for what was not finite, becomes nan: a gap in the curve."""
+        found = [line for line in self.lines if line["kind"] == kind and field in line]
+        values = [math.nan if line[field] is None else line[field] for line in found]
+        return np.array([line["step"] for line in found], int), np.array(values, float)
+
+
+def warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises InputError when it is none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read as JSON: {error}; expected what a training script wrote") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}, expected a JSON object; is it a run's own file?")
+    return value
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl; what is missing or cut is named on stderr and left out."""
+    if not path.is_file():
+        warn(f"{path} is missing: this run has logged nothing yet, or the file was not copied with it")
+        return []
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            record = json.loads(line)
+            found[record["kind"], int(record["step"])] = record
+        except (ValueError, KeyError, TypeError):
+            warn(f"{path} line {number} is cut short or damaged and left out; a resumed run writes it again")
+    if not found:
+        warn(f"{path} holds no lines: the run has not come to its first log line")
+    return sorted(found.values(), key=lambda record: record["step"])
+
+
+def read_run(folder: Path) -> Run:
+    """Raises InputError when the folder is no run directory."""
+    if str(folder).startswith("gs:/"):
+        raise InputError(f"{folder} is in a bucket; fetch it first: gcloud storage cp -r gs://BUCKET/RUN runs/")
+    if not folder.is_dir():
+        others = sorted(path.parent.name for path in folder.parent.glob("*/config.json"))
+        there = f"; runs in {folder.parent}: {', '.join(others[:8])}" if others else ""
+        raise InputError(f"{folder} is not there, or no folder; expected a run directory{there}")
+    if not (folder / "config.json").is_file():
+        inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
+        hint = f"; there are runs in it: {' '.join(inside[:8])}" if inside else "; check the path"
+        raise InputError(f"{folder} holds no config.json; expected a run directory{hint}")
+    config, lines = read_object(folder / "config.json"), read_lines(folder / "metrics.jsonl")
+    summary = read_object(folder / "summary.json") if (folder / "summary.json").is_file() else None
+    run = Run(folder, config, lines, summary)
+    if summary and summary.get("steps", 0) < run.last_step:
+        warn(f"{folder}/summary.json is of step {summary.get('steps')}, but the run is at {run.last_step}: left out")
+        return Run(folder, config, lines, None)
+    return run
+
+
+def names_of(runs: list[Run]) -> list[str]:
+    """A name for each run: the folder's, with as many parents as it takes to tell them apart."""
+    paths = [run.folder.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    names = [name if len(name) <= 40 else f"...{name[-37:]}" for name in names]
+    return [
+        name if run.summary else f"{name} (unfinished, step {run.last_step:,})"
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def draw_curves(axes, runs, colours, title, curves, scale=1.0) -> None:
+    """curves: (kind, field, line style) each, drawn for every run that has it."""
+    for run, colour in zip(runs, colours, strict=True):
+        for kind, field, style in curves:
+            steps, values = run.curve(kind, field)
+            few = np.isfinite(values).sum() <= 30  # a marker for each, and a single value stays visible
+            if len(steps):
+                marker = dict(marker="o", markersize=3.5) if few else {}
+                axes.plot(steps, values * scale, style, color=colour, linewidth=1.5, label=field, **marker)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    axes.grid(alpha=0.3)
+
+
+def draw_loss(axes, runs: list[Run], colours) -> None:
+    curves = [("train", "loss", "-"), ("eval", "test_loss", "--"), ("eval", "validation_loss", "--")]
+    draw_curves(axes, runs, colours, "loss (nats)", curves)
+    styles = [Line2D([], [], color="0.3", linestyle="-", label="training")]
+    drawn = {line.get_label() for line in axes.lines}
+    if drawn & {"test_loss", "validation_loss"}:
+        styles.append(Line2D([], [], color="0.3", linestyle="--", label="evaluation"))
+    floors = {}
+    for run, colour in zip(runs, colours, strict=True):
+        if run.loss_floor is not None and run.lines:
+            floors.setdefault(run.loss_floor, []).append(colour)
+    for floor, of in floors.items():
+        colour = of[0] if len(of) < len(runs) else "black"
+        axes.axhline(floor, color=colour, linestyle=":", linewidth=1.5, label="loss_floor")
+        styles.append(Line2D([], [], color=colour, linestyle=":", label=f"floor {floor:.4f}: no model can do better"))
+    values = np.concatenate([line.get_ydata() for line in axes.lines] or [np.ones(1)]).astype(float)
+    values = values[np.isfinite(values)]
+    if len(values) and values.min() > 0 and values.max() / values.min() > 20:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_title("loss (nats, logarithmic)", loc="left", fontsize=11)
+    axes.legend(handles=styles, fontsize=9)
+
+
+def draw_goodput(axes, runs: list[Run], names: list[str]) -> None:
+    """One bar for each run: the share of each phase in its wall time."""
+    for row, run in enumerate(runs):
+        seconds = (run.summary or {}).get("goodput") or {}
+        total, left = sum(seconds.values()), 0.0
+        if not total:
+            axes.text(1, row, "known when the run has ended", va="center", fontsize=9, color="0.4")
+            continue
+        for phase, value in seconds.items():
+            share = 100 * value / total
+            axes.barh(row, share, left=left, color=PHASE_COLOURS.get(phase, "black"), label=phase, height=0.6)
+            if share >= 6:
+                text = f"{share:.0f} %"
+                axes.text(left + share / 2, row, text, ha="center", va="center", color="white", fontsize=8)
+            left += share
+        axes.text(101, row, f"{total:,.0f} s", va="center", fontsize=9)
+    if len(runs) > 1:
+        axes.set_yticks(range(len(runs)), [name.split(" (")[0] for name in names])
+    else:
+        axes.set_yticks([])
+    axes.set_ylim(len(runs) - 0.4, -0.6)  # the first run on top
+    axes.set_xlim(0, 112)
+    axes.set_xticks(range(0, 101, 20))
+    axes.set_xlabel("share of wall time (%)")
+    axes.set_title("where the time went (of the process that ended the run)", loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    present = [phase for phase in PHASE_COLOURS if phase in {bar.get_label() for bar in axes.containers}]
+    handles = [Patch(color=PHASE_COLOURS[phase], label=phase.replace("_", " ")) for phase in present]
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=9, frameon=False)
+
+
+def plot(runs: list[Run]) -> Figure:
+    """One figure of all runs. Panels for which no run has a value are left out."""
+    if len(runs) <= 10:
+        colours = [matplotlib.colormaps["tab10"](i) for i in range(len(runs))]
+    else:
+        colours = [matplotlib.colormaps["turbo"](x) for x in np.linspace(0.05, 0.95, len(runs))]
+    names = names_of(runs)
+    panels = [
+        ("accuracy (%)", [("eval", "accuracy", "-"), ("eval", "hellaswag_accuracy", "-")], 100.0),
+        ("learning rate", [("train", "learning_rate", "-")], 1.0),
+        ("throughput (examples per second)", [("train", "examples_per_second", "-")], 1.0),
+        ("throughput (tokens per second)", [("train", "tokens_per_second", "-")], 1.0),
+    ]
+    panels = [
+        (title, curves, scale)
+        for title, curves, scale in panels
+        if any(len(run.curve(kind, field)[0]) for run in runs for kind, field, _ in curves)
+    ]
+    # two columns: the loss, then what there is; the bars take the whole width below
+    num_rows = (len(panels) + 2) // 2
+    bars = 1.1 + 0.32 * len(runs)
+    legend = 0.35 + 0.24 * math.ceil(len(runs) / 2)
+    figure = Figure(figsize=(12, 3.4 * num_rows + bars + legend), layout="constrained")
+    grid = figure.add_gridspec(num_rows + 1, 2, height_ratios=[3.4] * num_rows + [bars])
+    # an odd number of panels: the loss takes the whole first row
+    wide = (len(panels) + 1) % 2
+    draw_loss(figure.add_subplot(grid[0, :] if wide else grid[0, 0]), runs, colours)
+    for place, (title, curves, scale) in enumerate(panels, 1 + wide):
+        axes = figure.add_subplot(grid[place // 2, place % 2])
+        draw_curves(axes, runs, colours, title, curves, scale)
+        if title.startswith("throughput"):
+            highest = np.nanmax([np.nanmax(line.get_ydata(), initial=0.0) for line in axes.lines], initial=0.0)
+            axes.set_ylim(0, 1.08 * highest or 1.0)
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if title.startswith("learning"):
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+    draw_goodput(figure.add_subplot(grid[num_rows, :]), runs, names)
+    handles = [Line2D([], [], color=c, linewidth=4, label=name) for c, name in zip(colours, names, strict=True)]
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(2, len(runs)), fontsize=10, frameon=False)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], dpi=110)
+    write_atomically(path, content.getvalue())
+    print(path)
+
+
+def main() -> int:
+    config = tyro.cli(PlotConfig, description=__doc__, use_underscores=True)
+    folders = list({folder.resolve(): folder for folder in config.runs}.values())  # a run given twice is drawn once
+    if not folders:
+        raise InputError("no run was named; expected at least one run directory, for example runs/first")
+    output = config.output or (folders[0] / "plot.png" if len(folders) == 1 else Path("plot.png"))
+    if output.suffix not in SUFFIXES:
+        raise InputError(f"output is {output}; expected a name that ends with one of {', '.join(SUFFIXES)}")
+    if config.output and not output.parent.is_dir():
+        raise InputError(f"the folder of output {output} is not there; make it first: mkdir -p {output.parent}")
+    runs = [read_run(folder) for folder in folders]
+    if not any(run.lines for run in runs):
+        raise InputError(
+            f"there is nothing to draw: no line in {', '.join(str(run.folder / 'metrics.jsonl') for run in runs)}; "
+            "wait for a run's first log line"
+        )
+    save(plot(runs), output)
+    for run, name in zip(runs, names_of(runs), strict=True):
+        if (run.folder / MISREAD_FILE).is_file():
+            tag = "" if len(runs) == 1 else "_" + name.split(" (")[0].replace("/", "_").strip(".")
+            save(misread_figure(**read_misread(run.folder)), output.with_name(f"{output.stem}_misread{tag}.png"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,193 @@
+"""plot_run.py: what stands in the figure is what stands in the files; broken and unfinished runs; refusals."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from conftest import run
+
+import plot_run
+from config import InputError
+from tpu_utils import run_script
+from tpu_utils.pictures import misread_figure
+
+
+def make_run(folder, steps=40, unit="examples", floor=None, finished=True, accuracy=True):
+    """A run directory as the scripts write it. Loss of step s: 10 / s."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"seed": 0}))
+    lines = []
+    for step in range(10, steps + 1, 10):
+        train = dict(loss=10 / step, learning_rate=1e-3 * step, mfu=None, data_wait_seconds=0.0)
+        lines.append(dict(kind="train", step=step, **train, **{f"{unit}_per_second": 100.0 + step}))
+        lines.append(dict(kind="eval", step=step, test_loss=12 / step, **({"accuracy": 0.9} if accuracy else {})))
+        lines.append(dict(kind="checkpoint", step=step, wait_seconds=0.1))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if finished:
+        goodput = {"start_up": 1.0, "step": 3.0, "other": 0.0}
+        summary = dict(steps=steps, loss_floor=floor, seconds=4.0, goodput=goodput)
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def panel(figure, title):
+    return next(axes for axes in figure.axes if axes.get_title(loc="left").startswith(title))
+
+
+def curves(axes, label):
+    return [line.get_xydata() for line in axes.lines if line.get_label() == label]
+
+
+def texts(figure):
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def call(*arguments) -> int:
+    sys.argv = ["plot_run.py", *map(str, arguments)]
+    return run_script(plot_run.main)
+
+
+def test_every_value_of_the_files_is_in_the_figure(tmp_path):
+    figure = plot_run.plot([plot_run.read_run(make_run(tmp_path / "a", floor=0.2))])
+    steps = np.arange(10, 41, 10)
+    loss = panel(figure, "loss")
+    np.testing.assert_allclose(curves(loss, "loss"), [np.c_[steps, 10 / steps]])
+    np.testing.assert_allclose(curves(loss, "test_loss"), [np.c_[steps, 12 / steps]])
+    assert set(curves(loss, "loss_floor")[0][:, 1]) == {0.2}
+    np.testing.assert_allclose(curves(panel(figure, "accuracy (%)"), "accuracy"), [np.c_[steps, [90] * 4]])
+    np.testing.assert_allclose(curves(panel(figure, "learning"), "learning_rate"), [np.c_[steps, 1e-3 * steps]])
+    speed = panel(figure, "throughput (examples per second)")
+    np.testing.assert_allclose(curves(speed, "examples_per_second"), [np.c_[steps, 100 + steps]])
+    bars = {bars.get_label(): bars.patches[0] for bars in panel(figure, "where the time").containers}
+    assert {name: bar.get_width() for name, bar in bars.items()} == {"start_up": 25, "step": 75, "other": 0}
+    assert bars["step"].get_x() == 25, "stacked"
+    assert "4 s" in [text.get_text() for text in panel(figure, "where the time").texts]
+
+
+def test_several_runs_of_different_kinds_share_a_figure(tmp_path):
+    folders = [
+        make_run(tmp_path / "a" / "run", floor=0.2),
+        make_run(tmp_path / "b" / "run", unit="tokens", floor=1.2, accuracy=False),
+        make_run(tmp_path / "c" / "third", finished=False),
+    ]
+    figure = plot_run.plot([plot_run.read_run(folder) for folder in folders])
+    named = texts(figure)
+    assert {"a/run", "b/run", "c/third (unfinished, step 40)"} <= set(named)
+    assert len(curves(panel(figure, "loss"), "loss")) == 3
+    assert sorted({line[0, 1] for line in curves(panel(figure, "loss"), "loss_floor")}) == [0.2, 1.2]
+    assert len(curves(panel(figure, "throughput (tokens"), "tokens_per_second")) == 1
+    assert len(curves(panel(figure, "throughput (examples"), "examples_per_second")) == 2
+    goodput = panel(figure, "where the time")
+    assert [label.get_text() for label in goodput.get_yticklabels()] == ["a/run", "b/run", "c/third"]
+    assert "known when the run has ended" in [text.get_text() for text in goodput.texts]
+    colours = [line.get_color() for line in panel(figure, "loss").lines if line.get_label() == "loss"]
+    assert len(set(colours)) == 3
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_no_text_lies_on_another(tmp_path, count):
+    runs = [plot_run.read_run(make_run(tmp_path / f"a_rather_long_name_of_a_run_{i}", steps=400)) for i in range(count)]
+    figure = plot_run.plot(runs)
+    figure.savefig(tmp_path / "x.png")
+    boxes = []
+    for axes in figure.axes:
+        boxes += [axes._left_title, axes.xaxis.label]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            boxes += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    boxes += [text for legend in figure.legends for text in legend.get_texts()]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in boxes if text.get_text() and text.get_visible()]
+    for i, (name, box) in enumerate(boxes):
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, name
+        for other_name, other in boxes[i + 1 :]:
+            # corners of two axes' tick labels may touch; nothing may cover
+            shared = min(box.x1, other.x1) - max(box.x0, other.x0), min(box.y1, other.y1) - max(box.y0, other.y0)
+            assert min(shared) <= 1, (name, other_name)
+
+
+def test_values_that_are_not_finite_are_gaps(tmp_path):
+    folder = make_run(tmp_path / "a", finished=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(dict(kind="train", step=50, loss=None, learning_rate=0.1, examples_per_second=None)))
+    figure = plot_run.plot([plot_run.read_run(folder)])
+    values = curves(panel(figure, "loss"), "loss")[0]
+    assert values[-1, 0] == 50 and np.isnan(values[-1, 1]) and np.isfinite(values[:-1]).all()
+
+
+def test_lines_that_a_resumed_run_wrote_again_count_once(tmp_path):
+    folder = make_run(tmp_path / "a", finished=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(dict(kind="train", step=20, loss=7.0, learning_rate=0.1)) + "\n")
+    steps, values = plot_run.read_run(folder).curve("train", "loss")
+    assert list(steps) == [10, 20, 30, 40] and values[1] == 7.0
+
+
+def test_a_cut_a_missing_and_an_empty_file_are_named(tmp_path, capsys):
+    cut, missing, empty = (make_run(tmp_path / name, finished=False) for name in ("cut", "missing", "empty"))
+    content = (cut / "metrics.jsonl").read_bytes()
+    (cut / "metrics.jsonl").write_bytes(content[:-20])
+    (missing / "metrics.jsonl").unlink()
+    (empty / "metrics.jsonl").write_bytes(b"")
+    assert call(cut, missing, empty, "--output", tmp_path / "x.png") == 0
+    said = capsys.readouterr()
+    assert f"{cut}/metrics.jsonl line 12 is cut short" in said.err
+    assert f"{missing}/metrics.jsonl is missing" in said.err
+    assert f"{empty}/metrics.jsonl holds no lines" in said.err
+    assert said.out == f"{tmp_path}/x.png\n" and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_summary_older_than_the_run_is_left_out(tmp_path, capsys):
+    folder = make_run(tmp_path / "a")
+    (folder / "summary.json").write_text(json.dumps({"steps": 20, "goodput": {"step": 1.0}}))
+    assert plot_run.read_run(folder).summary is None
+    assert "is of step 20, but the run is at 40" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["absent"], r"absent is not there, or no folder; expected a run directory; runs in .*: empty, good"),
+        (["."], r"holds no config.json; expected a run directory; there are runs in it: .*good"),
+        (["gs://bucket/run"], "is in a bucket; fetch it first: gcloud storage cp"),
+        (["empty"], "there is nothing to draw"),
+        (["good", "--output", "x.gif"], "expected a name that ends with one of .png, .pdf, .svg"),
+        (["good", "--output", "no/x.png"], "the folder of output no/x.png is not there; make it first: mkdir -p no"),
+        (["broken"], "broken/config.json cannot be read as JSON"),
+    ],
+)
+def test_bad_input_gives_one_message_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "good")
+    (make_run(tmp_path / "empty", finished=False) / "metrics.jsonl").write_text("")
+    if "broken" in arguments:
+        (make_run(tmp_path / "broken") / "config.json").write_text('{"seed')
+    assert call(*arguments) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(InputError, match=said):
+        raise InputError(message)
+
+
+def test_as_users_run_it(tmp_path):
+    folder = make_run(tmp_path / "a")
+    result = run("plot_run.py", folder, folder)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{folder}/plot.png\n"
+    assert run("plot_run.py").returncode == 2
+
+
+def test_misread_digits_carry_label_and_prediction(tmp_path):
+    images = np.arange(3 * 64, dtype=np.uint8).reshape(3, 8, 8)
+    found = dict(images=images, labels=[1, 2, 3], predictions=[7, 8, 9], num_misread=5, num_tested=360, step=40)
+    figure = misread_figure(**found)
+    titles = [axes.get_title() for axes in figure.axes if axes.images]
+    assert titles == ["1 -> 7", "2 -> 8", "3 -> 9"]
+    np.testing.assert_array_equal(figure.axes[1].images[0].get_array(), images[1])
+    assert "5 of 360 test images misread, the first 3 of them" in figure.get_suptitle()
+    folder = make_run(tmp_path / "a")
+    np.savez(folder / "misread.npz", **found)
+    assert call(folder) == 0 and (folder / "plot_misread.png").read_bytes()[:4] == b"\x89PNG"
+    (folder / "misread.npz").write_bytes(b"no zip file")
+    assert call(folder) == 2
+    nothing = dict(found, images=images[:0], labels=[], predictions=[], num_misread=0)
+    assert not [axes for axes in misread_figure(**nothing).axes if axes.images]

@@ -42,7 +42,7 @@ VARIANTS = {
 NUM_STEPS, EVAL_EVERY, KILLS_PER_RUN, TIME_LIMIT = 66, 11, 8, 300
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PLANS = [(number, aim) for number in SIGNALS for aim in ("start-up", "step", "save", "evaluation")]
-TIMES = {"step_seconds", "examples_per_second", "tokens_per_second", "data_wait_seconds", "mfu"}
+TIMES = {"step_seconds", "examples_per_second", "tokens_per_second", "data_wait_seconds", "mfu", "wait_seconds"}
 OF_THE_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step"}
 
 

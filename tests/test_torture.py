@@ -29,7 +29,7 @@ def write_run(folder, state=STATE, lines=LINES, **summary):
 
 def test_only_times_and_extra_checkpoints_may_differ(tmp_path):
     reference = write_run(tmp_path / "reference")
-    lines = [{**LINES[0], "step_seconds": 9.9}, {"kind": "checkpoint", "step": 11}, *LINES[1:]]
+    lines = [{**LINES[0], "step_seconds": 9.9}, {"kind": "checkpoint", "step": 11, "wait_seconds": 0.1}, *LINES[1:]]
     state = {**STATE, "config": {"run_dir": "b"}}
     assert differences(write_run(tmp_path / "same", state, lines, seconds=7.0), reference) == []
 

@@ -261,10 +261,6 @@ def _record_source_lines():
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "unknown"
 
     class SourceLines(TorchFunctionMode):
-        def __init__(self):
-            super().__init__()
-            self.seen = set()
-
         def __torch_function__(self, func, types, args=(), kwargs=None):
             line = user_line()
             scope = open_scope(line)
@@ -275,8 +271,8 @@ def _record_source_lines():
             nodes = [t.grad_fn for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
             while nodes:
                 node = nodes.pop()
-                if node not in self.seen:
-                    self.seen.add(node)
+                if "line" not in node.metadata:  # noted there: to hold the node would keep what it saved alive
+                    node.metadata["line"] = line
                     nodes += [parent for parent, _ in node.next_functions if parent is not None]
                     scopes = []
                     node.register_prehook(lambda *_, s=scopes: s.append(open_scope(f"{line} backward")))

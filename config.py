@@ -346,7 +346,8 @@ PRESETS: dict[type, dict[str, dict[str, Any]]] = {
             save_every=1000,
             eval_every=250,
         ),
-        # the largest GPT-2, parameters and optimizer state divided over all chips; for v5litepod-16
+        # the largest GPT-2, parameters and optimizer state divided over all chips; for v5litepod-16. Scanned: 48 layers
+        # written out are compiled one by one
         "distributed": dict(
             run_dir="runs/gpt2_1558M",
             device="tpu",
@@ -358,6 +359,7 @@ PRESETS: dict[type, dict[str, dict[str, Any]]] = {
             model_size="1558M",
             mesh="1x16x1",
             remat=True,
+            scan_layers=True,
             global_batch_size=512,
             gradient_accumulation_steps=8,
             num_steps=18865,

@@ -226,6 +226,17 @@ def test_compiles_what_a_training_script_runs():
     assert any(line.startswith("simple_mnist_tpu.py:") for line, _ in files["report.json"].costliest_lines)
 
 
+def test_compiles_what_a_scanned_and_accumulated_step_runs():
+    """torch_xla's scan traces its body with tensors of its own, which must not become inputs of the program."""
+    options = ("--gradient_accumulation_steps=4", "--scan_layers", "--num_steps=1", "--warmup_steps=1")
+    files = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-1", *options)
+    with tempfile.TemporaryDirectory() as folder:
+        script = executed_hlo(ROOT / "transformer_tpu.py", *options, "--run_dir", f"{folder}/run", "--device", "cpu")
+    assert_compiles_what_runs(files, script)
+    r = files["report.json"]
+    assert r.memory["inputs"] < r.memory["parameters"] and r.loops and r.flops_ratio is None
+
+
 # ------------------------------------------------------------------------------------------------------------- presets
 
 # every preset of every script, and the slice it is meant for

@@ -255,7 +255,8 @@ BAR = """
 import sys, time
 from pathlib import Path
 from tpu_utils import RunLog
-fields = dict(loss=1.0, learning_rate=1e-3, step_seconds=0.1, examples_per_second=1.0, data_wait_seconds=0.0, mfu=None)
+fields = dict(loss=1.0, gradient_norm=1.0, skipped_steps=0, learning_rate=1e-3, step_seconds=0.1)
+fields |= dict(examples_per_second=1.0, data_wait_seconds=0.0, mfu=None)
 with RunLog(Path(sys.argv[1]), 99990, 99999, tensorboard=False) as log:
     for step in range(99991, 100000):
         log.advance()

@@ -27,6 +27,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from tpu_utils import read_checkpoint  # noqa: E402
+
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
 MNIST += ["--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_batch_size=60"]  # 66 steps, 6 evaluations
 GPT = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--global_batch_size=16"]
@@ -124,7 +127,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
     states = []
     for folder in (reference, run_dir):
         newest = max((folder / "checkpoints").glob("step_*/done")).parent
-        states.append((newest.name, torch.load(newest / "state.pt", weights_only=True)))
+        states.append((newest.name, read_checkpoint(newest)))  # with what is cut over devices
     (expected_name, expected), (name, state) = states
     if name != expected_name:
         found.append(f"the last checkpoint is {name}, expected {expected_name}")

@@ -8,6 +8,7 @@ import torch
 from conftest import run
 
 from benchmarks.torture import differences
+from tpu_utils import Checkpoints
 
 STATE = {"step": 66, "config": {"run_dir": "a"}, "model": {"w": torch.tensor([1.0, float("nan")])}, "accuracy": 0.5}
 LINES = [
@@ -18,10 +19,7 @@ LINES = [
 
 
 def write_run(folder, state=STATE, lines=LINES, **summary):
-    last = folder / "checkpoints" / "step_00000066"
-    last.mkdir(parents=True)
-    torch.save(state, last / "state.pt")
-    (last / "done").write_text("{}")
+    Checkpoints(folder / "checkpoints", keep=1).save(66, state)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"seconds": 1.0, "test_loss": 1.0, **summary}))
     return folder

@@ -228,7 +228,7 @@ def test_compiles_what_a_training_script_runs():
 
 def test_compiles_what_a_scanned_and_accumulated_step_runs():
     """torch_xla's scan traces its body with tensors of its own, which must not become inputs of the program."""
-    options = ("--gradient_accumulation_steps=4", "--scan_layers", "--num_steps=1", "--warmup_steps=1")
+    options = ("--gradient_accumulation_steps=4", "--scan_layers", "--num_steps=2", "--warmup_steps=1")
     files = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-1", *options)
     with tempfile.TemporaryDirectory() as folder:
         script = executed_hlo(ROOT / "transformer_tpu.py", *options, "--run_dir", f"{folder}/run", "--device", "cpu")

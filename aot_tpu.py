@@ -53,7 +53,6 @@ MOST_DEVICES = 127  # torch counts the devices of a host in 8 bits: beyond, auto
 
 
 # PyTorch/XLA notes the innermost Python frame, which while we trace is ours; the scope in op_name tells the user's
-SCOPE_NUMBER = re.compile(r"(?<=\w)\.\d+(?=/)")
 OUR_FRAME = re.compile(r' source_file="[^"]*" source_line=\d+(?: source_end_line=\d+)?(?: source_column=\d+)?')
 
 
@@ -339,9 +338,7 @@ def compile_program(traced: Traced, topology: Topology, options: dict[str, str] 
     devices = _compile_only_devices(topology)[:needed]
     start = time.monotonic()
     with make_ir_context(), _progress(f"compiling for {topology.name}"):
-        # PyTorch/XLA numbers every scope; the compiler reuses its work for equal operations only if their names are too
-        text = ir.Module.parse(hlo_to_stablehlo(traced.hlo)).operation.get_asm(enable_debug_info=True)
-        module = ir.Module.parse(SCOPE_NUMBER.sub("", text))
+        module = ir.Module.parse(hlo_to_stablehlo(traced.hlo))
         main = next(o for o in module.body.operations if ir.StringAttr(o.attributes["sym_name"]).value == "main")
         # the traced program says nothing of aliasing; PyTorch/XLA adds it when it compiles, and so must we
         donor = {"jax.buffer_donor": ir.BoolAttr.get(True)}

@@ -219,7 +219,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     if spmd or peers.index == 0:
         print_banner(config, device)
     if peers.index == 0:
-        print_data(dataset, config, num_devices, run_dir)
+        print_data(dataset, config, num_devices, config.run_dir or run_dir)
 
     model = ConvNet(dataset.image_size, config.channels, config.hidden_dim)
     flops = train_flops_per_example(model, dataset.image_size) * config.global_batch_size
@@ -244,6 +244,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         checkpoints.restore(saved, targets | dict(metrics=metrics.state_dict()))
         first_step, best_accuracy = saved["step"], saved["best_accuracy"]
         accuracy, test_loss = saved["accuracy"], saved["test_loss"]
+        metrics.read(first_step, first_step)  # how many updates were skipped before
         if peers.index == 0:
             print(f"resumed    after step {first_step} of {num_steps}", flush=True)
     trained = model if spmd else replicate(model, tracing=bool(config.compile_for))
@@ -342,7 +343,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
     return 0
 
 
-def print_data(dataset: ImageDataset, config: DistributedMnistConfig, num_devices: int, run_dir: Path) -> None:
+def print_data(dataset: ImageDataset, config: DistributedMnistConfig, num_devices: int, run_dir: Path | str) -> None:
     size, num_train, num_test = dataset.image_size, len(dataset.train_labels), len(dataset.test_labels)
     copies = "parameters sharded" if config.shard_parameters else "a copy of the parameters each"
     per_device = config.global_batch_size // num_devices

@@ -492,7 +492,7 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, peers, mirror)
     print_banner(config, device)
     if peers.index == 0:
-        print_plan(config, data, why, run_dir)
+        print_plan(config, data, why, config.run_dir or run_dir)
 
     attention = flash_attention(mesh) if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
@@ -523,6 +523,7 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
         targets = dict(model=model.state_dict(keep_vars=True), optimizer=optimizer.state_dict())
         checkpoints.restore(saved, targets | dict(metrics=metrics.state_dict()))
         set_random_state(saved["random"])
+        metrics.read(first_step, first_step)  # how many updates were skipped before
     if config.print_placement and peers.index == 0:
         print_placement(model)
 
@@ -711,7 +712,7 @@ def load_questions(config: TransformerConfig) -> tuple[list[torch.Tensor], np.nd
     return list(torch.from_numpy(rows).split(size)), np.array([question.label for question in questions])
 
 
-def print_plan(config: TransformerConfig, data: SequenceData | None, why: str, run_dir: Path) -> None:
+def print_plan(config: TransformerConfig, data: SequenceData | None, why: str, run_dir: Path | str) -> None:
     shape = config.shape
     tokens = config.global_batch_size * shape.sequence_length
     print(f"mesh       {why}")

@@ -217,23 +217,24 @@ def test_arguments_alone_over_the_limit():
     assert not r.fits and r.over_bytes > 0 and r.memory["parameters"] >= 8 * 16384**2 * 4
 
 
-def test_compiles_what_a_training_script_runs():
-    options = ("--num_epochs", "1", "--warmup_steps", "5")
-    files = compiled(ROOT / "simple_mnist_tpu.py", "--compile_for", "v5litepod-1", *options)
+def compiled_as_run(name: str, *options: str) -> dict:
+    """What aot_tpu.py makes of a training script, after asserting that the script executes the same program."""
+    files = compiled(ROOT / name, "--compile_for", "v5litepod-1", *options)
     with tempfile.TemporaryDirectory() as folder:
-        script = executed_hlo(ROOT / "simple_mnist_tpu.py", *options, "--run_dir", f"{folder}/run", "--device", "cpu")
+        script = executed_hlo(ROOT / name, *options, "--run_dir", f"{folder}/run", "--device", "cpu")
     assert_compiles_what_runs(files, script)
+    return files
+
+
+def test_compiles_what_a_training_script_runs():
+    files = compiled_as_run("simple_mnist_tpu.py", "--num_epochs", "1", "--warmup_steps", "5")
     assert any(line.startswith("simple_mnist_tpu.py:") for line, _ in files["report.json"].costliest_lines)
 
 
 def test_compiles_what_a_scanned_and_accumulated_step_runs():
     """torch_xla's scan traces its body with tensors of its own, which must not become inputs of the program."""
     options = ("--gradient_accumulation_steps=4", "--scan_layers", "--num_steps=2", "--warmup_steps=1")
-    files = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-1", *options)
-    with tempfile.TemporaryDirectory() as folder:
-        script = executed_hlo(ROOT / "transformer_tpu.py", *options, "--run_dir", f"{folder}/run", "--device", "cpu")
-    assert_compiles_what_runs(files, script)
-    r = files["report.json"]
+    r = compiled_as_run("transformer_tpu.py", *options)["report.json"]
     assert r.memory["inputs"] < r.memory["parameters"] and r.loops and r.flops_ratio is None
 
 

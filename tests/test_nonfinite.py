@@ -204,3 +204,16 @@ def test_the_transformer_says_which_step_and_stops(tmp_path, capsys):
     code = run_script(lambda: transformer_tpu.train(parse_command_line(TransformerConfig, "", options)))
     error = capsys.readouterr().err
     assert code == 1 and "of steps 1 to 6 read now" in error and "there is no checkpoint before it" in error
+
+
+def test_resuming_a_finished_transformer_run_keeps_the_count(tmp_path, capsys):
+    """Its state comes back by another way than that of the MNIST script: straight into the places on the mesh."""
+    options = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--num_steps=6"]
+    options += ["--global_batch_size=4", "--warmup_steps=0", "--device=cpu", "--no_tensorboard", "--log_every=6"]
+    options += ["--run_dir", str(tmp_path / "run"), "--optimizer=sgd", "--learning_rate=1e38", "--clip_gradient_norm=0"]
+    config = parse_command_line(TransformerConfig, "", [*options, "--on_nonfinite=skip", "--resume=auto"])
+    counts = []
+    for _ in range(2):
+        assert run_script(lambda: transformer_tpu.train(config)) == 0, capsys.readouterr().err
+        counts.append(json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"])
+    assert counts[0] == counts[1] >= 4

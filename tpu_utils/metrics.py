@@ -155,10 +155,11 @@ class DeviceMetrics:
         self.step.add_(1)
 
     def read(self, first_step: int, last_step: int) -> dict[str, np.ndarray]:
-        """The values of steps first_step to last_step - 1, at most capacity, oldest first. Waits for the device."""
-        rows = self.values.cpu().numpy()[np.arange(first_step, last_step) % self.capacity]
-        if len(rows):
-            self.skipped_steps = int(rows[-1, -1])
+        """The values of steps first_step to last_step - 1, at most capacity, oldest first; with none of them it only
+        brings skipped_steps up to date. Waits for the device."""
+        values = self.values.cpu().numpy()
+        self.skipped_steps = int(values[(last_step - 1) % self.capacity, -1])
+        rows = values[np.arange(first_step, last_step) % self.capacity]
         return {name: rows[:, column] for column, name in enumerate(self.names)}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -199,7 +200,7 @@ def finite_means(values: dict[str, np.ndarray]) -> dict[str, float]:
 class Goodput:
     """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time.
 
-    changes: how often a phase began or ended, which is what Watchdog calls progress.
+    changes: how often a phase began or ended, which is what watch_for_stalls calls progress.
     In a trace of --profile_steps a phase is an event on the host, `phase evaluation` and so on.
     """
 

@@ -15,7 +15,7 @@ import torch
 from config import InputError, ModelShape, TransformerConfig
 from data import HEADER_WORDS, check_size, read_header, write_header
 from tpu_utils import Checkpoints, run_script
-from transformer_tpu import GPT, losses, parameter_shapes
+from transformer_tpu import GPT, losses, parameter_shapes, split_layers, stack_layers
 
 MODEL_MAGIC, STATE_MAGIC, STATE_VERSION = 20240326, 20240327, 2
 MODEL_VERSIONS = {3: torch.float32, 5: torch.bfloat16}
@@ -116,11 +116,11 @@ def write_debug_state(path: Path, shape: ModelShape, state: DebugState) -> None:
 def compute_debug_state(shape: ModelShape, tensors: dict[str, torch.Tensor], tokens, targets) -> DebugState:
     """What this project's model says of a batch, in float32 on the host."""
     model = GPT(shape)
-    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    model.load_state_dict(split_layers({name: tensor.float() for name, tensor in tensors.items()}))
     logits = model(tokens)
     loss = losses(model(tokens), targets, shape.vocab_size).sum() / targets.numel()
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = stack_layers({name: parameter.grad for name, parameter in model.named_parameters()})
     return DebugState(tokens, targets, logits.detach()[..., : shape.vocab_size], loss.item(), gradients)
 
 
@@ -138,7 +138,7 @@ def export(run_dir: Path, path: Path, dtype: torch.dtype) -> None:
         raise InputError(f"{run_dir} is not a run of transformer_tpu.py")
     names = {field.name for field in fields(TransformerConfig)}
     shape = TransformerConfig(**{name: value for name, value in state["config"].items() if name in names}).shape
-    write_model(path, shape, state["model"], dtype)
+    write_model(path, shape, stack_layers(state["model"]), dtype)
     print(f"{path}: step {state['step']}, {shape}, {dtype}")
 
 

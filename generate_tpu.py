@@ -57,8 +57,8 @@ def run_layers(model: GPT, tokens_BT, positions_T, attention_of_layer):
     cast, layers = model.cast()
     x = F.embedding(tokens_BT, model.token_embedding) + model.position_embedding.index_select(0, positions_T)
     x = x.to(model.compute_dtype)
-    for layer, weights in enumerate(zip(*(p.unbind(0) for p in layers.values()), strict=True)):
-        x = block(x, dict(zip(layers, weights, strict=True)), model.shape.num_heads, attention_of_layer(layer))
+    for layer, weights in enumerate(layers):
+        x = block(x, weights, model.shape.num_heads, attention_of_layer(layer))
     return F.linear(layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"]), cast["token_embedding"])
 
 

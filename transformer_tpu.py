@@ -76,18 +76,17 @@ scan.shard_as = lambda a, b: (a, b)
 PARTITION = {
     "token_embedding": ("tensor", "fsdp"),
     "position_embedding": (None, "fsdp"),
-    "qkv_weight": (None, None, "tensor", "fsdp"),
+    r"qkv_weight\.\d+": (None, "tensor", "fsdp"),
     "qkv_bias": (None, None, "tensor"),
-    "(attention|mlp)_out_weight": (None, "fsdp", "tensor"),
-    "mlp_in_weight": (None, "tensor", "fsdp"),
+    r"(attention|mlp)_out_weight\.\d+": ("fsdp", "tensor"),
+    r"mlp_in_weight\.\d+": ("tensor", "fsdp"),
     "mlp_in_bias": (None, "tensor"),
 }
 BATCH = ("data", "fsdp")  # the batch axis is cut over both
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every parameter in the order of llm.c's weight files. Layers are stacked on the first axis: 16 tensors
-    at any depth, so tracing the optimizer costs the host the same at 12 and at 48 layers."""
+    """Every parameter, those of the L layers stacked, in the order of llm.c's weight files."""
     L, D, V, T = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size, shape.sequence_length
     return {
         "token_embedding": (V, D),
@@ -110,8 +109,32 @@ def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def is_matrix(name: str) -> bool:
-    """Embeddings and weights of linear layers: cast to the compute dtype, and the only ones with weight decay."""
-    return name.endswith(("_embedding", "_weight")) and "ln" not in name
+    """Embeddings and weights of linear layers: the only parameters with weight decay."""
+    return re.search(r"_(embedding|weight)(\.\d+)?$", name) is not None and "ln" not in name
+
+
+# A matrix is a parameter in each layer (`qkv_weight.0`): cut out of a stack, its cast and its gradient would each be a
+# pass over memory of its own, where XLA makes them part of the product. The vectors stay stacked: fewer tensors to trace.
+LAYER_MATRICES = ("qkv_weight", "attention_out_weight", "mlp_in_weight", "mlp_out_weight")
+LAYER_VECTORS = ("ln1_weight", "ln1_bias", "qkv_bias", "attention_out_bias")
+LAYER_VECTORS += ("ln2_weight", "ln2_bias", "mlp_in_bias", "mlp_out_bias")
+
+
+def split_layers(stacked: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """From the names and shapes of parameter_shapes to those of GPT's parameters."""
+    named = {}
+    for name, value in stacked.items():
+        parts = {f"{name}.{layer}": part for layer, part in enumerate(value)}
+        named |= parts if name in LAYER_MATRICES else {name: value}
+    return named
+
+
+def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The other way round."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, value in named.items():
+        parts.setdefault(name.split(".")[0], []).append(value)
+    return {name: torch.stack(found) if name in LAYER_MATRICES else found[0] for name, found in parts.items()}
 
 
 def layer_norm(x, weight_D, bias_D, eps: float = 1e-5):
@@ -198,7 +221,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def block(x_BTD, w, num_heads, attention, keep=lambda x: x):
-    """One pre-norm transformer layer. w: this layer's slices of the stacked parameters, by name."""
+    """One pre-norm transformer layer. w: its parameters by name."""
     D = x_BTD.shape[-1]
     y = layer_norm(x_BTD, w["ln1_weight"], w["ln1_bias"])
     # one product for q, k and v; (3, H, K, D) keeps the head axis apart, so that it can be cut over the mesh
@@ -236,7 +259,10 @@ class GPT(torch.nn.Module):
         # scan caches its trace by function and shapes; a trace made without gradients must not serve training
         self._scanned = {grad: partial(self._scan_body) for grad in (True, False)}
         for name, size in parameter_shapes(shape).items():
-            self.register_parameter(name, torch.nn.Parameter(torch.empty(size)))
+            if name in LAYER_MATRICES:
+                self.register_module(name, torch.nn.ParameterList(torch.empty(size).unbind(0)))
+            else:
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(size)))
 
     def initialise(self, seed: int) -> None:
         """llm.c's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases and padding 0."""
@@ -257,13 +283,15 @@ class GPT(torch.nn.Module):
     def _scan_body(self, x_BTD, w):
         return self.block(x_BTD, w), None
 
-    def cast(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """All parameters in the compute dtype, once a step, and those of them that are stacked over layers.
+    def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+        """All parameters in the compute dtype, once a step, and those of each layer.
 
         Layer norms stay float32: they compute in it anyway.
         """
         cast = {n: p if "ln" in n else p.to(self.compute_dtype) for n, p in self.named_parameters()}
-        return cast, {n: p for n, p in cast.items() if "embedding" not in n and "final" not in n}
+        columns = [cast[n].unbind(0) for n in LAYER_VECTORS]
+        columns += [[cast[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in LAYER_MATRICES]
+        return cast, [dict(zip(LAYER_VECTORS + LAYER_MATRICES, of_one, strict=True)) for of_one in zip(*columns)]
 
     def forward(self, tokens_BT):
         """Logits over the padded vocabulary, (B, T, V), in the compute dtype."""
@@ -274,15 +302,15 @@ class GPT(torch.nn.Module):
         if self.scan_layers:
             partition = save_nothing_partition if self.remat else default_partition
             body = self._scanned[torch.is_grad_enabled()]
-            x, _ = scan.scan(body, x, layers, partition_fn=partition, is_fn_pure=True)
+            stacked = {name: torch.stack([w[name] for w in layers]) for name in layers[0]}
+            x, _ = scan.scan(body, x, stacked, partition_fn=partition, is_fn_pure=True)
         else:
-            slices = zip(*(p.unbind(0) for p in layers.values()), strict=True)  # backward: one stack for each parameter
-            for of_one_layer in slices:
+            for w in layers:
                 if self.remat:  # torch.utils.checkpoint would be undone by common subexpression elimination
-                    run = lambda x, *w: self.block(x, dict(zip(layers, w, strict=True)))  # noqa: E731
-                    x = checkpoint(run, x, *(w.clone() for w in of_one_layer), preserve_rng_state=False)
+                    run = lambda x, *values: self.block(x, dict(zip(layers[0], values, strict=True)))  # noqa: E731
+                    x = checkpoint(run, x, *(value.clone() for value in w.values()), preserve_rng_state=False)
                 else:
-                    x = self.block(x, dict(zip(layers, of_one_layer, strict=True)))
+                    x = self.block(x, w)
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
         return F.linear(x, cast["token_embedding"])
 
@@ -372,15 +400,10 @@ def place_state(model: GPT, optimizer, metrics) -> None:
     """Cut parameters and optimizer state as the table says; what belongs to no axis is whole on every device."""
     if model.mesh is None:
         return
-    parameters = list(model.parameters())
-    place(model, parameters)
-    for name, value in optimizer.state[parameters[0]].items():
-        tensors = [optimizer.state[parameter][name] for parameter in parameters]
-        if value.shape == parameters[0].shape:
-            place(model, tensors)
-        else:
-            for tensor in tensors:
-                xs.mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
+    for name, parameter in model.named_parameters():
+        spec = partition_spec(name, parameter)
+        for tensor in (parameter, *optimizer.state[parameter].values()):  # the step count belongs to no axis
+            xs.mark_sharding(tensor, model.mesh, spec if tensor.shape == parameter.shape else (None,) * tensor.dim())
     for tensor in metrics.state_dict().values():
         xs.mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
 

@@ -623,7 +623,8 @@ class Adam(torch.optim.Optimizer):
 
     The same update as torch.optim's. With capturable=True, which keeps the step count on the device, theirs counts and
     corrects the bias for every tensor, about half of all operations of a step, and in float32 has lost four digits of
-    1 - 0.999 (torch/optim/adam.py, _single_tensor_adam). Here once a group, by expm1.
+    1 - 0.999 (torch/optim/adam.py, _single_tensor_adam). Here once a group, by expm1; and one copy_ a tensor, because
+    every other in-place operation takes torch_xla's functionalization several times as long (benchmarks/peers_cpu.py).
     """
 
     def __init__(self, params, lr, betas: tuple[float, float], decoupled: bool, weight_decay=0.0, eps=1e-8):
@@ -642,13 +643,16 @@ class Adam(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 gradient, state = parameter.grad, self.state[parameter]
+                old = parameter
                 if group["weight_decay"] and group["decoupled"]:
-                    parameter.mul_(shrink)
+                    old = parameter * shrink
                 elif group["weight_decay"]:
-                    gradient = gradient.add(parameter, alpha=group["weight_decay"])
-                mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-                square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-                parameter.addcdiv_(mean * size, (square.sqrt() / root).add_(group["eps"]))
+                    gradient = gradient + parameter * group["weight_decay"]
+                mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
+                square = torch.lerp(state["exp_avg_sq"], gradient * gradient, 1 - beta2)
+                state["exp_avg"].copy_(mean)
+                state["exp_avg_sq"].copy_(square)
+                parameter.copy_(old + mean * size / (square.sqrt() / root + group["eps"]))
 
 
 def make_optimizer(config: TrainConfig, parameters) -> torch.optim.Optimizer:

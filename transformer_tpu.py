@@ -113,8 +113,8 @@ def is_matrix(name: str) -> bool:
     return re.search(r"_(embedding|weight)(\.\d+)?$", name) is not None and "ln" not in name
 
 
-# A matrix is a parameter in each layer (`qkv_weight.0`): cut out of a stack, its cast and its gradient would each be a
-# pass over memory of its own, where XLA makes them part of the product. The vectors stay stacked: fewer tensors to trace.
+# Each layer has its own matrices (`qkv_weight.0`): cut out of a stack, their cast and their gradient would each be one
+# more pass over memory, where XLA makes them part of the product. The vectors stay stacked: fewer tensors to trace.
 LAYER_MATRICES = ("qkv_weight", "attention_out_weight", "mlp_in_weight", "mlp_out_weight")
 LAYER_VECTORS = ("ln1_weight", "ln1_bias", "qkv_bias", "attention_out_bias")
 LAYER_VECTORS += ("ln2_weight", "ln2_bias", "mlp_in_bias", "mlp_out_bias")
@@ -291,7 +291,8 @@ class GPT(torch.nn.Module):
         cast = {n: p if "ln" in n else p.to(self.compute_dtype) for n, p in self.named_parameters()}
         columns = [cast[n].unbind(0) for n in LAYER_VECTORS]
         columns += [[cast[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in LAYER_MATRICES]
-        return cast, [dict(zip(LAYER_VECTORS + LAYER_MATRICES, of_one, strict=True)) for of_one in zip(*columns)]
+        names = LAYER_VECTORS + LAYER_MATRICES
+        return cast, [dict(zip(names, of_one, strict=True)) for of_one in zip(*columns, strict=True)]
 
     def forward(self, tokens_BT):
         """Logits over the padded vocabulary, (B, T, V), in the compute dtype."""
@@ -454,8 +455,8 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, parts, clip, skip_no
     place(model, gradients)
     norm = torch.stack([(gradient * gradient).sum() for gradient in gradients]).sum().sqrt() / count
     factor = ((clip / (norm + 1e-6)).clamp(max=1.0) if clip else 1.0) / count
-    for gradient in gradients:
-        gradient.mul_(factor)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient * factor
     for group in optimizer.param_groups:
         group["lr"] = rates.index_select(0, metrics.step)
     finite = torch.isfinite(loss + norm)

@@ -1,0 +1,214 @@
+"""What users would write or pick instead of transformer_tpu.py and simple_mnist_tpu.py, for the other benchmarks.
+
+Same model, same batch, same recipe (AdamW, clipping at 1); written the usual way for each library.
+"""
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from config import ModelShape
+
+LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 6e-4, (0.9, 0.95), 0.1, 1.0
+
+# ---------------------------------------------------------------------------------------------------------- PyTorch
+
+
+class Block(nn.Module):
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        D = shape.embedding_dim
+        self.num_heads = shape.num_heads
+        self.ln1, self.ln2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv, self.attention_out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.mlp_in, self.mlp_out = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x_BTD):
+        B, T, D = x_BTD.shape
+        q, k, v = (y.view(B, T, self.num_heads, -1).transpose(1, 2) for y in self.qkv(self.ln1(x_BTD)).split(D, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTD = x_BTD + self.attention_out(y.transpose(1, 2).reshape(B, T, D))
+        return x_BTD + self.mlp_out(F.gelu(self.mlp_in(self.ln2(x_BTD)), approximate="tanh"))
+
+
+class StraightGPT(nn.Module):
+    """GPT-2 the way nanoGPT and most others write it: modules, scaled_dot_product_attention, a tied head."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        D = shape.embedding_dim
+        self.tokens, self.positions = nn.Embedding(shape.padded_vocab_size, D), nn.Embedding(shape.sequence_length, D)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.final_ln, self.head = nn.LayerNorm(D), nn.Linear(D, shape.padded_vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Again after a move to an XLA device, which copies each module's parameter apart."""
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens_BT):
+        x = self.tokens(tokens_BT) + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.final_ln(x))
+
+
+class HuggingFaceGPT(nn.Module):
+    """transformers.GPT2LMHeadModel without dropout; its vocabulary is not padded."""
+
+    def __init__(self, shape: ModelShape):
+        import transformers
+
+        super().__init__()
+        self.model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=shape.vocab_size, n_positions=shape.sequence_length, n_embd=shape.embedding_dim,
+                n_layer=shape.num_layers, n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            )
+        )  # fmt: skip
+
+    def tie(self) -> None:
+        self.model.tie_weights()
+
+    def forward(self, tokens_BT):
+        return self.model(tokens_BT, use_cache=False).logits
+
+
+def usual_step(model, optimizer, tokens_BS, autocast=None):
+    """A step as the guides show it. autocast: a device type for bfloat16 autocast, None for float32."""
+    optimizer.zero_grad()
+    with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=autocast is not None):
+        logits = model(tokens_BS[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten().long())
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    return loss.detach()
+
+
+def usual_adamw(model, **options) -> torch.optim.AdamW:
+    """Two groups: what has two dimensions or more decays."""
+    decays = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, **options)
+
+
+# -------------------------------------------------------------------------------------------------------------- JAX
+
+
+def jax_adamw(parameters, gradients, state):
+    """(parameters, state) after one update. state: (step, means, squares)."""
+    import jax
+    import jax.numpy as jnp
+
+    step, means, squares = state
+    step = step + 1
+    leaves = jax.tree.leaves(gradients)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in leaves))
+    gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP / (norm + 1e-6)), gradients)
+    means = jax.tree.map(lambda m, g: BETAS[0] * m + (1 - BETAS[0]) * g, means, gradients)
+    squares = jax.tree.map(lambda v, g: BETAS[1] * v + (1 - BETAS[1]) * g * g, squares, gradients)
+    corrections = [1 - jnp.float32(beta) ** step for beta in BETAS]
+
+    def update(p, m, v):
+        decay = WEIGHT_DECAY if p.ndim >= 2 else 0.0
+        return p * (1 - LEARNING_RATE * decay) - LEARNING_RATE * (m / corrections[0]) / (
+            jnp.sqrt(v / corrections[1]) + 1e-8
+        )
+
+    return jax.tree.map(update, parameters, means, squares), (step, means, squares)
+
+
+def jax_step(loss_of, parameters, state, *batch):
+    """(parameters, state, loss): to be jitted with donated parameters and state."""
+    import jax
+
+    loss, gradients = jax.value_and_grad(loss_of)(parameters, *batch)
+    return *jax_adamw(parameters, gradients, state), loss
+
+
+def jax_state(parameters):
+    import jax
+    import jax.numpy as jnp
+
+    zeros = partial(jax.tree.map, jnp.zeros_like)
+    return jnp.zeros((), jnp.float32), zeros(parameters), zeros(parameters)
+
+
+def jax_gpt_parameters(shape: ModelShape):
+    import jax
+
+    L, D, V, T = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size, shape.sequence_length
+    sizes = dict(ln1_weight=(D,), ln1_bias=(D,), qkv_weight=(D, 3 * D), qkv_bias=(3 * D,), out_weight=(D, D))
+    sizes |= dict(out_bias=(D,), ln2_weight=(D,), ln2_bias=(D,), mlp_in_weight=(D, 4 * D), mlp_in_bias=(4 * D,))
+    sizes |= dict(mlp_out_weight=(4 * D, D), mlp_out_bias=(D,))
+    whole = dict(tokens=(V, D), positions=(T, D), final_weight=(D,), final_bias=(D,), layers=[sizes] * L)
+    keys = iter(jax.random.split(jax.random.key(0), 12 * L + 4))
+    return jax.tree.map(
+        lambda size: jax.random.normal(next(keys), size) * 0.02, whole, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def jax_gpt_loss(parameters, tokens_BS, num_heads: int, dtype):
+    """Mean loss of a GPT-2 written with jax.numpy alone; products in dtype, softmax and loss in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    def layer_norm(x, weight, bias):
+        z = x.astype(jnp.float32)
+        z = (z - z.mean(-1, keepdims=True)) * jax.lax.rsqrt(z.var(-1, keepdims=True) + 1e-5)
+        return (z * weight + bias).astype(dtype)
+
+    inputs, targets = tokens_BS[:, :-1], tokens_BS[:, 1:]
+    B, T = inputs.shape
+    mask = jnp.tril(jnp.ones((T, T), bool))
+    x = (parameters["tokens"][inputs] + parameters["positions"][:T]).astype(dtype)
+    for layer in parameters["layers"]:
+        w = {name: value if "ln" in name else value.astype(dtype) for name, value in layer.items()}
+        y = layer_norm(x, w["ln1_weight"], w["ln1_bias"]) @ w["qkv_weight"] + w["qkv_bias"]
+        q, k, v = (part.reshape(B, T, num_heads, -1) for part in jnp.split(y, 3, axis=-1))
+        scores = jnp.einsum("bthk,bshk->bhts", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
+        p = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1).astype(dtype)
+        y = jnp.einsum("bhts,bshk->bthk", p, v).reshape(B, T, -1)
+        x = x + y @ w["out_weight"] + w["out_bias"]
+        y = layer_norm(x, w["ln2_weight"], w["ln2_bias"]) @ w["mlp_in_weight"] + w["mlp_in_bias"]
+        x = x + jax.nn.gelu(y, approximate=True) @ w["mlp_out_weight"] + w["mlp_out_bias"]
+    x = layer_norm(x, parameters["final_weight"], parameters["final_bias"])
+    logits = (x @ parameters["tokens"].astype(dtype).T).astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
+
+
+def jax_cnn_parameters(image_size: int, channels: int, hidden_dim: int):
+    import jax
+
+    C, features = channels, 2 * channels * (image_size // 4) ** 2
+    sizes = dict(conv1=(3, 3, 1, C), conv2=(3, 3, C, 2 * C), conv3=(3, 3, 2 * C, 2 * C))
+    sizes |= dict(hidden=(features, hidden_dim), head=(hidden_dim, 10))
+    keys = iter(jax.random.split(jax.random.key(0), len(sizes)))
+    weights = {name: jax.random.normal(next(keys), size) * 0.05 for name, size in sizes.items()}
+    return weights | {f"{name}_bias": weights[name][..., 0].reshape(-1)[: size[-1]] for name, size in sizes.items()}
+
+
+def jax_cnn_loss(w, images, labels):
+    """Mean loss of simple_mnist_tpu's ConvNet in jax.numpy, NHWC."""
+    import jax
+    import jax.numpy as jnp
+
+    x = images[..., None].astype(jnp.float32) / 85 - 1
+    for name, stride in (("conv1", 1), ("conv2", 2), ("conv3", 2)):
+        x = jax.lax.conv_general_dilated(
+            x, w[name], (stride, stride), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x + w[f"{name}_bias"])
+    x = jax.nn.relu(x.reshape(len(x), -1) @ w["hidden"] + w["hidden_bias"])
+    logits = x @ w["head"] + w["head_bias"]
+    return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]).mean()

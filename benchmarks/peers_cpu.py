@@ -23,13 +23,13 @@ os.environ["PJRT_DEVICE"] = "CPU"
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import peers
 import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 
-import peers
 import simple_mnist_tpu
 import transformer_tpu
 from config import MnistConfig, ModelShape, TransformerConfig, learning_rates, make_optimizer

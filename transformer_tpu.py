@@ -148,38 +148,43 @@ def layer_norm(x, weight_D, bias_D, eps: float = 1e-5):
 class CausalAttention(torch.autograd.Function):
     """softmax(q k^T / sqrt(K)) v under the causal mask: float32 inside, the dtype of q in memory.
 
-    Each slice of queries sees only the keys up to its end. On the way back the row sums of p * dp are taken as those of
-    out * grad, which are the same (Dao et al. 2022, FlashAttention, section 3.1), so the gradient of the scores is
-    elementwise, and XLA fuses it into the product before. einsum leaves batch and heads two axes, in a layout of XLA's
-    choice.
+    Each slice of queries sees only the keys up to its end. What is kept of the scores is e = exp(score - maximum); the
+    division by the row sums is done on the output, and in the backward pass on its gradient, which have K values a row
+    instead of S. The row sums of p * dp are taken as those of out * grad, which are the same (both: Dao et al. 2022,
+    FlashAttention, section 3.1), so the gradient of the scores is elementwise, and XLA fuses it into the product
+    before. einsum leaves batch and heads two axes, in a layout of XLA's choice.
     """
 
     @staticmethod
     def forward(ctx, q_BTHK, k_BTHK, v_BTHK, chunks):
         T, K = q_BTHK.shape[1], q_BTHK.shape[3]
         position = torch.arange(T, device=q_BTHK.device)
-        kept, out = [], []
+        kept, out, sums = [], [], []
         for start, end in CausalAttention.slices(T, chunks):
             scores = torch.einsum("bthk,bshk->bhts", q_BTHK[:, start:end], k_BTHK[:, :end]).float() / math.sqrt(K)
             scores = scores.masked_fill(position[start:end, None] < position[None, :end], -1e30)
             e = (scores - scores.amax(-1, keepdim=True)).exp()
-            kept.append((e / e.sum(-1, keepdim=True)).to(q_BTHK.dtype))
-            out.append(torch.einsum("bhts,bshk->bthk", kept[-1], v_BTHK[:, :end]))
-        out = torch.cat(out, 1)
-        ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHK, out, *kept)
+            kept.append(e.to(q_BTHK.dtype))
+            sums.append(e.sum(-1).transpose(1, 2).unsqueeze(-1))  # (B, T / chunks, H, 1)
+            weighted = torch.einsum("bhts,bshk->bthk", kept[-1], v_BTHK[:, :end]).float()
+            out.append((weighted / sums[-1]).to(q_BTHK.dtype))
+        out, sums = torch.cat(out, 1), torch.cat(sums, 1)
+        ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHK, out, sums, *kept)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q_BTHK, k_BTHK, v_BTHK, out, *kept = ctx.saved_tensors
+        q_BTHK, k_BTHK, v_BTHK, out, sums, *kept = ctx.saved_tensors
         T, K = q_BTHK.shape[1], q_BTHK.shape[3]
-        row_sums = (grad.float() * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # (B, H, T, 1)
+        grad = grad.float() / sums
+        row_sums = (grad * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # (B, H, T, 1)
+        grad = grad.to(q_BTHK.dtype)
         dq, dk, dv = [], 0, 0
-        for (start, end), p in zip(CausalAttention.slices(T, len(kept)), kept, strict=True):
+        for (start, end), e in zip(CausalAttention.slices(T, len(kept)), kept, strict=True):
             whole = (0, 0, 0, 0, 0, T - end)  # keys after the slice get nothing from it
-            dv += F.pad(torch.einsum("bhts,bthk->bshk", p, grad[:, start:end]), whole)
-            dp = torch.einsum("bthk,bshk->bhts", grad[:, start:end], v_BTHK[:, :end]).float()
-            ds = ((dp - row_sums[:, :, start:end]) * p.float() / math.sqrt(K)).to(p.dtype)
+            dv += F.pad(torch.einsum("bhts,bthk->bshk", e, grad[:, start:end]), whole)
+            de = torch.einsum("bthk,bshk->bhts", grad[:, start:end], v_BTHK[:, :end]).float()
+            ds = ((de - row_sums[:, :, start:end]) * e.float() / math.sqrt(K)).to(e.dtype)
             dq.append(torch.einsum("bhts,bshk->bthk", ds, k_BTHK[:, :end]))
             dk += F.pad(torch.einsum("bhts,bthk->bshk", ds, q_BTHK[:, start:end]), whole)
         return torch.cat(dq, 1), dk, dv, None

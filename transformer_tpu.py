@@ -145,6 +145,14 @@ def layer_norm(x, weight_D, bias_D, eps: float = 1e-5):
     return ((z - mean) * torch.rsqrt(variance + eps) * weight_D + bias_D).to(x.dtype)
 
 
+def row_sums(x_NV, dtype):
+    """(N, 1) float32. With bfloat16 as a product with ones: the matrix unit adds up a row in float32 in a third of the
+    vector unit's time. It rounds what it reads to bfloat16, hence not with float32."""
+    if dtype != torch.bfloat16:
+        return x_NV.sum(-1, keepdim=True)
+    return (x_NV @ torch.ones(x_NV.shape[1], 2, device=x_NV.device))[:, :1]  # by one column XLA makes it a sum again
+
+
 class CausalAttention(torch.autograd.Function):
     """softmax(q k^T / sqrt(K)) v under the causal mask: float32 inside, the dtype of q in memory.
 
@@ -157,17 +165,18 @@ class CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BTHK, k_BTHK, v_BTHK, chunks):
-        T, K = q_BTHK.shape[1], q_BTHK.shape[3]
+        T, K, dtype = q_BTHK.shape[1], q_BTHK.shape[3], q_BTHK.dtype
         position = torch.arange(T, device=q_BTHK.device)
+        q_BTHK = (q_BTHK.float() / math.sqrt(K)).to(dtype)
+        v_and_1 = F.pad(v_BTHK, (0, 1), value=1.0).float()
         kept, out, sums = [], [], []
         for start, end in CausalAttention.slices(T, chunks):
-            scores = torch.einsum("bthk,bshk->bhts", q_BTHK[:, start:end], k_BTHK[:, :end]).float() / math.sqrt(K)
+            scores = torch.einsum("bthk,bshk->bhts", q_BTHK[:, start:end], k_BTHK[:, :end]).float()
             scores = scores.masked_fill(position[start:end, None] < position[None, :end], -1e30)
-            e = (scores - scores.amax(-1, keepdim=True)).exp()
-            kept.append(e.to(q_BTHK.dtype))
-            sums.append(e.sum(-1).transpose(1, 2).unsqueeze(-1))  # (B, T / chunks, H, 1)
-            weighted = torch.einsum("bhts,bshk->bthk", kept[-1], v_BTHK[:, :end]).float()
-            out.append((weighted / sums[-1]).to(q_BTHK.dtype))
+            kept.append((scores - scores.amax(-1, keepdim=True)).exp().to(dtype))
+            weighted = torch.einsum("bhts,bshk->bthk", kept[-1].float(), v_and_1[:, :end])
+            sums.append(weighted[..., K:])
+            out.append((weighted[..., :K] / sums[-1]).to(dtype))
         out, sums = torch.cat(out, 1), torch.cat(sums, 1)
         ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHK, out, sums, *kept)
         return out
@@ -184,8 +193,8 @@ class CausalAttention(torch.autograd.Function):
             whole = (0, 0, 0, 0, 0, T - end)  # keys after the slice get nothing from it
             dv += F.pad(torch.einsum("bhts,bthk->bshk", e, grad[:, start:end]), whole)
             de = torch.einsum("bthk,bshk->bhts", grad[:, start:end], v_BTHK[:, :end]).float()
-            ds = ((de - row_sums[:, :, start:end]) * e.float() / math.sqrt(K)).to(e.dtype)
-            dq.append(torch.einsum("bhts,bshk->bthk", ds, k_BTHK[:, :end]))
+            ds = ((de - row_sums[:, :, start:end]) * e.float()).to(e.dtype)
+            dq.append((torch.einsum("bhts,bshk->bthk", ds, k_BTHK[:, :end]).float() / math.sqrt(K)).to(e.dtype))
             dk += F.pad(torch.einsum("bhts,bthk->bshk", ds, q_BTHK[:, start:end]), whole)
         return torch.cat(dq, 1), dk, dv, None
 
@@ -210,11 +219,12 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits_NV, target_N, vocab_size):
         column = torch.arange(logits_NV.shape[1], device=logits_NV.device, dtype=torch.int32)
         z = logits_NV.float().masked_fill(column >= vocab_size, -1e30)
-        logsumexp = torch.logsumexp(z, -1, keepdim=True)
-        picked = (z * (column == target_N[:, None]).float()).sum(-1)
+        largest = z.amax(-1, keepdim=True)
+        logsumexp = largest + row_sums((z - largest).exp(), logits_NV.dtype).log()
+        picked = row_sums(z * (column == target_N[:, None]).float(), logits_NV.dtype)
         ctx.save_for_backward(logits_NV, target_N, logsumexp)
         ctx.vocab_size = vocab_size
-        return (logsumexp[:, 0] - picked) * (target_N >= 0).float()
+        return (logsumexp - picked)[:, 0] * (target_N >= 0).float()
 
     @staticmethod
     def backward(ctx, grad_N):

@@ -1,0 +1,161 @@
+"""What the TPU compiler says of one GPT-2 124M step: this project's, and what users would write or pick instead.
+
+Run:     python benchmarks/peers_tpu.py                                  # all of them for one v5e: about 15 minutes
+         python benchmarks/peers_tpu.py --peers ours jax --topology v5p-8 v6e-1   # one chip of each
+Prints:  a row for each program: megacycles and milliseconds by the compiler's own estimate, peak memory, seconds to
+         compile. Nothing runs on a TPU. libtpu, torch_xla and jax are those of aot_tpu.py, for every row.
+
+8 x 1024 tokens, true GPT-2 shape, AdamW, bfloat16 products, float32 master weights. Operations that the compiler gives
+no estimate for are added by a rule: copies and slices nothing (they run beside the arithmetic); a flash attention layer
+nine products of 2 B H T^2 K operations (torch_xla's kernels: two forward, seven backward) at half the matrix rate;
+everything else (sort, scatter, ...) twice the bytes of its result over the memory bandwidth.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import aot_tpu
+from config import ModelShape, TransformerConfig, learning_rates, make_optimizer
+from tpu_program import GIB, parse_program, parse_topology, read_cycles, shape_bytes
+
+SHAPE, BATCH = ModelShape(12, 12, 768, 1024, 50257), 8
+PEERS = {
+    "ours": "transformer_tpu.py",
+    "ours_flash": "transformer_tpu.py --attention flash",
+    "ours_6x128": "transformer_tpu.py --num_heads 6",
+    "jax": "plain JAX",
+    "nanogpt": "nanoGPT-style through torch_xla, autocast",
+    "hugging_face": "Hugging Face GPT2LMHeadModel through torch_xla, autocast",
+}
+# GB/s, Google Cloud's TPU pages, read 2025-11
+MEMORY_BANDWIDTH = {"v5e": 819, "v5p": 2765, "v6e": 1640}
+HIDDEN = ("copy", "slice")  # started early and awaited late
+
+
+def unpriced_cycles(computations, name: str, shape: ModelShape, topology) -> float:
+    """What is added to the compiler's estimate, by the rule above."""
+    size, hardware = 0, topology.hardware
+    for operation in computations["ENTRY"]:
+        kind = operation.kind.removesuffix("-start")
+        if "estimated_cycles" in operation.line or kind.endswith("-done") or kind in HIDDEN:
+            continue
+        if kind in ("sort", "scatter", "gather", "reshape", "concatenate", "fusion", "select-and-scatter"):
+            size += 2 * sum(shape_bytes(operation.type))
+    seconds = size / MEMORY_BANDWIDTH[topology.generation] / 1e9
+    if name == "ours_flash":
+        product = 2 * BATCH * shape.num_heads * shape.sequence_length**2 * shape.head_dim
+        seconds += 9 * shape.num_layers * product / (hardware.bf16_tflops * 1e12 / 2)
+    return seconds * hardware.clock_ghz * 1e9
+
+
+def compile_torch(name: str, topology, shape: ModelShape) -> tuple[str, int]:
+    """Optimized program text and the compiler's peak memory of a step through torch_xla."""
+    import peers
+    import torch
+    import torch_xla
+
+    import transformer_tpu
+    from tpu_utils import DeviceMetrics
+
+    device = torch_xla.device()
+    tokens = torch.zeros(BATCH, shape.sequence_length + 1, dtype=torch.int32).to(device)
+    if name.startswith("ours"):
+        if name == "ours_flash":
+            aot_tpu.lower_pallas_for(topology.name)
+        config = TransformerConfig()
+        attention = transformer_tpu.flash_attention(None) if name == "ours_flash" else None
+        build = partial(transformer_tpu.GPT, shape, torch.bfloat16, attention=attention)
+        model = aot_tpu.without_weights(build, device)
+        optimizer = make_optimizer(
+            dataclasses.replace(config, compile_for=topology.name), transformer_tpu.decay_groups(model)
+        )
+        rates = learning_rates(config, config.num_steps).to(device)
+        metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
+        step, arguments = transformer_tpu.train_step, (model, optimizer, rates, metrics, tokens, 1, peers.CLIP)
+    else:
+        kind = {"nanogpt": peers.StraightGPT, "hugging_face": peers.HuggingFaceGPT}[name]
+        model = aot_tpu.without_weights(partial(kind, shape), device)
+        model.tie()
+        optimizer = peers.usual_adamw(model, capturable=True)
+        for parameter in model.parameters():
+            zeros = {key: torch.empty_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros(1).to(device), **zeros}
+        step = torch_xla.compile(partial(peers.usual_step, autocast="xla"), full_graph=True)
+        arguments = (model, optimizer, tokens)
+    compiled = aot_tpu.compile_program(aot_tpu.trace_step(step, *arguments, owners=(model, optimizer)), topology)
+    return compiled.text, compiled.peak_bytes
+
+
+def compile_jax(topology, shape: ModelShape) -> tuple[str, int]:
+    import jax
+    import jax.numpy as jnp
+    import peers
+    from jax.sharding import SingleDeviceSharding
+
+    sharding = SingleDeviceSharding(aot_tpu._compile_only_devices(topology)[0])
+    parameters = jax.eval_shape(partial(peers.jax_gpt_parameters, shape))
+    arguments = parameters, jax.eval_shape(peers.jax_state, parameters)
+    arguments += (jax.ShapeDtypeStruct((BATCH, shape.sequence_length + 1), jnp.int32),)
+    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+    loss_of = partial(peers.jax_gpt_loss, num_heads=shape.num_heads, dtype="bfloat16")
+    compiled = jax.jit(partial(peers.jax_step, loss_of), donate_argnums=(0, 1)).lower(*arguments).compile()
+    return compiled.as_text(), compiled.memory_analysis().peak_memory_in_bytes
+
+
+def one(name: str, topology_name: str) -> None:
+    """Compile in this process and print the row as JSON."""
+    topology = aot_tpu.prepare_environment(topology_name)
+    shape = dataclasses.replace(SHAPE, num_heads=6) if name == "ours_6x128" else SHAPE
+    start = time.monotonic()
+    text, peak = compile_jax(topology, shape) if name == "jax" else compile_torch(name, topology, shape)
+    computations = parse_program(text)
+    cycles = sum(read_cycles(computations)[0].values())
+    added = unpriced_cycles(computations, name, shape, topology)
+    milliseconds = (cycles + added) / topology.hardware.clock_ghz / 1e6
+    flops = shape.flops_per_token * BATCH * shape.sequence_length
+    mfu = flops / (milliseconds / 1e3) / (topology.hardware.bf16_tflops * 1e12)
+    print(json.dumps([cycles / 1e6, added / 1e6, milliseconds, mfu, peak / GIB, time.monotonic() - start]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--topology", nargs="+", default=["v5litepod-1"])
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        one(*arguments.one)
+        return 0
+    for name in arguments.topology:
+        parse_topology(name)
+    versions = aot_tpu.check_private_interfaces()
+    print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
+    columns = ["program", "slice", "M cycles", "of it added", "ms", "MFU", "peak GiB", "s to trace and compile"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
+    failed = False
+    for topology in arguments.topology:
+        for name in arguments.peers:
+            command = [sys.executable, __file__, "--one", name, topology]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                failed = True
+                reason = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+                print(f"| {PEERS[name]} | {topology} | failed: {reason[:120]} |", flush=True)
+                continue
+            cycles, added, ms, mfu, peak, seconds = json.loads(done.stdout.strip().splitlines()[-1])
+            figures = f"{cycles + added:.1f} | {added:.1f} | {ms:.1f} | {mfu:.1%} | {peak:.2f} | {math.ceil(seconds)}"
+            print(f"| {PEERS[name]} | {topology} | {figures} |", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,7 +4,7 @@ Run:     python benchmarks/compile_depth.py                  # 12, 24 and 48 lay
          python benchmarks/compile_depth.py --depths 12 24   # a part of it
 
 Width 128, 64 tokens: what XLA compiles depends on the number of operations, hardly on their sizes. The optimizer is
-left out: parameters are stacked over layers, so its part of the graph is the same at any depth.
+left out: its part of the graph is the same, scanned or not.
 """
 
 import argparse

@@ -31,10 +31,8 @@ from tpu_utils import read_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 NUM_STEPS = 22  # one epoch of the digits at global batch 64
-# Two correct runs can only be as equal as the recipe lets them. AdamW(capturable=True) keeps the step on
-# the device and its bias corrections in float32: 1 - 0.999 ** step is off by up to 6e-5 in the first steps. At the
-# preset's learning rate the first 20 steps are so steep that this grows to 2e-3, in PyTorch with float32 corrections
-# too. And with seed 0 one input of a ReLU in step 1 is 9e-9: its sign is a matter of rounding.
+# Two correct runs can only be as equal as the recipe lets them: with seed 0 one input of a ReLU in step 1 is 9e-9, and
+# its sign is a matter of rounding.
 RECIPE = ["--num_epochs", "1", "--seed", "2", "--learning_rate", "2e-3", "--warmup_steps", "10"]
 RECIPE += ["--log_every", "1", "--no-tensorboard"]
 TOLERANCE = 1e-5
@@ -126,17 +124,24 @@ def plain_pytorch():
     return losses
 
 
+def largest_difference(name: str, losses) -> float:
+    """Relative, to plain PyTorch. Printed too: README.md's table is the output of pytest -s."""
+    found = np.abs(np.array(losses) / np.array(plain_pytorch()) - 1).max()
+    print(f"{name}: {found:.1e}")
+    return found
+
+
 @pytest.mark.parametrize("name", LADDER)
 def test_losses_equal_plain_pytorch(ladder, name):
     expected = plain_pytorch()
     assert expected[-1] < 0.9 * expected[0], "a curve that does not move proves nothing"
-    np.testing.assert_allclose(losses_in(ladder[name]), expected, rtol=TOLERANCE)
+    assert largest_difference(name, losses_in(ladder[name])) < TOLERANCE
 
 
 def test_eight_ddp_replicas_equal_plain_pytorch(ladder):
     found = json.loads((ladder["replicas_8"] / "curve.json").read_text())
     for losses in found["losses"]:  # each replica logs the loss of the global batch
-        np.testing.assert_allclose(losses, plain_pytorch(), rtol=TOLERANCE)
+        assert largest_difference("replicas_8", losses) < TOLERANCE
     assert found["weights_apart"] == 0
 
 

@@ -47,6 +47,7 @@ def one_device(tmp_path_factory):
         ["remat", "--remat"],
     ]
     runs += [["scanned_remat", "--scan_layers", "--remat"]]
+    runs += [[kind, f"--precision={kind}", "--num_steps=200"] for kind in ("float32", "bfloat16")]
     train_all(folder, 1, [[name, *OPTIONS, *options] for name, *options in runs])
     return folder
 
@@ -88,6 +89,14 @@ def reference() -> np.ndarray:
 @pytest.mark.parametrize("name", ["plain", "accumulated", "scanned", "remat", "scanned_remat"])
 def test_one_device_equals_plain_pytorch(one_device, reference, name):
     np.testing.assert_allclose(losses_of(one_device / name), reference, rtol=1e-5)
+
+
+def test_bfloat16_stays_in_a_band_around_float32(one_device):
+    """The loss curves of 200 steps, each value the mean of 10 steps: the band that README.md states."""
+    float32, bfloat16 = (losses_of(one_device / kind).reshape(20, 10).mean(1) for kind in ("float32", "bfloat16"))
+    assert float32[-1] < 0.7 * float32[0]  # it learned something
+    difference = np.abs(bfloat16 / float32 - 1).max()
+    assert 0 < difference < 5e-3, difference
 
 
 @pytest.mark.parametrize("name", ["8x1x1", "1x8x1", "4x1x2", "2x2x2", "accumulated", "scanned_remat"])

@@ -186,14 +186,14 @@ class CausalAttention(torch.autograd.Function):
         q_BTHK, k_BTHK, v_BTHK, out, sums, *kept = ctx.saved_tensors
         T, K = q_BTHK.shape[1], q_BTHK.shape[3]
         grad = grad.float() / sums
-        row_sums = (grad * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # (B, H, T, 1)
+        mean = (grad * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # of de under p, (B, H, T, 1)
         grad = grad.to(q_BTHK.dtype)
         dq, dk, dv = [], 0, 0
         for (start, end), e in zip(CausalAttention.slices(T, len(kept)), kept, strict=True):
             whole = (0, 0, 0, 0, 0, T - end)  # keys after the slice get nothing from it
             dv += F.pad(torch.einsum("bhts,bthk->bshk", e, grad[:, start:end]), whole)
             de = torch.einsum("bthk,bshk->bhts", grad[:, start:end], v_BTHK[:, :end]).float()
-            ds = ((de - row_sums[:, :, start:end]) * e.float()).to(e.dtype)
+            ds = ((de - mean[:, :, start:end]) * e.float()).to(e.dtype)
             dq.append((torch.einsum("bhts,bshk->bthk", ds, k_BTHK[:, :end]).float() / math.sqrt(K)).to(e.dtype))
             dk += F.pad(torch.einsum("bhts,bthk->bshk", ds, q_BTHK[:, start:end]), whole)
         return torch.cat(dq, 1), dk, dv, None
@@ -275,7 +275,7 @@ class GPT(torch.nn.Module):
         self._scanned = {grad: partial(self._scan_body) for grad in (True, False)}
         for name, size in parameter_shapes(shape).items():
             if name in LAYER_MATRICES:
-                self.register_module(name, torch.nn.ParameterList(torch.empty(size).unbind(0)))
+                self.register_module(name, torch.nn.ParameterList(torch.empty(size[1:]) for _ in range(size[0])))
             else:
                 self.register_parameter(name, torch.nn.Parameter(torch.empty(size)))
 

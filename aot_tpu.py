@@ -117,11 +117,13 @@ def check_private_interfaces() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A step as PyTorch/XLA would hand it to the compiler. roles and donated have one entry per program input."""
+    """A step as PyTorch/XLA would hand it to the compiler. roles, donated, shardings: one entry per program input."""
 
     hlo: bytes  # serialized HloModuleProto
     roles: tuple[str, ...]  # "parameters", "optimizer_state" or "inputs"
     donated: tuple[bool, ...]  # the inputs whose buffer the step overwrites
+    # as marked, "" where nothing is: the program itself forgets that of a placeholder which is only read
+    shardings: tuple[str, ...]
     partitions: int = 1  # SPMD devices
     replicas: int = 1  # DDP replicas
     seconds: float = 0.0
@@ -189,7 +191,7 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
 
     xlac, programs, start = torch_xla._XLAC, [], time.monotonic()
     settle()
-    roles = {}
+    roles, shardings = {}, {}
     for owner in owners:
         if isinstance(owner, torch.nn.Module):
             named = [("parameters", t) for t in (*owner.parameters(), *owner.buffers())]
@@ -197,7 +199,8 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
             named = [("optimizer_state", t) for state in owner.state.values() for t in state.values()]
         for role, tensor in named:
             if isinstance(tensor, torch.Tensor) and tensor.device == torch_xla.device():
-                roles |= {_alias_id(tensor): role, xlac._xla_get_tensor_id(tensor): role}
+                for number in (_alias_id(tensor), xlac._xla_get_tensor_id(tensor)):
+                    roles[number], shardings[number] = role, xlac._get_xla_sharding_spec(tensor)
 
     def take_program(wait: bool = False, reset_scope: bool = True) -> None:
         outputs = _pending_tensors()
@@ -212,6 +215,7 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
                 hlo=hlo,
                 roles=tuple(roles.get(i, "inputs") for i in input_ids),
                 donated=tuple(i in alias_ids for i in input_ids),  # the rule of torch_xla's own step marker
+                shardings=tuple(shardings.get(i, "") for i in input_ids),
                 partitions=xr.global_runtime_device_count() if xr.is_spmd() else 1,
                 replicas=replicas,
                 seconds=time.monotonic() - start,
@@ -342,14 +346,13 @@ def compile_program(traced: Traced, topology: Topology, options: dict[str, str] 
         main = next(o for o in module.body.operations if ir.StringAttr(o.attributes["sym_name"]).value == "main")
         # the traced program says nothing of aliasing; PyTorch/XLA adds it when it compiles, and so must we
         donor = {"jax.buffer_donor": ir.BoolAttr.get(True)}
-        # what a real run uploads without a sharding is replicated; a placeholder does not say so
-        default = {"mhlo.sharding": ir.StringAttr.get("{replicated}")} if traced.partitions > 1 else {}
-        main.arg_attrs = ir.ArrayAttr.get(
-            [
-                ir.DictAttr.get(default | {a.name: a.attr for a in attributes} | (donor if donated else {}))
-                for attributes, donated in zip(main.arg_attrs, traced.donated, strict=True)
-            ]
-        )
+        arguments = []
+        for attributes, donated, sharding in zip(main.arg_attrs, traced.donated, traced.shardings, strict=True):
+            known = {a.name: a.attr for a in attributes} | (donor if donated else {})
+            if traced.partitions > 1:  # what a real run uploads without a sharding is replicated
+                known.setdefault("mhlo.sharding", ir.StringAttr.get(sharding or "{replicated}"))
+            arguments.append(ir.DictAttr.get(known))
+        main.arg_attrs = ir.ArrayAttr.get(arguments)
         compile_options = CompileOptions()
         compile_options.num_replicas, compile_options.num_partitions = traced.replicas, traced.partitions
         compile_options.env_option_overrides = list((options or {}).items())
@@ -512,11 +515,12 @@ def _argument_bytes(traced: Traced) -> dict[str, int]:
     with make_ir_context():
         module = ir.Module.parse(hlo_to_stablehlo(traced.hlo))
         main = next(o for o in module.body.operations if ir.StringAttr(o.attributes["sym_name"]).value == "main")
-        for role, argument, attributes in zip(traced.roles, main.arguments, main.arg_attrs, strict=True):
+        inputs = zip(traced.roles, main.arguments, main.arg_attrs, traced.shardings, strict=True)
+        for role, argument, attributes, marked in inputs:
             kind = ir.RankedTensorType(argument.type)
             bits = re.search(r"(\d+)$", str(kind.element_type))
             size = math.prod(kind.shape) * max(1, int(bits[1]) // 8 if bits else 4)
-            sharding = next((str(a.attr) for a in attributes if a.name == "mhlo.sharding"), "")
+            sharding = next((str(a.attr) for a in attributes if a.name == "mhlo.sharding"), marked)
             tiles = re.search(r"devices=\[([\d,]+)\]", sharding)
             if tiles:
                 counts = [int(t) for t in tiles[1].split(",")][: len(kind.shape)]  # a last extra one is replication

@@ -239,7 +239,8 @@ class TransformerConfig(TrainConfig):
     weight_decay: float = 0.1
     """Of matrices only; layer norms and biases never decay."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and matrix products. Weights, optimizer state and loss stay float32."""
+    """Of activations and matrix products. Weights and optimizer state stay float32, and so does the loss but for what
+    its sums read in training."""
 
     mesh: str = "auto"
     """DATAxFSDPxTENSOR, for example 2x4x1; the product is the number of devices."""
@@ -624,7 +625,8 @@ class Adam(torch.optim.Optimizer):
     The same update as torch.optim's. With capturable=True, which keeps the step count on the device, theirs counts and
     corrects the bias for every tensor, about half of all operations of a step, and in float32 has lost four digits of
     1 - 0.999 (torch/optim/adam.py, _single_tensor_adam). Here once a group, by expm1; and one copy_ a tensor, because
-    every other in-place operation takes torch_xla's functionalization several times as long (benchmarks/peers_cpu.py).
+    torch_xla 2.9.0 takes several times as long to trace any other in-place operation. The count is not called `step`:
+    torch's load_state_dict leaves a state of that name on the host.
     """
 
     def __init__(self, params, lr, betas: tuple[float, float], decoupled: bool, weight_decay=0.0, eps=1e-8):
@@ -635,7 +637,7 @@ class Adam(torch.optim.Optimizer):
         assert closure is None, "closures are not supported"
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            step = self.state[group["params"][0]]["step"].add_(1)  # the one count of the group
+            step = self.state[group["params"][0]]["count"].add_(1)  # the one count of the group
             correction1, correction2 = (-torch.expm1(step * (math.log(b) if b else -math.inf)) for b in group["betas"])
             size, root = -group["lr"] / correction1, correction2.sqrt()
             shrink = 1 - group["lr"] * group["weight_decay"]
@@ -648,8 +650,8 @@ class Adam(torch.optim.Optimizer):
                     old = parameter * shrink
                 elif group["weight_decay"]:
                     gradient = gradient + parameter * group["weight_decay"]
-                mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
-                square = torch.lerp(state["exp_avg_sq"], gradient * gradient, 1 - beta2)
+                mean = torch.add(state["exp_avg"] * beta1, gradient, alpha=1 - beta1)
+                square = torch.addcmul(state["exp_avg_sq"] * beta2, gradient, gradient, value=1 - beta2)
                 state["exp_avg"].copy_(mean)
                 state["exp_avg_sq"].copy_(square)
                 parameter.copy_(old + mean * size / (square.sqrt() / root + group["eps"]))
@@ -677,7 +679,7 @@ def make_optimizer(config: TrainConfig, parameters) -> torch.optim.Optimizer:
             optimizer.state[p] = {name: make(like).to(p.device) for name, make in state.items()}
         if config.optimizer != "sgd":
             first = group["params"][0]
-            optimizer.state[first]["step"] = torch.zeros(1).to(first.device)
+            optimizer.state[first]["count"] = torch.zeros(1).to(first.device)
     return optimizer
 
 

@@ -20,7 +20,7 @@ from config import InputError, TrainConfig, TransformerConfig
 from convert_llmc import read_model
 from data import BYTE_VOCAB_SIZE, END_OF_DOCUMENT_BYTE, gpt2_encoding
 from tpu_utils import Checkpoints, graphs_compiled, load_model, run_script, start_device
-from transformer_tpu import GPT, block, causal_attention, layer_norm
+from transformer_tpu import GPT, block, causal_attention, layer_norm, split_layers
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def load(config: GenerateConfig) -> tuple[GPT, str]:
     if config.llmc:
         shape, tensors = read_model(Path(config.llmc))
         model = GPT(shape)
-        model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        model.load_state_dict(split_layers({name: tensor.float() for name, tensor in tensors.items()}))
         return model, "tokens"
     state = Checkpoints(Path(config.run_dir) / "checkpoints", keep=1).load_for_resume("must")
     names = {field.name for field in fields(TransformerConfig)}

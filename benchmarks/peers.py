@@ -1,8 +1,9 @@
 """What users would write or pick instead of transformer_tpu.py and simple_mnist_tpu.py, for the other benchmarks.
 
-Same model, same batch, same recipe (AdamW, clipping at 1); written the usual way for each library.
+Same model, same batch, same recipe; written the usual way for each library.
 """
 
+import dataclasses
 import math
 import sys
 from functools import partial
@@ -16,7 +17,18 @@ from torch import nn
 
 from config import ModelShape
 
-LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 6e-4, (0.9, 0.95), 0.1, 1.0
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """AdamW; what has two dimensions or more decays. clip: largest norm of the gradient, None: it is only computed."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float | None
+
+
+GPT_RECIPE, MNIST_RECIPE = Recipe(6e-4, (0.9, 0.95), 0.1, 1.0), Recipe(1e-3, (0.9, 0.999), 0.0, None)
 
 # ---------------------------------------------------------------------------------------------------------- PyTorch
 
@@ -88,24 +100,23 @@ def usual_step(model, optimizer, tokens_BS, autocast=None):
         logits = model(tokens_BS[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten().long())
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), GPT_RECIPE.clip)
     optimizer.step()
-    return loss.detach()
+    return loss.detach(), norm
 
 
-def usual_adamw(model, **options) -> torch.optim.AdamW:
-    """Two groups: what has two dimensions or more decays."""
+def usual_adamw(model, recipe: Recipe = GPT_RECIPE, **options) -> torch.optim.AdamW:
     decays = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, **options)
+    groups = [{"params": decays, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, **options)
 
 
 # -------------------------------------------------------------------------------------------------------------- JAX
 
 
-def jax_adamw(parameters, gradients, state):
-    """(parameters, state) after one update. state: (step, means, squares)."""
+def jax_adamw(recipe: Recipe, parameters, gradients, state):
+    """(parameters, state, norm of the gradient) after one update. state: (step, means, squares)."""
     import jax
     import jax.numpy as jnp
 
@@ -113,26 +124,27 @@ def jax_adamw(parameters, gradients, state):
     step = step + 1
     leaves = jax.tree.leaves(gradients)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in leaves))
-    gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP / (norm + 1e-6)), gradients)
-    means = jax.tree.map(lambda m, g: BETAS[0] * m + (1 - BETAS[0]) * g, means, gradients)
-    squares = jax.tree.map(lambda v, g: BETAS[1] * v + (1 - BETAS[1]) * g * g, squares, gradients)
-    corrections = [1 - jnp.float32(beta) ** step for beta in BETAS]
+    if recipe.clip:
+        gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, recipe.clip / (norm + 1e-6)), gradients)
+    beta1, beta2 = recipe.betas
+    means = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, means, gradients)
+    squares = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, squares, gradients)
+    correction1, correction2 = (1 - jnp.float32(beta) ** step for beta in recipe.betas)
 
     def update(p, m, v):
-        decay = WEIGHT_DECAY if p.ndim >= 2 else 0.0
-        return p * (1 - LEARNING_RATE * decay) - LEARNING_RATE * (m / corrections[0]) / (
-            jnp.sqrt(v / corrections[1]) + 1e-8
-        )
+        decay = recipe.weight_decay if p.ndim >= 2 else 0.0
+        change = (m / correction1) / (jnp.sqrt(v / correction2) + 1e-8)
+        return p * (1 - recipe.learning_rate * decay) - recipe.learning_rate * change
 
-    return jax.tree.map(update, parameters, means, squares), (step, means, squares)
+    return jax.tree.map(update, parameters, means, squares), (step, means, squares), norm
 
 
-def jax_step(loss_of, parameters, state, *batch):
-    """(parameters, state, loss): to be jitted with donated parameters and state."""
+def jax_step(loss_of, recipe: Recipe, parameters, state, *batch):
+    """(parameters, state, norm, loss): to be jitted with donated parameters and state."""
     import jax
 
     loss, gradients = jax.value_and_grad(loss_of)(parameters, *batch)
-    return *jax_adamw(parameters, gradients, state), loss
+    return *jax_adamw(recipe, parameters, gradients, state), loss
 
 
 def jax_state(parameters):
@@ -195,7 +207,7 @@ def jax_cnn_parameters(image_size: int, channels: int, hidden_dim: int):
     sizes |= dict(hidden=(features, hidden_dim), head=(hidden_dim, 10))
     keys = iter(jax.random.split(jax.random.key(0), len(sizes)))
     weights = {name: jax.random.normal(next(keys), size) * 0.05 for name, size in sizes.items()}
-    return weights | {f"{name}_bias": weights[name][..., 0].reshape(-1)[: size[-1]] for name, size in sizes.items()}
+    return weights | {f"{name}_bias": jax.numpy.zeros(size[-1]) for name, size in sizes.items()}
 
 
 def jax_cnn_loss(w, images, labels):

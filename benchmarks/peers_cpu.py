@@ -88,26 +88,26 @@ def print_table(title: str, all_peers: list[Peer]) -> None:
               f"{statistics.median(peer.rounds) / ours:.2f} | {graphs} |", flush=True)  # fmt: skip
 
 
-def jax_peer(name: str, loss_of, parameters, batch) -> Peer:
+def jax_peer(name: str, loss_of, recipe: peers.Recipe, parameters, batch) -> Peer:
     import jax
 
-    update = jax.jit(partial(peers.jax_step, loss_of), donate_argnums=(0, 1))
+    update = jax.jit(partial(peers.jax_step, loss_of, recipe), donate_argnums=(0, 1))
     state = [parameters, peers.jax_state(parameters)]
 
     def step():
-        *state[:], loss = update(*state, *batch)
+        *state[:], _norm, loss = update(*state, *batch)
         return loss
 
     return Peer(name, step, lambda loss: loss.block_until_ready())
 
 
-def xla_peer(name: str, model, batch, loss_of) -> Peer:
+def xla_peer(name: str, model, batch, loss_of, recipe: peers.Recipe = peers.GPT_RECIPE) -> Peer:
     """A loop as pytorch/xla's examples have it: torch_xla.step around the usual lines."""
     device = torch_xla.device()
     model = model.to(device)
     if hasattr(model, "tie"):
         model.tie()
-    optimizer = peers.usual_adamw(model)
+    optimizer = peers.usual_adamw(model, recipe)
 
     def step():
         on_device = [part.to(device) for part in batch]
@@ -117,9 +117,9 @@ def xla_peer(name: str, model, batch, loss_of) -> Peer:
     return Peer(name, step, xla_wait)
 
 
-def our_gpt(shape: ModelShape, tokens) -> Peer:
+def our_gpt(shape: ModelShape, tokens, dtype=torch.float32) -> Peer:
     device, config = torch_xla.device(), TransformerConfig()
-    model = transformer_tpu.GPT(shape)
+    model = transformer_tpu.GPT(shape, dtype)
     model.initialise(0)
     model = model.to(device)
     optimizer = make_optimizer(config, transformer_tpu.decay_groups(model))
@@ -128,7 +128,7 @@ def our_gpt(shape: ModelShape, tokens) -> Peer:
     xm.wait_device_ops()
 
     def step():
-        return transformer_tpu.train_step(model, optimizer, rates, metrics, tokens.to(device), 1, peers.CLIP)
+        return transformer_tpu.train_step(model, optimizer, rates, metrics, tokens.to(device), 1, peers.GPT_RECIPE.clip)
 
     return Peer("transformer_tpu.py", step, xla_wait)
 
@@ -152,35 +152,29 @@ def usual_mnist_step(model, optimizer, images, labels):
     optimizer.zero_grad()
     loss = F.cross_entropy(model(images), labels.long())
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), peers.CLIP)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
     optimizer.step()
-    return loss.detach()
+    return loss.detach(), norm
 
 
 def mnist() -> list[Peer]:
-    config = MnistConfig(optimizer="adamw", learning_rate=peers.LEARNING_RATE, global_batch_size=128)
+    recipe = peers.MNIST_RECIPE
+    config = MnistConfig(optimizer="adamw", learning_rate=recipe.learning_rate, global_batch_size=128)
     images = torch.randint(256, (128, 28, 28), dtype=torch.uint8)
     labels = torch.randint(10, (128,), dtype=torch.int32)
     build = partial(simple_mnist_tpu.ConvNet, 28, config.channels, config.hidden_dim)
     eager, compiled = build(), build()
-    eager_step = partial(usual_mnist_step, eager, peers.usual_adamw(eager), images, labels)
-    model_step = torch.compile(lambda images, labels: F.cross_entropy(compiled(images), labels.long()))
-    optimizer = peers.usual_adamw(compiled)
-
-    def compiled_step():
-        optimizer.zero_grad()
-        loss = model_step(images, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(compiled.parameters(), peers.CLIP)
-        optimizer.step()
-
+    eager_step = partial(usual_mnist_step, eager, peers.usual_adamw(eager, recipe), images, labels)
+    compiled_step = partial(
+        usual_mnist_step, torch.compile(compiled), peers.usual_adamw(compiled, recipe), images, labels
+    )
     parameters = peers.jax_cnn_parameters(28, config.channels, config.hidden_dim)
     return [
         our_mnist(config, images, labels),
-        jax_peer("plain JAX", peers.jax_cnn_loss, parameters, (images.numpy(), labels.numpy())),
-        xla_peer("the same model in pytorch/xla's example loop", build(), (images, labels), usual_mnist_step),
+        jax_peer("plain JAX", peers.jax_cnn_loss, recipe, parameters, (images.numpy(), labels.numpy())),
+        xla_peer("the same model in pytorch/xla's example loop", build(), (images, labels), usual_mnist_step, recipe),
         Peer("PyTorch eager", eager_step, lambda _: None),
-        Peer("PyTorch, torch.compile of model and loss", compiled_step, lambda _: None),
+        Peer("PyTorch, torch.compile of the model", compiled_step, lambda _: None),
     ]
 
 
@@ -192,7 +186,7 @@ def gpt(shape: ModelShape = SMALL_GPT) -> list[Peer]:
     loss_of = partial(peers.jax_gpt_loss, num_heads=shape.num_heads, dtype="float32")
     return [
         our_gpt(shape, tokens),
-        jax_peer("plain JAX", loss_of, peers.jax_gpt_parameters(shape), (tokens.numpy(),)),
+        jax_peer("plain JAX", loss_of, peers.GPT_RECIPE, peers.jax_gpt_parameters(shape), (tokens.numpy(),)),
         xla_peer("nanoGPT-style in pytorch/xla's example loop", peers.StraightGPT(shape), (tokens,), peers.usual_step),
         xla_peer("Hugging Face GPT-2 in the same loop", peers.HuggingFaceGPT(shape), (tokens,), peers.usual_step),
         Peer("PyTorch eager", eager_step, lambda _: None),
@@ -212,7 +206,10 @@ def host() -> None:
     def straight_step():
         autocast(capturable, optimizer, tokens.to(device))
 
-    all_peers = [our_gpt(DEEP_GPT, tokens), Peer("nanoGPT-style, autocast, capturable AdamW", straight_step, xla_wait)]
+    all_peers = [
+        our_gpt(DEEP_GPT, tokens, torch.bfloat16),
+        Peer("nanoGPT-style, autocast, capturable AdamW", straight_step, xla_wait),
+    ]
     for _ in range(4):
         for peer in all_peers:
             peer.wait(peer.step())
@@ -232,8 +229,11 @@ def host() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["mnist", "gpt", "host"], default=["mnist", "gpt", "host"])
-    parts = parser.parse_args().parts
+    parser.add_argument("parts", nargs="*", metavar="PART", help="mnist, gpt, host; all of them unless named")
+    known = ("mnist", "gpt", "host")
+    parts = parser.parse_args().parts or known
+    if wrong := [part for part in parts if part not in known]:
+        parser.error(f"{wrong[0]!r} is no part; expected {', '.join(known)}")
     names = ("torch", "torch_xla", "jax", "transformers")
     print(", ".join(f"{name} {version(name)}" for name in names) + f"; {os.cpu_count()} cores", flush=True)
     if "mnist" in parts:

@@ -238,6 +238,15 @@ def test_compiles_what_a_scanned_and_accumulated_step_runs():
     assert r.memory["inputs"] < r.memory["parameters"] and r.loops and r.flops_ratio is None
 
 
+def test_a_transformer_is_cut_as_its_table_says():
+    """Parameters and optimizer state alike, also where the traced step only reads them before it replaces them."""
+    options = ("--mesh=2x4x1", "--num_layers=1", "--num_heads=4", "--embedding_dim=512", "--sequence_length=128")
+    memory = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"].memory
+    weights = 12 * 512**2 * 4 / 4
+    assert memory["parameters"] == pytest.approx(weights, rel=0.1)
+    assert memory["optimizer_state"] == pytest.approx(2 * weights, rel=0.1)
+
+
 # ------------------------------------------------------------------------------------------------------------- presets
 
 # every preset of every script, and the slice it is meant for

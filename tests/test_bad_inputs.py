@@ -188,7 +188,7 @@ class Foreign:
 
 
 PARTS = ("step", "config", "model", "optimizer", "metrics", "random")
-PATHS = ("model/0.weight", "optimizer/state/0/exp_avg", "optimizer/state/1/step", "optimizer/param_groups/0/params")
+PATHS = ("model/0.weight", "optimizer/state/0/exp_avg", "optimizer/state/0/count", "optimizer/param_groups/0/params")
 PATHS += ("metrics/values", "metrics/step", "metrics/skipped", "random/torch", "random/xla", "optimizer/state/0")
 OTHERS = [None, 7, "text", [], {}, (), torch.zeros(2), torch.zeros(9, 9), torch.zeros(4, 2, dtype=torch.int32), 1.5]
 MARKERS = [b"{}", b"[]", b"3", b'"x"', b"null"]

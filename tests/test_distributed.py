@@ -33,7 +33,7 @@ MNIST = ROOT.parent / "shared" / "data" / "mnist"
 NUM_STEPS = 22  # one epoch of the digits at global batch 64
 # Two correct runs can only be as equal as the recipe lets them: with seed 0 one input of a ReLU in step 1 is 9e-9, and
 # its sign is a matter of rounding.
-RECIPE = ["--num_epochs", "1", "--seed", "2", "--learning_rate", "2e-3", "--warmup_steps", "10"]
+RECIPE = ["--num_epochs", "1", "--seed", "3", "--learning_rate", "2e-3", "--warmup_steps", "10"]
 RECIPE += ["--log_every", "1", "--no-tensorboard"]
 TOLERANCE = 1e-5
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch_xla
 
+import convert_llmc
 import generate_tpu
 from config import InputError, ModelShape, TransformerConfig
 from generate_tpu import GenerateConfig
 from tpu_utils import Checkpoints, graphs_compiled
-from transformer_tpu import GPT
+from transformer_tpu import GPT, stack_layers
 
 SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=50)
 
@@ -107,3 +108,13 @@ def test_what_the_tokens_of_a_run_are(tmp_path, dataset, vocab_size, kind):
     model, found = generate_tpu.load(GenerateConfig(run_dir=str(tmp_path)))
     assert found == kind
     assert torch.equal(model.token_embedding, trained.token_embedding)
+
+
+def test_weights_of_llmc_are_loaded(tmp_path):
+    shape = ModelShape(2, 2, 32, 16, 200)
+    trained = GPT(shape)
+    trained.initialise(0)
+    convert_llmc.write_model(tmp_path / "model.bin", shape, stack_layers(dict(trained.named_parameters())))
+    model, kind = generate_tpu.load(GenerateConfig(llmc=str(tmp_path / "model.bin")))
+    assert kind == "tokens"
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in trained.state_dict().items())

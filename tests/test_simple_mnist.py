@@ -25,6 +25,7 @@ from tpu_utils import (
     Goodput,
     RecompileError,
     run_script,
+    to_host,
     transfers_from_device,
     transfers_to_device,
 )
@@ -181,6 +182,15 @@ def step_parts(device, config=None, steps=20, hidden_dim=16):
         learning_rates(config, steps).to(device),
         DeviceMetrics(["loss", "gradient_norm"], steps, device),
     )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_a_loaded_optimizer_is_on_the_device(optimizer):
+    """torch's load_state_dict leaves some states on the host: they would go up in every step of a resumed run."""
+    device = torch_xla.device()
+    _, ours, *_ = step_parts(device, MnistConfig(optimizer=optimizer))
+    ours.load_state_dict(to_host(ours.state_dict()))
+    assert {value.device for state in ours.state.values() for value in state.values()} == {device}
 
 
 def send(images, labels, device):

@@ -351,7 +351,7 @@ def print_data(dataset: ImageDataset, config: DistributedMnistConfig, num_device
     print(f"data       {dataset.name}, {size} x {size}: {num_train} train, {num_test} test")
     if dataset.best_accuracy is not None:
         print(f"floor      best possible accuracy {dataset.best_accuracy:.4f}, loss {dataset.loss_floor:.4f}")
-    print(f"run        {config.run_dir or run_dir}", flush=True)
+    print(f"run        {run_dir}", flush=True)
 
 
 def print_result(summary: dict, dataset: ImageDataset) -> None:

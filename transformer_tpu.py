@@ -771,7 +771,7 @@ def print_plan(config: TransformerConfig, data: SequenceData | None, why: str, r
     print(f"data       {description}; {tokens:,} tokens a step, {config.num_steps} steps")
     if data and data.loss_floor is not None:
         print(f"floor      no model can have an expected loss below {data.loss_floor:.4f} nats per token")
-    print(f"run        {config.run_dir or run_dir}", flush=True)
+    print(f"run        {run_dir}", flush=True)
 
 
 def print_placement(model: GPT) -> None:

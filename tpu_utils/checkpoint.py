@@ -382,8 +382,8 @@ def _check_shapes(wanted: dict[str, torch.Tensor], saved: dict[str, torch.Tensor
     ]
     if changed:
         raise CheckpointError(
-            f"the checkpoint is of another model: {'; '.join(changed[:3])}; give the options it was made with, "
-            "or start anew in another --run_dir"
+            f"the checkpoint is of another model: {'; '.join(changed[:3])}; give the options it was made with "
+            "(and run the version of the scripts that made it), or start anew in another --run_dir"
         )
 
 
@@ -398,8 +398,8 @@ def check_like(own: Any, other: Any, name: str) -> None:
     """Raises CheckpointError unless other has the nesting, the shapes and the types of own. name: says where it is."""
     if found := next(_unlike(own, other, name), None):
         raise CheckpointError(
-            f"the checkpoint does not fit this run: {found}; give the options it was made with, or start anew in "
-            "another --run_dir"
+            f"the checkpoint does not fit this run: {found}; give the options it was made with (and run the "
+            "version of the scripts that made it), or start anew in another --run_dir"
         )
 
 

@@ -140,9 +140,13 @@ def without_weights(build: Callable, device):
     with torch.device("meta"):
         model = build()
     model = model.to_empty(device=device)
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = torch.empty_like(tensor)  # nn.Parameter made a view, and a view and its base would be two inputs
-    return model
+
+    def renew(module: torch.nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.data = torch.empty_like(tensor)  # nn.Parameter made a view, and a view and its base are two inputs
+
+    # children first, in the order of Module.to: the program lists its outputs in the order they were made
+    return model.apply(renew)
 
 
 def settle() -> None:

@@ -650,7 +650,8 @@ class Adam(torch.optim.Optimizer):
                     old = parameter * shrink
                 elif group["weight_decay"]:
                     gradient = gradient + parameter * group["weight_decay"]
-                mean = torch.add(state["exp_avg"] * beta1, gradient, alpha=1 - beta1)
+                # as torch writes them: other forms are rounded another way when step_if's choice is fused with them
+                mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
                 square = torch.addcmul(state["exp_avg_sq"] * beta2, gradient, gradient, value=1 - beta2)
                 state["exp_avg"].copy_(mean)
                 state["exp_avg_sq"].copy_(square)

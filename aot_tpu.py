@@ -195,7 +195,7 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
 
     xlac, programs, start = torch_xla._XLAC, [], time.monotonic()
     settle()
-    roles, shardings = {}, {}
+    owned = {}  # number of a tensor: (role, sharding)
     for owner in owners:
         if isinstance(owner, torch.nn.Module):
             named = [("parameters", t) for t in (*owner.parameters(), *owner.buffers())]
@@ -204,7 +204,7 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
         for role, tensor in named:
             if isinstance(tensor, torch.Tensor) and tensor.device == torch_xla.device():
                 for number in (_alias_id(tensor), xlac._xla_get_tensor_id(tensor)):
-                    roles[number], shardings[number] = role, xlac._get_xla_sharding_spec(tensor)
+                    owned[number] = role, xlac._get_xla_sharding_spec(tensor)
 
     def take_program(wait: bool = False, reset_scope: bool = True) -> None:
         outputs = _pending_tensors()
@@ -214,12 +214,13 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
         hlo = xlac._get_xla_tensors_hlo_proto(outputs)
         input_ids, _ = xlac._get_tensors_xla_device_data_node(outputs)  # in the order of the program's inputs
         replicas = 1 if xr.is_spmd() else xr.world_size()
+        inputs = [owned.get(i, ("inputs", "")) for i in input_ids]
         programs.append(
             Traced(
                 hlo=hlo,
-                roles=tuple(roles.get(i, "inputs") for i in input_ids),
+                roles=tuple(role for role, _ in inputs),
                 donated=tuple(i in alias_ids for i in input_ids),  # the rule of torch_xla's own step marker
-                shardings=tuple(shardings.get(i, "") for i in input_ids),
+                shardings=tuple(sharding for _, sharding in inputs),
                 partitions=xr.global_runtime_device_count() if xr.is_spmd() else 1,
                 replicas=replicas,
                 seconds=time.monotonic() - start,

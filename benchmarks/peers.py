@@ -5,11 +5,7 @@ Same model, same batch, same recipe; written the usual way for each library.
 
 import dataclasses
 import math
-import sys
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.nn.functional as F

@@ -136,7 +136,11 @@ def main() -> int:
         one(*arguments.one)
         return 0
     for name in arguments.topology:
-        if parse_topology(name).generation not in MEMORY_BANDWIDTH:
+        try:
+            generation = parse_topology(name).generation
+        except ValueError as error:
+            parser.error(str(error))
+        if generation not in MEMORY_BANDWIDTH:
             parser.error(f"{name}: expected a slice of {', '.join(MEMORY_BANDWIDTH)}")
     versions = aot_tpu.check_private_interfaces()
     print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)

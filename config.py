@@ -253,7 +253,7 @@ class TransformerConfig(TrainConfig):
     scan_layers: bool = False
     """Compile one layer and loop over it: smaller graph, slower step."""
     attention: Literal["plain", "flash"] = "plain"
-    """flash: torch_xla's Pallas kernel, TPU only."""
+    """flash: jax's Pallas kernels for TPU; sequence_length a multiple of 128."""
 
     eval_every: int = 100
     """Steps between two evaluations. The last step is always evaluated."""

@@ -105,7 +105,7 @@ def decode(model: GPT, cache: Cache, token_B):
         def attention(q, k, v):
             keys.append(torch.where(here, k, cache.keys[layer]))
             values.append(torch.where(here, v, cache.values[layer]))
-            scores = torch.einsum("bthk,bshk->bhts", q.float(), keys[-1].float()) / math.sqrt(q.shape[-1])
+            scores = torch.einsum("bthk,bshk->bhts", q.float(), keys[-1].float())
             p = scores.masked_fill(~seen, -1e30).softmax(-1).to(v.dtype)
             return torch.einsum("bhts,bshk->bthk", p, values[-1])
 

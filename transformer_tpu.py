@@ -49,6 +49,7 @@ from tpu_utils import (
     check_same_run,
     choose_device,
     finite_means,
+    flash_attention,
     log_sample,
     log_summary,
     open_run_dir,
@@ -155,7 +156,7 @@ def row_sums(x_NV, rounded: bool):
 
 
 class CausalAttention(torch.autograd.Function):
-    """softmax(q k^T / sqrt(K)) v under the causal mask: float32 inside, the dtype of q in memory.
+    """softmax(q k^T) v under the causal mask: float32 inside, the dtype of q in memory.
 
     Each slice of queries sees only the keys up to its end. What is kept of the scores is e = exp(score - maximum); the
     division by the row sums is done on the output, and in the backward pass on its gradient, which have K values a row
@@ -168,7 +169,6 @@ class CausalAttention(torch.autograd.Function):
     def forward(ctx, q_BTHK, k_BTHK, v_BTHK, chunks):
         T, K, dtype = q_BTHK.shape[1], q_BTHK.shape[3], q_BTHK.dtype
         position = torch.arange(T, device=q_BTHK.device)
-        q_BTHK = (q_BTHK.float() / math.sqrt(K)).to(dtype)
         v_and_1 = F.pad(v_BTHK, (0, 1), value=1.0).float()
         kept, out, sums = [], [], []
         for start, end in CausalAttention.slices(T, chunks):
@@ -185,7 +185,7 @@ class CausalAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q_BTHK, k_BTHK, v_BTHK, out, sums, *kept = ctx.saved_tensors
-        T, K = q_BTHK.shape[1], q_BTHK.shape[3]
+        T = q_BTHK.shape[1]
         grad = (grad.float() / sums).to(q_BTHK.dtype)
         mean = (grad.float() * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # of de under p, (B, H, T, 1)
         dq, dk, dv = [], 0, 0
@@ -194,7 +194,7 @@ class CausalAttention(torch.autograd.Function):
             dv += F.pad(torch.einsum("bhts,bthk->bshk", e, grad[:, start:end]), whole)
             de = torch.einsum("bthk,bshk->bhts", grad[:, start:end], v_BTHK[:, :end]).float()
             ds = ((de - mean[:, :, start:end]) * e.float()).to(e.dtype)
-            dq.append((torch.einsum("bhts,bshk->bthk", ds, k_BTHK[:, :end]).float() / math.sqrt(K)).to(e.dtype))
+            dq.append(torch.einsum("bhts,bshk->bthk", ds, k_BTHK[:, :end]))
             dk += F.pad(torch.einsum("bhts,bthk->bshk", ds, q_BTHK[:, start:end]), whole)
         return torch.cat(dq, 1), dk, dv, None
 
@@ -204,7 +204,8 @@ class CausalAttention(torch.autograd.Function):
 
 
 def causal_attention(q_BTHK, k_BTHK, v_BTHK, chunks: int | None = None):
-    """4 slices of queries, 5/8 of the full square of scores, where they stay multiples of 128 long; else one."""
+    """q is divided by sqrt(K) before. 4 slices of queries, 5/8 of the full square of scores, where they stay multiples
+    of 128 long; else one."""
     return CausalAttention.apply(q_BTHK, k_BTHK, v_BTHK, chunks or (4 if q_BTHK.shape[1] % 512 == 0 else 1))
 
 
@@ -212,7 +213,7 @@ class CrossEntropy(torch.autograd.Function):
     """Negative log likelihood of every target, float32; 0 for targets below 0. Padded columns get no probability.
 
     Logits stay in the compute dtype in memory, and the target is picked by comparison: a gather over a sharded
-    vocabulary would bring all logits to every device.
+    vocabulary would bring all logits to every device. As a maximum, which XLA makes part of the product before.
     """
 
     @staticmethod
@@ -222,7 +223,7 @@ class CrossEntropy(torch.autograd.Function):
         largest = z.amax(-1, keepdim=True)
         rounded = logits_NV.dtype == torch.bfloat16 and ctx.needs_input_grad[0]  # an evaluation is exact
         logsumexp = largest + row_sums((z - largest).exp(), rounded).log()
-        picked = row_sums(z * (column == target_N[:, None]).float(), rounded)
+        picked = z.masked_fill(column != target_N[:, None], -1e30).amax(-1, keepdim=True)
         ctx.save_for_backward(logits_NV, target_N, logsumexp)
         ctx.vocab_size = vocab_size
         return (logsumexp - picked)[:, 0] * (target_N >= 0).float()
@@ -240,11 +241,12 @@ def block(x_BTD, w, num_heads, attention, keep=lambda x: x):
     """One pre-norm transformer layer. w: its parameters by name."""
     D = x_BTD.shape[-1]
     y = layer_norm(x_BTD, w["ln1_weight"], w["ln1_bias"])
-    # one product for q, k and v; (3, H, K, D) keeps the head axis apart, so that it can be cut over the mesh
-    heads = w["qkv_weight"].view(3, num_heads, -1, D)
-    qkv = torch.einsum("btd,jhkd->jbthk", y, heads) + w["qkv_bias"].view(3, 1, 1, num_heads, -1)
+    # (H, K, D) keeps the head axis apart, so that it can be cut over the mesh; 1 / sqrt(K) is in the weights of q
+    q, k, v = zip(w["qkv_weight"].view(3, num_heads, -1, D), w["qkv_bias"].view(3, num_heads, -1), strict=True)
+    q = [(value.float() / math.sqrt(D // num_heads)).to(value.dtype) for value in q]
+    qkv = [torch.einsum("btd,hkd->bthk", y, weight) + bias for weight, bias in (q, k, v)]
     out_weight = w["attention_out_weight"].view(D, num_heads, -1)
-    y = torch.einsum("bthk,dhk->btd", attention(*qkv.unbind(0)), out_weight) + w["attention_out_bias"]
+    y = torch.einsum("bthk,dhk->btd", attention(*qkv), out_weight) + w["attention_out_bias"]
     x_BTD = keep(x_BTD + y)
     y = layer_norm(x_BTD, w["ln2_weight"], w["ln2_bias"])
     y = F.gelu(F.linear(y, w["mlp_in_weight"], w["mlp_in_bias"]), approximate="tanh")
@@ -346,20 +348,6 @@ def save_nothing_partition(*args, **kwargs):
     """Partition for scan that keeps only the inputs of a layer for the backward pass."""
     with torch._functorch.config.patch(activation_memory_budget=0.0):
         return min_cut_rematerialization_partition(*args, **kwargs)
-
-
-def flash_attention(mesh):
-    """Pallas flash attention with causal_attention's signature: the square of scores never reaches memory. TPU only."""
-    from torch_xla.experimental.custom_kernel import flash_attention as kernel  # imports jax
-
-    spec = (BATCH, "tensor", None, None) if mesh else None
-
-    def attention(*qkv):
-        q, k, v = (x_BTHK.transpose(1, 2) for x_BTHK in qkv)
-        scale = 1 / math.sqrt(q.shape[-1])
-        return kernel(q, k, v, causal=True, sm_scale=scale, partition_spec=spec, mesh=mesh).transpose(1, 2)
-
-    return attention
 
 
 def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | None) -> tuple[tuple[int, ...], str]:
@@ -534,7 +522,7 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
     if peers.index == 0:
         print_plan(config, data, why, config.run_dir or run_dir)
 
-    attention = flash_attention(mesh) if config.attention == "flash" else causal_attention
+    attention = flash_attention if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
     if config.compile_for:
@@ -721,7 +709,12 @@ def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
         hbm_bytes = parse_topology(config.compile_for).hardware.limit_gib * 2**30
     sizes, why = choose_mesh(config, num_devices, hbm_bytes)
     if config.attention == "flash" and not on_tpu and not config.compile_for:
-        raise InputError("attention is flash, but the Pallas kernel runs on TPU only; use --attention plain")
+        raise InputError("attention is flash, but its Pallas kernels run on TPU only; use --attention plain")
+    if config.attention == "flash" and config.shape.sequence_length % 128:
+        raise InputError(
+            f"attention is flash, but sequence_length is {config.shape.sequence_length}; expected a multiple of 128, "
+            "or --attention plain"
+        )
     if num_devices == 1:
         return None, "one device"
     mesh = xs.Mesh(np.arange(num_devices), sizes, ("data", "fsdp", "tensor"))

@@ -1,8 +1,8 @@
 """The model against an independent implementation: Hugging Face's GPT2LMHeadModel with random weights."""
 
-import numpy as np
 import pytest
 import torch
+from conftest import run
 
 import transformer_tpu
 from config import ModelShape
@@ -133,22 +133,10 @@ def test_ten_adamw_steps_stay_together():
     assert max(errors.values()) < 1e-3, errors  # Adam's division turns 1e-7 of gradient into more where it is near 0
 
 
-def test_flash_kernel_and_plain_attention_agree():
-    """The Pallas kernel behind torch_xla's flash_attention, interpreted on the CPU: outputs and gradients."""
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    from jax.experimental.pallas import tpu as pltpu
-    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
-
-    rng = np.random.default_rng(0)
-    q, k, v, grad = (rng.standard_normal((1, 2, 512, 64), dtype=np.float32) for _ in range(4))
-    with pltpu.force_tpu_interpret_mode():
-        out, backward = jax.vjp(lambda *qkv: flash_attention(*qkv, causal=True, sm_scale=1 / 8), q, k, v)
-        kernel = [np.asarray(x) for x in (out, *backward(jax.numpy.asarray(grad)))]
-    for chunks in (1, 4):
-        inputs = [torch.from_numpy(x).requires_grad_() for x in (q, k, v)]
-        plain = transformer_tpu.causal_attention(*(x.transpose(1, 2) for x in inputs), chunks).transpose(1, 2)
-        plain.backward(torch.from_numpy(grad))
-        for ours, theirs in zip((plain.detach(), *(x.grad for x in inputs)), kernel, strict=True):
-            np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=5e-6)
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_flash_and_plain_attention_agree(num_devices):
+    """Outputs and gradients, on one device and on a mesh of data and tensor axes: jax's kernels are independent."""
+    result = run("tests/flash_in_graph.py", PYTHONPATH=".", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(num_devices))
+    assert result.returncode == 0, result.stderr
+    differences = [float(value) for value in result.stdout.split()]
+    assert len(differences) == 8 and max(differences) < 1e-6, differences

@@ -6,7 +6,7 @@
     checkpoints = Checkpoints(run_dir / ...)          # atomic, checked, never executed
 
 One module for each: device, loader, guards (what stops a run early), metrics, checkpoint, state (to files and
-back), storage (a run directory in a bucket), pictures (what a finished run shows of itself), errors.
+back), storage (a run directory in a bucket), pictures (what a finished run shows of itself), flash_attention, errors.
 Exceptions: InputError (config.py) is the user's to mend and exits with 2; every TrainingError exits with 1.
 """
 
@@ -48,6 +48,7 @@ from tpu_utils.errors import (
     TrainingError,
     run_script,
 )
+from tpu_utils.flash_attention import flash_attention
 from tpu_utils.guards import (
     RunLock,
     StopRequest,
@@ -109,6 +110,7 @@ __all__ = [
     "device_memory",
     "end_with_parent",
     "finite_means",
+    "flash_attention",
     "gradient_norm",
     "graphs_compiled",
     "load_model",

@@ -1,0 +1,39 @@
+"""Run by test_transformer_parity.py: the ways to compute attention on XLA's CPU devices, on a mesh or without.
+
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=1|4 python flash_in_graph.py
+
+jax interprets the Pallas kernels, so they are a part of the graph like any other operation. Prints how far flash
+attention, and attention over one slice of queries, are from plain attention: the largest difference of the output and
+of each gradient, relative to the largest value.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from jax.experimental.pallas.ops.tpu import splash_attention
+
+from tpu_utils import flash_attention
+from transformer_tpu import causal_attention
+
+splash_attention.make_splash_mha = partial(splash_attention.make_splash_mha, interpret=True)
+num_devices = xr.global_runtime_device_count()
+if num_devices > 1:
+    xr.use_spmd()
+    xs.set_global_mesh(xs.Mesh(np.arange(num_devices), (2, 1, num_devices // 2), ("data", "fsdp", "tensor")))
+generator = torch.Generator().manual_seed(0)
+values = [torch.randn(2, 1024, 2, 64, generator=generator) for _ in range(4)]
+values[0] /= 8  # the attentions expect q divided by sqrt(K)
+found = []
+for attention in (causal_attention, flash_attention, partial(causal_attention, chunks=1)):
+    *inputs, grad = (x.to(torch_xla.device()) for x in values)
+    for x in (*inputs, grad) if num_devices > 1 else ():
+        xs.mark_sharding(x, xs.get_global_mesh(), ("data", None, "tensor", None))
+    out = attention(*(x.requires_grad_() for x in inputs))
+    out.backward(grad)
+    found.append([x.cpu() for x in (out.detach(), *(x.grad for x in inputs))])
+for other in found[1:]:
+    print(*(((x - plain).abs().max() / plain.abs().max()).item() for x, plain in zip(other, found[0], strict=True)))

@@ -1,0 +1,122 @@
+"""Causal attention by jax's Pallas kernels for TPU (splash attention): the square of scores never reaches memory.
+
+jax lowers the kernels, and its program becomes a part of the step's graph. torch_xla 2.9.0 has wrappers of its own:
+flash_attention hands the kernels every row's sum 128 times over, 12 million of 120 million cycles of a GPT-2 step by
+libtpu's estimate for v5e; splash_attention needs torchax, and runs the forward kernel again in the backward pass.
+"""
+
+import functools
+
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+from torch_xla._internal.jax_workarounds import requires_jax
+from torch_xla.core import xla_builder
+
+SPEC = (("data", "fsdp"), "tensor", None, None)  # batch and heads are cut over the mesh, where there is one
+
+
+def splash(num_heads: int, length: int, **options):
+    """jax's kernels for one sequence; blocks that lie wholly above the diagonal are skipped."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
+
+    size = next(size for size in (512, 256, 128) if length % size == 0)
+    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dq", "block_kv_dq")
+    names += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+    mask = jax_splash.MultiHeadMask([jax_splash.CausalMask((length, length))] * num_heads)
+    blocks = jax_splash.BlockSizes(**dict.fromkeys(names, size))
+    return jax_splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, **options)
+
+
+def jax_forward(q_BHTK, k_BHTK, v_BHTK):
+    """out (B, H, T, K) and the logarithm of the row sums (B, H, T), float32."""
+    import jax
+
+    kernel = splash(*q_BHTK.shape[1:3], save_residuals=True)
+    out, (logsumexp,) = jax.vmap(kernel)(q_BHTK, k_BHTK, v_BHTK)
+    return out, logsumexp
+
+
+def jax_backward(q_BHTK, k_BHTK, v_BHTK, out, logsumexp, grad):
+    """Gradients of q, k and v."""
+    import jax
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    kernel = splash(*q_BHTK.shape[1:3])
+
+    def backward(q, k, v, out, logsumexp, grad):
+        saved = (q, k, v, None, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+        return splash_attention_kernel._splash_attention_bwd(**kernel.kwargs, res=saved, do=grad)[3:6]
+
+    return jax.vmap(backward)(q_BHTK, k_BHTK, v_BHTK, out, logsumexp, grad)
+
+
+@functools.cache
+@requires_jax
+def lower(function, *arguments):
+    """XLA computation of a jax function for arguments given as (shape, dtype)."""
+    import jax
+
+    arguments = [jax.ShapeDtypeStruct(shape, str(dtype).removeprefix("torch.")) for shape, dtype in arguments]
+    hlo = jax.jit(function, keep_unused=True).lower(*arguments).compiler_ir("hlo")
+    return xla_builder.computation_from_module_proto(function.__name__, hlo.as_serialized_hlo_module_proto())
+
+
+def run(function, *tensors):
+    """The outputs of a jax function whose tensors all start with axes (B, H): each device runs it on its part."""
+    mesh, full = xs.get_global_mesh(), tensors[0].shape
+    if mesh is not None:
+        tensors = [xs.enable_manual_sharding(t, SPEC[: t.dim()], mesh=mesh).global_tensor for t in tensors]
+    computation = lower(function, *((tuple(t.shape), t.dtype) for t in tensors))
+    outputs = torch_xla._XLAC._xla_user_computation(f"xla::{function.__name__}", list(tensors), computation)
+    if mesh is not None:
+        outputs = [
+            xs.disable_manual_sharding(t, SPEC[: t.dim()], full[: t.dim()], mesh=mesh).global_tensor for t in outputs
+        ]
+    return tuple(outputs)
+
+
+# custom_op: torch_xla's scan traces a layer with tensors that have shapes alone
+@torch.library.custom_op("tpu_utils::flash_forward", mutates_args=())
+def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return run(jax_forward, q, k, v)
+
+
+@flash_forward.register_fake
+def _(q, k, v):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("tpu_utils::flash_backward", mutates_args=())
+def flash_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    grad: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return run(jax_backward, q, k, v, out, logsumexp, grad)
+
+
+@flash_backward.register_fake
+def _(q, k, v, out, logsumexp, grad):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *qkv_BHTK):
+        out, logsumexp = flash_forward(*qkv_BHTK)
+        ctx.save_for_backward(*qkv_BHTK, out, logsumexp)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return flash_backward(*ctx.saved_tensors, grad.contiguous())
+
+
+def flash_attention(q_BTHK, k_BTHK, v_BTHK):
+    """softmax(q k^T) v under the causal mask, q divided by sqrt(K) before. T a multiple of 128; TPU only."""
+    qkv_BHTK = (x_BTHK.transpose(1, 2).contiguous() for x_BTHK in (q_BTHK, k_BTHK, v_BTHK))
+    return FlashAttention.apply(*qkv_BHTK).transpose(1, 2)

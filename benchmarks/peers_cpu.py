@@ -66,6 +66,7 @@ def measure(all_peers: list[Peer]) -> None:
         before, start = compiles(), time.perf_counter()
         peer.wait(peer.step())
         peer.first_seconds = time.perf_counter() - start
+        print(f"{peer.name}: first step after {peer.first_seconds:.1f} s", file=sys.stderr, flush=True)
         for _ in range(3):
             peer.wait(peer.step())
         peer.graphs = compiles() - before

@@ -627,22 +627,32 @@ def fit(
 ) -> tuple[int, Report | None]:
     """The largest value of an integer option that fits, and its report; (0, None) when no value does.
 
-    Doubles or halves from the script's own value, then bisects in steps of the number of devices. Each compile is said.
+    Doubles or halves from the script's own value, then bisects, a batch in steps of devices times accumulation. Each
+    compile is said. A value that the script refuses, such as a batch larger than the data set, does not fit.
     """
-    tried: dict[int, Report] = {}
-
-    def fits(value: int) -> bool:
-        tried[value] = r = compile_script(script, topology, with_option(options, field, str(value)))
-        say(f"{field} {value:>7}: {'fits' if r.fits else 'does not fit'}, {r.peak_bytes / GIB:.2f} of "
-            f"{r.limit_bytes / GIB:.2f} GiB, {r.compile_seconds:.0f} s to compile")  # fmt: skip
-        return r.fits
-
     first = compile_script(script, topology, options)
     value = first.settings.get(field)
     if not isinstance(value, int) or value < 1:
         numbers = [name for name, v in first.settings.items() if isinstance(v, int) and not isinstance(v, bool)]
         raise ScriptError(f"--fit {field}: not a number of {script}; expected one of {', '.join(numbers)}", 2)
-    unit = first.devices if value % first.devices == 0 else 1
+    tried = {value: first}
+
+    def fits(value: int) -> bool:
+        try:
+            if value not in tried:
+                tried[value] = compile_script(script, topology, with_option(options, field, str(value)))
+        except ScriptError as error:
+            if error.exit_code != 2:
+                raise
+            say(f"{field} {value:>7}: refused by {script}, see above")
+            return False
+        r = tried[value]
+        say(f"{field} {value:>7}: {'fits' if r.fits else 'does not fit'}, {r.peak_bytes / GIB:.2f} of "
+            f"{r.limit_bytes / GIB:.2f} GiB, {r.compile_seconds:.0f} s to compile")  # fmt: skip
+        return r.fits
+
+    unit = first.devices * first.settings.get("gradient_accumulation_steps", 1) if field == "global_batch_size" else 1
+    unit = unit if value % unit == 0 else 1
     low, high = (value, 0) if fits(value) else (0, value)
     while not high:
         low, high = (value := value * 2, 0) if fits(value * 2) else (low, value * 2)

@@ -339,6 +339,19 @@ def test_fit_finds_the_largest(monkeypatch, largest):
     assert value == largest and best.fits and len(said) <= 12
 
 
+def test_fit_ends_at_what_the_script_refuses(monkeypatch):
+    def compile_script(script, topology, options):
+        size = int(options[-1]) if options else 8
+        if size > 12:
+            raise aot_tpu.ScriptError("the data set has 12 examples", 2)
+        return a_report(settings={"global_batch_size": size})
+
+    monkeypatch.setattr(aot_tpu, "compile_script", compile_script)
+    said = []
+    assert aot_tpu.fit("script.py", "v5litepod-1", "global_batch_size", [], said.append)[0] == 12
+    assert "16: refused by script.py" in said[1]
+
+
 def test_fit_refuses_what_is_not_a_number(monkeypatch):
     monkeypatch.setattr(aot_tpu, "compile_script", lambda *_: a_report())
     with pytest.raises(aot_tpu.ScriptError, match="expected one of global_batch_size"):

@@ -1,8 +1,8 @@
 """Causal attention by jax's Pallas kernels for TPU (splash attention): the square of scores never reaches memory.
 
 jax lowers the kernels, and its program becomes a part of the step's graph. torch_xla 2.9.0 has wrappers of its own:
-flash_attention hands the kernels every row's sum 128 times over, about a million cycles a layer of GPT-2 124M by libtpu's
-estimate for v5e; splash_attention needs torchax, and runs the forward kernel again in the backward pass.
+flash_attention hands the kernels every row's sum 128 times over, about a million cycles a layer of GPT-2 124M by
+libtpu's estimate for v5e; splash_attention needs torchax, and runs the forward kernel again in the backward pass.
 """
 
 import functools

@@ -622,13 +622,19 @@ def compile_script(script: str, topology: str, options: Sequence[str], program_d
         return Report(**json.loads(written.read_text()))
 
 
+def batch_unit(r: Report) -> int:
+    """The greatest step between batches that every device and every part of an accumulation can share as they share
+    the report's own."""
+    return math.gcd(r.settings["global_batch_size"], r.devices * r.settings.get("gradient_accumulation_steps", 1))
+
+
 def fit(
     script: str, topology: str, field: str, options: Sequence[str], say: Callable[[str], None] = print
 ) -> tuple[int, Report | None]:
     """The largest value of an integer option that fits, and its report; (0, None) when no value does.
 
-    Doubles or halves from the script's own value, then bisects, a batch in steps of devices times accumulation. Each
-    compile is said. A value that the script refuses, such as a batch larger than the data set, does not fit.
+    Doubles or halves from the script's own value, then bisects, a batch in steps that can be divided as that value is.
+    Each compile is said. A value that the script refuses, such as a batch larger than the data set, does not fit.
     """
     first = compile_script(script, topology, options)
     value = first.settings.get(field)
@@ -651,8 +657,7 @@ def fit(
             f"{r.limit_bytes / GIB:.2f} GiB, {r.compile_seconds:.0f} s to compile")  # fmt: skip
         return r.fits
 
-    unit = first.devices * first.settings.get("gradient_accumulation_steps", 1) if field == "global_batch_size" else 1
-    unit = unit if value % unit == 0 else 1
+    unit = batch_unit(first) if field == "global_batch_size" else 1
     low, high = (value, 0) if fits(value) else (0, value)
     while not high:
         low, high = (value := value * 2, 0) if fits(value * 2) else (low, value * 2)
@@ -682,11 +687,12 @@ def suggest(r: Report, script: str, options: Sequence[str], knobs: Sequence[tupl
     batch, scale = r.settings.get("global_batch_size"), r.memory.get("activations", 0)
     if batch and scale:
         room = 0.95 * r.limit_bytes - (sum(r.memory.values()) - scale)
-        guess = int(batch * room / scale) // r.devices * r.devices  # activations grow with the batch
-        while r.devices <= guess < batch:
+        unit = batch_unit(r)
+        guess = int(batch * room / scale) // unit * unit  # activations grow with the batch
+        while unit <= guess < batch:
             if attempt(f"--global_batch_size {guess}", with_option(options, "global_batch_size", str(guess))):
                 break
-            guess = guess // 2 // r.devices * r.devices
+            guess = guess // 2 // unit * unit
     for name, changes in knobs:
         changed = list(options)
         for option, value in zip(changes[::2], changes[1::2], strict=True):

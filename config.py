@@ -253,7 +253,7 @@ class TransformerConfig(TrainConfig):
     scan_layers: bool = False
     """Compile one layer and loop over it: smaller graph, slower step."""
     attention: Literal["plain", "flash"] = "plain"
-    """flash: jax's Pallas kernels for TPU; sequence_length a multiple of 128."""
+    """flash: jax 0.7.1's Pallas kernels, TPU only; sequence_length a multiple of 128."""
 
     eval_every: int = 100
     """Steps between two evaluations. The last step is always evaluated."""
@@ -347,9 +347,9 @@ PRESETS: dict[type, dict[str, dict[str, Any]]] = {
             save_every=1000,
             eval_every=250,
         ),
-        # the largest GPT-2, for v5litepod-16: two copies of the state, each divided over 8 chips (--mesh auto). Divided
-        # over all 16, libtpu 0.0.21 makes 165,000 collective-permutes of a step, and by its estimate twice the time.
-        # Scanned: 48 layers written out are compiled one by one
+        # the largest GPT-2, for v5litepod-16: --mesh auto makes two copies of the state, each divided over 8 chips.
+        # With 1x16x1 libtpu 0.0.21 makes 133,000 collective-permutes of a step, and by its estimate the work between
+        # them takes 13.6 s instead of 5.6. Scanned: 48 layers written out are compiled one by one
         "distributed": dict(
             run_dir="runs/gpt2_1558M",
             device="tpu",
@@ -455,6 +455,10 @@ def check_transformer(config: "TransformerConfig") -> list[str]:
     if config.vocab_size and config.vocab_size < config.smallest_vocab_size:
         problems.append(
             f"vocab_size is {config.vocab_size}; {config.dataset} needs {config.smallest_vocab_size} or more"
+        )
+    if config.attention == "flash" and not problems and shape.sequence_length % 128:
+        problems.append(
+            f"sequence_length is {shape.sequence_length}; attention flash needs a multiple of 128, or choose plain"
         )
     if config.gradient_accumulation_steps < 1 or config.global_batch_size % config.gradient_accumulation_steps:
         problems.append(
@@ -623,7 +627,7 @@ class Adam(torch.optim.Optimizer):
     """Adam, or with decoupled weight decay AdamW, whose learning rate may be a device tensor.
 
     The same update as torch.optim's. With capturable=True, which keeps the step count on the device, theirs counts and
-    corrects the bias for every tensor, and in float32: 1 - 0.999 is off by 6e-5 (torch/optim/adam.py,
+    corrects the bias for every tensor, and in float32, whose rounding is 3e-5 of 1 - 0.999 (torch/optim/adam.py,
     _single_tensor_adam). Here once a group, by expm1; and one copy_ a tensor, because torch_xla 2.9.0 takes several
     times as long to trace any other in-place operation. The count is not called `step`: torch's load_state_dict leaves
     a state of that name on the host.

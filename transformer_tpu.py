@@ -16,6 +16,7 @@ import math
 import re
 import sys
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -710,10 +711,10 @@ def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
     sizes, why = choose_mesh(config, num_devices, hbm_bytes)
     if config.attention == "flash" and not on_tpu and not config.compile_for:
         raise InputError("attention is flash, but its Pallas kernels run on TPU only; use --attention plain")
-    if config.attention == "flash" and config.shape.sequence_length % 128:
+    if config.attention == "flash" and version("jax") != "0.7.1":
         raise InputError(
-            f"attention is flash, but sequence_length is {config.shape.sequence_length}; expected a multiple of 128, "
-            "or --attention plain"
+            f"attention is flash, whose kernels are those of jax 0.7.1; found jax {version('jax')}; "
+            "use --attention plain, or torch_xla 2.9.0"
         )
     if num_devices == 1:
         return None, "one device"

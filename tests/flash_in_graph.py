@@ -1,10 +1,10 @@
 """Run by test_transformer_parity.py: the ways to compute attention on XLA's CPU devices, on a mesh or without.
 
-    PJRT_DEVICE=CPU CPU_NUM_DEVICES=1|4 python flash_in_graph.py
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=1|4|8 python flash_in_graph.py
 
 jax interprets the Pallas kernels, so they are a part of the graph like any other operation. Prints how far flash
 attention, and attention over one slice of queries, are from plain attention: the largest difference of the output and
-of each gradient, relative to the largest value.
+of each gradient, relative to the largest value. Then the same for the gradients of a scanned, rematerialised GPT.
 """
 
 from functools import partial
@@ -16,14 +16,16 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from jax.experimental.pallas.ops.tpu import splash_attention
 
+from config import ModelShape
 from tpu_utils import flash_attention
-from transformer_tpu import causal_attention
+from transformer_tpu import GPT, causal_attention, losses, place
 
 splash_attention.make_splash_mha = partial(splash_attention.make_splash_mha, interpret=True)
 num_devices = xr.global_runtime_device_count()
 if num_devices > 1:
     xr.use_spmd()
-    xs.set_global_mesh(xs.Mesh(np.arange(num_devices), (2, 1, num_devices // 2), ("data", "fsdp", "tensor")))
+    sizes = (num_devices // 4, 2, 2)
+    xs.set_global_mesh(xs.Mesh(np.arange(num_devices), sizes, ("data", "fsdp", "tensor")))
 generator = torch.Generator().manual_seed(0)
 values = [torch.randn(2, 1024, 2, 64, generator=generator) for _ in range(4)]
 values[0] /= 8  # the attentions expect q divided by sqrt(K)
@@ -31,9 +33,23 @@ found = []
 for attention in (causal_attention, flash_attention, partial(causal_attention, chunks=1)):
     *inputs, grad = (x.to(torch_xla.device()) for x in values)
     for x in (*inputs, grad) if num_devices > 1 else ():
-        xs.mark_sharding(x, xs.get_global_mesh(), ("data", None, "tensor", None))
+        xs.mark_sharding(x, xs.get_global_mesh(), (("data", "fsdp"), None, "tensor", None))
     out = attention(*(x.requires_grad_() for x in inputs))
     out.backward(grad)
     found.append([x.cpu() for x in (out.detach(), *(x.grad for x in inputs))])
 for other in found[1:]:
     print(*(((x - plain).abs().max() / plain.abs().max()).item() for x, plain in zip(other, found[0], strict=True)))
+
+gradients = []
+for attention in (causal_attention, flash_attention):
+    model = GPT(
+        ModelShape(2, 2, 64, 256, 60), remat=True, scan_layers=True, attention=attention, mesh=xs.get_global_mesh()
+    )
+    model.initialise(0)
+    model = model.to(torch_xla.device())
+    place(model, model.parameters())
+    tokens = (torch.arange(4 * 257).view(4, 257) % 59).int().to(torch_xla.device())
+    losses(model(tokens[:, :-1]), tokens[:, 1:], 60).mean().backward()
+    gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
+plain, flash = (torch.cat([x.flatten() for x in found]) for found in gradients)
+print(((flash - plain).abs().max() / plain.abs().max()).item())

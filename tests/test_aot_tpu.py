@@ -352,6 +352,20 @@ def test_fit_ends_at_what_the_script_refuses(monkeypatch):
     assert "16: refused by script.py" in said[1]
 
 
+@pytest.mark.parametrize("largest", [16, 48, 112])
+def test_fit_tries_batches_that_can_be_divided(monkeypatch, largest):
+    """8 devices as 2 x 2 x 2 and 4 parts: batches are multiples of 16, and 48 is not one of 32."""
+
+    def compile_script(script, topology, options):
+        size = int(options[-1]) if options else 48
+        assert size % 16 == 0
+        settings = {"global_batch_size": size, "gradient_accumulation_steps": 4}
+        return a_report(devices=8, fits=size <= largest, settings=settings)
+
+    monkeypatch.setattr(aot_tpu, "compile_script", compile_script)
+    assert aot_tpu.fit("script.py", "v5litepod-8", "global_batch_size", [], lambda _: None)[0] == largest
+
+
 def test_fit_refuses_what_is_not_a_number(monkeypatch):
     monkeypatch.setattr(aot_tpu, "compile_script", lambda *_: a_report())
     with pytest.raises(aot_tpu.ScriptError, match="expected one of global_batch_size"):

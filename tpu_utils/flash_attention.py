@@ -1,8 +1,8 @@
 """Causal attention by jax's Pallas kernels for TPU (splash attention): the square of scores never reaches memory.
 
 jax lowers the kernels, and its program becomes a part of the step's graph. torch_xla 2.9.0 has wrappers of its own:
-flash_attention hands the kernels every row's sum 128 times over, about a million cycles a layer of GPT-2 124M by
-libtpu's estimate for v5e; splash_attention needs torchax, and runs the forward kernel again in the backward pass.
+flash_attention's backward pass expands three row sums to 128 lanes in memory, about a million cycles a layer of GPT-2
+124M by libtpu's estimate for v5e; splash_attention needs torchax with flax, and runs the forward kernel twice.
 """
 
 import functools
@@ -10,6 +10,7 @@ import functools
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.core import xla_builder
 
@@ -65,6 +66,7 @@ def lower(function, *arguments):
 def run(function, *tensors):
     """The outputs of a jax function whose tensors all start with axes (B, H): each device runs it on its part."""
     mesh, full = xs.get_global_mesh(), tensors[0].shape
+    assert mesh is not None or not xr.is_spmd(), "flash attention on a mesh needs xs.set_global_mesh"
     if mesh is not None:
         tensors = [xs.enable_manual_sharding(t, SPEC[: t.dim()], mesh=mesh).global_tensor for t in tensors]
     computation = lower(function, *((tuple(t.shape), t.dtype) for t in tensors))
@@ -117,6 +119,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 def flash_attention(q_BTHK, k_BTHK, v_BTHK):
-    """softmax(q k^T) v under the causal mask, q divided by sqrt(K) before. T a multiple of 128; TPU only."""
+    """softmax(q k^T) v under the causal mask, q divided by sqrt(K) before. T a multiple of 128; TPU only. On several
+    devices the global mesh, with axes data, fsdp and tensor."""
     qkv_BHTK = (x_BTHK.transpose(1, 2).contiguous() for x_BTHK in (q_BTHK, k_BTHK, v_BTHK))
     return FlashAttention.apply(*qkv_BHTK).transpose(1, 2)

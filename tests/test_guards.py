@@ -111,6 +111,10 @@ def test_a_stuck_data_iterator_is_shown_and_the_run_goes_on(tmp_path, capfd, mon
     releaser.start()
     assert in_process(*TINY, "--run_dir", tmp_path / "run", "--stall_seconds=1") == 0
     releaser.join()
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "watchdog":
+            thread.join(timeout=30)
     text = "".join(seen) + capfd.readouterr().err
     said = [line for line in stalls_in(text) if "data_wait" in line]
     assert len(said) == 1 and "no progress for 1 s" in said[0] and "--data_dir" in said[0]

@@ -209,11 +209,15 @@ def watch_for_stalls(goodput: Goodput, stall_seconds: float) -> None:
 
 def _watch_for_stalls(ref: weakref.ref, stall_seconds: float) -> None:
     changes, since, told = None, time.monotonic(), False
+
+    def say_over() -> None:
+        print(f"stall      over after {time.monotonic() - since:.0f} s", file=sys.stderr, flush=True)
+
     while (goodput := ref()) is not None:
         now, phase = time.monotonic(), goodput.current
         if goodput.changes != changes:
             if told:
-                print(f"stall      over after {now - since:.0f} s", file=sys.stderr, flush=True)
+                say_over()
             changes, since, told = goodput.changes, now, False
         del goodput
         limit = stall_seconds * (6 if phase in ("start_up", "compile") else 1)
@@ -223,3 +227,5 @@ def _watch_for_stalls(ref: weakref.ref, stall_seconds: float) -> None:
             print(f"stall      {text} Where every thread stands:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         time.sleep(min(1, stall_seconds / 4))
+    if told:  # the run came to its end before this thread looked again
+        say_over()

@@ -4,7 +4,7 @@
 
 jax interprets the Pallas kernels, so they are a part of the graph like any other operation. Prints how far flash
 attention, and attention over one slice of queries, are from plain attention: the largest difference of the output and
-of each gradient, relative to the largest value. Then the same for the gradients of a scanned, rematerialised GPT.
+of each gradient, relative to the largest value.
 """
 
 from functools import partial
@@ -16,9 +16,8 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from config import ModelShape
 from tpu_utils import flash_attention
-from transformer_tpu import GPT, causal_attention, losses, place
+from transformer_tpu import causal_attention
 
 splash_attention.make_splash_mha = partial(splash_attention.make_splash_mha, interpret=True)
 num_devices = xr.global_runtime_device_count()
@@ -39,17 +38,3 @@ for attention in (causal_attention, flash_attention, partial(causal_attention, c
     found.append([x.cpu() for x in (out.detach(), *(x.grad for x in inputs))])
 for other in found[1:]:
     print(*(((x - plain).abs().max() / plain.abs().max()).item() for x, plain in zip(other, found[0], strict=True)))
-
-gradients = []
-for attention in (causal_attention, flash_attention):
-    model = GPT(
-        ModelShape(2, 2, 64, 256, 60), remat=True, scan_layers=True, attention=attention, mesh=xs.get_global_mesh()
-    )
-    model.initialise(0)
-    model = model.to(torch_xla.device())
-    place(model, model.parameters())
-    tokens = (torch.arange(4 * 257).view(4, 257) % 59).int().to(torch_xla.device())
-    losses(model(tokens[:, :-1]), tokens[:, 1:], 60).mean().backward()
-    gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
-plain, flash = (torch.cat([x.flatten() for x in found]) for found in gradients)
-print(((flash - plain).abs().max() / plain.abs().max()).item())

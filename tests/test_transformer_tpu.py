@@ -244,10 +244,11 @@ def test_refused_before_anything_compiles(tmp_path, capsys, options, message):
     assert code == 2 and message in capsys.readouterr().err and graphs_compiled() == before
 
 
-def test_flash_attention_compiles_for_a_tpu():
+@pytest.mark.parametrize("more", [[], ["--scan_layers", "--remat"]])
+def test_flash_attention_compiles_for_a_tpu(more):
     """Forward and backward kernels of the training step, by the real TPU compiler; no TPU here runs them."""
     options = ["--num_layers=1", "--num_heads=1", "--embedding_dim=128", "--sequence_length=256", "--vocab_size=64"]
-    options += ["--attention=flash", "--global_batch_size=2", "--compile_for=v5litepod-1"]
+    options += ["--attention=flash", "--global_batch_size=2", "--compile_for=v5litepod-1", *more]
     result = run("transformer_tpu.py", *options)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "v5litepod-1: compiles and fits" in result.stdout

@@ -140,12 +140,31 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.stack(found) if name in LAYER_MATRICES else found[0] for name, found in parts.items()}
 
 
+class LayerNorm(torch.autograd.Function):
+    """Of x (B, T, D): float32 inside one fusion, the dtype of x in memory. E[x^2] - E[x]^2 reads x once.
+
+    The backward pass is written down because autograd's takes twice as many operations, to trace and in the program.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight_D, bias_D, eps):
+        z = x.float()
+        mean = z.mean(-1, keepdim=True)
+        scale = torch.rsqrt((z * z).mean(-1, keepdim=True) - mean * mean + eps)
+        ctx.save_for_backward(x, mean, scale, weight_D)
+        return ((z - mean) * scale * weight_D + bias_D).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, mean, scale, weight_D = ctx.saved_tensors
+        grad, normal = grad.float(), (x - mean) * scale
+        dn = grad * weight_D
+        dx = (dn - dn.mean(-1, keepdim=True) - normal * (dn * normal).mean(-1, keepdim=True)) * scale
+        return dx.to(x.dtype), (grad * normal).sum((0, 1)), grad.sum((0, 1)), None
+
+
 def layer_norm(x, weight_D, bias_D, eps: float = 1e-5):
-    """Float32 inside one fusion, the dtype of x in memory. E[x^2] - E[x]^2 reads x once."""
-    z = x.float()
-    mean = z.mean(-1, keepdim=True)
-    variance = (z * z).mean(-1, keepdim=True) - mean * mean
-    return ((z - mean) * torch.rsqrt(variance + eps) * weight_D + bias_D).to(x.dtype)
+    return LayerNorm.apply(x, weight_D, bias_D, eps)
 
 
 def row_sums(x_NV, rounded: bool):
@@ -154,6 +173,11 @@ def row_sums(x_NV, rounded: bool):
     if not rounded:
         return x_NV.sum(-1, keepdim=True)
     return (x_NV @ torch.ones(x_NV.shape[1], 2, device=x_NV.device))[:, :1]  # by one column XLA makes it a sum again
+
+
+def cut(x_BTHK, start: int, end: int):
+    """Positions start to end; x itself where that is all of it, which torch_xla would trace as two operations."""
+    return x_BTHK if end - start == x_BTHK.shape[1] else x_BTHK[:, start:end]
 
 
 class CausalAttention(torch.autograd.Function):
@@ -173,10 +197,10 @@ class CausalAttention(torch.autograd.Function):
         v_and_1 = F.pad(v_BTHK, (0, 1), value=1.0).float()
         kept, out, sums = [], [], []
         for start, end in CausalAttention.slices(T, chunks):
-            scores = torch.einsum("bthk,bshk->bhts", q_BTHK[:, start:end], k_BTHK[:, :end]).float()
+            scores = torch.einsum("bthk,bshk->bhts", cut(q_BTHK, start, end), cut(k_BTHK, 0, end)).float()
             scores = scores.masked_fill(position[start:end, None] < position[None, :end], -1e30)
             kept.append((scores - scores.amax(-1, keepdim=True)).exp().to(dtype))
-            weighted = torch.einsum("bhts,bshk->bthk", kept[-1].float(), v_and_1[:, :end])
+            weighted = torch.einsum("bhts,bshk->bthk", kept[-1].float(), cut(v_and_1, 0, end))
             sums.append(weighted[..., K:])
             out.append((weighted[..., :K] / sums[-1]).to(dtype))
         out, sums = torch.cat(out, 1), torch.cat(sums, 1)
@@ -187,16 +211,17 @@ class CausalAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q_BTHK, k_BTHK, v_BTHK, out, sums, *kept = ctx.saved_tensors
         T = q_BTHK.shape[1]
-        grad = (grad.float() / sums).to(q_BTHK.dtype)
-        mean = (grad.float() * out.float()).sum(-1).transpose(1, 2).unsqueeze(-1)  # of de under p, (B, H, T, 1)
+        grad = (grad / sums).to(q_BTHK.dtype)  # bfloat16 with float32 makes float32
+        mean = (grad * out.float()).sum(-1, keepdim=True)  # of de under p, (B, T, H, 1)
         dq, dk, dv = [], 0, 0
         for (start, end), e in zip(CausalAttention.slices(T, len(kept)), kept, strict=True):
             whole = (0, 0, 0, 0, 0, T - end)  # keys after the slice get nothing from it
-            dv += F.pad(torch.einsum("bhts,bthk->bshk", e, grad[:, start:end]), whole)
-            de = torch.einsum("bthk,bshk->bhts", grad[:, start:end], v_BTHK[:, :end]).float()
-            ds = ((de - mean[:, :, start:end]) * e.float()).to(e.dtype)
-            dq.append(torch.einsum("bhts,bshk->bthk", ds, k_BTHK[:, :end]))
-            dk += F.pad(torch.einsum("bhts,bthk->bshk", ds, q_BTHK[:, start:end]), whole)
+            grad_slice, q_slice = cut(grad, start, end), cut(q_BTHK, start, end)
+            dv += F.pad(torch.einsum("bhts,bthk->bshk", e, grad_slice), whole)
+            de = torch.einsum("bthk,bshk->bhts", grad_slice, cut(v_BTHK, 0, end))
+            ds = ((de - cut(mean, start, end).transpose(1, 2)) * e).to(e.dtype)
+            dq.append(torch.einsum("bhts,bshk->bthk", ds, cut(k_BTHK, 0, end)))
+            dk += F.pad(torch.einsum("bhts,bthk->bshk", ds, q_slice), whole)
         return torch.cat(dq, 1), dk, dv, None
 
     @staticmethod
@@ -242,16 +267,16 @@ def block(x_BTD, w, num_heads, attention, keep=lambda x: x):
     """One pre-norm transformer layer. w: its parameters by name."""
     D = x_BTD.shape[-1]
     y = layer_norm(x_BTD, w["ln1_weight"], w["ln1_bias"])
-    # (H, K, D) keeps the head axis apart, so that it can be cut over the mesh; 1 / sqrt(K) is in the weights of q
+    # (H, K, D) keeps the head axis apart, so that it can be cut over the mesh
     q, k, v = zip(w["qkv_weight"].view(3, num_heads, -1, D), w["qkv_bias"].view(3, num_heads, -1), strict=True)
-    q = [(value.float() / math.sqrt(D // num_heads)).to(value.dtype) for value in q]
+    q = (q[0].float() / math.sqrt(D // num_heads)).to(q[0].dtype), q[1]  # a part of the product; cast() did the biases
     qkv = [torch.einsum("btd,hkd->bthk", y, weight) + bias for weight, bias in (q, k, v)]
     out_weight = w["attention_out_weight"].view(D, num_heads, -1)
     y = torch.einsum("bthk,dhk->btd", attention(*qkv), out_weight) + w["attention_out_bias"]
     x_BTD = keep(x_BTD + y)
     y = layer_norm(x_BTD, w["ln2_weight"], w["ln2_bias"])
-    y = F.gelu(F.linear(y, w["mlp_in_weight"], w["mlp_in_bias"]), approximate="tanh")
-    return keep(x_BTD + F.linear(y, w["mlp_out_weight"], w["mlp_out_bias"]))
+    y = F.gelu(torch.einsum("btd,ed->bte", y, w["mlp_in_weight"]) + w["mlp_in_bias"], approximate="tanh")
+    return keep(x_BTD + torch.einsum("bte,de->btd", y, w["mlp_out_weight"]) + w["mlp_out_bias"])
 
 
 class GPT(torch.nn.Module):
@@ -305,9 +330,12 @@ class GPT(torch.nn.Module):
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         """All parameters in the compute dtype, once a step, and those of each layer.
 
-        Layer norms stay float32: they compute in it anyway.
+        Layer norms stay float32: they compute in it anyway. Biases of q are divided by sqrt(K), for all layers at once.
         """
-        cast = {n: p if "ln" in n else p.to(self.compute_dtype) for n, p in self.named_parameters()}
+        cast = dict(self.named_parameters())
+        scale = F.pad(torch.ones(2, 1, device=self.qkv_bias.device), (0, 0, 1, 0), value=self.shape.head_dim**-0.5)
+        cast["qkv_bias"] = cast["qkv_bias"] * scale
+        cast = {name: p if "ln" in name else p.to(self.compute_dtype) for name, p in cast.items()}
         columns = [cast[n].unbind(0) for n in LAYER_VECTORS]
         columns += [[cast[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in LAYER_MATRICES]
         names = LAYER_VECTORS + LAYER_MATRICES

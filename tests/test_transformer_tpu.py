@@ -96,6 +96,7 @@ def test_bfloat16_stays_in_a_band_around_float32(one_device):
     float32, bfloat16 = (losses_of(one_device / kind).reshape(20, 10).mean(1) for kind in ("float32", "bfloat16"))
     assert float32[-1] < 0.7 * float32[0]  # it learned something
     difference = np.abs(bfloat16 / float32 - 1).max()
+    print(f"largest difference {difference:.1e}")  # for README.md: pytest -k band -s
     assert 0 < difference < 5e-3, difference
 
 

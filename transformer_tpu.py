@@ -144,7 +144,7 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 class LayerNorm(torch.autograd.Function):
     """Of x (B, T, D): float32 inside one fusion, the dtype of x in memory. E[x^2] - E[x]^2 reads x once.
 
-    The backward pass is written down because autograd's takes twice as many operations, to trace and in the program.
+    The backward pass is written down because autograd's takes more operations, to trace and in the program.
     """
 
     @staticmethod

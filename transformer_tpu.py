@@ -148,10 +148,10 @@ class LayerNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight_D, bias_D, eps):
+    def forward(ctx, x, weight_D, bias_D):
         z = x.float()
         mean = z.mean(-1, keepdim=True)
-        scale = torch.rsqrt((z * z).mean(-1, keepdim=True) - mean * mean + eps)
+        scale = torch.rsqrt((z * z).mean(-1, keepdim=True) - mean * mean + 1e-5)
         ctx.save_for_backward(x, mean, scale, weight_D)
         return ((z - mean) * scale * weight_D + bias_D).to(x.dtype)
 
@@ -161,11 +161,10 @@ class LayerNorm(torch.autograd.Function):
         grad, normal = grad.float(), (x - mean) * scale
         dn = grad * weight_D
         dx = (dn - dn.mean(-1, keepdim=True) - normal * (dn * normal).mean(-1, keepdim=True)) * scale
-        return dx.to(x.dtype), (grad * normal).sum((0, 1)), grad.sum((0, 1)), None
+        return dx.to(x.dtype), (grad * normal).sum((0, 1)), grad.sum((0, 1))
 
 
-def layer_norm(x, weight_D, bias_D, eps: float = 1e-5):
-    return LayerNorm.apply(x, weight_D, bias_D, eps)
+layer_norm = LayerNorm.apply
 
 
 def row_sums(x_NV, rounded: bool):
@@ -265,12 +264,12 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def block(x_BTD, w, num_heads, attention, keep=lambda x: x):
-    """One pre-norm transformer layer. w: its parameters by name."""
+    """One pre-norm transformer layer. w: its parameters by name, as GPT.cast() gives them (biases of q scaled)."""
     D = x_BTD.shape[-1]
     y = layer_norm(x_BTD, w["ln1_weight"], w["ln1_bias"])
     # (H, K, D) keeps the head axis apart, so that it can be cut over the mesh
     q, k, v = zip(w["qkv_weight"].view(3, num_heads, -1, D), w["qkv_bias"].view(3, num_heads, -1), strict=True)
-    q = (q[0].float() / math.sqrt(D // num_heads)).to(q[0].dtype), q[1]  # a part of the product; cast() did the biases
+    q = (q[0].float() / math.sqrt(D // num_heads)).to(q[0].dtype), q[1]  # fused with the product; the bias is scaled
     qkv = [torch.einsum("btd,hkd->bthk", y, weight) + bias for weight, bias in (q, k, v)]
     out_weight = w["attention_out_weight"].view(D, num_heads, -1)
     y = torch.einsum("bthk,dhk->btd", attention(*qkv), out_weight) + w["attention_out_bias"]
@@ -331,7 +330,8 @@ class GPT(torch.nn.Module):
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         """All parameters in the compute dtype, once a step, and those of each layer.
 
-        Layer norms stay float32: they compute in it anyway. Biases of q are divided by sqrt(K), for all layers at once.
+        Layer norms stay float32: they compute in it anyway. Biases of q come divided by sqrt(K), in one operation for
+        all layers; block() does its weights, where XLA makes that a part of the product.
         """
         cast = dict(self.named_parameters())
         scale = F.pad(torch.ones(2, 1, device=self.qkv_bias.device), (0, 0, 1, 0), value=self.shape.head_dim**-0.5)

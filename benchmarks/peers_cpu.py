@@ -195,6 +195,11 @@ def gpt(shape: ModelShape = SMALL_GPT) -> list[Peer]:
     ]
 
 
+def operations_traced() -> int:
+    """Calls of torch_xla's operations in this process so far."""
+    return sum(met.counter_value(name) for name in met.counter_names() if name.startswith("xla::"))
+
+
 def host() -> None:
     """Milliseconds from the call of a step to its return: what the host does before the device can begin."""
     tokens = torch.randint(DEEP_GPT.vocab_size, (2, DEEP_GPT.sequence_length + 1), dtype=torch.int32)
@@ -214,6 +219,11 @@ def host() -> None:
     for _ in range(4):
         for peer in all_peers:
             peer.wait(peer.step())
+    traced = []
+    for peer in all_peers:
+        before = operations_traced()
+        peer.wait(peer.step())
+        traced.append(operations_traced() - before)
     for _ in range(4 * ROUNDS):
         for peer in all_peers:
             start = time.perf_counter()
@@ -221,11 +231,13 @@ def host() -> None:
             peer.rounds.append(time.perf_counter() - start)
             peer.wait(result)
     ours = statistics.median(all_peers[0].rounds)
-    print("\nhost, 12 layers\n\n| | ms before the device has the step (range) | of ours |\n|---|---|---|")
-    for peer in all_peers:
+    print(
+        "\nhost, 12 layers\n\n| | operations | ms before the device has the step (range) | of ours |\n|---|---|---|---|"
+    )
+    for peer, count in zip(all_peers, traced, strict=True):
         ms = sorted(1e3 * seconds for seconds in peer.rounds)
-        ratio = statistics.median(peer.rounds) / ours
-        print(f"| {peer.name} | {statistics.median(ms):.0f} ({ms[0]:.0f} to {ms[-1]:.0f}) | {ratio:.2f} |", flush=True)
+        median, ratio = statistics.median(ms), statistics.median(peer.rounds) / ours
+        print(f"| {peer.name} | {count:,} | {median:.0f} ({ms[0]:.0f} to {ms[-1]:.0f}) | {ratio:.2f} |", flush=True)
 
 
 def main() -> int:

@@ -36,6 +36,7 @@ from config import MnistConfig, ModelShape, TransformerConfig, learning_rates, m
 from tpu_utils import DeviceMetrics
 
 ROUNDS, STEPS = 7, 5
+MNIST_BATCHES = 128, 256  # of the presets development and production
 SMALL_GPT, GPT_BATCH = ModelShape(4, 4, 256, 128, 512), 8
 DEEP_GPT = ModelShape(12, 4, 64, 32, 128)  # small in everything that costs the device, 12 layers for the host
 
@@ -158,11 +159,11 @@ def usual_mnist_step(model, optimizer, images, labels):
     return loss.detach(), norm
 
 
-def mnist() -> list[Peer]:
+def mnist(batch: int) -> list[Peer]:
     recipe = peers.MNIST_RECIPE
-    config = MnistConfig(optimizer="adamw", learning_rate=recipe.learning_rate, global_batch_size=128)
-    images = torch.randint(256, (128, 28, 28), dtype=torch.uint8)
-    labels = torch.randint(10, (128,), dtype=torch.int32)
+    config = MnistConfig(optimizer="adamw", learning_rate=recipe.learning_rate, global_batch_size=batch)
+    images = torch.randint(256, (batch, 28, 28), dtype=torch.uint8)
+    labels = torch.randint(10, (batch,), dtype=torch.int32)
     build = partial(simple_mnist_tpu.ConvNet, 28, config.channels, config.hidden_dim)
     eager, compiled = build(), build()
     eager_step = partial(usual_mnist_step, eager, peers.usual_adamw(eager, recipe), images, labels)
@@ -250,8 +251,9 @@ def main() -> int:
     names = ("torch", "torch_xla", "jax", "transformers")
     print(", ".join(f"{name} {version(name)}" for name in names) + f"; {os.cpu_count()} cores", flush=True)
     if "mnist" in parts:
-        measure(found := mnist())
-        print_table("MNIST CNN, batch 128 of 28 x 28, AdamW, float32", found)
+        for batch in MNIST_BATCHES:
+            measure(found := mnist(batch))
+            print_table(f"MNIST CNN, batch {batch} of 28 x 28, AdamW, float32", found)
     if "gpt" in parts:
         measure(found := gpt())
         print_table(f"{SMALL_GPT}, batch {GPT_BATCH}, AdamW, float32", found)

@@ -553,7 +553,8 @@ def compile_for(
 
     The model and the optimizer are recognised among the arguments. examples (tokens, with unit="tokens") and
     model_flops are those of one step over all devices; settings is the resolved configuration, for --fit.
-    knobs: (what it is, options to add) to try when the step does not fit. Returns the exit code: 0 fits, 1 does not.
+    knobs: (what it is, options to add, such as ["--remat", "--mesh=1x8x1"]) to try when the step does not fit.
+    Returns the exit code: 0 fits, 1 does not.
     """
     import torch
     import torch_xla.runtime as xr
@@ -597,7 +598,7 @@ def with_option(options: Sequence[str], name: str, value: str | None) -> list[st
     kept, skip = [], False
     for option in options:
         same = option.startswith("--") and option[2:].split("=")[0].replace("-", "_") == name
-        if not same and not skip:
+        if not same and not (skip and not option.startswith("--")):  # a flag has no value to be taken out
             kept.append(option)
         skip = same and "=" not in option
     return kept if value is None else [*kept, f"--{name}", value]
@@ -607,11 +608,15 @@ def compile_script(script: str, topology: str, options: Sequence[str], program_d
     """Run a training script up to its first step for one slice. Raises ScriptError when it does not get there."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, script, *with_option(options, "compile_for", topology)]
-        done = subprocess.run(command, env=os.environ | {OUTPUT_VARIABLE: folder}, stdout=subprocess.DEVNULL)
+        environment = os.environ | {OUTPUT_VARIABLE: folder}
+        environment.pop("XLA_USE_SPMD", None)  # xr.use_spmd() of this process leaves it there
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
         written = Path(folder, "report.json")
         if not written.exists():
             if done.returncode < 0:
                 cause = f"was killed by signal {-done.returncode} (9 is out of host memory, 6 an abort in the compiler)"
+            elif done.returncode == 0:
+                raise ScriptError(f"{script} ended without asking to compile a step: is it a training script?", 2)
             else:
                 cause = f"ended with code {done.returncode} before its first step; its own message is above"
             raise ScriptError(f"{script} for {topology} {cause}", 2 if done.returncode == 2 else 1)
@@ -641,7 +646,7 @@ def fit(
     if not isinstance(value, int) or value < 1:
         numbers = [name for name, v in first.settings.items() if isinstance(v, int) and not isinstance(v, bool)]
         raise ScriptError(f"--fit {field}: not a number of {script}; expected one of {', '.join(numbers)}", 2)
-    tried = {value: first}
+    tried, refused = {value: first}, set()
 
     def fits(value: int) -> bool:
         try:
@@ -651,6 +656,7 @@ def fit(
             if error.exit_code != 2:
                 raise
             say(f"{field} {value:>7}: refused by {script}, see above")
+            refused.add(value)
             return False
         r = tried[value]
         say(f"{field} {value:>7}: {'fits' if r.fits else 'does not fit'}, {r.peak_bytes / GIB:.2f} of "
@@ -667,6 +673,8 @@ def fit(
     while low and high - low > unit:
         middle = (low + high) // 2 // unit * unit
         low, high = (middle, high) if fits(middle) else (low, middle)
+    if low and high in refused:
+        say(f"{field} {high} is refused by {script}, not for its memory")
     return low, tried.get(low)
 
 
@@ -695,8 +703,8 @@ def suggest(r: Report, script: str, options: Sequence[str], knobs: Sequence[tupl
             guess = guess // 2 // unit * unit
     for name, changes in knobs:
         changed = list(options)
-        for option, value in zip(changes[::2], changes[1::2], strict=True):
-            changed = with_option(changed, option.lstrip("-").replace("-", "_"), value)
+        for change in changes:
+            changed = [*with_option(changed, change[2:].split("=")[0].replace("-", "_"), None), change]
         attempt(f"{name} ({' '.join(changes)})", changed)
     return "\n".join(lines)
 

@@ -75,6 +75,7 @@ from tpu_utils import (
     open_run_dir,
     peak_flops,
     print_banner,
+    process_age,
     random_state,
     run_script,
     set_random_state,
@@ -195,7 +196,7 @@ def train_flops_per_example(model: nn.Module, image_size: int) -> int:
 
 def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Path | None = None) -> int:
     """hosts: the processes of an SPMD run, one per host. relay: see StopRequest."""
-    goodput, stop, lock, spmd = Goodput(), StopRequest(relay), RunLock(), config.strategy == "spmd"
+    goodput, stop, lock, spmd = Goodput(process_age()), StopRequest(relay), RunLock(), config.strategy == "spmd"
     watch_for_stalls(goodput, config.stall_seconds)
     dataset = load_dataset(config)
     steps_per_epoch, num_steps = num_steps_of(config, len(dataset.train_images))
@@ -261,7 +262,9 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         images, labels = xm.send_cpu_data_to_device(list(next(iter(batches))), device, sharding)
         step_args = (trained, optimizer, rates, metrics, images, labels, *step_options)
         sizes = dict(examples=config.global_batch_size, model_flops=flops, settings=dataclasses.asdict(config))
-        return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes)
+        can_shard = spmd and not config.shard_parameters
+        knobs = [("divide parameters and optimizer state", ["--shard_parameters"])] if can_shard else []
+        return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes, knobs=knobs)
     eval_size = math.ceil(config.eval_batch_size / num_devices) * num_devices  # the mask takes care of the rest
     test_set = eval_batches(dataset.test_images, dataset.test_labels, eval_size)
     test_batches = [
@@ -323,6 +326,9 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
 
     if stop_signal:
         return stop.say(stop_signal, step, config.run_dir or run_dir, silent=peers.index > 0)
+    if peers.index > 0:
+        return 0
+    log_misread(config, run_dir, ConvNet(dataset.image_size, config.channels, config.hidden_dim), dataset)
     summary = {
         "steps": num_steps,
         "train_graphs": graphs.compiled("train"),
@@ -336,12 +342,10 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         "seconds": goodput.total(),
         "goodput": goodput.seconds,
     }
-    if peers.index == 0:
-        write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
-        log_summary(config, run_dir, summary)
-        log_misread(config, run_dir, ConvNet(dataset.image_size, config.channels, config.hidden_dim), dataset)
-        mirror.upload_logs()
-        print_result(summary, dataset)
+    write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+    log_summary(config, run_dir, summary)
+    mirror.upload_logs()
+    print_result(summary, dataset)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 Run:     python generate_tpu.py --run_dir runs/RUN --prompt "ROMEO:" --num_tokens 40
          python generate_tpu.py --llmc gpt2_124M.bin --prompt "Hello"     # needs tiktoken and its GPT-2 vocabulary
+
 Expect:  two graphs, prefill and decode, whatever the length of the prompt.
 """
 
@@ -33,7 +34,8 @@ class GenerateConfig:
     """llm.c's weights instead of a run."""
     prompt: str = ""
     """Text; for a synthetic run token numbers such as '3 17 5'."""
-    num_tokens: int = 100
+    num_tokens: int | None = None
+    """None: 100, or as many as the context has room for."""
     temperature: float = 0.8
     """0 always takes the likeliest token."""
     top_k: int = 0
@@ -48,8 +50,10 @@ class GenerateConfig:
             raise InputError("give either --run_dir or --llmc")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InputError(f"temperature is {self.temperature}; expected a finite number, 0 or more")
-        if self.num_tokens < 1 or self.top_k < 0:
-            raise InputError(f"num_tokens is {self.num_tokens}, top_k is {self.top_k}; expected at least 1 and 0")
+        if self.num_tokens is not None and self.num_tokens < 1:
+            raise InputError(f"num_tokens is {self.num_tokens}; expected 1 or more")
+        if self.top_k < 0:
+            raise InputError(f"top_k is {self.top_k}; expected 0 or more")
 
 
 def run_layers(model: GPT, tokens_BT, positions_T, attention_of_layer):
@@ -136,10 +140,12 @@ def generate(model: GPT, prompt: list[int], config: GenerateConfig, device) -> l
         raise InputError("the prompt is empty; expected at least one token")
     if wrong := [token for token in prompt if not 0 <= token < V]:
         raise InputError(f"token {wrong[0]} of the prompt is outside the vocabulary of {V}")
-    if len(prompt) + config.num_tokens - 1 > T:
+    room = T + 1 - len(prompt)  # the last token needs no place in the context
+    num_tokens = config.num_tokens or max(1, min(100, room))
+    if num_tokens > room:
         raise InputError(
-            f"the prompt has {len(prompt)} tokens and {config.num_tokens} are to follow, but the context is {T}; "
-            f"shorten the prompt, or ask for at most {max(0, T + 1 - len(prompt))} tokens"
+            f"the prompt has {len(prompt)} tokens and {num_tokens} are to follow, but the context is {T}; "
+            f"shorten the prompt, or ask for at most {max(0, room)} tokens"
         )
     random = torch.Generator().manual_seed(config.seed)
     cache = Cache(model, 1, device)
@@ -147,7 +153,7 @@ def generate(model: GPT, prompt: list[int], config: GenerateConfig, device) -> l
     padded[0, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
     logits = prefill(model, cache, padded.to(device), torch.tensor([len(prompt)], dtype=torch.int32).to(device))
     found = []
-    for left in reversed(range(config.num_tokens)):
+    for left in reversed(range(num_tokens)):
         uniform = torch.rand(1, V, generator=random).clamp_min(1e-20)
         found.append(choose(logits.cpu(), -torch.log(-torch.log(uniform)), config.temperature, config.top_k))
         if left:

@@ -2,6 +2,7 @@
 
 Run:     python plot_run.py runs/first                                  # writes runs/first/plot.png
          python plot_run.py runs/a runs/b runs/c --output compare.png   # several runs in one picture
+
 Expect:  the path of each picture written. A run may be unfinished or resumed; what is missing is named on stderr.
 """
 

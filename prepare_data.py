@@ -3,6 +3,7 @@
 Run:     python prepare_data.py input.txt --output datasets/shakespeare                # bytes, no download
          python prepare_data.py corpus/ --output datasets/corpus --tokenizer gpt2      # GPT-2 BPE through tiktoken
          python prepare_data.py hellaswag_val.jsonl --output datasets/ --tokenizer gpt2 --hellaswag
+
 Then:    python transformer_tpu.py --dataset tokens --data_dir datasets --vocab_size 257 \\
              --train_data 'shakespeare_train_*.bin' --validation_data 'shakespeare_val_*.bin'
 """

@@ -4,7 +4,7 @@ Run:     python simple_mnist_tpu.py                                             
          python simple_mnist_tpu.py --preset production --data_dir DIR                # MNIST on a TPU VM
          python simple_mnist_tpu.py --preset production --data_dir DIR --device cpu   # the same recipe without a TPU
 
-Expect:  quick_test: 99.2 to 99.4 % on the held-out fifth (seeds 0 to 2), 41 s. production: 98.9 % on 5,000 test digits
+Expect:  quick_test: 99.4 to 99.7 % on the held-out fifth (seeds 0 to 2), 41 s. production: 98.9 % on 5,000 test digits
          from 10,000 training digits. One graph for training, one for evaluation (XLA:CPU, 2 cores, torch_xla 2.9.0).
 """
 
@@ -45,6 +45,7 @@ from tpu_utils import (
     open_run_dir,
     peak_flops,
     print_banner,
+    process_age,
     random_state,
     run_script,
     set_random_state,
@@ -128,7 +129,7 @@ def train_flops_per_example(model: nn.Module, image_size: int) -> int:
 
 
 def train(config: MnistConfig) -> int:
-    goodput, stop, graphs, lock = Goodput(), StopRequest(), CompileWatch(), RunLock()
+    goodput, stop, graphs, lock = Goodput(process_age()), StopRequest(), CompileWatch(), RunLock()
     watch_for_stalls(goodput, config.stall_seconds)
     device = start_device(config)
     stop.watch_metadata()
@@ -226,6 +227,7 @@ def train(config: MnistConfig) -> int:
 
     if stop_signal:
         return stop.say(stop_signal, step, config.run_dir or run_dir)
+    log_misread(config, run_dir, ConvNet(dataset.image_size, config.channels, config.hidden_dim), dataset)
     summary = {
         "steps": num_steps,
         "train_graphs": graphs.compiled("train"),
@@ -241,7 +243,6 @@ def train(config: MnistConfig) -> int:
     }
     write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
     log_summary(config, run_dir, summary)
-    log_misread(config, run_dir, ConvNet(dataset.image_size, config.channels, config.hidden_dim), dataset)
     mirror.upload_logs()
     print_result(summary, dataset)
     return 0

@@ -57,6 +57,7 @@ from tpu_utils import (
     open_run_dir,
     peak_flops,
     print_banner,
+    process_age,
     random_state,
     run_script,
     set_random_state,
@@ -535,7 +536,8 @@ def hellaswag_accuracy(result: np.ndarray, labels: np.ndarray) -> float:
 
 def train(config: TransformerConfig, peers: Peers | None = None) -> int:
     """peers: the processes of this run, one per host. None: this one alone."""
-    goodput, stop, graphs, lock, peers = Goodput(), StopRequest(), CompileWatch(), RunLock(), peers or Peers()
+    goodput, stop, graphs, lock = Goodput(process_age()), StopRequest(), CompileWatch(), RunLock()
+    peers = peers or Peers()
     watch_for_stalls(goodput, config.stall_seconds)
     shape, num_steps = config.shape, config.num_steps
     device = start_device(config, join=partial(start_spmd, config))
@@ -660,6 +662,9 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
 
     if stop_signal:
         return stop.say(stop_signal, step, config.run_dir or run_dir, silent=peers.index > 0)
+    if peers.index > 0:
+        return 0
+    log_sample(config, run_dir, lambda: GPT(shape))
     summary = {
         "steps": num_steps,
         "train_graphs": graphs.compiled("train"),
@@ -671,11 +676,8 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
         "seconds": goodput.total(),
         "goodput": goodput.seconds,
     }
-    if peers.index > 0:
-        return 0
     write_atomically(run_dir / "summary.json", json.dumps(summary, indent=2).encode())
     log_summary(config, run_dir, summary)
-    log_sample(config, run_dir, lambda: GPT(shape))
     mirror.upload_logs()
     floor = f" (floor {data.loss_floor:.4f})" if data.loss_floor is not None else ""
     print(f"validation loss {validation_loss:.4f}{floor}, perplexity {math.exp(min(validation_loss, 700.0)):.2f}")
@@ -710,6 +712,9 @@ def compile_first_step(config: TransformerConfig, build, device) -> int:
     knobs = [("recompute activations in the backward pass", ["--remat"])] if not config.remat else []
     more_parts = 2 * config.gradient_accumulation_steps
     knobs += [("more parts of a global batch", [f"--gradient_accumulation_steps={more_parts}"])]
+    if model.mesh is not None and model.mesh.mesh_shape[0] > 1:
+        data, fsdp, tensor = model.mesh.mesh_shape
+        knobs += [("divide the state over all copies of it", [f"--mesh=1x{data * fsdp}x{tensor}"])]
     skip_nonfinite = config.on_nonfinite == "skip"
     step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm, skip_nonfinite)
     step_args = (model, optimizer, rates, metrics, tokens, *step_options)

@@ -36,7 +36,7 @@ from config import MnistConfig, ModelShape, TransformerConfig, learning_rates, m
 from tpu_utils import DeviceMetrics
 
 ROUNDS, STEPS = 7, 5
-MNIST_BATCHES = 128, 256  # of the presets development and production
+MNIST_BATCHES = 128, 256  # of the presets development and distributed
 SMALL_GPT, GPT_BATCH = ModelShape(4, 4, 256, 128, 512), 8
 DEEP_GPT = ModelShape(12, 4, 64, 32, 128)  # small in everything that costs the device, 12 layers for the host
 

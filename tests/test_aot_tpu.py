@@ -394,9 +394,41 @@ def test_another_set_of_versions_is_named(monkeypatch):
         aot_tpu.check_private_interfaces()
 
 
+def test_flags_and_values_are_replaced_alike():
+    options = ["--remat", "--mesh", "8x1x1", "--seed=1", "--scan_layers"]
+    assert aot_tpu.with_option(options, "remat", None) == ["--mesh", "8x1x1", "--seed=1", "--scan_layers"]
+    assert aot_tpu.with_option(options, "mesh", "1x8x1") == ["--remat", "--seed=1", "--scan_layers", "--mesh", "1x8x1"]
+    assert aot_tpu.with_option(options, "scan_layers", None) == options[:-1]
+
+
+def test_a_transformer_over_the_limit_says_what_would_help():
+    """A v5e of 1 MiB; what would help is compiled for a real one, in processes of its own."""
+    smaller = "import sys, runpy, dataclasses, tpu_program as p; " + (
+        "p.GENERATIONS['v5e'] = dataclasses.replace(p.GENERATIONS['v5e'], limit_gib=2**-10); "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    tiny = "--num_layers 1 --embedding_dim 32 --num_heads 2 --sequence_length 16 --global_batch_size 8".split()
+    done = run("-c", smaller, ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-4", "--mesh", "4x1x1", *tiny)
+    assert done.returncode == 1, done.stderr
+    for knob in ("--remat", "--gradient_accumulation_steps=2", "--mesh=1x4x1"):
+        assert re.search(rf"\({knob}\) +fits, 0\.\d\d of 15\.75 GiB", done.stdout), done.stdout
+
+
+def test_a_slice_of_too_many_chips_is_wrong_usage():
+    done = run("simple_mnist_tpu.py", "--compile_for", "v5litepod-256")
+    assert done.returncode == 2
+    assert "error: compile_for: topology 'v5litepod-256' has 256 devices; at most 127" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_script_without_a_step_is_wrong_usage():
+    done = run("aot_tpu.py", "data.py", "--topology", "v5litepod-1")
+    assert done.returncode == 2 and "data.py ended without asking to compile a step" in done.stderr
+
+
 @pytest.mark.slow
 def test_what_would_help_is_compiled():
     done = run(TINY, "--compile_for", "v5litepod-8", "--placeholders", "--global_batch_size", 2**23)
     assert done.returncode == 1
     assert re.search(r"--global_batch_size \d+ +fits", done.stdout)
-    assert re.search(r"shard everything \(--strategy fsdp\) +fits", done.stdout)
+    assert re.search(r"shard everything \(--strategy=fsdp\) +fits", done.stdout)

@@ -38,9 +38,10 @@ FINAL = "checkpoints/step_00000066"
 def quick_test(tmp_path_factory):
     """The first README command, in a folder of its own."""
     run_dir = tmp_path_factory.mktemp("quick") / "run"
+    start = time.time()
     result = run("simple_mnist_tpu.py", "--run_dir", run_dir)
     assert result.returncode == 0, result.stderr
-    return run_dir, result
+    return run_dir, result, start
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +64,20 @@ def in_process(*argv: str) -> int:
 
 
 def test_first_command_learns_with_one_graph_and_uploads_nothing_but_the_batch(quick_test):
-    run_dir, result = quick_test
+    run_dir, result, start = quick_test
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["test_accuracy"] >= 0.98
     assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
     assert summary["host_to_device_uploads_per_step"] == 0
     assert sum(summary["goodput"].values()) == pytest.approx(summary["seconds"])
+    until_summary = (run_dir / "summary.json").stat().st_mtime - start  # imports and misread images included
+    assert summary["seconds"] == pytest.approx(until_summary, rel=0.01, abs=0.1)
     assert "CPU (XLA CPU backend: no TPU)" in result.stdout.splitlines()[0]
     assert result.stderr in ("", "WARNING:root:Defaulting to PJRT_DEVICE=CPU\n"), "torch_xla's own line is all"
 
 
 def test_first_command_leaves_a_complete_run_directory(quick_test):
-    run_dir, _ = quick_test
+    run_dir, *_ = quick_test
     lines = read_lines(run_dir)
     assert {line["kind"] for line in lines} == {"train", "eval", "checkpoint"}
     train = [line for line in lines if line["kind"] == "train"]
@@ -224,7 +227,7 @@ def test_steps_make_one_graph_and_neither_read_nor_upload(digits, optimizer, hid
 def test_a_ragged_batch_is_caught(digits):
     device = torch_xla.device()
     parts, graphs = step_parts(device), CompileWatch()
-    with pytest.raises(RecompileError, match=r"step 2 .*input 0 was uint8\[24, 8, 8\], is uint8\[23, 8, 8\]"):
+    with pytest.raises(RecompileError, match=r"step 2 .*: input 0 was uint8\[24, 8, 8\], is uint8\[23, 8, 8\]"):
         for step, count in ((1, 24), (2, 23)):
             batch = send(digits.train_images[:count], digits.train_labels[:count], device)
             simple_mnist_tpu.train_step(*parts, *batch, "float32")

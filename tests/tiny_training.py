@@ -72,7 +72,7 @@ def train(config: argparse.Namespace) -> int:
             examples=config.global_batch_size,
             model_flops=48 * config.width**2 * config.global_batch_size,
             settings=vars(config),
-            knobs=[("shard everything", ["--strategy", "fsdp"])],
+            knobs=[("shard everything", ["--strategy=fsdp"])],
         )
     print(train_step(model, optimizer, x).item())
     return 0

@@ -68,6 +68,7 @@ from tpu_utils.metrics import (
     check_finite,
     finite_means,
     graphs_compiled,
+    process_age,
     transfers_from_device,
     transfers_to_device,
 )
@@ -121,6 +122,7 @@ __all__ = [
     "open_run_dir",
     "peak_flops",
     "print_banner",
+    "process_age",
     "random_state",
     "read_checkpoint",
     "run_script",

@@ -66,9 +66,7 @@ def open_run_dir(config: TrainConfig) -> Path:
     if config.run_dir.startswith("gs://"):
         return open_bucket_dir(config.run_dir, config.resume)
     if config.resume == "must" and not run_dir.exists():
-        raise InputError(
-            f"resume is must, but {run_dir} holds no complete checkpoint: it does not exist; check --run_dir"
-        )
+        raise InputError(f"{run_dir} holds no complete checkpoint to go on from: it does not exist; check --run_dir")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.resume == "never" and (run_dir / "config.json").exists():
@@ -276,7 +274,7 @@ class Checkpoints:
                 "no checkpoint can be used: " + "; ".join(problems) + "; start anew in another --run_dir"
             )
         if resume == "must":
-            raise CheckpointError(f"resume is must, but {self.folder} holds no complete checkpoint; check --run_dir")
+            raise CheckpointError(f"{self.folder} holds no complete checkpoint to go on from; check --run_dir")
         return None
 
     def restore(self, saved: dict[str, Any], targets: dict[str, Any]) -> None:

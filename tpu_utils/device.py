@@ -64,7 +64,10 @@ def choose_device(config: TrainConfig) -> str:
         from aot_tpu import prepare_environment
 
         if not torch_xla._XLAC._xla_runtime_is_initialized():
-            prepare_environment(config.compile_for)
+            try:
+                prepare_environment(config.compile_for)
+            except ValueError as error:
+                raise InputError(f"compile_for: {error}") from error
         return "cpu"
     if chosen == "auto":
         chosen = os.environ.get("PJRT_DEVICE", "TPU" if chips else "CPU").lower()

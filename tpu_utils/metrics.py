@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +55,14 @@ class CompileWatch:
         self._total = graphs_compiled()
         self._inputs: dict[str, list[str]] = {}
         self._numbers: dict[str, dict[tuple, Any]] = {}
+        self._changed: dict[str, set[tuple]] = {}
         self._graphs: dict[str, int] = {}
 
     def compiled(self, kind: str) -> int:
         """Graphs compiled for this kind of step."""
         return self._graphs.get(kind, 0)
 
-    def check(self, kind: str, step: int, inputs: Iterable[torch.Tensor]) -> None:
+    def check(self, kind: str, step: int, inputs: Sequence[torch.Tensor]) -> None:
         """Call it right after a step of this kind, in the function that calls the step. Raises RecompileError.
 
         Reads counters of the host and the caller's Python numbers: those that changed are what may have become part of
@@ -75,21 +76,26 @@ class CompileWatch:
         self._total = total
         numbers = _numbers_in(caller)
         numbers_before, self._numbers[kind] = self._numbers.get(kind, numbers), numbers
+        different = {name for name, value in numbers.items() if numbers_before.get(name, value) != value}
+        always, self._changed[kind] = self._changed.get(kind, set()), different  # step itself, and other counters
         if self._graphs[kind] > 1:
+            names = {id(value): name for name, value in caller.f_locals.items()}
             changed = [
-                f"input {i} was {a}, is {b}" for i, (a, b) in enumerate(zip(before, shapes, strict=True)) if a != b
+                f"{names.get(id(t), f'input {i}')} was {a}, is {b}"
+                for i, (t, a, b) in enumerate(zip(inputs, before, shapes, strict=True))
+                if a != b
             ]
             if not changed:
                 values = [
                     f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {numbers_before[name]!r} -> {value!r}"
                     for name, value in numbers.items()
-                    if name in numbers_before and numbers_before[name] != value
+                    if name in different - always
                 ]
                 changed = [
                     "no input changed its shape or dtype, so look for a Python number that is part of the program "
                     "(0, 1, sizes, positions and dims are; make it a tensor on the device), or for state that was "
-                    "created inside the step; Python numbers there that changed since the step before: "
-                    f"{', '.join(values) or 'none'}; PT_XLA_DEBUG_LEVEL=2 shows the line inside the step"
+                    "created inside the step; Python numbers there that changed now, and not before: "
+                    f"{', '.join(values) or 'none'}"
                 ]
             raise RecompileError(
                 f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1, called at "
@@ -98,11 +104,13 @@ class CompileWatch:
 
 
 def _numbers_in(frame: types.FrameType) -> dict[tuple, Any]:
-    """The Python numbers among a function's variables, and those in an optimizer's groups there, by their path."""
+    """Python numbers among a function's variables, in tuples and lists there, and in optimizers' groups, by path."""
     found = {}
     for name, value in frame.f_locals.items():
         if isinstance(value, (int, float)):  # bool is an int
             found[name,] = value
+        elif isinstance(value, (tuple, list)):
+            found |= {(name, i): one for i, one in enumerate(value[:100]) if isinstance(one, (int, float))}
         elif isinstance(value, torch.optim.Optimizer):
             for i, group in enumerate(value.param_groups):
                 for key, option in group.items():
@@ -197,6 +205,12 @@ def finite_means(values: dict[str, np.ndarray]) -> dict[str, float]:
     return {name: float(column[taken].mean()) if taken.any() else math.nan for name, column in values.items()}
 
 
+def process_age() -> float:
+    """Seconds that this process lives: the interpreter and seconds of imports are a part of a run too."""
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # clock ticks after boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+
+
 class Goodput:
     """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time.
 
@@ -204,10 +218,11 @@ class Goodput:
     In a trace of --profile_steps a phase is an event on the host, `phase evaluation` and so on.
     """
 
-    def __init__(self):
+    def __init__(self, age: float = 0.0):
+        """age: seconds before now that belong to start_up, process_age() in a script."""
         phases = ("start_up", "compile", "data_wait", "step", "evaluation", "checkpoint", "other")
         self.seconds = dict.fromkeys(phases, 0.0)
-        self._stack, self._since = ["start_up"], time.perf_counter()
+        self._stack, self._since = ["start_up"], time.perf_counter() - age
         self.changes = 0
 
     @property

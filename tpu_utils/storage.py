@@ -46,7 +46,7 @@ def open_bucket_dir(url: str, resume: str) -> Path:
         bucket, prefix = connect(url)
         there = [blob.name.removeprefix(prefix) for blob in list_objects(bucket, prefix, START_SECONDS)]
         if resume == "must" and not any(map(is_marker, there)):
-            raise InputError(f"resume is must, but {url} holds no complete checkpoint; check --run_dir")
+            raise InputError(f"{url} holds no complete checkpoint to go on from; check --run_dir")
         if resume == "never" and "config.json" in there:
             raise InputError(f"run_dir {url} already holds a run; choose another, or continue it with --resume auto")
         probe = bucket.blob(f"{prefix}writable")

@@ -262,7 +262,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         images, labels = xm.send_cpu_data_to_device(list(next(iter(batches))), device, sharding)
         step_args = (trained, optimizer, rates, metrics, images, labels, *step_options)
         sizes = dict(examples=config.global_batch_size, model_flops=flops, settings=dataclasses.asdict(config))
-        can_shard = spmd and not config.shard_parameters
+        can_shard = spmd and num_devices > 1 and not config.shard_parameters
         knobs = [("divide parameters and optimizer state", ["--shard_parameters"])] if can_shard else []
         return aot_tpu.compile_for(config.compile_for, train_step, *step_args, **sizes, knobs=knobs)
     eval_size = math.ceil(config.eval_batch_size / num_devices) * num_devices  # the mask takes care of the rest

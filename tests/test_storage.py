@@ -363,7 +363,7 @@ def test_addresses_that_cannot_be_meant_are_refused(url):
             {"XDG_CACHE_HOME": "/dev/null"},
             "name a folder with room for the checkpoints in XDG_CACHE_HOME",
         ),
-        ("gs://runs/a", {"resume": "must"}, "gs://runs/a holds no complete checkpoint; check --run_dir"),
+        ("gs://runs/a", {"resume": "must"}, "gs://runs/a holds no complete checkpoint to go on from; check --run_dir"),
     ],
 )
 def test_what_is_wrong_with_a_bucket_is_said_before_anything_is_compiled(

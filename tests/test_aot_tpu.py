@@ -350,6 +350,7 @@ def test_fit_ends_at_what_the_script_refuses(monkeypatch):
     said = []
     assert aot_tpu.fit("script.py", "v5litepod-1", "global_batch_size", [], said.append)[0] == 12
     assert "16: refused by script.py" in said[1]
+    assert said[-1] == "global_batch_size 13 is refused by script.py, not for its memory"
 
 
 @pytest.mark.parametrize("largest", [16, 48, 112])

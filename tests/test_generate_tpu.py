@@ -54,10 +54,12 @@ def test_same_seed_same_tokens_and_greedy_is_the_argmax(model):
     on_device.load_state_dict(model.state_dict())
     on_device.to(device)
 
-    def sample(**options):
-        return generate_tpu.generate(on_device, [3, 1], GenerateConfig(run_dir="x", num_tokens=6, **options), device)
+    def sample(num_tokens=6, **options):
+        config = GenerateConfig(run_dir="x", num_tokens=num_tokens, **options)
+        return generate_tpu.generate(on_device, [3, 1], config, device)
 
     assert sample(seed=1) == sample(seed=1) != sample(seed=2)
+    assert len(sample(None)) == 15, "as many as a context of 16 has room for"
     greedy, tokens = sample(temperature=0.0), [3, 1]
     for token in greedy:
         assert token == model(torch.tensor([tokens]))[0, -1, : SHAPE.vocab_size].argmax()

@@ -593,14 +593,19 @@ class ScriptError(RuntimeError):
         self.exit_code = exit_code
 
 
+def option_name(option: str) -> str:
+    """The field that --a-field, --a_field or --a_field=value sets."""
+    return option.removeprefix("--").split("=")[0].replace("-", "_")
+
+
 def with_option(options: Sequence[str], name: str, value: str | None) -> list[str]:
     """options with --name (or --na-me) set to value, or taken out when value is None."""
-    kept, skip = [], False
+    kept, dropping = [], False
     for option in options:
-        same = option.startswith("--") and option[2:].split("=")[0].replace("-", "_") == name
-        if not same and not (skip and not option.startswith("--")):  # a flag has no value to be taken out
+        if option.startswith("--"):
+            dropping = option_name(option) == name  # and the value after it, if it has one
+        if not dropping:
             kept.append(option)
-        skip = same and "=" not in option
     return kept if value is None else [*kept, f"--{name}", value]
 
 
@@ -646,7 +651,7 @@ def fit(
     if not isinstance(value, int) or value < 1:
         numbers = [name for name, v in first.settings.items() if isinstance(v, int) and not isinstance(v, bool)]
         raise ScriptError(f"--fit {field}: not a number of {script}; expected one of {', '.join(numbers)}", 2)
-    tried, refused = {value: first}, set()
+    tried = {value: first}
 
     def fits(value: int) -> bool:
         try:
@@ -656,7 +661,6 @@ def fit(
             if error.exit_code != 2:
                 raise
             say(f"{field} {value:>7}: refused by {script}, see above")
-            refused.add(value)
             return False
         r = tried[value]
         say(f"{field} {value:>7}: {'fits' if r.fits else 'does not fit'}, {r.peak_bytes / GIB:.2f} of "
@@ -673,7 +677,7 @@ def fit(
     while low and high - low > unit:
         middle = (low + high) // 2 // unit * unit
         low, high = (middle, high) if fits(middle) else (low, middle)
-    if low and high in refused:
+    if low and high not in tried:
         say(f"{field} {high} is refused by {script}, not for its memory")
     return low, tried.get(low)
 
@@ -704,7 +708,7 @@ def suggest(r: Report, script: str, options: Sequence[str], knobs: Sequence[tupl
     for name, changes in knobs:
         changed = list(options)
         for change in changes:
-            changed = [*with_option(changed, change[2:].split("=")[0].replace("-", "_"), None), change]
+            changed = [*with_option(changed, option_name(change), None), change]
         attempt(f"{name} ({' '.join(changes)})", changed)
     return "\n".join(lines)
 

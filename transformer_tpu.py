@@ -714,7 +714,7 @@ def compile_first_step(config: TransformerConfig, build, device) -> int:
     knobs += [("more parts of a global batch", [f"--gradient_accumulation_steps={more_parts}"])]
     if model.mesh is not None and model.mesh.mesh_shape[0] > 1:
         data, fsdp, tensor = model.mesh.mesh_shape
-        knobs += [("divide the state over all copies of it", [f"--mesh=1x{data * fsdp}x{tensor}"])]
+        knobs += [("divide parameters and optimizer state", [f"--mesh=1x{data * fsdp}x{tensor}"])]
     skip_nonfinite = config.on_nonfinite == "skip"
     step_options = (config.gradient_accumulation_steps, config.clip_gradient_norm, skip_nonfinite)
     step_args = (model, optimizer, rates, metrics, tokens, *step_options)

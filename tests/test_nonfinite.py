@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from data import load_digits
 from tpu_utils import (
     CompileWatch,
     DeviceMetrics,
+    checkpoint,
     read_checkpoint,
     run_script,
     to_host,
@@ -149,8 +151,11 @@ def test_the_transformer_skips_a_step_too(monkeypatch, accumulation):
     assert metrics.skipped_steps == 1
 
 
-def test_stop_finds_a_bad_gradient_before_it_is_saved_and_says_where(tmp_path, capsys, bad_gradients):
-    """The gradient of the step that is saved is the one no loss has seen yet."""
+def test_stop_finds_a_bad_gradient_before_it_is_saved_and_says_where(tmp_path, capsys, bad_gradients, monkeypatch):
+    """The gradient of the step that is saved is the one no loss has seen yet. The save before it, still under way on
+    this slow disk, is the last good checkpoint all the same."""
+    sync_folder = checkpoint.sync_folder
+    monkeypatch.setattr(checkpoint, "sync_folder", lambda folder: (time.sleep(0.1), sync_folder(folder)))
     assert in_process(*TINY, "--save_every=1", "--run_dir", tmp_path / "run", "--log_every=50") == 1
     error = capsys.readouterr().err
     saved = [int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]

@@ -132,6 +132,18 @@ class Checkpoints:
         """Steps with a complete checkpoint, oldest first."""
         return sorted(int(path.parent.name[5:]) for path in self.folder.glob("step_????????/done"))
 
+    def newest(self) -> int | None:
+        """The step of the newest one, None without any. Waits for the save under way, whose failure is raised later.
+
+        All processes must call it.
+        """
+
+        def ended() -> int | None:
+            self._join()
+            return max(self.steps(), default=None)
+
+        return self._peers.from_first(ended)
+
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
 

@@ -189,9 +189,9 @@ def check_finite(values: dict[str, np.ndarray], steps_before: int, checkpoints: 
         return
     bad = int(np.flatnonzero(~finite.all(0))[0])
     found = ", ".join(f"{name.replace('_', ' ')} {column[bad]:g}" for name, column in values.items())
-    saved = checkpoints.steps()
-    go_on = f"the last good checkpoint is that of step {saved[-1]}" if saved else "there is no checkpoint before it"
-    again = " --resume must" if saved else ""
+    saved = checkpoints.newest()
+    go_on = "there is no checkpoint before it" if saved is None else f"the last good checkpoint is that of step {saved}"
+    again = "" if saved is None else " --resume must"
     raise NonFiniteError(
         f"step {steps_before + bad + 1}, of steps {steps_before + 1} to {steps_before + finite.shape[1]} read now, has "
         f"{found}; expected finite numbers; {go_on}; lower --learning_rate, look at the data of that step, or leave "

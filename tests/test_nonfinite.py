@@ -155,8 +155,9 @@ def test_stop_finds_a_bad_gradient_before_it_is_saved_and_says_where(tmp_path, c
     """The gradient of the step that is saved is the one no loss has seen yet. The save before it, still under way on
     this slow disk, is the last good checkpoint all the same."""
     sync_folder = checkpoint.sync_folder
-    monkeypatch.setattr(checkpoint, "sync_folder", lambda folder: (time.sleep(0.1), sync_folder(folder)))
-    assert in_process(*TINY, "--save_every=1", "--run_dir", tmp_path / "run", "--log_every=50") == 1
+    with monkeypatch.context() as slow_disk:
+        slow_disk.setattr(checkpoint, "sync_folder", lambda folder: (time.sleep(0.1), sync_folder(folder)))
+        assert in_process(*TINY, "--save_every=1", "--run_dir", tmp_path / "run", "--log_every=50") == 1
     error = capsys.readouterr().err
     saved = [int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert f"step {max(saved) + 1}, of steps 1 to {max(saved) + 1} read now, has loss " in error

@@ -56,17 +56,23 @@ MOST_DEVICES = 127  # torch counts the devices of a host in 8 bits: beyond, auto
 OUR_FRAME = re.compile(r' source_file="[^"]*" source_line=\d+(?: source_end_line=\d+)?(?: source_column=\d+)?')
 
 
+def traceable_topology(name: str) -> Topology:
+    """Raises ValueError for a topology that does not exist, or has more devices than one process can trace for."""
+    topology = parse_topology(name)
+    if topology.num_devices > MOST_DEVICES:
+        raise ValueError(
+            f"topology {name!r} has {topology.num_devices} devices; at most {MOST_DEVICES} can be traced on one "
+            f"host (autograd counts the devices of a host in 8 bits): ask about a smaller slice"
+        )
+    return topology
+
+
 def prepare_environment(compile_for: str) -> Topology:
     """Make this process look like the slice to PyTorch/XLA: call before the first device is touched.
 
-    Raises ValueError for a topology that does not exist, RuntimeError when a device was touched already.
+    Raises ValueError as traceable_topology does, RuntimeError when a device was touched already.
     """
-    topology = parse_topology(compile_for)
-    if topology.num_devices > MOST_DEVICES:
-        raise ValueError(
-            f"topology {compile_for!r} has {topology.num_devices} devices; at most {MOST_DEVICES} can be traced on one "
-            f"host (autograd counts the devices of a host in 8 bits): ask about a smaller slice"
-        )
+    topology = traceable_topology(compile_for)
     if "torch_xla" in sys.modules:
         import torch_xla.runtime as xr
 
@@ -625,11 +631,18 @@ def compile_script(script: str, topology: str, options: Sequence[str], program_d
             else:
                 cause = f"ended with code {done.returncode} before its first step; its own message is above"
             raise ScriptError(f"{script} for {topology} {cause}", 2 if done.returncode == 2 else 1)
+        report = Report(**json.loads(written.read_text()))
+        if report.topology != topology:
+            raise ScriptError(
+                f"{script} was asked for {topology} and compiled for {report.topology}: expected a script that takes "
+                "its slice from --compile_for",
+                2,
+            )
         text = Path(folder, "program.txt").read_text()
         if program_dir and text:
             Path(program_dir).mkdir(parents=True, exist_ok=True)
             Path(program_dir, f"{Path(script).stem}_{topology.replace(':', '_')}.txt").write_text(text)
-        return Report(**json.loads(written.read_text()))
+        return report
 
 
 def batch_unit(r: Report) -> int:
@@ -724,7 +737,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--program", metavar="DIR", help="write the optimized program text of each slice there")
     arguments, options = parser.parse_known_args(argv)
     try:
-        topologies = [parse_topology(name).name for name in arguments.topology.split(",")]
+        topologies = [traceable_topology(name).name for name in arguments.topology.split(",")]
         if not Path(arguments.script).is_file():
             raise ValueError(f"no such script: {arguments.script}")
         check_private_interfaces()

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import re
+import signal
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -711,4 +712,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quiet into `| head`
     sys.exit(main())

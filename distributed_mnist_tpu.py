@@ -214,15 +214,14 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         peers = Peers(part, num_parts, dist.new_group(backend="gloo")) if several else Peers()
     check_divisible(config, num_devices)
     stop.watch_metadata()
-    run_dir = peers.from_first(lambda: open_run_dir(config))
-    if not config.compile_for:
-        peers.from_first(lambda: lock.acquire(run_dir))
+    run_dir = peers.from_first(lambda: open_run_dir(config, lock))
     mirror = Mirror(config, run_dir, peers)  # uploads what a gs:// directory is to hold
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, peers, mirror)
     if spmd or peers.index == 0:
         print_banner(config, device)
     if peers.index == 0:
-        print_data(dataset, config, num_devices, config.run_dir or run_dir)
+        where = "none: nothing runs" if config.compile_for else config.run_dir or run_dir
+        print_data(dataset, config, num_devices, where)
 
     model = ConvNet(dataset.image_size, config.channels, config.hidden_dim)
     flops = train_flops_per_example(model, dataset.image_size) * config.global_batch_size
@@ -271,6 +270,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         xm.send_cpu_data_to_device([tensor[part::num_parts] for tensor in batch], device, sharding)
         for batch in test_set
     ]
+    profile = Profile(config, run_dir, first_step, num_steps)
     if peers.index == 0:
         write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
@@ -282,7 +282,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None, relay: Pat
         mirror,  # left last: it waits until all is in the bucket
         checkpoints,
         RunLog(run_dir, first_step, num_steps, config.tensorboard, silent=peers.index > 0) as log,
-        Profile(config, run_dir, first_step, num_steps) as profile,
+        profile,
         DeviceLoader(batches, device, config.prefetch_batches, goodput, sharding) as loader,
     ):
         speed = Speed(goodput, loader, config.global_batch_size, flops, peak_flops(num_devices))
@@ -365,6 +365,10 @@ def print_result(summary: dict, dataset: ImageDataset) -> None:
     floor = f" (floor {dataset.loss_floor:.4f})" if dataset.loss_floor is not None else ""
     print(f"test       accuracy {summary['test_accuracy']:.4f}{best}, loss {summary['test_loss']:.4f}{floor}")
     print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
+    if summary["skipped_steps"]:
+        print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")
+    if summary["host_to_device_uploads_per_step"]:
+        print(f"uploads    {summary['host_to_device_uploads_per_step']} a step beside the batch; expected 0")
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
     print(f"seconds    {summary['seconds']:.1f}: {split}")
 

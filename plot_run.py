@@ -181,7 +181,8 @@ def draw_loss(axes, runs: list[Run], colours) -> None:
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() / values.min() > 20:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        decades = math.log10(values.max() / values.min())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 4 else (1,)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_title("loss (nats, logarithmic)", loc="left", fontsize=11)
@@ -201,7 +202,8 @@ def draw_goodput(axes, runs: list[Run], names: list[str]) -> None:
             axes.barh(row, share, left=left, color=PHASE_COLOURS.get(phase, "black"), label=phase, height=0.6)
             if share >= 6:
                 text = f"{share:.0f} %"
-                axes.text(left + share / 2, row, text, ha="center", va="center", color="white", fontsize=8)
+                colour = "black" if phase == "other" else "white"
+                axes.text(left + share / 2, row, text, ha="center", va="center", color=colour, fontsize=8)
             left += share
         axes.text(101, row, f"{total:,.0f} s", va="center", fontsize=9)
     if len(runs) > 1:
@@ -245,14 +247,17 @@ def plot(runs: list[Run]) -> Figure:
     grid = figure.add_gridspec(num_rows + 1, 2, height_ratios=[3.4] * num_rows + [bars])
     # an odd number of panels: the loss takes the whole first row
     wide = (len(panels) + 1) % 2
-    draw_loss(figure.add_subplot(grid[0, :] if wide else grid[0, 0]), runs, colours)
+    loss = figure.add_subplot(grid[0, :] if wide else grid[0, 0])
+    draw_loss(loss, runs, colours)
     for place, (title, curves, scale) in enumerate(panels, 1 + wide):
-        axes = figure.add_subplot(grid[place // 2, place % 2])
+        axes = figure.add_subplot(grid[place // 2, place % 2], sharex=loss)
         draw_curves(axes, runs, colours, title, curves, scale)
         if title.startswith("throughput"):
             highest = np.nanmax([np.nanmax(line.get_ydata(), initial=0.0) for line in axes.lines], initial=0.0)
             axes.set_ylim(0, 1.08 * highest or 1.0)
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if title.startswith("accuracy"):
+            axes.set_ylim(top=min(axes.get_ylim()[1], 100.5))
         if title.startswith("learning"):
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
     draw_goodput(figure.add_subplot(grid[num_rows, :]), runs, names)

@@ -135,13 +135,11 @@ def train(config: MnistConfig) -> int:
     stop.watch_metadata()
     dataset = load_dataset(config)
     steps_per_epoch, num_steps = num_steps_of(config, len(dataset.train_images))
-    run_dir = open_run_dir(config)
-    if not config.compile_for:
-        lock.acquire(run_dir)
+    run_dir = open_run_dir(config, lock)
     mirror = Mirror(config, run_dir)  # uploads what a gs:// directory is to hold
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, mirror=mirror)
     print_banner(config, device)
-    print_data(dataset, config.run_dir or run_dir)
+    print_data(dataset, "none: nothing runs" if config.compile_for else config.run_dir or run_dir)
 
     model = ConvNet(dataset.image_size, config.channels, config.hidden_dim)
     flops = train_flops_per_example(model, dataset.image_size) * config.global_batch_size
@@ -173,6 +171,7 @@ def train(config: MnistConfig) -> int:
         first_step, best_accuracy = saved["step"], saved["best_accuracy"]
         accuracy, test_loss = saved["accuracy"], saved["test_loss"]
         print(f"resumed    after step {first_step} of {num_steps}", flush=True)
+    profile = Profile(config, run_dir, first_step, num_steps)
     write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
     stop_signal = stop.signal
@@ -184,7 +183,7 @@ def train(config: MnistConfig) -> int:
         mirror,  # left last: it waits until all is in the bucket
         checkpoints,
         RunLog(run_dir, first_step, num_steps, config.tensorboard) as log,
-        Profile(config, run_dir, first_step, num_steps) as profile,
+        profile,
         DeviceLoader(batches, device, config.prefetch_batches, goodput) as loader,
     ):
         speed = Speed(goodput, loader, config.global_batch_size, flops, peak_flops(num_devices=1))
@@ -261,6 +260,10 @@ def print_result(summary: dict, dataset: ImageDataset) -> None:
     floor = f" (floor {dataset.loss_floor:.4f})" if dataset.loss_floor is not None else ""
     print(f"test       accuracy {summary['test_accuracy']:.4f}{best}, loss {summary['test_loss']:.4f}{floor}")
     print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
+    if summary["skipped_steps"]:
+        print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")
+    if summary["host_to_device_uploads_per_step"]:
+        print(f"uploads    {summary['host_to_device_uploads_per_step']} a step beside the batch; expected 0")
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
     print(f"seconds    {summary['seconds']:.1f}: {split}")
 

@@ -545,14 +545,12 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
     mesh, why = start_mesh(config)
     # compile_for asks about shapes alone, and needs no data
     data = None if config.compile_for else load_sequences(config, xr.process_index(), xr.process_count())
-    run_dir = peers.from_first(lambda: open_run_dir(config))
-    if not config.compile_for:
-        peers.from_first(lambda: lock.acquire(run_dir))
+    run_dir = peers.from_first(lambda: open_run_dir(config, lock))
     mirror = Mirror(config, run_dir, peers)  # uploads what a gs:// directory is to hold
     checkpoints = Checkpoints(run_dir / "checkpoints", config.keep_checkpoints, peers, mirror)
     print_banner(config, device)
     if peers.index == 0:
-        print_plan(config, data, why, config.run_dir or run_dir)
+        print_plan(config, data, why, "none: nothing runs" if config.compile_for else config.run_dir or run_dir)
 
     attention = flash_attention if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
@@ -570,6 +568,7 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
             print(f"resumed    after step {first_step} of {num_steps}", flush=True)
     else:
         model.initialise(config.seed)
+    profile = Profile(config, run_dir, first_step, num_steps)
     if peers.index == 0:
         write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
@@ -605,7 +604,7 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
         mirror,  # left last: it waits until all is in the bucket
         checkpoints,
         RunLog(run_dir, first_step, num_steps, config.tensorboard, silent=peers.index > 0) as log,
-        Profile(config, run_dir, first_step, num_steps) as profile,
+        profile,
         DeviceLoader(batches, device, config.prefetch_batches, goodput, cut_batch) as loader,
     ):
         peak = peak_flops(xr.global_runtime_device_count())
@@ -682,6 +681,10 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
     floor = f" (floor {data.loss_floor:.4f})" if data.loss_floor is not None else ""
     print(f"validation loss {validation_loss:.4f}{floor}, perplexity {math.exp(min(validation_loss, 700.0)):.2f}")
     print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
+    if summary["skipped_steps"]:
+        print(f"skipped    {summary['skipped_steps']} of {num_steps} updates, which were not finite")
+    if summary["host_to_device_uploads_per_step"]:
+        print(f"uploads    {summary['host_to_device_uploads_per_step']} a step beside the batch; expected 0")
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
     print(f"seconds    {summary['seconds']:.1f}: {split}")
     return 0

@@ -1,5 +1,6 @@
 """Asks the TPU compiler for real: each compile runs tiny_training.py or a training script in its own process."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -420,6 +421,26 @@ def test_a_slice_of_too_many_chips_is_wrong_usage():
     assert done.returncode == 2
     assert "error: compile_for: topology 'v5litepod-256' has 256 devices; at most 127" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_script_in_the_readme_is_one_of_your_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (text,) = re.findall(r"```python\n(import argparse.*?)```", (ROOT / "README.md").read_text(), re.S)
+    script = tmp_path / "own.py"
+    script.write_text(text)
+    report = aot_tpu.compile_script(str(script), "v6e-1", [])
+    assert report.topology == "v6e-1" and report.fits
+    assert report.memory["parameters"] > 784 * 10 * 4 <= report.memory["optimizer_state"]
+
+
+def test_a_script_that_compiles_for_another_slice_is_wrong_usage(tmp_path):
+    report = compiled(TINY, "--compile_for", "v5litepod-1")["report.json"]
+    (tmp_path / "report.json").write_text(json.dumps(dataclasses.asdict(report)))
+    script = tmp_path / "own.py"
+    script.write_text(f"import os, shutil; shutil.copy('{tmp_path}/report.json', os.environ['AOT_TPU_OUTPUT'])")
+    with pytest.raises(aot_tpu.ScriptError, match="was asked for v6e-1 and compiled for v5litepod-1") as caught:
+        aot_tpu.compile_script(str(script), "v6e-1", [])
+    assert caught.value.exit_code == 2
 
 
 def test_a_script_without_a_step_is_wrong_usage():

@@ -153,7 +153,7 @@ def test_the_transformer_skips_a_step_too(monkeypatch, accumulation):
 
 def test_stop_finds_a_bad_gradient_before_it_is_saved_and_says_where(tmp_path, capsys, bad_gradients, monkeypatch):
     """The gradient of the step that is saved is the one no loss has seen yet. The save before it, still under way on
-    this slow disk, is the last good checkpoint all the same."""
+    this slow disk, is the last checkpoint all the same."""
     sync_folder = checkpoint.sync_folder
     with monkeypatch.context() as slow_disk:
         slow_disk.setattr(checkpoint, "sync_folder", lambda folder: (time.sleep(0.1), sync_folder(folder)))
@@ -162,7 +162,7 @@ def test_stop_finds_a_bad_gradient_before_it_is_saved_and_says_where(tmp_path, c
     saved = [int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert f"step {max(saved) + 1}, of steps 1 to {max(saved) + 1} read now, has loss " in error
     assert "gradient norm inf" in error or "gradient norm nan" in error
-    assert f"the last good checkpoint is that of step {max(saved)}" in error
+    assert f"the last checkpoint, of step {max(saved)}, is finite; lower --learning_rate in another" in error
     assert "--resume must --on_nonfinite skip" in error and error.count("\n") == 1
     state = read_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{max(saved):08d}")
     assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())

@@ -184,7 +184,23 @@ def test_a_number_that_changes_between_steps_is_a_second_graph_and_is_named(devi
         r"\(y = step\(x, scale\)\): no input changed its shape or dtype, so look for a Python number",
         str(caught.value),
     )
-    assert str(caught.value).endswith("changed now, and not before: number 0 -> 1, scale 0.0 -> 1.0")
+    assert str(caught.value).endswith("is not seen): number 0 -> 1, scale 0.0 -> 1.0")
+
+
+def test_operations_on_device_tensors_outside_the_step_are_said(device):
+    """Before the first step nothing else can be the cause; later they are one of the causes that are named."""
+
+    @torch_xla.compile(full_graph=True, name="step")
+    def step(x):
+        return x * 3
+
+    for bad, cause in ((5, "in its first call: operations on device tensors before it"), (6, "between the steps")):
+        graphs, x = CompileWatch(), torch.ones(2, bad).to(device)  # of its own shape, or its step is compiled already
+        with pytest.raises(RecompileError, match=f"step {bad} compiled graph 2 .*{cause}"):
+            for number in range(5, 9):
+                batch = (x + bad) * 0.5 if number == bad else x
+                step(batch)
+                graphs.check("train", number, [batch])
 
 
 def test_a_number_in_a_tuple_is_named_and_counters_are_left_out(device):
@@ -194,7 +210,7 @@ def test_a_number_in_a_tuple_is_named_and_counters_are_left_out(device):
     def step(x, name, scale):
         return x * scale
 
-    with pytest.raises(RecompileError, match=r"changed now, and not before: options\[1\] 0.0 -> 1.0$"):
+    with pytest.raises(RecompileError, match=r"is not seen\): options\[1\] 0.0 -> 1.0$"):
         for number in range(5, 9):
             options = ("a name", float(number == 8))  # 0 and 1 are baked into the graph
             y = step(x, *options)

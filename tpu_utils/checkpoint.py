@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch_xla.core.xla_model as xm
@@ -33,6 +33,9 @@ from tpu_utils.state import (
 )
 from tpu_utils.storage import Mirror, open_bucket_dir
 
+if TYPE_CHECKING:
+    from tpu_utils.guards import RunLock  # which imports this module
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """The file has the old content or the new one, never a part, whenever the machine stops."""
@@ -54,21 +57,26 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def open_run_dir(config: TrainConfig) -> Path:
-    """The run directory, made and proved writable; of a gs:// directory the local folder that a Mirror uploads.
+def open_run_dir(config: TrainConfig, lock: "RunLock | None" = None) -> Path:
+    """The run directory, made, locked and proved writable; of a gs:// directory the local folder that a Mirror uploads.
 
-    Raises InputError where it cannot be written, or already holds a run.
+    Raises InputError where another run is in it, it cannot be written, or already holds a run.
     """
     now = datetime.datetime.now()
     run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")
     if config.compile_for:
         return run_dir  # nothing runs, nothing is written
     if config.run_dir.startswith("gs://"):
-        return open_bucket_dir(config.run_dir, config.resume)
+        run_dir = open_bucket_dir(config.run_dir, config.resume)
+        if lock:
+            lock.acquire(run_dir)
+        return run_dir
     if config.resume == "must" and not run_dir.exists():
         raise InputError(f"{run_dir} holds no complete checkpoint to go on from: it does not exist; check --run_dir")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        if lock:
+            lock.acquire(run_dir)
         if config.resume == "never" and (run_dir / "config.json").exists():
             raise InputError(
                 f"run_dir {run_dir} already holds a run; choose another, or continue it with --resume auto"

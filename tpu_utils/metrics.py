@@ -72,7 +72,7 @@ class CompileWatch:
         shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs]
         before, self._inputs[kind] = self._inputs.get(kind, shapes), shapes
         total = graphs_compiled()
-        self._graphs[kind] = self.compiled(kind) + total - self._total
+        first, self._graphs[kind] = kind not in self._graphs, self.compiled(kind) + total - self._total
         self._total = total
         numbers = _numbers_in(caller)
         numbers_before, self._numbers[kind] = self._numbers.get(kind, numbers), numbers
@@ -85,7 +85,12 @@ class CompileWatch:
                 for i, (t, a, b) in enumerate(zip(inputs, before, shapes, strict=True))
                 if a != b
             ]
-            if not changed:
+            if first:
+                changed = [
+                    "and that in its first call: operations on device tensors before it became a graph of their own; "
+                    "do them inside the step, or on the host before the tensor is sent"
+                ]
+            elif not changed:
                 values = [
                     f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {numbers_before[name]!r} -> {value!r}"
                     for name, value in numbers.items()
@@ -93,9 +98,10 @@ class CompileWatch:
                 ]
                 changed = [
                     "no input changed its shape or dtype, so look for a Python number that is part of the program "
-                    "(0, 1, sizes, positions and dims are; make it a tensor on the device), or for state that was "
-                    "created inside the step; Python numbers there that changed now, and not before: "
-                    f"{', '.join(values) or 'none'}"
+                    "(0, 1, sizes, positions and dims are; make it a tensor on the device), for an operation on device "
+                    "tensors between the steps (move it into the step), or for state that was created inside the step; "
+                    "numbers that changed now, and not before, among the variables there (one written in the call "
+                    f"itself is not seen): {', '.join(values) or 'none'}"
                 ]
             raise RecompileError(
                 f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1, called at "
@@ -190,12 +196,12 @@ def check_finite(values: dict[str, np.ndarray], steps_before: int, checkpoints: 
     bad = int(np.flatnonzero(~finite.all(0))[0])
     found = ", ".join(f"{name.replace('_', ' ')} {column[bad]:g}" for name, column in values.items())
     saved = checkpoints.newest()
-    go_on = "there is no checkpoint before it" if saved is None else f"the last good checkpoint is that of step {saved}"
+    go_on = "there is no checkpoint before it" if saved is None else f"the last checkpoint, of step {saved}, is finite"
     again = "" if saved is None else " --resume must"
     raise NonFiniteError(
         f"step {steps_before + bad + 1}, of steps {steps_before + 1} to {steps_before + finite.shape[1]} read now, has "
-        f"{found}; expected finite numbers; {go_on}; lower --learning_rate, look at the data of that step, or leave "
-        f"such updates out with{again} --on_nonfinite skip"
+        f"{found}; expected finite numbers; {go_on}; lower --learning_rate in another --run_dir, look at the data of "
+        f"that step, or leave such updates out with{again} --on_nonfinite skip"
     )
 
 

@@ -45,6 +45,10 @@ def test_a_second_run_in_the_same_directory_is_refused_and_names_the_first(tmp_p
         error = capsys.readouterr().err
         assert f"is in use by pid {os.getpid()} on host {socket.gethostname()}" in error and error.count("\n") == 1
     assert [path.name for path in run_dir.iterdir()] == ["lock"], "the refused run changed nothing"
+    (run_dir / "config.json").write_text("{}")
+    assert in_process(*TINY, "--run_dir", run_dir) == 2
+    assert "is in use by pid" in capsys.readouterr().err, "not: already holds a run, go on with --resume"
+    (run_dir / "config.json").unlink()
     del lock
     assert in_process(*TINY, "--run_dir", run_dir, "--resume=auto") == 0
     assert in_process(*TINY, "--run_dir", run_dir, "--resume=auto") == 0, "a run that ended holds nothing"

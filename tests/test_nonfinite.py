@@ -182,6 +182,7 @@ def test_skip_counts_in_the_log_and_resumes_bit_identical(tmp_path, capsys, bad_
     train = [line for line in read_lines(whole) if line["kind"] == "train"]
     assert summary["skipped_steps"] == train[-1]["skipped_steps"] >= 2
     assert f"  skipped {summary['skipped_steps']}" in out
+    assert f"skipped    {summary['skipped_steps']} of 44 updates, which were not finite\n" in out
     assert all(line["loss"] is not None for line in train)
     assert (summary["train_graphs"], summary["host_to_device_uploads_per_step"]) == (1, 0)
 

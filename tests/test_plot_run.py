@@ -115,6 +115,19 @@ def test_values_that_are_not_finite_are_gaps(tmp_path):
     assert values[-1, 0] == 50 and np.isnan(values[-1, 1]) and np.isfinite(values[:-1]).all()
 
 
+def test_panels_have_the_same_steps_and_a_loss_over_many_decades_has_labels(tmp_path):
+    folder = make_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(dict(kind="eval", step=40, test_loss=7e30, accuracy=1.0)))
+    figure = plot_run.plot([plot_run.read_run(folder)])
+    loss, accuracy = panel(figure, "loss"), panel(figure, "accuracy")
+    assert loss.get_xlim() == accuracy.get_xlim() and 100 <= accuracy.get_ylim()[1] <= 100.5
+    figure.canvas.draw()
+    low, high = loss.get_ylim()
+    labels = [t for t, y in zip(loss.get_yticklabels(), loss.get_yticks(), strict=True) if low <= y <= high]
+    assert len([label for label in labels if label.get_text()]) >= 3
+
+
 def test_lines_that_a_resumed_run_wrote_again_count_once(tmp_path):
     folder = make_run(tmp_path / "a", finished=False)
     with (folder / "metrics.jsonl").open("a") as file:

@@ -329,6 +329,7 @@ def test_bad_input_gives_one_message_and_exit_code_2(tmp_path, capsys, options, 
     assert in_process("--run_dir", tmp_path / "run", "--no_tensorboard", *options) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and "Traceback" not in error and error.count("\n") == 1
+    assert not (tmp_path / "run" / "config.json").exists(), "the corrected command is not told that a run is there"
 
 
 def test_resuming_from_a_mistyped_run_dir_leaves_nothing_behind(tmp_path, capsys):

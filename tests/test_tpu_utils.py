@@ -194,7 +194,7 @@ def test_operations_on_device_tensors_outside_the_step_are_said(device):
     def step(x):
         return x * 3
 
-    for bad, cause in ((5, "in its first call: operations on device tensors before it"), (6, "between the steps")):
+    for bad, cause in ((5, "is its first call, so operations on device tensors before it"), (6, "between the steps")):
         graphs, x = CompileWatch(), torch.ones(2, bad).to(device)  # of its own shape, or its step is compiled already
         with pytest.raises(RecompileError, match=f"step {bad} compiled graph 2 .*{cause}"):
             for number in range(5, 9):

@@ -60,7 +60,7 @@ def sync_folder(folder: Path) -> None:
 def open_run_dir(config: TrainConfig, lock: "RunLock | None" = None) -> Path:
     """The run directory, made, locked and proved writable; of a gs:// directory the local folder that a Mirror uploads.
 
-    Raises InputError where another run is in it, it cannot be written, or already holds a run.
+    Raises InputError where it cannot be written, is in use by another run, or already holds one.
     """
     now = datetime.datetime.now()
     run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")

@@ -87,7 +87,7 @@ class CompileWatch:
             ]
             if first:
                 changed = [
-                    "and that in its first call: operations on device tensors before it became a graph of their own; "
+                    "this is its first call, so operations on device tensors before it became a graph of their own; "
                     "do them inside the step, or on the host before the tensor is sent"
                 ]
             elif not changed:

@@ -437,10 +437,13 @@ def report(
     topology = parse_topology(topology) if isinstance(topology, str) else topology
     hardware, devices = topology.hardware, traced.partitions * traced.replicas
     shape = f"SPMD over {devices} devices" if traced.partitions > 1 else f"{devices} replicas"
+    if devices == 1:
+        idle = topology.num_devices - 1
+        shape = f"one device, {idle} of the slice idle" if idle else "one device"
     facts = dict(
         topology=topology.name,
         devices=devices,
-        program=shape if devices > 1 else "one device",
+        program=shape,
         limit_bytes=int(hardware.limit_gib * GIB),
         model_flops=model_flops,
         unit=unit,

@@ -278,7 +278,7 @@ class Report:
 
     topology: str
     devices: int
-    program: str  # "one device", "SPMD over 8 devices", "8 replicas"
+    program: str  # "one device", "one device, 3 of the slice idle", "SPMD over 8 devices", "8 replicas"
     compiles: bool
     fits: bool
     reason: str  # the compiler's own words when it does not compile or fit

@@ -428,8 +428,8 @@ def test_the_script_in_the_readme_is_one_of_your_own(tmp_path, monkeypatch):
     (text,) = re.findall(r"```python\n(import argparse.*?)```", (ROOT / "README.md").read_text(), re.S)
     script = tmp_path / "own.py"
     script.write_text(text)
-    report = aot_tpu.compile_script(str(script), "v6e-1", [])
-    assert report.topology == "v6e-1" and report.fits
+    report = aot_tpu.compile_script(str(script), "v6e-4", [])
+    assert (report.topology, report.program, report.fits) == ("v6e-4", "one device, 3 of the slice idle", True)
     assert report.memory["parameters"] > 784 * 10 * 4
 
 

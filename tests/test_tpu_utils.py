@@ -244,7 +244,7 @@ def test_non_finite_losses_name_the_first_step(tmp_path):
     check_finite({"loss": good}, 40, checkpoints, "stop")
     check_finite({"loss": good[:0]}, 40, checkpoints, "stop")
     check_finite({"loss": bad}, 40, checkpoints, "skip")
-    found = r"step 43, of steps 41 to 44 read now, has loss 3, gradient norm nan; .* checkpoint is that of step 20"
+    found = r"step 43, of steps 41 to 44 read now, has loss 3, gradient norm nan; .* checkpoint, of step 20, is finite"
     with pytest.raises(NonFiniteError, match=found):
         check_finite({"loss": good, "gradient_norm": bad}, 40, checkpoints, "stop")
 

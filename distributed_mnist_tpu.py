@@ -75,6 +75,7 @@ from tpu_utils import (
     open_run_dir,
     peak_flops,
     print_banner,
+    print_summary,
     process_age,
     random_state,
     run_script,
@@ -364,13 +365,7 @@ def print_result(summary: dict, dataset: ImageDataset) -> None:
     best = f" (best possible {dataset.best_accuracy:.4f})" if dataset.best_accuracy is not None else ""
     floor = f" (floor {dataset.loss_floor:.4f})" if dataset.loss_floor is not None else ""
     print(f"test       accuracy {summary['test_accuracy']:.4f}{best}, loss {summary['test_loss']:.4f}{floor}")
-    print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
-    if summary["skipped_steps"]:
-        print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")
-    if summary["host_to_device_uploads_per_step"]:
-        print(f"uploads    {summary['host_to_device_uploads_per_step']} a step beside the batch; expected 0")
-    split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
-    print(f"seconds    {summary['seconds']:.1f}: {split}")
+    print_summary(summary)
 
 
 def replica(index: int, config: DistributedMnistConfig, relay: Path) -> None:

@@ -57,6 +57,7 @@ from tpu_utils import (
     open_run_dir,
     peak_flops,
     print_banner,
+    print_summary,
     process_age,
     random_state,
     run_script,
@@ -680,13 +681,7 @@ def train(config: TransformerConfig, peers: Peers | None = None) -> int:
     mirror.upload_logs()
     floor = f" (floor {data.loss_floor:.4f})" if data.loss_floor is not None else ""
     print(f"validation loss {validation_loss:.4f}{floor}, perplexity {math.exp(min(validation_loss, 700.0)):.2f}")
-    print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
-    if summary["skipped_steps"]:
-        print(f"skipped    {summary['skipped_steps']} of {num_steps} updates, which were not finite")
-    if summary["host_to_device_uploads_per_step"]:
-        print(f"uploads    {summary['host_to_device_uploads_per_step']} a step beside the batch; expected 0")
-    split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
-    print(f"seconds    {summary['seconds']:.1f}: {split}")
+    print_summary(summary)
     return 0
 
 

@@ -10,7 +10,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from config import InputError, TransformerConfig
 from data import load_digits
-from tpu_utils import Checkpoints, graphs_compiled, log_sample, transfers_from_device, transfers_to_device
+from tpu_utils import (
+    Checkpoints,
+    graphs_compiled,
+    log_sample,
+    print_summary,
+    transfers_from_device,
+    transfers_to_device,
+)
 from tpu_utils.pictures import read_misread
 from transformer_tpu import GPT
 
@@ -19,6 +26,17 @@ def events(run_dir):
     found = EventAccumulator(str(run_dir / "tensorboard"))
     found.Reload()
     return found
+
+
+def test_the_last_lines_say_what_should_not_have_been(capsys):
+    good = dict(steps=44, train_graphs=1, eval_graphs=1, skipped_steps=0, host_to_device_uploads_per_step=0.0)
+    good |= dict(seconds=3.0, goodput={"step": 2.0, "other": 1.0})
+    print_summary(good)
+    assert capsys.readouterr().out == "graphs     1 train, 1 eval\nseconds    3.0: step 2.0, other 1.0\n"
+    print_summary(good | dict(skipped_steps=3, host_to_device_uploads_per_step=1.0))
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "skipped    3 of 44 updates, which were not finite"
+    assert said[2] == "uploads    1.0 a step beside the batch; expected 0" and len(said) == 4
 
 
 @pytest.mark.parametrize("script", ["simple_mnist_tpu.py", "distributed_mnist_tpu.py"])

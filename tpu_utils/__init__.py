@@ -72,7 +72,7 @@ from tpu_utils.metrics import (
     transfers_from_device,
     transfers_to_device,
 )
-from tpu_utils.pictures import log_misread, log_sample, log_summary
+from tpu_utils.pictures import log_misread, log_sample, log_summary, print_summary
 from tpu_utils.state import HostCopy, crc32_of, to_host
 from tpu_utils.storage import Mirror
 
@@ -122,6 +122,7 @@ __all__ = [
     "open_run_dir",
     "peak_flops",
     "print_banner",
+    "print_summary",
     "process_age",
     "random_state",
     "read_checkpoint",

@@ -100,8 +100,8 @@ class CompileWatch:
                     "no input changed its shape or dtype, so look for a Python number that is part of the program "
                     "(0, 1, sizes, positions and dims are; make it a tensor on the device), for an operation on device "
                     "tensors between the steps (move it into the step), or for state that was created inside the step; "
-                    "numbers that changed now, and not before, among the variables there (one written in the call "
-                    f"itself is not seen): {', '.join(values) or 'none'}"
+                    "numbers among the variables there (one written in the call itself is not seen) that changed now, "
+                    f"and not before: {', '.join(values) or 'none'}"
                 ]
             raise RecompileError(
                 f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1, called at "

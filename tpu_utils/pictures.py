@@ -61,6 +61,17 @@ def log_summary(config: TrainConfig, run_dir: Path, summary: dict[str, Any]) -> 
             writer.add_scalar(f"goodput_seconds/{phase}", seconds, step)
 
 
+def print_summary(summary: dict[str, Any]) -> None:
+    """The last lines of every script: graphs, what should not have been, and where the seconds went."""
+    print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
+    if summary["skipped_steps"]:
+        print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")
+    if summary["host_to_device_uploads_per_step"]:
+        print(f"uploads    {summary['host_to_device_uploads_per_step']} a step beside the batch; expected 0")
+    split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
+    print(f"seconds    {summary['seconds']:.1f}: {split}")
+
+
 def log_misread(config: TrainConfig, run_dir: Path, model: torch.nn.Module, dataset) -> None:
     """Write misread.npz, and the first of the test images that the final model misreads to TensorBoard.
 

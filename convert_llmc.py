@@ -1,21 +1,48 @@
 """Read and write llm.c's GPT-2 weights and debug states.
 
 Run:     python convert_llmc.py describe gpt2_124M.bin
-         python convert_llmc.py check gpt2_124M.bin gpt2_124M_debug_state.bin  # loss, logits, gradients
-         python convert_llmc.py export RUN_DIR model.bin [bf16]                # newest checkpoint of a run
+         python convert_llmc.py check gpt2_124M.bin gpt2_124M_debug_state.bin
+             compares loss, logits and gradients
+         python convert_llmc.py export RUN_DIR model.bin [bf16]
+             writes the newest checkpoint of a run
 """
 
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from config import ModelShape, TransformerConfig
+from llmc_files import HEADER_WORDS, check_size, read_header, write_header
+from tpu_utils.errors import InputError, run_script
+
+
+def parse(arguments: list[str]) -> list[str]:
+    """COMMAND FILE ...; or the process ends here, with help or with one message."""
+    if arguments in (["--help"], ["-h"]):
+        print(__doc__)
+        sys.exit(0)
+    allowed = {"describe": (2,), "check": (3,), "export": (3, 4)}
+    if not arguments or len(arguments) not in allowed.get(arguments[0], ()) or arguments[3:] not in ([], ["bf16"]):
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)
+    missing = [path for path in arguments[1 : 3 if arguments[0] == "check" else 2] if not Path(path).exists()]
+    if missing:
+        print(f"error: {missing[0]}: no such file or folder; expected what --help says", file=sys.stderr)
+        sys.exit(2)
+    return arguments
+
+
+if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
+    arguments = parse(sys.argv[1:])
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # all is computed on the host; left unset, torch_xla warns
+
 import numpy as np
 import torch
 
-from config import InputError, ModelShape, TransformerConfig
-from data import HEADER_WORDS, check_size, read_header, write_header
-from tpu_utils import Checkpoints, run_script
-from transformer_tpu import GPT, losses, parameter_shapes, split_layers, stack_layers
+from gpt import GPT, parameter_shapes, split_layers, stack_layers
+from operations import losses
+from tpu_utils.checkpoint import Checkpoints
 
 MODEL_MAGIC, STATE_MAGIC, STATE_VERSION = 20240326, 20240327, 2
 MODEL_VERSIONS = {3: torch.float32, 5: torch.bfloat16}
@@ -156,13 +183,6 @@ def check_state(shape: ModelShape, tensors: dict[str, torch.Tensor], expected: D
 
 
 def main(arguments: list[str]) -> int:
-    if arguments in (["--help"], ["-h"]):
-        print(__doc__)
-        return 0
-    allowed = {"describe": (2,), "check": (3,), "export": (3, 4)}
-    if not arguments or len(arguments) not in allowed.get(arguments[0], ()) or arguments[3:] not in ([], ["bf16"]):
-        print(__doc__, file=sys.stderr)
-        return 2
     command, path = arguments[0], Path(arguments[1])
     if command == "export":
         export(path, Path(arguments[2]), torch.bfloat16 if arguments[3:] else torch.float32)
@@ -173,4 +193,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(lambda: main(sys.argv[1:])))
+    sys.exit(run_script(lambda: main(arguments)))

@@ -1,7 +1,9 @@
-"""Sample from a checkpoint of transformer_tpu.py, or from llm.c weights, with a key-value cache.
+"""Sample from a checkpoint of transformer_tpu.py, or from llm.c weights, with a
+key-value cache.
 
 Run:     python generate_tpu.py --run_dir runs/RUN --prompt "ROMEO:" --num_tokens 40
-         python generate_tpu.py --llmc gpt2_124M.bin --prompt "Hello"     # needs tiktoken and its GPT-2 vocabulary
+         python generate_tpu.py --llmc gpt2_124M.bin --prompt "Hello"
+             needs tiktoken and its GPT-2 vocabulary
 
 Expect:  two graphs, prefill and decode, whatever the length of the prompt.
 """
@@ -12,16 +14,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-import torch
-import torch.nn.functional as F
-import torch_xla
-import tyro
-
-from config import InputError, TrainConfig, TransformerConfig
-from convert_llmc import read_model
-from data import BYTE_VOCAB_SIZE, END_OF_DOCUMENT_BYTE, gpt2_encoding
-from tpu_utils import Checkpoints, graphs_compiled, load_model, run_script, start_device
-from transformer_tpu import GPT, block, causal_attention, layer_norm, split_layers
+from config import TrainConfig, TransformerConfig
+from llmc_files import read_header
+from token_data import BYTE_VOCAB_SIZE, END_OF_DOCUMENT_BYTE, gpt2_encoding
+from tpu_utils.environment import choose_device, command_line
+from tpu_utils.errors import InputError, run_script
 
 
 @dataclass(frozen=True)
@@ -35,13 +32,15 @@ class GenerateConfig:
     prompt: str = ""
     """Text; for a synthetic run token numbers such as '3 17 5'."""
     num_tokens: int | None = None
-    """None: 100, or as many as the context has room for."""
+    """How many tokens follow. None: 100, or as many as the context has room for."""
     temperature: float = 0.8
     """0 always takes the likeliest token."""
     top_k: int = 0
     """Sample among the k likeliest tokens only. 0: among all."""
     seed: int = 0
+    """Seeds the sampling."""
     device: Literal["auto", "tpu", "cpu"] = "auto"
+    """auto takes a TPU when one is attached, else the XLA CPU backend."""
     debug: bool = False
     """Show the traceback of an error instead of its message alone."""
 
@@ -54,6 +53,35 @@ class GenerateConfig:
             raise InputError(f"num_tokens is {self.num_tokens}; expected 1 or more")
         if self.top_k < 0:
             raise InputError(f"top_k is {self.top_k}; expected 0 or more")
+
+    @property
+    def for_device(self) -> TrainConfig:
+        """As start_device wants it."""
+        return TrainConfig(device=self.device, seed=self.seed)
+
+
+def check_source(config: GenerateConfig) -> None:
+    """Raises InputError when there is nothing to sample from, DeviceError when there is no such device."""
+    choose_device(config.for_device)
+    if config.llmc:
+        read_header(Path(config.llmc), "an llm.c GPT-2 model")
+    elif not list(Path(config.run_dir, "checkpoints").glob("step_*/done")):
+        raise InputError(f"{config.run_dir} holds no complete checkpoint to sample from; check --run_dir")
+
+
+if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
+    config = command_line(GenerateConfig, __doc__, check_source)
+
+import torch
+import torch.nn.functional as F
+import torch_xla
+
+from convert_llmc import read_model
+from gpt import GPT, block, split_layers
+from operations import causal_attention, layer_norm
+from tpu_utils.checkpoint import Checkpoints, load_model
+from tpu_utils.device import start_device
+from tpu_utils.graphs import graphs_compiled
 
 
 def run_layers(model: GPT, tokens_BT, positions_T, attention_of_layer):
@@ -179,8 +207,7 @@ def load(config: GenerateConfig) -> tuple[GPT, str]:
     return model, "text" if of_bytes else trained.dataset
 
 
-def main() -> int:
-    config = tyro.cli(GenerateConfig, description=__doc__, use_underscores=True)
+def main(config: GenerateConfig) -> int:
     model, dataset = load(config)
     if dataset == "text":
         prompt = [END_OF_DOCUMENT_BYTE, *config.prompt.encode()]
@@ -194,7 +221,7 @@ def main() -> int:
             raise InputError(
                 f"prompt is {config.prompt!r}; a synthetic run takes token numbers such as '3 17 5'"
             ) from error
-    device = start_device(TrainConfig(device=config.device, seed=config.seed))
+    device = start_device(config.for_device)
     before = graphs_compiled()
     tokens = generate(model.to(device), prompt, config, device)
     if dataset == "text":
@@ -206,4 +233,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    sys.exit(run_script(lambda: main(config)))

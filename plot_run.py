@@ -1,9 +1,14 @@
-"""Draw what runs left behind: losses beside their floor, accuracy, learning rate, throughput, where the time went.
+"""Draw what runs left behind: losses beside their floor, accuracy, learning
+rate, throughput, where the time went.
 
-Run:     python plot_run.py runs/first                                  # writes runs/first/plot.png
-         python plot_run.py runs/a runs/b runs/c --output compare.png   # several runs in one picture
+Run:     python plot_run.py runs/first
+             writes runs/first/plot.png
+         python plot_run.py runs/a runs/b runs/c --output compare.png
+             several runs in one picture
 
-Expect:  the path of each picture written. A run may be unfinished or resumed; what is missing is named on stderr.
+Expect:  the path of each picture written; a second one, *_misread.png, for a run
+         that left misread.npz. A run may be unfinished or resumed; what is
+         missing is named on stderr.
 """
 
 import io
@@ -18,8 +23,8 @@ import matplotlib
 import numpy as np
 import tyro
 
-from config import InputError
-from tpu_utils import run_script, write_atomically
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.files import write_atomically
 from tpu_utils.pictures import MISREAD_FILE, misread_figure, read_misread
 
 matplotlib.use("Agg")  # no display on a TPU VM

@@ -1,11 +1,15 @@
 """Turn text files into llm.c token shards for transformer_tpu.py.
 
-Run:     python prepare_data.py input.txt --output datasets/shakespeare                # bytes, no download
-         python prepare_data.py corpus/ --output datasets/corpus --tokenizer gpt2      # GPT-2 BPE through tiktoken
-         python prepare_data.py hellaswag_val.jsonl --output datasets/ --tokenizer gpt2 --hellaswag
+Run:     python prepare_data.py input.txt --output datasets/shakespeare
+             bytes, no download
+         python prepare_data.py corpus/ --output datasets/corpus --tokenizer gpt2
+             GPT-2 BPE through tiktoken
+         python prepare_data.py hellaswag_val.jsonl --output datasets/ \\
+             --tokenizer gpt2 --hellaswag
 
-Then:    python transformer_tpu.py --dataset tokens --data_dir datasets --vocab_size 257 \\
-             --train_data 'shakespeare_train_*.bin' --validation_data 'shakespeare_val_*.bin'
+Then:    python transformer_tpu.py --dataset tokens --data_dir datasets \\
+             --vocab_size 257 --train_data 'shakespeare_train_*.bin' \\
+             --validation_data 'shakespeare_val_*.bin'
 """
 
 import json
@@ -18,17 +22,9 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
-from config import InputError
-from data import (
-    END_OF_DOCUMENT_BYTE,
-    MultipleChoice,
-    gpt2_encoding,
-    read_documents,
-    split_documents,
-    write_hellaswag,
-    write_token_shard,
-)
-from tpu_utils import run_script
+from llmc_files import MultipleChoice, write_hellaswag, write_token_shard
+from token_data import END_OF_DOCUMENT_BYTE, gpt2_encoding, read_documents, split_documents
+from tpu_utils.errors import InputError, run_script
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,9 @@ class PrepareConfig:
     document_separator: str = ""
     """What divides documents inside a file. Empty: a file is one document."""
     validation_fraction: float = 0.1
+    """Share of the bytes that is for validation."""
     shard_tokens: int = 100_000_000
+    """Most tokens in a shard."""
     hellaswag: bool = False
     """Write OUTPUT/hellaswag_val.bin for transformer_tpu.py --hellaswag."""
     debug: bool = False

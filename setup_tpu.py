@@ -1,15 +1,18 @@
-"""Can this machine train with PyTorch/XLA, on a TPU or on the CPU backend? And if not, what to do about it?
+"""Can this machine train with PyTorch/XLA, on a TPU or on the CPU backend?
+And if not, what to do about it?
 
-Run:     python setup_tpu.py                          # whatever this machine has
-         python setup_tpu.py --device cpu             # no TPU wanted
+Run:     python setup_tpu.py                     # whatever this machine has
+         python setup_tpu.py --device cpu        # no TPU wanted
          python setup_tpu.py --device tpu --bucket gs://my-bucket/runs
-         python setup_tpu.py --aot v5litepod-8        # also ask the TPU compiler, no TPU needed
-Expect:  one line per check (ok, warn, fail, skip) and, below a problem, the command that fixes it; --json for machines.
+         python setup_tpu.py --aot v5litepod-8   # also ask the TPU compiler
+Expect:  one line per check (ok, warn, fail, skip) and, below a problem, the
+         command that fixes it; --json for machines.
 Exit:    0 nothing failed, 1 something failed, 2 wrong usage.
 
-Only the standard library is imported here: this runs where nothing is installed, on any Python from 3.8 on.
-torch_xla is tried in child processes with a time limit: a wrong flag aborts the child, never the report.
-No process is killed, no lock file deleted, nothing installed.
+Only the standard library is imported here: this runs where nothing is
+installed, on any Python from 3.8 on. torch_xla is tried in child processes with
+a time limit: a wrong flag aborts the child, never the report. No process is
+killed, no lock file deleted, nothing installed.
 """
 
 from __future__ import annotations
@@ -37,11 +40,17 @@ from pathlib import Path
 
 # Releases that work together: five fnmatch patterns, the first and last Python, what `pip install` is given.
 VersionPair = namedtuple("VersionPair", "torch torch_xla torchvision libtpu jax python pip")
-PIP = "torch=={} 'torch_xla[tpu,pallas]=={}' torchvision=={}"
+PYTHON = os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable
+PIP = f"{PYTHON} -m pip"  # of this very Python: a bare `pip` may belong to another one than the .venv's
+SET = "torch=={} 'torch_xla[tpu,pallas]=={}' torchvision=={}"
 # THE table of supported versions, newest first; the tests hold requirements.txt to it.
 SUPPORTED_PAIRS = (
-    VersionPair(*"2.9.0 2.9.0 0.24.* 0.0.21 0.7.1".split(), ((3, 10), (3, 13)), PIP.format("2.9.0", "2.9.0", "0.24.0")),
-    VersionPair(*"2.8.* 2.8.* 0.23.* 0.0.17 0.6.2".split(), ((3, 11), (3, 13)), PIP.format("2.8.0", "2.8.1", "0.23.0")),
+    VersionPair(
+        "2.9.0", "2.9.0", "0.24.*", "0.0.21", "0.7.1", ((3, 10), (3, 13)), SET.format("2.9.0", "2.9.0", "0.24.0")
+    ),
+    VersionPair(
+        "2.8.*", "2.8.*", "0.23.*", "0.0.17", "0.6.2", ((3, 11), (3, 13)), SET.format("2.8.0", "2.8.1", "0.23.0")
+    ),
 )
 TPU_VENDOR = "0x1ae0"  # Google; its devices that are not in the next table are network cards and disks
 TPU_PCI_IDS = {"0x0027": "v2/v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "TPU7x"}
@@ -101,7 +110,7 @@ def check_python(version: tuple, installed: Mapping) -> Check:
 def check_package(name: str, installed: Mapping, needed: bool) -> Check:
     """One of torch, torch_xla, torchvision, libtpu, jax. One that is not `needed` may be missing, never mismatched."""
     pair, found = nearest_pair(installed), installed.get(name)
-    expected, fix = getattr(pair, name), f"pip install {pair.pip}"
+    expected, fix = getattr(pair, name), f"{PIP} install {pair.pip}"
     if not found:
         return judge(name, False, f"not installed, expected {expected}", fix, needed)
     if name == "torch_xla" and "torch_tpu" in installed:
@@ -113,9 +122,11 @@ def check_package(name: str, installed: Mapping, needed: bool) -> Check:
 
 def check_tensorflow(installed: Mapping, wants_tpu: bool) -> Check:
     """The full tensorflow brings a TPU runtime of its own, which fights over the chip; tensorflow-cpu does not."""
-    fix = "pip uninstall -y tensorflow && pip install tensorflow-cpu"
-    finding = f"tensorflow {installed.get('tensorflow', 'is not')} beside torch_xla; both would load libtpu"
-    return judge("tensorflow", "tensorflow" not in installed, finding, fix, wants_tpu)
+    fix = f"{PIP} uninstall -y tensorflow && {PIP} install tensorflow-cpu"
+    if "tensorflow" not in installed:
+        return Check("tensorflow", "ok", "not installed, so nothing else loads libtpu")
+    finding = f"tensorflow {installed['tensorflow']} is installed beside torch_xla; both would load libtpu"
+    return judge("tensorflow", False, finding, fix, wants_tpu)
 
 
 def find_libtpu(environment: Mapping, search_path: list) -> Path | None:
@@ -128,7 +139,7 @@ def find_libtpu(environment: Mapping, search_path: list) -> Path | None:
 
 def check_libtpu(library: Path, environment: Mapping, installed: Mapping, wants_tpu: bool, limit: float) -> Check:
     """Open the library in a child process: a truncated file kills the process that opens it."""
-    fix = f"pip install --force-reinstall --no-deps libtpu=={nearest_pair(installed).libtpu}"
+    fix = f"{PIP} install --force-reinstall --no-deps libtpu=={nearest_pair(installed).libtpu}"
     if environment.get("TPU_LIBRARY_PATH"):
         fix = "unset TPU_LIBRARY_PATH"
     if library is None:
@@ -169,7 +180,7 @@ def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_fou
         chosen, why = "TPU", "a TPU chip and libtpu were found"
     else:
         chosen, why = "CPU", "libtpu was not found" if chips else "no TPU chip was found"
-        fix = f"pip install {SUPPORTED_PAIRS[0].pip}"
+        fix = f"{PIP} install {SUPPORTED_PAIRS[0].pip}"
     if device == "cpu":
         return Check("pjrt device", "ok", f"CPU as asked for (without --device cpu {chosen}: {why})")
     if chosen == "TPU":
@@ -180,7 +191,7 @@ def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_fou
     if chips or device == "tpu":
         finding = f"programs would silently run on the CPU: {why}"
         return Check("pjrt device", "fail", finding, fix if chips else GO_TO_TPU)
-    fix = "python setup_tpu.py --device cpu  # if the CPU is what you want"
+    fix = f"{PYTHON} setup_tpu.py --device cpu  # if the CPU is what you want"
     return Check("pjrt device", "warn", f"programs will run on the CPU: {why}", fix)
 
 
@@ -391,7 +402,7 @@ def ask_child(function: str, argument: str, names: list, environment: Mapping, l
     if lacking := re.search(r"libpython(3\.\d+)\.so", died):  # Debian's python3 runs without it, torch_xla does not
         fix = f"sudo apt-get install -y libpython{lacking[1]}"
     elif died.startswith("no answer"):
-        fix = f"python setup_tpu.py --time_limit {4 * limit:g}  # several hosts: start it on all of them at once"
+        fix = f"{PYTHON} setup_tpu.py --time_limit {4 * limit:g}  # several hosts: start it on all of them at once"
     return [c._replace(fix=c.fix or fix) if c.status == "fail" else c for c in map(results.get, names)]
 
 
@@ -400,16 +411,16 @@ def check_work(device: str, environment: Mapping, installed: Mapping, limit: flo
     if "torch_xla" not in installed:
         return [Check(name, "skip", "torch_xla is not installed") for name in names]
     tried = environment if device == "auto" else {**environment, "PJRT_DEVICE": device.upper()}
-    reinstall = f"pip install --force-reinstall {nearest_pair(installed).pip}"
+    reinstall = f"{PIP} install --force-reinstall {nearest_pair(installed).pip}"
     return ask_child("child_work", "", names, tried, limit, reinstall)
 
 
 def check_aot(target: str, environment: Mapping, installed: Mapping, limit: float) -> Check:
     """The same training step through the compiler in libtpu, with no TPU attached."""
-    if not target or not Path(__file__).with_name("aot_tpu.py").is_file():
-        reason = "aot_tpu.py, which asks the compiler, is not beside setup_tpu.py"
+    if not target or not Path(__file__).with_name("tpu_compiler").is_dir():
+        reason = "tpu_compiler/, which asks the compiler, is not beside setup_tpu.py"
         return Check("aot", "skip", reason if target else "not asked for (--aot v5litepod-8)")
-    fix = f"pip install {SUPPORTED_PAIRS[0].pip}"  # the pair aot_tpu.py is written for
+    fix = f"{PIP} install {SUPPORTED_PAIRS[0].pip}"  # the pair tpu_compiler is written for
     missing = [name for name in ("torch_xla", "libtpu", "jax") if name not in installed]
     if missing:
         return Check("aot", "fail", f"needs {', '.join(missing)}, not installed", fix)
@@ -422,7 +433,7 @@ def check_bucket(bucket: str, installed: Mapping, environment: Mapping, limit: f
     if not bucket:
         return Check("bucket", "skip", "none given (--bucket gs://...)")
     if "google_cloud_storage" not in installed:
-        return Check("bucket", "fail", "google-cloud-storage is not installed", "pip install google-cloud-storage")
+        return Check("bucket", "fail", "google-cloud-storage is not installed", f"{PIP} install google-cloud-storage")
     name, login = bucket.split("/")[2], "gcloud auth application-default login"
     (check,) = ask_child("child_bucket", name, ["bucket"], environment, limit, login)
     if "NotFound" in check.finding:
@@ -532,16 +543,19 @@ def child_work(_: str) -> None:
 
 def child_aot(target: str) -> None:
     """Trace the training step on as many virtual CPU devices as the slice has, and compile it with the TPU compiler."""
-    from aot_tpu import prepare_environment, report, trace_step
+    from tpu_compiler.environment import prepare_environment
 
     topology = prepare_environment(target)  # before torch_xla is imported
     import torch_xla.runtime as xr
+
+    from tpu_compiler.ask import ask_compiler
+    from tpu_compiler.tracing import trace_step
 
     devices = topology.num_devices
     if devices > 1:
         xr.use_spmd()
     step, model = tiny_step(devices)
-    compiled, _ = report(trace_step(step, owners=[model]), topology)
+    compiled, _ = ask_compiler(trace_step(step, owners=[model]), topology)
     if not compiled.fits:
         raise RuntimeError(compiled.reason)
     reduces = int(compiled.collectives.get("all-reduce", {"count": 0})["count"])
@@ -626,7 +640,8 @@ def parse_arguments(arguments: list) -> argparse.Namespace:
     if options.time_limit <= 0:
         parser.error(f"--time_limit {options.time_limit:g}: expected more than 0 seconds")
     if options.aot:
-        look_up = "import sys; sys.path.insert(0, sys.argv[1]); from aot_tpu import *; prepare_environment(sys.argv[2])"
+        look_up = "import sys; sys.path.insert(0, sys.argv[1]); from tpu_compiler.environment import *; "
+        look_up += "prepare_environment(sys.argv[2])"
         _, died = run_child(["-c", look_up, HERE, options.aot], os.environ, options.time_limit)
         near = difflib.get_close_matches(options.aot, re.split("[ ,]+", died.partition(";")[2]), n=1)
         if died.startswith("ValueError"):
@@ -652,4 +667,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # quiet into `| head`
     sys.exit(main())

@@ -3,8 +3,8 @@
 Run:     python benchmarks/checkpoint_speed.py                       # 50 and 500 MB, 5 repeats, to the folder runs/
          python benchmarks/checkpoint_speed.py --megabytes 50 --repeats 9 --folder /mnt/disk --devices 8
 
-The state is float32 on the XLA device, 16 tensors. With --devices 8 it is cut over a mesh of 8 virtual CPU devices,
-saved in parts, and read whole on the host. The disk's own speed is that of the same bytes in one write and an fsync.
+The state is float32 on the XLA device, 16 tensors. With --devices 8 it is sharded over 8 virtual CPU devices,
+saved in shards, and read whole on the host. The disk's own speed is that of the same bytes in one write and an fsync.
 Ours is all of Checkpoints: the space check, the copy to host memory, torch.save or DCP, fsync, CRC-32, marker, removing
 the oldest; on reading the CRC-32 too. torch.save is without fsync or CRC-32, as most loops do it. Every figure is a
 median; the ways take turns, because a disk is not equally fast all the time. What is read comes from the page cache,
@@ -31,7 +31,8 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
-from tpu_utils import Checkpoints, to_host
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.state import to_host
 
 TENSORS = 16
 

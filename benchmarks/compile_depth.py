@@ -24,7 +24,8 @@ def measure(layers: int, scan_layers: bool) -> None:
     import torch_xla
 
     from config import ModelShape
-    from transformer_tpu import GPT, compute_gradients
+    from gpt import GPT
+    from transformer_tpu import compute_gradients
 
     device = torch_xla.device()
     model = GPT(ModelShape(layers, 2, 128, 64, 256), scan_layers=scan_layers)

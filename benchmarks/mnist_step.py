@@ -25,8 +25,9 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 import simple_mnist_tpu
-from config import MnistConfig, make_optimizer
-from data import TrainBatches, load_digits
+from config import MnistConfig
+from mnist_data import TrainBatches, load_digits
+from optim import make_optimizer
 
 ROUNDS, EPOCHS = 5, 6
 
@@ -37,8 +38,9 @@ def bare_loop(config: MnistConfig, num_steps: int) -> float:
     model = simple_mnist_tpu.ConvNet(8, config.channels, config.hidden_dim).to(device)
     optimizer = make_optimizer(config, model.parameters())
     optimizer.param_groups[0]["lr"] = torch.tensor([config.learning_rate]).to(device)
-    for step, (images, labels) in enumerate(TrainBatches(load_digits(), config, 0, num_steps)):
-        images, labels = images.to(device), labels.to(device)
+    batches = TrainBatches(load_digits(), config)
+    for step in range(num_steps):
+        images, labels = (torch.from_numpy(array).to(device) for array in batches.batch(step))
         with torch_xla.compile(full_graph=True, name="bare"):
             optimizer.zero_grad(set_to_none=True)
             F.cross_entropy(model(images), labels.long()).backward()

@@ -32,8 +32,10 @@ import torch_xla.debug.metrics as met
 
 import simple_mnist_tpu
 import transformer_tpu
-from config import MnistConfig, ModelShape, TransformerConfig, learning_rates, make_optimizer
-from tpu_utils import DeviceMetrics
+from config import MnistConfig, ModelShape, TransformerConfig
+from gpt import GPT
+from optim import learning_rates, make_optimizer
+from tpu_utils.metrics import DeviceMetrics
 
 ROUNDS, STEPS = 7, 5
 MNIST_BATCHES = 128, 256  # of the presets development and distributed
@@ -121,7 +123,7 @@ def xla_peer(name: str, model, batch, loss_of, recipe: peers.Recipe = peers.GPT_
 
 def our_gpt(shape: ModelShape, tokens, dtype=torch.float32) -> Peer:
     device, config = torch_xla.device(), TransformerConfig()
-    model = transformer_tpu.GPT(shape, dtype)
+    model = GPT(shape, dtype)
     model.initialise(0)
     model = model.to(device)
     optimizer = make_optimizer(config, transformer_tpu.decay_groups(model))
@@ -130,7 +132,7 @@ def our_gpt(shape: ModelShape, tokens, dtype=torch.float32) -> Peer:
     xm.wait_device_ops()
 
     def step():
-        return transformer_tpu.train_step(model, optimizer, rates, metrics, tokens.to(device), 1, peers.GPT_RECIPE.clip)
+        return transformer_tpu.train_step(model, optimizer, rates, metrics, tokens.to(device), config)
 
     return Peer("transformer_tpu.py", step, xla_wait)
 
@@ -145,7 +147,7 @@ def our_mnist(config: MnistConfig, images, labels) -> Peer:
 
     def step():
         batch = images.to(device), labels.to(device)
-        return simple_mnist_tpu.train_step(model, optimizer, rates, metrics, *batch, "float32")
+        return simple_mnist_tpu.train_step(model, optimizer, rates, metrics, *batch, config)
 
     return Peer("simple_mnist_tpu.py", step, xla_wait)
 

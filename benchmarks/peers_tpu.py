@@ -3,7 +3,7 @@
 Run:     python benchmarks/peers_tpu.py                                  # all of them for one v5e: about 15 minutes
          python benchmarks/peers_tpu.py --peers ours jax --topology v5p-8 v6e-1   # one chip of each
 Prints:  a row for each program: megacycles and milliseconds by the compiler's own estimate, peak memory, seconds to
-         compile. Nothing runs on a TPU. libtpu, torch_xla and jax are those of aot_tpu.py, for every row.
+         compile. Nothing runs on a TPU. libtpu, torch_xla and jax are the same for every row.
 
 8 x 1024 tokens, true GPT-2 shape, AdamW, bfloat16 products, float32 master weights. Operations that the compiler gives
 no estimate for are added by a rule: copies and slices nothing (they run beside the arithmetic); a flash attention layer
@@ -24,9 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import aot_tpu
-from config import ModelShape, TransformerConfig, learning_rates, make_optimizer
-from tpu_program import GIB, parse_program, parse_topology, read_cycles, shape_bytes
+from config import ModelShape, TransformerConfig
+from tpu_compiler.environment import check_private_interfaces, prepare_environment
+from tpu_compiler.hardware import GIB, parse_topology
+from tpu_compiler.reading import parse_program, read_cycles, shape_bytes
 
 SHAPE, BATCH = ModelShape(12, 12, 768, 1024, 50257), 8
 PEERS = {
@@ -37,8 +38,6 @@ PEERS = {
     "nanogpt": "nanoGPT-style through torch_xla, autocast",
     "hugging_face": "Hugging Face GPT2LMHeadModel through torch_xla, autocast",
 }
-# GB/s, Google Cloud's TPU pages, read 2025-11
-MEMORY_BANDWIDTH = {"v5e": 819, "v5p": 2765, "v6e": 1640}
 HIDDEN = {"copy", "slice", "custom-call"}  # copies and slices are started early and awaited late
 
 
@@ -48,7 +47,7 @@ def unpriced_cycles(computations, unpriced, name: str, shape: ModelShape, topolo
     for operation in computations["ENTRY"]:
         if operation.kind in set(unpriced) - HIDDEN and "estimated_cycles" not in operation.line:
             size += 2 * sum(shape_bytes(operation.type))
-    seconds = size / MEMORY_BANDWIDTH[topology.generation] / 1e9
+    seconds = size / hardware.memory_gb_per_s / 1e9
     if name == "ours_flash":
         product = 2 * BATCH * shape.num_heads * shape.sequence_length**2 * shape.head_dim
         seconds += 9 * 3 / 4 * shape.num_layers * product / (hardware.bf16_tflops * 1e12 / 2)
@@ -62,27 +61,30 @@ def compile_torch(name: str, topology, shape: ModelShape) -> tuple[str, int]:
     import torch_xla
 
     import transformer_tpu
-    from tpu_utils import DeviceMetrics
+    from flash_attention import flash_attention
+    from gpt import GPT
+    from optim import learning_rates, make_optimizer
+    from tpu_compiler.compiling import compile_program, lower_pallas_for
+    from tpu_compiler.tracing import trace_step, without_weights
+    from tpu_utils.metrics import DeviceMetrics
 
     device = torch_xla.device()
     tokens = torch.zeros(BATCH, shape.sequence_length + 1, dtype=torch.int32).to(device)
     if name.startswith("ours"):
         if name == "ours_flash":
-            aot_tpu.lower_pallas_for(topology.name)
-        config = TransformerConfig()
-        attention = transformer_tpu.flash_attention if name == "ours_flash" else None
-        build = partial(transformer_tpu.GPT, shape, torch.bfloat16, attention=attention)
-        model = aot_tpu.without_weights(build, device)
-        optimizer = make_optimizer(
-            dataclasses.replace(config, compile_for=topology.name), transformer_tpu.decay_groups(model)
-        )
+            lower_pallas_for(topology.name)
+        config = TransformerConfig(compile_for=topology.name)
+        attention = flash_attention if name == "ours_flash" else None
+        build = partial(GPT, shape, torch.bfloat16, attention=attention)
+        model = without_weights(build, device)
+        optimizer = make_optimizer(config, transformer_tpu.decay_groups(model))
         rates = learning_rates(config, config.num_steps).to(device)
         metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
         step = transformer_tpu.train_step
-        arguments = (model, optimizer, rates, metrics, tokens, 1, peers.GPT_RECIPE.clip)
+        arguments = (model, optimizer, rates, metrics, tokens, config)
     else:
         kind = {"nanogpt": peers.StraightGPT, "hugging_face": peers.HuggingFaceGPT}[name]
-        model = aot_tpu.without_weights(partial(kind, shape), device)
+        model = without_weights(partial(kind, shape), device)
         model.tie()
         optimizer = peers.usual_adamw(model, capturable=True)
         for parameter in model.parameters():
@@ -90,7 +92,7 @@ def compile_torch(name: str, topology, shape: ModelShape) -> tuple[str, int]:
             optimizer.state[parameter] = {"step": torch.zeros(1).to(device), **zeros}
         step = torch_xla.compile(partial(peers.usual_step, autocast="xla"), full_graph=True)
         arguments = (model, optimizer, tokens)
-    compiled = aot_tpu.compile_program(aot_tpu.trace_step(step, *arguments, owners=(model, optimizer)), topology)
+    compiled = compile_program(trace_step(step, *arguments, owners=(model, optimizer)), topology)
     return compiled.text, compiled.peak_bytes
 
 
@@ -100,7 +102,9 @@ def compile_jax(topology, shape: ModelShape) -> tuple[str, int]:
     import peers
     from jax.sharding import SingleDeviceSharding
 
-    sharding = SingleDeviceSharding(aot_tpu._compile_only_devices(topology)[0])
+    from tpu_compiler.compiling import compile_only_devices
+
+    sharding = SingleDeviceSharding(compile_only_devices(topology)[0])
     parameters = jax.eval_shape(partial(peers.jax_gpt_parameters, shape))
     arguments = parameters, jax.eval_shape(peers.jax_state, parameters)
     arguments += (jax.ShapeDtypeStruct((BATCH, shape.sequence_length + 1), jnp.int32),)
@@ -114,7 +118,7 @@ def compile_jax(topology, shape: ModelShape) -> tuple[str, int]:
 
 def one(name: str, topology_name: str) -> None:
     """Compile in this process and print the row as JSON."""
-    topology = aot_tpu.prepare_environment(topology_name)
+    topology = prepare_environment(topology_name)
     shape = dataclasses.replace(SHAPE, num_heads=6) if name == "ours_6x128" else SHAPE
     start = time.monotonic()
     text, peak = compile_jax(topology, shape) if name == "jax" else compile_torch(name, topology, shape)
@@ -138,12 +142,10 @@ def main() -> int:
         return 0
     for name in arguments.topology:
         try:
-            generation = parse_topology(name).generation
+            parse_topology(name)
         except ValueError as error:
             parser.error(str(error))
-        if generation not in MEMORY_BANDWIDTH:
-            parser.error(f"{name}: expected a slice of {', '.join(MEMORY_BANDWIDTH)}")
-    versions = aot_tpu.check_private_interfaces()
+    versions = check_private_interfaces()
     print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
     columns = ["program", "slice", "M cycles", "of it added", "ms", "MFU", "peak GiB", "s to trace and compile"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)

@@ -3,7 +3,7 @@
 Run:     python benchmarks/token_loader.py        # writes 4 shards of 20 M tokens to a temporary folder, reads them all
 
 The rate of one chip is taken from above: GPT-2 124M at its peak (197 TFLOP/s over 860 MFLOPs a token, MFU 100 %), which
-no run reaches. Every batch of 512 sequences of 1,024 tokens is cut, checked and widened to int32, as in training.
+no run reaches. Every batch of 512 sequences of 1,024 tokens is sliced, checked and widened to int32, as in training.
 """
 
 import statistics
@@ -17,7 +17,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from config import MODEL_SIZES
-from data import TokenShards, write_token_shard
+from llmc_files import write_token_shard
+from token_data import TokenShards
 
 T, ROWS, SHARDS, SHARD_TOKENS = 1024, 512, 4, 20_000_000
 

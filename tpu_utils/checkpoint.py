@@ -1,108 +1,37 @@
-"""The run directory and the checkpoints in it: atomic, checked, never executed."""
+"""The checkpoints of a run directory: atomic, checked, never executed."""
 
-import datetime
 import json
-import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
 
-from config import FREE_ON_RESUME, InputError, TrainConfig
-from tpu_utils.device import Peers
 from tpu_utils.errors import CheckpointError, SaveError
+from tpu_utils.files import checksum_of, sync_folder, write_atomically
+from tpu_utils.peers import Peers
 from tpu_utils.state import (
     HostCopy,
-    checksum_of,
     copy_to_host,
-    is_cut,
+    is_sharded,
     map_tensors,
     num_bytes,
     put,
-    read_cut,
+    read_sharded,
     read_whole,
     tensors_by_path,
-    write_cut,
+    write_sharded,
     write_whole,
 )
-from tpu_utils.storage import Mirror, open_bucket_dir
-
-if TYPE_CHECKING:
-    from tpu_utils.guards import RunLock  # which imports this module
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file has the old content or the new one, never a part, whenever the machine stops."""
-    aside = path.with_name(path.name + ".writing")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename is on disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def open_run_dir(config: TrainConfig, lock: "RunLock | None" = None) -> Path:
-    """The run directory, made, locked and proved writable; of a gs:// directory the local folder that a Mirror uploads.
-
-    Raises InputError where it cannot be written, is in use by another run, or already holds one.
-    """
-    now = datetime.datetime.now()
-    run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")
-    if config.compile_for:
-        return run_dir  # nothing runs, nothing is written
-    if config.run_dir.startswith("gs://"):
-        run_dir = open_bucket_dir(config.run_dir, config.resume)
-        if lock:
-            lock.acquire(run_dir)
-        return run_dir
-    if config.resume == "must" and not run_dir.exists():
-        raise InputError(f"{run_dir} holds no complete checkpoint to go on from: it does not exist; check --run_dir")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if lock:
-            lock.acquire(run_dir)
-        if config.resume == "never" and (run_dir / "config.json").exists():
-            raise InputError(
-                f"run_dir {run_dir} already holds a run; choose another, or continue it with --resume auto"
-            )
-        write_atomically(run_dir / "writable", b"")
-        (run_dir / "writable").unlink()
-    except OSError as error:
-        raise InputError(
-            f"run_dir {run_dir} cannot be written: {error.strerror}; choose another with --run_dir"
-        ) from error
-    return run_dir
-
-
-def check_same_run(config: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises InputError if a field that shapes the computation is not what the checkpoint was made with."""
-    names = sorted((config.keys() | saved.keys()) - FREE_ON_RESUME)
-    changed = [f"{n} is {config.get(n)!r}, was {saved.get(n)!r}" for n in names if config.get(n) != saved.get(n)]
-    if changed:
-        raise InputError(
-            f"this is not the run the checkpoint belongs to: {'; '.join(changed)}; repeat the old values, "
-            "or start anew in another --run_dir"
-        )
+from tpu_utils.storage import Mirror
 
 
 class Checkpoints:
-    """step_00001200/ with state.pt, the files of what is cut over devices, and a `done` marker with the size and
+    """step_00001200/ with state.pt, the files of what is sharded over devices, and a `done` marker with the size and
     CRC-32 of each; the newest `keep` of them.
 
     A step is written aside, synced, renamed and only then marked: a folder without its marker is not a checkpoint.
@@ -121,7 +50,7 @@ class Checkpoints:
         """mirror: of the run directory, for one in a bucket."""
         self.folder, self.keep, self._mirror = folder, keep, mirror
         self._peers = peers or Peers()
-        self._peers_of_thread = self._peers.again()
+        self._peers_of_thread = self._peers.with_own_group()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -172,7 +101,7 @@ class Checkpoints:
 
     def write(self, copy: HostCopy) -> None:
         """Begin to write it; wait() or the next copy() waits for the end. The copy is used up."""
-        if self._peers.index == 0 or copy.cut:  # what is not cut is written by the first process alone
+        if self._peers.index == 0 or copy.sharded:  # what is not sharded is written by the first process alone
             # no daemon: a run that ends with an error elsewhere still finishes its save
             self._thread = threading.Thread(target=self._write_and_keep_error, args=(copy,), name="checkpoint")
             self._thread.start()
@@ -217,15 +146,15 @@ class Checkpoints:
         except BaseException as error:  # whatever it is: the loop raises it
             self._failure = error
         finally:
-            copy.whole, copy.cut = {}, {}  # or the next copy would be a second one in memory
+            copy.whole, copy.sharded = {}, {}  # or the next copy would be a second one in memory
 
     def _write(self, copy: HostCopy) -> None:
-        """In the thread. With several processes and nothing cut, on the first alone: no message goes between them."""
-        peers = self._peers_of_thread if copy.cut else Peers()
+        """In the thread. Without anything sharded on the first process alone: no message goes between them."""
+        peers = self._peers_of_thread if copy.sharded else Peers()
         aside = self.folder / f".writing_{copy.step:08d}"
         try:
             peers.from_first(lambda: self._make(aside))
-            files = write_cut(aside, copy.cut, peers) if copy.cut else {}
+            files = write_sharded(aside, copy.sharded, peers) if copy.sharded else {}
             peers.from_first(lambda: self._finish(copy, aside, files))
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
             if peers.index == 0:
@@ -242,14 +171,14 @@ class Checkpoints:
         aside.mkdir(parents=True)
 
     def _finish(self, copy: HostCopy, aside: Path, files: dict[str, dict[str, int]]) -> None:
-        """On the first process, when all parts are on disk: the rest, the marker, and away with the oldest."""
+        """On the first process, when all shards are on disk: the rest, the marker, and away with the oldest."""
         target = self.path(copy.step)
         for name, expected in files.items():
             size = (aside / name).stat().st_size if (aside / name).exists() else "absent"
             if size != expected["bytes"]:
                 raise RuntimeError(
-                    f"{name} is {size} here, its process wrote {expected['bytes']} bytes; a run whose state is cut "
-                    "over several hosts needs a --run_dir that all of them share"
+                    f"{name} is {size} here, its process wrote {expected['bytes']} bytes; a run whose state is "
+                    "sharded over several hosts needs a --run_dir that all of them share"
                 )
         if self._mirror:
             self._mirror.wait()  # pruning must not take files away that are on their way up
@@ -300,25 +229,22 @@ class Checkpoints:
     def restore(self, saved: dict[str, Any], targets: dict[str, Any]) -> None:
         """Fill the tensors in targets, a nesting as in saved, which is what load_for_resume returned, whole or not.
 
-        They keep their place: one that is cut over devices gets each device's part, whatever mesh or single device it
-        was saved from. Raises CheckpointError before anything is changed if names or shapes differ.
+        They keep their place: one that is sharded gets each device's shard, whatever mesh or single device it was saved
+        from. Raises CheckpointError before anything is changed if names, shapes or types differ.
         """
-        wanted, found = (
-            # the numbers in param_groups come from the options, and the learning rate from the schedule
-            {path: t for path, t in tensors_by_path(state).items() if "/param_groups/" not in path}
-            for state in (targets, {name: saved.get(name) for name in targets})
-        )
-        _check_shapes(wanted, found)
-        # parts go to the devices one by one; a tensor that every device holds whole goes by way of a whole one here
-        parts = {
-            path: tensor if is_cut(tensor) else torch.empty_like(tensor, device="cpu")
+        wanted = tensors_to_restore(targets)
+        found = tensors_to_restore({name: saved.get(name) for name in targets})
+        check_alike(wanted, found)
+        # shards go to the devices one by one; a tensor that every device holds whole goes by way of a whole one here
+        from_files = {
+            path: tensor if is_sharded(tensor) else torch.empty_like(tensor, device="cpu")
             for path, tensor in wanted.items()
             if found[path].is_meta
         }
-        if parts:
+        if from_files:
             folder = self.path(saved["step"])
-            read_cut(folder, list(_marker(folder)), parts)
-        found |= parts
+            read_sharded(folder, list(_marker(folder)), from_files)
+        found |= from_files
         for path, tensor in wanted.items():
             if found[path] is not tensor:
                 put(tensor, found[path])
@@ -337,8 +263,8 @@ def _marker(folder: Path) -> dict[str, Any]:
 def read_checkpoint(folder: Path, whole: bool = True) -> dict[str, Any]:
     """The state in a checkpoint folder, on the CPU. Nothing that the files say is run.
 
-    whole=False: of tensors that were cut over devices only shapes and types, on the meta device. Every byte is checked
-    all the same. Raises DamagedCheckpoint for other bytes than were written, CheckpointError for foreign content.
+    whole=False: of tensors that were sharded over devices only shapes and types, on the meta device. Every byte is
+    checked all the same. Raises DamagedCheckpoint for bytes that changed, CheckpointError for foreign content.
     """
     try:
         files = _marker(folder)
@@ -361,16 +287,16 @@ def read_checkpoint(folder: Path, whole: bool = True) -> dict[str, Any]:
     for name, kind in (("step", int), ("config", dict), ("model", dict)):
         if name in state and not isinstance(state[name], kind):
             raise CheckpointError(
-                f"{folder} is not a checkpoint of these scripts: {name} is {_kind(state[name])}, expected "
+                f"{folder} is not a checkpoint of these scripts: {name} is {kind_of(state[name])}, expected "
                 f"{kind.__name__}; remove it, or choose another --run_dir"
             )
-    cut: dict[str, torch.Tensor] = {}
+    sharded: dict[str, torch.Tensor] = {}
     if whole:
         state = map_tensors(
-            state, lambda path, t: cut.setdefault(path, torch.empty_like(t, device="cpu")) if t.is_meta else t
+            state, lambda path, t: sharded.setdefault(path, torch.empty_like(t, device="cpu")) if t.is_meta else t
         )
-    if cut:
-        read_cut(folder, list(files), cut)
+    if sharded:
+        read_sharded(folder, list(files), sharded)
     return SavedState(state)
 
 
@@ -384,19 +310,18 @@ class SavedState(dict):
         )
 
 
-def load_model(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
-    """load_state_dict that says in words what differs. Raises CheckpointError before anything is changed."""
-    _check_shapes(model.state_dict(), saved)
-    model.load_state_dict(saved)
+def tensors_to_restore(state: Any) -> dict[str, torch.Tensor]:
+    """By path. Without an optimizer's param_groups: its numbers come from the options, the rate from the table."""
+    return {path: tensor for path, tensor in tensors_by_path(state).items() if "/param_groups/" not in path}
 
 
-def _check_shapes(wanted: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    own = {name: tuple(t.shape) for name, t in wanted.items()}
-    other = {name: tuple(t.shape) if isinstance(t, torch.Tensor) else _kind(t) for name, t in saved.items()}
+def check_alike(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    """Raises CheckpointError, in words, unless both have the same names, shapes and types."""
+    own, other = ({name: kind_of(tensor) for name, tensor in state.items()} for state in (wanted, found))
     changed = [
-        f"{n} is {own.get(n, 'absent')}, was {other.get(n, 'absent')}"
-        for n in sorted(own | other)
-        if own.get(n) != other.get(n)
+        f"{name} is {own.get(name, 'absent')}, was {other.get(name, 'absent')}"
+        for name in sorted(own | other)
+        if own.get(name) != other.get(name)
     ]
     if changed:
         raise CheckpointError(
@@ -405,43 +330,17 @@ def _check_shapes(wanted: dict[str, torch.Tensor], saved: dict[str, torch.Tensor
         )
 
 
-def load_part(name: str, target: Any, saved: dict[str, Any]) -> None:
-    """target.load_state_dict(saved[name]). Raises CheckpointError in words, before anything is changed, when it is not
-    of the same keys, shapes and types."""
-    check_like(target.state_dict(), saved[name], name)
-    target.load_state_dict(saved[name])
-
-
-def check_like(own: Any, other: Any, name: str) -> None:
-    """Raises CheckpointError unless other has the nesting, the shapes and the types of own. name: says where it is."""
-    if found := next(_unlike(own, other, name), None):
-        raise CheckpointError(
-            f"the checkpoint does not fit this run: {found}; give the options it was made with (and run the "
-            "version of the scripts that made it), or start anew in another --run_dir"
-        )
-
-
-def _unlike(own: Any, other: Any, where: str) -> Iterator[str]:
-    """What of other is not as in own. The values of an optimizer's settings are its own: the rate changes its shape."""
-    if isinstance(own, dict) and isinstance(other, dict):
-        if own.keys() != other.keys():
-            yield f"{where} has {sorted(map(str, other))[:9]}, expected {sorted(map(str, own))[:9]}"
-        settings = ".param_groups." in where
-        for key in own.keys() & other.keys():
-            if not settings or key == "params":
-                yield from _unlike(own[key], other[key], f"{where}.{key}")
-    elif isinstance(own, list | tuple) and isinstance(other, list | tuple) and len(own) == len(other):
-        for index, (one, two) in enumerate(zip(own, other, strict=True)):
-            yield from _unlike(one, two, f"{where}.{index}")
-    elif _kind(own) != _kind(other):
-        yield f"{where} is {_kind(other)}, expected {_kind(own)}"
-
-
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """What must be equal for one value to stand for another."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return f"{type(value).__name__}[{len(value)}]" if isinstance(value, list | tuple) else type(value).__name__
+    return type(value).__name__
+
+
+def load_model(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
+    """load_state_dict on the host that says in words what differs. Raises CheckpointError before anything changes."""
+    check_alike(model.state_dict(), tensors_by_path(saved))
+    model.load_state_dict(saved)
 
 
 def random_state() -> dict[str, Any]:
@@ -449,8 +348,13 @@ def random_state() -> dict[str, Any]:
     return {"torch": torch.get_rng_state(), "xla": xm.get_rng_state()}
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: Any) -> None:
     """Raises CheckpointError when it is not what random_state() gives."""
-    check_like(random_state(), state, "random")
+    own = {name: kind_of(value) for name, value in random_state().items()}
+    other = {name: kind_of(value) for name, value in state.items()} if isinstance(state, dict) else kind_of(state)
+    if own != other:
+        raise CheckpointError(
+            f"the checkpoint's random state is {other}, expected {own}; start anew in another --run_dir"
+        )
     torch.set_rng_state(state["torch"])
     xm.set_rng_state(state["xla"])

@@ -1,89 +1,22 @@
-"""The device a run is on, the hosts it is on with, and the way its batches go there."""
+"""The device a run is on: started, seeded, and described."""
 
-import datetime
 import os
-import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-import torch.distributed as dist
 import torch_xla
 import torch_xla.backends
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from torch_xla._internal import tpu
+from torch.utils.flop_counter import FlopCounterMode
 
-from config import InputError, TrainConfig
+from config import TrainConfig
+from tpu_compiler.hardware import attached_chips
+from tpu_utils.environment import choose_device
 from tpu_utils.errors import DeviceError
-
-
-class Generation(NamedTuple):
-    """One TPU chip. Source: cloud.google.com/tpu/docs, system architecture; PCI ids: torch_xla/_internal/tpu.py."""
-
-    name: str
-    pci_id: str
-    hbm_gib: int
-    bf16_tflops: float
-    """Peak dense bf16 TFLOP/s of the chip."""
-    devices_per_chip: int = 1
-
-
-GENERATIONS = (
-    Generation("v4", "0x005e", 32, 275),
-    Generation("v5e", "0x0063", 16, 197),
-    Generation("v5p", "0x0062", 95, 459),
-    Generation("v6e", "0x006f", 32, 918),
-    Generation("TPU7x", "0x0076", 192, 2307, devices_per_chip=2),
-)
-GOOGLE_PCI_VENDOR = "0x1ae0"
-
-
-def attached_chips(pci_root: Path = Path("/sys/bus/pci/devices")) -> list[Generation]:
-    """The TPU chips on this host's PCI bus."""
-    by_id = {generation.pci_id: generation for generation in GENERATIONS}
-    chips = []
-    for vendor in sorted(pci_root.glob("*/vendor")):
-        if vendor.read_text().strip() == GOOGLE_PCI_VENDOR:
-            chip = by_id.get((vendor.parent / "device").read_text().strip())
-            chips += [chip] if chip else []
-    return chips
-
-
-def choose_device(config: TrainConfig) -> str:
-    """Settle "tpu" or "cpu", and how many devices, in the environment: it is read once, when a device is first touched.
-
-    Idempotent, and inherited by child processes. Raises DeviceError instead of falling back.
-    """
-    chips = attached_chips()
-    chosen = config.device
-    if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
-        from aot_tpu import prepare_environment
-
-        if not torch_xla._XLAC._xla_runtime_is_initialized():
-            try:
-                prepare_environment(config.compile_for)
-            except ValueError as error:
-                raise InputError(f"compile_for: {error}") from error
-        return "cpu"
-    if chosen == "auto":
-        chosen = os.environ.get("PJRT_DEVICE", "TPU" if chips else "CPU").lower()
-    if chosen == "tpu" and not chips:
-        raise DeviceError(
-            f"preset {config.preset} runs on tpu, but this machine has no TPU chip (PCI vendor {GOOGLE_PCI_VENDOR}); "
-            "run it on a TPU VM, or add --device cpu"
-        )
-    os.environ["PJRT_DEVICE"] = chosen.upper()
-    if num_virtual_devices := getattr(config, "num_virtual_devices", 0):
-        if chosen != "cpu":
-            raise InputError(
-                f"num_virtual_devices is {num_virtual_devices} but the device is {chosen}; add --device cpu"
-            )
-        os.environ["CPU_NUM_DEVICES"] = str(num_virtual_devices)
-    return chosen
 
 
 def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -> torch.device:
@@ -122,9 +55,13 @@ def compile_cache_dir(config: TrainConfig) -> Path | None:
     if not config.compile_cache or os.environ.get("PJRT_DEVICE") != "TPU":
         return None
     folder = Path("~/.cache/torch_xla_programs" if config.compile_cache == "auto" else config.compile_cache)
-    # set by torchrun and by torch_xla.launch
-    local_process = os.environ.get("LOCAL_RANK", os.environ.get("PJRT_LOCAL_PROCESS_RANK"))
+    local_process = os.environ.get("LOCAL_RANK")  # set by torchrun
     return (folder / f"process_{local_process}" if local_process else folder).expanduser()  # one folder per process
+
+
+def devices_used() -> int:
+    """Devices of all hosts that this run computes on."""
+    return xr.global_runtime_device_count() if xr.is_spmd() else xr.world_size()
 
 
 def peak_flops(num_devices: int) -> float | None:
@@ -145,7 +82,7 @@ def print_banner(config: TrainConfig, device: torch.device) -> None:
     count, kind = xr.global_runtime_device_count(), xr.device_type()
     chips = attached_chips() if kind == "TPU" else []
     name = f"TPU {chips[0].name}" if chips else "CPU (XLA CPU backend: no TPU)" if kind == "CPU" else kind
-    used = count if xr.is_spmd() else xr.world_size()
+    used = devices_used()
     memory = device_memory(device)
     cache = compile_cache_dir(config)
     matmul = f", float32 matrix products at {config.matmul_precision} precision" if kind == "TPU" else ""
@@ -158,92 +95,13 @@ def print_banner(config: TrainConfig, device: torch.device) -> None:
     print(f"cache      {cache or 'no compile cache' + (' (used on TPU only)' if kind != 'TPU' else '')}", flush=True)
 
 
-def tpu_hosts() -> tuple[int, list[str]]:
-    """(index of this host, addresses of all hosts of the TPU slice), from the VM's metadata: no device is touched."""
-    try:
-        return tpu.worker_id(), tpu.get_worker_ips()
-    except (OSError, KeyError, TypeError) as error:
-        raise DeviceError(
-            f"the hosts of this TPU slice are not known: {error!r}; run on a TPU VM, or set TPU_SKIP_MDS_QUERY=1, "
-            "TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"
-        ) from error
+def train_flops(build: Callable[[], torch.nn.Module], *inputs: np.ndarray) -> int:
+    """FLOPs of the matrix work in one forward and backward pass, counted by PyTorch on a model without memory.
 
-
-def wait_for_peers(index: int, addresses: list[str], seconds: float, port: int = 12356) -> "Peers":
-    """Meet the other hosts before the TPU is started: it would wait for them for ever, without a word.
-
-    The default process group is theirs afterwards (gloo). Raises DeviceError naming the hosts that are missing.
+    build: makes the model. inputs: of one example, with its batch axis.
     """
-    count = len(addresses)
-    if count == 1:
-        return Peers()
-    print(
-        f"host       {index} of {count}, waiting up to {seconds:g} s for the others at {addresses[0]}:{port}",
-        flush=True,
-    )
-    names, deadline = [f"host_{i}" for i in range(count)], time.monotonic() + seconds
-    missing = [0]  # the others are known to be there or not once the first one answers
-    try:
-        limit = datetime.timedelta(seconds=seconds)
-        store = dist.TCPStore(addresses[0], port, count, is_master=index == 0, timeout=limit, wait_for_workers=False)
-        store.set(names[index], "here")
-        while missing := [i for i, name in enumerate(names) if not store.check([name])]:
-            if time.monotonic() > deadline:
-                raise dist.DistStoreError(f"{count - len(missing)} of {count} hosts answered")
-            time.sleep(0.1)
-    except dist.DistError as error:
-        names = ", ".join(f"host {i} ({addresses[i]})" for i in missing)
-        command = f"--worker=all --command={shlex.quote(shlex.join(['python3', *sys.argv]))}"
-        raise DeviceError(
-            f"host {index} of {count} waited {seconds:g} s for {names}: {str(error).splitlines()[0]}; start the same "
-            f"command on all workers:\n  gcloud compute tpus tpu-vm ssh NAME --zone ZONE {command}"
-        ) from error
-    dist.init_process_group("gloo", store=store, rank=index, world_size=count, timeout=limit)
-    return Peers(index, count)
-
-
-class Peers:
-    """What the processes of one run must agree on, through the hosts' network and never through the devices.
-
-    index, count: of this process. group: a gloo process group, or None for the default one. One process needs neither.
-    """
-
-    def __init__(self, index: int = 0, count: int = 1, group=None):
-        self.index, self.count, self.group = index, count, group
-
-    def again(self) -> "Peers":
-        """The same processes over a group of their own, for a thread: it would mix its messages with the others'.
-
-        All processes must call it.
-        """
-        return Peers(self.index, self.count, dist.new_group(backend="gloo")) if self.count > 1 else self
-
-    def gather(self, value: Any) -> list[Any]:
-        """What every process gave, in the order of their indices, on all of them."""
-        values = [value] * self.count
-        if self.count > 1:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def largest(self, value: int) -> int:
-        """The largest value that any process gave."""
-        if self.count == 1:
-            return value
-        values = torch.tensor([value])
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        return int(values[0])
-
-    def from_first(self, function: Callable[[], Any]) -> Any:
-        """What function returned on the first process, the only one to call it; its exception is raised on all."""
-        if self.count == 1:
-            return function()
-        outcome: list[Any] = [None, None]
-        if self.index == 0:
-            try:
-                outcome[0] = function()
-            except Exception as error:  # whatever it is: the others wait to hear
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, group=self.group, device=torch.device("cpu"))
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+    with torch.device("meta"):
+        model = build()
+    with FlopCounterMode(display=False) as counter:
+        model(*(torch.from_numpy(value).to("meta") for value in inputs)).sum().backward()
+    return counter.get_total_flops()

@@ -1,9 +1,11 @@
-"""What can end a run, and the exit code it ends with."""
+"""What can end a run, and the exit code it ends with. Imports nothing of this project."""
 
 import sys
 from collections.abc import Callable
 
-from config import InputError
+
+class InputError(ValueError):
+    """What the user gave cannot work: an option, a data file, a run directory. Scripts exit with code 2."""
 
 
 class TrainingError(RuntimeError):
@@ -27,7 +29,7 @@ class SaveError(TrainingError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint on disk cannot be used: cut short, altered, foreign, or of another model."""
+    """A checkpoint on disk cannot be used: truncated, altered, foreign, or of another model."""
 
 
 def run_script(main: Callable[[], int]) -> int:

@@ -1,31 +1,45 @@
 """Batches on their way to the device, ahead of the step."""
 
 import contextlib
+import math
 import queue
 import threading
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
 
-from tpu_utils.metrics import Goodput, transfers_to_device
+from tpu_utils.clock import Goodput
+from tpu_utils.graphs import transfers_to_device
 
 
 class BatchSharding:
-    """Cuts axis 0 of every tensor of a batch over a mesh axis; on several hosts each gives its own rows.
+    """Shards axis 0 of every tensor of a batch over mesh axes. A host reads `part` of `num_parts` of the rows.
 
     An xs.ShardingSpec is for one rank alone and leaves tensors of other ranks replicated without a word (xla_spec).
+    Where another mesh axis repeats the rows, torch_xla 2.9 cannot put them together from several hosts (runtime check:
+    "Minibatch sharding only supports sharding along the batch dimension"): there every host reads the whole batch.
     """
 
-    minibatch = True  # what this process sends is its part of the batch, not the whole
-
-    def __init__(self, mesh: xs.Mesh, axis: str):
-        self._mesh, self._axis = mesh, axis
+    def __init__(self, mesh: xs.Mesh, axes: tuple[str, ...]):
+        self._mesh, self._axes = mesh, axes
+        shards = math.prod(size for name, size in mesh.shape().items() if name in axes)
+        self.minibatch = xr.process_count() > 1 and shards == mesh.size()
+        self.part, self.num_parts = (xr.process_index(), xr.process_count()) if self.minibatch else (0, 1)
 
     def xla_spec(self, tensor: torch.Tensor):
-        spec = (self._axis,) + (None,) * (tensor.dim() - 1)
-        return xs.ShardingSpec(self._mesh, spec, minibatch=True).xla_spec(tensor)
+        spec = (self._axes,) + (None,) * (tensor.dim() - 1)
+        return xs.ShardingSpec(self._mesh, spec, minibatch=self.minibatch).xla_spec(tensor)
+
+
+def send(batch, device: torch.device, sharding: BatchSharding | None) -> list[torch.Tensor]:
+    """A batch on the device, in one transfer: one host array, or several in a tuple."""
+    arrays = batch if isinstance(batch, tuple | list) else (batch,)
+    tensors = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
+    return xm.send_cpu_data_to_device(tensors, device, sharding)
 
 
 class DeviceLoader:
@@ -35,12 +49,18 @@ class DeviceLoader:
     (parallel_loader.py, _loader_worker: finally without except), and it holds the first batch back until a whole group
     of prefetched batches is read (_get_batch). Here the error reaches the training loop.
 
-    batches: iterable of tuples of host tensors. goodput: gets the time the loop waits for data. input_sharding: a
-    BatchSharding, or None.
+    batches: of host arrays, as send() takes them. goodput: gets the time the loop waits for data.
     """
 
-    def __init__(self, batches: Iterable, device: torch.device, prefetch: int, goodput: Goodput, input_sharding=None):
-        self._batches, self._device, self._sharding, self._goodput = batches, device, input_sharding, goodput
+    def __init__(
+        self,
+        batches: Iterable,
+        device: torch.device,
+        prefetch: int,
+        goodput: Goodput,
+        sharding: BatchSharding | None = None,
+    ):
+        self._batches, self._device, self._sharding, self._goodput = batches, device, sharding, goodput
         self._queue: queue.Queue = queue.Queue(maxsize=prefetch)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._sent = 0
@@ -50,7 +70,7 @@ class DeviceLoader:
         try:
             for batch in self._batches:
                 with self._lock, torch.no_grad():
-                    on_device = xm.send_cpu_data_to_device(list(batch), self._device, self._sharding)
+                    on_device = send(batch, self._device, self._sharding)
                     self._sent += 1
                 if not self._put(on_device):
                     return

@@ -1,84 +1,37 @@
-"""What a finished run shows of itself: its summary in TensorBoard, misread digits, a sample of text.
+"""What a finished MNIST run misread, as a file and as a picture. Imports torch only where a model is run."""
 
-All of it is computed on the host by plain PyTorch, from the last checkpoint, after the last step: no graph, nothing
-read from the device.
-"""
-
-import contextlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from config import BYTE_VOCAB_SIZE, InputError, TrainConfig, TransformerConfig
-from tpu_utils.checkpoint import Checkpoints, write_atomically
+from tpu_utils.errors import InputError
+from tpu_utils.files import write_atomically
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
+
+    from mnist_data import ImageDataset
+    from tpu_utils.run import Run
 
 MISREAD_FILE = "misread.npz"
 MOST_MISREAD = 64  # shown; all are counted
-SAMPLE_BYTES, SAMPLE_TEMPERATURE = 100, 0.8
-LARGEST_SAMPLED = 2_000_000  # parameters; 19 M took 46 s on two shared cores: use generate_tpu.py
 
 
-@contextlib.contextmanager
-def _events(config: TrainConfig, run_dir: Path) -> Iterator[Any]:
-    """A TensorBoard writer into the run's own folder; None without --tensorboard."""
-    if not config.tensorboard:
-        yield None
-        return
-    from torch.utils.tensorboard import SummaryWriter  # a second of imports
+def log_misread(run: "Run", model: "torch.nn.Module", dataset: "ImageDataset") -> None:
+    """Write misread.npz, and the first test images that the final model misreads to TensorBoard. Not for a stopped run.
 
-    with SummaryWriter(str(run_dir / "tensorboard")) as writer:
-        yield writer
-
-
-def log_summary(config: TrainConfig, run_dir: Path, summary: dict[str, Any]) -> None:
-    """TensorBoard: hyperparameters beside the run's results, and the goodput split in seconds."""
-    with _events(config, run_dir) as writer:
-        if not writer:
-            return
-        from torch.utils.tensorboard.summary import hparams
-
-        step = summary["steps"]
-        results = {
-            f"summary/{name}": value
-            for name, value in summary.items()
-            if isinstance(value, int | float) and math.isfinite(value)
-        }
-        options = {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in asdict(config).items()}
-        for event in hparams(options, results):  # SummaryWriter.add_hparams would make a folder, hence a second run
-            writer.file_writer.add_summary(event)
-        for name, value in results.items():
-            writer.add_scalar(name, value, step)
-        for phase, seconds in summary["goodput"].items():
-            writer.add_scalar(f"goodput_seconds/{phase}", seconds, step)
-
-
-def print_summary(summary: dict[str, Any]) -> None:
-    """The last lines of every script: graphs, what should not have been, and where the seconds went."""
-    print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
-    if summary["skipped_steps"]:
-        print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")
-    if summary["host_to_device_uploads_per_step"]:
-        print(f"uploads    {summary['host_to_device_uploads_per_step']} a step beside the batch; expected 0")
-    split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
-    print(f"seconds    {summary['seconds']:.1f}: {split}")
-
-
-def log_misread(config: TrainConfig, run_dir: Path, model: torch.nn.Module, dataset) -> None:
-    """Write misread.npz, and the first of the test images that the final model misreads to TensorBoard.
-
-    model: one on the host; its weights become those of the last checkpoint. dataset: data.ImageDataset.
-    Float32 on the host: where the run had bfloat16 a borderline image may fall on the other side.
+    model: one on the host; its weights become those of the last checkpoint. All is computed there by plain PyTorch,
+    in float32: no graph, nothing read from the device. After a bfloat16 run a borderline image may be read otherwise.
     """
-    state = Checkpoints(run_dir / "checkpoints", keep=1).load_for_resume("must")
+    import torch
+
+    state = run.last_state()
+    if state is None:
+        return
     model.load_state_dict(state["model"])
     with torch.no_grad():
         parts = torch.tensor(dataset.test_images).split(1000)
@@ -95,36 +48,10 @@ def log_misread(config: TrainConfig, run_dir: Path, model: torch.nn.Module, data
     )
     content = BytesIO()
     np.savez_compressed(content, **found)
-    write_atomically(run_dir / MISREAD_FILE, content.getvalue())
-    with _events(config, run_dir) as writer:
-        if writer:
-            writer.add_figure("misread", misread_figure(**found), state["step"])
-
-
-def log_sample(config: TransformerConfig, run_dir: Path, build: Callable[[], torch.nn.Module]) -> None:
-    """sample.txt and TensorBoard: bytes that the final model continues the start of a document with.
-
-    Of models of bytes only, up to LARGEST_SAMPLED parameters. build: makes the model on the host, unsharded. Every byte
-    is a forward pass over all before it, without cache and without graph: generate_tpu.py is the way to sample more.
-    """
-    shape = config.shape
-    of_bytes = config.dataset != "synthetic" and shape.vocab_size == BYTE_VOCAB_SIZE
-    if not of_bytes or shape.num_parameters > LARGEST_SAMPLED:
-        return
-    model, state = build(), Checkpoints(run_dir / "checkpoints", keep=1).load_for_resume("must")
-    model.load_state_dict(state["model"])
-    random = torch.Generator().manual_seed(config.seed)
-    tokens = [BYTE_VOCAB_SIZE - 1]  # what stands before every document
-    with torch.no_grad():
-        while len(tokens) <= min(SAMPLE_BYTES, shape.sequence_length - 1):
-            logits = model(torch.tensor([tokens]))[0, -1, : BYTE_VOCAB_SIZE - 1].float()
-            tokens.append(int(torch.multinomial((logits / SAMPLE_TEMPERATURE).softmax(-1), 1, generator=random)))
-    text = bytes(tokens[1:]).decode(errors="replace")
-    write_atomically(run_dir / "sample.txt", text.encode())
-    with _events(config, run_dir) as writer:
-        if writer:
-            # indented by four: Markdown shows it as it is
-            writer.add_text("sample", "\n".join(f"    {line}" for line in text.splitlines()), state["step"])
+    write_atomically(run.run_dir / MISREAD_FILE, content.getvalue())
+    run.print(f"misread    {len(wrong)} of {len(predictions)} test images; plot_run.py draws them from {MISREAD_FILE}")
+    if run.events:
+        run.events.add_figure("misread", misread_figure(**found), state["step"])
 
 
 def read_misread(run_dir: Path) -> dict[str, np.ndarray]:
@@ -135,7 +62,9 @@ def read_misread(run_dir: Path) -> dict[str, np.ndarray]:
             names = ("images", "labels", "predictions", "num_misread", "num_tested", "step")
             return {name: file[name] for name in names}
     except Exception as error:  # np.load raises what zipfile, zlib and its own header parser raise
-        raise InputError(f"{path} cannot be read: {error}; delete it, the curves need it not") from error
+        raise InputError(
+            f"{path} cannot be read: {error}; delete it; only the picture of misread digits needs it"
+        ) from error
 
 
 def misread_figure(images, labels, predictions, num_misread, num_tested, step) -> "Figure":

@@ -1,9 +1,9 @@
 """A training state on its way to files and back: copied to the host, written, checked, read. Nothing of it is executed.
 
-A tensor that is cut over the devices of a mesh never has to be whole on any host: each process copies and writes the
-parts on its own devices, with torch.distributed.checkpoint (DCP) and torch_xla's planners, and reads the parts that its
-devices need, whatever mesh they were written from. Everything else is one file of torch.save, where a tensor on the
-meta device (shape and type, no values) stands for each that is cut.
+A tensor that is sharded over the devices of a mesh never has to be whole on any host: each process copies and writes
+the shards on its own devices, with torch.distributed.checkpoint (DCP) and torch_xla's planners, and reads the shards
+that its devices need, whatever mesh they were written from. Everything else is one file of torch.save, where a tensor
+on the meta device (shape and type, no values) stands for each that is sharded.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards  # the planner takes no other host copy
 
-from tpu_utils.device import Peers
 from tpu_utils.errors import CheckpointError
+from tpu_utils.peers import Peers
 
 # of DCP and torch_xla about their own insides, and a save would print them in the middle of the run
 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
@@ -69,7 +69,7 @@ def num_bytes(state: Any) -> int:
 # ------------------------------------------------------------------------------------------------------ to the host
 
 
-class _Part(xs.XLAShard):
+class _HostShard(xs.XLAShard):
     """A shard on the host without padding."""
 
     @property
@@ -83,19 +83,19 @@ class HostCopy:
 
     step: int
     whole: dict[str, Any]
-    """The state, a meta tensor for each that is cut; empty on all processes but the first."""
-    cut: dict[str, _CpuShards]
-    """By path: the parts this process writes. All processes have the same paths; each part is with one of them."""
+    """The state, a meta tensor for each that is sharded; empty on all processes but the first."""
+    sharded: dict[str, _CpuShards]
+    """By path: the shards this process writes. All processes have the same paths; each shard is with one of them."""
     wait_seconds: float = 0.0
     """How long the step loop waited: for the save before, and for this copy."""
 
 
 def copy_to_host(step: int, state: dict[str, Any], first: bool = True) -> HostCopy:
-    """Waits for the device. first: the process that writes what is not cut."""
-    cut: dict[str, _CpuShards] = {}
+    """Waits for the device. first: the process that writes what is not sharded."""
+    sharded: dict[str, _CpuShards] = {}
 
     def copy(path: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        if not is_cut(tensor):
+        if not is_sharded(tensor):
             if not first:
                 return None
             # a copy, also of what is on the host already: the next step may change it
@@ -103,14 +103,14 @@ def copy_to_host(step: int, state: dict[str, Any], first: bool = True) -> HostCo
         shards = xs.wrap_if_sharded(tensor).local_shards
         if shards[0].data.shape == tensor.shape:  # a mesh of one device
             return shards[0].data
-        cut[path] = _CpuShards([_part(s) for s in shards if _is_mine(s)], tensor.shape)
+        sharded[path] = _CpuShards([_on_host(s) for s in shards if _is_mine(s)], tensor.shape)
         return torch.empty_like(tensor, device="meta")
 
     whole = map_tensors(state, copy)
-    return HostCopy(step, whole if first else {}, cut)
+    return HostCopy(step, whole if first else {}, sharded)
 
 
-def is_cut(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether its devices hold different parts of it."""
     sharded = xs.wrap_if_sharded(tensor)
     kinds = (xs.ShardingType.TILED, xs.ShardingType.PARTIAL)  # not REPLICATED: one whole copy each
@@ -118,13 +118,13 @@ def is_cut(tensor: torch.Tensor) -> bool:
 
 
 def _is_mine(shard: xs.XLAShard) -> bool:
-    """Of equal parts the first is written (SPMDSavePlanner would drop them all), and none that is padding alone."""
-    return shard.replica_id == 0 and all(cut.stop > cut.start for cut in shard.indices)
+    """Of equal shards the first is written (SPMDSavePlanner would drop them all), and none that is padding alone."""
+    return shard.replica_id == 0 and all(part.stop > part.start for part in shard.indices)
 
 
-def _part(shard: xs.XLAShard) -> _Part:
-    data = shard.data[tuple(slice(0, cut.stop - cut.start) for cut in shard.indices)]
-    return _Part(data.contiguous(), shard.indices, shard.shard_device, shard.replica_id)
+def _on_host(shard: xs.XLAShard) -> _HostShard:
+    data = shard.data[tuple(slice(0, part.stop - part.start) for part in shard.indices)]
+    return _HostShard(data.contiguous(), shard.indices, shard.shard_device, shard.replica_id)
 
 
 # --------------------------------------------------------------------------------------------------------- to files
@@ -156,18 +156,6 @@ class HashedFile(io.RawIOBase):
     @property
     def checksum(self) -> dict[str, int]:
         return {"bytes": self.size, "crc32": self.crc32}
-
-
-def checksum_of(path: Path) -> dict[str, int]:
-    return {"bytes": path.stat().st_size, "crc32": crc32_of(path)}
-
-
-def crc32_of(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
 
 
 def write_whole(path: Path, state: dict[str, Any]) -> dict[str, int]:
@@ -206,20 +194,20 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def check_complete(path: str, shape: torch.Size, metadata: Metadata) -> None:
-    """Raises RuntimeError unless the parts make up the whole tensor: DCP would read the rest as whatever was there."""
+    """Raises RuntimeError unless the shards make up the whole tensor: DCP would read the rest as whatever was there."""
     tensor = metadata.state_dict_metadata.get(path)
     found = sum(chunk.sizes.numel() for chunk in tensor.chunks) if tensor else 0
     if found != shape.numel():
-        raise RuntimeError(f"the parts of {path} hold {found} values, expected {shape.numel()}")
+        raise RuntimeError(f"the shards of {path} hold {found} values, expected {shape.numel()}")
 
 
-def write_cut(folder: Path, cut: dict[str, _CpuShards], peers: Peers) -> dict[str, dict[str, int]]:
-    """Each process writes its parts; all return size and CRC-32 of every file. Raises RuntimeError on all alike."""
-    writer = _Writer(folder, {path: shards.global_shape for path, shards in cut.items()})
+def write_sharded(folder: Path, sharded: dict[str, _CpuShards], peers: Peers) -> dict[str, dict[str, int]]:
+    """Each process writes its shards; all return size and CRC-32 of every file. Raises RuntimeError on all alike."""
+    writer = _Writer(folder, {path: shards.global_shape for path, shards in sharded.items()})
     try:
         alone = peers.count == 1
         planner, group = SPMDSavePlanner(), None if alone else peers.group
-        dcp.save(cut, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+        dcp.save(sharded, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
     except CheckpointException as error:  # a BaseException: no handler for Exception would see it
         raise RuntimeError(_reasons(error)) from error
     return {name: found for files in peers.gather(writer.fs.checksums) for name, found in files.items()}
@@ -261,7 +249,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(dcp.FileSystemReader):
-    """files: those of the checkpoint, by name. Raises CheckpointError for an index that is not one of write_cut."""
+    """files: those of the checkpoint, by name. Raises CheckpointError for an index that is not one of write_sharded."""
 
     def __init__(self, folder: Path, files: list[str]):
         super().__init__(folder)
@@ -282,10 +270,10 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
 
-def read_cut(folder: Path, files: list[str], targets: dict[str, torch.Tensor]) -> None:
-    """Fill tensors with what write_cut wrote under these paths: whole ones on the CPU, or cut over devices anyhow.
+def read_sharded(folder: Path, files: list[str], targets: dict[str, torch.Tensor]) -> None:
+    """Fill tensors with what write_sharded wrote under these paths: whole ones on the CPU, or sharded over any devices.
 
-    Of a tensor that is cut, only the parts of this process's devices are read. Raises CheckpointError.
+    Of a tensor that is sharded, only the shards of this process's devices are read. Raises CheckpointError.
     """
     reader = _Reader(folder, files)
     index = reader.read_metadata().state_dict_metadata
@@ -300,7 +288,7 @@ def read_cut(folder: Path, files: list[str], targets: dict[str, torch.Tensor]) -
 
 
 def put(target: torch.Tensor, value: torch.Tensor) -> None:
-    """copy_ from the host to where the target is, cut or not.
+    """copy_ from the host to where the target is, sharded or not.
 
     Into a tensor with a sharding copy_ is an operation: a graph of its own before step 1. So the sharding is taken off
     and put on again, by the private calls under xs.clear_sharding and xs.mark_sharding, which would want the mesh.

@@ -18,9 +18,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from config import InputError, TrainConfig
-from tpu_utils.device import Peers
-from tpu_utils.errors import SaveError
+from config import TrainConfig
+from tpu_utils.errors import InputError, SaveError
+from tpu_utils.peers import Peers
 
 REQUEST_SECONDS = 60.0
 """A request that gets no answer for so long has failed. A chunk must go up in this time."""

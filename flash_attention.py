@@ -14,7 +14,7 @@ import torch_xla.runtime as xr
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.core import xla_builder
 
-SPEC = (("data", "fsdp"), "tensor", None, None)  # batch and heads are cut over the mesh, where there is one
+SPEC = (("data", "fsdp"), "tensor", None, None)  # batch and heads are sharded over the mesh, where there is one
 
 
 def splash(num_heads: int, length: int, **options):

@@ -1,0 +1,136 @@
+"""Operations of a language model, written for the TPU: layer norm, causal attention, cross-entropy.
+
+Each keeps its tensors in memory in the compute dtype, computes in float32 inside one fusion, and has a backward pass
+of its own. Shape suffixes: B batch, T time, S keys, D embedding width, H heads, K head_dim, V padded vocabulary,
+N = B * T.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+class LayerNorm(torch.autograd.Function):
+    """Of x (B, T, D): float32 inside one fusion, the dtype of x in memory. E[x^2] - E[x]^2 reads x once.
+
+    The backward pass is written down because autograd's takes more operations, to trace and in the program.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight_D, bias_D):
+        z = x.float()
+        mean = z.mean(-1, keepdim=True)
+        scale = torch.rsqrt((z * z).mean(-1, keepdim=True) - mean * mean + 1e-5)
+        ctx.save_for_backward(x, mean, scale, weight_D)
+        return ((z - mean) * scale * weight_D + bias_D).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, mean, scale, weight_D = ctx.saved_tensors
+        grad, normal = grad.float(), (x - mean) * scale
+        dn = grad * weight_D
+        dx = (dn - dn.mean(-1, keepdim=True) - normal * (dn * normal).mean(-1, keepdim=True)) * scale
+        return dx.to(x.dtype), (grad * normal).sum((0, 1)), grad.sum((0, 1))
+
+
+layer_norm = LayerNorm.apply
+
+
+def row_sums(x_NV, rounded: bool):
+    """(N, 1) float32. rounded: as a product with ones, which reads x as bfloat16 on TPU and adds it up in float32; by
+    libtpu 0.0.21's estimate for v5e in a third of the time."""
+    if not rounded:
+        return x_NV.sum(-1, keepdim=True)
+    return (x_NV @ torch.ones(x_NV.shape[1], 2, device=x_NV.device))[:, :1]  # by one column XLA makes it a sum again
+
+
+def positions(x_BTHK, start: int, end: int):
+    """Positions start to end; x itself where that is all of it, which torch_xla would trace as two operations."""
+    return x_BTHK if end - start == x_BTHK.shape[1] else x_BTHK[:, start:end]
+
+
+class CausalAttention(torch.autograd.Function):
+    """softmax(q k^T) v under the causal mask: float32 inside, the dtype of q in memory.
+
+    Each slice of queries sees only the keys up to its end. What is kept of the scores is e = exp(score - maximum); the
+    division by the row sums is done on the output, and in the backward pass on its gradient, which have K values a row
+    instead of S. The row sums of p * dp are taken as those of out * grad, which are the same (both: Dao et al. 2022,
+    FlashAttention, section 3.1), so the gradient of the scores is elementwise, and XLA fuses it into the product
+    before. einsum leaves batch and heads two axes, in a layout of XLA's choice.
+    """
+
+    @staticmethod
+    def forward(ctx, q_BTHK, k_BTHK, v_BTHK, chunks):
+        T, K, dtype = q_BTHK.shape[1], q_BTHK.shape[3], q_BTHK.dtype
+        position = torch.arange(T, device=q_BTHK.device)
+        v_and_1 = F.pad(v_BTHK, (0, 1), value=1.0).float()
+        kept, out, sums = [], [], []
+        for start, end in CausalAttention.slices(T, chunks):
+            scores = torch.einsum("bthk,bshk->bhts", positions(q_BTHK, start, end), positions(k_BTHK, 0, end)).float()
+            scores = scores.masked_fill(position[start:end, None] < position[None, :end], -1e30)
+            kept.append((scores - scores.amax(-1, keepdim=True)).exp().to(dtype))
+            weighted = torch.einsum("bhts,bshk->bthk", kept[-1].float(), positions(v_and_1, 0, end))
+            sums.append(weighted[..., K:])
+            out.append((weighted[..., :K] / sums[-1]).to(dtype))
+        out, sums = torch.cat(out, 1), torch.cat(sums, 1)
+        ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHK, out, sums, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q_BTHK, k_BTHK, v_BTHK, out, sums, *kept = ctx.saved_tensors
+        T = q_BTHK.shape[1]
+        grad = (grad / sums).to(q_BTHK.dtype)  # bfloat16 with float32 makes float32
+        mean = (grad * out.float()).sum(-1, keepdim=True)  # of de under p, (B, T, H, 1)
+        dq, dk, dv = [], 0, 0
+        for (start, end), e in zip(CausalAttention.slices(T, len(kept)), kept, strict=True):
+            whole = (0, 0, 0, 0, 0, T - end)  # keys after the slice get nothing from it
+            grad_slice, q_slice = positions(grad, start, end), positions(q_BTHK, start, end)
+            dv += F.pad(torch.einsum("bhts,bthk->bshk", e, grad_slice), whole)
+            de = torch.einsum("bthk,bshk->bhts", grad_slice, positions(v_BTHK, 0, end))
+            ds = ((de - positions(mean, start, end).transpose(1, 2)) * e).to(e.dtype)
+            dq.append(torch.einsum("bhts,bshk->bthk", ds, positions(k_BTHK, 0, end)))
+            dk += F.pad(torch.einsum("bhts,bthk->bshk", ds, q_slice), whole)
+        return torch.cat(dq, 1), dk, dv, None
+
+    @staticmethod
+    def slices(T, chunks):
+        return [(start, start + T // chunks) for start in range(0, T, T // chunks)]
+
+
+def causal_attention(q_BTHK, k_BTHK, v_BTHK, chunks: int | None = None):
+    """q is divided by sqrt(K) before. 4 slices of queries, 5/8 of the full square of scores, where they stay multiples
+    of 128 long; else one."""
+    return CausalAttention.apply(q_BTHK, k_BTHK, v_BTHK, chunks or (4 if q_BTHK.shape[1] % 512 == 0 else 1))
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Negative log likelihood of every target, float32; 0 for targets below 0. Padded columns get no probability.
+
+    Logits stay in the compute dtype in memory, and the target is picked by comparison: a gather over a sharded
+    vocabulary would bring all logits to every device. As a maximum, which XLA makes part of the product before.
+    """
+
+    @staticmethod
+    def forward(ctx, logits_NV, target_N, vocab_size):
+        column = torch.arange(logits_NV.shape[1], device=logits_NV.device, dtype=torch.int32)
+        z = logits_NV.float().masked_fill(column >= vocab_size, -1e30)
+        largest = z.amax(-1, keepdim=True)
+        rounded = logits_NV.dtype == torch.bfloat16 and ctx.needs_input_grad[0]  # an evaluation is exact
+        logsumexp = largest + row_sums((z - largest).exp(), rounded).log()
+        picked = z.masked_fill(column != target_N[:, None], -1e30).amax(-1, keepdim=True)
+        ctx.save_for_backward(logits_NV, target_N, logsumexp)
+        ctx.vocab_size = vocab_size
+        return (logsumexp - picked)[:, 0] * (target_N >= 0).float()
+
+    @staticmethod
+    def backward(ctx, grad_N):
+        logits_NV, target_N, logsumexp = ctx.saved_tensors
+        column = torch.arange(logits_NV.shape[1], device=logits_NV.device, dtype=torch.int32)
+        p = (logits_NV.float() - logsumexp).exp().masked_fill(column >= ctx.vocab_size, 0.0)
+        counted = (target_N >= 0).float() * grad_N
+        return ((p - (column == target_N[:, None]).float()) * counted[:, None]).to(logits_NV.dtype), None, None
+
+
+def losses(logits_BTV, targets_BT, vocab_size: int):
+    """Loss in nats of every target, (B, T) float32; 0 where the target is negative."""
+    return CrossEntropy.apply(logits_BTV.flatten(0, 1), targets_BT.flatten(), vocab_size).view(targets_BT.shape)

@@ -1,0 +1,277 @@
+"""Sequences of tokens on the host: llm.c shards, text as bytes, a Markov chain. Nothing here knows about TPUs.
+
+Every source answers batch(step) with int32 (rows, T + 1): tokens and, shifted by one, their targets. A token that is
+read but is no target stands as ~token (negative); padding is ~0. So one array goes up to the device, whatever counts.
+A batch depends on nothing but the step, so resuming a run needs no position beside the step.
+"""
+
+import functools
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from config import BYTE_VOCAB_SIZE, TransformerConfig
+from llmc_files import check_tokens, open_token_shard
+from tpu_utils.errors import InputError
+
+END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; stands before every document
+
+
+class TokenShards:
+    """llm.c's order: shards sorted by name, process r reads B*T+1 tokens at r*B*T and strides processes*B*T.
+
+    What is left at the end of a shard after the last whole global batch is skipped, as there; after the last shard
+    it starts over. `rows` is the batch of this process.
+    """
+
+    def __init__(
+        self, pattern: str, vocab_size: int, T: int, rows: int, process_index: int = 0, process_count: int = 1
+    ):
+        paths = [Path(pattern)] if Path(pattern).is_file() else sorted(Path(pattern).parent.glob(Path(pattern).name))
+        if not paths:
+            raise InputError(f"{pattern}: matches no file; expected llm.c token shards; prepare_data.py writes them")
+        self.paths, self.vocab_size, self.T, self.rows = paths, vocab_size, T, rows
+        self.shards = [open_token_shard(path, vocab_size) for path in paths]
+        check_tokens(self.shards[0][: 1 << 26], vocab_size, paths[0])  # further ones as they are read
+        self.stride = process_count * rows * T
+        self.offset = process_index * rows * T
+        steps = [(len(shard) - 1) // self.stride for shard in self.shards]
+        if empty := [
+            f"{path} ({len(s)} tokens)" for path, s, n in zip(paths, self.shards, steps, strict=True) if n == 0
+        ]:
+            raise InputError(
+                f"shorter than one global batch of {self.stride} + 1 tokens: {', '.join(empty[:3])}; lower "
+                "--global_batch_size, or leave these shards out"
+            )
+        self.ends = np.cumsum(steps)
+        self.batches_per_epoch = int(self.ends[-1])
+
+    def batch(self, step: int) -> np.ndarray:
+        step %= self.batches_per_epoch
+        index = int(np.searchsorted(self.ends, step, "right"))
+        within = step - (int(self.ends[index - 1]) if index else 0)
+        start = within * self.stride + self.offset
+        tokens = self.shards[index][start : start + self.rows * self.T + 1]
+        check_tokens(tokens, self.vocab_size, self.paths[index])
+        windows = np.lib.stride_tricks.as_strided(
+            tokens, (self.rows, self.T + 1), (self.T * tokens.itemsize, tokens.itemsize), writeable=False
+        )
+        return windows.astype(np.int32)
+
+
+def read_documents(path: Path, separator: str = "") -> list[bytes]:
+    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document."""
+    paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    documents = []
+    for file in paths:
+        if not file.is_file():
+            raise InputError(f"{file}: no such file; expected a UTF-8 text file or a folder of them")
+        content = file.read_bytes()
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{file}: not UTF-8 (byte {content[error.start]:#x} at {error.start}); convert it first"
+            ) from None
+        documents += content.split(separator.encode()) if separator else [content]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise InputError(f"{path}: empty; expected UTF-8 text")
+    return documents
+
+
+def split_documents(documents: list[bytes], validation_fraction: float = 0.1) -> tuple[list[bytes], list[bytes]]:
+    """The last part of the bytes is for validation, as in nanoGPT; one document may be split between the two."""
+    total = sum(map(len, documents))
+    num_training = total - int(total * validation_fraction)
+    training, validation, seen = [], [], 0
+    for document in documents:
+        here = min(max(num_training - seen, 0), len(document))
+        training += [document[:here]] if here else []
+        validation += [document[here:]] if here < len(document) else []
+        seen += len(document)
+    return training, validation
+
+
+class TextWindows:
+    """Byte-level sequences; no sequence holds parts of two documents.
+
+    Every document starts with the end-of-document token and becomes windows of T + 1 tokens that overlap by one, so
+    each byte is a target exactly once an epoch. A short last window is padded with targets that do not count. With
+    `bucketed` it is padded only to the next multiple of 128, and each batch comes from one bucket: at most T / 128
+    graphs, which `lengths` names beforehand.
+    """
+
+    def __init__(
+        self, documents: list[bytes], T: int, rows: int, seed: int = 0, shuffle: bool = True, bucketed: bool = False,
+        process_index: int = 0, process_count: int = 1,
+    ):  # fmt: skip
+        self.tokens = np.concatenate([
+            np.concatenate([np.array([END_OF_DOCUMENT_BYTE], np.int32), np.frombuffer(document, np.uint8)])
+            for document in documents
+        ])  # fmt: skip
+        if len(self.tokens) < T + 1:
+            raise InputError(
+                f"{len(self.tokens)} tokens of text, shorter than one sequence of {T} + 1; shorten --sequence_length"
+            )
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self.process_index, self.process_count = process_index, process_count
+        lengths = np.array([1 + len(document) for document in documents])
+        ends = np.cumsum(lengths)
+        self.starts = np.concatenate([np.arange(e - n, e - 1, T) for e, n in zip(ends, lengths, strict=True)])
+        last = np.repeat(ends, -(-(lengths - 1) // T))
+        self.counts = np.minimum(self.starts + T, last - 1) - self.starts  # targets in each window
+        self.buckets = -(-self.counts // 128) * 128 if bucketed else np.full_like(self.counts, T)
+        self.buckets = np.minimum(self.buckets, T)
+        self.lengths = sorted(set(self.buckets.tolist()))
+        self.batches_per_epoch = sum(-(-int((self.buckets == n).sum()) // self.global_rows) for n in self.lengths)
+
+    @property
+    def global_rows(self) -> int:
+        return self.rows * self.process_count
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - two epochs, and the source lives as long as the run
+    def plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """(sequence length, indices of windows) of every batch of an epoch; short last batches stay short."""
+        random = np.random.default_rng((self.seed, epoch))
+        batches = []
+        for length in self.lengths:
+            members = np.flatnonzero(self.buckets == length)
+            if self.shuffle:
+                random.shuffle(members)
+            batches += [(length, members[i : i + self.global_rows]) for i in range(0, len(members), self.global_rows)]
+        if self.shuffle and len(self.lengths) > 1:
+            random.shuffle(batches)
+        return batches
+
+    def batch(self, step: int) -> np.ndarray:
+        epoch, index = divmod(step, self.batches_per_epoch)
+        length, members = self.plan(epoch)[index]
+        members = members[self.process_index * self.rows : (self.process_index + 1) * self.rows]
+        out = np.full((self.rows, length + 1), -1, np.int32)
+        reach = self.starts[members, None] + np.arange(length + 1)
+        valid = np.arange(length + 1) <= self.counts[members, None]
+        out[: len(members)] = np.where(valid, self.tokens[np.minimum(reach, len(self.tokens) - 1)], -1)
+        return out
+
+
+class MarkovChain:
+    """Sequences from a Markov chain whose entropy rate is known in closed form.
+
+    Every token has 4 possible successors, its own random ones, with probabilities 1/2, 1/4, 1/8, 1/8. Each row of the
+    transition matrix is the same distribution over other tokens, so whatever the stationary distribution is, the
+    entropy rate is 1.75 bits = 1.2130 nats, and no model can have a lower expected loss.
+    """
+
+    probabilities = np.array([0.5, 0.25, 0.125, 0.125])
+    entropy = float(-(probabilities * np.log(probabilities)).sum())  # nats per token
+
+    def __init__(
+        self,
+        vocab_size: int,
+        T: int,
+        rows: int,
+        seed: int = 0,
+        stream: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        if vocab_size < 4:
+            raise InputError(f"vocab_size {vocab_size}: the Markov chain needs at least 4 tokens")
+        table = np.random.default_rng((seed, 1))
+        self.successors = np.stack([table.choice(vocab_size, 4, replace=False) for _ in range(vocab_size)]).astype(
+            np.int32
+        )
+        self.vocab_size, self.T, self.rows, self.seed, self.stream = vocab_size, T, rows, seed, stream
+        self.process_index, self.process_count = process_index, process_count
+
+    def batch(self, step: int) -> np.ndarray:
+        random = np.random.default_rng((self.seed, 2 + self.stream, step))
+        rows = self.rows * self.process_count  # every process draws the global batch and keeps its part
+        choice = np.array([0, 0, 0, 0, 1, 1, 2, 3])[random.integers(0, 8, (self.T, rows), np.uint8)]  # eighths
+        out = np.empty((self.T + 1, rows), np.int32)
+        out[0] = random.integers(0, self.vocab_size, rows)
+        for t in range(self.T):
+            out[t + 1] = self.successors[out[t], choice[t]]
+        return np.ascontiguousarray(out.T[self.process_index * self.rows : (self.process_index + 1) * self.rows])
+
+
+@dataclass(frozen=True)
+class SequenceData:
+    """What a language model trains and is validated on. Both sources answer batch(step) for this host."""
+
+    train: TokenShards | TextWindows | MarkovChain
+    validation: TokenShards | TextWindows | MarkovChain
+    validation_batches: int
+    description: str
+    fingerprint: int
+    """CRC-32 of what names the data: a run is resumed on the data it began with."""
+    loss_floor: float | None = None
+    """Lowest possible expected loss in nats, in closed form; None where nobody knows it."""
+
+
+def load_sequences(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
+    """The data the config names, checked; of several processes each gets its rows. Raises InputError."""
+    T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
+    rows = config.global_batch_size // process_count
+    eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
+    part = dict(process_index=process_index, process_count=process_count)
+    if config.dataset == "synthetic":
+        train = MarkovChain(vocab_size, T, rows, config.seed, 0, **part)
+        validation = MarkovChain(vocab_size, T, eval_rows, config.seed, 1, **part)
+        description = f"Markov chain over {vocab_size} tokens"
+        return SequenceData(train, validation, config.eval_batches, description, vocab_size, MarkovChain.entropy)
+    if not config.train_data:
+        raise InputError(f"dataset is {config.dataset} but train_data is empty; name the data with --train_data")
+    train_path, validation_path = (Path(config.data_dir) / name for name in (config.train_data, config.validation_data))
+    if config.dataset == "tokens":
+        if not config.validation_data:
+            raise InputError("dataset is tokens but validation_data is empty; name shards with --validation_data")
+        train = TokenShards(str(train_path), vocab_size, T, rows, **part)
+        validation = TokenShards(str(validation_path), vocab_size, T, eval_rows, **part)
+        names = [f"{path.name} {len(shard)}" for path, shard in zip(train.paths, train.shards, strict=True)]
+        fingerprint = zlib.crc32(" ".join(names).encode())
+        description = f"{len(train.shards)} shards, {sum(map(len, train.shards)):,} tokens"
+        batches = min(config.eval_batches, validation.batches_per_epoch)
+        return SequenceData(train, validation, batches, description, fingerprint)
+    documents = read_documents(train_path, config.document_separator)
+    if config.validation_data:
+        training, validating = documents, read_documents(validation_path, config.document_separator)
+    else:
+        training, validating = split_documents(documents)
+    train = TextWindows(training, T, rows, config.seed, True, config.bucketed, **part)
+    validation = TextWindows(validating, T, eval_rows, shuffle=False, **part)
+    description = (
+        f"{len(documents)} documents, {len(train.tokens):,} training and {len(validation.tokens):,} validation bytes"
+    )
+    batches = min(config.eval_batches, validation.batches_per_epoch)
+    return SequenceData(train, validation, batches, description, zlib.crc32(train.tokens.tobytes()))
+
+
+def check_files(config: TransformerConfig) -> None:
+    """Raises InputError when the files that config names are missing or damaged. Reads little, and imports no torch."""
+    if config.compile_for or config.dataset == "synthetic":
+        return
+    if config.dataset == "tokens" or not config.train_data:
+        load_sequences(config)
+        return
+    for name in (config.train_data, config.validation_data):
+        if name and not (path := Path(config.data_dir) / name).exists():
+            raise InputError(f"{path}: no such file; expected a UTF-8 text file or a folder of them")
+
+
+def gpt2_encoding():
+    """tiktoken's GPT-2 tokenizer. Raises InputError where the package or its vocabulary cannot be had."""
+    try:
+        import tiktoken
+
+        return tiktoken.get_encoding("gpt2")
+    except ImportError as error:
+        raise InputError("the GPT-2 tokenizer needs tiktoken; pip install tiktoken, or use bytes") from error
+    except OSError as error:  # requests' errors are OSErrors
+        raise InputError(
+            f"tiktoken could not download the GPT-2 vocabulary ({type(error).__name__}); fetch it on a machine with "
+            "internet and set TIKTOKEN_CACHE_DIR to that folder, or use bytes"
+        ) from error

@@ -1,0 +1,176 @@
+"""What a training script calls to ask the TPU compiler about its step: compile_for()."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from jax.errors import JaxRuntimeError
+from jax.extend.mlir import ir
+
+from tpu_compiler.compiling import Compiled, compile_program, host_peak_gib, program_inputs
+from tpu_compiler.environment import check_private_interfaces
+from tpu_compiler.hardware import GIB, Topology, parse_topology
+from tpu_compiler.reading import parse_program, read_collectives, read_cycles, shape_bytes
+from tpu_compiler.report import Report, format_report
+from tpu_compiler.search import OUTPUT_VARIABLE, suggest
+from tpu_compiler.tracing import Traced, trace_step
+
+
+def compile_for(
+    topology: str,
+    step: Callable,
+    *args,
+    examples: int,
+    unit: str = "examples",
+    model_flops: float | None = None,
+    settings: dict | None = None,
+    **kwargs,
+) -> int:
+    """Compile step(*args, **kwargs) for a slice instead of running it, and print the report.
+
+    The model and the optimizer are recognised among the arguments. examples (tokens, with unit="tokens") and
+    model_flops are those of one step over all devices. settings: the resolved configuration, for --fit, and for what
+    to try when the step does not fit. Returns the exit code: 0 fits, 1 does not.
+    """
+    if not xr.is_spmd() and xr.global_ordinal() > 0:
+        return 0  # all replicas run the same program; the first one compiles it
+    everything, settings, mesh = [*args, *kwargs.values()], dict(settings or {}), xs.get_global_mesh()
+    if mesh is not None and "mesh" in settings:
+        settings["mesh"] = "x".join(map(str, mesh.mesh_shape))  # what auto came to
+    model = torch.nn.ModuleList(a for a in everything if isinstance(a, torch.nn.Module))
+    optimizers = [a for a in everything if isinstance(a, torch.optim.Optimizer)]
+    traced = trace_step(step, *args, owners=(model, *optimizers), **kwargs)
+    sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
+    result, text = ask_compiler(traced, topology, **sizes, settings=settings)
+    if os.environ.get(OUTPUT_VARIABLE):
+        folder = Path(os.environ[OUTPUT_VARIABLE])
+        (folder / "program.txt").write_text(text)
+        (folder / "traced.hlo.pb").write_bytes(traced.hlo)
+        (folder / "inputs.json").write_text(json.dumps({"roles": traced.roles, "donated": traced.donated}))
+        (folder / "report.json").write_text(json.dumps(dataclasses.asdict(result), indent=2, default=str))
+        return result.exit_code
+    print(format_report(result), flush=True)
+    if result.over_bytes:
+        print(suggest(result, sys.argv[0], sys.argv[1:]), flush=True)
+    return result.exit_code
+
+
+def ask_compiler(
+    traced: Traced,
+    topology: Topology | str,
+    *,
+    examples: int | None = None,
+    unit: str = "examples",
+    model_flops: float | None = None,
+    settings: dict | None = None,
+    options: dict[str, str] | None = None,
+) -> tuple[Report, str]:
+    """Compile a traced step for a slice: (Report, optimized program text; empty when it does not compile).
+
+    examples (or tokens, with unit="tokens") and model_flops are those of one step over all devices.
+    """
+    topology = parse_topology(topology) if isinstance(topology, str) else topology
+    hardware, devices = topology.hardware, traced.partitions * traced.replicas
+    program = f"SPMD over {devices} devices" if traced.partitions > 1 else f"{devices} replicas"
+    if devices == 1:
+        idle = topology.num_devices - 1
+        program = f"one device, {idle} of the slice idle" if idle else "one device"
+    limit, start = int(hardware.limit_gib * GIB), time.monotonic()
+    facts = dict(topology=topology.name, devices=devices, program=program, limit_bytes=limit, model_flops=model_flops)
+    facts |= dict(unit=unit, settings=settings or {}, trace_seconds=traced.seconds, versions=check_private_interfaces())
+    try:
+        compiled = compile_program(traced, topology, options)
+    except JaxRuntimeError as error:
+        return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
+    computations = parse_program(compiled.text)
+    memory = read_memory(compiled, computations, traced.roles)
+    peak = sum(memory.values())
+    fits = peak <= limit  # libtpu 0.0.21 leaves the arguments out of its own check
+    collectives = read_collectives(computations, devices)
+    cycles, unpriced = read_cycles(computations)
+    seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)
+    sent = sum(kind["sent_bytes"] for kind in collectives.values())
+    loops = sum(operation.kind == "while" for operations in computations.values() for operation in operations)
+    too_much = f"needs {peak / GIB:.2f} of {limit / GIB:.2f} GiB, over by {(peak - limit) / GIB:.2f} GiB"
+    result = Report(
+        **facts,
+        compiles=True,
+        fits=fits,
+        reason="" if fits else too_much,
+        peak_bytes=peak,
+        memory=memory,
+        compiler_peak_bytes=compiled.peak_bytes,
+        flops=compiled.flops,
+        loops=loops,
+        # the compiler counts the body of a loop once, so there is nothing to compare
+        flops_ratio=compiled.flops * devices / model_flops if model_flops and not loops else None,
+        collectives=collectives,
+        communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
+        estimated_ms=seconds * 1e3,
+        estimated_per_second=examples / seconds if examples else None,
+        estimated_mfu=model_flops / (devices * seconds * hardware.bf16_tflops * 1e12) if model_flops else None,
+        operations_without_estimate=dict(unpriced.most_common()),
+        costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
+        compile_seconds=compiled.seconds,
+        host_peak_gib=host_peak_gib(),
+    )
+    return result, compiled.text
+
+
+def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) -> dict[str, int]:
+    """Bytes per device of parameters, optimizer_state, inputs, activations, program."""
+    memory = dict.fromkeys(("parameters", "optimizer_state", "inputs"), 0)
+    for operation in computations["ENTRY"]:
+        if operation.kind == "parameter":
+            memory[roles[int(operation.find(r" parameter\((\d+)\)"))]] += sum(shape_bytes(operation.type))
+    memory["inputs"] += compiled.argument_bytes - sum(memory.values())  # rounding of small buffers
+    return memory | {
+        "activations": compiled.temporary_bytes + compiled.output_bytes,
+        "program": compiled.program_bytes,
+    }
+
+
+def _refused(message: str, traced: Traced, facts: dict) -> Report:
+    """The report when the compiler refuses. Out of memory comes with figures; its total leaves the arguments out."""
+    found = re.search(r"Ran out of memory in memory space hbm\. Used ([\d.]+)([KMGT]) of [^\n]*", message)
+    memory, peak = {}, 0
+    if found:
+        memory = argument_bytes(traced)
+        temporary = int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
+        counted = re.search(r"arguments\s+([\d.]+)([BKMGT])", message)
+        if counted and float(counted[1]):
+            temporary -= int(float(counted[1]) * 2 ** {"B": 0, "K": 10, "M": 20, "G": 30, "T": 40}[counted[2]])
+        memory["activations"] = max(0, temporary)
+        peak = sum(memory.values())
+    reason = found[0] if found else message.strip().splitlines()[0][:300]
+    return Report(
+        **facts, compiles=False, fits=False, reason=reason, peak_bytes=peak, memory=memory,
+        host_peak_gib=host_peak_gib(),
+    )  # fmt: skip
+
+
+def argument_bytes(traced: Traced) -> dict[str, int]:
+    """Bytes of the program's inputs per device by role, from the traced shapes and shardings, without tile padding."""
+    memory = dict.fromkeys(("parameters", "optimizer_state", "inputs"), 0)
+    with program_inputs(traced.hlo) as (_, main):
+        inputs = zip(traced.roles, main.arguments, main.arg_attrs, traced.shardings, strict=True)
+        for role, argument, attributes, marked in inputs:
+            kind = ir.RankedTensorType(argument.type)
+            bits = re.search(r"(\d+)$", str(kind.element_type))
+            size = math.prod(kind.shape) * max(1, int(bits[1]) // 8 if bits else 4)
+            sharding = next((str(a.attr) for a in attributes if a.name == "mhlo.sharding"), marked)
+            tiles = re.search(r"devices=\[([\d,]+)\]", sharding)
+            if tiles:
+                counts = [int(t) for t in tiles[1].split(",")][: len(kind.shape)]  # a last extra one is replication
+                size = math.ceil(size / math.prod(counts))
+            memory[role] += size
+    return memory

@@ -1,0 +1,128 @@
+"""TPU generations and the slices they are rented in. Nothing here imports torch, jax or a module of this project."""
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+GIB = 2**30
+GOOGLE_PCI_VENDOR = "0x1ae0"
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One TPU generation, all figures per chip unless they say per device.
+
+    hbm_gib, bf16_tflops, memory_gb_per_s: docs.cloud.google.com/tpu/docs, one page for each generation, and the table
+    on the page of tpu7x; v4: arXiv:2304.01433. pci_id: torch_xla/_internal/tpu.py.
+    clock_ghz is implied by the peak over the width of the matrix units. limit_gib is the memory per device that libtpu
+    0.0.21 enforces. link_gb_per_s is all links of a device together, in one direction: half of the bidirectional figure
+    on those pages (v5e 400, v5p 1200, v6e 800 GB/s); v4: 6 links of 50 GB/s. Between slices the network is slower, so a
+    bound from it stays a lower bound. None: libtpu 0.0.21 cannot compile for this generation.
+    """
+
+    name: str
+    pci_id: str
+    hbm_gib: int
+    bf16_tflops: float
+    memory_gb_per_s: float
+    clock_ghz: float | None = None
+    limit_gib: float | None = None
+    link_gb_per_s: float | None = None
+    devices_per_chip: int = 1
+    cores_in_name: int = 1  # v4-8 and v5p-8 count cores: 4 chips
+    largest_host: tuple[int, ...] = (2, 2, 1)
+    compiler_options: tuple[tuple[str, str], ...] = ()
+    """For jax's get_topology_desc. By default it has two devices in a v4 chip, which is one device (megacore)."""
+
+
+GENERATIONS = {
+    generation.name: generation
+    for generation in (
+        Generation(
+            "v4", "0x005e", 32, 275, 1228, 1.05, 30.75, 300,
+            cores_in_name=2, compiler_options=(("chip_config_name", "megacore"),),
+        ),
+        Generation("v5e", "0x0063", 16, 197, 819, 1.5, 15.75, 200, largest_host=(2, 4, 1)),
+        Generation("v5p", "0x0062", 95, 459, 2765, 1.75, 95.74, 600, cores_in_name=2),
+        Generation("v6e", "0x006f", 32, 918, 1638, 1.75, 31.25, 400, largest_host=(2, 4, 1)),
+        Generation("TPU7x", "0x0076", 192, 2307, 7380, devices_per_chip=2),
+    )
+}  # fmt: skip
+SHAPES_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+SHAPES_3D = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
+
+
+def attached_chips(pci_root: Path = Path("/sys/bus/pci/devices")) -> list[Generation]:
+    """The TPU chips on this host's PCI bus."""
+    by_id = {generation.pci_id: generation for generation in GENERATIONS.values()}
+    chips = []
+    for vendor in sorted(pci_root.glob("*/vendor")):
+        if vendor.read_text().strip() == GOOGLE_PCI_VENDOR:
+            chip = by_id.get((vendor.parent / "device").read_text().strip())
+            chips += [chip] if chip else []
+    return chips
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A slice, or several equal ones: its name as asked for, its generation, chips along each axis of one slice."""
+
+    name: str
+    generation: str
+    shape: tuple[int, ...]
+    num_slices: int = 1
+
+    @property
+    def hardware(self) -> Generation:
+        return GENERATIONS[self.generation]
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_slices * math.prod(self.shape) * self.hardware.devices_per_chip
+
+    @property
+    def compiler_name(self) -> str:
+        return f"{self.generation}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def chips_per_host(self) -> tuple[int, ...]:
+        """One host holds the whole slice where such a machine exists (1 chip; v5e and v6e up to 8), else 2x2 chips."""
+        shape = self.shape + (1,) * (3 - len(self.shape))
+        whole = math.prod(shape) == 1 or all(s <= m for s, m in zip(shape, self.hardware.largest_host, strict=True))
+        return shape if whole else (2, 2, 1)
+
+
+def parse_topology(name: str) -> Topology:
+    """v5litepod-8, v5e-8, v6e-8, v4-8, v5p-8 (the last two count cores), v5e:4x4, 2xv5litepod-16 -> Topology.
+
+    Raises ValueError with what was found, what is accepted, and the nearest size that exists.
+    """
+    accepted = "v5litepod-8, v6e-8, v4-8, v5p-8, v5e:4x4, or 2xv5litepod-16 for two slices"
+    match = re.fullmatch(r"(?:(\d+)x)?(v5litepod|v\d+[ep]?)(?:-(\d+)|:(\d+(?:x\d+){1,2}))", name.strip().lower())
+    generation = match and {"v5litepod": "v5e"}.get(match[2], match[2])
+    if not match or generation not in GENERATIONS or match[1] in ("0", "00"):
+        raise ValueError(f"topology {name!r} not understood; expected a TPU slice such as {accepted}")
+    hardware, num_slices = GENERATIONS[generation], int(match[1] or 1)
+    shapes = SHAPES_3D if hardware.cores_in_name == 2 else SHAPES_2D
+    if match[4]:
+        shape = tuple(map(int, match[4].split("x")))
+        known = list(shapes.values())
+        if "x".join(map(str, shape)) not in known:
+            chips = math.prod(shape)
+            nearest = min(shapes, key=lambda n: abs(n - chips))
+            raise ValueError(
+                f"topology {name!r}: no {match[4]} slice of {generation}; expected one of {', '.join(known)}; "
+                f"nearest is {generation}:{shapes[nearest]}"
+            )
+        return Topology(name, generation, shape, num_slices)
+    chips, cores = divmod(int(match[3]), hardware.cores_in_name)
+    if cores or chips not in shapes:
+        sizes = [n * hardware.cores_in_name for n in shapes]
+        nearest = min(sizes, key=lambda n: abs(n - int(match[3])))
+        unit = "cores" if hardware.cores_in_name == 2 else "chips"
+        raise ValueError(
+            f"topology {name!r}: no {generation} slice of {match[3]} {unit}; expected one of "
+            f"{', '.join(map(str, sizes))}; nearest is {match[2]}-{nearest}"
+        )
+    return Topology(name, generation, tuple(map(int, shapes[chips].split("x"))), num_slices)

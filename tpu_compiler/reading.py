@@ -1,0 +1,162 @@
+"""What a compiled program says of itself: memory, collectives, cycles.
+
+Everything is read from the text that the compiler returns; nothing here needs torch, jax or a TPU. The cycles are the
+compiler's own cost model: good for comparing two programs, not a measurement.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8, "u64": 8, "f64": 8}
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+# operations that take no time of their own, or whose time is that of the computation they call
+FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast partition-id replica-id after-all iota opt-barrier "
+    "add-dependency async-start async-update async-done copy-done slice-done send-done recv-done call while "
+    "conditional all-reduce-done all-gather-done collective-permute-done".split()
+)
+
+
+# their result says nothing about their cost: counted however small it is
+WEIGHTY = frozenset((*COLLECTIVES, "custom-call", "sort", "reduce", "reduce-window", "convolution", "dot", "fusion"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    name: str
+    type: str  # "f32[64,32]{1,0:T(8,128)}" or a tuple of such
+    kind: str
+    line: str
+
+    def find(self, pattern: str) -> str | None:
+        match = re.search(pattern, self.line)
+        return match and match[1]
+
+
+def parse_program(text: str) -> dict[str, list[Operation]]:
+    """Optimized HLO text -> {computation name: operations in schedule order}; the entry is called ENTRY."""
+    computations: dict[str, list[Operation]] = {}
+    operations: list[Operation] = []
+    for line in text.splitlines():
+        if line.endswith("{") and (match := re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)):
+            operations = computations.setdefault("ENTRY" if match[1] else match[2], [])
+        elif match := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(", line):
+            operations.append(Operation(*match.groups(), line))
+    return computations
+
+
+def _times_run(computations: dict[str, list[Operation]]) -> dict[str, int]:
+    """How often each computation runs in one step: loop bodies count their trips."""
+    times: Counter[str] = Counter()
+    waiting = [("ENTRY", 1)]
+    while waiting:
+        name, count = waiting.pop()
+        times[name] += count
+        for operation in computations.get(name, ()):
+            trips = 1
+            if operation.kind == "while":
+                trips = int(operation.find(r'"known_trip_count":\{"n":"(\d+)"') or 0)
+                if not trips:  # the bound is the largest constant the condition compares with
+                    condition = computations.get(operation.find(r"condition=%?([\w.\-]+)") or "", ())
+                    trips = max([int(o.find(r"constant\((\d+)\)") or 0) for o in condition] + [1])
+            for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", operation.line):
+                waiting.append((called, count * trips))
+            for branches in re.findall(r"branch_computations=\{([^}]*)\}", operation.line):
+                waiting += [(branch.strip().lstrip("%"), count) for branch in branches.split(",")]
+    return times
+
+
+def shape_bytes(shape: str, padded: bool = True) -> list[int]:
+    """Bytes of each array in an HLO type, one or a tuple: in the hardware's tiles, or as counted by hand."""
+    sizes = []
+    for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shape):
+        dims = [int(d) for d in dims.split(",") if d]
+        tile = re.search(r":T\(([\d,]+)\)", layout) if padded and dims else None
+        if tile:
+            tile = [int(t) for t in tile[1].split(",")]
+            minor_to_major = [int(d) for d in re.match(r"\{([\d,]*)", layout)[1].split(",") if d]
+            for size, dim in zip(reversed(tile), minor_to_major, strict=False):
+                dims[dim] = -(-dims[dim] // size) * size
+        sizes.append(math.prod(dims) * ITEM_BYTES.get(dtype, 4))
+    return sizes
+
+
+def read_collectives(computations: dict[str, list[Operation]], num_devices: int) -> dict[str, dict[str, float]]:
+    """{kind: {"count", "bytes", "sent_bytes"}} of one step and one device.
+
+    bytes is the full tensor: gathered, reduced or exchanged. sent_bytes is the least a device must send for it in a
+    group of n: (n - 1) / n of the tensor, twice that for an all-reduce. A reduce-scatter appears as an all-reduce
+    inside a computation named %all-reduce-scatter; copies of one collective share a channel and are counted once.
+    """
+    times, seen = _times_run(computations), {}
+    for computation, operations in computations.items():
+        for operation in operations:
+            kind = operation.kind.removesuffix("-start")
+            if kind not in COLLECTIVES or not times[computation]:
+                continue
+            sizes = [size for size in shape_bytes(operation.type, padded=False) if size]
+            if operation.kind in ("all-gather-start", "collective-permute-start"):  # (inputs, outputs, flags)
+                sizes = [s for s in sizes if s > 4] or sizes
+                sizes = sizes[len(sizes) // 2 :]
+            size = sum(sizes)
+            listed, iota = (
+                operation.find(r"replica_groups=\{\{([\d,]+)\}"),
+                operation.find(r"replica_groups=\[\d+,(\d+)\]"),
+            )
+            group = len(listed.split(",")) if listed else int(iota or num_devices)
+            if "all-reduce-scatter" in computation:
+                kind = "reduce-scatter"
+            elif kind == "reduce-scatter":
+                size *= group
+            share = 1.0 if kind == "collective-permute" else (group - 1) / group * (2 if kind == "all-reduce" else 1)
+            if group > 1:
+                channel = operation.find(r"channel_id=(\d+)") or operation.name
+                seen[channel] = (kind, times[computation], size, share * size)
+    totals: dict[str, dict[str, float]] = {}
+    for kind, count, size, sent in seen.values():
+        total = totals.setdefault(kind, {"count": 0, "bytes": 0, "sent_bytes": 0})
+        total["count"] += count
+        total["bytes"] += count * size
+        total["sent_bytes"] += count * sent
+    return totals
+
+
+def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Counter]:
+    """({source line: estimated cycles}, {kind: operations without estimate}) of one step on one device.
+
+    Sums estimated_cycles over the schedule: entry, loop bodies times their trips, branches, asynchronous calls. What is
+    inside a fusion belongs to the fusion. A fusion counts for the source line of its last operation. Results of at most
+    4 KiB (one register) without estimate are left out.
+    """
+    times, cycles, unpriced = _times_run(computations), Counter(), Counter()
+    fused = {o.find(r"calls=%?([\w.\-]+)") for ops in computations.values() for o in ops if o.kind == "fusion"}
+    applied = {o.find(r"to_apply=%?([\w.\-]+)") for ops in computations.values() for o in ops if o.kind != "call"}
+    nested = {name for name in fused | applied if name}
+    while True:  # whatever a fused computation calls is fused too
+        called = {
+            inner
+            for name in nested
+            for o in computations.get(name, ())
+            for inner in re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", o.line)
+        }
+        if called <= nested:
+            break
+        nested |= called
+
+    def small(operation: Operation) -> bool:  # scalars of the optimizer: nothing beside a priced operation
+        return operation.kind not in WEIGHTY and max(shape_bytes(operation.type, padded=False), default=0) <= 4096
+
+    for computation, operations in computations.items():
+        if computation in nested or not times[computation]:
+            continue
+        for operation in operations:
+            estimate = operation.find(r'"estimated_cycles":"(\d+)"')
+            if estimate:
+                scope = re.search(r'op_name="([\w\-.]+\.py)_(\d+)( backward)?', operation.line)
+                source = f"{scope[1]}:{scope[2]}{scope[3] or ''}" if scope else "added by the compiler"
+                cycles[source] += int(estimate) * times[computation]
+            elif operation.kind not in FREE and "ConcatBitcast" not in operation.line and not small(operation):
+                unpriced[operation.kind.removesuffix("-start")] += times[computation]
+    return cycles, unpriced

@@ -1,0 +1,117 @@
+"""What the TPU compiler said about one training step: a record, its text, and a table of several."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from tpu_compiler.hardware import GIB
+
+LABEL = "compiler estimate, not measured; excludes collectives"
+COMMUNICATION_LABEL = "lower bound: bytes over link bandwidth, not measured"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the compiler says about one step on one slice. Bytes and FLOPs are per device unless they say otherwise."""
+
+    topology: str
+    devices: int
+    program: str  # "one device", "one device, 3 of the slice idle", "SPMD over 8 devices", "8 replicas"
+    compiles: bool
+    fits: bool
+    reason: str  # the compiler's own words when it does not compile or fit
+    limit_bytes: int
+    peak_bytes: int = 0  # the sum of memory below
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    compiler_peak_bytes: int = 0  # the compiler's own figure; for small programs it includes on-chip memory
+    flops: float = 0.0
+    loops: int = 0  # in the program; flops counts the body of each once
+    model_flops: float | None = None  # of a step, all devices
+    flops_ratio: float | None = None  # compiled over model: above 1 is recomputation and padding; None with loops
+    collectives: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    communication_lower_bound_ms: float = 0.0
+    communication_label: str = COMMUNICATION_LABEL
+    estimated_ms: float | None = None
+    estimated_per_second: float | None = None  # examples or tokens, all devices
+    estimated_mfu: float | None = None
+    estimate_label: str = LABEL
+    unit: str = "examples"
+    operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
+    costliest_lines: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # source line, milliseconds
+    trace_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    host_peak_gib: float = 0.0
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    settings: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def over_bytes(self) -> int:
+        return max(0, self.peak_bytes - self.limit_bytes)
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.fits else 1
+
+
+def format_report(r: Report) -> str:
+    """The report as text, a fact a line."""
+    verdict = "compiles and fits" if r.fits else "does not fit" if r.peak_bytes > r.limit_bytes else "does not compile"
+    lines = [f"{r.topology}: {verdict} ({r.program})"]
+
+    def row(name: str, text: str) -> None:
+        lines.append(f"  {name:<18} {text}")
+
+    if r.reason:
+        row("compiler", r.reason)
+    if r.memory:
+        row("memory per device", f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f} GiB" + (
+            f", over by {r.over_bytes / GIB:.2f} GiB" if r.over_bytes else ""))  # fmt: skip
+        row("", ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3f}" for name, size in r.memory.items()))
+    if r.compiles:
+        model = f", {r.flops_ratio:.2f} x the model's {r.model_flops:.3g}" if r.flops_ratio else ""
+        model += f", the bodies of {r.loops} loops counted once" if r.loops else ""
+        row("FLOPs per step", f"{r.flops * r.devices:.3g} over all devices{model}")
+        kinds = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in r.collectives.items()]
+        row("collectives", ", ".join(kinds) or "none")
+        if kinds:
+            row("communication", f"at least {r.communication_lower_bound_ms:.3f} ms ({r.communication_label})")
+        rate = f", {r.estimated_per_second:,.0f} {r.unit}/s" if r.estimated_per_second else ""
+        mfu = f", MFU {r.estimated_mfu:.1%}" if r.estimated_mfu else ""
+        row("time per step", f"{r.estimated_ms:.3f} ms{rate}{mfu} ({r.estimate_label})")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())
+        row(
+            "without estimate",
+            f"{sum(r.operations_without_estimate.values())} operations{': ' + kinds if kinds else ''}",
+        )
+        for i, (line, ms) in enumerate(r.costliest_lines):
+            row("" if i else "costliest lines", f"{ms:9.3f} ms  {ms / r.estimated_ms:5.1%}  {line}")
+    row("took", f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile, "
+        f"{r.host_peak_gib:.1f} GiB of host memory")  # fmt: skip
+    row("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items()))
+    return "\n".join(lines)
+
+
+def format_table(reports: Sequence[Report]) -> str:
+    """Several slices side by side, as a Markdown table."""
+    unit = reports[0].unit
+    header = ["slice", "devices", "fits", "GiB of limit", "FLOPs / model", "collectives MB", "comm. ms >=", "est. ms",
+              f"est. {unit}/s", "est. MFU", "no estimate", "compile s"]  # fmt: skip
+    rows = [header, ["---"] * len(header)]
+    for r in reports:
+        row = [r.topology, str(r.devices), "yes" if r.fits else "no"]
+        row.append(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-")
+        if r.compiles:
+            row += [f"{r.flops_ratio:.2f}" if r.flops_ratio else "-"]
+            row += [f"{sum(v['bytes'] for v in r.collectives.values()) / 1e6:.1f}"]
+            row += [f"{r.communication_lower_bound_ms:.2f}", f"{r.estimated_ms:.2f}"]
+            row += [f"{r.estimated_per_second:,.0f}" if r.estimated_per_second else "-"]
+            row += [f"{r.estimated_mfu:.1%}" if r.estimated_mfu else "-"]
+            row += [str(sum(r.operations_without_estimate.values()))]
+        else:
+            row += ["-"] * 7
+        rows.append([*row, f"{r.compile_seconds:.0f}"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines += [f"{r.topology}: {r.reason}" for r in reports if r.reason]
+    return "\n".join([*lines, f"est.: {LABEL}. comm.: {COMMUNICATION_LABEL}."])

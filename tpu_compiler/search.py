@@ -1,0 +1,162 @@
+"""Several compiles of a training script, each in a process of its own: a process can only look like one slice."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tpu_compiler.hardware import GIB
+from tpu_compiler.report import Report
+
+OUTPUT_VARIABLE = "AOT_TPU_OUTPUT"  # a folder: compile_for writes its files there and prints nothing
+
+
+class ScriptError(RuntimeError):
+    """The script did not come as far as its first step. exit_code is 2 when it refused its options."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def option_name(option: str) -> str:
+    """The field that --a-field, --a_field or --a_field=value sets."""
+    return option.removeprefix("--").split("=")[0].replace("-", "_")
+
+
+def with_option(options: Sequence[str], name: str, value: str | None) -> list[str]:
+    """options with --name (or --na-me) set to value, or taken out when value is None."""
+    kept, dropping = [], False
+    for option in options:
+        if option.startswith("--"):
+            dropping = option_name(option) == name  # and the value after it, if it has one
+        if not dropping:
+            kept.append(option)
+    return kept if value is None else [*kept, f"--{name}", value]
+
+
+def compile_script(script: str, topology: str, options: Sequence[str], program_dir: str | None = None) -> Report:
+    """Run a training script up to its first step for one slice. Raises ScriptError when it does not get there."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, script, *with_option(options, "compile_for", topology)]
+        environment = os.environ | {OUTPUT_VARIABLE: folder}
+        environment.pop("XLA_USE_SPMD", None)  # xr.use_spmd() of this process leaves it there
+        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
+        written = Path(folder, "report.json")
+        if not written.exists():
+            if done.returncode < 0:
+                cause = f"was killed by signal {-done.returncode} (9 is out of host memory, 6 an abort in the compiler)"
+            elif done.returncode == 0:
+                raise ScriptError(f"{script} ended without asking to compile a step: is it a training script?", 2)
+            else:
+                cause = f"ended with code {done.returncode} before its first step; its own message is above"
+            raise ScriptError(f"{script} for {topology} {cause}", 2 if done.returncode == 2 else 1)
+        report = Report(**json.loads(written.read_text()))
+        if report.topology != topology:
+            raise ScriptError(
+                f"{script} was asked for {topology} and compiled for {report.topology}: expected a script that takes "
+                "its slice from --compile_for",
+                2,
+            )
+        text = Path(folder, "program.txt").read_text()
+        if program_dir and text:
+            Path(program_dir).mkdir(parents=True, exist_ok=True)
+            Path(program_dir, f"{Path(script).stem}_{topology.replace(':', '_')}.txt").write_text(text)
+        return report
+
+
+def batch_increment(r: Report) -> int:
+    """Batch increment that keeps the batch divisible over devices and accumulation steps."""
+    return math.gcd(r.settings["global_batch_size"], r.devices * r.settings.get("gradient_accumulation_steps", 1))
+
+
+def fit(
+    script: str, topology: str, field: str, options: Sequence[str], say: Callable[[str], None] = print
+) -> tuple[int, Report | None]:
+    """The largest value of an integer option that fits, and its report; (0, None) when no value does.
+
+    Doubles or halves from the script's own value, then bisects; a batch moves by batch_increment. Each compile is said.
+    A value that the script refuses, such as a batch larger than the data set, does not fit.
+    """
+    first = compile_script(script, topology, options)
+    value = first.settings.get(field)
+    if not isinstance(value, int) or value < 1:
+        numbers = [name for name, v in first.settings.items() if isinstance(v, int) and not isinstance(v, bool)]
+        raise ScriptError(f"--fit {field}: not a number of {script}; expected one of {', '.join(numbers)}", 2)
+    tried = {value: first}
+
+    def fits(value: int) -> bool:
+        try:
+            if value not in tried:
+                tried[value] = compile_script(script, topology, with_option(options, field, str(value)))
+        except ScriptError as error:
+            if error.exit_code != 2:
+                raise
+            say(f"{field} {value:>7}: refused by {script}, see above")
+            return False
+        r = tried[value]
+        say(f"{field} {value:>7}: {'fits' if r.fits else 'does not fit'}, {r.peak_bytes / GIB:.2f} of "
+            f"{r.limit_bytes / GIB:.2f} GiB, {r.compile_seconds:.0f} s to compile")  # fmt: skip
+        return r.fits
+
+    unit = batch_increment(first) if field == "global_batch_size" else 1
+    low, high = (value, 0) if fits(value) else (0, value)
+    while not high:
+        low, high = (value := value * 2, 0) if fits(value * 2) else (low, value * 2)
+    while not low and high > unit:
+        value = max(unit, high // 2 // unit * unit)
+        low, high = (value, high) if fits(value) else (0, value)
+    while low and high - low > unit:
+        middle = (low + high) // 2 // unit * unit
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    if low and high not in tried:
+        say(f"{field} {high} is refused by {script}, not for its memory")
+    return low, tried.get(low)
+
+
+def memory_savers(r: Report) -> list[tuple[str, str]]:
+    """(what it does, option to add): the script's own options that take memory off a device and are not yet in use."""
+    found, settings = [], r.settings
+    if settings.get("remat") is False:
+        found.append(("recompute activations in the backward pass", "--remat"))
+    if accumulation_steps := settings.get("gradient_accumulation_steps"):
+        found.append(("accumulate more, smaller batches", f"--gradient_accumulation_steps={2 * accumulation_steps}"))
+    if settings.get("shard_parameters") is False and settings.get("strategy") != "ddp" and r.devices > 1:
+        found.append(("shard parameters and optimizer state", "--shard_parameters"))
+    mesh = re.fullmatch(r"(\d+)x(\d+)x(\d+)", str(settings.get("mesh")))
+    if mesh and int(mesh[1]) > 1:
+        found.append(("shard parameters and optimizer state", f"--mesh=1x{int(mesh[1]) * int(mesh[2])}x{mesh[3]}"))
+    return found
+
+
+def suggest(r: Report, script: str, options: Sequence[str]) -> str:
+    """What would make a step fit that does not: every line compiled, none guessed."""
+    lines = [f"over the limit by {r.over_bytes / GIB:.2f} GiB; compiling what could help:"]
+
+    def attempt(name: str, changed: Sequence[str]) -> bool:
+        try:
+            other = compile_script(script, r.topology, changed)
+        except ScriptError as error:
+            lines.append(f"  {name:<34} not possible: {error}")
+            return False
+        verdict = "fits" if other.fits else "does not fit"
+        lines.append(f"  {name:<34} {verdict}, {other.peak_bytes / GIB:.2f} of {other.limit_bytes / GIB:.2f} GiB")
+        return other.fits
+
+    batch, scale = r.settings.get("global_batch_size"), r.memory.get("activations", 0)
+    if batch and scale:
+        room = 0.95 * r.limit_bytes - (sum(r.memory.values()) - scale)
+        unit = batch_increment(r)
+        guess = int(batch * room / scale) // unit * unit  # activations grow with the batch
+        while unit <= guess < batch:
+            if attempt(f"--global_batch_size {guess}", with_option(options, "global_batch_size", str(guess))):
+                break
+            guess = guess // 2 // unit * unit
+    for what, option in memory_savers(r):
+        attempt(f"{what} ({option})", [*with_option(options, option_name(option), None), option])
+    return "\n".join(lines)

@@ -1,0 +1,182 @@
+"""Runs a training step's Python once, executes nothing, and takes the program it would execute.
+
+Every private interface of torch_xla that this needs is in this file.
+"""
+
+import dataclasses
+import gc
+import re
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A step as PyTorch/XLA would hand it to the compiler. roles, donated, shardings: one entry per program input."""
+
+    hlo: bytes  # serialized HloModuleProto
+    roles: tuple[str, ...]  # "parameters", "optimizer_state" or "inputs"
+    donated: tuple[bool, ...]  # the inputs whose buffer the step overwrites
+    # as marked, "" where nothing is: the program itself forgets that of a placeholder which is only read
+    shardings: tuple[str, ...]
+    partitions: int = 1  # SPMD devices
+    replicas: int = 1  # DDP replicas
+    seconds: float = 0.0
+
+
+def without_weights(build: Callable, device):
+    """build() with parameters that have shape and dtype but no memory, neither on the host nor on the device.
+
+    They can be marked with a sharding like others (torch_xla's own placeholders cannot), as long as nothing reads them.
+    Tie shared weights after this call, as after a move to the device.
+    """
+    with torch.device("meta"):
+        model = build()
+    model = model.to_empty(device=device)
+
+    def renew(module: torch.nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.data = torch.empty_like(tensor)  # nn.Parameter made a view, and a view and its base are two inputs
+
+    # children first, in the order of Module.to: the program lists its outputs in the order they were made
+    return model.apply(renew)
+
+
+def settle() -> None:
+    """Turn everything not yet computed (initial weights, optimizer state) into placeholders that own no memory.
+
+    So a model from without_weights, sharded and given its optimizer state, never allocates anything: shapes and
+    shardings are all the compiler needs.
+    """
+    torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
+    torch_xla.sync()  # uploads what sits on the host; there is nothing left to execute
+
+
+def alias_id(tensor) -> int:
+    """The number that stays with a tensor through in-place updates, by which the runtime pairs inputs and outputs."""
+    return int(re.search(r"AliasID: (\d+)", torch_xla._XLAC._get_xla_tensor_debug_info(tensor))[1])
+
+
+def _pending_tensors() -> list:
+    """The tensors that a sync now would compute, in the order in which it would return them (creation order)."""
+    pending, device = {}, torch_xla.device()
+    for thing in gc.get_objects():  # PyTorch/XLA keeps this list in C++ only; issubclass does not wake lazy proxies
+        if issubclass(type(thing), torch.Tensor) and thing.device == device:
+            thing = getattr(thing, "global_tensor", thing)  # XLAShardedTensor wraps the tensor it shards
+            if "XLAData: None" in torch_xla._XLAC._get_xla_tensor_debug_info(thing):  # no value yet: computed by a sync
+                pending[torch_xla._XLAC._xla_get_tensor_id(thing)] = thing
+    return [tensor for _, tensor in sorted(pending.items())]
+
+
+def _owned_tensors(owners: Sequence) -> dict[int, tuple[str, str]]:
+    """{number of a tensor: (role, sharding)} of what modules and optimizers own on the device."""
+    owned = {}
+    for owner in owners:
+        if isinstance(owner, torch.nn.Module):
+            named = [("parameters", t) for t in (*owner.parameters(), *owner.buffers())]
+        else:
+            named = [("optimizer_state", t) for state in owner.state.values() for t in state.values()]
+        for role, tensor in named:
+            if isinstance(tensor, torch.Tensor) and tensor.device == torch_xla.device():
+                for number in (alias_id(tensor), torch_xla._XLAC._xla_get_tensor_id(tensor)):
+                    owned[number] = role, torch_xla._XLAC._get_xla_sharding_spec(tensor)
+    return owned
+
+
+def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced:
+    """Run step's Python once, execute nothing, return the program it would execute.
+
+    step may be wrapped by torch_xla.compile: the sync at its end is where the program is taken. All that is alive there
+    is an output, as in a real run. owners are the modules and optimizers whose tensors the report tells apart. Raises
+    RuntimeError when the step makes no program, or more than one.
+    """
+    xlac, programs, start = torch_xla._XLAC, [], time.monotonic()
+    settle()
+    owned = _owned_tensors(owners)
+
+    def take_program(wait: bool = False, reset_scope: bool = True) -> None:
+        outputs = _pending_tensors()
+        if not outputs:
+            return
+        alias_ids = {alias_id(t) for t in outputs}
+        hlo = xlac._get_xla_tensors_hlo_proto(outputs)
+        input_ids, _ = xlac._get_tensors_xla_device_data_node(outputs)  # in the order of the program's inputs
+        replicas = 1 if xr.is_spmd() else xr.world_size()
+        inputs = [owned.get(i, ("inputs", "")) for i in input_ids]
+        programs.append(
+            Traced(
+                hlo=hlo,
+                roles=tuple(role for role, _ in inputs),
+                donated=tuple(i in alias_ids for i in input_ids),  # the rule of torch_xla's own step marker
+                shardings=tuple(sharding for _, sharding in inputs),
+                partitions=xr.global_runtime_device_count() if xr.is_spmd() else 1,
+                replicas=replicas,
+                seconds=time.monotonic() - start,
+            )
+        )
+        xlac._clear_pending_irs(str(torch_xla.device()))
+
+    implementation = sys.modules["torch_xla.torch_xla"]
+    real_sync = implementation.sync
+    xlac._set_ir_debug(True)  # operations remember the scope they were recorded in
+    try:
+        implementation.sync = torch_xla.sync = take_program
+        with _record_source_lines():
+            result = step(*args, **kwargs)  # kept alive: what the caller would hold is an output of the program
+        take_program()
+        del result
+    finally:
+        implementation.sync = torch_xla.sync = real_sync
+        xlac._set_ir_debug(False)
+    if len(programs) != 1:
+        raise RuntimeError(
+            f"the step makes {len(programs)} programs, expected 1: "
+            + ("it computes nothing on the device" if not programs else "it calls torch_xla.sync() inside")
+        )
+    return programs[0]
+
+
+def _record_source_lines():
+    """A mode in which every operation is recorded under `file.py:line` of the user's code that caused it.
+
+    PyTorch/XLA's own metadata names the innermost frame (somewhere in torch) and nothing at all for the backward pass,
+    which runs on autograd's thread: there, each node reopens the line of its forward operation.
+    """
+    not_ours = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), __file__)
+    open_scope = torch_xla._XLAC.profiler.scope_pusher  # closed when the object dies
+
+    def user_line() -> str:
+        frame = sys._getframe(2)
+        while frame and frame.f_code.co_filename.startswith((*not_ours, "<")):
+            frame = frame.f_back
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "unknown"
+
+    class SourceLines(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            line = user_line()
+            scope = open_scope(line)
+            try:
+                result = func(*args, **(kwargs or {}))
+            finally:
+                del scope
+            nodes = [t.grad_fn for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+            while nodes:
+                node = nodes.pop()
+                if "line" not in node.metadata:  # noted there: to hold the node would keep what it saved alive
+                    node.metadata["line"] = line
+                    nodes += [parent for parent, _ in node.next_functions if parent is not None]
+                    scopes = []
+                    node.register_prehook(lambda *_, s=scopes: s.append(open_scope(f"{line} backward")))
+                    node.register_hook(lambda *_, s=scopes: s.clear())
+            return result
+
+    return SourceLines()

@@ -1,0 +1,115 @@
+"""Where the seconds of a run go, and a watchdog that tells when nothing moves. Imports nothing of this project."""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch_xla
+
+# The base of xp.Trace and xp.StepTrace. Those would also name the operations after them, hence make another graph while
+# a trace runs, and the latter syncs at its end. Without a running trace it does nothing.
+TraceMe = torch_xla._XLAC.profiler.TraceMe
+
+
+def process_age() -> float:
+    """Seconds that this process lives: the interpreter and seconds of imports are a part of a run too."""
+    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # clock ticks after boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+
+
+class Goodput:
+    """Every second since the start belongs to exactly one phase; phases nest, and the inner one gets the time.
+
+    changes: how often a phase began or ended, which is what watch_for_stalls calls progress.
+    In a trace of --profile_steps a phase is an event on the host, `phase evaluation` and so on.
+    """
+
+    def __init__(self, age: float = 0.0):
+        """age: seconds before now that belong to start_up, process_age() in a script."""
+        phases = ("start_up", "compile", "data_wait", "step", "evaluation", "checkpoint", "other")
+        self.seconds = dict.fromkeys(phases, 0.0)
+        self._stack, self._since = ["start_up"], time.perf_counter() - age
+        self.changes = 0
+
+    @property
+    def current(self) -> str:
+        return self._stack[-1]
+
+    def _settle(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._stack[-1]] += now - self._since
+        self._since = now
+
+    def enter(self, name: str) -> None:
+        """From here on, time that no inner phase takes belongs to this one."""
+        self._settle()
+        self._stack, self.changes = [name], self.changes + 1
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._settle()
+        self._stack.append(name)
+        self.changes += 1
+        try:
+            with TraceMe(f"phase {name}"):
+                yield
+        finally:
+            self._settle()
+            self._stack.pop()
+            self.changes += 1
+
+    def total(self) -> float:
+        """Seconds since the start: the sum of all phases."""
+        self._settle()
+        return sum(self.seconds.values())
+
+
+STALL_HINTS = {  # by Goodput's phase
+    "start_up": "does another process hold the TPU (setup_tpu.py names it)? has the run started on all hosts?",
+    "compile": "a large model may compile for long; has the run started on all hosts?",
+    "data_wait": "can the data source (--data_dir, its disk or network) still be read?",
+    "checkpoint": "can the disk of --run_dir still be written? do the other hosts still run?",
+}
+OTHER_STALL = "do the other hosts still run (a step waits for all of them)? is the TPU lost or held (setup_tpu.py)?"
+
+
+def watch_for_stalls(goodput: Goodput, stall_seconds: float) -> None:
+    """Print where every thread stands, once per stall, when a run makes no progress for stall_seconds; 0: never.
+
+    Progress is what Goodput sees: a batch read, a step or evaluation batch sent off, a save begun or ended. Start-up
+    and compiling may take six times as long. It ends nothing: what the run waits for may still come.
+    """
+    if stall_seconds > 0:
+        # no reference to goodput: the thread ends with the run
+        arguments = (weakref.ref(goodput), stall_seconds)
+        threading.Thread(target=_watch_for_stalls, args=arguments, name="watchdog", daemon=True).start()
+
+
+def _watch_for_stalls(ref: weakref.ref, stall_seconds: float) -> None:
+    changes, since, told = None, time.monotonic(), False
+
+    def tell_over() -> None:
+        print(f"stall      over after {time.monotonic() - since:.0f} s", file=sys.stderr, flush=True)
+
+    while (goodput := ref()) is not None:
+        now, phase = time.monotonic(), goodput.current
+        if goodput.changes != changes:
+            if told:
+                tell_over()
+            changes, since, told = goodput.changes, now, False
+        del goodput
+        limit = stall_seconds * (6 if phase in ("start_up", "compile") else 1)
+        if now - since > limit and not told:
+            told, hint = True, STALL_HINTS.get(phase, OTHER_STALL)
+            text = f"no progress for {limit:g} s in phase {phase}, and the run goes on waiting; check: {hint}"
+            print(f"stall      {text} Where every thread stands:", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        time.sleep(min(1, stall_seconds / 4))
+    if told:  # the run came to its end before this thread looked again
+        tell_over()

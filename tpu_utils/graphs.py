@@ -1,0 +1,122 @@
+"""One graph for each kind of step, held; transfers between host and device, counted."""
+
+import ast
+import linecache
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch_xla.debug.metrics as met
+
+from tpu_utils.errors import RecompileError
+
+
+def transfers_to_device() -> int:
+    """Host-to-device transfers of this process so far, by torch_xla's own counter."""
+    return (met.metric_data("TransferToDeviceTime") or [0])[0]
+
+
+def transfers_from_device() -> int:
+    """Device-to-host transfers of this process so far, by torch_xla's own counter."""
+    return (met.metric_data("TransferFromDeviceTime") or [0])[0]
+
+
+def graphs_compiled() -> int:
+    """Programs compiled, or read from the compile cache, by this process so far."""
+    return sum(met.counter_value(name) or 0 for name in ("UncachedCompile", "PersistentCacheHit"))
+
+
+class CompileWatch:
+    """Attributes every graph compiled from now on to a kind of step ("train", "eval").
+
+    compiled(kind) counts; check() stops the run at a kind's second graph.
+    """
+
+    def __init__(self):
+        self._total = graphs_compiled()
+        self._inputs: dict[str, list[str]] = {}
+        self._numbers: dict[str, dict[tuple, Any]] = {}
+        self._changed: dict[str, set[tuple]] = {}
+        self._graphs: dict[str, int] = {}
+
+    def compiled(self, kind: str) -> int:
+        """Graphs compiled for all kinds of step whose name starts so."""
+        return sum(count for name, count in self._graphs.items() if name.startswith(kind))
+
+    def seen(self, kind: str) -> bool:
+        return kind in self._graphs
+
+    def check(self, kind: str, step: int, inputs: Sequence[torch.Tensor], caller: types.FrameType) -> int:
+        """Call it right after a step of this kind. Returns the graphs it compiled. Raises RecompileError.
+
+        caller: the frame that calls the step. Reads counters of the host and the caller's Python numbers: those that
+        changed are what may have become part of the program.
+        """
+        shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs]
+        before, self._inputs[kind] = self._inputs.get(kind, shapes), shapes
+        total, first = graphs_compiled(), kind not in self._graphs
+        new, self._total = total - self._total, total
+        self._graphs[kind] = self._graphs.get(kind, 0) + new
+        numbers = _numbers_in(caller)
+        numbers_before, self._numbers[kind] = self._numbers.get(kind, numbers), numbers
+        different = {name for name, value in numbers.items() if numbers_before.get(name, value) != value}
+        always, self._changed[kind] = self._changed.get(kind, set()), different  # step itself, and other counters
+        if self._graphs[kind] <= 1:
+            return new
+        names = {id(value): name for name, value in caller.f_locals.items()}
+        reasons = [
+            f"{names.get(id(t), f'input {i}')} was {a}, is {b}"
+            for i, (t, a, b) in enumerate(zip(inputs, before, shapes, strict=True))
+            if a != b
+        ]
+        if first:
+            reasons = [
+                "this is its first call, so operations on device tensors before it became a graph of their own; "
+                "do them inside the step, or on the host before the tensor is sent"
+            ]
+        elif not reasons:
+            values = [
+                f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {numbers_before[name]!r} -> {value!r}"
+                for name, value in numbers.items()
+                if name in different - always
+            ]
+            reasons = [
+                "no input changed its shape or dtype, so look for a Python number that is part of the program "
+                "(0, 1, sizes, positions and dims are; make it a tensor on the device), for an operation on device "
+                "tensors between the steps (move it into the step), or for state that was created inside the step; "
+                "numbers among the variables there (one written in the call itself is not seen) that changed now, "
+                f"and not before: {', '.join(values) or 'none'}"
+            ]
+        raise RecompileError(
+            f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1, called at "
+            f"{_statement_at(caller)}: {'; '.join(reasons)}"
+        )
+
+
+def _numbers_in(frame: types.FrameType) -> dict[tuple, Any]:
+    """Python numbers among a function's variables, in tuples and lists there, and in optimizers' groups, by path."""
+    found = {}
+    for name, value in frame.f_locals.items():
+        if isinstance(value, (int, float)):  # bool is an int
+            found[name,] = value
+        elif isinstance(value, (tuple, list)):
+            found |= {(name, i): one for i, one in enumerate(value[:100]) if isinstance(one, (int, float))}
+        elif isinstance(value, torch.optim.Optimizer):
+            for i, group in enumerate(value.param_groups):
+                for key, option in group.items():
+                    if isinstance(option, (int, float)):
+                        found[f"{name}.param_groups", i, key] = option
+    return found
+
+
+def _statement_at(frame: types.FrameType) -> str:
+    """file:line and the text of the call of the step: the last statement inside the with block that the frame is at."""
+    path, here = frame.f_code.co_filename, frame.f_lineno
+    tree = ast.parse("".join(linecache.getlines(path)))
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With) and node.lineno <= here <= node.end_lineno]
+    if not blocks:  # without its source, for example typed into a prompt
+        return f"{path}:{here}"
+    last = max(blocks, key=lambda block: block.lineno).body[-1]
+    text = ast.unparse(last)
+    return f"{path}:{last.lineno} ({text if len(text) <= 120 else text[:117] + '...'})"

@@ -1,0 +1,164 @@
+"""What a run says of itself: metrics.jsonl, TensorBoard, progress lines, summary."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from tpu_utils.files import write_atomically
+
+SHORT = {  # how a value stands in a train line
+    "loss": "loss {:.4f}",
+    "gradient_norm": "norm {:.3f}",
+    "skipped_steps": "skipped {}",
+    "learning_rate": "lr {:.2e}",
+}
+
+
+class RunLog:
+    """metrics.jsonl, TensorBoard, the progress bar and the printed lines of a run.
+
+    On resume, lines and events after first_step are dropped: they will be written again.
+    silent: of several processes all but the first; it writes and prints nothing.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int, num_steps: int, tensorboard: bool, silent: bool = False):
+        self._silent, self._run_dir = silent, run_dir
+        self._path = Path(os.devnull) if silent else run_dir / "metrics.jsonl"
+        if self._path.is_file():
+            kept = [line for line in self._path.read_bytes().splitlines(True) if _step_of_line(line) <= first_step]
+            write_atomically(self._path, b"".join(kept))
+        self._file = self._path.open("a", buffering=1)
+        self.events = None
+        """TensorBoard's writer, None where there is none."""
+        if tensorboard and not silent:
+            from torch.utils.tensorboard import SummaryWriter  # a second of imports
+
+            self.events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+        # a terminal gets a bar on stderr; a pipe or a file gets the lines alone, and so does a job in the background,
+        # whose bar would be drawn over that of the one in front
+        self._bar = tqdm(
+            total=num_steps,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            # steps per second stand in the lines; without them 40 columns are enough for a day and 99,999 steps
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]",
+            disable=silent or not _in_front_of_a_terminal(),
+        )
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.close()
+        self._file.close()
+        if self.events:
+            self.events.close()
+
+    def advance(self) -> None:
+        """One step was dispatched: moves the bar, waits for nothing."""
+        self._bar.update()
+
+    def train(self, step: int, values: dict[str, float], speed: dict[str, float | None]) -> None:
+        """A train line. values: loss and whatever else is to be seen. speed: of Speed.measure()."""
+        self.write("train", step, **values, **speed)
+        shown = {name: value for name, value in values.items() if value or name != "skipped_steps"}
+        parts = [SHORT.get(name, f"{name} {{:.4g}}").format(value) for name, value in shown.items()]
+        if speed["step_seconds"] is not None:
+            rate = next(name for name in speed if name.endswith("_per_second"))
+            parts.append(f"{speed['step_seconds'] * 1e3:.1f} ms/step")
+            parts.append(f"{speed[rate]:.0f} {rate.removesuffix('_per_second')}/s")
+            parts.append(f"data wait {speed['data_wait_seconds'] * 1e3:.1f} ms")
+        if speed["mfu"] is not None:
+            parts.append(f"mfu {speed['mfu']:.1%}")
+        self._print("  ".join([f"step {step:6d}/{self._bar.total}", *parts]))
+
+    def evaluation(self, step: int, **fields: float) -> None:
+        self.write("eval", step, **fields)
+        self._print(
+            f"step {step:6d}/{self._bar.total}  " + "  ".join(f"{name} {value:.4f}" for name, value in fields.items())
+        )
+
+    def checkpoint(self, step: int, **fields: float) -> None:
+        """A checkpoint line. fields: wait_seconds of the step loop.
+
+        Call it before the checkpoint is written: all lines are on disk before a checkpoint says their steps are done.
+        """
+        self.write("checkpoint", step, **fields)
+        if not self._silent:
+            os.fsync(self._file.fileno())
+
+    def summary(self, config: dict[str, Any], summary: dict[str, Any]) -> None:
+        """summary.json, and in TensorBoard the options beside the results, and the goodput split in seconds."""
+        if self._silent:
+            return
+        write_atomically(self._run_dir / "summary.json", json.dumps(summary, indent=2).encode())
+        if not self.events:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
+        results = {f"summary/{name}": value for name, value in numbers.items() if math.isfinite(value)}
+        options = {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in config.items()}
+        for event in hparams(options, results):  # SummaryWriter.add_hparams would make a folder, hence a second run
+            self.events.file_writer.add_summary(event)
+        results |= {f"goodput_seconds/{phase}": seconds for phase, seconds in summary["goodput"].items()}
+        for name, value in results.items():
+            self.events.add_scalar(name, value, summary["steps"])
+
+    def write(self, kind: str, step: int, **fields: Any) -> None:
+        """One JSON object; numbers also go to TensorBoard under kind/name. Non-finite numbers become null in JSON."""
+        record = {"kind": kind, "step": step}
+        for name, value in fields.items():
+            is_number = isinstance(value, int | float)
+            record[name] = None if is_number and not math.isfinite(value) else value
+            if self.events and is_number:
+                self.events.add_scalar(f"{kind}/{name}", value, step)
+        self._file.write(json.dumps(record) + "\n")
+
+    def _print(self, line: str) -> None:
+        if self._silent:
+            return
+        self._bar.write(line)  # above the bar on a terminal, a plain line elsewhere
+        sys.stdout.flush()
+
+
+def _in_front_of_a_terminal() -> bool:
+    """Whether stderr is a terminal, and this process is not one of its background jobs."""
+    if not sys.stderr.isatty():
+        return False
+    try:
+        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    except OSError:  # the terminal of another session: it has no jobs of ours
+        return True
+
+
+def _step_of_line(line: bytes) -> float:
+    """The step of a metrics.jsonl line; infinity for a line that a kill left unfinished."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """The last lines of every script: results, graphs, what should not have been, and where the seconds went."""
+    known = ("steps", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step", "skipped_steps", "seconds")
+    results = [
+        f"{name.replace('_', ' ')} {value:.4f}"
+        for name, value in summary.items()
+        if name not in known and isinstance(value, int | float)
+    ]
+    print(f"result     {', '.join(results)}")
+    print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
+    if summary["skipped_steps"]:
+        print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")
+    if summary["host_to_device_uploads_per_step"]:
+        print(f"uploads    {summary['host_to_device_uploads_per_step']} a step beside the batch; expected 0")
+    split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
+    print(f"seconds    {summary['seconds']:.1f}: {split}", flush=True)

@@ -18,6 +18,7 @@ A configuration of your own is a subclass; parse_command_line takes it as it is:
 import argparse
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -567,6 +568,7 @@ def option_groups(config: TrainConfig) -> type:
     return dataclasses.make_dataclass("Options", groups)
 
 
+@functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """The string below each field of a class, from its source; empty where there is none to be had."""
     try:

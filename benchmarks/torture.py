@@ -28,7 +28,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tpu_utils import read_checkpoint  # noqa: E402
+from tpu_utils.checkpoint import read_checkpoint  # noqa: E402
 
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
 MNIST += ["--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_batch_size=60"]  # 66 steps, 6 evaluations
@@ -49,6 +49,15 @@ TIMES = {"step_seconds", "examples_per_second", "tokens_per_second", "data_wait_
 OF_THE_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step"}
 
 
+def launch(options: list[str], changes: dict[str, str], output: Path) -> subprocess.Popen:
+    """`python OPTIONS` in an environment with these changes, all that it prints in one file."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
+    with output.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, *options], cwd=ROOT, env=kept | changes, stdout=file, stderr=subprocess.STDOUT
+        )
+
+
 class Run:
     """A training process and what it has written so far."""
 
@@ -56,14 +65,9 @@ class Run:
         self.run_dir, self.output = run_dir, run_dir.with_suffix(".log")
         self.done = max(self.saved_steps(), default=0)
         options = [*VARIANTS[variant], "--device=cpu", "--no_tensorboard", f"--run_dir={run_dir}", "--resume=auto"]
-        unset = ("PJRT_DEVICE", "CPU_NUM_DEVICES")
-        environment = {name: value for name, value in os.environ.items() if name not in unset}
-        if variant.startswith("transformer"):
-            environment["CPU_NUM_DEVICES"] = "8"
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, *options], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
-            )
+        self.process = launch(
+            options, {"CPU_NUM_DEVICES": "8"} if variant.startswith("transformer") else {}, self.output
+        )
         self.started = time.monotonic()
 
     def lines(self) -> list[dict]:

@@ -1,17 +1,14 @@
-"""What several test files use: the real data beside the checkout, and running a script the way a user does."""
+"""What several test files use: the real data beside the checkout, and what a run has written."""
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
 import torch_xla
-
-ROOT = Path(__file__).resolve().parent.parent
+from processes import ROOT
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,13 +27,24 @@ def mnist_dir() -> Path:
     return folder
 
 
-def run(*arguments, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess:
-    """`python ARGUMENTS` in the repository, output captured as text."""
-    env = {**os.environ, **environment}
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+def in_process(*argv: object) -> int:
+    """Exit code of simple_mnist_tpu.py for these options, in this process."""
+    import simple_mnist_tpu
+    from config import MnistConfig, parse_command_line
+    from tpu_utils.errors import run_script
+
+    options = [str(argument) for argument in argv]
+    return run_script(lambda: simple_mnist_tpu.train(parse_command_line(MnistConfig, "", options)))
 
 
 def read_lines(run_dir: Path) -> list[dict]:
     """The objects in a run's metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_in(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(run_dir) if line["kind"] == "train"]
+
+
+def summary_in(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())

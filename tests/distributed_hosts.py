@@ -14,9 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import DistributedMnistConfig, InputError, resolve
-from data import TrainBatches, load_dataset
-from tpu_utils import run_script, tpu_hosts, wait_for_peers
+from config import DistributedMnistConfig, resolve
+from mnist_data import TrainBatches, load_dataset
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.peers import tpu_hosts, wait_for_peers
 
 
 def main() -> int:
@@ -31,14 +32,14 @@ def main() -> int:
     except InputError as error:
         heard = str(error)
     config, _ = resolve(DistributedMnistConfig, "quick_test")
-    batches = TrainBatches(load_dataset(config), config, 0, 30, peers.index, peers.count)
+    batches = TrainBatches(load_dataset(config), config, peers.index, peers.count)
     found = {
         "index": peers.index,
         "count": peers.count,
         "from_first": peers.from_first(lambda: f"said by host {index}"),
         "error": heard,
         "largest": peers.largest(15 * index),
-        "ids": [ids.tolist() for ids in batches.ids()],
+        "ids": [batches.ids(step).tolist() for step in range(30)],
     }
     print(json.dumps(found))
     return 0

@@ -25,14 +25,15 @@ def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -
     import torch
     import torch.distributed as dist
     import torch_xla
-    import torch_xla.core.xla_model as xm
     from torch_xla._internal import pjrt
 
     import distributed_mnist_tpu as script
-    from aot_tpu import _alias_id
-    from config import DistributedMnistConfig, learning_rates, make_optimizer, parse_command_line
-    from data import TrainBatches, load_dataset
-    from tpu_utils import DeviceMetrics
+    from config import DistributedMnistConfig, parse_command_line
+    from mnist_data import TrainBatches, load_dataset
+    from optim import learning_rates, make_optimizer
+    from tpu_compiler.tracing import alias_id
+    from tpu_utils.loader import send
+    from tpu_utils.metrics import DeviceMetrics
 
     config = parse_command_line(DistributedMnistConfig, "", options)
     dataset = load_dataset(config)
@@ -45,19 +46,18 @@ def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -
     optimizer = make_optimizer(config, model.parameters())
     rates = learning_rates(config, num_steps).to(device)
     metrics = DeviceMetrics(["loss", "gradient_norm"], num_steps, device)
-    batches = TrainBatches(dataset, config, 0, num_steps, 0, num_replicas)
-    images, labels = xm.send_cpu_data_to_device(list(next(iter(batches))), device)
+    images, labels = send(TrainBatches(dataset, config, 0, num_replicas).batch(0), device, None)
     trained = script.replicate(model, tracing=True)
     # what torch_xla.compile wraps, so that nothing is executed
     step = script.train_step.__wrapped__
-    step(trained, optimizer, rates, metrics, images, labels, config.precision)
+    step(trained, optimizer, rates, metrics, images, labels, config)
     state = [*model.parameters(), metrics.values, metrics.step]
     state += [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
     program = torch_xla._XLAC._get_xla_tensors_hlo_proto(state)
     text = torch_xla._XLAC._get_xla_tensors_hlo(state)
     input_ids, inputs = torch_xla._XLAC._get_tensors_xla_device_data_node(state)
-    output_of = {_alias_id(tensor): i for i, tensor in enumerate(state)}
-    batch_inputs = {_alias_id(images): "images", _alias_id(labels): "labels"}
+    output_of = {alias_id(tensor): i for i, tensor in enumerate(state)}
+    batch_inputs = {alias_id(images): "images", alias_id(labels): "labels"}
     (folder / "program.hlo").write_bytes(program)
     (folder / "program.txt").write_text(text)
     described = {
@@ -78,7 +78,7 @@ def run(folder: Path) -> None:
     """Writes curve.json: the losses of all steps, and how far the weights of the replicas are apart at the end."""
     import jax
 
-    from data import TrainBatches, load_dataset
+    from mnist_data import TrainBatches, load_dataset
 
     described = pickle.loads((folder / "state.pkl").read_bytes())
     n, num_steps, config = described["replicas"], described["num_steps"], described["config"]
@@ -101,14 +101,14 @@ def run(folder: Path) -> None:
         program = compiler.backend_compile_and_load(devices[0].client, module, DeviceList(tuple(devices)), options, [])
 
     dataset = load_dataset(config)
-    feeds = [iter(TrainBatches(dataset, config, 0, num_steps, replica, n)) for replica in range(n)]
+    parts = [TrainBatches(dataset, config, replica, n) for replica in range(n)]
     buffers = [[jax.device_put(value, device) for device in devices] for value in described["values"]]
-    for _ in range(num_steps):
-        batches = [dict(zip(("images", "labels"), next(feed), strict=True)) for feed in feeds]
+    for step in range(num_steps):
+        batches = [dict(zip(("images", "labels"), part.batch(step), strict=True)) for part in parts]
         for i, name in enumerate(described["batch_of_input"]):
             if name:
                 pairs = zip(batches, devices, strict=True)
-                buffers[i] = [jax.device_put(batch[name].numpy(), device) for batch, device in pairs]
+                buffers[i] = [jax.device_put(batch[name], device) for batch, device in pairs]
         outputs = program.execute_sharded(buffers).disassemble_into_single_device_arrays()
         for i, output in enumerate(described["output_of_input"]):
             if output is not None:

@@ -1,4 +1,4 @@
-"""A state cut over a mesh of virtual devices, saved by one process and loaded by others.
+"""A state sharded over a mesh of virtual devices, saved by one process and loaded by others.
 
 test_checkpoint_sharded.py starts it:
 
@@ -22,10 +22,13 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 import tpu_utils.state
-from tpu_utils import Checkpoints, graphs_compiled, run_script, wait_for_peers
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.errors import run_script
+from tpu_utils.graphs import graphs_compiled
+from tpu_utils.peers import wait_for_peers
 
 BATCH = ("data", "fsdp")
-SPECS = {  # shape, type, how it is cut: over all axes, over some with equal copies on the others, unevenly, not at all
+SPECS = {  # shape, type, sharded over: all axes, some with equal copies on the others, unevenly, nothing
     "all": ((16, 8), torch.float32, (BATCH, "tensor")),
     "some": ((16, 8), torch.bfloat16, ("fsdp", None)),
     "other": ((8, 16), torch.float32, (None, "tensor")),
@@ -59,7 +62,7 @@ def save(checkpoints: Checkpoints, sizes: tuple[int, ...], index: int = 0, count
     for tensor in model.values():  # training goes on
         tensor.add_(1)
     torch_xla.sync()
-    for number, shards in enumerate(copy.cut.values()):
+    for number, shards in enumerate(copy.sharded.values()):
         shards.shards = [shard for i, shard in enumerate(shards.shards) if (i + number) % count == index]
     checkpoints.write(copy)
     checkpoints.wait()
@@ -91,7 +94,7 @@ def main() -> int:
         load(Checkpoints(Path(folder), 3), sizes)
     elif action.startswith("save_as"):
         index, count, port = (int(word) for word in action.split("_") if word.isdecimal())
-        peers = wait_for_peers(index, ["localhost"] * count, 60, port)
+        peers = wait_for_peers(index, ["localhost"] * count, 600, port)
         save(Checkpoints(Path(folder), 3, peers), sizes, index, count)
     else:
         if action == "save_equal_parts":

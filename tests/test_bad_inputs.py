@@ -19,30 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_simple_mnist import assert_identical
 
-from config import (
-    DistributedMnistConfig,
-    InputError,
-    MnistConfig,
-    TransformerConfig,
-    check_divisible,
-    learning_rates,
-    make_optimizer,
-    num_steps_of,
-    parse_command_line,
-)
-from data import TokenShards
-from tpu_utils import (
-    Checkpoints,
-    DeviceMetrics,
-    TrainingError,
-    check_same_run,
-    crc32_of,
-    load_model,
-    load_part,
-    random_state,
-    set_random_state,
-    to_host,
-)
+from config import DistributedMnistConfig, MnistConfig, TransformerConfig, free_on_resume, parse_command_line
+from mnist_data import check_divisible, num_steps_of
+from optim import learning_rates, make_optimizer
+from token_data import TokenShards
+from tpu_utils.checkpoint import Checkpoints, random_state, set_random_state
+from tpu_utils.errors import InputError, TrainingError
+from tpu_utils.files import crc32_of
+from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.run_dir import check_same_run
+from tpu_utils.state import to_host
 from transformer_tpu import choose_mesh
 
 
@@ -67,7 +53,7 @@ def outcome(function):
 def assert_clear(message: str, *names: str) -> None:
     """It says where, what was found or expected, and what to do."""
     assert len(message) > 30 and any(name in message for name in names), message
-    said = "expect|invalid|unrecognized|could not|must|cut short|longer|matches no|starts with"  # found and expected
+    said = "expect|invalid|unrecognized|could not|must|truncated|longer|matches no|starts with"  # found and expected
     said += "|choose|use |lower|anew|check --"  # what to do
     assert re.search(said, message, re.IGNORECASE), message
 
@@ -153,13 +139,13 @@ def state_of(model, optimizer, metrics, step: int) -> dict:
 
 def restore(folder: Path) -> dict:
     """As the scripts do it."""
-    saved = Checkpoints(folder, 3).load_for_resume("must")
+    checkpoints = Checkpoints(folder, 3)
+    saved = checkpoints.load_for_resume("must", whole=False)
     model, optimizer, metrics = parts()
-    check_same_run(RUN, saved["config"])
-    load_model(model, saved["model"])
-    load_part("optimizer", optimizer, saved)
-    load_part("metrics", metrics, saved)
-    set_random_state(saved["random"])
+    check_same_run(RUN, saved["config"], free_on_resume(MnistConfig))
+    targets = dict(model=model.state_dict(keep_vars=True), optimizer=optimizer.state_dict())
+    checkpoints.restore(saved, targets | dict(metrics=metrics.state_dict()))
+    set_random_state(saved.get("random"))
     return state_of(model, optimizer, metrics, saved["step"])
 
 

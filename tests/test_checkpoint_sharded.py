@@ -1,19 +1,19 @@
-"""State that is cut over devices: saved from one mesh, loaded on another; damage, foreign content, processes."""
+"""State that is sharded over devices: saved from one mesh, loaded on another; damage, foreign content, processes."""
 
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run
-from test_tpu_utils import Payload, alter, cut
+from processes import free_port, run, start
+from test_checkpoint import Payload, alter, truncate
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from tpu_utils import CheckpointError, Checkpoints, DamagedCheckpoint, crc32_of, read_checkpoint
+from tpu_utils.checkpoint import Checkpoints, DamagedCheckpoint, read_checkpoint
+from tpu_utils.errors import CheckpointError
+from tpu_utils.files import crc32_of
 
 SCRIPT = "tests/sharded_state.py"
 FILES = [".metadata", "__0_0.distcp", "done", "state.pt"]
@@ -25,7 +25,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     result = run(SCRIPT, "save", folder, "8", "2x2x2")
     assert result.returncode == 0, result.stderr
-    assert "graphs 0" in result.stdout, "nothing is gathered: what is cut goes to the host as it is"
+    assert "graphs 0" in result.stdout, "nothing is gathered: what is sharded goes to the host as it is"
     return folder
 
 
@@ -64,7 +64,7 @@ def test_it_is_whole_where_there_is_no_mesh(saved):
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "done"])
-@pytest.mark.parametrize("damage", [cut, alter, Path.unlink])
+@pytest.mark.parametrize("damage", [truncate, alter, Path.unlink])
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(checkpoints, name, damage, capsys):
     shutil.copytree(checkpoints.path(7), checkpoints.path(9))
     damage(checkpoints.path(9) / name)
@@ -133,10 +133,10 @@ def test_another_model_is_refused_before_anything_changes(checkpoints):
     state = checkpoints.load_for_resume("must", whole=False)
     targets = zeros_like(state["model"])
     targets["all"] = torch.zeros(8, 16)
-    with pytest.raises(CheckpointError, match=r"model/all is \(8, 16\), was \(16, 8\)"):
+    with pytest.raises(CheckpointError, match=r"model/all is float32\[8, 16\], was float32\[16, 8\]"):
         checkpoints.restore(state, {"model": targets})
     del targets["all"]
-    with pytest.raises(CheckpointError, match=r"model/all is absent, was \(16, 8\)"):
+    with pytest.raises(CheckpointError, match=r"model/all is absent, was float32\[16, 8\]"):
         checkpoints.restore(state, {"model": targets})
     assert not any(tensor.any() for tensor in targets.values())
 
@@ -144,7 +144,7 @@ def test_another_model_is_refused_before_anything_changes(checkpoints):
 def test_what_the_planner_loses_is_never_marked_as_done(tmp_path):
     """torch_xla 2.9's SPMDSavePlanner takes equal parts for duplicates of each other and drops them all."""
     result = run(SCRIPT, "save_equal_parts", tmp_path / "checkpoints", "8", "2x2x2")
-    assert result.returncode == 1 and "the parts of model/some hold 0 values, expected 128" in result.stderr, (
+    assert result.returncode == 1 and "the shards of model/some hold 0 values, expected 128" in result.stderr, (
         result.stderr
     )
     assert Checkpoints(tmp_path / "checkpoints", 3).steps() == []
@@ -154,26 +154,10 @@ def test_what_the_planner_loses_is_never_marked_as_done(tmp_path):
 
 
 def save_by_two(folders):
-    """Two processes that each own half of the parts save to their folder. [(exit code, stderr)]"""
+    """Two processes that each own half of the shards save to their folder. [(exit code, stderr)]"""
     port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, f"save_as_{i}_of_2_at_{port}", folder, "4", "1x2x2"],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i, folder in enumerate(folders)
-    ]
-    return [(process.communicate(timeout=120)[1], process.returncode) for process in processes]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+    both = [start(SCRIPT, f"save_as_{i}_of_2_at_{port}", folder, 4, "1x2x2") for i, folder in enumerate(folders)]
+    return [(process.communicate()[1], process.returncode) for process in both]
 
 
 def test_two_processes_write_their_own_parts_of_one_checkpoint(tmp_path):

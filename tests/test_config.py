@@ -1,27 +1,28 @@
-"""Presets, the command line, optimizers and schedules."""
+"""Presets, bounds, the command line."""
 
 import dataclasses
 import json
 import re
+from typing import Annotated
 
-import numpy as np
 import pytest
-import torch
-from conftest import ROOT, run
+from processes import ROOT, run
 
 from config import (
-    FREE_ON_RESUME,
     LEVELS,
     PRESETS,
-    InputError,
+    DistributedMnistConfig,
     MnistConfig,
-    learning_rates,
-    make_optimizer,
-    num_steps_of,
+    Range,
+    TransformerConfig,
+    free_on_resume,
+    marks,
     parse_command_line,
     parse_profile_steps,
+    presets_of,
     resolve,
 )
+from tpu_utils.errors import InputError
 
 
 def parse(*argv: str) -> MnistConfig:
@@ -30,7 +31,8 @@ def parse(*argv: str) -> MnistConfig:
 
 def test_every_preset_is_valid_and_no_preset_sets_a_field_of_a_level():
     owned = {field for fields in LEVELS.values() for field in fields}
-    for config_class, presets in PRESETS.items():
+    for config_class in (MnistConfig, DistributedMnistConfig, TransformerConfig):
+        presets = presets_of(config_class)
         assert set(presets) >= {"quick_test", "development", "production", "distributed"}
         for name, values in presets.items():
             config, sources = resolve(config_class, name)
@@ -65,11 +67,6 @@ def test_every_field_can_be_set_in_both_spellings():
         (["--learnin_rate", "1"], "--learning_rate"),
         (["--preset", "prodction"], "production"),
         (["--learning_rate", "fast"], "could not convert"),
-        (["--num_epochs", "0"], "num_epochs is 0; expected 1 or more"),
-        (["--learning_rate", "nan"], "learning_rate is nan; expected a finite number above 0"),
-        (["--momentum", "1"], "momentum is 1.0; expected 0 <= momentum < 1"),
-        (["--profile_steps", "13:10"], "FIRST:LAST"),
-        (["--resume", "must"], "--run_dir"),
         (["--preset"], "Missing value"),
     ],
 )
@@ -81,8 +78,42 @@ def test_mistakes_are_answered_with_exit_code_2(argv, said, capsys):
     assert said in words
 
 
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--num_epochs", "0"], "num_epochs is 0; expected 1 or more"),
+        (["--learning_rate", "nan"], "learning_rate is nan; expected a finite number above 0"),
+        (["--momentum", "1"], "momentum is 1.0; expected 0 <= momentum < 1"),
+        (["--log_every", "1000001"], "log_every is 1000001; expected 1 <= log_every <= 1000000"),
+        (["--profile_steps", "13:10"], "FIRST:LAST"),
+        (["--resume", "must"], "name the folder of the run to resume with --run_dir"),
+        (["--compile_for", "v5litepod-9"], "compile_for: .* nearest is v5litepod-8"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(argv, said):
+    with pytest.raises(InputError, match=said):
+        parse(*argv)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnConfig(MnistConfig):
+    dropout: Annotated[float, Range("[0, 1)")] = 0.1
+    """Share of the hidden values set to 0."""
+
+
+def test_a_configuration_of_ones_own_needs_no_registration(capsys):
+    config = parse_command_line(OwnConfig, "", ["--preset", "development", "--dropout", "0.5"])
+    assert (config.dropout, config.dataset) == (0.5, "mnist")
+    with pytest.raises(InputError, match=r"dropout is 1\.0; expected 0 <= dropout < 1"):
+        parse_command_line(OwnConfig, "", ["--dropout", "1"])
+    with pytest.raises(SystemExit):
+        parse_command_line(OwnConfig, "", ["--help"])
+    said = capsys.readouterr().out
+    assert "own options" in said and "Share of the hidden values set to 0." in said
+
+
 def test_all_problems_are_named_at_once():
-    with pytest.raises(InputError, match=r"(?s)log_every is 0.*seed is -1.*weight_decay is inf"):
+    with pytest.raises(InputError, match=r"(?s)seed is -1.*weight_decay is inf.*log_every is 0"):
         MnistConfig(seed=-1, log_every=0, weight_decay=float("inf"))
 
 
@@ -92,57 +123,6 @@ def test_profile_steps():
     for wrong in ("10", "10:", "a:b", "5:5", "-1:3"):
         with pytest.raises(InputError):
             parse_profile_steps(wrong)
-
-
-def test_steps_of_a_run():
-    assert num_steps_of(MnistConfig(global_batch_size=64, num_epochs=3), 200) == (3, 9)
-    with pytest.raises(InputError, match=r"global_batch_size is 64 .* choose at most 63"):
-        num_steps_of(MnistConfig(global_batch_size=64), 63)
-    with pytest.raises(InputError, match="warmup_steps is 9 but the run has 9 steps"):
-        num_steps_of(MnistConfig(global_batch_size=64, num_epochs=3, warmup_steps=9), 200)
-
-
-@pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine", "step"])
-@pytest.mark.parametrize("warmup_steps", [0, 10])
-def test_schedules(scheduler, warmup_steps):
-    config = MnistConfig(scheduler=scheduler, warmup_steps=warmup_steps, learning_rate=0.5, decay_every=30)
-    rates = learning_rates(config, 100).numpy()
-    assert rates.shape == (100,) and rates.dtype == np.float32
-    assert (rates > 0).all() and np.isclose(rates.max(), 0.5)
-    if warmup_steps:
-        np.testing.assert_allclose(rates[:10], 0.5 * np.arange(1, 11) / 10, rtol=1e-6)
-    middle = warmup_steps + (100 - warmup_steps) // 2
-    expected = {"constant": 0.5, "linear": 0.25, "cosine": 0.25, "step": 0.25}[scheduler]
-    np.testing.assert_allclose(rates[middle], expected, rtol=1e-6)
-
-
-def test_a_step_schedule_that_underflows_stays_above_zero():
-    rates = learning_rates(MnistConfig(scheduler="step", decay_every=1, decay_factor=0.1), 400)
-    assert (rates > 0).all()
-
-
-@pytest.mark.parametrize(
-    "config, reference",
-    [
-        (MnistConfig(optimizer="sgd", weight_decay=0.01), lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.01)),
-        (MnistConfig(optimizer="sgd", momentum=0.0), lambda p: torch.optim.SGD(p, 0.1)),
-        (MnistConfig(optimizer="adam", weight_decay=0.1), lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1)),
-        (MnistConfig(optimizer="adamw", weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1)),
-    ],
-)
-def test_optimizers_are_those_of_pytorch(config, reference):
-    torch.manual_seed(0)
-    ours, theirs = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-    theirs.load_state_dict(ours.state_dict())
-    optimizers = [make_optimizer(config, ours.parameters()), reference(theirs.parameters())]
-    for factor in (1.0, 0.5, 0.25):
-        x = torch.randn(5, 4)
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.param_groups[0]["lr"] = 0.1 * factor
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-6, atol=1e-7)
 
 
 def test_config_py_prints_every_preset_and_where_each_value_came_from():
@@ -156,9 +136,25 @@ def test_config_py_prints_every_preset_and_where_each_value_came_from():
     assert run("config.py", "--jsn").returncode == 2
 
 
-def test_fields_that_are_free_on_resume_exist():
-    names = {field.name for config_class in PRESETS for field in dataclasses.fields(config_class)}
-    assert names >= FREE_ON_RESUME
+def test_what_shapes_the_computation_is_not_free_on_resume():
+    """The marks stand beside the fields; what a resumption must repeat is held here, by name."""
+    shaping = {"seed", "dataset", "global_batch_size", "optimizer", "learning_rate", "momentum", "adam_beta1"}
+    shaping |= {"adam_beta2", "weight_decay", "scheduler", "warmup_steps", "decay_every", "decay_factor", "precision"}
+    shaping |= {"decay_fraction", "final_learning_rate_fraction", "matmul_precision", "log_every"}
+    mnist = shaping | {"num_epochs", "max_shift", "channels", "hidden_dim"}
+    text = shaping | {"train_data", "validation_data", "document_separator", "bucketed", "model_size", "num_layers"}
+    text |= {"num_heads", "embedding_dim", "sequence_length", "vocab_size", "num_steps", "gradient_accumulation_steps"}
+    text |= {"clip_gradient_norm", "eval_every", "eval_batches"}
+    expected = {MnistConfig: mnist, DistributedMnistConfig: mnist, TransformerConfig: text}
+    for config_class, names in expected.items():
+        assert {field.name for field in dataclasses.fields(config_class)} - free_on_resume(config_class) == names
+
+
+def test_every_number_has_bounds():
+    for config_class in (MnistConfig, DistributedMnistConfig, TransformerConfig):
+        for field in dataclasses.fields(config_class):
+            if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+                assert any(isinstance(mark, Range) for mark in marks(field)), field.name
 
 
 def test_requirements_pin_what_must_match():

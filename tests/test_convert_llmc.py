@@ -5,8 +5,9 @@ import torch
 
 import convert_llmc
 from config import ModelShape
-from tpu_utils import Checkpoints, run_script
-from transformer_tpu import GPT, split_layers, stack_layers
+from gpt import GPT, split_layers, stack_layers
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.errors import run_script
 
 SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
 
@@ -69,7 +70,7 @@ def test_debug_state_checks_and_a_changed_one_does_not(tmp_path, tensors, capsys
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda b: b[:-2], "cut short"),
+        (lambda b: b[:-2], "truncated"),
         (lambda b: b + b"\0\0", "longer than its header says"),
         (lambda b: b"\1\2\3\4" + b[4:], "magic"),
         (lambda b: b[:500], "header of 1024 bytes"),
@@ -93,10 +94,18 @@ def test_checkpoint_of_a_run_is_exported(tmp_path, tensors):
     shape, found = convert_llmc.read_model(tmp_path / "out.bin")
     assert shape == SHAPE
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors.items())
-    assert run_script(lambda: convert_llmc.main(["export", str(tmp_path / "none"), str(tmp_path / "x.bin")])) == 2
+    (tmp_path / "empty").mkdir()
+    assert run_script(lambda: convert_llmc.main(["export", str(tmp_path / "empty"), str(tmp_path / "x.bin")])) == 2
 
 
-def test_help_is_no_mistake(capsys):
-    assert convert_llmc.main(["--help"]) == 0
-    assert "export" in capsys.readouterr().out
-    assert convert_llmc.main(["exprot", "a", "b"]) == 2
+def test_help_is_no_mistake(tmp_path, capsys):
+    for arguments, code, said in (
+        (["--help"], 0, "export"),
+        (["exprot", "a", "b"], 2, "export"),
+        (["describe", str(tmp_path / "none.bin")], 2, "none.bin: no such file or folder"),
+        (["export", str(tmp_path / "none"), str(tmp_path / "x.bin")], 2, "none: no such file or folder"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            convert_llmc.parse(arguments)
+        captured = capsys.readouterr()
+        assert stop.value.code == code and said in captured.out + captured.err

@@ -9,10 +9,12 @@ import torch_xla
 
 import convert_llmc
 import generate_tpu
-from config import InputError, ModelShape, TransformerConfig
+from config import ModelShape, TransformerConfig
 from generate_tpu import GenerateConfig
-from tpu_utils import Checkpoints, graphs_compiled
-from transformer_tpu import GPT, stack_layers
+from gpt import GPT, stack_layers
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.errors import InputError
+from tpu_utils.graphs import graphs_compiled
 
 SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=50)
 

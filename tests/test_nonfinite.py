@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 
 import numpy as np
@@ -9,25 +10,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-from conftest import read_lines
-from test_simple_mnist import assert_identical, in_process, numbers
+from conftest import in_process, read_lines
+from test_simple_mnist import assert_identical, numbers
 
+import operations
 import simple_mnist_tpu
 import transformer_tpu
-from config import MnistConfig, TransformerConfig, learning_rates, make_optimizer, parse_command_line
-from data import load_digits
-from tpu_utils import (
-    CompileWatch,
-    DeviceMetrics,
-    checkpoint,
-    read_checkpoint,
-    run_script,
-    to_host,
-    transfers_from_device,
-    transfers_to_device,
-)
+from config import MnistConfig, TransformerConfig, parse_command_line
+from gpt import GPT
+from mnist_data import load_digits
+from optim import learning_rates, make_optimizer
+from tpu_utils import checkpoint
+from tpu_utils.checkpoint import read_checkpoint
+from tpu_utils.errors import run_script
+from tpu_utils.graphs import CompileWatch, transfers_from_device, transfers_to_device
+from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.state import to_host
 
 NAMES = ["loss", "gradient_norm"]
+SKIP = MnistConfig(on_nonfinite="skip")
 TINY = ["--num_epochs=2", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=7", "--save_every=10"]
 TINY += ["--device=cpu", "--no_tensorboard"]
 
@@ -83,8 +84,8 @@ def state_of(model, optimizer):
 def test_a_skipped_step_changes_no_bit_of_parameters_and_optimizer(bad_gradients, optimizer):
     parts, graphs, states = parts_of(optimizer), CompileWatch(), []
     for step, batch in enumerate(batches_with_bad({2, 5}), 1):
-        simple_mnist_tpu.train_step(*parts, *batch, "float32", True)
-        graphs.check("train", step, batch)
+        simple_mnist_tpu.train_step(*parts, *batch, SKIP)
+        graphs.check("train", step, batch, sys._getframe())
         states.append(state_of(*parts[:2]))
     assert graphs.compiled("train") == 1
     for step in range(1, 8):
@@ -103,7 +104,7 @@ def test_good_steps_are_the_same_bits_with_and_without_skip():
     for skip in (False, True):
         parts = parts_of("adamw")
         for batch in batches_with_bad(set()):
-            simple_mnist_tpu.train_step(*parts, *batch, "float32", skip)
+            simple_mnist_tpu.train_step(*parts, *batch, SKIP if skip else MnistConfig())
         losses.append(parts[3].read(0, 8))
         states.append(state_of(*parts[:2]))
     assert_identical(states[0], states[1])
@@ -112,38 +113,39 @@ def test_good_steps_are_the_same_bits_with_and_without_skip():
 
 def test_skipping_reads_and_uploads_nothing(bad_gradients):
     parts, batches = parts_of("adamw"), list(batches_with_bad({3}))
-    simple_mnist_tpu.train_step(*parts, *batches[0], "float32", True)
+    simple_mnist_tpu.train_step(*parts, *batches[0], SKIP)
     before = transfers_to_device(), transfers_from_device()
     for batch in batches[1:]:
-        simple_mnist_tpu.train_step(*parts, *batch, "float32", True)
+        simple_mnist_tpu.train_step(*parts, *batch, SKIP)
     assert (transfers_to_device(), transfers_from_device()) == before
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_transformer_skips_a_step_too(monkeypatch, accumulation):
     config = TransformerConfig(
-        num_layers=1, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=64, optimizer="adamw"
-    )
-    model = transformer_tpu.GPT(config.shape)
+        num_layers=1, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=64, optimizer="adamw",
+        gradient_accumulation_steps=accumulation, on_nonfinite="skip",
+    )  # fmt: skip
+    model = GPT(config.shape)
     model.initialise(0)
     model = model.to(torch_xla.device())
     optimizer = make_optimizer(config, transformer_tpu.decay_groups(model))
     metrics = DeviceMetrics(NAMES, 8, torch_xla.device())
     rates = learning_rates(config, 8).to(torch_xla.device())
-    cross_entropy = transformer_tpu.CrossEntropy.apply
+    cross_entropy = operations.CrossEntropy.apply
 
     class Poisoned:
         @staticmethod
         def apply(logits, targets, vocab_size):
             return Poison.apply(cross_entropy(logits, targets, vocab_size), (targets[:2] == 9).all())
 
-    monkeypatch.setattr(transformer_tpu, "CrossEntropy", Poisoned)
+    monkeypatch.setattr(operations, "CrossEntropy", Poisoned)
     states, random = [], np.random.default_rng(0)
     for step in range(4):
         tokens = random.integers(10, 64, (4, 17)).astype(np.int32)
         tokens[0, 1:3] = 9 if step == 2 else 10
         batch = torch.from_numpy(tokens).to(torch_xla.device())
-        transformer_tpu.train_step(model, optimizer, rates, metrics, batch, accumulation, 1.0, True)
+        transformer_tpu.train_step(model, optimizer, rates, metrics, batch, config)
         states.append(state_of(model, optimizer))
     assert_identical(states[1], states[2])
     assert not torch.equal(states[2][0]["qkv_weight.0"], states[3][0]["qkv_weight.0"])
@@ -156,7 +158,7 @@ def test_stop_finds_a_bad_gradient_before_it_is_saved_and_says_where(tmp_path, c
     this slow disk, is the last checkpoint all the same."""
     sync_folder = checkpoint.sync_folder
     with monkeypatch.context() as slow_disk:
-        slow_disk.setattr(checkpoint, "sync_folder", lambda folder: (time.sleep(0.1), sync_folder(folder)))
+        slow_disk.setattr(checkpoint, "sync_folder", lambda folder: (time.sleep(0.05), sync_folder(folder)))
         assert in_process(*TINY, "--save_every=1", "--run_dir", tmp_path / "run", "--log_every=50") == 1
     error = capsys.readouterr().err
     saved = [int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]

@@ -5,11 +5,10 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import run
+from processes import run
 
 import plot_run
-from config import InputError
-from tpu_utils import run_script
+from tpu_utils.errors import InputError, run_script
 from tpu_utils.pictures import misread_figure
 
 

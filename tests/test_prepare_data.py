@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-import data
+import llmc_files
 import prepare_data
+import token_data
 
 
 def prepare(monkeypatch, *arguments) -> int:
@@ -30,12 +31,12 @@ def test_bytes_to_shards_and_back(tmp_path, monkeypatch):
     assert code == 0
     paths = sorted((tmp_path / "out").glob("t_train_*.bin"))
     assert len(paths) > 1 and (tmp_path / "out" / "t_val_000000.bin").exists()
-    tokens = np.concatenate([data.open_token_shard(path, 257) for path in paths])
-    assert (tokens == data.END_OF_DOCUMENT_BYTE).sum() == 3 and tokens[0] == data.END_OF_DOCUMENT_BYTE
-    validation = data.open_token_shard(tmp_path / "out" / "t_val_000000.bin", 257)
+    tokens = np.concatenate([llmc_files.open_token_shard(path, 257) for path in paths])
+    assert (tokens == token_data.END_OF_DOCUMENT_BYTE).sum() == 3 and tokens[0] == token_data.END_OF_DOCUMENT_BYTE
+    validation = llmc_files.open_token_shard(tmp_path / "out" / "t_val_000000.bin", 257)
     both = [bytes(part[part < 256].astype(np.uint8)) for part in (tokens, validation)]
     assert b"".join(both).decode() == text.replace("\n\n", "")
-    source = data.TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 257, 16, 2)
+    source = token_data.TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 257, 16, 2)
     np.testing.assert_array_equal(source.batch(0)[1], tokens[16:33])
 
 
@@ -43,7 +44,7 @@ def test_hellaswag_questions(tmp_path, monkeypatch):
     record = dict(ctx="A man sits", label=2, endings=["down", "up", "still", "by"])
     (tmp_path / "q.jsonl").write_text(json.dumps(record) + "\n")
     assert prepare(monkeypatch, tmp_path / "q.jsonl", "--output", tmp_path / "out", "--hellaswag") == 0
-    (question,) = data.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 257)
+    (question,) = llmc_files.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 257)
     assert question.label == 2 and bytes(question.context.astype(np.uint8)) == b"A man sits"
     assert bytes(question.endings[2].astype(np.uint8)) == b" still"
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import setup_tpu
-import tpu_utils
 from setup_tpu import SUPPORTED_PAIRS, Check, VersionPair
+from tpu_compiler import hardware
 
 SCRIPT = Path(setup_tpu.__file__)
 INSTALLED = {"torch": "2.9.0", "torch_xla": "2.9.0", "torchvision": "0.24.0", "libtpu": "0.0.21", "jax": "0.7.1"}
-PIP_29 = "pip install torch==2.9.0 'torch_xla[tpu,pallas]==2.9.0' torchvision==0.24.0"
-PIP_28 = "pip install torch==2.8.0 'torch_xla[tpu,pallas]==2.8.1' torchvision==0.23.0"
+PIP_29 = f"{setup_tpu.PIP} install torch==2.9.0 'torch_xla[tpu,pallas]==2.9.0' torchvision==0.24.0"
+PIP_28 = f"{setup_tpu.PIP} install torch==2.8.0 'torch_xla[tpu,pallas]==2.8.1' torchvision==0.23.0"
 DOCKER = "docker run --privileged --net=host --shm-size=16G IMAGE"
 
 
@@ -64,10 +64,10 @@ def test_the_table_is_what_requirements_pin():
 
 
 def test_the_other_tables_agree():
-    """tpu_utils imports torch_xla and is copied without the doctor, so each holds its own."""
-    known = {generation.pci_id: generation.name for generation in tpu_utils.GENERATIONS}
+    """The doctor runs alone, so it holds a copy of what it needs of the one table of generations."""
+    known = {generation.pci_id: generation.name for generation in hardware.GENERATIONS.values()}
     assert {i: kind for i, kind in setup_tpu.TPU_PCI_IDS.items() if kind != "v2/v3"} == known
-    assert setup_tpu.TPU_VENDOR == tpu_utils.GOOGLE_PCI_VENDOR
+    assert setup_tpu.TPU_VENDOR == hardware.GOOGLE_PCI_VENDOR
 
 
 def test_only_the_standard_library_at_module_level_and_syntax_of_old_pythons():
@@ -120,7 +120,7 @@ def test_missing_and_matching_packages():
 
 
 def test_full_tensorflow():
-    fix = "pip uninstall -y tensorflow && pip install tensorflow-cpu"
+    fix = f"{setup_tpu.PIP} uninstall -y tensorflow && {setup_tpu.PIP} install tensorflow-cpu"
     found = {"tensorflow": "2.19.0"}
     assert_check(setup_tpu.check_tensorflow(found, wants_tpu=True), "fail", "tensorflow 2.19.0 beside", fix=fix)
     assert setup_tpu.check_tensorflow(found, wants_tpu=False).status == "warn"
@@ -128,7 +128,7 @@ def test_full_tensorflow():
 
 
 def test_broken_libtpu(tmp_path):
-    reinstall = "pip install --force-reinstall --no-deps libtpu==0.0.21"
+    reinstall = f"{setup_tpu.PIP} install --force-reinstall --no-deps libtpu==0.0.21"
     library = package(tmp_path, libtpu="") / "libtpu" / "libtpu.so"
     library.write_bytes(b"half a download")
     assert setup_tpu.find_libtpu({}, [str(tmp_path)]) == library
@@ -333,7 +333,7 @@ def test_bucket(tmp_path, body, status, words, fix):
 
 def test_bucket_without_the_library():
     check = setup_tpu.check_bucket("gs://b", {}, {}, 20)
-    assert_check(check, "fail", "not installed", fix="pip install google-cloud-storage")
+    assert_check(check, "fail", "not installed", fix=f"{setup_tpu.PIP} install google-cloud-storage")
 
 
 def test_bucket_with_the_real_library_and_no_credentials():
@@ -467,7 +467,7 @@ def test_compile_cache(tmp_path):
 
 # ---------------------------------------------------------------- real work, on backends that are broken
 
-REINSTALL = "pip install --force-reinstall " + PIP_29.removeprefix("pip install ")
+REINSTALL = PIP_29.replace(" install ", " install --force-reinstall ", 1)
 
 
 def test_work_that_aborts_or_hangs(tmp_path):
@@ -522,7 +522,7 @@ def test_doctor_copied_alone(tmp_path):
     source = "import setup_tpu; print(*setup_tpu.check_aot('v5litepod-8', {}, {}, 20))"
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
-    assert done.stdout.startswith("aot skip aot_tpu.py, which asks the compiler, is not beside setup_tpu.py")
+    assert done.stdout.startswith("aot skip tpu_compiler/, which asks the compiler, is not beside setup_tpu.py")
 
 
 def test_aot_that_dies(tmp_path):

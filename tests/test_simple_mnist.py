@@ -2,33 +2,32 @@
 
 import json
 import math
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-from conftest import ROOT, read_lines, run
-from test_tpu_utils import a_full_disk
+from conftest import in_process, read_lines
+from processes import ROOT, Script, run, start, waits
+from test_checkpoint import a_full_disk
 
 import simple_mnist_tpu
-from config import MnistConfig, learning_rates, make_optimizer
-from data import load_digits
-from tpu_utils import (
-    CompileWatch,
-    DeviceMetrics,
-    Goodput,
-    RecompileError,
-    run_script,
-    to_host,
-    transfers_from_device,
-    transfers_to_device,
-)
+from config import MnistConfig
+from mnist_data import eval_batches, load_digits
+from optim import learning_rates, make_optimizer
+from tpu_utils.device import train_flops
+from tpu_utils.errors import RecompileError
+from tpu_utils.graphs import CompileWatch, transfers_from_device, transfers_to_device
+from tpu_utils.loader import send
+from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.run import Run
+from tpu_utils.state import to_host
 
 SHORT = ["simple_mnist_tpu.py", "--num_epochs", "3", "--log_every", "7", "--save_every", "10", "--no_tensorboard"]
 FINAL = "checkpoints/step_00000066"
@@ -38,10 +37,10 @@ FINAL = "checkpoints/step_00000066"
 def quick_test(tmp_path_factory):
     """The first README command, in a folder of its own."""
     run_dir = tmp_path_factory.mktemp("quick") / "run"
-    start = time.time()
-    result = run("simple_mnist_tpu.py", "--run_dir", run_dir)
+    began = time.time()
+    result = run("simple_mnist_tpu.py", "--run_dir", run_dir, cold=True)
     assert result.returncode == 0, result.stderr
-    return run_dir, result, start
+    return run_dir, result, began
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +51,17 @@ def uninterrupted(tmp_path_factory):
     return run_dir
 
 
-def in_process(*argv: str) -> int:
-    """The script's exit code for these arguments, without the seconds of a new process."""
-    sys.argv = ["simple_mnist_tpu.py", *map(str, argv)]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        return run_script(simple_mnist_tpu.main)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 def test_first_command_learns_with_one_graph_and_uploads_nothing_but_the_batch(quick_test):
-    run_dir, result, start = quick_test
+    run_dir, result, began = quick_test
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["test_accuracy"] >= 0.98
     assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
     assert summary["host_to_device_uploads_per_step"] == 0
     assert sum(summary["goodput"].values()) == pytest.approx(summary["seconds"])
-    until_summary = (run_dir / "summary.json").stat().st_mtime - start  # imports and misread images included
+    until_summary = (run_dir / "summary.json").stat().st_mtime - began  # imports and misread images included
     assert summary["seconds"] == pytest.approx(until_summary, rel=0.01, abs=0.1)
     assert "CPU (XLA CPU backend: no TPU)" in result.stdout.splitlines()[0]
-    assert result.stderr in ("", "WARNING:root:Defaulting to PJRT_DEVICE=CPU\n"), "torch_xla's own line is all"
+    assert result.stderr == ""
 
 
 def test_first_command_leaves_a_complete_run_directory(quick_test):
@@ -130,19 +118,11 @@ def numbers(run_dir):
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_stopped_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, number, code):
     run_dir = tmp_path / "run"
-    process = subprocess.Popen(
-        [sys.executable, *SHORT, "--run_dir", run_dir],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    while not (run_dir / "checkpoints" / "step_00000010" / "done").exists():
-        assert process.poll() is None, process.stdout.read()
-        time.sleep(0.005)
+    process = start(*SHORT, "--run_dir", run_dir)
+    waits((run_dir / "checkpoints" / "step_00000010" / "done").exists, alive=process)
     process.send_signal(number)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == code, output
+    output, errors = process.communicate()
+    assert process.returncode == code, output + errors
     if number != signal.SIGKILL:
         assert f"repeat the command with --run_dir {run_dir} --resume must" in output
     assert not (run_dir / FINAL).exists()
@@ -197,7 +177,7 @@ def test_a_loaded_optimizer_is_on_the_device(optimizer):
     assert {value.device for state in ours.state.values() for value in state.values()} == {device}
 
 
-def send(images, labels, device):
+def sent(images, labels, device):
     return torch.from_numpy(images).to(device), torch.from_numpy(labels.astype("int32")).to(device)
 
 
@@ -211,13 +191,13 @@ def test_steps_make_one_graph_and_neither_read_nor_upload(digits, optimizer, hid
     device = torch_xla.device()
     config = MnistConfig(optimizer=optimizer, learning_rate=0.01, warmup_steps=5)
     parts = step_parts(device, config, hidden_dim=hidden_dim)  # a width no other test compiles: graphs are cached
-    batch = send(digits.train_images[:16], digits.train_labels[:16], device)
+    batch = sent(digits.train_images[:16], digits.train_labels[:16], device)
     graphs = CompileWatch()
     for step in range(1, 21):
         if step == 2:  # the constants of the first step have been sent
             uploads, reads = transfers_to_device(), transfers_from_device()
-        simple_mnist_tpu.train_step(*parts, *batch, "float32")
-        graphs.check("train", step, batch)
+        simple_mnist_tpu.train_step(*parts, *batch, config)
+        graphs.check("train", step, batch, sys._getframe())
     assert graphs.compiled("train") == 1
     assert (transfers_to_device(), transfers_from_device()) == (uploads, reads)
     losses = parts[3].read(0, 20)["loss"]
@@ -227,32 +207,32 @@ def test_steps_make_one_graph_and_neither_read_nor_upload(digits, optimizer, hid
 
 def test_a_ragged_batch_is_caught(digits):
     device = torch_xla.device()
-    parts, graphs = step_parts(device), CompileWatch()
-    with pytest.raises(RecompileError, match=r"step 2 .*: input 0 was uint8\[24, 8, 8\], is uint8\[23, 8, 8\]"):
+    parts, said = step_parts(device), r"step 2 .*: images was uint8\[24, 8, 8\], is uint8\[23, 8, 8\]"
+    with pytest.raises(RecompileError, match=said), Run(MnistConfig()) as run:
         for step, count in ((1, 24), (2, 23)):
-            batch = send(digits.train_images[:count], digits.train_labels[:count], device)
-            simple_mnist_tpu.train_step(*parts, *batch, "float32")
-            graphs.check("train", step, batch)
+            images, labels = sent(digits.train_images[:count], digits.train_labels[:count], device)
+            with run.one_graph("test", step, images, labels):
+                simple_mnist_tpu.train_step(*parts, images, labels, MnistConfig())
 
 
 def test_an_item_in_the_step_is_caught(digits, monkeypatch):
     device = torch_xla.device()
     parts = step_parts(device)
-    batch = send(digits.train_images[:16], digits.train_labels[:16], device)
+    batch = sent(digits.train_images[:16], digits.train_labels[:16], device)
     cross_entropy = F.cross_entropy
     monkeypatch.setattr(F, "cross_entropy", lambda *a, **k: cross_entropy(*a, **k) * cross_entropy(*a, **k).item())
     with pytest.raises(RuntimeError, match="Unexpected execution happens inside the compiled function"):
-        simple_mnist_tpu.train_step(*parts, *batch, "float32")
+        simple_mnist_tpu.train_step(*parts, *batch, MnistConfig())
 
 
 def test_a_scalar_that_is_uploaded_every_step_would_be_counted(digits):
     device = torch_xla.device()
     parts = step_parts(device)
-    batch = send(digits.train_images[:16], digits.train_labels[:16], device)
+    batch = sent(digits.train_images[:16], digits.train_labels[:16], device)
     counts = []
     for step in range(4):
         parts[1].param_groups[0]["weight_decay"] = 0.1 + 0.01 * step  # a Python number that changes
-        simple_mnist_tpu.train_step(*parts, *batch, "float32")
+        simple_mnist_tpu.train_step(*parts, *batch, MnistConfig())
         counts.append(transfers_to_device())
     assert counts[3] - counts[2] >= 1
 
@@ -270,7 +250,7 @@ def test_xla_and_plain_pytorch_give_the_same_losses(digits):
             digits.train_images[16 * step : 16 * step + 16],
             digits.train_labels[16 * step : 16 * step + 16],
         )
-        simple_mnist_tpu.train_step(*on_xla, *send(images, labels, device), "float32")
+        simple_mnist_tpu.train_step(*on_xla, *sent(images, labels, device), config)
         loss = F.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels).long())
         optimizer.param_groups[0]["lr"] = rates[step].item()
         optimizer.zero_grad()
@@ -285,8 +265,8 @@ def test_bfloat16_keeps_float32_weights_and_stays_near_float32(digits):
     for precision in ("float32", "bfloat16"):
         parts = step_parts(device)
         for i in range(20):
-            batch = send(digits.train_images[16 * i : 16 * i + 16], digits.train_labels[16 * i : 16 * i + 16], device)
-            simple_mnist_tpu.train_step(*parts, *batch, precision)
+            batch = sent(digits.train_images[16 * i : 16 * i + 16], digits.train_labels[16 * i : 16 * i + 16], device)
+            simple_mnist_tpu.train_step(*parts, *batch, MnistConfig(precision=precision))
         losses[precision] = torch.from_numpy(parts[3].read(0, 20)["loss"])
         assert all(parameter.dtype == torch.float32 for parameter in parts[0].parameters())
     assert not torch.equal(losses["float32"], losses["bfloat16"])
@@ -297,20 +277,18 @@ def test_evaluation_counts_every_example_once_whatever_the_batch(digits):
     device, results = torch_xla.device(), []
     model = step_parts(device)[0]
     for size in (360, 128, 77):
-        batches = [
-            [part.to(device) for part in batch]
-            for batch in simple_mnist_tpu.eval_batches(digits.test_images, digits.test_labels, size)
-        ]
-        results.append(simple_mnist_tpu.evaluate(model, batches, "float32", CompileWatch(), Goodput(), 1))
+        batches = [send(batch, device, None) for batch in eval_batches(digits.test_images, digits.test_labels, size)]
+        with Run(MnistConfig()) as run:
+            results.append(simple_mnist_tpu.evaluate(model, batches, run, 1))
     for accuracy, loss in results[1:]:
         assert accuracy == results[0][0] and math.isclose(loss, results[0][1], rel_tol=1e-6)
 
 
 def test_flops_are_those_of_the_layers():
-    model = simple_mnist_tpu.ConvNet(8, 32, 128)
+    build = partial(simple_mnist_tpu.ConvNet, 8, 32, 128)
     forward = 2 * (64 * 32 * 9 + 16 * 64 * 32 * 9 + 4 * 64 * 64 * 9 + 256 * 128 + 128 * 10)
     first_layer = 2 * 64 * 32 * 9  # needs no gradient of its input
-    assert simple_mnist_tpu.train_flops_per_example(model, 8) == 3 * forward - first_layer
+    assert train_flops(build, np.zeros((1, 8, 8), np.uint8)) == 3 * forward - first_layer
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
@@ -376,7 +354,7 @@ def test_a_save_that_fails_behind_the_steps_fails_the_run(tmp_path, capsys):
 def test_production_refuses_a_machine_without_tpu(tmp_path):
     run_dir = tmp_path / "run"
     options = ["--preset", "production", "--dataset", "digits", "--run_dir", run_dir]
-    result = run("simple_mnist_tpu.py", *options, PJRT_DEVICE="")
+    result = run("simple_mnist_tpu.py", *options)
     assert result.returncode == 1 and "add --device cpu" in result.stderr and "Traceback" not in result.stderr
     assert not run_dir.exists()
 
@@ -410,10 +388,10 @@ def test_a_trace_names_steps_and_phases_and_leaves_the_graphs_alone(tmp_path):
 
 
 def test_a_copied_script_runs_from_an_empty_folder(tmp_path):
-    for name in ("simple_mnist_tpu.py", "config.py", "data.py"):
-        (tmp_path / name).write_text((ROOT / name).read_text())
-    shutil.copytree(ROOT / "tpu_utils", tmp_path / "tpu_utils")
-    command = [sys.executable, "simple_mnist_tpu.py", "--num_epochs", "1", "--warmup_steps", "2"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=dict(os.environ))
-    assert result.returncode == 0, result.stderr
+    for name in ("simple_mnist_tpu.py", "config.py", "optim.py", "mnist_data.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("tpu_utils", "tpu_compiler"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    copied = Script("simple_mnist_tpu.py", "--num_epochs", "1", "--warmup_steps", "2", folder=tmp_path)
+    assert copied.wait() == 0, copied.text("err")
     assert (tmp_path / "runs").exists()

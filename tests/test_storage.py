@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,14 +14,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, read_lines
+from conftest import in_process, read_lines
 from faulty_proxy import FAULTS, FaultyProxy
 from google.api_core import exceptions as api_exceptions
-from test_simple_mnist import assert_identical, in_process, numbers
+from processes import ROOT, free_port, run, start, waits
+from test_simple_mnist import assert_identical, numbers
 
 import transformer_tpu
-from config import InputError, MnistConfig
-from tpu_utils import Checkpoints, Mirror, Peers, SaveError, graphs_compiled, open_run_dir, run_script, storage
+from config import MnistConfig, TransformerConfig, parse_command_line
+from tpu_utils import storage
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.errors import InputError, SaveError, run_script
+from tpu_utils.graphs import graphs_compiled
+from tpu_utils.peers import Peers
+from tpu_utils.run_dir import open_run_dir
+from tpu_utils.storage import Mirror
 
 OPTIONS = ["--num_epochs", "2", "--log_every", "7", "--save_every", "10", "--channels", "4", "--hidden_dim", "16"]
 LAST = 44
@@ -41,8 +47,7 @@ def emulator():
 @pytest.fixture(scope="module")
 def foreign_emulator():
     """Port of gcp-storage-emulator. It keeps no preconditions, but shares no misunderstanding with ours."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["start", "--host", "127.0.0.1", "--port", str(port), "-M", "--default-bucket", "runs", "-q"]
     process = subprocess.Popen([sys.executable, "-m", "gcp_storage_emulator", *options], stderr=subprocess.DEVNULL)
     while process.poll() is None:
@@ -325,12 +330,9 @@ def test_an_interrupted_log_upload_does_not_end_the_run(proxy, monkeypatch, caps
     run_dir, mirror = another_process("logs")
     (run_dir / "config.json").write_text("{}")
     proxy.plan = lambda method, path: "503" if "upload" in path else None
-    said, deadline = "", time.monotonic() + 20
+    said = []
     with mirror:
-        while "its log files could not be uploaded to gs://runs/logs" not in said:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-            said += capsys.readouterr().err
+        waits(lambda: said.append(capsys.readouterr().err) or "its log files could not be uploaded" in "".join(said))
         proxy.plan = lambda method, path: None
     with pytest.raises(InputError, match="already holds a run"):
         open_run_dir(config("logs"))
@@ -421,11 +423,6 @@ def assert_same_as_local(folder: str, uninterrupted: Path, emulator: int) -> Non
     assert {"config.json", "metrics.jsonl", "summary.json"} <= there
 
 
-def start(script: str, *options) -> subprocess.Popen:
-    command = [sys.executable, ROOT / "tests" / "bucket_worker.py", script, *map(str, options)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def test_a_run_in_a_bucket_under_faults_ends_with_the_bits_of_a_local_one(
     uninterrupted, proxy, emulator, machine, monkeypatch, capsys
 ):
@@ -451,13 +448,13 @@ def test_killed_and_stopped_in_mid_upload_a_run_goes_on_from_an_empty_machine(
         history = changes(emulator, "killed")
         if "uploadType" in path and marked_steps(history) == [10] and history[-1][1] == "metrics.jsonl":
             uploading.set()
-            go_on.wait(30)
+            go_on.wait(600)
 
     proxy.plan = hold_back_second_checkpoint
-    process = start("simple_mnist_tpu.py", *options)
-    assert uploading.wait(60), process.communicate()[0]
+    process = start("tests/bucket_worker.py", "simple_mnist_tpu.py", *options)
+    waits(uploading.is_set, alive=process)
     process.kill()
-    process.communicate()
+    process.wait()
     go_on.set()  # the request in flight may still arrive: it is the file, never its marker
     assert marked_steps(changes(emulator, "killed")) == [10]
 
@@ -465,7 +462,7 @@ def test_killed_and_stopped_in_mid_upload_a_run_goes_on_from_an_empty_machine(
     uploading.clear(), go_on.clear()
 
     def stop_in_mid_upload():
-        assert uploading.wait(60)
+        assert uploading.wait(600)
         os.kill(os.getpid(), signal.SIGTERM)
         before_its_time.append(ended.wait(1.5))  # the bucket has not got what a stopped run says is saved
         go_on.set()
@@ -508,9 +505,8 @@ def test_a_run_that_cannot_upload_fails_with_exit_code_1(proxy, emulator, monkey
 def test_a_distributed_run_in_a_bucket(proxy, emulator, machine):
     options = ["--num_epochs", "1", "--global_batch_size", "256", "--warmup_steps", "0", "--channels", "2"]
     options += ["--hidden_dim", "8", "--num_virtual_devices", "2", "--no_tensorboard"]
-    process = start("distributed_mnist_tpu.py", *options, "--run_dir", "gs://runs/distributed")
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0 and "run        gs://runs/distributed" in output, output
+    result = run("tests/bucket_worker.py", "distributed_mnist_tpu.py", *options, "--run_dir", "gs://runs/distributed")
+    assert result.returncode == 0 and "run        gs://runs/distributed" in result.stdout, result.stderr
     machine("second")
     assert marked_steps(changes(emulator, "distributed")) == [5] and end_state("distributed")[1]["step"] == 5
 
@@ -519,14 +515,9 @@ def test_a_transformer_run_in_a_bucket(proxy, emulator, machine, monkeypatch, ca
     shape = "--num_layers 1 --embedding_dim 16 --num_heads 2 --sequence_length 16 --vocab_size 16 --warmup_steps 1"
     steps = "--num_steps 4 --save_every 2 --log_every 2 --eval_every 4 --eval_batches 1 --global_batch_size 4"
     options = f"{shape} {steps} --no_tensorboard --run_dir gs://runs/transformer".split()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        for resume in ("never", "must"):
-            monkeypatch.setattr("sys.argv", ["transformer_tpu.py", *options, "--resume", resume])
-            assert run_script(transformer_tpu.main) == 0, capsys.readouterr().err
-            machine("second")
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    for resume in ("never", "must"):
+        config = parse_command_line(TransformerConfig, "", [*options, "--resume", resume])
+        assert run_script(lambda config=config: transformer_tpu.train(config)) == 0, capsys.readouterr().err
+        machine("second")
     assert "resumed    after step 4 of 4" in capsys.readouterr().out
     assert marked_steps(changes(emulator, "transformer")) == [2, 4] and end_state("transformer")[1]["step"] == 4

@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 import torch
-from conftest import run
+from processes import Script, run
 
+from benchmarks import torture
 from benchmarks.torture import differences
-from tpu_utils import Checkpoints
+from tpu_utils.checkpoint import Checkpoints
 
 STATE = {"step": 66, "config": {"run_dir": "a"}, "model": {"w": torch.tensor([1.0, float("nan")])}, "accuracy": 0.5}
 LINES = [
@@ -56,10 +57,15 @@ def test_another_last_step_is_seen(tmp_path):
     assert "the last checkpoint is step_00000065" in differences(other, reference)[0]
 
 
-def test_two_kills_leave_no_trace():
-    result = run("benchmarks/torture.py", "--kills", "2", "--seed", "2", "--variants", "simple", timeout=600)
-    assert result.returncode == 0, result.stdout + result.stderr
-    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("simple")]
+def forked(options, changes, output):
+    output.write_bytes(b"")
+    return Script(*options, output=output, **changes)
+
+
+def test_two_kills_leave_no_trace(monkeypatch, capsys):
+    monkeypatch.setattr(torture, "launch", forked)
+    assert torture.main(["--kills=2", "--seed=2", "--variants=simple"]) == 0, capsys.readouterr().out
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("simple")]
     assert sum(int(row[-2]) for row in rows) == 2 and all(row[-1] == "yes" for row in rows)
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conftest import run
+from processes import run
 
-import transformer_tpu
 from config import ModelShape
-from transformer_tpu import GPT, is_matrix, losses
+from gpt import GPT, is_matrix, parameter_shapes, split_layers
+from operations import losses
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
@@ -48,8 +48,8 @@ def in_our_layout(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             if kind == "weight" and "ln" not in name:
                 layers = [layer.t() for layer in layers]  # Hugging Face's Conv1D keeps (in, out)
             ours[f"{name}_{kind}"] = torch.stack(layers)
-    shapes = transformer_tpu.parameter_shapes(SHAPE)
-    return transformer_tpu.split_layers({name: ours[name].reshape(shapes[name]).contiguous() for name in shapes})
+    shapes = parameter_shapes(SHAPE)
+    return split_layers({name: ours[name].reshape(shapes[name]).contiguous() for name in shapes})
 
 
 def our_model(theirs) -> GPT:

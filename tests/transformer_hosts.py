@@ -13,12 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import transformer_tpu
 from config import TransformerConfig, parse_command_line
-from tpu_utils import run_script, wait_for_peers
+from tpu_utils.errors import run_script
+from tpu_utils.peers import wait_for_peers
 
 
 def main() -> int:
     index, count, port = map(int, sys.argv[1:4])
-    peers = wait_for_peers(index, ["localhost"] * count, 60, port)
+    peers = wait_for_peers(index, ["localhost"] * count, 600, port)
     return transformer_tpu.train(parse_command_line(TransformerConfig, "", sys.argv[4:]), peers)
 
 

@@ -8,7 +8,7 @@ import sys
 
 import transformer_tpu
 from config import TransformerConfig, parse_command_line
-from tpu_utils import run_script
+from tpu_utils.errors import run_script
 
 for name, *options in json.loads(sys.argv[2]):
     arguments = [*options, "--run_dir", f"{sys.argv[1]}/{name}", "--no_tensorboard"]

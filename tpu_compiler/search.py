@@ -40,22 +40,26 @@ def with_option(options: Sequence[str], name: str, value: str | None) -> list[st
     return kept if value is None else [*kept, f"--{name}", value]
 
 
+def run_script(command: Sequence[str], variables: dict[str, str]) -> int:
+    """Exit code of `python COMMAND` with these environment variables. What it prints on stdout is dropped."""
+    environment = os.environ | variables
+    environment.pop("XLA_USE_SPMD", None)  # xr.use_spmd() of this process leaves it there
+    return subprocess.run([sys.executable, *command], env=environment, stdout=subprocess.DEVNULL).returncode
+
+
 def compile_script(script: str, topology: str, options: Sequence[str], program_dir: str | None = None) -> Report:
     """Run a training script up to its first step for one slice. Raises ScriptError when it does not get there."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, script, *with_option(options, "compile_for", topology)]
-        environment = os.environ | {OUTPUT_VARIABLE: folder}
-        environment.pop("XLA_USE_SPMD", None)  # xr.use_spmd() of this process leaves it there
-        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
+        code = run_script([script, *with_option(options, "compile_for", topology)], {OUTPUT_VARIABLE: folder})
         written = Path(folder, "report.json")
         if not written.exists():
-            if done.returncode < 0:
-                cause = f"was killed by signal {-done.returncode} (9 is out of host memory, 6 an abort in the compiler)"
-            elif done.returncode == 0:
+            if code < 0:
+                cause = f"was killed by signal {-code} (9 is out of host memory, 6 an abort in the compiler)"
+            elif code == 0:
                 raise ScriptError(f"{script} ended without asking to compile a step: is it a training script?", 2)
             else:
-                cause = f"ended with code {done.returncode} before its first step; its own message is above"
-            raise ScriptError(f"{script} for {topology} {cause}", 2 if done.returncode == 2 else 1)
+                cause = f"ended with code {code} before its first step; its own message is above"
+            raise ScriptError(f"{script} for {topology} {cause}", 2 if code == 2 else 1)
         report = Report(**json.loads(written.read_text()))
         if report.topology != topology:
             raise ScriptError(

@@ -56,6 +56,7 @@ class Run:
         self._stop_signal = 0
         self._parts: dict[str, Any] = {}
         self._metrics: DeviceMetrics | None = None
+        self._graphs = CompileWatch()
         self._writers = contextlib.ExitStack()  # closed by finish(), or by an error
 
     def __enter__(self) -> "Run":

@@ -23,6 +23,9 @@ class RunLock:
     it.
     """
 
+    patience_seconds = 2.0
+    """How long to try: for a holder that was killed and is not yet gone."""
+
     def __init__(self):
         self._file: TextIO | None = None
 
@@ -30,9 +33,9 @@ class RunLock:
         if self._file:
             self._file.close()
 
-    def acquire(self, run_dir: Path, patience_seconds: float = 2) -> None:
-        """Raises InputError naming the holder. patience_seconds: for a holder that was killed and is not yet gone."""
-        self._file, deadline = (run_dir / "lock").open("a+"), time.monotonic() + patience_seconds
+    def acquire(self, run_dir: Path) -> None:
+        """Raises InputError naming the holder."""
+        self._file, deadline = (run_dir / "lock").open("a+"), time.monotonic() + self.patience_seconds
         while not self._try(run_dir):
             if time.monotonic() > deadline:
                 self._file.seek(0)

@@ -1,23 +1,24 @@
-"""Data sets, their checks, and the batches cut from them."""
+"""MNIST and the other sets of images: their checks, and the batches made of them."""
 
 import math
 import struct
 
 import numpy as np
 import pytest
-import torch
 
-from config import InputError, MnistConfig
-from data import (
+from config import MnistConfig
+from mnist_data import (
     TrainBatches,
     epoch_order,
     eval_batches,
     load_digits,
     load_mnist,
     make_synthetic,
+    num_steps_of,
     random_shift,
     read_idx,
 )
+from tpu_utils.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -123,20 +124,23 @@ def test_an_epoch_covers_the_training_set_without_repeats_and_the_next_is_shuffl
     config = MnistConfig(global_batch_size=100, num_epochs=2)
     orders = [epoch_order(1437, 0, epoch) for epoch in range(2)]
     assert all(len(np.unique(order)) == 1437 for order in orders) and (orders[0] != orders[1]).any()
-    batches = list(TrainBatches(digits, config, 0, 28))
+    source = TrainBatches(digits, config)
+    assert (source.steps_per_epoch, source.num_steps) == (14, 28)
+    batches = [source.batch(step) for step in range(28)]
     assert all(images.shape == (100, 8, 8) and labels.shape == (100,) for images, labels in batches)
-    seen = torch.cat([images for images, _ in batches[:14]]).numpy()
+    seen = np.concatenate([images for images, _ in batches[:14]])
     np.testing.assert_array_equal(seen, digits.train_images[orders[0][:1400]])
 
 
 def test_batches_depend_on_seed_and_step_alone(digits):
     config = MnistConfig(global_batch_size=64, max_shift=1, seed=3)
-    whole = list(TrainBatches(digits, config, 0, 30))
-    resumed = list(TrainBatches(digits, config, 25, 30))
-    for (a, b), (c, d) in zip(whole[25:], resumed, strict=True):
-        assert torch.equal(a, c) and torch.equal(b, d)
-    other = next(iter(TrainBatches(digits, MnistConfig(global_batch_size=64, max_shift=1, seed=4), 0, 1)))
-    assert not torch.equal(other[0], whole[0][0])
+    whole = TrainBatches(digits, config)
+    whole = [whole.batch(step) for step in range(30)]
+    resumed = TrainBatches(digits, config)
+    for step in (25, 26, 29, 3):  # in any order
+        assert all(np.array_equal(a, b) for a, b in zip(whole[step], resumed.batch(step), strict=True))
+    other, _ = TrainBatches(digits, MnistConfig(global_batch_size=64, max_shift=1, seed=4)).batch(0)
+    assert not np.array_equal(other, whole[0][0])
 
 
 def test_random_shift_moves_each_image_by_at_most_that():
@@ -151,6 +155,14 @@ def test_evaluation_counts_every_example_once():
     images, labels = np.arange(10 * 4).reshape(10, 2, 2).astype(np.uint8), np.arange(10).astype(np.uint8)
     batches = list(eval_batches(images, labels, 4))
     assert all(len(part) == 4 for batch in batches for part in batch)
-    masks = torch.cat([mask for _, _, mask in batches]).bool()
+    masks = np.concatenate([mask for _, _, mask in batches]).astype(bool)
     assert masks.sum() == 10
-    assert torch.cat([target for _, target, _ in batches])[masks].tolist() == list(range(10))
+    assert np.concatenate([target for _, target, _ in batches])[masks].tolist() == list(range(10))
+
+
+def test_steps_of_a_run():
+    assert num_steps_of(MnistConfig(global_batch_size=64, num_epochs=3), 200) == (3, 9)
+    with pytest.raises(InputError, match=r"global_batch_size is 64 .* choose at most 63"):
+        num_steps_of(MnistConfig(global_batch_size=64), 63)
+    with pytest.raises(InputError, match="warmup_steps is 9 but the run has 9 steps"):
+        num_steps_of(MnistConfig(global_batch_size=64, num_epochs=3, warmup_steps=9), 200)

@@ -1,0 +1,141 @@
+"""Scripts as users run them, without the seconds of their imports: forked from a process that has torch and torch_xla.
+
+run() and start() fork; what a start itself does is tested with a Python of its own, by run(cold=True). A forked script
+is a process like any other: its own environment, output, signals and exit code, and nothing of this project imported.
+"""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PRELOADED = [
+    *("torch", "torch_xla", "torch_xla.runtime", "torch_xla.distributed.spmd", "torch_xla.distributed.xla_backend"),
+    *("torch_xla.experimental.scan", "torch_xla.experimental.distributed_checkpoint", "torch_xla.debug.profiler"),
+    *("torch.utils.tensorboard", "torch.utils.tensorboard.summary", "torch.utils.flop_counter", "functorch.compile"),
+    *(
+        "torch.nn.parallel",
+        "torch.distributed.checkpoint",
+        "jax",
+        "jax.experimental.topologies",
+        "numpy",
+        "tyro",
+        "tqdm",
+    ),
+    *("sklearn.datasets", "sklearn.model_selection", "matplotlib.figure", "google.cloud.storage"),
+]
+os.environ["JAX_PLATFORMS"] = "cpu"  # jax reads it when it is imported, which is before the fork
+# what says which device a process has: a script decides that for itself
+OF_A_DEVICE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "XLA_USE_SPMD")
+_forking = multiprocessing.get_context("forkserver")
+_forking.set_forkserver_preload(PRELOADED)
+
+
+def environment_with(changes: dict[str, object]) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in OF_A_DEVICE}
+    return kept | {name: str(value) for name, value in changes.items()}
+
+
+def _child(arguments: list[str], environment: dict[str, str], folder: str, out: str, err: str) -> None:
+    """In the forked process: become `python ARGUMENTS`."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, path in ((1, out), (2, err)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "tests"))]
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(":") if path]
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, folder)
+        exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+class Script:
+    """A running script, with the part of subprocess.Popen's interface that tests use.
+
+    output: a file for all that it prints; without one text() has what it prints.
+    """
+
+    def __init__(self, *arguments, folder: Path = ROOT, output: Path | None = None, **environment):
+        made = Path(tempfile.mkdtemp(prefix="script_"))
+        self._texts = {name: output or made / name for name in ("out", "err")}
+        self.arguments = [str(argument) for argument in arguments]
+        settings = self.arguments, environment_with(environment), str(folder), *map(str, self._texts.values())
+        self._process = _forking.Process(target=_child, args=settings, daemon=True)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def text(self, which: str) -> str:
+        """What it has written so far. which: out or err."""
+        return self._texts[which].read_text() if self._texts[which].exists() else ""
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float = 600) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+            raise subprocess.TimeoutExpired(self.arguments, timeout, self.text("out"), self.text("err"))
+        return self._process.exitcode
+
+    def communicate(self, timeout: float = 600) -> tuple[str, str]:
+        self.wait(timeout)
+        return self.text("out"), self.text("err")
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def start(*arguments, **environment) -> Script:
+    """`python ARGUMENTS` in the repository, under way."""
+    return Script(*arguments, **environment)
+
+
+def run(*arguments, timeout: float = 600, cold: bool = False, **environment) -> subprocess.CompletedProcess:
+    """`python ARGUMENTS` in the repository, its output as text. cold: by a Python that has imported nothing yet."""
+    if cold or arguments[0] == "-m":
+        command = [sys.executable, *map(str, arguments)]
+        settings = dict(cwd=ROOT, env=environment_with(environment), capture_output=True, text=True)
+        return subprocess.run(command, timeout=timeout, **settings)
+    script = Script(*arguments, **environment)
+    out, err = script.communicate(timeout)
+    return subprocess.CompletedProcess(script.arguments, script.returncode, out, err)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def waits(condition, seconds: float = 600, alive: Script | None = None):
+    """What condition() returned once it was true. Fails after so long, or when the script that is to bring it about has
+    ended: a limit that only a hang meets, however busy the machine is."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert alive is None or alive.poll() is None or condition(), (alive.text("out"), alive.text("err"))
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+    return found

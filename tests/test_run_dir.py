@@ -1,0 +1,84 @@
+"""The run directory: its lock, whose run it holds, whether it can be written."""
+
+import os
+import socket
+
+import pytest
+from conftest import in_process
+from processes import start, waits
+
+import tpu_utils.run_dir
+from config import MnistConfig, free_on_resume
+from tpu_utils.errors import InputError
+from tpu_utils.files import write_atomically
+from tpu_utils.run_dir import RunLock, check_same_run, open_run_dir
+
+TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
+TINY += ["--no_tensorboard"]
+
+
+def test_a_second_run_in_the_same_directory_is_refused_and_names_the_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(RunLock, "patience_seconds", 0.0)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    lock = RunLock()
+    lock.acquire(run_dir)
+    for resume in ("never", "auto"):
+        assert in_process(*TINY, "--run_dir", run_dir, f"--resume={resume}") == 2
+        error = capsys.readouterr().err
+        assert f"is in use by pid {os.getpid()} on host {socket.gethostname()}" in error and error.count("\n") == 1
+    assert [path.name for path in run_dir.iterdir()] == ["lock"], "the refused run changed nothing"
+    (run_dir / "config.json").write_text("{}")
+    assert in_process(*TINY, "--run_dir", run_dir) == 2
+    assert "is in use by pid" in capsys.readouterr().err, "not: already holds a run, go on with --resume"
+    (run_dir / "config.json").unlink()
+    lock.release()
+    assert in_process(*TINY, "--run_dir", run_dir, "--resume=auto") == 0
+    assert in_process(*TINY, "--run_dir", run_dir, "--resume=auto") == 0, "a run that ended holds nothing"
+
+
+HOLDER = "import sys, time; from pathlib import Path; from tpu_utils.run_dir import RunLock; lock = RunLock()\n"
+HOLDER += "lock.acquire(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+
+
+def test_a_killed_holder_holds_nothing(tmp_path, monkeypatch):
+    process = start("-c", HOLDER, tmp_path)
+    waits(lambda: process.text("out") == "held\n", alive=process)
+    with monkeypatch.context() as hasty:
+        hasty.setattr(RunLock, "patience_seconds", 0.0)
+        with pytest.raises(InputError, match=rf"run_dir {tmp_path} is in use by pid {process.pid} on host"):
+            RunLock().acquire(tmp_path)
+    monkeypatch.setattr(RunLock, "patience_seconds", 600.0)  # what a killed process takes on a busy machine
+    process.kill()  # and no waiting for its end
+    lock = RunLock()
+    lock.acquire(tmp_path)
+    assert (tmp_path / "lock").read_text() == f"pid {os.getpid()} on host {socket.gethostname()}\n"
+    process.wait()
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, capsys, monkeypatch):
+    def no_locks(*arguments):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(tpu_utils.run_dir.fcntl, "flock", no_locks)
+    RunLock().acquire(tmp_path)
+    assert "a second run there would not be refused" in capsys.readouterr().err
+
+
+def test_run_directories(tmp_path):
+    assert open_run_dir(MnistConfig(run_dir=str(tmp_path / "a" / "b"))).is_dir()
+    write_atomically(tmp_path / "a" / "b" / "config.json", b"{}")
+    with pytest.raises(InputError, match="already holds a run"):
+        open_run_dir(MnistConfig(run_dir=str(tmp_path / "a" / "b")))
+    assert open_run_dir(MnistConfig(run_dir=str(tmp_path / "a" / "b"), resume="auto")).is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written: Not a directory"):
+        open_run_dir(MnistConfig(run_dir=str(tmp_path / "file" / "run")))
+
+
+def test_another_run_is_not_continued():
+    saved = {"seed": 0, "learning_rate": 0.1, "log_every": 20, "run_dir": "a"}
+    free = free_on_resume(MnistConfig)
+    check_same_run({**saved, "run_dir": "b"}, saved, free)
+    with pytest.raises(InputError, match=r"learning_rate is 0.2, was 0.1; seed is 1, was 0; repeat"):
+        check_same_run({**saved, "learning_rate": 0.2, "seed": 1}, saved, free)

@@ -1,0 +1,209 @@
+"""What ends a run early: notices of the VM; signals before the first step, in an evaluation, on one of two hosts."""
+
+import http.server
+import os
+import signal
+import threading
+import time
+
+import pytest
+from conftest import in_process, read_lines
+from processes import free_port, start, waits
+
+import simple_mnist_tpu
+import tpu_utils.run
+from tpu_utils.checkpoint import read_checkpoint
+from tpu_utils.stop import StopRequest
+
+TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
+TINY += ["--no_tensorboard"]
+
+
+@pytest.fixture
+def stop():
+    request = StopRequest()
+    yield request
+    request.close()
+
+
+class MetadataServer(http.server.ThreadingHTTPServer):
+    """The metadata server's protocol: the header it wants and gives, ETag, waiting for a change."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("localhost", 0), Answer)
+        self.values, self.changed = {"maintenance-event": "NONE", "preempted": "FALSE"}, threading.Condition()
+        self.asked = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def set(self, key, value):
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        path, _, query = self.path.partition("?")
+        key = path.removeprefix("/computeMetadata/v1/instance/")
+        options = dict(pair.split("=") for pair in query.split("&")) if query else {}
+        self.server.asked.append((key, options))
+        if self.headers.get("Metadata-Flavor") != "Google" or key not in self.server.values:
+            self.send_error(403)
+            return
+        with self.server.changed:
+            if options.get("wait_for_change") == "true":
+                known = options["last_etag"]
+                self.server.changed.wait_for(
+                    lambda: etag(self.server.values[key]) != known, float(options["timeout_sec"])
+                )
+            value = self.server.values[key]
+        self.send_response(200)
+        for name, text in (("Metadata-Flavor", "Google"), ("ETag", etag(value)), ("Content-Length", len(value))):
+            self.send_header(name, str(text))
+        self.end_headers()
+        self.wfile.write(value.encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+def etag(value):
+    return f"{sum(value.encode()):016x}"
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    server = MetadataServer()
+    monkeypatch.setenv("GCE_METADATA_HOST", f"localhost:{server.server_port}")
+    monkeypatch.setenv("http_proxy", "http://localhost:1")  # not for this server
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"),
+        ("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE"),
+        ("preempted", "TRUE"),
+    ],
+)
+def test_a_notice_asks_to_stop_like_sigterm(metadata, stop, capsys, key, value):
+    stop.watch_metadata()
+    assert waits(lambda: len([options for _, options in metadata.asked if options]) == 2), "one waits for each key"
+    assert stop.signal is None
+    metadata.set(key, value)
+    assert waits(lambda: stop.signal) == signal.SIGTERM
+    assert f"{key} = {value}: stopping at the next step boundary" in capsys.readouterr().out
+    asked = [options for name, options in metadata.asked if name == key]
+    assert (
+        asked[0] == {}
+        and asked[1]["wait_for_change"] == "true"
+        and asked[1]["last_etag"] == etag("NONE" if key == "maintenance-event" else "FALSE")
+    )
+
+
+def test_a_run_under_a_notice_saves_says_so_and_ends_with_143(metadata, tmp_path, capsys, monkeypatch):
+    batches_of, requests = simple_mnist_tpu.TrainBatches, []
+
+    class Kept(StopRequest):
+        def __init__(self):
+            super().__init__()
+            requests.append(self)
+
+    class Announced(batches_of):
+        def batch(self, step):
+            if step == 6:
+                metadata.set("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
+                waits(lambda: requests[0].signal)  # the notice takes its way
+            return super().batch(step)
+
+    monkeypatch.setattr(tpu_utils.run, "StopRequest", Kept)
+    monkeypatch.setattr(simple_mnist_tpu, "TrainBatches", Announced)
+    run_dir = tmp_path / "run"
+    assert in_process(*TINY, "--run_dir", run_dir) == 143
+    out = capsys.readouterr().out
+    assert "stopped by maintenance notice maintenance-event = TERMINATE_ON_HOST_MAINTENANCE, saved after step" in out
+    assert f"repeat the command with --run_dir {run_dir} --resume must" in out
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    assert 0 < read_checkpoint(saved)["step"] < 22
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "no.such.host.invalid"])
+def test_no_metadata_server_no_effect_no_noise(monkeypatch, stop, capfd, host):
+    monkeypatch.setenv("GCE_METADATA_HOST", host)
+    stop.watch_metadata()
+    time.sleep(0.5)
+    assert stop.signal is None and capfd.readouterr() == ("", "")
+
+
+def test_an_answer_that_is_not_googles_is_no_notice(metadata, stop, capfd):
+    """A portal that answers every address with a page of its own."""
+    metadata.values = {"maintenance-event": "TRUE", "preempted": "<html>"}
+    stop.watch_metadata()
+    assert waits(lambda: len(metadata.asked) >= 2)
+    time.sleep(0.2)
+    assert stop.signal is None and capfd.readouterr() == ("", "")
+
+
+def test_without_tpu_and_variable_nobody_asks(monkeypatch, stop):
+    monkeypatch.delenv("GCE_METADATA_HOST", raising=False)
+    before = threading.active_count()
+    stop.watch_metadata()
+    assert threading.active_count() == before
+
+
+def test_a_stop_before_the_first_step_compiles_nothing_and_tells_how_to_go_on(tmp_path, capsys, monkeypatch):
+    load = simple_mnist_tpu.load_dataset
+
+    def signalled(config):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return load(config)
+
+    monkeypatch.setattr(simple_mnist_tpu, "load_dataset", signalled)
+    run_dir = tmp_path / "run"
+    assert in_process(*TINY, "--run_dir", run_dir) == 143
+    out = capsys.readouterr().out
+    assert "stopped by signal 15, before the first step: there was nothing to save" in out
+    assert f"--run_dir {run_dir} --resume auto" in out and not (run_dir / "metrics.jsonl").exists()
+    monkeypatch.setattr(simple_mnist_tpu, "load_dataset", load)
+    assert in_process(*TINY, "--run_dir", run_dir, "--resume=auto") == 0
+
+
+def test_a_stop_during_evaluation_lets_it_end_then_saves(tmp_path, capsys, monkeypatch):
+    """On several hosts an evaluation can only be given up together; so it is finished, and its line is on disk."""
+    evaluate = simple_mnist_tpu.eval_step
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.setattr(simple_mnist_tpu, "eval_step", evaluate)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(simple_mnist_tpu, "eval_step", signalled)
+    run_dir = tmp_path / "run"
+    options = [*TINY, "--num_epochs=2", "--eval_batch_size=100", "--run_dir", run_dir]
+    assert in_process(*options) == 143
+    lines = read_lines(run_dir)
+    assert [line["kind"] for line in lines if line["step"] == 22] == ["train", "eval", "checkpoint"]
+    assert lines[-1]["step"] == 22 and "saved after step 22" in capsys.readouterr().out
+
+
+def test_all_hosts_of_a_transformer_stop_after_the_same_step_and_one_writes(tmp_path):
+    port, run_dir = free_port(), tmp_path / "run"
+    options = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--num_steps=100000"]
+    options += ["--global_batch_size=4", "--warmup_steps=0", "--eval_every=100000", "--log_every=5", "--eval_batches=1"]
+    options += ["--device=cpu", "--no_tensorboard", f"--run_dir={run_dir}"]
+    hosts = [start("tests/transformer_hosts.py", index, 2, port, *options) for index in range(2)]
+    waits(lambda: (run_dir / "metrics.jsonl").exists() and len(read_lines(run_dir)) >= 2, alive=hosts[0])
+    hosts[1].send_signal(signal.SIGTERM)  # one of them alone
+    outputs = [host.communicate() for host in hosts]
+    assert [host.returncode for host in hosts] == [143, 143], outputs
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    step = int(saved.name[5:])
+    assert step % 5 == 0 and f"saved after step {step}" in outputs[0][0]
+    lines = read_lines(run_dir)
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(5, step + 1, 5))
+    assert "step " not in outputs[1][0], "the second host writes no lines"

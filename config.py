@@ -554,7 +554,7 @@ def option_groups(config: TrainConfig) -> type:
     for kind in reversed(type(config).__mro__):
         declared |= dict.fromkeys(inspect.get_annotations(kind), kind)
     groups = []
-    for kind in dict.fromkeys(declared[field.name] for field in dataclasses.fields(config)):
+    for kind in (kind for kind in reversed(type(config).__mro__) if kind in declared.values()):
         docs = field_docs(kind)
         members = [
             (f.name, Annotated[f.type, tyro.conf.arg(help=docs.get(f.name, ""))], getattr(config, f.name))

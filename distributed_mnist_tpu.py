@@ -1,11 +1,10 @@
-"""Train a convolutional network on handwritten digits on many TPU devices, of one
-host or of a pod slice.
+"""Train a convolutional network on handwritten digits on many TPU devices.
 
 Two ways, one result:
-  spmd  (default) one program over a mesh of all devices; a process per host;
-        the compiler inserts the collectives
-  ddp   a process per device, started by torchrun; DistributedDataParallel
-        averages the gradients
+  spmd   (default) one program over a mesh of all devices, a process per host;
+         the compiler inserts the collectives
+  ddp    a process per device, started by torchrun; DistributedDataParallel
+         averages the gradients
 
 Run:     python distributed_mnist_tpu.py
              all attached TPU chips, or the CPU
@@ -21,8 +20,8 @@ Pods:    run the same command on all workers:
 
 Expect:  the losses of plain PyTorch on one CPU within 3e-7 whichever way
          (22 steps, float32); 96.4 % on 10,000 MNIST images after 3 epochs over
-         8 devices, simple_mnist_tpu.py has 96.3 %; one train and one eval graph.
-         XLA:CPU, torch 2.9.0, torch_xla 2.9.0, seeds 3 and 0.
+         8 devices, simple_mnist_tpu.py has 96.3 %; one train and one eval
+         graph. XLA:CPU, torch 2.9.0, torch_xla 2.9.0, seeds 3 and 0.
 """
 
 import math

@@ -1,9 +1,9 @@
-"""Sample from a checkpoint of transformer_tpu.py, or from llm.c weights, with a
-key-value cache.
+"""Sample from a trained transformer, with a key-value cache.
 
-Run:     python generate_tpu.py --run_dir runs/RUN --prompt "ROMEO:" --num_tokens 40
+Run:     python generate_tpu.py --run_dir RUN --prompt "ROMEO:" --num_tokens 40
+             from the newest checkpoint of a run of transformer_tpu.py
          python generate_tpu.py --llmc gpt2_124M.bin --prompt "Hello"
-             needs tiktoken and its GPT-2 vocabulary
+             from llm.c weights; needs tiktoken and its GPT-2 vocabulary
 
 Expect:  two graphs, prefill and decode, whatever the length of the prompt.
 """

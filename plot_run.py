@@ -1,13 +1,12 @@
-"""Draw what runs left behind: losses beside their floor, accuracy, learning
-rate, throughput, where the time went.
+"""Draw what runs left behind: losses, accuracy, throughput, where time went.
 
 Run:     python plot_run.py runs/first
              writes runs/first/plot.png
          python plot_run.py runs/a runs/b runs/c --output compare.png
              several runs in one picture
 
-Expect:  the path of each picture written; a second one, *_misread.png, for a run
-         that left misread.npz. A run may be unfinished or resumed; what is
+Expect:  the path of each picture written; a second one, *_misread.png, for a
+         run that left misread.npz. A run may be unfinished or resumed; what is
          missing is named on stderr.
 """
 
@@ -51,7 +50,7 @@ class PlotConfig:
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Run directories."""
-    output: Path | None = None
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A .png, .pdf or .svg file. Without it RUN/plot.png, for several runs plot.png in the current folder."""
     debug: bool = False
     """Show the traceback of an error instead of its message alone."""
@@ -100,7 +99,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; what is missing or cut is named on stderr and left out."""
+    """Lines of metrics.jsonl; what is missing or damaged is named on stderr and left out."""
     if not path.is_file():
         warn(f"{path} is missing: this run has logged nothing yet, or the file was not copied with it")
         return []
@@ -110,7 +109,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
             found[record["kind"], int(record["step"])] = record
         except (ValueError, KeyError, TypeError):
-            warn(f"{path} line {number} is cut short or damaged and left out; a resumed run writes it again")
+            warn(f"{path} line {number} is truncated or damaged and left out; a resumed run writes it again")
     if not found:
         warn(f"{path} holds no lines: the run has not come to its first log line")
     return sorted(found.values(), key=lambda record: record["step"])

@@ -2,7 +2,7 @@
 
 Run:     python prepare_data.py input.txt --output datasets/shakespeare
              bytes, no download
-         python prepare_data.py corpus/ --output datasets/corpus --tokenizer gpt2
+         python prepare_data.py corpus/ --output datasets/c --tokenizer gpt2
              GPT-2 BPE through tiktoken
          python prepare_data.py hellaswag_val.jsonl --output datasets/ \\
              --tokenizer gpt2 --hellaswag

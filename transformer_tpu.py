@@ -1,5 +1,6 @@
-"""Train a GPT-2 / GPT-3 language model on a mesh of TPU devices: data, FSDP and
-tensor parallel. The model is in gpt.py.
+"""Train a GPT-2 or GPT-3 language model on a mesh of TPU devices.
+
+Data, FSDP and tensor parallel. The model is in gpt.py.
 
 Run:     python transformer_tpu.py
              quick_test: a Markov chain of known entropy
@@ -11,7 +12,7 @@ Run:     python transformer_tpu.py
              eight virtual devices without a TPU
 
 Expect:  quick_test ends at 1.247 nats per token, 2.8 % above the floor of
-         1.213; one graph for training, one for evaluation.
+         1.213, in 35 s; one graph for training, one for evaluation.
          XLA:CPU, 2 cores, torch 2.9.0, torch_xla 2.9.0, seed 0.
 """
 

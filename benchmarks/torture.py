@@ -131,7 +131,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
     states = []
     for folder in (reference, run_dir):
         newest = max((folder / "checkpoints").glob("step_*/done")).parent
-        states.append((newest.name, read_checkpoint(newest)))  # with what is cut over devices
+        states.append((newest.name, read_checkpoint(newest)))  # with what is sharded over devices
     (expected_name, expected), (name, state) = states
     if name != expected_name:
         found.append(f"the last checkpoint is {name}, expected {expected_name}")

@@ -143,7 +143,7 @@ def test_a_cut_a_missing_and_an_empty_file_are_named(tmp_path, capsys):
     (empty / "metrics.jsonl").write_bytes(b"")
     assert call(cut, missing, empty, "--output", tmp_path / "x.png") == 0
     said = capsys.readouterr()
-    assert f"{cut}/metrics.jsonl line 12 is cut short" in said.err
+    assert f"{cut}/metrics.jsonl line 12 is truncated" in said.err
     assert f"{missing}/metrics.jsonl is missing" in said.err
     assert f"{empty}/metrics.jsonl holds no lines" in said.err
     assert said.out == f"{tmp_path}/x.png\n" and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"

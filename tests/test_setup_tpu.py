@@ -122,7 +122,9 @@ def test_missing_and_matching_packages():
 def test_full_tensorflow():
     fix = f"{setup_tpu.PIP} uninstall -y tensorflow && {setup_tpu.PIP} install tensorflow-cpu"
     found = {"tensorflow": "2.19.0"}
-    assert_check(setup_tpu.check_tensorflow(found, wants_tpu=True), "fail", "tensorflow 2.19.0 beside", fix=fix)
+    assert_check(
+        setup_tpu.check_tensorflow(found, wants_tpu=True), "fail", "tensorflow 2.19.0 is installed beside", fix=fix
+    )
     assert setup_tpu.check_tensorflow(found, wants_tpu=False).status == "warn"
     assert setup_tpu.check_tensorflow({"tensorflow_cpu": "2.19.0"}, wants_tpu=True).status == "ok"
 
@@ -479,7 +481,7 @@ def test_work_that_aborts_or_hangs(tmp_path):
 
     fake = package(tmp_path / "hang", torch="import time; time.sleep(60)", torch_xla="")
     first, *_ = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 1)
-    fix = "python setup_tpu.py --time_limit 4  # several hosts: start it on all of them at once"
+    fix = f"{setup_tpu.PYTHON} setup_tpu.py --time_limit 4  # several hosts: start it on all of them at once"
     assert_check(first, "fail", "no answer within 1 s", fix=fix)
 
 

@@ -189,7 +189,15 @@ class MnistConfig(TrainConfig):
 
 
 @dataclass(frozen=True)
-class DistributedMnistConfig(MnistConfig):
+class HostOptions:
+    """Of a slice with several hosts."""
+
+    peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE] = 300
+    """Seconds to wait at the start for the other hosts of a pod slice."""
+
+
+@dataclass(frozen=True)
+class DistributedMnistConfig(HostOptions, MnistConfig):
     """How many devices share the work."""
 
     strategy: Annotated[Literal["spmd", "ddp"], FREE] = "spmd"
@@ -198,8 +206,6 @@ class DistributedMnistConfig(MnistConfig):
     """Of spmd: shard parameters and optimizer state over the devices too (FSDP) instead of one copy each."""
     num_virtual_devices: Annotated[int, Range("[0, inf)"), FREE] = 0
     """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
-    peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE] = 300
-    """Seconds to wait at the start for the other hosts of a pod slice."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +260,7 @@ DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "tokens": 50257}
 
 
 @dataclass(frozen=True)
-class TransformerConfig(TrainConfig):
+class TransformerConfig(HostOptions, TrainConfig):
     """What transformer_tpu.py trains, and on which mesh."""
 
     dataset: Literal["synthetic", "text", "tokens"] = "synthetic"
@@ -310,8 +316,6 @@ class TransformerConfig(TrainConfig):
     """Steps between two evaluations. The last step is always evaluated."""
     eval_batches: Annotated[int, Range("[1, inf)")] = 20
     """Most batches of global_batch_size in one evaluation."""
-    peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE] = 300
-    """Seconds to wait at the start for the other hosts of a pod slice."""
 
     @property
     def shape(self) -> ModelShape:

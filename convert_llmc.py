@@ -158,15 +158,20 @@ def differences(found: DebugState, expected: DebugState) -> dict[str, float]:
     return {n: ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for n, (a, b) in pairs.items()}
 
 
-def export(run_dir: Path, path: Path, dtype: torch.dtype) -> None:
-    """Write the newest checkpoint of a run. Raises InputError when there is none or it is of another script."""
+def read_run(run_dir: Path) -> tuple[TransformerConfig, dict]:
+    """The configuration and the newest checkpoint of a run of transformer_tpu.py. Raises InputError for any other."""
     state = Checkpoints(run_dir / "checkpoints", keep=1).load_for_resume("must")
     if "token_embedding" not in state.get("model", {}):
         raise InputError(f"{run_dir} is not a run of transformer_tpu.py")
     names = {field.name for field in fields(TransformerConfig)}
-    shape = TransformerConfig(**{name: value for name, value in state["config"].items() if name in names}).shape
-    write_model(path, shape, stack_layers(state["model"]), dtype)
-    print(f"{path}: step {state['step']}, {shape}, {dtype}")
+    return TransformerConfig(**{name: value for name, value in state["config"].items() if name in names}), state
+
+
+def export(run_dir: Path, path: Path, dtype: torch.dtype) -> None:
+    """Write the newest checkpoint of a run."""
+    config, state = read_run(run_dir)
+    write_model(path, config.shape, stack_layers(state["model"]), dtype)
+    print(f"{path}: step {state['step']}, {config.shape}, {dtype}")
 
 
 def check_state(shape: ModelShape, tensors: dict[str, torch.Tensor], expected: DebugState) -> int:

@@ -10,11 +10,11 @@ Expect:  two graphs, prefill and decode, whatever the length of the prompt.
 
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from config import TrainConfig, TransformerConfig
+from config import TrainConfig
 from llmc_files import read_header
 from token_data import BYTE_VOCAB_SIZE, END_OF_DOCUMENT_BYTE, gpt2_encoding
 from tpu_utils.environment import choose_device, command_line
@@ -76,10 +76,10 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 
-from convert_llmc import read_model
+from convert_llmc import read_model, read_run
 from gpt import GPT, block, split_layers
 from operations import causal_attention, layer_norm
-from tpu_utils.checkpoint import Checkpoints, load_model
+from tpu_utils.checkpoint import load_model
 from tpu_utils.device import start_device
 from tpu_utils.graphs import graphs_compiled
 
@@ -196,11 +196,7 @@ def load(config: GenerateConfig) -> tuple[GPT, str]:
         model = GPT(shape)
         model.load_state_dict(split_layers({name: tensor.float() for name, tensor in tensors.items()}))
         return model, "tokens"
-    state = Checkpoints(Path(config.run_dir) / "checkpoints", keep=1).load_for_resume("must")
-    names = {field.name for field in fields(TransformerConfig)}
-    if not names & state["config"].keys() >= {"model_size", "dataset"}:
-        raise InputError(f"{config.run_dir} is not a run of transformer_tpu.py")
-    trained = TransformerConfig(**{name: value for name, value in state["config"].items() if name in names})
+    trained, state = read_run(Path(config.run_dir))
     model = GPT(trained.shape, torch.bfloat16 if trained.precision == "bfloat16" else torch.float32)
     load_model(model, state["model"])
     of_bytes = trained.dataset == "tokens" and trained.shape.vocab_size == BYTE_VOCAB_SIZE  # prepare_data.py's shards

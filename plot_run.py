@@ -42,6 +42,8 @@ PHASE_COLOURS = {
     "other": "#d9d9d9",
 }
 SUFFIXES = (".png", ".pdf", ".svg")
+EVALUATED = dict(marker="D", markersize=6, markerfacecolor="white", zorder=3)
+"""Of the values of evaluations: a single one is told from the dots of the training."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,12 @@ def draw_curves(axes, runs, colours, title, curves, scale=1.0) -> None:
         for kind, field, style in curves:
             steps, values = run.curve(kind, field)
             few = np.isfinite(values).sum() <= 30  # a marker for each, and a single value stays visible
+            marker = (EVALUATED if style == "--" else dict(marker="o", markersize=3.5)) if few else {}
             if len(steps):
-                marker = dict(marker="o", markersize=3.5) if few else {}
                 axes.plot(steps, values * scale, style, color=colour, linewidth=1.5, label=field, **marker)
+            if len(steps) == 1:
+                near = dict(xytext=(-7, 5), textcoords="offset points", ha="right", fontsize=9, color=colour)
+                axes.annotate(f"{values[0] * scale:.4g}", (steps[0], values[0] * scale), **near)
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -172,7 +177,7 @@ def draw_loss(axes, runs: list[Run], colours) -> None:
     styles = [Line2D([], [], color="0.3", linestyle="-", label="training")]
     drawn = {line.get_label() for line in axes.lines}
     if drawn & {"test_loss", "validation_loss"}:
-        styles.append(Line2D([], [], color="0.3", linestyle="--", label="evaluation"))
+        styles.append(Line2D([], [], color="0.3", linestyle="--", label="evaluation", **EVALUATED))
     floors = {}
     for run, colour in zip(runs, colours, strict=True):
         if run.loss_floor is not None and run.lines:

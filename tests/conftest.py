@@ -7,8 +7,18 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
+# of the tests' own process: a third of the time to compile, slower steps, the same float32; scripts have it not
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import torch_xla
 from processes import ROOT
+
+# the longest first: of two workers none is left alone with one of them at the end
+LONGEST = ("aot_tpu", "transformer_tpu", "distributed", "simple_mnist", "storage", "transformer_parity", "nonfinite")
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)

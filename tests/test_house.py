@@ -107,7 +107,7 @@ def depth_of(node: ast.AST) -> int:
 
 
 def test_one_term_for_one_thing():
-    """A tensor is sharded, sliced along an axis, a file is truncated; hosts and devices do not have ranks of their own."""
+    """A tensor is sharded, sliced along an axis; a file is truncated."""
     pages = [*SOURCES, ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.py")]
     for path in pages:
         text = re.sub(r"min_cut_\w+|\"cut\"", "", path.read_text())  # PyTorch's name; the marker's of checkpoints

@@ -127,6 +127,19 @@ def test_panels_have_the_same_steps_and_a_loss_over_many_decades_has_labels(tmp_
     assert len([label for label in labels if label.get_text()]) >= 3
 
 
+def test_a_single_evaluation_is_told_from_the_training(tmp_path):
+    folder = make_run(tmp_path / "one", steps=20, accuracy=False)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["kind"] != "eval" or json.loads(line)["step"] == 20]
+    (folder / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    loss = panel(plot_run.plot([plot_run.read_run(folder)]), "loss")
+    (single,) = [line for line in loss.lines if line.get_label() == "test_loss"]
+    legend = loss.get_legend()
+    markers = dict(zip([text.get_text() for text in legend.texts], legend.legend_handles, strict=True))
+    assert single.get_marker() == markers["evaluation"].get_marker() != markers["training"].get_marker()
+    assert [text.get_text() for text in loss.texts] == ["0.6"]
+
+
 def test_lines_that_a_resumed_run_wrote_again_count_once(tmp_path):
     folder = make_run(tmp_path / "a", finished=False)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -135,7 +148,7 @@ def test_lines_that_a_resumed_run_wrote_again_count_once(tmp_path):
     assert list(steps) == [10, 20, 30, 40] and values[1] == 7.0
 
 
-def test_a_cut_a_missing_and_an_empty_file_are_named(tmp_path, capsys):
+def test_a_truncated_a_missing_and_an_empty_file_are_named(tmp_path, capsys):
     cut, missing, empty = (make_run(tmp_path / name, finished=False) for name in ("cut", "missing", "empty"))
     content = (cut / "metrics.jsonl").read_bytes()
     (cut / "metrics.jsonl").write_bytes(content[:-20])

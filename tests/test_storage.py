@@ -451,7 +451,8 @@ def test_killed_and_stopped_in_mid_upload_a_run_goes_on_from_an_empty_machine(
             go_on.wait(600)
 
     proxy.plan = hold_back_second_checkpoint
-    process = start("tests/bucket_worker.py", "simple_mnist_tpu.py", *options)
+    as_here = {"XLA_FLAGS": os.environ["XLA_FLAGS"]}  # bit for bit what this process computes
+    process = start("tests/bucket_worker.py", "simple_mnist_tpu.py", *options, **as_here)
     waits(uploading.is_set, alive=process)
     process.kill()
     process.wait()

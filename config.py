@@ -12,7 +12,10 @@ A configuration of your own is a subclass; parse_command_line takes it as it is:
 
     @dataclass(frozen=True)
     class MyConfig(MnistConfig):
-        dropout: Annotated[float, Range("[0, 1)")] = 0.1
+        '''My options.'''  # the heading in --help
+
+        hidden_layers: Annotated[int, Range("[1, inf)")] = 2
+        '''How many hidden layers the model has.'''
 """
 
 import argparse
@@ -141,7 +144,7 @@ class LogOptions:
     """What a run writes, and how often."""
 
     log_every: Annotated[int, Range("[1, 1000000]")] = 20
-    """Steps between two log lines: the only reads from the device."""
+    """Steps between two log lines. Evaluations and checkpoints read from the device too, nothing else does."""
     save_every: Annotated[int, Range("[1, inf)"), FREE] = 200
     """Steps between two checkpoints. The last step is always saved."""
     keep_checkpoints: Annotated[int, Range("[1, inf)"), FREE] = 3

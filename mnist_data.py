@@ -186,7 +186,7 @@ def random_shift(
 
 
 class TrainBatches:
-    """batch(step) of a run: images (B, H, W) uint8, labels (B,) int32.
+    """batch(index) of a run, for step index + 1: images (B, H, W) uint8, labels (B,) int32.
 
     Every epoch follows a fresh permutation and leaves its short end out, so that all batches have one shape.
     part of num_parts: what one of several hosts or replicas reads, every num_parts-th example of the global batch. So B
@@ -200,19 +200,19 @@ class TrainBatches:
         self.steps_per_epoch, self.num_steps = num_steps_of(config, len(dataset.train_images))
         self._epoch, self._order = -1, np.empty(0, int)
 
-    def ids(self, step: int) -> np.ndarray:
+    def ids(self, index: int) -> np.ndarray:
         """The training examples of a batch, in order: (B,) indices."""
-        epoch, batch = divmod(step, self.steps_per_epoch)
+        epoch, batch = divmod(index, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, epoch_order(len(self.dataset.train_images), self.config.seed, epoch)
         size = self.config.global_batch_size
         return self._order[batch * size : (batch + 1) * size][self.part :: self.num_parts]
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        ids = self.ids(step)
+    def batch(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = self.ids(index)
         images, labels = self.dataset.train_images[ids], self.dataset.train_labels[ids].astype(np.int32)
         if self.config.max_shift:
-            rng = np.random.default_rng([self.config.seed, step, 1])
+            rng = np.random.default_rng([self.config.seed, index, 1])
             images = random_shift(images, self.config.max_shift, rng, self.part, self.num_parts)
         return images, labels
 

@@ -18,7 +18,7 @@ from config import MnistConfig
 from mnist_data import TrainBatches, check_files, eval_batches, load_dataset
 from tpu_utils.environment import command_line
 
-if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
+if __name__ == "__main__":  # before the slow imports: a wrong option or file is answered at once
     config = command_line(MnistConfig, __doc__, check_files)
 
 import torch
@@ -49,7 +49,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(hidden_dim, 10)
 
     def forward(self, images):
-        x = images.unsqueeze(1).float() / 85 - 1  # uint8 to -1..2: about zero mean, unit variance
+        x = images.unsqueeze(1).float() / 85 - 1  # uint8 0..255 to -1..2
         x = F.relu(self.conv1(x))
         x = F.relu(self.conv2(x))
         x = F.relu(self.conv3(x))
@@ -60,15 +60,14 @@ class ConvNet(nn.Module):
 @torch_xla.compile(full_graph=True, name="train_step")
 def train_step(model, optimizer, rates, metrics, images, labels, config):
     """One optimizer step as one graph. images (B, H, W), labels (B,), rates (num_steps,): all on the device."""
-    optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program
     with torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
         logits = model(images)
     loss = F.cross_entropy(logits.float(), labels.long())
     loss.backward()
     norm = gradient_norm(model.parameters())
     rate = rates.index_select(0, metrics.step)  # looked up on the device: nothing but the batch goes up
-    skipped = step_optimizer(optimizer, rate, torch.isfinite(loss + norm), config.on_nonfinite)
-    optimizer.zero_grad(set_to_none=True)
+    skipped = step_optimizer(optimizer, rate, torch.isfinite(loss + norm), config.on_nonfinite)  # None: "stop"
+    optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program
     metrics.record(loss, norm, skipped=skipped)
 
 
@@ -89,7 +88,9 @@ def evaluate(model, test_batches, run: Run, step: int) -> tuple[float, float]:
         for batch in test_batches:
             with run.one_graph("eval", step, *batch):
                 sums.append(eval_step(model, *batch, run.config))
-        correct, loss, count = sum(one.cpu().double() for one in sums).tolist()  # read only after all are under way
+        correct, loss, count = sum(
+            one.cpu().double() for one in sums
+        ).tolist()  # the first read: all batches are dispatched by now
     return correct / count, loss / count
 
 
@@ -99,27 +100,30 @@ def train(config: MnistConfig) -> int:
         dataset = load_dataset(config)
         batches = TrainBatches(dataset, config)  # a pure function of seed and step
         build_model = partial(ConvNet, dataset.image_size, config.channels, config.hidden_dim)
-        flops = train_flops(build_model, batches.batch(0)[0][:1])
-        # the run directory, its lock, and the newest checkpoint to go on from
+        one_image = batches.batch(0)[0][:1]
+        flops = train_flops(build_model, one_image)  # per example, for the MFU
+        # makes and locks the run directory; with --resume reads its newest checkpoint
         run.open(device, batches.num_steps, dataset.fingerprint(), examples=config.global_batch_size, flops=flops)
         run.print(f"data       {dataset.description}")
 
         model = build_model().to(device)
-        optimizer = make_optimizer(config, model.parameters())  # with its state: born in step 1, step 2 would compile
+        optimizer = make_optimizer(
+            config, model.parameters()
+        )  # and its state: made in step 1, it would recompile step 2
         schedule = learning_rates(config, batches.num_steps)
         rates = schedule.to(device)
         metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
-        run.restore(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled from the newest
+        run.restore(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled when resuming
         if config.compile_for:  # ask the TPU compiler about the first step instead of training
             first_batch = run.upload(batches.batch(0))
             return run.compile_for(train_step, model, optimizer, rates, metrics, *first_batch, config)
         test_set = eval_batches(dataset.test_images, dataset.test_labels, config.eval_batch_size)
         test_batches = [run.upload(batch) for batch in test_set]
 
-        for step, (images, labels) in run.steps(batches):  # uploads run ahead of the step
+        for step, (images, labels) in run.steps(batches):  # from the first one not yet done; uploads run ahead
             with run.one_graph("train", step, images, labels):  # a second graph stops the run here, and says why
                 train_step(model, optimizer, rates, metrics, images, labels, config)
-            if run.log_due(step):  # the only read from the device between two log lines
+            if run.log_due(step):  # reads the metrics of all steps since the last line
                 run.log(step, learning_rate=schedule[step - 1].item())
             if step % batches.steps_per_epoch == 0:
                 accuracy, loss = evaluate(model, test_batches, run, step)
@@ -128,8 +132,8 @@ def train(config: MnistConfig) -> int:
             if run.save_due(step):  # every save_every steps, at the end, and before a stop
                 run.save(step)  # waits for the copy to the host; the disk is written behind the next steps
 
-        log_misread(run, build_model(), dataset)
-        last = run.evaluation
+        log_misread(run, build_model(), dataset)  # on the host, with the weights of the last checkpoint
+        last = run.evaluation  # empty when stopped before the first one
         return run.finish(
             test_accuracy=last.get("accuracy"),
             best_accuracy=last.get("best_accuracy"),

@@ -34,7 +34,7 @@ from tpu_compiler.hardware import attached_chips, parse_topology
 from tpu_utils.environment import command_line
 from tpu_utils.errors import InputError, run_script
 
-if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
+if __name__ == "__main__":  # before the slow imports: a wrong option or file is answered at once
     config = command_line(TransformerConfig, __doc__, check_files)
 
 import torch
@@ -68,7 +68,7 @@ PARTITION = {
 
 
 def inputs_and_targets(tokens_BS):
-    """(B, T) each, from one upload: a token that is read but is no target comes as ~token (data.py)."""
+    """(B, T) each, from one upload: a token that is read but is no target comes as ~token (token_data.py)."""
     return torch.where(tokens_BS < 0, -1 - tokens_BS, tokens_BS)[:, :-1], tokens_BS[:, 1:]
 
 
@@ -109,11 +109,12 @@ def compute_gradients(model: GPT, tokens_BS, accumulation_steps: int):
         logits = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (inputs,))
         return losses(logits, targets, model.shape.vocab_size).sum()
 
-    def accumulate(carry, part):
+    def accumulate(carry, part):  # carry: loss, summed gradients, weights
         # weights come in as arguments: read from the module, views of them trace differently once they were updated
         weights = [weight.detach().requires_grad_() for weight in carry[-len(names) :]]
         loss = summed_loss(weights, part[0])
         loss.backward()
+        # the weights pass through: zip stops before them
         sums = zip(carry, [loss.detach(), *(weight.grad for weight in weights)], strict=False)
         return [a + b for a, b in sums] + [weight.detach() for weight in weights], []
 
@@ -136,7 +137,7 @@ def compute_gradients(model: GPT, tokens_BS, accumulation_steps: int):
 def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
     loss = compute_gradients(model, tokens_BS, config.gradient_accumulation_steps)
-    count = (tokens_BS[:, 1:] >= 0).sum().float()
+    count = (tokens_BS[:, 1:] >= 0).sum().float()  # targets: the gradients are of the summed loss, theirs of the mean
     gradients = [parameter.grad for parameter in model.parameters()]
     place(model, gradients)
     norm = torch.stack([(gradient * gradient).sum() for gradient in gradients]).sum().sqrt() / count
@@ -192,17 +193,17 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         data = None if config.compile_for else load_sequences(config, *part)
         tokens_per_step = config.global_batch_size * shape.sequence_length
         sizes = dict(examples=tokens_per_step, unit="tokens", flops=shape.flops_per_token)
-        # the run directory, its lock, and the newest checkpoint to go on from
+        # makes and locks the run directory; with --resume reads its newest checkpoint
         run.open(device, config.num_steps, data.fingerprint if data else 0, **sizes, peers=hosts, sharding=sharding)
         print_plan(run, data, why)
 
-        model = build_model(config, mesh, device, initialised=not run.first_step)
+        model = build_model(config, mesh, device, initialised=not run.first_step)  # restore() fills it otherwise
         optimizer = make_optimizer(config, decay_groups(model))
         schedule = learning_rates(config, config.num_steps)
         rates = schedule.to(device)
         metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
         place_state(model, optimizer, metrics)
-        run.restore(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled from the newest
+        run.restore(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled when resuming
         if config.print_placement:
             print_placement(run, model)
         if config.compile_for:  # ask the TPU compiler about the first step instead of training
@@ -212,11 +213,11 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         questions, labels = load_questions(config)
         questions = [run.upload(rows) for rows in questions]
 
-        for step, (tokens,) in run.steps(data.train):  # uploads run ahead of the step
+        for step, (tokens,) in run.steps(data.train):  # from the first one not yet done; uploads run ahead
             length = tokens.shape[1] - 1  # one graph for each
             with run.one_graph(f"train_{length}", step, tokens, count=config.global_batch_size * length):
                 train_step(model, optimizer, rates, metrics, tokens, config)
-            if run.log_due(step):  # the only read from the devices between two log lines
+            if run.log_due(step):  # reads the metrics of all steps since the last line
                 run.log(step, learning_rate=schedule[step - 1].item())
             if step % config.eval_every == 0 or step == config.num_steps:
                 loss, count = evaluate(model, validation, run, step).sum(0)
@@ -240,7 +241,7 @@ def build_model(config: TransformerConfig, mesh: xs.Mesh | None, device, initial
     options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
     build = partial(GPT, config.shape, dtype, **options)
     if config.compile_for:
-        from tpu_compiler.compiling import lower_pallas_for  # only here: a copy of this script trains without it
+        from tpu_compiler.compiling import lower_pallas_for  # only here: needs libtpu's compiler
         from tpu_compiler.tracing import without_weights
 
         if config.attention == "flash":

@@ -167,7 +167,7 @@ def test_a_stop_before_the_first_step_compiles_nothing_and_tells_how_to_go_on(tm
     run_dir = tmp_path / "run"
     assert in_process(*TINY, "--run_dir", run_dir) == 143
     out = capsys.readouterr().out
-    assert "stopped by signal 15, before the first step: there was nothing to save" in out
+    assert "stopped by SIGTERM, before the first step: there was nothing to save" in out
     assert f"--run_dir {run_dir} --resume auto" in out and not (run_dir / "metrics.jsonl").exists()
     monkeypatch.setattr(simple_mnist_tpu, "load_dataset", load)
     assert in_process(*TINY, "--run_dir", run_dir, "--resume=auto") == 0

@@ -154,11 +154,15 @@ def print_summary(summary: dict[str, Any]) -> None:
         for name, value in summary.items()
         if name not in known and isinstance(value, int | float)
     ]
-    print(f"result     {', '.join(results)}")
+    if results:
+        print(f"result     {', '.join(results)}")
     print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
     if summary["skipped_steps"]:
         print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")
     if summary["host_to_device_uploads_per_step"]:
-        print(f"uploads    {summary['host_to_device_uploads_per_step']} a step beside the batch; expected 0")
+        print(
+            f"uploads    {summary['host_to_device_uploads_per_step']} a step beside the batch; expected 0: something "
+            "in the step sends a value each time, such as a Python number or the seed of dropout"
+        )
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
     print(f"seconds    {summary['seconds']:.1f}: {split}", flush=True)

@@ -51,7 +51,7 @@ class StopRequest:
 
     def reason(self, number: int) -> str:
         """Why the run ends. number: of the signal, which another process may have got."""
-        return f"signal {number}" if self._signal or not self._notice else self._notice
+        return signal.Signals(number).name if self._signal or not self._notice else self._notice
 
 
 # key of the VM's metadata -> its values that mean that this machine is about to go. A TPU cannot be migrated alive.

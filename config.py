@@ -197,6 +197,8 @@ class HostOptions:
 
     peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE] = 300
     """Seconds to wait at the start for the other hosts of a pod slice."""
+    peers_secret: Annotated[str, FREE] = ""
+    """File with a secret that all hosts of a slice have, mode 600. Empty: peers-secret of the VM's metadata, if any."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ import torch
 
 from gpt import GPT, parameter_shapes, split_layers, stack_layers
 from operations import losses
-from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.checkpoint import Checkpoints, Saved
 
 MODEL_MAGIC, STATE_MAGIC, STATE_VERSION = 20240326, 20240327, 2
 MODEL_VERSIONS = {3: torch.float32, 5: torch.bfloat16}
@@ -158,20 +158,21 @@ def differences(found: DebugState, expected: DebugState) -> dict[str, float]:
     return {n: ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for n, (a, b) in pairs.items()}
 
 
-def read_run(run_dir: Path) -> tuple[TransformerConfig, dict]:
+def read_run(run_dir: Path) -> tuple[TransformerConfig, Saved]:
     """The configuration and the newest checkpoint of a run of transformer_tpu.py. Raises InputError for any other."""
-    state = Checkpoints(run_dir / "checkpoints", keep=1).load_for_resume("must")
-    if "token_embedding" not in state.get("model", {}):
+    saved = Checkpoints(run_dir / "checkpoints", keep=1).load("must")
+    if "model/token_embedding" not in saved.entries:
         raise InputError(f"{run_dir} is not a run of transformer_tpu.py")
     names = {field.name for field in fields(TransformerConfig)}
-    return TransformerConfig(**{name: value for name, value in state["config"].items() if name in names}), state
+    found = saved.value("config", dict)
+    return TransformerConfig(**{name: value for name, value in found.items() if name in names}), saved
 
 
 def export(run_dir: Path, path: Path, dtype: torch.dtype) -> None:
     """Write the newest checkpoint of a run."""
-    config, state = read_run(run_dir)
-    write_model(path, config.shape, stack_layers(state["model"]), dtype)
-    print(f"{path}: step {state['step']}, {config.shape}, {dtype}")
+    config, saved = read_run(run_dir)
+    write_model(path, config.shape, stack_layers(saved.part("model")), dtype)
+    print(f"{path}: step {saved.step}, {config.shape}, {dtype}")
 
 
 def check_state(shape: ModelShape, tensors: dict[str, torch.Tensor], expected: DebugState) -> int:

@@ -55,7 +55,7 @@ from optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
 from tpu_utils.device import start_device, train_flops
 from tpu_utils.loader import BatchSharding
 from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.peers import Peers, meet_hosts
+from tpu_utils.peers import Peers, meet_hosts, meet_replicas
 from tpu_utils.pictures import log_misread
 from tpu_utils.run import Run
 
@@ -164,7 +164,11 @@ def join_devices(config: DistributedMnistConfig) -> None:
         return
     if config.compile_for:  # trace what replica 0 of all devices of the slice would run
         xm.set_replication(torch_xla.device(), xm.get_xla_supported_devices())
-    dist.init_process_group("xla", init_method="xla://")
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("xla", init_method="xla://")
+    else:  # a replica alone: xla:// would listen on all addresses for others
+        ordinal, count = xr.global_ordinal(), xr.world_size()
+        dist.init_process_group("xla", store=dist.HashStore(), rank=ordinal, world_size=count)
 
 
 def train(config: DistributedMnistConfig, hosts: Peers | None = None) -> int:
@@ -181,7 +185,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None) -> int:
         else:  # a replica reads its own rows
             part, num_parts, sharding = xr.global_ordinal(), num_devices, None
             alone = tracing or num_parts == 1
-            peers = Peers() if alone else Peers(part, num_parts, dist.new_group(backend="gloo"))
+            peers = Peers() if alone else meet_replicas(part, num_parts, config.peers_timeout)
         dataset = load_dataset(config)
         batches = TrainBatches(dataset, config, part, num_parts)  # a pure function of seed and step
         build_model = partial(ConvNet, dataset.image_size, config.channels, config.hidden_dim)

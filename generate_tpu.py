@@ -196,9 +196,9 @@ def load(config: GenerateConfig) -> tuple[GPT, str]:
         model = GPT(shape)
         model.load_state_dict(split_layers({name: tensor.float() for name, tensor in tensors.items()}))
         return model, "tokens"
-    trained, state = read_run(Path(config.run_dir))
+    trained, saved = read_run(Path(config.run_dir))
     model = GPT(trained.shape, torch.bfloat16 if trained.precision == "bfloat16" else torch.float32)
-    load_model(model, state["model"])
+    load_model(model, saved.part("model"))
     of_bytes = trained.dataset == "tokens" and trained.shape.vocab_size == BYTE_VOCAB_SIZE  # prepare_data.py's shards
     return model, "text" if of_bytes else trained.dataset
 

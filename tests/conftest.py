@@ -9,8 +9,12 @@ import pytest
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
 # of the tests' own process: a third of the time to compile, slower steps, the same float32; scripts have it not
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+import torch
 import torch_xla
 from processes import ROOT
+from torch.utils._pytree import tree_map
+
+from tpu_utils.checkpoint import read_checkpoint
 
 # the longest first: of two workers none is left alone with one of them at the end
 LONGEST = ("aot_tpu", "transformer_tpu", "distributed", "simple_mnist", "storage", "transformer_parity", "nonfinite")
@@ -45,6 +49,19 @@ def in_process(*argv: object) -> int:
 
     options = [str(argument) for argument in argv]
     return run_script(lambda: simple_mnist_tpu.train(parse_command_line(MnistConfig, "", options)))
+
+
+def state_in(folder: Path) -> dict:
+    """All that a checkpoint folder holds, but for the options: tensors by path, results, step."""
+    saved = read_checkpoint(folder)
+    files = saved.files()
+    tensors = {path: files.read(path) for path in saved.entries}
+    return {"step": saved.step, "evaluation": saved.value("evaluation", dict), **tensors}
+
+
+def to_host(state):
+    """The same nesting of dicts, lists and tuples with every tensor whole on the CPU."""
+    return tree_map(lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value, state)
 
 
 def read_lines(run_dir: Path) -> list[dict]:

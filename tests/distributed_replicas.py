@@ -10,7 +10,6 @@ a process of its own, executes that one program on N CPU replicas through jax's 
 
 import json
 import os
-import pickle
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -> None:
-    """Writes program.hlo (serialized), program.txt and state.pkl: input values, and which outputs replace them."""
+    """Writes program.hlo (serialized), program.txt, inputs.npz and state.json: which outputs replace which inputs."""
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_replicas)}
     import torch
     import torch.distributed as dist
@@ -38,7 +37,7 @@ def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -
     config = parse_command_line(DistributedMnistConfig, "", options)
     dataset = load_dataset(config)
     pjrt.initialize_multiprocess(0, 1)  # what torch_xla.launch does first: this process is replica 0 of num_replicas
-    dist.init_process_group("xla", init_method="xla://")
+    dist.init_process_group("xla", store=dist.HashStore(), rank=0, world_size=num_replicas)
     assert dist.get_world_size() == num_replicas
     device = torch_xla.device()
     torch.manual_seed(config.seed)
@@ -61,16 +60,16 @@ def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -
     (folder / "program.hlo").write_bytes(program)
     (folder / "program.txt").write_text(text)
     described = {
-        "values": [value.cpu().numpy() for value in inputs],
         "output_of_input": [output_of.get(i) for i in input_ids],
         "batch_of_input": [batch_inputs.get(i) for i in input_ids],
         "losses": len(list(model.parameters())),  # index of metrics.values among the outputs
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "replicas": num_replicas,
-        "config": config,
+        "options": options,
         "num_steps": num_steps,
     }
-    (folder / "state.pkl").write_bytes(pickle.dumps(described))
+    np.savez(folder / "inputs.npz", *(value.cpu().numpy() for value in inputs))
+    (folder / "state.json").write_text(json.dumps(described))
     os._exit(0)  # pending operations must not be executed on the way out
 
 
@@ -78,10 +77,14 @@ def run(folder: Path) -> None:
     """Writes curve.json: the losses of all steps, and how far the weights of the replicas are apart at the end."""
     import jax
 
+    from config import DistributedMnistConfig, parse_command_line
     from mnist_data import TrainBatches, load_dataset
 
-    described = pickle.loads((folder / "state.pkl").read_bytes())
-    n, num_steps, config = described["replicas"], described["num_steps"], described["config"]
+    described = json.loads((folder / "state.json").read_text())
+    n, num_steps = described["replicas"], described["num_steps"]
+    config = parse_command_line(DistributedMnistConfig, "", described["options"])
+    with np.load(folder / "inputs.npz", allow_pickle=False) as file:
+        values = [file[f"arr_{i}"] for i in range(len(file.files))]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n)
     jax.config.update("jax_enable_x64", True)  # torch_xla sends some scalars as float64
@@ -102,7 +105,7 @@ def run(folder: Path) -> None:
 
     dataset = load_dataset(config)
     parts = [TrainBatches(dataset, config, replica, n) for replica in range(n)]
-    buffers = [[jax.device_put(value, device) for device in devices] for value in described["values"]]
+    buffers = [[jax.device_put(value, device) for device in devices] for value in values]
     for step in range(num_steps):
         batches = [dict(zip(("images", "labels"), part.batch(step), strict=True)) for part in parts]
         for i, name in enumerate(described["batch_of_input"]):

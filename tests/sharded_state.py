@@ -4,8 +4,8 @@ test_checkpoint_sharded.py starts it:
 
 python sharded_state.py ACTION FOLDER DEVICES MESH      # MESH: sizes of the axes (data, fsdp, tensor), 2x2x2
 
-ACTION: save, load, save_equal_parts (the bug of torch_xla that save avoids), or save_as_I_of_N_at_PORT: XLA's CPU
-client knows no other process, so each of N processes holds the whole state and gives away what the others would have.
+ACTION: save, load, save_a_shard_less, or save_as_I_of_N_at_PORT and load_as_I_of_N_at_PORT: XLA's CPU client knows no
+other process, so each of N processes holds the whole state and gives away what the others would have.
 """
 
 import os
@@ -57,19 +57,19 @@ def placed(tensors: dict[str, torch.Tensor], sizes: tuple[int, ...]) -> dict[str
 def save(checkpoints: Checkpoints, sizes: tuple[int, ...], index: int = 0, count: int = 1) -> None:
     model, optimizer = placed(values(), sizes), placed(values(), sizes)
     graphs = graphs_compiled()
-    copy = checkpoints.copy(7, {"step": 7, "model": model, "optimizer": [optimizer]})
+    copy = checkpoints.copy(7, {"model": model, "optimizer": [optimizer]})
     print(f"graphs {graphs_compiled() - graphs}")
     for tensor in model.values():  # training goes on
         tensor.add_(1)
     torch_xla.sync()
-    for number, shards in enumerate(copy.sharded.values()):
-        shards.shards = [shard for i, shard in enumerate(shards.shards) if (i + number) % count == index]
+    for number, (path, shards) in enumerate(copy.shards.items()):
+        copy.shards[path] = {at: shard for i, (at, shard) in enumerate(shards.items()) if (i + number) % count == index}
     checkpoints.write(copy)
     checkpoints.wait()
 
 
 def load(checkpoints: Checkpoints, sizes: tuple[int, ...]) -> None:
-    saved = checkpoints.load_for_resume("must", whole=False)
+    saved = checkpoints.load_for_resume("must")
     zeros = {name: torch.zeros_like(tensor) for name, tensor in values().items()}
     targets = {"model": placed(zeros, sizes), "optimizer": [placed(zeros, sizes)]}
     before = {name: torch_xla._XLAC._get_xla_sharding_spec(t) for name, t in targets["model"].items()}
@@ -92,13 +92,13 @@ def main() -> int:
     sizes = tuple(int(size) for size in mesh.split("x"))
     if action == "load":
         load(Checkpoints(Path(folder), 3), sizes)
-    elif action.startswith("save_as"):
+    elif "_as_" in action:
         index, count, port = (int(word) for word in action.split("_") if word.isdecimal())
-        peers = wait_for_peers(index, ["localhost"] * count, 600, port)
-        save(Checkpoints(Path(folder), 3, peers), sizes, index, count)
+        checkpoints = Checkpoints(Path(folder), 3, wait_for_peers(index, ["localhost"] * count, 600, port))
+        save(checkpoints, sizes, index, count) if action.startswith("save") else load(checkpoints, sizes)
     else:
-        if action == "save_equal_parts":
-            tpu_utils.state._is_mine = lambda shard: True
+        if action == "save_a_shard_less":
+            tpu_utils.state._is_mine = lambda shard: shard.replica_id == 0 and shard.indices[0].start == 0
         save(Checkpoints(Path(folder), 3), sizes)
     return 0
 

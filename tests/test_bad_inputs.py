@@ -6,7 +6,6 @@ Never another exception, never a change on disk. The examples are the same in ev
 import contextlib
 import io
 import json
-import pickle
 import re
 import shutil
 import tempfile
@@ -15,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import state_in, to_host
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_checkpoint_sharded import mark
 from test_simple_mnist import assert_identical
 
 from config import DistributedMnistConfig, MnistConfig, TransformerConfig, free_on_resume, parse_command_line
@@ -25,10 +26,9 @@ from optim import learning_rates, make_optimizer
 from token_data import TokenShards
 from tpu_utils.checkpoint import Checkpoints, random_state, set_random_state
 from tpu_utils.errors import InputError, TrainingError
-from tpu_utils.files import crc32_of
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.run_dir import check_same_run
-from tpu_utils.state import to_host
+from tpu_utils.state import tensors_by_path
 from transformer_tpu import choose_mesh
 
 
@@ -132,21 +132,26 @@ def parts(hidden: int = 5):
     return model, optimizer, DeviceMetrics(["loss"], 4, torch.device("cpu"))
 
 
-def state_of(model, optimizer, metrics, step: int) -> dict:
-    state = dict(step=step, config=RUN, accuracy=None, model=model.state_dict(), optimizer=optimizer.state_dict())
-    return state | dict(metrics=metrics.state_dict(), random=random_state())
+def parts_of(model, optimizer, metrics, **more) -> dict:
+    named = dict(model=model.state_dict(keep_vars=True), optimizer=optimizer.state_dict(), metrics=metrics.state_dict())
+    return named | more
+
+
+def save(folder: Path, step: int, model, optimizer, metrics) -> None:
+    values = {"config": RUN, "evaluation": {"accuracy": 0.5}}
+    Checkpoints(folder, 3, run_id="ours").save(step, parts_of(model, optimizer, metrics, random=random_state()), values)
 
 
 def restore(folder: Path) -> dict:
-    """As the scripts do it."""
-    checkpoints = Checkpoints(folder, 3)
-    saved = checkpoints.load_for_resume("must", whole=False)
+    """As Run does it. The step, the results, and every tensor by its path."""
+    checkpoints = Checkpoints(folder, 3, run_id="ours")
+    saved = checkpoints.load_for_resume("must")
     model, optimizer, metrics = parts()
-    check_same_run(RUN, saved["config"], free_on_resume(MnistConfig))
-    targets = dict(model=model.state_dict(keep_vars=True), optimizer=optimizer.state_dict())
-    checkpoints.restore(saved, targets | dict(metrics=metrics.state_dict()))
-    set_random_state(saved.get("random"))
-    return state_of(model, optimizer, metrics, saved["step"])
+    check_same_run(RUN, saved.value("config", dict), free_on_resume(MnistConfig))
+    targets = parts_of(model, optimizer, metrics, random=random_state())
+    checkpoints.restore(saved, targets)
+    set_random_state(targets["random"])
+    return {"step": saved.step, "evaluation": saved.value("evaluation", dict), **to_host(tensors_by_path(targets))}
 
 
 @pytest.fixture(scope="module")
@@ -158,89 +163,70 @@ def intact(tmp_path_factory):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(step)
-        Checkpoints(folder, 3).save(step, state_of(model, optimizer, metrics, step))
-        states[step] = torch.load(folder / f"step_{step:08d}" / "state.pt", weights_only=True)
+        save(folder, step, model, optimizer, metrics)
+        states[step] = state_in(folder / f"step_{step:08d}")
     return folder, states
 
 
-def mark(folder: Path) -> None:
-    """A marker that fits the file, as a foreign tool would have to write it."""
-    path = folder / "state.pt"
-    (folder / "done").write_text(json.dumps({"step": 20, "bytes": path.stat().st_size, "crc32": crc32_of(path)}))
-
-
-class Foreign:
-    """Not a tensor and not a plain value."""
-
-
-PARTS = ("step", "config", "model", "optimizer", "metrics", "random")
-PATHS = ("model/0.weight", "optimizer/state/0/exp_avg", "optimizer/state/0/count", "optimizer/param_groups/0/params")
-PATHS += ("metrics/values", "metrics/step", "metrics/skipped", "random/torch", "random/xla", "optimizer/state/0")
-OTHERS = [None, 7, "text", [], {}, (), torch.zeros(2), torch.zeros(9, 9), torch.zeros(4, 2, dtype=torch.int32), 1.5]
-MARKERS = [b"{}", b"[]", b"3", b'"x"', b"null"]
-FOREIGN = [[1, 2], {"step": 20}, {"step": 20, "a": Foreign()}, "text", {"step": "x"}, {"step": None}, None]
+FILES = ("state.safetensors", "state.json")
+PATHS = ("model/0.weight", "optimizer/state/0/exp_avg", "optimizer/state/0/count", "metrics/values", "metrics/step")
+PATHS += ("random/torch", "random/xla")
+OTHERS = [None, 7, "text", [], {}, True, -1, 1.5, 2**70, [[]], "../../x", "nan"]
+MARKERS = [b"{}", b"[]", b"3", b'"x"', b"null", b"[" * 9999, b"\xff\xfe"]
+FIELDS = ("step", "run", "format", "files")
 damages = st.one_of(
-    st.tuples(st.just("flip"), st.floats(0, 1, exclude_max=True), st.integers(1, 255)),
-    st.tuples(st.just("truncate"), st.floats(0, 1, exclude_max=True)),
-    st.tuples(st.just("append"), st.binary(min_size=1, max_size=20)),
+    st.tuples(st.just("flip"), st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(1, 255)),
+    st.tuples(st.just("truncate"), st.sampled_from(FILES), st.floats(0, 1, exclude_max=True)),
+    st.tuples(st.just("append"), st.sampled_from(FILES), st.binary(min_size=1, max_size=20)),
+    st.tuples(st.just("raw"), st.sampled_from(FILES), st.binary(max_size=200)),
     st.tuples(st.just("marker"), st.one_of(st.binary(max_size=30), st.sampled_from(MARKERS))),
-    st.tuples(st.just("marker field"), st.sampled_from(["bytes", "crc32"]), st.sampled_from([0, -1, None, "1", []])),
-    st.tuples(st.just("missing"), st.sampled_from(["done", "state.pt"])),
-    st.tuples(st.just("raw"), st.binary(max_size=200)),
-    st.tuples(st.just("pickle"), st.sampled_from(FOREIGN)),
-    st.tuples(st.just("torch"), st.sampled_from(FOREIGN)),
-    st.tuples(st.just("drop"), st.sampled_from(PARTS)),
+    st.tuples(st.just("marker field"), st.sampled_from(FIELDS), st.sampled_from(OTHERS)),
+    st.tuples(st.just("missing"), st.sampled_from(["done", *FILES])),
+    st.tuples(st.just("index"), st.sampled_from(["step", "values", "tensors", "format"]), st.sampled_from(OTHERS)),
+    st.tuples(st.just("tensor"), st.sampled_from(PATHS), st.sampled_from(["dtype", "shape"]), st.sampled_from(OTHERS)),
     st.tuples(st.just("drop"), st.sampled_from(PATHS)),
-    st.tuples(st.just("replace"), st.sampled_from(PARTS), st.sampled_from(OTHERS)),
-    st.tuples(st.just("replace"), st.sampled_from(PATHS), st.sampled_from(OTHERS)),
+    st.tuples(st.just("value"), st.sampled_from(["config", "evaluation"]), st.sampled_from(OTHERS)),
     st.tuples(st.just("other model"), st.sampled_from([1, 4, 6])),
 )  # fmt: skip
 
 
-def key_of(container, name):
-    return int(name) if isinstance(container, list) or (container and isinstance(next(iter(container)), int)) else name
-
-
 def damage(folder: Path, kind: str, *how) -> None:
-    path = folder / "state.pt"
-    content = bytearray(path.read_bytes())
-    if kind == "flip":
-        content[int(how[0] * len(content))] ^= how[1]
-        path.write_bytes(content)
-    elif kind == "truncate":
-        path.write_bytes(content[: int(how[0] * len(content))])
-    elif kind == "append":
-        path.write_bytes(bytes(content) + how[0])
+    """Every file gets the size and CRC-32 it has then in the marker, as anyone can write them, where it says so."""
+    if kind == "missing":
+        (folder / how[0]).unlink()
     elif kind == "marker":
         (folder / "done").write_bytes(how[0])
     elif kind == "marker field":
         marker = json.loads((folder / "done").read_text())
         (folder / "done").write_text(json.dumps({**marker, how[0]: how[1]}))
-    elif kind == "missing":
-        (folder / how[0]).unlink()
-    elif kind in ("raw", "pickle"):
-        path.write_bytes(how[0] if kind == "raw" else pickle.dumps(how[0]))
-        mark(folder)
+    elif kind in ("flip", "truncate", "append", "raw"):
+        path = folder / how[0]
+        content = bytearray(path.read_bytes())
+        if kind == "flip":
+            content[int(how[1] * len(content))] ^= how[2]
+        changed = {"truncate": lambda: content[: int(how[1] * len(content))], "append": lambda: content + how[1]}
+        path.write_bytes(changed.get(kind, lambda: how[1] if kind == "raw" else content)())
+        if kind == "raw":
+            mark(folder)
+    elif kind == "other model":
+        step = int(folder.name[5:])
+        shutil.rmtree(folder)
+        save(folder.parent, step, *parts(how[0]))
     else:
-        state = torch.load(path, weights_only=True)
-        if kind == "torch":
-            state = how[0]
-        elif kind == "other model":
-            state = state_of(*parts(how[0]), step=20)
+        index = json.loads((folder / "state.json").read_text())
+        if kind == "index":
+            index[how[0]] = how[1]
+        elif kind == "tensor":
+            index["tensors"][how[0]][how[1]] = how[2]
+        elif kind == "value":
+            index["values"][how[0]] = how[1]
         else:
-            *way, last = how[0].split("/")
-            inner = state
-            for name in way:
-                inner = inner[key_of(inner, name)]
-            if kind == "drop":
-                del inner[key_of(inner, last)]
-            else:
-                inner[key_of(inner, last)] = how[1]
-        torch.save(state, path)
+            del index["tensors"][how[0]]
+        (folder / "state.json").write_text(json.dumps(index))
         mark(folder)
 
 
-@generated(70)
+@generated(110)
 @given(damages, st.booleans())
 def test_checkpoints(intact, how, both):
     original, states = intact
@@ -254,9 +240,9 @@ def test_checkpoints(intact, how, both):
             found, refused = outcome(lambda: restore(folder))
         assert contents(folder) == before, "a refused or resumed checkpoint is left as it is"
         if refused:
-            assert_clear(refused, "step_000000", "checkpoint")
+            assert_clear(refused, "step_000000", "checkpoint", "this is not the run")
         else:
-            assert_identical(to_host(found), to_host(states[found["step"]]))
+            assert_identical(found, states[found["step"]] | {"evaluation": found["evaluation"]})
             if found["step"] == 10:
                 assert how[0] == "missing" or "step_00000020" in warnings.getvalue(), "what was passed over is named"
 

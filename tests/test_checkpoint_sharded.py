@@ -1,22 +1,23 @@
 """State that is sharded over devices: saved from one mesh, loaded on another; damage, foreign content, processes."""
 
 import json
-import pickle
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from processes import free_port, run, start
-from test_checkpoint import Payload, alter, truncate
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from test_checkpoint import alter, truncate
 
-from tpu_utils.checkpoint import Checkpoints, DamagedCheckpoint, read_checkpoint
-from tpu_utils.errors import CheckpointError
-from tpu_utils.files import crc32_of
+from tpu_utils import tensor_files
+from tpu_utils.checkpoint import Checkpoints, read_checkpoint
+from tpu_utils.errors import CheckpointError, DamagedCheckpoint
+from tpu_utils.files import checksum_of
 
 SCRIPT = "tests/sharded_state.py"
-FILES = [".metadata", "__0_0.distcp", "done", "state.pt"]
+SHARDED = ("all", "some", "other", "uneven")
+FILES = ["done", "shards_00000.safetensors", "state.json", "state.safetensors"]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,11 @@ def test_loaded_on_another_mesh_or_device_count_it_is_bit_identical(saved, devic
 
 def test_saved_on_one_device_and_loaded_on_eight(tmp_path):
     assert run(SCRIPT, "save", tmp_path, "1", "1x1x1").returncode == 0
-    assert sorted(path.name for path in (tmp_path / "step_00000007").iterdir()) == ["done", "state.pt"]
+    assert sorted(path.name for path in (tmp_path / "step_00000007").iterdir()) == [
+        "done",
+        "state.json",
+        "state.safetensors",
+    ]
     result = run(SCRIPT, "load", tmp_path, "8", "2x2x2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["graphs", "0", "identical"]
@@ -53,85 +58,127 @@ def test_saved_on_one_device_and_loaded_on_eight(tmp_path):
 def test_it_is_whole_where_there_is_no_mesh(saved):
     """As generate_tpu.py and convert_llmc.py read it; and every value is on disk once, not once for each equal copy."""
     assert sorted(path.name for path in (saved / "step_00000007").iterdir()) == FILES
-    state = Checkpoints(saved, 3).load_for_resume("must")
-    model, optimizer = state["model"], state["optimizer"][0]
+    found = Checkpoints(saved, 3).load_for_resume("must")
+    model, optimizer = found.part("model"), found.part("optimizer")
     assert model["some"].dtype == torch.bfloat16 and model["uneven"].shape == (5, 3)
     for name, tensor in model.items():
-        assert tensor.device.type == "cpu" and torch.equal(tensor, optimizer[name]) and tensor.any()
-    left = Checkpoints(saved, 3).load_for_resume("must", whole=False)["model"]
-    assert {name for name, tensor in left.items() if tensor.is_meta} == {"all", "some", "other", "uneven"}
-    assert left["all"].shape == (16, 8)
+        assert tensor.device.type == "cpu" and torch.equal(tensor, optimizer[f"0/{name}"]) and tensor.any()
+    sharded = {path for path, entry in found.entries.items() if entry.shards}
+    assert sharded == {f"{part}/{name}" for part in ("model", "optimizer/0") for name in SHARDED}
+    written = sum((saved / "step_00000007" / file).stat().st_size for file in FILES if "safetensors" in file)
+    values = sum(entry.kind.num_bytes for entry in found.entries.values())
+    assert values < written < values + 16_000
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "done"])
 @pytest.mark.parametrize("damage", [truncate, alter, Path.unlink])
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(checkpoints, name, damage, capsys):
     shutil.copytree(checkpoints.path(7), checkpoints.path(9))
+    marker = (checkpoints.path(9) / "done").read_text().replace('"step": 7', '"step": 9')
+    (checkpoints.path(9) / "done").write_text(marker)
     damage(checkpoints.path(9) / name)
     with pytest.raises(DamagedCheckpoint, match=rf"step_00000009.*{name}"):
-        read_checkpoint(checkpoints.path(9), whole=False)
-    assert checkpoints.load_for_resume("must")["step"] == 7
+        read_checkpoint(checkpoints.path(9))
+    assert checkpoints.load_for_resume("must").step == 7
     assert name in capsys.readouterr().err
 
 
 def mark(folder):
     """A done marker that fits the files, as anyone can write it."""
-    sums = {p.name: {"bytes": p.stat().st_size, "crc32": crc32_of(p)} for p in folder.iterdir() if p.name != "done"}
-    (folder / "done").write_text(json.dumps({"step": 7, **sums.pop("state.pt"), "cut": sums}))
+    marker = json.loads((folder / "done").read_text())
+    marker["files"] = {path.name: checksum_of(path) for path in folder.iterdir() if path.name != "done"}
+    (folder / "done").write_text(json.dumps(marker))
 
 
 def zeros_like(tensors):
     return {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
 
 
-def with_payload(metadata, target):
-    metadata.planner_data = Payload(target)
+def shards_of(tensors, name="model/all"):
+    return tensors[name]["shards"]
 
 
-def with_pickled_object(metadata, target):
-    """DCP would unpickle the bytes of an entry that says it is no tensor."""
-    metadata.state_dict_metadata["model/all"] = BytesStorageMetadata()
+INDEX_CHANGES = {
+    "a shard elsewhere": lambda t: shards_of(t)[0].update(file="../../elsewhere.safetensors"),
+    "an absolute file": lambda t: shards_of(t)[0].update(file="/etc/hosts"),
+    "a shard less": lambda t: shards_of(t).pop(),
+    "a shard twice": lambda t: shards_of(t).append(shards_of(t)[0]),
+    "shards that overlap": lambda t: shards_of(t)[1].update(offsets=[1, 0]),
+    "a huge shape": lambda t: t["model/all"].update(shape=[2**61, 8]),
+    "a shape beyond numbers": lambda t: t["model/all"].update(shape=[10**40, 8]),
+    "a negative shape": lambda t: t["model/all"].update(shape=[-16, 8]),
+    "a shape of another length": lambda t: t["model/all"].update(shape=[128]),
+    "another type": lambda t: t["model/all"].update(dtype="F64"),
+    "an unknown type": lambda t: t["model/all"].update(dtype="torch.float32"),
+    "an unknown key": lambda t: t["model/all"].update(code="print()"),
+    "a tensor more": lambda t: t.update({"model/more": t["model/all"]}),
+    "a tensor less": lambda t: t.pop("model/all"),
+    "no shards": lambda t: t["model/all"].update(shards=[]),
+    "whole": lambda t: t["model/all"].pop("shards"),
+    "no object": lambda t: t.update({"model/all": None}),
+}
 
 
-def with_file_elsewhere(metadata, target):
-    next(iter(metadata.storage_data.values())).relative_path = "../../elsewhere"
+@pytest.mark.parametrize("change", INDEX_CHANGES)
+def test_an_index_that_does_not_fit_its_files_is_passed_over(checkpoints, change, capsys):
+    """Its marker fits: whoever can write one file can write both."""
+    shutil.copytree(checkpoints.path(7), checkpoints.path(9))
+    index = json.loads((checkpoints.path(7) / "state.json").read_text())
+    index["step"] = 9
+    INDEX_CHANGES[change](index["tensors"])
+    (checkpoints.path(9) / "state.json").write_text(json.dumps(index))
+    marker = json.loads((checkpoints.path(9) / "done").read_text())
+    (checkpoints.path(9) / "done").write_text(json.dumps({**marker, "step": 9}))
+    mark(checkpoints.path(9))
+    assert checkpoints.load_for_resume("must").step == 7
+    assert "step_00000009 is damaged" in capsys.readouterr().err
 
 
-def with_a_part_missing(metadata, target):
-    metadata.state_dict_metadata["model/all"].chunks.pop()
+def rewrite(path, change):
+    """The file of safetensors with another header, its tensors as they were."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    text = change(header)
+    text = (json.dumps(header) if text is None else text).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
-@pytest.mark.parametrize("change", [with_payload, with_pickled_object, with_file_elsewhere, with_a_part_missing])
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_foreign_index_is_refused_and_nothing_of_it_is_run(checkpoints, tmp_path, change, whole):
+def first_of(header):
+    return next(entry for name, entry in header.items() if name != "__metadata__")
+
+
+HEADER_CHANGES = {
+    "huge": lambda h: first_of(h).update(shape=[2**40, 2**40]),
+    "beyond the file": lambda h: first_of(h).update(shape=[2**20], data_offsets=[0, 2**22]),
+    "overlap": lambda h: h.update({name: first_of(h) for name in h}),
+    "negative": lambda h: first_of(h).update(data_offsets=[-4, 0]),
+    "no list": lambda h: first_of(h).update(shape=7),
+    "true": lambda h: first_of(h).update(shape=[True]),
+    "a float": lambda h: first_of(h).update(shape=[4.0]),
+    "unknown key": lambda h: first_of(h).update(byteorder="big"),
+    "unknown type": lambda h: first_of(h).update(dtype="F4"),
+    "twice": lambda h: json.dumps(h)[:-1] + ', "twice": ' + json.dumps(first_of(h)) + ', "twice": {}}',
+    "no object": lambda h: "[]",
+    "deep": lambda h: "[" * 100_000,
+    "empty": lambda h: "",
+}
+
+
+@pytest.mark.parametrize("change", HEADER_CHANGES)
+@pytest.mark.parametrize("file", [name for name in FILES if "safetensors" in name])
+def test_a_header_that_does_not_fit_its_file_is_refused_before_memory_is_taken(checkpoints, change, file, monkeypatch):
     folder = checkpoints.path(7)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())  # of this test's own making
-    change(metadata, tmp_path / "owned")
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    rewrite(folder / file, HEADER_CHANGES[change])
     mark(folder)
-    with pytest.raises(CheckpointError, match="nothing of it was run"):
-        state = checkpoints.load_for_resume("must", whole)
-        checkpoints.restore(state, {"model": zeros_like(state["model"])})
-    assert not (tmp_path / "owned").exists()
-
-
-def test_a_part_with_code_in_it_is_refused_and_not_run(checkpoints, tmp_path):
-    folder = checkpoints.path(7)
-    content = pickle.dumps(Payload(tmp_path / "owned"))
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.offset, info.length = 0, len(content)
-    (folder / "__0_0.distcp").write_bytes(content)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    mark(folder)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        checkpoints.load_for_resume("must")
-    assert not (tmp_path / "owned").exists()
+    monkeypatch.setattr(tensor_files, "safe_open", lambda *_, **__: pytest.fail("mapped"))
+    with pytest.raises(DamagedCheckpoint, match="step_00000007 is damaged"):
+        read_checkpoint(folder)
 
 
 def test_another_model_is_refused_before_anything_changes(checkpoints):
-    state = checkpoints.load_for_resume("must", whole=False)
-    targets = zeros_like(state["model"])
+    state = checkpoints.load_for_resume("must")
+    targets = zeros_like(state.part("model"))
     targets["all"] = torch.zeros(8, 16)
     with pytest.raises(CheckpointError, match=r"model/all is float32\[8, 16\], was float32\[16, 8\]"):
         checkpoints.restore(state, {"model": targets})
@@ -141,12 +188,10 @@ def test_another_model_is_refused_before_anything_changes(checkpoints):
     assert not any(tensor.any() for tensor in targets.values())
 
 
-def test_what_the_planner_loses_is_never_marked_as_done(tmp_path):
-    """torch_xla 2.9's SPMDSavePlanner takes equal parts for duplicates of each other and drops them all."""
-    result = run(SCRIPT, "save_equal_parts", tmp_path / "checkpoints", "8", "2x2x2")
-    assert result.returncode == 1 and "the shards of model/some hold 0 values, expected 128" in result.stderr, (
-        result.stderr
-    )
+def test_shards_that_nobody_wrote_are_never_marked_as_done(tmp_path):
+    result = run(SCRIPT, "save_a_shard_less", tmp_path / "checkpoints", "8", "2x2x2")
+    assert result.returncode == 1, result.stderr
+    assert re.search(r"the shards of model/\w+ hold \d+ values, expected \d+, each of them once", result.stderr)
     assert Checkpoints(tmp_path / "checkpoints", 3).steps() == []
 
 
@@ -164,11 +209,11 @@ def test_two_processes_write_their_own_parts_of_one_checkpoint(tmp_path):
     for error, code in save_by_two([tmp_path / "shared"] * 2):
         assert code == 0, error
     names = sorted(path.name for path in (tmp_path / "shared" / "step_00000007").iterdir())
-    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "done", "state.pt"]
+    assert names == ["done", "shards_00000.safetensors", "shards_00001.safetensors", *FILES[2:]]
     result = run(SCRIPT, "load", tmp_path / "shared", "8", "2x2x2")
     assert result.returncode == 0 and "identical" in result.stdout, result.stderr
-    alter(tmp_path / "shared" / "step_00000007" / "__1_0.distcp")
-    with pytest.raises(DamagedCheckpoint, match=r"__1_0\.distcp"):
+    alter(tmp_path / "shared" / "step_00000007" / "shards_00001.safetensors")
+    with pytest.raises(DamagedCheckpoint, match=r"shards_00001\.safetensors"):
         read_checkpoint(tmp_path / "shared" / "step_00000007")
 
 
@@ -176,3 +221,15 @@ def test_hosts_without_a_common_folder_are_told_and_nothing_is_marked(tmp_path):
     for error, code in save_by_two([tmp_path / "a", tmp_path / "b"]):
         assert code == 1 and "needs a --run_dir that all of them share" in error, error
     assert not list(tmp_path.glob("*/*/done"))
+
+
+def test_two_processes_restore_what_the_first_alone_has_and_read_shards_themselves(saved, tmp_path):
+    """The second one's folder has the shards of a shared disk, and not the file of the first process."""
+    second = tmp_path / "second"
+    shutil.copytree(saved, second)
+    (second / "step_00000007" / "state.safetensors").unlink()
+    port = free_port()
+    both = [start(SCRIPT, f"load_as_{i}_of_2_at_{port}", f, 4, "1x2x2") for i, f in enumerate((saved, second))]
+    for process in both:
+        out, err = process.communicate()
+        assert process.returncode == 0 and "graphs 0\nidentical" in out, out + err

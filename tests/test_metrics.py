@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from conftest import to_host
 
 from tpu_utils.clock import Goodput
 from tpu_utils.graphs import graphs_compiled, transfers_from_device
 from tpu_utils.metrics import DeviceMetrics, Speed, finite_means, first_not_finite
-from tpu_utils.state import to_host
 
 
 @pytest.fixture(scope="module")

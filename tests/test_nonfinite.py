@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-from conftest import in_process, read_lines
+from conftest import in_process, read_lines, state_in, to_host
 from test_simple_mnist import assert_identical, numbers
 
 import operations
@@ -25,7 +25,6 @@ from tpu_utils.checkpoint import read_checkpoint
 from tpu_utils.errors import run_script
 from tpu_utils.graphs import CompileWatch, transfers_from_device, transfers_to_device
 from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.state import to_host
 
 NAMES = ["loss", "gradient_norm"]
 SKIP = MnistConfig(on_nonfinite="skip")
@@ -167,7 +166,7 @@ def test_stop_finds_a_bad_gradient_before_it_is_saved_and_says_where(tmp_path, c
     assert f"the last checkpoint, of step {max(saved)}, is finite; lower --learning_rate in another" in error
     assert "--resume must --on_nonfinite skip" in error and error.count("\n") == 1
     state = read_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{max(saved):08d}")
-    assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
+    assert all(torch.isfinite(tensor).all() for tensor in state.part("model").values())
 
     # and so the run goes on
     again = [*TINY, "--save_every=1", "--run_dir", tmp_path / "run", "--log_every=50"]
@@ -192,8 +191,7 @@ def test_skip_counts_in_the_log_and_resumes_bit_identical(tmp_path, capsys, bad_
     for step in ("step_00000040", "step_00000044"):
         shutil.rmtree(resumed / "checkpoints" / step)
     assert in_process(*options, "--run_dir", resumed, "--resume=must") == 0
-    states = [read_checkpoint(folder / "checkpoints" / "step_00000044") for folder in (whole, resumed)]
-    assert_identical(*states)
+    assert_identical(*(state_in(folder / "checkpoints" / "step_00000044") for folder in (whole, resumed)))
     assert numbers(whole) == numbers(resumed)
     assert json.loads((resumed / "summary.json").read_text())["skipped_steps"] == summary["skipped_steps"]
 

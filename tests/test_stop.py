@@ -129,7 +129,7 @@ def test_a_run_under_a_notice_saves_says_so_and_ends_with_143(metadata, tmp_path
     assert "stopped by maintenance notice maintenance-event = TERMINATE_ON_HOST_MAINTENANCE, saved after step" in out
     assert f"repeat the command with --run_dir {run_dir} --resume must" in out
     (saved,) = (run_dir / "checkpoints").iterdir()
-    assert 0 < read_checkpoint(saved)["step"] < 22
+    assert 0 < read_checkpoint(saved).step < 22
 
 
 @pytest.mark.parametrize("host", ["localhost:1", "no.such.host.invalid"])

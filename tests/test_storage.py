@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_process, read_lines
+from conftest import in_process, read_lines, state_in
 from faulty_proxy import FAULTS, FaultyProxy
 from google.api_core import exceptions as api_exceptions
 from processes import ROOT, free_port, run, start, waits
+from test_checkpoint import FILES
 from test_simple_mnist import assert_identical, numbers
 
 import transformer_tpu
@@ -116,8 +117,8 @@ def marked_steps(history: list[list]) -> list[int]:
         folder, _, file = name.rpartition("/")
         (there.add if kind == "put" else there.discard)(name)
         if f"{folder}/done" in there:
-            assert f"{folder}/state.pt" in there, "a marker stands beside a checkpoint without its file"
-            assert file in ("done", "state.pt") and (kind, file) != ("put", "state.pt"), "changed under its marker"
+            assert f"{folder}/state.json" in there, "a marker stands beside a checkpoint without its file"
+            assert file in FILES and (kind == "delete" or file == "done"), "changed under its marker"
     return sorted(int(name[17:25]) for name in there if name.endswith("/done"))
 
 
@@ -139,7 +140,8 @@ def steps_in_bucket(folder: str) -> list[int]:
 def end_state(folder: str) -> tuple[Path, dict]:
     """The run directory as another process would get it from the bucket, and its newest checkpoint."""
     run_dir, mirror = another_process(folder, "must")
-    return run_dir, Checkpoints(run_dir / "checkpoints", 9, mirror=mirror).load_for_resume("must")
+    saved = Checkpoints(run_dir / "checkpoints", 9, mirror=mirror).load_for_resume("must")
+    return run_dir, state_in(saved.folder)
 
 
 # ---------------------------------------------------------------------------------------------------------- by itself
@@ -159,8 +161,9 @@ def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
             "metrics.jsonl": b'{"step": 7}\n' * 99,
             "tensorboard/events.1": os.urandom(999),
         }
-        content |= {"checkpoints/step_00000007/state.pt": os.urandom(9 * 2**20), "checkpoints/step_00000007/done": b"7"}
-        content |= {"checkpoints/step_00000007/shards/1.pt": os.urandom(99)}
+        folder = "checkpoints/step_00000007"
+        content |= {f"{folder}/state.safetensors": os.urandom(9 * 2**20), f"{folder}/done": b"7"}
+        content |= {f"{folder}/shards_00001.safetensors": os.urandom(99)}
         for name, data in content.items():
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
             (run_dir / name).write_bytes(data)
@@ -169,7 +172,7 @@ def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
         assert set(proxy.injected) == set(faults)
         machine("second")
         fetched, mirror = another_process("round_trip", "must")
-        mirror.fetch(fetched / "checkpoints" / "step_00000007")
+        mirror.fetch(fetched / folder, {Path(name).name: len(data) for name, data in content.items()})
         found = {
             path.relative_to(fetched).as_posix(): path.read_bytes() for path in fetched.rglob("*") if path.is_file()
         }
@@ -186,7 +189,7 @@ def save(folder: str, *steps: int, keep: int = 3) -> None:
     with mirror:
         checkpoints = Checkpoints(run_dir / "checkpoints", keep, mirror=mirror)
         for step in steps:
-            checkpoints.save(step, {"step": step, "weights": torch.full((100,), float(step))})
+            checkpoints.save(step, {"weights": torch.full((100,), float(step))}, {"evaluation": {}})
 
 
 def test_older_checkpoints_are_deleted_marker_first(proxy, emulator):
@@ -195,7 +198,8 @@ def test_older_checkpoints_are_deleted_marker_first(proxy, emulator):
     machine_without_files = changes(emulator, "prune")
     assert [name for kind, name, *_ in machine_without_files if kind == "delete" and "checkpoints" in name] == [
         "checkpoints/step_00000010/done",
-        "checkpoints/step_00000010/state.pt",
+        "checkpoints/step_00000010/state.json",
+        "checkpoints/step_00000010/state.safetensors",
     ]
 
 
@@ -220,7 +224,9 @@ def test_a_step_that_is_saved_again_is_replaced_under_no_marker(proxy, emulator,
 def test_a_checkpoint_without_its_marker_does_not_count_and_is_written_again(proxy, machine):
     save("cut", 10)
     bucket, prefix = storage.connect("gs://runs/cut")
-    bucket.blob(f"{prefix}checkpoints/step_00000020/state.pt").upload_from_string(b"all that went up before the end")
+    bucket.blob(f"{prefix}checkpoints/step_00000020/state.safetensors").upload_from_string(
+        b"all that went up before the end"
+    )
     machine("second")
     assert steps_in_bucket("cut") == [10]
     save("cut", 20)
@@ -230,7 +236,7 @@ def test_a_checkpoint_without_its_marker_does_not_count_and_is_written_again(pro
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_fetched(proxy, machine, capsys):
     save("damaged", 10, 20)
     bucket, prefix = storage.connect("gs://runs/damaged")
-    bucket.blob(f"{prefix}checkpoints/step_00000020/state.pt").upload_from_string(b"other bytes")
+    bucket.blob(f"{prefix}checkpoints/step_00000020/state.safetensors").upload_from_string(b"other bytes")
     machine("second")
     _, state = end_state("damaged")
     assert state["step"] == 10 and "step_00000020" in capsys.readouterr().err
@@ -250,7 +256,7 @@ def test_bytes_altered_on_their_way_are_sent_and_fetched_again(proxy, emulator, 
 
     run_dir, mirror = another_process(f"altered_{size}")
     (run_dir / name).mkdir(parents=True)
-    (run_dir / name / "state.pt").write_bytes(content)
+    (run_dir / name / "state.safetensors").write_bytes(content)
     (run_dir / name / "done").write_bytes(os.urandom(10**4))
     proxy.plan = plan
     with mirror:
@@ -258,9 +264,9 @@ def test_bytes_altered_on_their_way_are_sent_and_fetched_again(proxy, emulator, 
     machine("second")
     run_dir, mirror = another_process(f"altered_{size}", "must")
     altered.clear()
-    mirror.fetch(run_dir / name)
+    mirror.fetch(run_dir / name, {"state.safetensors": size})
     assert "alter" in proxy.injected and altered == [["GET", "alt=media"]]
-    assert (run_dir / name / "state.pt").read_bytes() == content
+    assert (run_dir / name / "state.safetensors").read_bytes() == content
 
 
 def test_a_permanent_failure_is_loud_tells_no_secret_and_keeps_the_earlier_checkpoint(
@@ -411,7 +417,7 @@ def uninterrupted(tmp_path_factory):
 
 def assert_same_as_local(folder: str, uninterrupted: Path, emulator: int) -> None:
     run_dir, state = end_state(folder)
-    assert_identical(state, torch.load(uninterrupted / f"checkpoints/step_{LAST:08d}/state.pt", weights_only=True))
+    assert_identical(state, state_in(uninterrupted / f"checkpoints/step_{LAST:08d}"))
     found, expected = numbers(run_dir), numbers(uninterrupted)
     stops = [line for line in found if line["kind"] == "checkpoint" and line not in expected]  # saved there as well
     assert [line for line in found if line not in stops] == expected

@@ -11,7 +11,7 @@ from benchmarks import torture
 from benchmarks.torture import differences
 from tpu_utils.checkpoint import Checkpoints
 
-STATE = {"step": 66, "config": {"run_dir": "a"}, "model": {"w": torch.tensor([1.0, float("nan")])}, "accuracy": 0.5}
+STATE = {"model": {"w": torch.tensor([1.0, float("nan")])}}
 LINES = [
     {"kind": "train", "step": 11, "loss": 2.0, "step_seconds": 0.1},
     {"kind": "eval", "step": 11, "accuracy": 0.5},
@@ -19,8 +19,9 @@ LINES = [
 ]
 
 
-def write_run(folder, state=STATE, lines=LINES, **summary):
-    Checkpoints(folder / "checkpoints", keep=1).save(66, state)
+def write_run(folder, state=STATE, lines=LINES, accuracy=0.5, run_dir="a", **summary):
+    values = {"config": {"run_dir": run_dir}, "evaluation": {"accuracy": accuracy}}
+    Checkpoints(folder / "checkpoints", keep=1).save(66, state, values)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"seconds": 1.0, "test_loss": 1.0, **summary}))
     return folder
@@ -29,15 +30,14 @@ def write_run(folder, state=STATE, lines=LINES, **summary):
 def test_only_times_and_extra_checkpoints_may_differ(tmp_path):
     reference = write_run(tmp_path / "reference")
     lines = [{**LINES[0], "step_seconds": 9.9}, {"kind": "checkpoint", "step": 11, "wait_seconds": 0.1}, *LINES[1:]]
-    state = {**STATE, "config": {"run_dir": "b"}}
-    assert differences(write_run(tmp_path / "same", state, lines, seconds=7.0), reference) == []
+    assert differences(write_run(tmp_path / "same", STATE, lines, run_dir="b", seconds=7.0), reference) == []
 
 
 @pytest.mark.parametrize(
     "change, said",
     [
-        (dict(state={**STATE, "model": {"w": torch.tensor([1.0000001, float("nan")])}}), "model of the last"),
-        (dict(state={**STATE, "accuracy": 0.25}), "accuracy of the last checkpoint differs"),
+        (dict(state={"model": {"w": torch.tensor([1.0000001, float("nan")])}}), "model/w of the last"),
+        (dict(accuracy=0.25), "evaluation of the last checkpoint differs"),
         (dict(lines=[LINES[0], *LINES]), "metrics.jsonl has twice: [('train', 11)]"),
         (dict(lines=LINES[1:]), "metrics.jsonl lacks"),
         (dict(lines=[LINES[1], LINES[0], LINES[2]]), "another order"),
@@ -53,7 +53,8 @@ def test_a_difference_is_seen(tmp_path, change, said):
 
 def test_another_last_step_is_seen(tmp_path):
     reference, other = write_run(tmp_path / "reference"), write_run(tmp_path / "other")
-    shutil.move(other / "checkpoints" / "step_00000066", other / "checkpoints" / "step_00000065")
+    shutil.rmtree(other / "checkpoints")
+    Checkpoints(other / "checkpoints", keep=1).save(65, STATE)
     assert "the last checkpoint is step_00000065" in differences(other, reference)[0]
 
 

@@ -1,56 +1,80 @@
-"""The checkpoints of a run directory: atomic, checked, never executed."""
+"""The checkpoints of a run directory: atomic, checked, and nothing but data: safetensors and JSON."""
 
 import json
+import os
+import re
 import shutil
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
 
-from tpu_utils.errors import CheckpointError, SaveError
-from tpu_utils.files import checksum_of, sync_folder, write_atomically
+from tpu_utils.errors import CheckpointError, DamagedCheckpoint, SaveError
+from tpu_utils.files import checksum_of, open_regular, parse_json, sync_folder, write_atomically
 from tpu_utils.peers import Peers
 from tpu_utils.state import (
     HostCopy,
     copy_to_host,
     is_sharded,
-    map_tensors,
+    merged_entries,
     num_bytes,
     put,
-    read_sharded,
-    read_whole,
+    put_sharded,
+    shards_by_path,
     tensors_by_path,
-    write_sharded,
-    write_whole,
 )
 from tpu_utils.storage import Mirror
+from tpu_utils.tensor_files import (
+    LONGEST_HEADER,
+    WHOLE_FILE,
+    Entry,
+    Kind,
+    TensorFiles,
+    check_complete,
+    check_files,
+    index_as_json,
+    kind_of,
+    one_thread,
+    parse_index,
+    write_tensors,
+)
+
+FORMAT = 2
+"""Of the files below a step folder. Format 1 was a pickle, which torch 2.9 does not read safely (CVE-2026-24747)."""
+LAST_WITH_FORMAT_1 = "37bab4b"
+"""The commit of this project that still reads it."""
+INDEX_FILE = "state.json"
+SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_dir that all of them share"
 
 
 class Checkpoints:
-    """step_00001200/ with state.pt, the files of what is sharded over devices, and a `done` marker with the size and
-    CRC-32 of each; the newest `keep` of them.
+    """step_00001200/ with state.safetensors, a file of shards for each process that has some, their index state.json,
+    and a `done` marker with the run, the step, and the size and CRC-32 of each file; the newest `keep` of them.
 
     A step is written aside, synced, renamed and only then marked: a folder without its marker is not a checkpoint.
     The loop waits for the copy to host memory alone, one thread does the rest; at most one save is under way:
 
-        copy = checkpoints.copy(step, state)     # raises what went wrong with the save before
-        checkpoints.write(copy)                  # at once
-        checkpoints.check()                      # now and then: raises SaveError if a save has failed
-        checkpoints.wait()                       # the last save is on disk
+        copy = checkpoints.copy(step, parts, values)  # raises what went wrong with the save before
+        checkpoints.write(copy)                       # at once
+        checkpoints.check()                           # now and then: raises SaveError if a save has failed
+        checkpoints.wait()                            # the last save is on disk
 
     As a context manager it waits at the end, whatever happened. With several peers every process makes all these calls
     alike, on a folder that all of them see.
     """
 
-    def __init__(self, folder: Path, keep: int, peers: Peers | None = None, mirror: Mirror | None = None):
-        """mirror: of the run directory, for one in a bucket."""
-        self.folder, self.keep, self._mirror = folder, keep, mirror
+    def __init__(
+        self, folder: Path, keep: int, peers: Peers | None = None, mirror: Mirror | None = None, run_id: str = ""
+    ):
+        """mirror: of the run directory, for one in a bucket. run_id: of the run that the checkpoints belong to."""
+        self.folder, self.keep, self._mirror, self.run_id = folder, keep, mirror, run_id
         self._peers = peers or Peers()
-        self._peers_of_thread = self._peers.with_own_group()
+        self._peers_of_thread = self._peers.with_own_links()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -67,7 +91,12 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        return sorted(int(path.parent.name[5:]) for path in self.folder.glob("step_????????/done"))
+        return sorted(step for step, path in self._folders() if (path / "done").exists())
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """Those of steps. Links and odd names are somebody else's: neither read nor removed."""
+        found = self.folder.iterdir() if self.folder.is_dir() else []
+        return [(step, path) for path in found if (step := step_of_folder(path)) is not None]
 
     def newest(self) -> int | None:
         """The step of the newest one, None without any. Waits for the save under way, whose failure is raised later.
@@ -84,18 +113,22 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
+    def save(self, step: int, parts: dict[str, Any], values: dict[str, Any] | None = None) -> Path:
         """Copy, write and wait. Returns the folder written. Raises SaveError; the earlier checkpoints are intact."""
-        self.write(self.copy(step, state))
+        self.write(self.copy(step, parts, values))
         self.wait()
         return self.path(step)
 
-    def copy(self, step: int, state: dict[str, Any]) -> HostCopy:
-        """The state in host memory, once the save before is on disk. Raises its SaveError, or one for lack of space."""
+    def copy(self, step: int, parts: dict[str, Any], values: dict[str, Any] | None = None) -> HostCopy:
+        """The state in host memory, once the save before is on disk. Raises its SaveError, or one for lack of space.
+
+        parts: nestings of tensors, by name. values: what is no tensor, of JSON.
+        """
         started = time.perf_counter()
         self.wait()
-        self._peers.from_first(lambda: self._check_space(step, num_bytes(state)))
-        copy = copy_to_host(step, state, first=self._peers.index == 0)
+        tensors = tensors_by_path(parts)
+        self._peers.from_first(lambda: self._check_space(step, num_bytes(tensors)))
+        copy = copy_to_host(step, tensors, values or {}, first=self._peers.index == 0)
         copy.wait_seconds = time.perf_counter() - started
         return copy
 
@@ -130,12 +163,11 @@ class Checkpoints:
 
     def _check_space(self, step: int, state_bytes: int) -> None:
         """Before anything is touched: a disk that fills up in the middle of a save takes other programs down too."""
-        needed = state_bytes + state_bytes // 50 + 2**20  # with what torch.save adds
+        needed = state_bytes + state_bytes // 50 + 2**20  # with headers and the index
         folder = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
-        free = shutil.disk_usage(folder).free
-        if free < needed:
+        if not has_room(folder, needed):
             raise SaveError(
-                f"checkpoint of step {step} needs {needed / 2**20:,.0f} MiB, but {free / 2**20:,.0f} MiB are free at "
+                f"checkpoint of step {step} needs {needed / 2**20:,.0f} MiB, but {room(folder)} at "
                 f"{folder}; nothing was written, the checkpoints of steps {self.steps()} are intact; make room there, "
                 "or move the run to a larger disk, and go on with --resume must"
             )
@@ -146,7 +178,7 @@ class Checkpoints:
         except BaseException as error:  # whatever it is: the loop raises it
             self._failure = error
         finally:
-            copy.whole, copy.sharded = {}, {}  # or the next copy would be a second one in memory
+            copy.clear()
 
     def _write(self, copy: HostCopy) -> None:
         """In the thread. Without anything sharded on the first process alone: no message goes between them."""
@@ -154,67 +186,109 @@ class Checkpoints:
         aside = self.folder / f".writing_{copy.step:08d}"
         try:
             peers.from_first(lambda: self._make(aside))
-            files = write_sharded(aside, copy.sharded, peers) if copy.sharded else {}
-            peers.from_first(lambda: self._finish(copy, aside, files))
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+            written = peers.gather(self._write_shards(aside, copy, peers.index)) if copy.sharded else []
+            if problems := [one["problem"] for one in written if "problem" in one]:
+                raise OSError("; ".join(problems))
+            peers.from_first(lambda: self._finish(copy, aside, written))
+        except (OSError, ValueError, SaveError) as error:
             if peers.index == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            free = shutil.disk_usage(self.folder.parent).free / 2**20
+            if isinstance(error, SaveError):  # said by the first process, or of the bucket
+                raise
             raise SaveError(
                 f"checkpoint of step {copy.step} could not be written to {self.path(copy.step)}: {error}; "
-                f"{free:,.0f} MiB are free there; the checkpoints of steps {self.steps()} are intact"
+                f"{room(self.folder.parent)} there; the checkpoints of steps {self.steps()} are intact"
             ) from error
+
+    @staticmethod
+    def _write_shards(aside: Path, copy: HostCopy, index: int) -> dict[str, Any]:
+        """What this process has to say of its file of shards; a problem too, because the others wait to hear."""
+        name = f"shards_{index:05d}.safetensors"
+        if not aside.is_dir():
+            return {"problem": f"process {index} sees no {aside}; {SHARED_FOLDER}"}
+        try:
+            sums = write_tensors(aside / name, copy.shard_file())
+        except OSError as error:
+            return {"problem": f"process {index}: {error}"}
+        return {"name": name, "sums": sums, "shards": shards_by_path(copy, name)}
 
     def _make(self, aside: Path) -> None:
         for left_by_a_kill in self.folder.glob(".writing_*"):
             shutil.rmtree(left_by_a_kill)
         aside.mkdir(parents=True)
 
-    def _finish(self, copy: HostCopy, aside: Path, files: dict[str, dict[str, int]]) -> None:
+    def _finish(self, copy: HostCopy, aside: Path, written: list[dict[str, Any]]) -> None:
         """On the first process, when all shards are on disk: the rest, the marker, and away with the oldest."""
         target = self.path(copy.step)
+        files = {one["name"]: one["sums"] for one in written}
         for name, expected in files.items():
             size = (aside / name).stat().st_size if (aside / name).exists() else "absent"
             if size != expected["bytes"]:
-                raise RuntimeError(
-                    f"{name} is {size} here, its process wrote {expected['bytes']} bytes; a run whose state is "
-                    "sharded over several hosts needs a --run_dir that all of them share"
-                )
+                raise OSError(f"{name} is {size} here, its process wrote {expected['bytes']} bytes; {SHARED_FOLDER}")
+        entries = merged_entries(copy, [one["shards"] for one in written])
+        for path in copy.sharded:
+            check_complete(path, entries[path])
         if self._mirror:
             self._mirror.wait()  # pruning must not take files away that are on their way up
-        marker = {"step": copy.step, **write_whole(aside / "state.pt", copy.whole), "cut": files}
+        files[WHOLE_FILE] = write_tensors(aside / WHOLE_FILE, copy.whole)
+        index = {"format": FORMAT, "step": copy.step, "values": copy.values, "tensors": index_as_json(entries)}
+        write_atomically(aside / INDEX_FILE, json.dumps(index).encode())
+        files[INDEX_FILE] = checksum_of(aside / INDEX_FILE)
+        marker = {"format": FORMAT, "run": self.run_id, "step": copy.step, "files": files}
         sync_folder(aside)
         if target.exists():  # a kill left it without its marker, or a resumed run comes past it again
             self._remove(target)
         aside.rename(target)
         sync_folder(self.folder)
         write_atomically(target / "done", json.dumps(marker).encode())
-        kept = {self.path(step) for step in self.steps()[-self.keep :]}
-        for folder in set(self.folder.glob("step_????????")) - kept:  # also what a kill left without its marker
-            self._remove(folder)
+        self._prune(copy.step)
         if self._mirror:
             self._mirror.send(target, self.keep)
+
+    def _prune(self, step: int) -> None:
+        """Remove what is older than the newest `keep` up to this step, whose files have just been read back.
+
+        Of later steps only what a resumed run has not come past again is here: it fell back because they are damaged.
+        """
+        kept = [other for other in self.steps() if other <= step][-self.keep :]
+        for other, folder in self._folders():
+            if other < step and other not in kept:  # also what a kill left without its marker
+                self._remove(folder)
 
     @staticmethod
     def _remove(folder: Path) -> None:
         (folder / "done").unlink(missing_ok=True)  # first of all: half a folder must not look complete
         shutil.rmtree(folder)
 
-    def load_for_resume(self, resume: str, whole: bool = True) -> dict[str, Any] | None:
-        """State of the newest complete checkpoint, on the CPU; None when a new run is to begin.
+    def load_for_resume(self, resume: str) -> "Saved | None":
+        """The newest complete checkpoint; None when a new run is to begin. All processes must call it.
 
-        resume is never, auto or must. whole=False: see read_checkpoint; restore() gets the rest. A damaged checkpoint
-        is named and the one before it is used. Raises CheckpointError when all are damaged, when one holds anything but
-        tensors and plain values, or when there is none and resume is must.
+        resume is never, auto or must. A damaged checkpoint is named and the one before it is used. Raises
+        CheckpointError when all are damaged, or when there is none and resume is must.
         """
+        saved: Saved | None = None
+
+        def load() -> dict[str, Any] | None:
+            nonlocal saved
+            saved = self.load(resume)
+            return saved and {"step": saved.step, "run": saved.run_id, "values": saved.values, "tensors": saved.index()}
+
+        found = self._peers.from_first(load)
+        if found is None or self._peers.index == 0:
+            return saved
+        step, entries = found["step"], parse_index(found["tensors"])
+        return Saved(self.path(step), step, found["run"], found["values"], entries)
+
+    def load(self, resume: str) -> "Saved | None":
+        """As load_for_resume, for one process by itself."""
         if resume == "never":
             return None
         problems = []
         for step in reversed(self.steps()):
             try:
                 if self._mirror:
-                    self._mirror.fetch(self.path(step))
-                return read_checkpoint(self.path(step), whole)
+                    self._mirror.fetch(self.path(step), sizes_of_files(self.path(step)))
+                return read_checkpoint(self.path(step), self.run_id)
             except DamagedCheckpoint as error:
                 problems.append(str(error))
                 print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
@@ -226,102 +300,170 @@ class Checkpoints:
             raise CheckpointError(f"{self.folder} holds no complete checkpoint to go on from; check --run_dir")
         return None
 
-    def restore(self, saved: dict[str, Any], targets: dict[str, Any]) -> None:
-        """Fill the tensors in targets, a nesting as in saved, which is what load_for_resume returned, whole or not.
+    def restore(self, saved: "Saved", parts: dict[str, Any]) -> None:
+        """Fill the tensors in parts, nestings as they were saved. All processes must call it.
 
         They keep their place: one that is sharded gets each device's shard, whatever mesh or single device it was saved
         from. Raises CheckpointError before anything is changed if names, shapes or types differ.
         """
-        wanted = tensors_to_restore(targets)
-        found = tensors_to_restore({name: saved.get(name) for name in targets})
-        check_alike(wanted, found)
-        # shards go to the devices one by one; a tensor that every device holds whole goes by way of a whole one here
-        from_files = {
-            path: tensor if is_sharded(tensor) else torch.empty_like(tensor, device="cpu")
-            for path, tensor in wanted.items()
-            if found[path].is_meta
-        }
-        if from_files:
-            folder = self.path(saved["step"])
-            read_sharded(folder, list(_marker(folder)), from_files)
-        found |= from_files
+        wanted = tensors_by_path(parts)
+        found = {path: entry.kind for path, entry in saved.entries.items() if path.split("/")[0] in parts}
+        check_alike({path: kind_of(tensor) for path, tensor in wanted.items()}, found)
+        with one_thread():
+            self._fill(wanted, saved)
+
+    def _fill(self, wanted: dict[str, torch.Tensor], saved: "Saved") -> None:
+        files = saved.files()
         for path, tensor in wanted.items():
-            if found[path] is not tensor:
-                put(tensor, found[path])
+            if saved.entries[path].shards and is_sharded(tensor):
+                put_sharded(tensor, lambda part, offsets, path=path: files.read_into(part, path, offsets))
+            elif saved.entries[path].shards:
+                put(tensor, files.read(path))
+            else:  # in a file that the first process alone may have
+                kind = saved.entries[path].kind
+                own = self._peers.index == 0
+                value = files.read(path) if own else torch.empty(kind.shape, dtype=kind.dtype)
+                self._peers.tensor_from_first(value)
+                put(tensor, value)
 
 
-class DamagedCheckpoint(CheckpointError):
-    """Its bytes are not those that were written."""
+@dataclass
+class Saved:
+    """A checkpoint whose files have been checked. The tensors are read when they are asked for."""
 
+    folder: Path
+    step: int
+    run_id: str
+    values: dict[str, Any]
+    entries: dict[str, Entry]
 
-def _marker(folder: Path) -> dict[str, Any]:
-    """Size and CRC-32 of every file, by name, as the done marker says. Raises OSError and what a bad marker makes."""
-    marker = json.loads((folder / "done").read_text())
-    return {"state.pt": {name: marker.get(name) for name in ("bytes", "crc32")}, **marker.get("cut", {})}
+    def files(self) -> TensorFiles:
+        return TensorFiles(self.folder, self.entries)
 
+    def index(self) -> dict[str, Any]:
+        return index_as_json(self.entries)
 
-def read_checkpoint(folder: Path, whole: bool = True) -> dict[str, Any]:
-    """The state in a checkpoint folder, on the CPU. Nothing that the files say is run.
-
-    whole=False: of tensors that were sharded over devices only shapes and types, on the meta device. Every byte is
-    checked all the same. Raises DamagedCheckpoint for bytes that changed, CheckpointError for foreign content.
-    """
-    try:
-        files = _marker(folder)
-        sums = {name: (expected, checksum_of(folder / name)) for name, expected in files.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {error}") from error
-    for name, (expected, found) in sums.items():
-        for quantity, value in found.items():
-            if expected.get(quantity) != value:
-                raise DamagedCheckpoint(
-                    f"checkpoint {folder / name} is damaged: {quantity} is {value}, its done marker says "
-                    f"{expected.get(quantity)}"
-                )
-    state = read_whole(folder / "state.pt")
-    if not isinstance(state, dict) or "step" not in state:
-        raise CheckpointError(
-            f"{folder} is not a checkpoint of these scripts: found {type(state).__name__} without a step, expected a "
-            "dict with one; remove it, or choose another --run_dir"
-        )
-    for name, kind in (("step", int), ("config", dict), ("model", dict)):
-        if name in state and not isinstance(state[name], kind):
+    def value(self, name: str, kind: type) -> Any:
+        """One of the values. Raises CheckpointError when there is none of this kind."""
+        if not isinstance(self.values.get(name), kind):
             raise CheckpointError(
-                f"{folder} is not a checkpoint of these scripts: {name} is {kind_of(state[name])}, expected "
-                f"{kind.__name__}; remove it, or choose another --run_dir"
+                f"{self.folder} has {sorted(self.values)}, expected {name} too, a {kind.__name__}; it is of another "
+                "script or version: start anew in another --run_dir"
             )
-    sharded: dict[str, torch.Tensor] = {}
-    if whole:
-        state = map_tensors(
-            state, lambda path, t: sharded.setdefault(path, torch.empty_like(t, device="cpu")) if t.is_meta else t
-        )
-    if sharded:
-        read_sharded(folder, list(files), sharded)
-    return SavedState(state)
+        return self.values[name]
+
+    def part(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of one part, whole on the CPU, by their path in it. Raises CheckpointError if there are none."""
+        files = self.files()
+        with one_thread():
+            found = {path: files.read(path) for path in self.entries if path.split("/")[0] == name}
+        if not found:
+            parts = sorted({path.split("/")[0] for path in self.entries})
+            raise CheckpointError(
+                f"{self.folder} has {parts}, expected {name} too; it is of another script or version: start anew in "
+                "another --run_dir"
+            )
+        return {path.removeprefix(f"{name}/"): tensor for path, tensor in found.items()}
 
 
-class SavedState(dict):
-    """What a checkpoint holds. Raises CheckpointError, not KeyError, for what it does not."""
+def step_of_folder(path: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None for a link, or any other name."""
+    found = re.fullmatch(r"step_([0-9]{8})", path.name)
+    return int(found[1]) if found and path.is_dir() and not path.is_symlink() else None
 
-    def __missing__(self, name: str) -> Any:
+
+def room(folder: Path) -> str:
+    """What is left on the disk, in words: it may have room for bytes and none for another file."""
+    found = os.statvfs(folder)
+    free = f"{found.f_bavail * found.f_frsize / 2**20:,.0f} MiB are free"
+    return free if has_room(folder, 0) else f"{free} and no inode is left for another file"
+
+
+def has_room(folder: Path, num_bytes: int) -> bool:
+    """For so many bytes in a handful of files."""
+    found = os.statvfs(folder)
+    inodes = found.f_files == 0 or found.f_favail >= 8  # 0: a file system that does not count them
+    return inodes and found.f_bavail * found.f_frsize >= num_bytes
+
+
+def read_checkpoint(folder: Path, run_id: str = "") -> Saved:
+    """What a checkpoint folder holds. run_id: the run it must be of, when that is known.
+
+    Every byte is checked before a tensor is mapped. Raises DamagedCheckpoint, and CheckpointError for one in the format
+    of before.
+    """
+    if (folder / "state.pt").exists():
         raise CheckpointError(
-            f"the checkpoint of step {self.get('step')} has {sorted(map(str, self))}, expected {name} too; it is of "
-            "another script or version: start anew in another --run_dir"
+            f"checkpoint {folder} is in format 1, a pickle, which is not read because its bytes could corrupt memory "
+            f"(CVE-2026-24747); finish that run with commit {LAST_WITH_FORMAT_1} of these scripts, or start anew in "
+            "another --run_dir"
         )
+    try:
+        marker = read_marker(folder)
+        if run_id and marker["run"] != run_id:
+            raise ValueError(f"it is of run {marker['run'][:50]!r}, this is run {run_id}")
+        for name, expected in marker["files"].items():
+            size = (folder / name).lstat().st_size  # before all of it is read
+            sums = checksum_of(folder / name, follow=False) if size == expected["bytes"] else {"bytes": size}
+            for quantity, value in sums.items():
+                if value != expected[quantity]:
+                    said = f"its done marker says {expected[quantity]}"
+                    raise ValueError(f"{name} has other content: {quantity} is {value}, {said}")
+        index = _read_json(folder / INDEX_FILE)
+        if type(index) is not dict or index.keys() != {"format", "step", "values", "tensors"}:
+            raise ValueError(f"{INDEX_FILE} is no index of a checkpoint")
+        if (index["format"], index["step"]) != (FORMAT, marker["step"]) or type(index["values"]) is not dict:
+            raise ValueError(f"{INDEX_FILE} has step {index['step']!r} and format {index['format']!r}")
+        entries = parse_index(index["tensors"])
+        check_files(folder, entries, marker["files"])
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {error}") from error
+    return Saved(folder, marker["step"], marker["run"], index["values"], entries)
 
 
-def tensors_to_restore(state: Any) -> dict[str, torch.Tensor]:
-    """By path. Without an optimizer's param_groups: its numbers come from the options, the rate from the table."""
-    return {path: tensor for path, tensor in tensors_by_path(state).items() if "/param_groups/" not in path}
+def read_marker(folder: Path) -> dict[str, Any]:
+    """The done marker. Raises ValueError unless it has its form, names this folder's step and this folder's files."""
+    marker = _read_json(folder / "done")
+    form = {"format": int, "run": str, "step": int, "files": dict}
+    if type(marker) is not dict or {name: type(value) for name, value in marker.items()} != form:
+        raise ValueError("its done marker has another form")
+    if marker["format"] != FORMAT or marker["step"] != step_of_folder(folder):
+        raise ValueError(f"its done marker is of step {marker['step']} in format {marker['format']}")
+    for name, sums in marker["files"].items():
+        if not re.fullmatch(rf"{WHOLE_FILE}|{INDEX_FILE}|shards_[0-9]{{5}}\.safetensors", name):
+            raise ValueError(f"its done marker names the file {name[:100]!r}")
+        if type(sums) is not dict or {n: type(v) for n, v in sums.items()} != {"bytes": int, "crc32": int}:
+            raise ValueError(f"its done marker has no size and CRC-32 of {name}")
+    if not {WHOLE_FILE, INDEX_FILE} <= marker["files"].keys():
+        raise ValueError("its done marker does not name all files")
+    return marker
 
 
-def check_alike(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+def sizes_of_files(folder: Path) -> dict[str, int]:
+    """By name, as the done marker says; nothing where that is damaged."""
+    try:
+        return {name: sums["bytes"] for name, sums in read_marker(folder)["files"].items()}
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_json(path: Path) -> Any:
+    with open_regular(path, follow=False) as file:
+        content = file.read(LONGEST_HEADER + 1)
+    if len(content) > LONGEST_HEADER:
+        raise ValueError(f"{path.name} has more than {LONGEST_HEADER} bytes")
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no JSON: {error}") from error
+
+
+def check_alike(wanted: dict[str, Kind], found: dict[str, Kind]) -> None:
     """Raises CheckpointError, in words, unless both have the same names, shapes and types."""
-    own, other = ({name: kind_of(tensor) for name, tensor in state.items()} for state in (wanted, found))
     changed = [
-        f"{name} is {own.get(name, 'absent')}, was {other.get(name, 'absent')}"
-        for name in sorted(own | other)
-        if own.get(name) != other.get(name)
+        f"{name} is {wanted.get(name, 'absent')}, was {found.get(name, 'absent')}"
+        for name in sorted(wanted | found)
+        if wanted.get(name) != found.get(name)
     ]
     if changed:
         raise CheckpointError(
@@ -330,31 +472,24 @@ def check_alike(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor])
         )
 
 
-def kind_of(value: Any) -> str:
-    """What must be equal for one value to stand for another."""
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    return type(value).__name__
-
-
 def load_model(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
     """load_state_dict on the host that says in words what differs. Raises CheckpointError before anything changes."""
-    check_alike(model.state_dict(), tensors_by_path(saved))
+    own, other = ({name: kind_of(value) for name, value in state.items()} for state in (model.state_dict(), saved))
+    check_alike(own, other)
     model.load_state_dict(saved)
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> dict[str, torch.Tensor]:
     """Every generator that a script or a layer may draw from on this host and device."""
-    return {"torch": torch.get_rng_state(), "xla": xm.get_rng_state()}
+    return {"torch": torch.get_rng_state(), "xla": torch.tensor([xm.get_rng_state()], dtype=torch.uint64)}
 
 
-def set_random_state(state: Any) -> None:
+def set_random_state(state: dict[str, torch.Tensor]) -> None:
     """Raises CheckpointError when it is not what random_state() gives."""
-    own = {name: kind_of(value) for name, value in random_state().items()}
-    other = {name: kind_of(value) for name, value in state.items()} if isinstance(state, dict) else kind_of(state)
-    if own != other:
+    try:
+        torch.set_rng_state(state["torch"])
+    except RuntimeError as error:  # the bytes are no state of the generator
         raise CheckpointError(
-            f"the checkpoint's random state is {other}, expected {own}; start anew in another --run_dir"
-        )
-    torch.set_rng_state(state["torch"])
-    xm.set_rng_state(state["xla"])
+            f"the checkpoint's random state is none: {error}; start anew in another --run_dir"
+        ) from error
+    xm.set_rng_state(int(state["xla"].numpy()[0]))  # int() of a torch.uint64 overflows

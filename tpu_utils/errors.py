@@ -32,6 +32,10 @@ class CheckpointError(InputError):
     """A checkpoint on disk cannot be used: truncated, altered, foreign, or of another model."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """Its bytes are not those that were written, or do not fit together."""
+
+
 def run_script(main: Callable[[], int]) -> int:
     """Exit code of main: its own, 2 for an InputError, 1 for a TrainingError, each as a message without a traceback."""
     try:

@@ -1,10 +1,20 @@
-"""The processes of one run: how the hosts of a slice meet before the TPU starts, and what they agree on later."""
+"""The processes of one run: how the hosts of a slice meet before the TPU starts, and what they agree on later.
 
-import datetime
+They talk through process 0, in JSON and in the bytes of tensors (wire.py), and never through the devices.
+"""
+
+import json
+import os
+import secrets
 import shlex
+import socket
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +22,27 @@ import torch.distributed as dist
 from torch_xla._internal import tpu
 
 from config import TrainConfig
+from tpu_utils import errors
 from tpu_utils.environment import choose_device
-from tpu_utils.errors import DeviceError
+from tpu_utils.errors import DeviceError, InputError, TrainingError
+from tpu_utils.files import open_regular
+from tpu_utils.wire import Link, Listener, ProofError, WireError, connect
+
+ANSWER_SECONDS = 1800.0
+"""How long a process waits for what another one has to say, which may be busy with a save or a compile."""
+SECRET_ATTRIBUTE = "peers-secret"
+"""Of the VM's metadata: gcloud compute tpus tpu-vm create ... --metadata-from-file peers-secret=FILE."""
+
+
+@dataclass
+class Meeting:
+    """Where the processes of a run meet, and how they know each other."""
+
+    addresses: list[str]
+    """Of processes 0, 1, ...; process 0 listens."""
+    secret: bytes = b""
+    anyone: bool = False
+    """Whether a caller may have another address than these; it has to know the secret in any case."""
 
 
 def meet_hosts(config: TrainConfig) -> "Peers":
@@ -22,7 +51,8 @@ def meet_hosts(config: TrainConfig) -> "Peers":
     Call it before start_device. Raises DeviceError naming the hosts that are missing.
     """
     index, addresses = tpu_hosts() if choose_device(config) == "tpu" else (0, ["localhost"])
-    return wait_for_peers(index, addresses, config.peers_timeout)
+    secret = read_secret(config.peers_secret) if len(addresses) > 1 else b""
+    return wait_for_peers(index, addresses, config.peers_timeout, secret=secret)
 
 
 def tpu_hosts() -> tuple[int, list[str]]:
@@ -36,81 +66,223 @@ def tpu_hosts() -> tuple[int, list[str]]:
         ) from error
 
 
-def wait_for_peers(index: int, addresses: list[str], seconds: float, port: int = 12356) -> "Peers":
+def read_secret(file: str) -> bytes:
+    """The secret in this file, or where there is none the attribute peers-secret of the VM's metadata, or nothing.
+
+    Raises InputError for a file that others may read, or with fewer than 16 bytes.
+    """
+    if not file:
+        return _secret_in_metadata()
+    try:
+        with open_regular(Path(file)) as opened:
+            mode, secret = os.fstat(opened.fileno()).st_mode & 0o777, opened.read(4096).strip()
+    except (OSError, ValueError) as error:
+        raise InputError(f"peers_secret {file} cannot be read: {error}") from error
+    if mode & 0o077:
+        raise InputError(f"peers_secret {file} has mode {mode:o}, so others may read it; chmod 600 {shlex.quote(file)}")
+    if len(secret) < 16:
+        raise InputError(
+            f"peers_secret {file} holds {len(secret)} bytes, expected at least 16; openssl rand -hex 32 > FILE"
+        )
+    return secret
+
+
+def _secret_in_metadata() -> bytes:
+    if os.environ.get("TPU_SKIP_MDS_QUERY"):
+        return b""
+    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
+    url = f"http://{host}/computeMetadata/v1/instance/attributes/{SECRET_ATTRIBUTE}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on the VM's own link
+    try:
+        with direct.open(request, timeout=10) as answer:
+            return answer.read(4096).strip()
+    except urllib.error.HTTPError as error:
+        if error.code == 404:  # the slice was made without one
+            return b""
+        raise DeviceError(f"the metadata server answered {error.code} to {SECRET_ATTRIBUTE}; start again") from error
+    except OSError as error:  # without the secret that the other hosts have it could not meet them
+        raise DeviceError(f"the metadata server does not answer: {error}; run on a TPU VM") from error
+
+
+def wait_for_peers(index: int, addresses: list[str], seconds: float, port: int = 12356, secret: bytes = b"") -> "Peers":
     """Meet the other hosts before the TPU is started: it would wait for them for ever, without a word.
 
-    The default process group is theirs afterwards (gloo). Raises DeviceError naming the hosts that are missing.
+    Host 0 listens on its own address in the slice, to the slice's addresses alone. Raises DeviceError naming the hosts
+    that are missing.
     """
     count = len(addresses)
     if count == 1:
         return Peers()
+    known = "a secret" if secret else "no secret (docs/many_devices.md)"
     print(
-        f"host       {index} of {count}, waiting up to {seconds:g} s for the others at {addresses[0]}:{port}",
+        f"host       {index} of {count}, waiting up to {seconds:g} s for the others at {addresses[0]}:{port}, "
+        f"with {known}",
         flush=True,
     )
-    names, deadline = [f"host_{i}" for i in range(count)], time.monotonic() + seconds
-    missing = [0]  # the others are known to be there or not once the first one answers
+    return Peers(index, count, Meeting(addresses, secret), _meet(index, Meeting(addresses, secret), seconds, port))
+
+
+def meet_replicas(index: int, count: int, seconds: float) -> "Peers":
+    """The processes that torchrun has started, one for each device. Process 0 tells the others where it listens, and a
+    secret made for this run, through torchrun's own store: on one machine nothing but loopback is listened on."""
+    store = dist.distributed_c10d._get_default_store()
+    if index == 0:
+        address = "127.0.0.1" if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else os.environ["MASTER_ADDR"]
+        meeting = Meeting([address] * count, secrets.token_bytes(32), anyone=True)
+        listener = _listen(meeting, 0)
+        store.set("peers", json.dumps({"address": address, "port": listener.port, "secret": meeting.secret.hex()}))
+        return Peers(0, count, meeting, _gather_links(listener, meeting, seconds))
+    found = json.loads(store.get("peers"))
+    meeting = Meeting([found["address"]] * count, bytes.fromhex(found["secret"]), anyone=True)
+    return Peers(index, count, meeting, _meet(index, meeting, seconds, found["port"]))
+
+
+def _meet(index: int, meeting: Meeting, seconds: float, port: int) -> list[Link]:
+    """Process 0: the links to all others. Any other process: the one to process 0."""
+    if index == 0:
+        return _gather_links(_listen(meeting, port), meeting, seconds)
+    deadline, found = time.monotonic() + seconds, "no answer"
+    while True:
+        try:
+            link = connect(meeting.addresses[0], port, index, meeting.secret, "process 0", ANSWER_SECONDS)
+            break
+        except ProofError as error:
+            raise DeviceError(
+                f"{meeting.addresses[0]}:{port} does not know the secret of this run; give all hosts the same "
+                "--peers_secret, and see which program listens there"
+            ) from error
+        except WireError as error:
+            found = str(error)
+        if time.monotonic() > deadline:
+            raise _missing(index, meeting, [0], seconds, found)
+        time.sleep(0.1)
+    link.seconds = max(1.0, deadline - time.monotonic()) + 10  # host 0 may have started to wait a little later
     try:
-        limit = datetime.timedelta(seconds=seconds)
-        store = dist.TCPStore(addresses[0], port, count, is_master=index == 0, timeout=limit, wait_for_workers=False)
-        store.set(names[index], "here")
-        while missing := [i for i, name in enumerate(names) if not store.check([name])]:
-            if time.monotonic() > deadline:
-                raise dist.DistStoreError(f"{count - len(missing)} of {count} hosts answered")
-            time.sleep(0.1)
-    except dist.DistError as error:
-        names = ", ".join(f"host {i} ({addresses[i]})" for i in missing)
-        command = f"--worker=all --command={shlex.quote(shlex.join(['python3', *sys.argv]))}"
+        missing = link.receive()  # [] once all are there
+    except WireError as error:
+        raise _missing(index, meeting, [0], seconds, str(error)) from error
+    if missing != []:
+        named = (
+            [i for i in missing if type(i) is int and 0 < i < len(meeting.addresses)] if type(missing) is list else []
+        )
+        raise _missing(index, meeting, named, seconds, "host 0 has not heard of them")
+    link.seconds = ANSWER_SECONDS
+    return [link]
+
+
+def _listen(meeting: Meeting, port: int) -> Listener:
+    own = meeting.addresses[0]
+    try:
+        allowed = (
+            None if meeting.anyone else {info[4][0] for a in meeting.addresses for info in socket.getaddrinfo(a, 0)}
+        )
+        return Listener(own, port, len(meeting.addresses), meeting.secret, allowed, ANSWER_SECONDS)
+    except OSError as error:
         raise DeviceError(
-            f"host {index} of {count} waited {seconds:g} s for {names}: {str(error).splitlines()[0]}; start the same "
-            f"command on all workers:\n  gcloud compute tpus tpu-vm ssh NAME --zone ZONE {command}"
+            f"this host cannot listen on {own}:{port}, its own address in the slice: {error.strerror or error}; is "
+            "another run waiting there, or the address that of another machine? (in a container: --net=host)"
         ) from error
-    dist.init_process_group("gloo", store=store, rank=index, world_size=count, timeout=limit)
-    return Peers(index, count)
+
+
+def _gather_links(listener: Listener, meeting: Meeting, seconds: float) -> list[Link]:
+    links = listener.wait(seconds)
+    missing = listener.missing()
+    for link in links or listener.links():
+        link.send(missing)
+    listener.close()
+    if links is None:
+        raise _missing(0, meeting, missing, seconds, "; ".join(listener.turned_away) or "they did not call")
+    return links
+
+
+def _missing(index: int, meeting: Meeting, missing: list[int], seconds: float, found: str) -> DeviceError:
+    names = ", ".join(f"host {i} ({meeting.addresses[i]})" for i in missing)
+    command = f"--worker=all --command={shlex.quote(shlex.join(['python3', *sys.argv]))}"
+    return DeviceError(
+        f"host {index} of {len(meeting.addresses)} waited {seconds:g} s for {names}: {found}; start the same command "
+        f"on all workers:\n  gcloud compute tpus tpu-vm ssh NAME --zone ZONE {command}"
+    )
 
 
 class Peers:
     """What the processes of one run must agree on, through the hosts' network and never through the devices.
 
-    index, count: of this process. group: a gloo process group, or None for the default one. One process needs neither.
+    index, count: of this process. One process needs no more. All processes make the same calls in the same order.
     """
 
-    def __init__(self, index: int = 0, count: int = 1, group=None):
-        self.index, self.count, self.group = index, count, group
+    def __init__(self, index: int = 0, count: int = 1, meeting: Meeting | None = None, links: list[Link] | None = None):
+        self.index, self.count, self._meeting, self._links = index, count, meeting, links or []
 
-    def with_own_group(self) -> "Peers":
-        """The same processes over a group of their own, for a thread: it would mix its messages with the others'.
+    def with_own_links(self) -> "Peers":
+        """The same processes over connections of their own, for a thread: it would mix its messages with the others'.
 
         All processes must call it.
         """
-        return Peers(self.index, self.count, dist.new_group(backend="gloo")) if self.count > 1 else self
+        if self.count == 1:
+            return self
+        listener = _listen(self._meeting, 0) if self.index == 0 else None
+        port = self.from_first(lambda: listener.port)
+        if listener:
+            links = _gather_links(listener, self._meeting, ANSWER_SECONDS)
+        else:
+            links = _meet(self.index, self._meeting, ANSWER_SECONDS, port)
+        return Peers(self.index, self.count, self._meeting, links)
+
+    def _from_hub(self, value: Any) -> Any:
+        """What process 0 gives, on all of them."""
+        if self.index > 0:
+            return self._links[0].receive()
+        for link in self._links:
+            link.send(value)
+        return value
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process gave, in the order of their indices, on all of them."""
-        values = [value] * self.count
-        if self.count > 1:
-            dist.all_gather_object(values, value, group=self.group)
+        """What every process gave, of JSON, in the order of their indices, on all of them."""
+        if self.index > 0:
+            self._links[0].send(value)
+            values = self._links[0].receive()
+        else:
+            values = self._from_hub([value, *(link.receive() for link in self._links)])
+        if type(values) is not list or len(values) != self.count:
+            raise WireError(f"process 0 gave {type(values).__name__}, expected a list of {self.count}")
         return values
 
     def largest(self, value: int) -> int:
         """The largest value that any process gave."""
-        if self.count == 1:
-            return value
-        values = torch.tensor([value])
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        return int(values[0])
+        values = self.gather(value)
+        if any(type(each) is not int for each in values):
+            raise WireError(f"the processes gave {values}, expected integers")
+        return max(values)
 
     def from_first(self, function: Callable[[], Any]) -> Any:
-        """What function returned on the first process, the only one to call it; its exception is raised on all."""
+        """What function returned on the first process, the only one to call it, and JSON can hold; its exception is
+        raised on all."""
         if self.count == 1:
             return function()
-        outcome: list[Any] = [None, None]
         if self.index == 0:
             try:
-                outcome[0] = function()
+                value = function()
             except Exception as error:  # whatever it is: the others wait to hear
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, group=self.group, device=torch.device("cpu"))
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+                self._from_hub({"error": type(error).__name__, "message": str(error)})
+                raise
+            return self._from_hub({"value": value})["value"]
+        outcome = self._from_hub(None)
+        if type(outcome) is dict and outcome.keys() == {"value"}:
+            return outcome["value"]
+        if type(outcome) is dict and outcome.keys() == {"error", "message"}:
+            kind = getattr(errors, str(outcome["error"]), None)
+            if isinstance(kind, type) and issubclass(kind, InputError | TrainingError):
+                raise kind(str(outcome["message"]))
+            raise TrainingError(f"process 0: {outcome['error']}: {outcome['message']}")
+        raise WireError("process 0 gave neither a value nor an error")
+
+    def tensor_from_first(self, tensor: torch.Tensor) -> None:
+        """The first process's values into this tensor, on the host and contiguous, of one shape and type on all."""
+        if self.count == 1 or not tensor.numel():
+            return
+        content = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        if self.index > 0:
+            self._links[0].receive_into(content)
+        for link in self._links if self.index == 0 else []:
+            link.send_bytes(content)

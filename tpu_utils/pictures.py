@@ -29,10 +29,10 @@ def log_misread(run: "Run", model: "torch.nn.Module", dataset: "ImageDataset") -
     """
     import torch
 
-    state = run.last_state()
-    if state is None:
+    saved = run.last_checkpoint()
+    if saved is None:
         return
-    model.load_state_dict(state["model"])
+    model.load_state_dict(saved.part("model"))
     with torch.no_grad():
         parts = torch.tensor(dataset.test_images).split(1000)
         predictions = torch.cat([model(images).argmax(1) for images in parts]).numpy().astype(np.uint8)
@@ -44,14 +44,14 @@ def log_misread(run: "Run", model: "torch.nn.Module", dataset: "ImageDataset") -
         predictions=predictions[shown],
         num_misread=np.array(len(wrong)),
         num_tested=np.array(len(predictions)),
-        step=np.array(state["step"]),
+        step=np.array(saved.step),
     )
     content = BytesIO()
     np.savez_compressed(content, **found)
     write_atomically(run.run_dir / MISREAD_FILE, content.getvalue())
     run.print(f"misread    {len(wrong)} of {len(predictions)} test images; plot_run.py draws them from {MISREAD_FILE}")
     if run.events:
-        run.events.add_figure("misread", misread_figure(**found), state["step"])
+        run.events.add_figure("misread", misread_figure(**found), saved.step)
 
 
 def read_misread(run_dir: Path) -> dict[str, np.ndarray]:

@@ -19,6 +19,7 @@ Nothing here calls the training code, and the loop stands whole in the script.
 
 import contextlib
 import dataclasses
+import secrets
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ import torch
 import torch_xla.runtime as xr
 
 from config import TrainConfig, free_on_resume
-from tpu_utils.checkpoint import Checkpoints, random_state, set_random_state
+from tpu_utils.checkpoint import Checkpoints, Saved, random_state, set_random_state
 from tpu_utils.clock import Goodput, process_age, watch_for_stalls
 from tpu_utils.device import devices_used, peak_flops, print_banner
 from tpu_utils.errors import NonFiniteError
@@ -39,7 +40,7 @@ from tpu_utils.log import RunLog, print_summary
 from tpu_utils.metrics import DeviceMetrics, Speed, finite_means, first_not_finite
 from tpu_utils.peers import Peers
 from tpu_utils.profile import Profile
-from tpu_utils.run_dir import RunLock, check_same_run, open_run_dir, write_config
+from tpu_utils.run_dir import RunLock, check_same_run, open_run_dir, run_id_in, write_config
 from tpu_utils.stop import StopRequest
 from tpu_utils.storage import Mirror
 
@@ -95,21 +96,22 @@ class Run:
         self._examples, self._unit, self._flops = examples, unit, flops
         self._stop.watch_metadata()
         self.first_step, self._saved = 0, None
-        self.run_dir = self.peers.from_first(lambda: open_run_dir(self.config, self._lock))
+        self.run_dir = Path(self.peers.from_first(lambda: str(open_run_dir(self.config, self._lock))))
         self._mirror = Mirror(self.config, self.run_dir, self.peers)  # uploads what a gs:// directory is to hold
         folder, keep = self.run_dir / "checkpoints", self.config.keep_checkpoints
-        self._checkpoints = Checkpoints(folder, keep, self.peers, self._mirror)
+        self._run_id = self.peers.from_first(lambda: run_id_in(self.run_dir))  # "": a new run, or its file is damaged
+        self._checkpoints = Checkpoints(folder, keep, self.peers, self._mirror, self._run_id)
         self._run = {**dataclasses.asdict(self.config), "data_crc32": data_crc32}  # what a checkpoint belongs to
         if self.peers.index == 0 or xr.is_spmd():  # under SPMD every host says where it is
             print_banner(self.config, device)
         self.print(f"run        {'none: nothing runs' if self.config.compile_for else self._place}")
         if not self.config.compile_for:
-            load = lambda: self._checkpoints.load_for_resume(self.config.resume, whole=False)  # noqa: E731
-            self._saved = self.peers.from_first(load)
+            self._saved = self._checkpoints.load_for_resume(self.config.resume)
         if self._saved:
-            check_same_run(self._run, self._saved["config"], free_on_resume(type(self.config)))
-            self.first_step = self._saved["step"]
+            check_same_run(self._run, self._saved.value("config", dict), free_on_resume(type(self.config)))
+            self.first_step, self._run_id = self._saved.step, self._run_id or self._saved.run_id
             self.print(f"resumed    after step {self.first_step} of {num_steps}")
+        self._run_id = self._checkpoints.run_id = self.peers.from_first(lambda: self._run_id or secrets.token_hex(8))
         self._step, self._logged = self.first_step, self.first_step - self.first_step % self.config.log_every
 
     @property
@@ -132,12 +134,11 @@ class Run:
         self._parts, self._metrics = parts, parts.get("metrics")
         if not self._saved:
             return
-        self._checkpoints.restore(self._saved, {name: _tensors_of(part) for name, part in parts.items()})
-        self.evaluation = {
-            name: value
-            for name, value in self._saved.items()
-            if name not in ("step", "config", "random", *parts) and isinstance(value, int | float)
-        }
+        self._random = random_state()
+        tensors = {name: _tensors_of(part) for name, part in parts.items()}
+        self._checkpoints.restore(self._saved, {**tensors, "random": self._random})
+        found = self._saved.value("evaluation", dict)
+        self.evaluation = {name: value for name, value in found.items() if type(value) in (int, float)}
         if self._metrics:
             self._metrics.read(self.first_step, self.first_step)  # how many updates were skipped before
 
@@ -162,7 +163,7 @@ class Run:
         """
         profile = Profile(self.config, self.run_dir, self.first_step, self.num_steps)
         if self.peers.index == 0:
-            write_config(self.run_dir, self._run)  # from here on the directory holds a run
+            write_config(self.run_dir, {**self._run, "run_id": self._run_id})  # from here on the directory holds a run
         self._stop_signal = self.peers.largest(self._stop.signal or 0)
         if self._stop_signal:
             return
@@ -176,8 +177,7 @@ class Run:
         self._speed = Speed(self._goodput, loader, self._unit, self._flops, peak_flops(devices_used()))
         self._graphs = CompileWatch()
         if self._saved:
-            set_random_state(self._saved.get("random"))  # last, after all that may draw
-            self._saved = None  # its memory
+            set_random_state(self._random)  # last, after all that may draw
         self._goodput.enter("step")
         for step, batch in enumerate(loader, self.first_step + 1):
             profile.before_step(step)
@@ -242,10 +242,10 @@ class Run:
         Raises NonFiniteError, because a bad state is never saved, and the SaveError of the save before.
         """
         self._read_metrics(step)
-        state = {**self.evaluation, "step": step, "config": self._run, "random": random_state()}
-        state |= {name: part.state_dict() for name, part in self._parts.items()}
+        parts = {name: part.state_dict() for name, part in self._parts.items()} | {"random": random_state()}
+        values = {"config": self._run, "evaluation": self.evaluation}
         with self._goodput.phase("checkpoint"):
-            copy = self._checkpoints.copy(step, state)
+            copy = self._checkpoints.copy(step, parts, values)
         self._log.checkpoint(step, wait_seconds=copy.wait_seconds)  # on disk before the step counts as done
         self._checkpoints.write(copy)  # behind the next steps
 
@@ -276,12 +276,12 @@ class Run:
         """TensorBoard's writer, None without one."""
         return self._log.events
 
-    def last_state(self) -> dict[str, Any] | None:
-        """The last checkpoint, whole and on the host. None for a stopped run, and on all processes but the first."""
+    def last_checkpoint(self) -> Saved | None:
+        """The last checkpoint. None for a stopped run, and on all processes but the first."""
         if self._stop_signal:
             return None
         self._wait_for_last_save()
-        return self._checkpoints.load_for_resume("must") if self.peers.index == 0 else None
+        return self._checkpoints.load("must") if self.peers.index == 0 else None
 
     def _wait_for_last_save(self) -> None:
         with self._goodput.phase("checkpoint"):

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from config import TrainConfig
 from tpu_utils.errors import InputError
-from tpu_utils.files import write_atomically
+from tpu_utils.files import open_regular, parse_json, write_atomically
 from tpu_utils.storage import open_bucket_dir
 
 
@@ -109,6 +109,17 @@ def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]
             f"this is not the run the checkpoint belongs to: {'; '.join(changed)}; repeat the old values, "
             "or start anew in another --run_dir"
         )
+
+
+def run_id_in(run_dir: Path) -> str:
+    """Of the run that a directory holds; its checkpoints name it too. "" for none, or when config.json is damaged."""
+    try:
+        with open_regular(run_dir / "config.json") as file:
+            found = parse_json(file.read(2**20))
+    except (OSError, ValueError):
+        return ""
+    run_id = found.get("run_id") if isinstance(found, dict) else None
+    return run_id if isinstance(run_id, str) else ""
 
 
 def write_config(run_dir: Path, run: dict[str, Any]) -> None:

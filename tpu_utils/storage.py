@@ -20,6 +20,7 @@ from typing import Any
 
 from config import TrainConfig
 from tpu_utils.errors import InputError, SaveError
+from tpu_utils.files import inside
 from tpu_utils.peers import Peers
 
 REQUEST_SECONDS = 60.0
@@ -114,8 +115,8 @@ class Mirror:
             elif path.name not in NOT_UPLOADED:
                 path.unlink()
         for name, blob in there.items():
-            if name == "metrics.jsonl" or is_marker(name):
-                download(blob, self._folder / name)
+            if name in ("config.json", "metrics.jsonl") or is_marker(name):
+                download(blob, inside(self._folder, name))
 
     def __enter__(self) -> "Mirror":
         if self._bucket:
@@ -135,21 +136,24 @@ class Mirror:
         elif not self._failure:  # the run failed for a reason of its own, and that one is raised
             self._upload_logs_if_possible()
 
-    def fetch(self, folder: Path) -> None:
-        """Download the files of a checkpoint folder that are not there yet. Raises InputError when that fails."""
+    def fetch(self, folder: Path, files: dict[str, int]) -> None:
+        """Download these files of a checkpoint folder that are not there yet. Raises InputError when that fails.
+
+        files: their sizes. An object of another size is left where it is: the checkpoint is damaged.
+        """
         if not self._bucket:
             return
         prefix = f"{self._prefix}{self._name(folder)}/"
         try:
             for blob in list_objects(self._bucket, prefix, RETRY_SECONDS):
-                path = folder / blob.name.removeprefix(prefix)
-                if not path.exists():
+                name = blob.name.removeprefix(prefix)
+                if name in files and blob.size == files[name] and not (path := inside(folder, name)).exists():
                     download(blob, path)
         except storage_errors() as error:
             raise InputError(f"{self._url} cannot be read: {reason(error, self._url)}") from error
 
     def send(self, folder: Path, keep: int) -> None:
-        """Upload this complete checkpoint in the background, then delete all but the newest `keep` in the bucket.
+        """Upload this complete checkpoint in the background, then delete what is older than the newest `keep` up to it.
 
         Waits for the one before it. Raises SaveError if that one failed.
         """
@@ -219,14 +223,14 @@ class Mirror:
                 if path.is_file() and path != folder / "done":
                     self._upload(path)
             self._upload(folder / "done")
-            self._prune(keep)
+            self._prune(step_of(marker), keep)
         except storage_errors() as error:
             raise self._save_error(f"the checkpoint {folder.name}", error) from error
 
-    def _prune(self, keep: int) -> None:
-        """Delete what is older than the newest `keep` complete checkpoints, whole or not, each marker first."""
+    def _prune(self, step: int, keep: int) -> None:
+        """Delete what is older than the newest `keep` complete checkpoints up to this step, each marker first."""
         there = self._listing(RETRY_SECONDS)
-        complete = sorted(step_of(name) for name in there if is_marker(name))
+        complete = sorted(other for name in there if is_marker(name) and (other := step_of(name)) <= step)
         old = [name for name in there if step_of(name) and step_of(name) < complete[-keep:][0]]
         for name in sorted(old, key=lambda name: (step_of(name), not is_marker(name))):
             self._generations[name] = there[name].generation
@@ -357,12 +361,12 @@ def crc32c_of(path: Path, size: int | None = None) -> str:
 
 
 def step_of(name: str) -> int | None:
-    found = re.match(r"checkpoints/step_(\d{8})/", name)
+    found = re.match(r"checkpoints/step_([0-9]{8})/", name)
     return int(found[1]) if found else None
 
 
 def is_marker(name: str) -> bool:
-    return re.fullmatch(r"checkpoints/step_\d{8}/done", name) is not None
+    return re.fullmatch(r"checkpoints/step_[0-9]{8}/done", name) is not None
 
 
 def storage_errors() -> tuple[type[Exception], ...]:

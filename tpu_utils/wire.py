@@ -207,9 +207,9 @@ class Listener:
             return list(self._links.values())
 
     def _turn_away(self, connection: socket.socket, why: str) -> None:
-        connection.close()
         if len(self.turned_away) < 5:
             self.turned_away.append(why)
+        connection.close()
 
     def _answer(self, connection: socket.socket, caller: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What ends a run early: notices of the VM; signals before the first step, in an evaluation, on one of two hosts."""
+"""What ends a run early: notices of the VM; signals before the first step, in an evaluation, on one host."""
 
 import http.server
 import os
@@ -24,6 +24,19 @@ def stop():
     request = StopRequest()
     yield request
     request.close()
+
+
+def test_a_hang_up_asks_to_stop_unless_it_was_ignored_before():
+    """Under nohup it is."""
+    first = signal.getsignal(signal.SIGHUP)
+    for before, expected in ((signal.SIG_IGN, None), (lambda *_: None, signal.SIGHUP)):
+        signal.signal(signal.SIGHUP, before)
+        request = StopRequest()
+        signal.raise_signal(signal.SIGHUP)
+        assert request.signal == expected
+        request.close()
+        assert signal.getsignal(signal.SIGHUP) == before
+    signal.signal(signal.SIGHUP, first)
 
 
 class MetadataServer(http.server.ThreadingHTTPServer):

@@ -32,7 +32,7 @@ from config import TrainConfig, free_on_resume
 from tpu_utils.checkpoint import Checkpoints, random_state, set_random_state
 from tpu_utils.clock import Goodput, process_age, watch_for_stalls
 from tpu_utils.device import devices_used, peak_flops, print_banner
-from tpu_utils.errors import NonFiniteError
+from tpu_utils.errors import NonFiniteError, never_fail_to_print
 from tpu_utils.graphs import CompileWatch
 from tpu_utils.loader import BatchSharding, DeviceLoader, send
 from tpu_utils.log import RunLog, print_summary
@@ -48,6 +48,7 @@ class Run:
     """One training run of one process: see the top of this file for the order of the calls."""
 
     def __init__(self, config: TrainConfig):
+        never_fail_to_print()  # run_script does it too, before the seconds of imports
         self.config, self.peers = config, Peers()
         self.run_dir = Path(config.run_dir)
         self.evaluation: dict[str, float] = {}
@@ -290,7 +291,7 @@ class Run:
 
     def finish(self, **results: float | None) -> int:
         """Wait until all is on disk and in the bucket; write summary.json, print the last lines. Returns the exit code:
-        0 at the end of the run, 143 after SIGTERM or a notice of the VM, 130 after SIGINT.
+        0 at the end of the run, 143 after SIGTERM or a notice of the VM, 130 after SIGINT, 129 after SIGHUP.
 
         results: what the summary tells beside what every run knows.
         """

@@ -12,12 +12,17 @@ import torch_xla.runtime as xr
 
 
 class StopRequest:
-    """The first SIGTERM or SIGINT asks for a checkpoint at the next step boundary; a second one stops at once."""
+    """The first SIGTERM, SIGINT or SIGHUP asks for a checkpoint at the next step boundary; a second one stops at once.
+
+    SIGHUP says that the terminal is gone. Where it is ignored at the start, as under nohup, it stays ignored.
+    """
 
     def __init__(self):
         self._signal: int | None = None
         self._notice: str | None = None
-        self._handlers = {number: signal.signal(number, self._request) for number in (signal.SIGTERM, signal.SIGINT)}
+        hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+        signals = signal.SIGTERM, signal.SIGINT, *hang_up
+        self._handlers = {number: signal.signal(number, self._request) for number in signals}
 
     def close(self) -> None:
         """Signals do again what they did before."""

@@ -1,7 +1,10 @@
 """The run directory: its lock, whose run it holds, whether it can be written."""
 
+import errno
+import fcntl
 import os
 import socket
+import stat
 
 import pytest
 from conftest import in_process
@@ -35,6 +38,48 @@ def test_a_second_run_in_the_same_directory_is_refused_and_names_the_first(tmp_p
     lock.release()
     assert in_process(*TINY, "--run_dir", run_dir, "--resume=auto") == 0
     assert in_process(*TINY, "--run_dir", run_dir, "--resume=auto") == 0, "a run that ended holds nothing"
+
+
+@pytest.mark.parametrize("left", ["nothing", "another file", "a folder"])
+def test_a_lock_file_that_is_gone_lets_no_second_run_in(tmp_path, monkeypatch, left):
+    monkeypatch.setattr(RunLock, "patience_seconds", 0.0)
+    first = RunLock()
+    first.acquire(tmp_path)
+    (tmp_path / "lock").unlink()
+    if left == "another file":
+        (tmp_path / "lock").write_text("pid 1 on host elsewhere\n")
+    elif left == "a folder":
+        (tmp_path / "lock").mkdir()
+    before = sorted(tmp_path.iterdir())
+    holder = "pid 1 on host elsewhere" if left == "another file" else "another process"
+    with pytest.raises(InputError, match=f"is in use by {holder};"):
+        RunLock().acquire(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before, "the refused run changed nothing"
+    first.release()
+    if left != "a folder":
+        RunLock().acquire(tmp_path)
+
+
+@pytest.mark.parametrize("answer", [None, errno.EBADF, errno.EINVAL, errno.ENOLCK])
+def test_where_a_folders_lock_is_this_hosts_alone_or_none_its_file_is_locked(tmp_path, capsys, monkeypatch, answer):
+    """As over NFS."""
+    flock = fcntl.flock
+
+    def of_files(file, operation):
+        if not stat.S_ISDIR(os.fstat(file).st_mode):
+            flock(file, operation)
+        elif answer:
+            raise OSError(answer, os.strerror(answer))
+
+    monkeypatch.setattr(tpu_utils.run_dir.fcntl, "flock", of_files)
+    monkeypatch.setattr(RunLock, "patience_seconds", 0.0)
+    first = RunLock()
+    first.acquire(tmp_path)
+    with pytest.raises(InputError, match=f"is in use by pid {os.getpid()} on host"):
+        RunLock().acquire(tmp_path)
+    first.release()
+    RunLock().acquire(tmp_path)
+    assert capsys.readouterr().err == ""
 
 
 HOLDER = "import sys, time; from pathlib import Path; from tpu_utils.run_dir import RunLock; lock = RunLock()\n"

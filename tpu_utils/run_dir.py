@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from config import TrainConfig
-from tpu_utils.errors import InputError
+from tpu_utils.errors import InputError, SaveError
 from tpu_utils.files import write_atomically
 from tpu_utils.storage import open_bucket_dir
 
@@ -57,6 +57,27 @@ class RunLock:
             )
         os.ftruncate(self._descriptors[-1], 0)
         os.write(self._descriptors[-1], f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
+
+    def check(self, run_dir: Path) -> None:
+        """Raises SaveError unless the path still leads to the folder that is locked, in a process that holds the lock.
+
+        The open descriptor keeps the folder's inode from being given to a new folder.
+        """
+        if not self._descriptors:
+            return
+        try:
+            if os.path.samestat(os.fstat(self._descriptors[0]), run_dir.stat()):
+                return
+            found = "another folder"
+        except FileNotFoundError:
+            found = "nothing"
+        except OSError as error:
+            found = error.strerror
+        raise SaveError(
+            f"run_dir {run_dir} is gone: found {found} there, expected the folder that this run has locked; it was "
+            "removed, moved or unmounted; put it back (not needed for a run in a bucket) and go on with --resume must, "
+            "or start anew in another --run_dir"
+        )
 
 
 def _flock(descriptor: int) -> OSError | None:

@@ -199,4 +199,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(lambda: main(arguments)))
+    sys.exit(run_script(lambda: main(arguments), answers=True))

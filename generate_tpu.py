@@ -229,4 +229,4 @@ def main(config: GenerateConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(lambda: main(config)))
+    sys.exit(run_script(lambda: main(config), answers=True))

@@ -7,6 +7,7 @@ is a process like any other: its own environment, output, signals and exit code,
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def _child(arguments: list[str], environment: dict[str, str], folder: str, out: 
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     for number, path in ((1, out), (2, err)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)

@@ -88,8 +88,8 @@ def test_damaged_weights_are_refused(tmp_path, tensors, damage, message, capsys)
 
 def test_checkpoint_of_a_run_is_exported(tmp_path, tensors):
     options = dict(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
-    state = dict(step=7, config=options, model=split_layers(tensors))
-    Checkpoints(tmp_path / "run" / "checkpoints", 1).save(7, state)
+    (tmp_path / "run").mkdir()
+    Checkpoints(tmp_path / "run" / "checkpoints", 1).save(7, {"model": split_layers(tensors)}, {"config": options})
     assert convert_llmc.main(["export", str(tmp_path / "run"), str(tmp_path / "out.bin"), "bf16"]) == 0
     shape, found = convert_llmc.read_model(tmp_path / "out.bin")
     assert shape == SHAPE

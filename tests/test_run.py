@@ -130,6 +130,7 @@ def test_it_resumes_bit_identical(folder, whole, tmp_path, number, code):
     run_dir, gate = tmp_path / "run", tmp_path / "gate"
     run = line(folder, run_dir, "--gate", gate)
     waits(lambda: (run_dir / "metrics.jsonl").exists() and len(losses_in(run_dir)) == 15, alive=run)
+    waits((run_dir / "checkpoints" / "step_00000010" / "done").exists, alive=run)  # written behind the steps
     run.send_signal(number)
     gate.touch()
     assert run.wait() == code, run.text("err")

@@ -1,12 +1,17 @@
 """The run directory: its lock, whose run it holds, whether it can be written."""
 
+import errno
+import fcntl
 import os
+import shutil
 import socket
+import stat
 
 import pytest
 from conftest import in_process
 from processes import start, waits
 
+import simple_mnist_tpu
 import tpu_utils.run_dir
 from config import MnistConfig, free_on_resume
 from tpu_utils.errors import InputError
@@ -37,6 +42,48 @@ def test_a_second_run_in_the_same_directory_is_refused_and_names_the_first(tmp_p
     assert in_process(*TINY, "--run_dir", run_dir, "--resume=auto") == 0, "a run that ended holds nothing"
 
 
+@pytest.mark.parametrize("left", ["nothing", "another file", "a folder"])
+def test_a_lock_file_that_is_gone_lets_no_second_run_in(tmp_path, monkeypatch, left):
+    monkeypatch.setattr(RunLock, "patience_seconds", 0.0)
+    first = RunLock()
+    first.acquire(tmp_path)
+    (tmp_path / "lock").unlink()
+    if left == "another file":
+        (tmp_path / "lock").write_text("pid 1 on host elsewhere\n")
+    elif left == "a folder":
+        (tmp_path / "lock").mkdir()
+    before = sorted(tmp_path.iterdir())
+    holder = "pid 1 on host elsewhere" if left == "another file" else "another process"
+    with pytest.raises(InputError, match=f"is in use by {holder};"):
+        RunLock().acquire(tmp_path)
+    assert sorted(tmp_path.iterdir()) == before, "the refused run changed nothing"
+    first.release()
+    if left != "a folder":
+        RunLock().acquire(tmp_path)
+
+
+@pytest.mark.parametrize("answer", [None, errno.EBADF, errno.EINVAL, errno.ENOLCK])
+def test_where_a_folders_lock_is_this_hosts_alone_or_none_its_file_is_locked(tmp_path, capsys, monkeypatch, answer):
+    """As over NFS."""
+    flock = fcntl.flock
+
+    def of_files(file, operation):
+        if not stat.S_ISDIR(os.fstat(file).st_mode):
+            flock(file, operation)
+        elif answer:
+            raise OSError(answer, os.strerror(answer))
+
+    monkeypatch.setattr(tpu_utils.run_dir.fcntl, "flock", of_files)
+    monkeypatch.setattr(RunLock, "patience_seconds", 0.0)
+    first = RunLock()
+    first.acquire(tmp_path)
+    with pytest.raises(InputError, match=f"is in use by pid {os.getpid()} on host"):
+        RunLock().acquire(tmp_path)
+    first.release()
+    RunLock().acquire(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
 HOLDER = "import sys, time; from pathlib import Path; from tpu_utils.run_dir import RunLock; lock = RunLock()\n"
 HOLDER += "lock.acquire(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
 
@@ -63,6 +110,76 @@ def test_a_file_system_without_locks_is_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tpu_utils.run_dir.fcntl, "flock", no_locks)
     RunLock().acquire(tmp_path)
     assert "a second run there would not be refused" in capsys.readouterr().err
+
+
+def remove(run_dir):
+    shutil.rmtree(run_dir)
+
+
+def replace(run_dir):
+    shutil.rmtree(run_dir)
+    run_dir.mkdir()
+
+
+def move(run_dir):
+    run_dir.rename(run_dir.with_name("moved"))
+
+
+def moved_behind_a_link(run_dir):
+    """What a path leads to after an unmount: the folder below."""
+    move(run_dir)
+    run_dir.with_name("below").mkdir()
+    run_dir.symlink_to("below")
+
+
+ONLY_SAVES = ["--log_every=100", "--save_every=10"]
+
+
+@pytest.mark.parametrize(
+    "change, options, found",
+    [
+        (remove, [], "nothing"),
+        (remove, ONLY_SAVES, "nothing"),
+        (replace, [], "another folder"),
+        (replace, ONLY_SAVES, "another folder"),
+        (move, [], "nothing"),
+        (moved_behind_a_link, ONLY_SAVES, "another folder"),
+    ],
+)
+def test_a_run_whose_folder_is_gone_ends_with_the_reason(tmp_path, capsys, monkeypatch, change, options, found):
+    run_dir = tmp_path / "run"
+
+    class Batches(simple_mnist_tpu.TrainBatches):
+        def batch(self, index):
+            if index == 6:
+                change(run_dir)
+            return super().batch(index)
+
+    monkeypatch.setattr(simple_mnist_tpu, "TrainBatches", Batches)
+    assert in_process(*TINY, "--run_dir", run_dir, *options) == 1
+    output, error = capsys.readouterr()
+    assert f"error: run_dir {run_dir} is gone: found {found} there" in error and error.count("\n") == 1
+    assert "seconds " not in output
+    assert not run_dir.exists() or not list(run_dir.iterdir()), "nothing was written to a folder that is not its own"
+    if change is move:
+        monkeypatch.undo()
+        run_dir.with_name("moved").rename(run_dir)
+        assert in_process(*TINY, "--run_dir", run_dir, "--resume=auto") == 0, "nothing is broken"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("before", ["evaluate", "log_misread"])
+def test_a_folder_that_goes_away_at_the_end_is_the_reason_too(tmp_path, capsys, monkeypatch, before):
+    """Neither TensorBoard's complaint, which has lines left to write, nor that of a save that is under way."""
+    function = getattr(simple_mnist_tpu, before)
+
+    def moved(*arguments):
+        move(tmp_path / "run")
+        return function(*arguments)
+
+    monkeypatch.setattr(simple_mnist_tpu, before, moved)
+    assert in_process(*TINY, "--tensorboard", "--run_dir", tmp_path / "run") == 1
+    assert f"error: run_dir {tmp_path / 'run'} is gone: found " in capsys.readouterr().err
 
 
 def test_run_directories(tmp_path):

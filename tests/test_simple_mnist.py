@@ -114,7 +114,9 @@ def numbers(run_dir):
     return [{key: value for key, value in line.items() if key not in timing} for line in read_lines(run_dir)]
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
 def test_stopped_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, number, code):
     run_dir = tmp_path / "run"
     process = start(*SHORT, "--run_dir", run_dir)

@@ -1,4 +1,4 @@
-"""What ends a run early: notices of the VM; signals before the first step, in an evaluation, on one of two hosts."""
+"""What ends a run early: notices of the VM; signals before the first step, in an evaluation, on one host, twice."""
 
 import http.server
 import os
@@ -8,7 +8,7 @@ import time
 
 import pytest
 from conftest import in_process, read_lines
-from processes import free_port, start, waits
+from processes import free_port, run, start, waits
 
 import simple_mnist_tpu
 import tpu_utils.run
@@ -24,6 +24,72 @@ def stop():
     request = StopRequest()
     yield request
     request.close()
+
+
+def test_a_hang_up_asks_to_stop_unless_it_was_ignored_before():
+    """Under nohup it is."""
+    first = signal.getsignal(signal.SIGHUP)
+    for before, expected in ((signal.SIG_IGN, None), (lambda *_: None, signal.SIGHUP)):
+        signal.signal(signal.SIGHUP, before)
+        request = StopRequest()
+        signal.raise_signal(signal.SIGHUP)
+        assert request.signal == expected
+        request.close()
+        assert signal.getsignal(signal.SIGHUP) == before
+    signal.signal(signal.SIGHUP, first)
+
+
+# python -c TWICE SECOND NUMBER SECOND NUMBER...: signals at these seconds of the clock that a StopRequest reads
+TWICE = """
+import signal, sys, types
+import tpu_utils.stop
+stop, clock = tpu_utils.stop.StopRequest(), types.SimpleNamespace()
+tpu_utils.stop.time = clock
+for second, number in zip(map(float, sys.argv[1::2]), map(int, sys.argv[2::2])):
+    clock.monotonic = lambda: second
+    signal.raise_signal(number)
+print(stop.signal)
+"""
+
+
+@pytest.mark.parametrize(
+    "signals, ends",
+    [
+        ([(7, signal.SIGTERM), (7.002, signal.SIGTERM)], False),
+        ([(7, signal.SIGINT), (7.9, signal.SIGTERM)], False),  # Ctrl-C reaches a launcher too, which hands it on
+        ([(7, signal.SIGTERM), (8, signal.SIGTERM)], True),
+        ([(7, signal.SIGINT), (7.5, signal.SIGINT), (9, signal.SIGINT)], True),
+        ([(7, signal.SIGHUP), (9, signal.SIGTERM)], True),
+        ([(7, signal.SIGINT), (60, signal.SIGHUP), (70, signal.SIGHUP)], False),  # nobody is at the terminal any more
+    ],
+)
+def test_a_second_signal_stops_at_once_when_it_is_no_echo_of_the_first(signals, ends):
+    done = run("-c", TWICE, *(word for second, number in signals for word in (second, int(number))))
+    if ends:
+        assert (done.returncode, done.stdout) == (-signals[-1][1], "")
+    else:
+        assert (done.returncode, done.stdout) == (0, f"{int(signals[0][1])}\n"), done.stderr
+
+
+ECHO = """
+import signal, sys, types
+import simple_mnist_tpu, tpu_utils.stop
+from config import MnistConfig, parse_command_line
+evaluate = simple_mnist_tpu.evaluate
+def signalled(*arguments):
+    for _ in range(2):
+        signal.raise_signal(signal.SIGTERM)
+    return evaluate(*arguments)
+simple_mnist_tpu.evaluate = signalled
+tpu_utils.stop.time = types.SimpleNamespace(monotonic=lambda: 7.0)
+sys.exit(simple_mnist_tpu.train(parse_command_line(MnistConfig, "", sys.argv[1:])))
+"""
+
+
+def test_a_signal_that_comes_twice_at_once_saves(tmp_path):
+    done = run("-c", ECHO, *TINY, "--num_epochs=2", "--run_dir", tmp_path / "run")
+    assert done.returncode == 143 and "saved after step 22" in done.stdout, done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step_00000022" / "done").exists()
 
 
 class MetadataServer(http.server.ThreadingHTTPServer):

@@ -21,6 +21,7 @@ from processes import ROOT, free_port, run, start, waits
 from test_checkpoint import FILES
 from test_simple_mnist import assert_identical, numbers
 
+import simple_mnist_tpu
 import transformer_tpu
 from config import MnistConfig, TransformerConfig, parse_command_line
 from tpu_utils import storage
@@ -507,6 +508,28 @@ def test_a_run_that_cannot_upload_fails_with_exit_code_1(proxy, emulator, monkey
     assert "the checkpoints that were complete there still are" in error and "Traceback" not in error
     proxy.plan = lambda method, path: None
     assert steps_in_bucket("full") == [10, 20]
+
+
+def test_a_run_whose_working_folder_is_gone_ends_with_exit_code_1_and_goes_on_from_the_bucket(
+    uninterrupted, proxy, emulator, monkeypatch, capsys
+):
+    url, batches_of = "gs://runs/gone", simple_mnist_tpu.TrainBatches
+
+    class Batches(batches_of):
+        def batch(self, index):
+            if index == 15:
+                waits(lambda: marked_steps(changes(emulator, "gone")) == [10])
+                storage.working_folder(url).rename(storage.working_folder(url).with_name("moved"))
+            return super().batch(index)
+
+    monkeypatch.setattr(simple_mnist_tpu, "TrainBatches", Batches)
+    options = [*OPTIONS, "--no_tensorboard", "--run_dir", url]
+    assert in_process(*options) == 1
+    assert f"error: run_dir {storage.working_folder(url)} is gone: found nothing there" in capsys.readouterr().err
+    monkeypatch.setattr(simple_mnist_tpu, "TrainBatches", batches_of)
+    assert in_process(*options, "--resume", "must") == 0
+    assert "resumed    after step 10" in capsys.readouterr().out
+    assert_same_as_local("gone", uninterrupted, emulator)
 
 
 def test_a_distributed_run_in_a_bucket(proxy, emulator, machine):

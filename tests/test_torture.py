@@ -21,6 +21,7 @@ LINES = [
 
 def write_run(folder, state=STATE, lines=LINES, accuracy=0.5, run_dir="a", **summary):
     values = {"config": {"run_dir": run_dir}, "evaluation": {"accuracy": accuracy}}
+    folder.mkdir()
     Checkpoints(folder / "checkpoints", keep=1).save(66, state, values)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "summary.json").write_text(json.dumps({"seconds": 1.0, "test_loss": 1.0, **summary}))

@@ -215,7 +215,8 @@ class Checkpoints:
     def _make(self, aside: Path) -> None:
         for left_by_a_kill in self.folder.glob(".writing_*"):
             shutil.rmtree(left_by_a_kill)
-        aside.mkdir(parents=True)
+        self.folder.mkdir(exist_ok=True)  # without its parents: a run directory that is gone is not made again
+        aside.mkdir()
 
     def _finish(self, copy: HostCopy, aside: Path, written: list[dict[str, Any]]) -> None:
         """On the first process, when all shards are on disk: the rest, the marker, and away with the oldest."""

@@ -1,5 +1,8 @@
-"""What can end a run, and the exit code it ends with. Imports nothing of this project."""
+"""What can end a run, the exit code it ends with, and output that cannot. Imports nothing of this project."""
 
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Callable
 
@@ -36,10 +39,58 @@ class DamagedCheckpoint(CheckpointError):
     """Its bytes are not those that were written, or do not fit together."""
 
 
-def run_script(main: Callable[[], int]) -> int:
-    """Exit code of main: its own, 2 for an InputError, 1 for a TrainingError, each as a message without a traceback."""
+class Output(io.FileIO):
+    """An output that never fails: what a closed terminal, a reader that left or a full disk refuses is lost."""
+
+    lost: OSError | None = None
+    """The last refusal, but for that of a reader that left: it has what it wanted."""
+
+    def write(self, data) -> int:
+        try:
+            return super().write(data) or len(data)  # None: the reader does not keep up, and must not be waited for
+        except BrokenPipeError:
+            return len(data)
+        except OSError as error:
+            self.lost = error
+            return len(data)
+
+
+def never_fail_to_print() -> None:
+    """From here on print(), bars, warnings and tracebacks of all threads go through an Output. Idempotent.
+
+    Leaves a sys.stdout or sys.stderr alone that is not the interpreter's own, such as a notebook's.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # it was closed, and a file of the run would get its number
+        os.set_inheritable(number, True)
+    os.close(number)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        encoding, errors = "utf-8", "strict"
+        if stream:  # None: it was closed
+            encoding, errors = stream.encoding, stream.errors
+            with contextlib.suppress(OSError):
+                stream.flush()
+        if errors == "strict":  # a name that this encoding has no letters for is shown escaped
+            errors = "backslashreplace"
+        buffer = io.BufferedWriter(Output(number, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(buffer, encoding, errors, line_buffering=True))
+
+
+def run_script(main: Callable[[], int], answers: bool = False) -> int:
+    """Exit code of main: its own, 2 for an InputError, 1 for a TrainingError, each as a message without a traceback.
+
+    Output that nobody takes ends nothing: what main is for is in files. answers: it is what main prints, so a disk that
+    is too full for it is an error.
+    """
+    never_fail_to_print()
     try:
-        return main()
+        code = main()
+        output = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+        if answers and isinstance(output, Output) and output.lost:
+            raise output.lost
+        return code
     except (InputError, TrainingError, OSError) as error:  # OSError: the disk or the network gave up
         if "--debug" in sys.argv:
             raise

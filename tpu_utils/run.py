@@ -33,7 +33,7 @@ from config import TrainConfig, free_on_resume
 from tpu_utils.checkpoint import Checkpoints, Saved, random_state, set_random_state
 from tpu_utils.clock import Goodput, process_age, watch_for_stalls
 from tpu_utils.device import devices_used, peak_flops, print_banner
-from tpu_utils.errors import NonFiniteError
+from tpu_utils.errors import NonFiniteError, SaveError, never_fail_to_print
 from tpu_utils.graphs import CompileWatch
 from tpu_utils.loader import BatchSharding, DeviceLoader, send
 from tpu_utils.log import RunLog, print_summary
@@ -49,6 +49,7 @@ class Run:
     """One training run of one process: see the top of this file for the order of the calls."""
 
     def __init__(self, config: TrainConfig):
+        never_fail_to_print()  # run_script does it too, before the seconds of imports
         self.config, self.peers = config, Peers()
         self.run_dir = Path(config.run_dir)
         self.evaluation: dict[str, float] = {}
@@ -65,11 +66,18 @@ class Run:
         return self
 
     def __exit__(self, *exception) -> None:
-        try:
-            self._writers.__exit__(*exception)
-        finally:
-            self._lock.release()
-            self._stop.close()
+        with contextlib.ExitStack() as last:
+            last.callback(self._stop.close)
+            last.callback(self._lock.release)
+            try:
+                self._writers.__exit__(*exception)
+            finally:
+                if isinstance(sys.exc_info()[1], OSError | SaveError):
+                    self._lock.check(self.run_dir)  # a folder that is gone is the reason, whoever noticed first
+
+    def _check_run_dir(self) -> None:
+        """Raises SaveError, on all processes, when the run directory is not the folder any more that was locked."""
+        self.peers.from_first(lambda: self._lock.check(self.run_dir))
 
     # ------------------------------------------------------------------------------------------------ before the loop
 
@@ -162,6 +170,7 @@ class Run:
         batches.batch(i): the host arrays of step i + 1, one array or a tuple; read and uploaded in a thread.
         """
         profile = Profile(self.config, self.run_dir, self.first_step, self.num_steps)
+        self._check_run_dir()
         if self.peers.index == 0:
             write_config(self.run_dir, {**self._run, "run_id": self._run_id})  # from here on the directory holds a run
         self._stop_signal = self.peers.largest(self._stop.signal or 0)
@@ -217,8 +226,9 @@ class Run:
     def log(self, step: int, **fields: float) -> None:
         """A train line: the means of the metrics over the steps since the last one, fields, and the throughput.
 
-        Raises NonFiniteError, and the SaveError of a save that failed behind the steps.
+        Raises NonFiniteError, and SaveError for a save that failed behind the steps or a run directory that is gone.
         """
+        self._check_run_dir()
         values = self._read_metrics(step)
         self._checkpoints.check()
         if self._metrics:
@@ -239,8 +249,10 @@ class Run:
     def save(self, step: int) -> None:
         """A checkpoint of all that restore() was given. Waits for the copy to host memory; a thread writes it.
 
-        Raises NonFiniteError, because a bad state is never saved, and the SaveError of the save before.
+        Raises NonFiniteError, because a bad state is never saved, and SaveError for the save before or a run directory
+        that is gone.
         """
+        self._check_run_dir()
         self._read_metrics(step)
         parts = {name: part.state_dict() for name, part in self._parts.items()} | {"random": random_state()}
         values = {"config": self._run, "evaluation": self.evaluation}
@@ -286,16 +298,18 @@ class Run:
     def _wait_for_last_save(self) -> None:
         with self._goodput.phase("checkpoint"):
             self._checkpoints.wait()
+        self._check_run_dir()
         self._goodput.enter("other")
 
     def finish(self, **results: float | None) -> int:
         """Wait until all is on disk and in the bucket; write summary.json, print the last lines. Returns the exit code:
-        0 at the end of the run, 143 after SIGTERM or a notice of the VM, 130 after SIGINT.
+        0 at the end of the run, 143 after SIGTERM or a notice of the VM, 130 after SIGINT, 129 after SIGHUP.
 
         results: what the summary tells beside what every run knows.
         """
         if self._stop_signal:
             self._writers.close()
+            self._check_run_dir()
             done = (
                 f"saved after step {self._step}" if self._step else "before the first step: there was nothing to save"
             )

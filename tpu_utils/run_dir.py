@@ -8,60 +8,93 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from config import TrainConfig
-from tpu_utils.errors import InputError
+from tpu_utils.errors import InputError, SaveError
 from tpu_utils.files import open_regular, parse_json, write_atomically
 from tpu_utils.storage import open_bucket_dir
 
 
 class RunLock:
-    """One run at a time in a run directory: an flock on its file `lock`.
+    """One run at a time in a run directory: an flock on the folder itself, and one on its file `lock`.
 
-    The kernel releases it at any death, so a stale file never blocks. Of the processes of one run only the first takes
-    it.
+    The folder's lock stays when the file is deleted or replaced. The file names the holder. It is locked too because a
+    network file system may lock a folder on this host alone, or not at all: NFS wants a descriptor that can write, and
+    answers EBADF, EINVAL or ENOLCK. The kernel releases both at any death, so what is left never blocks.
+    Of the processes of one run only the first takes it.
     """
 
     patience_seconds = 2.0
     """How long to try: for a holder that was killed and is not yet gone."""
 
     def __init__(self):
-        self._file: TextIO | None = None
+        self._descriptors: list[int] = []
 
     def release(self) -> None:
-        if self._file:
-            self._file.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def acquire(self, run_dir: Path) -> None:
         """Raises InputError naming the holder."""
-        self._file, deadline = (run_dir / "lock").open("a+"), time.monotonic() + self.patience_seconds
-        while not self._try(run_dir):
-            if time.monotonic() > deadline:
-                self._file.seek(0)
-                holder = self._file.read().strip() or "another process"
-                self._file.close()
-                raise InputError(
-                    f"run_dir {run_dir} is in use by {holder}; expected no other run there; wait for it or stop it, or "
-                    "choose another --run_dir"
-                )
-            time.sleep(0.05)
-        self._file.truncate(0)
-        self._file.write(f"pid {os.getpid()} on host {socket.gethostname()}\n")
-        self._file.flush()
-
-    def _try(self, run_dir: Path) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # the second is what NFS may say
-            return False
-        except OSError as error:
+        name, deadline, without = run_dir / "lock", time.monotonic() + self.patience_seconds, []
+        for path, flags in ((run_dir, os.O_RDONLY), (name, os.O_RDWR | os.O_CREAT)):
+            self._descriptors.append(os.open(path, flags, 0o666))
+            while isinstance(error := _flock(self._descriptors[-1]), BlockingIOError | PermissionError):
+                if time.monotonic() > deadline:
+                    self.release()
+                    raise InputError(
+                        f"run_dir {run_dir} is in use by {_holder(name)}; expected no other run there; wait for it or "
+                        "stop it, or choose another --run_dir"
+                    )
+                time.sleep(0.05)
+            without += [error] if error else []
+        if len(without) == 2:
             print(
                 f"warning: run_dir {run_dir} is on a file system without locks ({error.strerror}): a second run there "
                 "would not be refused",
                 file=sys.stderr,
             )
-        return True
+        os.ftruncate(self._descriptors[-1], 0)
+        os.write(self._descriptors[-1], f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
+
+    def check(self, run_dir: Path) -> None:
+        """Raises SaveError unless the path still leads to the folder that is locked, in a process that holds the lock.
+
+        The open descriptor keeps the folder's inode from being given to a new folder.
+        """
+        if not self._descriptors:
+            return
+        try:
+            if os.path.samestat(os.fstat(self._descriptors[0]), run_dir.stat()):
+                return
+            found = "another folder"
+        except FileNotFoundError:
+            found = "nothing"
+        except OSError as error:
+            found = error.strerror
+        raise SaveError(
+            f"run_dir {run_dir} is gone: found {found} there, expected the folder that this run has locked; it was "
+            "removed, moved or unmounted; put it back (not needed for a run in a bucket) and go on with --resume must, "
+            "or start anew in another --run_dir"
+        )
+
+
+def _flock(descriptor: int) -> OSError | None:
+    """None once it is locked; BlockingIOError, on NFS also PermissionError, while another holds it; else: no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error
+    return None
+
+
+def _holder(name: Path) -> str:
+    """Who holds the lock, as its file says, which may be gone."""
+    try:
+        return name.read_text(errors="replace").strip() or "another process"
+    except OSError:
+        return "another process"
 
 
 def open_run_dir(config: TrainConfig, lock: RunLock | None = None) -> Path:

@@ -10,14 +10,24 @@ import weakref
 
 import torch_xla.runtime as xr
 
+ECHO_SECONDS = 1.0
+"""A signal within so long after the first is the same request: Ctrl-C reaches a launcher too, which hands it on."""
+
 
 class StopRequest:
-    """The first SIGTERM or SIGINT asks for a checkpoint at the next step boundary; a second one stops at once."""
+    """The first SIGTERM, SIGINT or SIGHUP asks for a checkpoint at the next step boundary; a later one stops at once.
+
+    Later: SIGTERM or SIGINT, ECHO_SECONDS after the first or more. SIGHUP says that the terminal is gone. It hurries
+    nothing, and where it is ignored at the start, as under nohup, it stays ignored.
+    """
 
     def __init__(self):
         self._signal: int | None = None
+        self._signalled = 0.0
         self._notice: str | None = None
-        self._handlers = {number: signal.signal(number, self._request) for number in (signal.SIGTERM, signal.SIGINT)}
+        hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+        signals = signal.SIGTERM, signal.SIGINT, *hang_up
+        self._handlers = {number: signal.signal(number, self._request) for number in signals}
 
     def close(self) -> None:
         """Signals do again what they did before."""
@@ -25,8 +35,12 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _request(self, number: int, frame) -> None:
-        self._signal = number
-        signal.signal(number, signal.SIG_DFL)
+        now = time.monotonic()
+        if self._signal is None:
+            self._signal, self._signalled = number, now
+        elif number != signal.SIGHUP and now - self._signalled >= ECHO_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     @property
     def signal(self) -> int | None:

@@ -18,11 +18,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PRELOADED = [
     *("torch", "torch_xla", "torch_xla.runtime", "torch_xla.distributed.spmd", "torch_xla.distributed.xla_backend"),
-    *("torch_xla.experimental.scan", "torch_xla.experimental.distributed_checkpoint", "torch_xla.debug.profiler"),
+    *("torch_xla.experimental.scan", "torch_xla.debug.profiler", "safetensors.torch"),
     *("torch.utils.tensorboard", "torch.utils.tensorboard.summary", "torch.utils.flop_counter", "functorch.compile"),
     *(
         "torch.nn.parallel",
-        "torch.distributed.checkpoint",
         "jax",
         "jax.experimental.topologies",
         "numpy",

@@ -107,8 +107,8 @@ def test_what_the_tokens_of_a_run_are(tmp_path, dataset, vocab_size, kind):
     config = TransformerConfig(dataset=dataset, vocab_size=vocab_size, num_layers=1, num_heads=1, embedding_dim=64)
     trained = GPT(config.shape)
     trained.initialise(0)
-    state = {"step": 1, "config": dataclasses.asdict(config), "model": trained.state_dict()}
-    Checkpoints(tmp_path / "checkpoints", 1).save(1, state)
+    values = {"config": dataclasses.asdict(config)}
+    Checkpoints(tmp_path / "checkpoints", 1).save(1, {"model": trained.state_dict()}, values)
     model, found = generate_tpu.load(GenerateConfig(run_dir=str(tmp_path)))
     assert found == kind
     assert torch.equal(model.token_embedding, trained.token_embedding)

@@ -9,7 +9,8 @@ import pytest
 from processes import ROOT
 
 SCRIPTS = {"simple_mnist_tpu.py": (210, 60), "distributed_mnist_tpu.py": (310, 85), "transformer_tpu.py": (430, 85)}
-SOURCES = [path for folder in (".", "tpu_utils", "tpu_compiler") for path in sorted((ROOT / folder).glob("*.py"))]
+FOLDERS = (".", "tpu_utils", "tpu_compiler")
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 OURS = {str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__") for path in SOURCES}
 
 
@@ -46,6 +47,23 @@ def test_no_import_circle():
         for name in free:
             del left[name]
     assert not left, f"these import each other: {left}"
+
+
+RUN_WHAT_THEY_READ = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "torch.distributed.checkpoint"}
+RUN_WHAT_THEY_READ |= {"torch_xla.experimental.distributed_checkpoint", "torch.load", "torch.save", "torch.package"}
+RUN_WHAT_THEY_READ |= {f"dist.{name}" for name in ("broadcast_object_list", "all_gather_object", "gather_object")}
+RUN_WHAT_THEY_READ |= {f"dist.{name}" for name in ("scatter_object_list", "send_object_list", "recv_object_list")}
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, "tests", "benchmarks"])
+def test_nothing_here_runs_what_it_reads(folder):
+    """Files and messages are data: no pickle, in the tests and benchmarks neither."""
+    for path in sorted((ROOT / folder).glob("*.py")):
+        nodes = list(ast.walk(tree_of(path)))
+        used = imports_of(path) | {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+        assert not used & RUN_WHAT_THEY_READ, path.name
+        for call in (ast.unparse(node) for node in nodes if isinstance(node, ast.Call)):
+            assert not call.startswith("np.load(") or "allow_pickle=False" in call, (path.name, call)
 
 
 @pytest.mark.parametrize(

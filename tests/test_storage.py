@@ -1,5 +1,6 @@
 """gs:// run directories: the real client library against emulator processes, behind a faulty network."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -177,7 +178,9 @@ def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
         found = {
             path.relative_to(fetched).as_posix(): path.read_bytes() for path in fetched.rglob("*") if path.is_file()
         }
-        assert found == {name: data for name, data in content.items() if name.startswith(("metrics", "checkpoints"))}
+        assert found == {
+            name: data for name, data in content.items() if name.startswith(("config", "metrics", "checkpoints"))
+        }
         if which == "emulator":
             puts = [name for kind, name, *_ in changes(proxy.upstream_port, "round_trip") if kind == "put"]
             puts = [name for name in puts if name != "writable"]
@@ -243,6 +246,47 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_fetched(proxy, mach
     assert state["step"] == 10 and "step_00000020" in capsys.readouterr().err
 
 
+OUTSIDE = [
+    "../../owned",
+    "..//owned",
+    "/{place}/owned",
+    "//{place}/owned",
+    "a/../../../owned",
+    "state.json/../../owned",
+]
+OUTSIDE += ["..", ".", "", "state.json/", "\\owned", "x" * 300, "a\nb"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_object_whose_name_leads_elsewhere_is_never_written(proxy, machine, tmp_path, name):
+    """Whoever may write to the bucket would run code here: `...//abs/path.py` was once imported at --resume."""
+    save("outside", 10)
+    bucket, prefix = storage.connect("gs://runs/outside")
+    name = name.format(place=tmp_path)
+    for place in ("checkpoints/step_00000010/", "checkpoints/", ""):
+        with contextlib.suppress(Exception):  # names that the service itself refuses
+            bucket.blob(f"{prefix}{place}{name}").upload_from_string(b"raise SystemExit('code ran')")
+    before = set(tmp_path.rglob("*"))
+    machine("second")
+    run_dir, state = end_state("outside")
+    assert state["step"] == 10
+    assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "second")} == before
+    inside = {path.relative_to(run_dir).as_posix() for path in run_dir.rglob("*") if path.is_file()}
+    assert inside - {"lock"} == {f"checkpoints/step_00000010/{file}" for file in FILES}
+
+
+def test_a_marker_that_names_files_elsewhere_fetches_nothing(proxy, machine, capsys):
+    save("names", 10, 20)
+    bucket, prefix = storage.connect("gs://runs/names")
+    blob = bucket.blob(f"{prefix}checkpoints/step_00000020/done")
+    marker = json.loads(blob.download_as_bytes())
+    marker["files"]["../../../owned.py"] = marker["files"]["state.json"]
+    blob.upload_from_string(json.dumps(marker))
+    machine("second")
+    assert end_state("names")[1]["step"] == 10
+    assert "its done marker names the file '../../../owned.py'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", [10**5, 9 * 2**20], ids=["at_once", "in_chunks"])
 def test_bytes_altered_on_their_way_are_sent_and_fetched_again(proxy, emulator, machine, size):
     name, content, altered = "checkpoints/step_00000010", os.urandom(size), []
@@ -279,9 +323,9 @@ def test_a_permanent_failure_is_loud_tells_no_secret_and_keeps_the_earlier_check
     said = "checkpoint step_00000020 could not be uploaded to gs://runs/permanent"
     with pytest.raises(SaveError, match=said), mirror:
         checkpoints = Checkpoints(run_dir / "checkpoints", 3, mirror=mirror)
-        checkpoints.save(10, {"step": 10})
-        checkpoints.save(20, {"step": 20, "big": torch.rand(9 * 2**18)})
-        checkpoints.save(30, {"step": 30})
+        checkpoints.save(10, {})
+        checkpoints.save(20, {"big": torch.rand(9 * 2**18)})
+        checkpoints.save(30, {})
     error = capsys.readouterr().err
     assert "status 503" in error and "secret" not in error
     machine("second")

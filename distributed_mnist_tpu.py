@@ -12,7 +12,7 @@ Run:     python distributed_mnist_tpu.py
              SPMD over 8 virtual CPU devices
          python distributed_mnist_tpu.py --shard_parameters
              FSDP: parameters are sharded too
-         torchrun --nproc_per_node=8 distributed_mnist_tpu.py --strategy ddp
+         torchrun --standalone --nproc_per_node=8 distributed_mnist_tpu.py --strategy ddp
              a process for each of 8 chips
 
 Pods:    run the same command on all workers:
@@ -253,7 +253,7 @@ def check_launched(config: DistributedMnistConfig) -> None:
     if num_devices > 1 and not dist.is_torchelastic_launched():
         raise InputError(
             f"strategy ddp needs a process for each of this host's {num_devices} devices, found one; start it with\n"
-            f"  torchrun --nproc_per_node={num_devices} {shlex.join(sys.argv)}"
+            f"  torchrun --standalone --nproc_per_node={num_devices} {shlex.join(sys.argv)}"
         )
 
 

@@ -327,7 +327,7 @@ def test_ddp_on_several_chips_says_how_to_start_it(monkeypatch):
     monkeypatch.setattr(script, "choose_device", lambda config: "tpu")
     monkeypatch.setattr(sys, "argv", ["distributed_mnist_tpu.py", "--strategy", "ddp"])
     with pytest.raises(
-        InputError, match=r"8 devices, found one.*\n  torchrun --nproc_per_node=8 distributed_mnist_tpu.py"
+        InputError, match=r"8 devices, found one.*\n  torchrun --standalone --nproc_per_node=8 distributed_mnist_tpu.py"
     ):
         refused(monkeypatch, "--strategy", "ddp")
 

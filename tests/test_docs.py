@@ -16,6 +16,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHARED = ROOT.parent / "shared" / "data"
 NOT_RUN = {  # pattern: reason
     r"gcloud ": "needs a Google Cloud account",
+    r"openssl rand": "makes a secret; test_peers.py reads one",
+    r".*--peers_secret": "needs a slice of several hosts; test_peers.py has pretended ones",
     r"git clone REPOSITORY": "the reader's own address; CI runs in a fresh clone",
     r"docker ": "needs a container daemon; .ci/build_image builds and runs the image without one",
     r"python3 -m venv": "CI runs both commands of README's first screen as they stand",

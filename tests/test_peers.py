@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from processes import free_port
 
 from tpu_utils import peers as peers_module
 from tpu_utils import wire
 from tpu_utils.errors import CheckpointError, DeviceError, InputError, TrainingError
-from tpu_utils.peers import Meeting, Peers, read_secret, wait_for_peers
+from tpu_utils.peers import Meeting, Peers, meet_replicas, read_secret, wait_for_peers
 from tpu_utils.wire import Link, Listener, ProofError, WireError
 
 SECRET = b"a secret of the run's own"
@@ -369,3 +370,15 @@ def test_three_hundred_mutated_messages_are_refused_or_harmless(listener):
 
 def test_errors_are_of_the_kinds_that_scripts_report():
     assert issubclass(WireError, OSError) and issubclass(ProofError, WireError)
+
+
+def test_replicas_meet_on_loopback_with_a_secret_of_their_own(monkeypatch):
+    """What torchrun's store holds for them is an address, a port and a secret, as JSON."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of this machine for others; nobody else is asked for
+    with ThreadPoolExecutor(3) as pool:
+        met = list(pool.map(lambda index: meet_replicas(index, 3, 60.0), range(3)))
+        assert list(pool.map(lambda peers: peers.largest(peers.index), met)) == [2, 2, 2]
+    said = json.loads(store.get("peers"))
+    assert said["address"] == "127.0.0.1" and len(bytes.fromhex(said["secret"])) == 32

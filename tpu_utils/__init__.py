@@ -2,11 +2,12 @@
 
 run           Run: what every run has and no reader came for; imports most of the others
 device        start_device, and what a run says it runs on
-peers         the processes of one run: meeting at the start, agreeing later
+peers         the processes of one run: meeting at the start, agreeing later; wire: proved connections between them
 metrics       values of each step that stay on the device until a log line
 loader        batches on their way to the device, ahead of the step
 log           metrics.jsonl, TensorBoard, progress lines, summary
-checkpoint    the folder of checkpoints, the thread that writes them; state: tensors to files and back
+checkpoint    the folder of checkpoints, the thread that writes them; state: tensors to the host and back, tensor_files:
+              safetensors and their index, checked
 storage       a run directory in a bucket
 graphs        one graph for each kind of step, transfers counted
 clock         where the seconds go, and the watchdog

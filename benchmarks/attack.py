@@ -1,0 +1,519 @@
+"""Attack this project's own files and sockets, and see that nothing gets in and nothing is lost.
+
+Run:     python benchmarks/attack.py                 # all of it
+         python benchmarks/attack.py --share 0.05    # a twentieth of the mutations
+         python benchmarks/attack.py --only wire
+Prints:  a table: what was attacked, how often, what became of it. Exit code 1 if anything ran code, crashed, hung,
+         wrote outside its folder, took more than twice the memory of what is truly there, or was refused without a
+         message.
+
+Everything happens in temporary folders and on loopback. Each attack is a process of its own, so that a crash is seen as
+one. A mutation is refused (a checkpoint: passed over for the one before), or harmless: what is read has the names,
+shapes and types of what was written. Most mutated files fit their CRC-32: whoever writes one can write the other.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+TIME_LIMIT = 1800
+HOME = "127.0.0.1"
+VALUES = {"config": {"seed": 0}, "evaluation": {"accuracy": 0.5}}
+ODD = [None, True, -1, 0, 7, 1.5, 2**31, 2**63, 10**40, "", "x", "../../x", [], {}, [[]], [-1], [2**62, 2**62], "F64"]
+
+
+class Complaint(Exception):
+    """What should not have happened."""
+
+
+def expect(condition: object, complaint: str) -> None:
+    if not condition:
+        raise Complaint(complaint)
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def make_checkpoints(folder: Path, megabytes: int = 1):
+    """Steps 10 and 20 of one run, sharded by two processes, whose files are written as each would."""
+    import torch
+
+    from tpu_utils.checkpoint import Checkpoints
+    from tpu_utils.state import HostCopy, shards_by_path
+    from tpu_utils.tensor_files import Kind, write_tensors
+
+    checkpoints = Checkpoints(folder, 3, run_id="ours")
+    rows = megabytes * 2**20 // 4 // 64 // 2
+    for step in (10, 20):
+        whole = {"model/bias": torch.full((8,), float(step)), "random/torch": torch.arange(64, dtype=torch.uint8)}
+        whole["model/weight"] = torch.full((rows, 64), float(step))
+        shards = {(at, 0): torch.full((rows // 2, 64), float(step)) for at in (0, rows // 2)}
+        kind = Kind((rows, 64), torch.float32)
+        copy = HostCopy(step, VALUES, whole, {"model/sharded": kind}, {"model/sharded": shards})
+        aside = folder / f".writing_{step:08d}"
+        aside.mkdir(parents=True)
+        written = []
+        for index, (at, shard) in enumerate(shards.items()):
+            name = f"shards_{index:05d}.safetensors"
+            part = HostCopy(step, {}, {}, copy.sharded, {"model/sharded": {at: shard}})
+            sums = write_tensors(aside / name, part.shard_file())
+            written.append({"name": name, "sums": sums, "shards": shards_by_path(part, name)})
+        checkpoints._finish(copy, aside, written)
+    return checkpoints
+
+
+def mark(folder: Path) -> None:
+    """A done marker that fits the files."""
+    from tpu_utils.files import checksum_of
+
+    marker = json.loads((folder / "done").read_bytes())
+    marker["files"] = {path.name: checksum_of(path) for path in folder.iterdir() if path.name != "done"}
+    (folder / "done").write_text(json.dumps(marker))
+
+
+def mutated(content: bytes, draw: random.Random) -> bytes:
+    """Flipped, truncated, grown, or with a piece from elsewhere; mostly near the front, where headers are."""
+    data = bytearray(content)
+    for _ in range(draw.randint(1, 4)):
+        place = min(int(len(data) * draw.random() ** 4), max(0, len(data) - 1))
+        kind = draw.randrange(5)
+        if kind == 0 and data:
+            data[place] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            data[place : place + draw.randrange(9)] = draw.randbytes(draw.randrange(9))
+        elif kind == 2:
+            del data[place + draw.randrange(64) :]
+        elif kind == 3:
+            data += draw.randbytes(draw.randrange(99))
+        else:
+            data[:8] = struct.pack("<Q", draw.choice([0, 1, 2**16, 2**31, 2**63, 2**64 - 1]))
+    return bytes(data)
+
+
+def altered(value: object, draw: random.Random) -> object:
+    """JSON with one thing in it replaced, removed, doubled or renamed."""
+    if isinstance(value, dict) and value and draw.random() < 0.85:
+        key = draw.choice(list(value))
+        changed = dict(value)
+        what = draw.random()
+        if what < 0.12:
+            del changed[key]
+        elif what < 0.24:
+            changed[draw.choice(["__class__", "../../x", "code", "shards", key + "x"])] = changed[key]
+        else:
+            changed[key] = altered(value[key], draw)
+        return changed
+    if isinstance(value, list) and value and draw.random() < 0.85:
+        changed = list(value)
+        place = draw.randrange(len(value))
+        if draw.random() < 0.2:
+            changed.insert(place, changed[place])
+        else:
+            changed[place] = altered(value[place], draw)
+        return changed
+    if isinstance(value, int) and draw.random() < 0.5:
+        return value + draw.choice([-1, 1, 4, 2**32, -(2**40)])
+    return draw.choice(ODD)
+
+
+def change_header(content: bytes, draw: random.Random) -> bytes:
+    """A file of safetensors whose header says something else."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.dumps(altered(json.loads(content[8 : 8 + length]), draw)).encode()
+    return len(header).to_bytes(8, "little") + header + content[8 + length :]
+
+
+def read_all(checkpoints) -> tuple[int, dict]:
+    """The step that is resumed, and shape and type of every tensor in it, all of them read."""
+    saved = checkpoints.load_for_resume("must")
+    files = saved.files()
+    found = {path: files.read(path) for path in saved.entries}
+    saved.value("config", dict), saved.value("evaluation", dict)
+    return saved.step, {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in found.items()}
+
+
+def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
+    """Bytes and JSON of every file of the newest checkpoint."""
+    from tpu_utils.errors import CheckpointError
+
+    intact = folder / "intact"
+    checkpoints = make_checkpoints(intact, megabytes=4)
+    names = sorted(path.name for path in checkpoints.path(20).iterdir())
+    _, kinds = read_all(checkpoints)
+    outcomes = {"fell back": 0, "harmless": 0, "refused": 0}
+    size = sum(path.stat().st_size for path in checkpoints.path(20).iterdir())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    target = Path(tempfile.mkdtemp(dir=folder)) / "checkpoints"
+    for number in range(count):
+        shutil.copytree(intact, target)
+        victim = target / "step_00000020" / draw.choice(names)
+        content, how = victim.read_bytes(), draw.randrange(3)
+        if how == 0 or (how == 1 and victim.suffix not in (".json", ".safetensors") and victim.name != "done"):
+            victim.write_bytes(mutated(content, draw))
+        elif victim.suffix == ".safetensors":
+            victim.write_bytes(change_header(content, draw))
+        else:
+            victim.write_text(json.dumps(altered(json.loads(content), draw)))
+        if victim.name != "done" and draw.random() < 0.8:
+            with contextlib.suppress(ValueError, AttributeError):
+                mark(target / "step_00000020")
+        checkpoints.folder, said = target, io.StringIO()
+        with contextlib.redirect_stderr(said):
+            try:
+                step, found = read_all(checkpoints)
+            except CheckpointError as error:
+                expect("\n" not in str(error) and len(str(error)) > 30, f"{number}: {error!r}")
+                outcomes["refused"] += 1
+            else:
+                if step == 10:
+                    expect("step_00000020" in said.getvalue(), f"{number}: passed over without a word")
+                expect(step == 10 or found == kinds, f"{number}: {victim.name} gave other tensors")
+                outcomes["fell back" if step == 10 else "harmless"] += 1
+        shutil.rmtree(target)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    expect(grown < 2 * size, f"memory grew by {grown:,} bytes for a checkpoint of {size:,}")
+    return ", ".join(f"{number} {name}" for name, number in outcomes.items()) + f"; memory + {grown / size:.1f} x"
+
+
+def attack_old_pickles(count: int, draw: random.Random, folder: Path) -> str:
+    """A folder in the old format, whose pickle makes a folder when it is opened."""
+    from tpu_utils.errors import CheckpointError
+
+    owned = folder / "owned"
+    code = b"cos\nmkdir\n(V" + str(owned).encode() + b"\ntR."  # what a pickle of os.mkdir looks like
+    for _ in range(count):
+        target = Path(tempfile.mkdtemp(dir=folder)) / "checkpoints"
+        checkpoints = make_checkpoints(target)
+        place = checkpoints.path(20) / draw.choice(["state.pt", ".metadata", "__0_0.distcp", "state.safetensors"])
+        place.write_bytes(code)
+        mark(checkpoints.path(20))
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(CheckpointError):
+            read_all(checkpoints)
+        expect(not owned.exists(), f"{place.name} ran code")
+        shutil.rmtree(target)
+    return "nothing was unpickled"
+
+
+def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
+    """Links, FIFOs, odd names, swapped and copied steps; and a save after each, which prunes."""
+    from tpu_utils.errors import CheckpointError
+
+    precious = folder / "precious"
+    precious.mkdir()
+    (precious / "thesis").write_text("years of work")
+    for number in range(count):
+        target = Path(tempfile.mkdtemp(dir=folder)) / "checkpoints"
+        checkpoints = make_checkpoints(target)
+        checkpoints.keep = draw.choice([1, 2])
+        newest = checkpoints.path(20)
+        what = draw.randrange(8)
+        if what == 0:
+            checkpoints.path(draw.choice([5, 15, 99])).symlink_to(precious)
+        elif what == 1:
+            victim = draw.choice(sorted(newest.iterdir()))
+            victim.unlink()
+            draw.choice([os.mkfifo, lambda path: path.symlink_to("/dev/zero"), os.mkdir])(victim)
+        elif what == 2:
+            shutil.copytree(newest, checkpoints.path(99))
+        elif what == 3:
+            newest.rename(target / "aside")
+            checkpoints.path(10).rename(newest)
+            (target / "aside").rename(checkpoints.path(10))
+        elif what == 4:
+            for name in (
+                "step_abcdefgh",
+                "step_1",
+                "step_00000020 (copy)",
+                "step_\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661",
+            ):
+                shutil.copytree(newest, target / name)
+        elif what == 5:
+            marker = json.loads((newest / "done").read_bytes())
+            (newest / "done").write_text(json.dumps({**marker, "run": "theirs"}))
+        else:
+            victim = draw.choice(sorted(newest.glob("*.safetensors")))
+            victim.write_bytes(victim.read_bytes()[:-1])
+        with contextlib.redirect_stderr(io.StringIO()):
+            try:
+                step, _ = read_all(checkpoints)
+                expect(what != 3, f"{number}: swapped folders were resumed from")
+                checkpoints.save(step + 1, {}, VALUES)
+                good, _ = read_all(checkpoints)
+                expect(good == step + 1, f"{number}: {good} is resumed after a save of {step + 1}")
+            except CheckpointError as error:
+                expect(what == 3, f"{number}: {error}")
+        expect((precious / "thesis").exists(), "pruning followed a link")
+    return "what is good was kept, nothing outside was touched"
+
+
+# -------------------------------------------------------------------------------------------------- bucket and network
+
+
+def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
+    """Listings with names that lead elsewhere, in front of the run's own code that fetches them."""
+    from config import MnistConfig
+    from tpu_utils import storage
+    from tpu_utils.checkpoint import Checkpoints
+    from tpu_utils.errors import CheckpointError, InputError
+
+    class Blob:
+        generation, crc32c = 1, None
+
+        def __init__(self, name: str, content: bytes):
+            self.name, self.content, self.size = name, content, len(content)
+
+    true = make_checkpoints(folder / "true")
+    files = {f"checkpoints/{p.parent.name}/{p.name}": p.read_bytes() for p in true.folder.rglob("*") if p.is_file()}
+    files |= {"config.json": b'{"run_id": "ours"}', "metrics.jsonl": b'{"step": 1}\n'}
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    pieces = [
+        "..",
+        ".",
+        "",
+        "/",
+        "etc",
+        "x.py",
+        "step_00000020",
+        "done",
+        "checkpoints",
+        str(folder / "owned"),
+        "\\",
+        "\n",
+    ]
+    pieces += ["tensorboard", "state.json", "\u0661" * 8, "C:", "~", "%2e%2e", "x" * 300, "config.json", "lock"]
+    blobs: list[Blob] = []
+    storage.connect = lambda url: (None, "run/")
+    storage.list_objects = lambda bucket, prefix, seconds: [blob for blob in blobs if blob.name.startswith(prefix)]
+    storage.download = lambda blob, path: (
+        path.parent.mkdir(parents=True, exist_ok=True),
+        path.write_bytes(blob.content),
+    )
+    expected = {Path(name) for name in files}
+    for number in range(count):
+        blobs[:] = [Blob(f"run/{name}", content) for name, content in files.items()]
+        for _ in range(draw.randint(1, 5)):
+            name = "/".join(draw.choice(pieces) for _ in range(draw.randint(1, 5)))
+            start = draw.choice(["run/", "run/checkpoints/", "run/checkpoints/step_00000020/", "run"])
+            blobs.insert(draw.randrange(len(blobs)), Blob(start + name, b"import os; os.abort()"))
+        if draw.random() < 0.3:
+            marker = json.loads(files["checkpoints/step_00000020/done"])
+            marker["files"]["/".join(draw.choice(pieces) for _ in range(3))] = {"bytes": 21, "crc32": 0}
+            blobs.append(Blob("run/checkpoints/step_00000020/done", json.dumps(marker).encode()))
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        config = MnistConfig(run_dir="gs://bucket/run", resume="must")
+        run_dir = storage.working_folder(config.run_dir)
+        run_dir.mkdir(parents=True)
+        before = {path for path in folder.rglob("*") if not path.is_relative_to(run_dir)}
+        with contextlib.redirect_stderr(io.StringIO()):
+            try:
+                mirror = storage.Mirror(config, run_dir)
+                Checkpoints(run_dir / "checkpoints", 3, mirror=mirror, run_id="ours").load("must")
+            except (InputError, CheckpointError) as error:
+                expect(len(str(error)) > 30, f"{number}: {error!r}")
+        after = {path for path in folder.rglob("*") if not path.is_relative_to(run_dir)}
+        expect(after == before, f"{number}: written outside: {sorted(after - before)[:3]}")
+        inside = {path.relative_to(run_dir) for path in run_dir.rglob("*") if path.is_file()}
+        expect(inside <= expected, f"{number}: fetched {sorted(inside - expected)[:3]}")
+    return "nothing was written outside, nothing but a run's own names was fetched"
+
+
+def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
+    """Strangers on the port while hosts wait, and a host of the run that says what it should not."""
+    from tpu_utils import wire
+    from tpu_utils.errors import TrainingError
+    from tpu_utils.peers import Meeting, Peers
+
+    def frame(content: bytes) -> bytes:
+        return struct.pack(">Q", len(content)) + content
+
+    secret = draw.randbytes(32)
+    hello = frame(json.dumps({"index": 1, "nonce": "0" * 32}).encode())
+    base = hello + frame(json.dumps({"proof": "0" * 64}).encode())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    listener = wire.Listener(HOME, 0, 2, secret, {HOME}, 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(listener.wait, TIME_LIMIT)
+        for _ in range(count):
+            with contextlib.suppress(OSError), socket.create_connection((HOME, listener.port), timeout=60) as stranger:
+                stranger.sendall(mutated(base, draw))
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(4096):
+                    pass
+        expect(listener.missing() == [1], "a stranger was let in")
+        own = wire.connect(HOME, listener.port, 1, secret, "process 0", 60.0)
+        (link,) = waiting.result()
+    listener.close()
+    talk = [{"value": 1}, {"error": "SaveError", "message": "x"}, [1, 2], 7]
+    refused = 0
+    for _ in range(count):
+        one, two = socket.socketpair()
+        link._socket, own._socket = one, two
+        peers = Peers(1, 2, Meeting([HOME] * 2, secret), [own])
+        content = json.dumps(altered(draw.choice(talk), draw)).encode()
+        said = frame(content) if draw.random() < 0.5 else mutated(frame(content), draw)
+        one.sendall(said)
+        one.close()
+        try:
+            draw.choice([lambda: peers.gather(1), lambda: peers.largest(1), lambda: peers.from_first(None)])()
+        except (wire.WireError, TrainingError, ValueError):
+            refused += 1
+        two.close()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    expect(grown < 2 * wire.LONGEST_MESSAGE, f"memory grew by {grown:,} bytes")
+    return f"no stranger got in; of {count} answers to a host {refused} were refused, the others are of the right form"
+
+
+# ----------------------------------------------------------------------------------------------------- a run under way
+
+TINY = ["simple_mnist_tpu.py", "--device=cpu", "--num_epochs=200", "--global_batch_size=64", "--channels=4"]
+TINY += ["--hidden_dim=16", "--log_every=5", "--save_every=5", "--no_tensorboard"]
+
+
+def start(run_dir: Path, **outputs) -> subprocess.Popen:
+    outputs = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | outputs
+    return subprocess.Popen([sys.executable, *TINY, f"--run_dir={run_dir}"], cwd=ROOT, **outputs)
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + TIME_LIMIT
+    while not condition():
+        expect(process.poll() is None, f"the run ended by itself with {process.returncode}")
+        expect(time.monotonic() < deadline, "the run never came that far")
+        time.sleep(0.005)
+
+
+def saved_step(run_dir: Path) -> int:
+    return max((int(path.parent.name[5:]) for path in run_dir.glob("checkpoints/step_*/done")), default=0)
+
+
+def lost_terminal(run_dir: Path) -> None:
+    process = start(run_dir)
+    wait_for(lambda: saved_step(run_dir), process)
+    process.send_signal(signal.SIGHUP)
+    expect(process.wait(TIME_LIMIT) == 129, f"exit code {process.returncode} after SIGHUP, expected 129")
+
+
+def twice_in_two_milliseconds(run_dir: Path) -> None:
+    process = start(run_dir)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    expect(process.wait(TIME_LIMIT) == 143, f"exit code {process.returncode} after two SIGTERMs, expected 143")
+    expect(saved_step(run_dir), "two SIGTERMs saved nothing")
+
+
+def nobody_reads(run_dir: Path) -> None:
+    process = start(run_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close(), process.stderr.close()
+    wait_for(lambda: saved_step(run_dir) > 20, process)
+    process.send_signal(signal.SIGTERM)
+    expect(process.wait(TIME_LIMIT) == 143, f"exit code {process.returncode} with closed outputs, expected 143")
+
+
+def removed_lock(run_dir: Path) -> None:
+    process = start(run_dir)
+    wait_for(lambda: saved_step(run_dir), process)
+    (run_dir / "lock").unlink()
+    command = [sys.executable, *TINY, f"--run_dir={run_dir}", "--resume=auto"]
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT)
+    process.kill()
+    expect(process.wait() == -9, "the first run ended by itself")
+    expect(second.returncode == 2 and "in use" in second.stderr, f"a second run came in: {second.stderr[-300:]}")
+
+
+def removed_folder(run_dir: Path) -> None:
+    process = start(run_dir, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: saved_step(run_dir), process)
+    run_dir.rename(run_dir.with_name("moved"))
+    _, error = process.communicate(timeout=TIME_LIMIT)
+    expect(process.returncode == 1 and "Traceback" not in error, f"exit code {process.returncode}: {error[-300:]}")
+    expect(not run_dir.exists(), "the folder was made again")
+
+
+def attack_runs(count: int, draw: random.Random, folder: Path) -> str:
+    """A terminal that is lost, signals in a burst, a reader that leaves, a lock and a folder that are removed."""
+    scenarios = [lost_terminal, twice_in_two_milliseconds, nobody_reads, removed_lock, removed_folder]
+    for number in range(count):
+        scenarios[number % len(scenarios)](Path(tempfile.mkdtemp(dir=folder)) / "run")
+    return "each ended saved, or refused, and said so"
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+ATTACKS = {  # how often, what
+    "checkpoints": (2000, attack_checkpoints),
+    "old_pickles": (40, attack_old_pickles),
+    "folders": (200, attack_folders),
+    "bucket": (500, attack_bucket),
+    "wire": (300, attack_wire),
+    "runs": (5, attack_runs),
+}
+
+
+def one(name: str, count: int, seed: int) -> int:
+    """In a process of its own: prints what became of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            print(ATTACKS[name][1](count, random.Random(f"{seed} {name}"), Path(folder)))
+        except Complaint as complaint:
+            print(complaint)
+            return 1
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=float, default=1.0, help="of the mutations, 0 to 1; at least one of each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=ATTACKS, nargs="+", default=list(ATTACKS))
+    parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    counts = {name: max(1, round(ATTACKS[name][0] * options.share)) for name in options.only}
+    if options.inner:
+        return one(*counts.popitem(), options.seed)
+    failed = False
+    print(f"{'attack':12} {'times':>5} {'seconds':>7}  outcome")
+    for name, count in counts.items():
+        started = time.monotonic()
+        command = [
+            sys.executable,
+            __file__,
+            "--inner",
+            "--only",
+            name,
+            f"--share={options.share}",
+            f"--seed={options.seed}",
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
+            said = done.stdout.strip() if done.returncode in (0, 1) and done.stdout else done.stderr[-2000:]
+            bad = done.returncode != 0
+            said = f"FAILED ({done.returncode}): {said}" if bad else said
+        except subprocess.TimeoutExpired:
+            bad, said = True, f"FAILED: no end within {TIME_LIMIT} s"
+        failed |= bad
+        print(f"{name:12} {count:5} {time.monotonic() - started:7.0f}  {said}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -372,7 +372,8 @@ def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
         one.sendall(said)
         one.close()
         try:
-            draw.choice([lambda: peers.gather(1), lambda: peers.largest(1), lambda: peers.from_first(None)])()
+            how = draw.choice(["gather", "largest", "from_first"])
+            getattr(peers, how)(None if how == "from_first" else 1)
         except (wire.WireError, TrainingError, ValueError):
             refused += 1
         two.close()

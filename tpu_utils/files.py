@@ -8,7 +8,8 @@ from pathlib import Path
 def write_atomically(path: Path, content: bytes) -> None:
     """The file has the old content or the new one, never a part, whenever the machine stops."""
     aside = path.with_name(path.name + ".writing")
-    with aside.open("wb") as file:
+    aside.unlink(missing_ok=True)  # left by a kill; or put there by whoever made the folder: a link would be followed
+    with aside.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

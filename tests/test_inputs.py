@@ -61,7 +61,7 @@ def test_json_is_an_object_or_refused(tmp_path):
             read_json(path, "a thing")
     path.write_bytes(b" " * 300 + b"{}")
     assert read_json(path, "a thing") == {}
-    with at_most(100_000), pytest.raises(InputError, match="has 302 bytes; expected a thing, 301 at most"):
+    with at_most(100_000), pytest.raises(InputError, match="has 302 bytes; expected 301 at most, a thing"):
         read_json(path, "a thing", 301)
 
 

@@ -1,5 +1,7 @@
 """What can end a run, and the exit code it ends with. Imports nothing of this project."""
 
+import errno
+import io
 import sys
 from collections.abc import Callable
 
@@ -34,10 +36,13 @@ class CheckpointError(InputError):
 
 def run_script(main: Callable[[], int]) -> int:
     """Exit code of main: its own, 2 for an InputError, 1 for a TrainingError, each as a message without a traceback."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does it: a name or prompt that is no text can be printed
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return main()
     except (InputError, TrainingError, OSError) as error:  # OSError: the disk or the network gave up
         if "--debug" in sys.argv:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+        too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # no disk, but what the user gave
+        return 2 if isinstance(error, InputError) or too_long else 1

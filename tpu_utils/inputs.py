@@ -45,6 +45,15 @@ def file_size(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
+def read_regular(path: Path, expected: str, max_bytes: int) -> bytes:
+    """All of a regular file. Raises InputError for any other, and for one of more than max_bytes, which is not read."""
+    with open_regular(path, expected) as file:
+        size = file_size(file)
+        if size > max_bytes:
+            raise InputError(f"{path} has {size:,} bytes; expected {max_bytes:,} at most, {expected}")
+        return file.read(size)
+
+
 def lines_of(file: BinaryIO, longest: int) -> Iterator[bytes]:
     """Each line with its newline. Of one with `longest` bytes or more only the newline comes, so memory is bounded."""
     while line := file.readline(longest):
@@ -65,10 +74,7 @@ def parse_json(content: bytes) -> Any:
 
 def read_json(path: Path, expected: str, max_bytes: int = 1 << 20) -> dict[str, Any]:
     """The JSON object in a file of at most max_bytes. Raises InputError for anything else."""
-    with open_regular(path, expected) as file:
-        if file_size(file) > max_bytes:
-            raise InputError(f"{path} has {file_size(file):,} bytes; expected {expected}, {max_bytes:,} at most")
-        content = file.read(max_bytes)
+    content = read_regular(path, expected, max_bytes)
     try:
         value = parse_json(content)
     except ValueError as error:

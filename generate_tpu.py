@@ -19,6 +19,7 @@ from llmc_files import read_header
 from token_data import BYTE_VOCAB_SIZE, END_OF_DOCUMENT_BYTE, gpt2_encoding
 from tpu_utils.environment import choose_device, command_line
 from tpu_utils.errors import InputError, run_script
+from tpu_utils.inputs import open_regular
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def check_source(config: GenerateConfig) -> None:
     """Raises InputError when there is nothing to sample from, DeviceError when there is no such device."""
     choose_device(config.for_device)
     if config.llmc:
-        read_header(Path(config.llmc), "an llm.c GPT-2 model")
+        with open_regular(Path(config.llmc), "an llm.c GPT-2 model") as file:
+            read_header(file, "an llm.c GPT-2 model")
     elif not list(Path(config.run_dir, "checkpoints").glob("step_*/done")):
         raise InputError(f"{config.run_dir} holds no complete checkpoint to sample from; check --run_dir")
 

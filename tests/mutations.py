@@ -108,5 +108,5 @@ def make_irregular(path: Path, kind: str) -> Path:
     elif kind == "folder":
         path.mkdir()
     else:
-        path.symlink_to({"character device": "/dev/zero", "nothing": path.parent / "nothing"}[kind])
+        path.symlink_to({"character device": "/dev/null", "nothing": path.parent / "nothing"}[kind])
     return path

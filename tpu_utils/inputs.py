@@ -34,7 +34,7 @@ def open_regular(path: Path, expected: str) -> BinaryIO:
                 f"{path} is {KINDS.get(kind, 'no regular file')}; expected {expected}, a regular file; check the path"
             )
         # O_NONBLOCK has no effect on a regular file; one that became a FIFO just now is not waited for
-        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise InputError(f"{path}: no such file; expected {expected}") from error

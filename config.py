@@ -449,7 +449,7 @@ def parse_profile_steps(text: str) -> tuple[int, int]:
 
 
 def check_types(config: TrainConfig) -> list[str]:
-    """Fields with a value of another type, as sentences: a command line gives none, a file of options may."""
+    """Fields with a value of another type, or with bytes that are no text, as sentences."""
     problems = []
     for field in dataclasses.fields(config):
         kind = get_args(field.type)[0] if hasattr(field.type, "__metadata__") else field.type
@@ -463,6 +463,8 @@ def check_types(config: TrainConfig) -> list[str]:
             fits, expected = kind not in (str, bool) or isinstance(value, kind), getattr(kind, "__name__", kind)
         if not fits:
             problems.append(f"{field.name} is {value!r:.60}; expected {expected}")
+        elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):  # bytes of the command line, escaped
+            problems.append(f"{field.name} is {value!r:.60}; expected UTF-8 text")
     return problems
 
 

@@ -7,7 +7,7 @@ import pytest
 from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated_json, no_hang
 
 from tpu_utils.errors import InputError
-from tpu_utils.files import write_atomically
+from tpu_utils.files import crc32_of, write_atomically
 from tpu_utils.inputs import lines_of, open_regular, parse_json, read_json
 
 
@@ -90,3 +90,10 @@ def test_what_lies_in_the_way_of_a_write_is_not_followed(tmp_path, kind):
     with no_hang():
         write_atomically(tmp_path / "x", b"new")
     assert (tmp_path / "x").read_bytes() == b"new" and other.read_bytes() == b"untouched" and not aside.exists()
+
+
+def test_the_checksum_of_what_is_no_file_is_an_error(tmp_path):
+    for kind in ("FIFO", "character device"):
+        path = make_irregular(tmp_path / kind, kind)
+        with no_hang(), pytest.raises(OSError, match="no regular file"):
+            crc32_of(path)

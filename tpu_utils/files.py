@@ -1,6 +1,8 @@
 """Files that survive whatever stops the machine. Imports nothing of this project."""
 
+import errno
 import os
+import stat
 import zlib
 from pathlib import Path
 
@@ -32,6 +34,9 @@ def checksum_of(path: Path) -> dict[str, int]:
 
 
 def crc32_of(path: Path) -> int:
+    """Raises OSError for a FIFO or a device, which might never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):

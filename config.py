@@ -29,7 +29,8 @@ import signal
 import sys
 import textwrap
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 
@@ -452,9 +453,30 @@ def parse_profile_steps(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
+def check_types(config: TrainConfig) -> list[str]:
+    """Fields with a value of another type, or with bytes that are no text, as sentences."""
+    problems = []
+    for field in dataclasses.fields(config):
+        kind = get_args(field.type)[0] if hasattr(field.type, "__metadata__") else field.type
+        value = getattr(config, field.name)
+        if get_origin(kind) is Literal:
+            fits, expected = value in get_args(kind), f"one of {', '.join(map(str, get_args(kind)))}"
+        elif kind in (int, float):
+            number = Integral if kind is int else Real
+            fits, expected = isinstance(value, number) and not isinstance(value, bool), kind.__name__
+        else:
+            fits, expected = kind not in (str, bool) or isinstance(value, kind), getattr(kind, "__name__", kind)
+        if not fits:
+            problems.append(f"{field.name} is {value!r:.60}; expected {expected}")
+        elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):  # bytes of the command line, escaped
+            problems.append(f"{field.name} is {value!r:.60}; expected UTF-8 text")
+    return problems
+
+
 def check(config: TrainConfig) -> list[str]:
     """What can be known to be wrong before any data is read, each as a sentence: found, expected, what to do."""
-    problems = []
+    if problems := check_types(config):
+        return problems
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         for allowed in marks(field):

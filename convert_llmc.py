@@ -7,6 +7,7 @@ Run:     python convert_llmc.py describe gpt2_124M.bin
              writes the newest checkpoint of a run
 """
 
+import math
 import os
 import sys
 from dataclasses import dataclass, fields
@@ -15,6 +16,7 @@ from pathlib import Path
 from config import ModelShape, TransformerConfig
 from llmc_files import HEADER_WORDS, check_size, read_header, write_header
 from tpu_utils.errors import InputError, run_script
+from tpu_utils.inputs import open_regular
 
 
 def parse(arguments: list[str]) -> list[str]:
@@ -26,10 +28,13 @@ def parse(arguments: list[str]) -> list[str]:
     if not arguments or len(arguments) not in allowed.get(arguments[0], ()) or arguments[3:] not in ([], ["bf16"]):
         print(__doc__, file=sys.stderr)
         sys.exit(2)
-    missing = [path for path in arguments[1 : 3 if arguments[0] == "check" else 2] if not Path(path).exists()]
-    if missing:
-        print(f"error: {missing[0]}: no such file or folder; expected what --help says", file=sys.stderr)
-        sys.exit(2)
+    for path in arguments[1 : 3 if arguments[0] == "check" else 2]:
+        try:
+            Path(path).stat()
+        except OSError as error:
+            problem = "no such file or folder" if isinstance(error, FileNotFoundError) else error.strerror
+            print(f"error: {path}: {problem}; expected what --help says", file=sys.stderr)
+            sys.exit(2)
     return arguments
 
 
@@ -40,16 +45,17 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 import numpy as np
 import torch
 
-from gpt import GPT, parameter_shapes, split_layers, stack_layers
+from gpt import GPT, LAYER_MATRICES, parameter_shapes, split_layers, stack_layers
 from operations import losses
-from tpu_utils.checkpoint import Checkpoints, Saved
+from tpu_utils.checkpoint import Checkpoints, Saved, check_alike
+from tpu_utils.tensor_files import Kind
 
 MODEL_MAGIC, STATE_MAGIC, STATE_VERSION = 20240326, 20240327, 2
 MODEL_VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 
 
 def number_of_values(shape: ModelShape) -> int:
-    return sum(np.prod(size, dtype=np.int64) for size in parameter_shapes(shape).values()).item()
+    return sum(map(math.prod, parameter_shapes(shape).values()))
 
 
 def read_tensors(file, shape: ModelShape, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -57,7 +63,7 @@ def read_tensors(file, shape: ModelShape, dtype: torch.dtype) -> dict[str, torch
     word = np.dtype("<f4") if dtype == torch.float32 else np.dtype("<i2")
     tensors = {}
     for name, size in parameter_shapes(shape).items():
-        values = np.fromfile(file, word, np.prod(size, dtype=np.int64))
+        values = np.fromfile(file, word, math.prod(size))
         tensors[name] = torch.from_numpy(values).view(dtype).reshape(size)
     return tensors
 
@@ -72,21 +78,23 @@ def write_tensors(file, shape: ModelShape, tensors: dict[str, torch.Tensor], dty
 
 def read_model(path: Path) -> tuple[ModelShape, dict[str, torch.Tensor]]:
     """Weights in the file's own dtype. Raises InputError for a foreign, damaged or unsupported file."""
-    header = read_header(path, "an llm.c GPT-2 model")
-    magic, version, T, V, L, H, D, padded = (int(word) for word in header[:8])
-    if magic != MODEL_MAGIC or version not in MODEL_VERSIONS:
-        raise InputError(
-            f"{path}: magic {magic}, version {version}; expected {MODEL_MAGIC} with version 3 (float32) or 5 (bfloat16)"
-        )
-    if min(T, V, L, H, D) < 1 or D % H:
-        raise InputError(f"{path}: damaged header: context {T}, vocabulary {V}, {L} layers, {H} heads, width {D}")
-    shape = ModelShape(num_layers=L, num_heads=H, embedding_dim=D, sequence_length=T, vocab_size=V)
-    if padded != shape.padded_vocab_size:
-        raise InputError(f"{path}: vocabulary padded to {padded}; expected {shape.padded_vocab_size} for {V} tokens")
-    dtype = MODEL_VERSIONS[version]
-    check_size(path, HEADER_WORDS * 4 + number_of_values(shape) * dtype.itemsize, f"{shape} in {dtype}")
-    with path.open("rb") as file:
-        file.seek(HEADER_WORDS * 4)
+    with open_regular(path, "an llm.c GPT-2 model") as file:
+        header = read_header(file, "an llm.c GPT-2 model")
+        magic, version, T, V, L, H, D, padded = (int(word) for word in header[:8])
+        if magic != MODEL_MAGIC or version not in MODEL_VERSIONS:
+            raise InputError(
+                f"{path}: magic {magic}, version {version}; expected {MODEL_MAGIC} with version 3 (float32) or 5 "
+                "(bfloat16)"
+            )
+        if min(T, V, L, H, D) < 1 or D % H:
+            raise InputError(f"{path}: damaged header: context {T}, vocabulary {V}, {L} layers, {H} heads, width {D}")
+        shape = ModelShape(num_layers=L, num_heads=H, embedding_dim=D, sequence_length=T, vocab_size=V)
+        if padded != shape.padded_vocab_size:
+            raise InputError(
+                f"{path}: vocabulary padded to {padded}; expected {shape.padded_vocab_size} for {V} tokens"
+            )
+        dtype = MODEL_VERSIONS[version]
+        check_size(file, HEADER_WORDS * 4 + number_of_values(shape) * dtype.itemsize, f"{shape} in {dtype}")
         return shape, read_tensors(file, shape, dtype)
 
 
@@ -114,17 +122,20 @@ class DebugState:
 
 def read_debug_state(path: Path, shape: ModelShape) -> DebugState:
     """Raises InputError for a foreign or damaged file, or one made for a model of another shape."""
-    header = read_header(path, "an llm.c debug state")
-    magic, version, B, T = (int(word) for word in header[:4])
-    if (magic, version) != (STATE_MAGIC, STATE_VERSION):
-        raise InputError(f"{path}: magic {magic}, version {version}; expected {STATE_MAGIC}, {STATE_VERSION}")
-    if B < 1 or not 1 <= T <= shape.sequence_length:
-        raise InputError(f"{path}: {B} sequences of {T} tokens for a model with context {shape.sequence_length}")
-    words = 2 * B * T + B * T * shape.vocab_size + 1 + number_of_values(shape)
-    check_size(path, 4 * (HEADER_WORDS + words), f"{B} x {T} tokens for {shape}")
-    with path.open("rb") as file:
-        file.seek(HEADER_WORDS * 4)
-        tokens, targets = (torch.from_numpy(np.fromfile(file, "<i4", B * T).reshape(B, T)) for _ in range(2))
+    with open_regular(path, "an llm.c debug state") as file:
+        magic, version, B, T = (int(word) for word in read_header(file, "an llm.c debug state")[:4])
+        if (magic, version) != (STATE_MAGIC, STATE_VERSION):
+            raise InputError(f"{path}: magic {magic}, version {version}; expected {STATE_MAGIC}, {STATE_VERSION}")
+        if B < 1 or not 1 <= T <= shape.sequence_length:
+            raise InputError(f"{path}: {B} sequences of {T} tokens for a model with context {shape.sequence_length}")
+        words = 2 * B * T + B * T * shape.vocab_size + 1 + number_of_values(shape)
+        check_size(file, 4 * (HEADER_WORDS + words), f"{B} x {T} tokens for {shape}")
+        both = np.fromfile(file, "<i4", 2 * B * T)
+        if len(outside := both[(both < 0) | (both >= shape.vocab_size)]):
+            raise InputError(
+                f"{path}: token {outside[0]}, expected 0 to {shape.vocab_size - 1}; copy or write it again"
+            )
+        tokens, targets = torch.from_numpy(both.reshape(2, B, T))
         logits = torch.from_numpy(np.fromfile(file, "<f4", B * T * shape.vocab_size).reshape(B, T, -1))
         loss = np.fromfile(file, "<f4", 1).item()
         return DebugState(tokens, targets, logits, loss, read_tensors(file, shape, torch.float32))
@@ -165,7 +176,25 @@ def read_run(run_dir: Path) -> tuple[TransformerConfig, Saved]:
         raise InputError(f"{run_dir} is not a run of transformer_tpu.py")
     names = {field.name for field in fields(TransformerConfig)}
     found = saved.value("config", dict)
-    return TransformerConfig(**{name: value for name, value in found.items() if name in names}), saved
+    try:
+        config = TransformerConfig(**{name: value for name, value in found.items() if name in names})
+        check_weights(config.shape, saved)
+    except InputError as error:
+        raise InputError(f"{run_dir}: {error}; expected options and weights that transformer_tpu.py saved") from error
+    return config, saved
+
+
+def check_weights(shape: ModelShape, saved: Saved) -> None:
+    """Raises InputError unless the checkpoint's model has the parameters of this shape; none of it is allocated."""
+    prefix = "model/"
+    found = {path.removeprefix(prefix): e.kind for path, e in saved.entries.items() if path.startswith(prefix)}
+    if shape.num_layers > len(found) or number_of_values(shape) > 2**48:  # neither listed nor known to torch
+        raise InputError(f"the checkpoint is of another model: its {len(found)} tensors are not those of {shape}")
+    wanted = {}
+    for name, size in parameter_shapes(shape).items():
+        layers = {f"{name}.{layer}": size[1:] for layer in range(shape.num_layers)}
+        wanted |= layers if name in LAYER_MATRICES else {name: size}
+    check_alike({name: Kind(tuple(size), torch.float32) for name, size in wanted.items()}, found)
 
 
 def export(run_dir: Path, path: Path, dtype: torch.dtype) -> None:
@@ -182,7 +211,7 @@ def check_state(shape: ModelShape, tensors: dict[str, torch.Tensor], expected: D
     worst = 0.0
     for name, difference in differences(found, expected).items():
         print(f"{difference:10.2e}  {name}")
-        worst = max(worst, difference)
+        worst = math.inf if math.isnan(difference) else max(worst, difference)
     limit = 1e-2  # a state may come from hardware that multiplies in TF32
     print(f"{'agrees' if worst <= limit else 'DIFFERS'}: largest relative difference {worst:.2e}, limit {limit}")
     return 0 if worst <= limit else 1

@@ -12,7 +12,8 @@ Run:     python distributed_mnist_tpu.py
              SPMD over 8 virtual CPU devices
          python distributed_mnist_tpu.py --shard_parameters
              FSDP: parameters are sharded too
-         torchrun --standalone --nproc_per_node=8 distributed_mnist_tpu.py --strategy ddp
+         torchrun --standalone --nproc_per_node=8 distributed_mnist_tpu.py \\
+                 --strategy ddp
              a process for each of 8 chips
 
 Pods:    run the same command on all workers:

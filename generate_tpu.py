@@ -19,6 +19,7 @@ from llmc_files import read_header
 from token_data import BYTE_VOCAB_SIZE, END_OF_DOCUMENT_BYTE, gpt2_encoding
 from tpu_utils.environment import choose_device, command_line
 from tpu_utils.errors import InputError, run_script
+from tpu_utils.inputs import open_regular
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def check_source(config: GenerateConfig) -> None:
     """Raises InputError when there is nothing to sample from, DeviceError when there is no such device."""
     choose_device(config.for_device)
     if config.llmc:
-        read_header(Path(config.llmc), "an llm.c GPT-2 model")
+        with open_regular(Path(config.llmc), "an llm.c GPT-2 model") as file:
+            read_header(file, "an llm.c GPT-2 model")
     elif not list(Path(config.run_dir, "checkpoints").glob("step_*/done")):
         raise InputError(f"{config.run_dir} holds no complete checkpoint to sample from; check --run_dir")
 
@@ -203,27 +205,32 @@ def load(config: GenerateConfig) -> tuple[GPT, str]:
     return model, "text" if of_bytes else trained.dataset
 
 
+def prompt_tokens(prompt: str, dataset: str, encoding) -> list[int]:
+    """Raises InputError for a prompt that is none for these tokens."""
+    try:
+        if dataset == "text":  # also bytes that are no text: so they come from the command line
+            return [END_OF_DOCUMENT_BYTE, *prompt.encode(errors="surrogateescape")]
+        if dataset == "tokens":
+            prompt.encode()
+            return [encoding.eot_token, *encoding.encode_ordinary(prompt)]
+        return [int(number) for number in prompt.split()]
+    except UnicodeEncodeError as error:
+        raise InputError(f"prompt is {prompt!r:.60}; expected UTF-8 text") from error
+    except ValueError as error:
+        raise InputError(f"prompt is {prompt!r:.60}; a synthetic run takes token numbers such as '3 17 5'") from error
+
+
 def main(config: GenerateConfig) -> int:
     model, dataset = load(config)
-    if dataset == "text":
-        prompt = [END_OF_DOCUMENT_BYTE, *config.prompt.encode()]
-    elif dataset == "tokens":
-        encoding = gpt2_encoding()
-        prompt = [encoding.eot_token, *encoding.encode(config.prompt)]
-    else:
-        try:
-            prompt = [int(number) for number in config.prompt.split()]
-        except ValueError as error:
-            raise InputError(
-                f"prompt is {config.prompt!r}; a synthetic run takes token numbers such as '3 17 5'"
-            ) from error
+    encoding = gpt2_encoding() if dataset == "tokens" else None
+    prompt = prompt_tokens(config.prompt, dataset, encoding)
     device = start_device(config.for_device)
     before = graphs_compiled()
     tokens = generate(model.to(device), prompt, config, device)
     if dataset == "text":
-        print(config.prompt + bytes(token for token in tokens if token < 256).decode(errors="replace"))
+        print(bytes(token for token in prompt + tokens if token < 256).decode(errors="replace"))
     else:
-        print(config.prompt + (encoding.decode(tokens) if dataset == "tokens" else " " + " ".join(map(str, tokens))))
+        print(config.prompt + (encoding.decode(tokens) if encoding else " " + " ".join(map(str, tokens))))
     print(f"{len(tokens)} tokens, {graphs_compiled() - before} graphs", file=sys.stderr)
     return 0
 

@@ -2,29 +2,30 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from tpu_utils.errors import InputError
+from tpu_utils.inputs import file_size, open_regular
 
 HEADER_WORDS = 256  # int32; every llm.c file starts with 1,024 bytes of header
 GPT2_TOKENS, LLAMA3_TOKENS = 20240520, 20240801  # magic numbers
 # magic number -> version, token type, vocabulary, name
 TOKEN_FORMATS = {GPT2_TOKENS: (1, np.uint16, 50257, "GPT-2"), LLAMA3_TOKENS: (7, np.uint32, 128256, "Llama-3")}
 HELLASWAG_MAGIC, HELLASWAG_VERSION, START_OF_EXAMPLE = 20240522, 1, 65535
+MOST_QUESTIONS, MOST_QUESTION_BYTES = 65536, 65535  # their number and their sizes are words of 16 bits
 
 
-def read_header(path: Path, kind: str) -> np.ndarray:
-    """The 256 int32 in front of every llm.c file. Raises InputError when the file is missing or shorter than that."""
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; expected {kind}")
-    header = np.fromfile(path, "<i4", HEADER_WORDS)
-    if len(header) < HEADER_WORDS:
+def read_header(file: BinaryIO, kind: str) -> np.ndarray:
+    """The 256 int32 in front of every llm.c file. Raises InputError when the file is shorter than that."""
+    content = file.read(HEADER_WORDS * 4)
+    if len(content) < HEADER_WORDS * 4:
         raise InputError(
-            f"{path}: {path.stat().st_size} bytes; {kind} starts with a header of {HEADER_WORDS * 4} bytes; copy or "
+            f"{file.name}: {len(content)} bytes; {kind} starts with a header of {HEADER_WORDS * 4} bytes; copy or "
             "write it again"
         )
-    return header
+    return np.frombuffer(content, "<i4")
 
 
 def write_header(file, *words: int) -> None:
@@ -33,33 +34,37 @@ def write_header(file, *words: int) -> None:
     file.write(header.tobytes())
 
 
-def check_size(path: Path, expected: int, what: str) -> None:
+def check_size(file: BinaryIO, expected: int, what: str) -> None:
     """Raises InputError unless the file is exactly as long as its header says."""
-    found = path.stat().st_size
+    found = file_size(file)
     if found != expected:
         problem = "truncated" if found < expected else "longer than its header says"
-        raise InputError(f"{path}: {problem}: {found} bytes, expected {expected} ({what}); copy or write it again")
+        raise InputError(f"{file.name}: {problem}: {found} bytes, expected {expected} ({what}); copy or write it again")
 
 
 def open_token_shard(path: Path, vocab_size: int) -> np.ndarray:
     """Memory-mapped tokens of one llm.c shard, uint16 or uint32, checked: magic, version, size, vocabulary."""
-    header = read_header(path, "a token shard")
-    magic, version, count = (int(word) for word in header[:3])
-    if magic not in TOKEN_FORMATS:
-        known = ", ".join(f"{m} ({name})" for m, (*_, name) in TOKEN_FORMATS.items())
-        raise InputError(f"{path}: magic number {magic} is not a token shard's; expected {known}; see prepare_data.py")
-    known_version, dtype, full_vocab, name = TOKEN_FORMATS[magic]
-    if version != known_version:
-        raise InputError(f"{path}: {name} tokens of version {version}; expected {known_version}; write the shard again")
-    check_size(path, HEADER_WORDS * 4 + count * np.dtype(dtype).itemsize, f"{count} {name} tokens")
-    if name == "Llama-3" and vocab_size < full_vocab:
-        raise InputError(
-            f"{path}: {name} tokens (vocabulary {full_vocab}) for a model with vocab_size {vocab_size}; "
-            f"use GPT-2 tokens or --vocab_size {full_vocab}"
-        )
-    if count == 0:
-        raise InputError(f"{path}: no tokens; expected at least one sequence")
-    return np.memmap(path, dtype, "r", HEADER_WORDS * 4, (count,))
+    with open_regular(path, "a token shard") as file:
+        magic, version, count = (int(word) for word in read_header(file, "a token shard")[:3])
+        if magic not in TOKEN_FORMATS:
+            known = ", ".join(f"{m} ({name})" for m, (*_, name) in TOKEN_FORMATS.items())
+            raise InputError(
+                f"{path}: magic number {magic} is not a token shard's; expected {known}; see prepare_data.py"
+            )
+        known_version, dtype, full_vocab, name = TOKEN_FORMATS[magic]
+        if version != known_version:
+            raise InputError(
+                f"{path}: {name} tokens of version {version}; expected {known_version}; write the shard again"
+            )
+        check_size(file, HEADER_WORDS * 4 + count * np.dtype(dtype).itemsize, f"{count} {name} tokens")
+        if name == "Llama-3" and vocab_size < full_vocab:
+            raise InputError(
+                f"{path}: {name} tokens (vocabulary {full_vocab}) for a model with vocab_size {vocab_size}; "
+                f"use GPT-2 tokens or --vocab_size {full_vocab}"
+            )
+        if count == 0:
+            raise InputError(f"{path}: no tokens; expected at least one sequence")
+        return np.memmap(file, dtype, "r", HEADER_WORDS * 4, (count,))
 
 
 def write_token_shard(path: Path, tokens: np.ndarray) -> None:
@@ -102,37 +107,60 @@ class MultipleChoice:
 
 def read_hellaswag(path: Path, vocab_size: int) -> list[MultipleChoice]:
     """Questions of an llm.c HellaSwag file. Raises InputError for a foreign, truncated or damaged file."""
-    header = read_header(path, "a HellaSwag file")
-    if tuple(header[:2]) != (HELLASWAG_MAGIC, HELLASWAG_VERSION):
-        raise InputError(
-            f"{path}: magic {header[0]}, version {header[1]}; expected {HELLASWAG_MAGIC}, {HELLASWAG_VERSION}"
-        )
-    stream = np.fromfile(path, "<u2", offset=HEADER_WORDS * 4).astype(np.int64)
+    with open_regular(path, "a HellaSwag file") as file:
+        magic, version, count = (int(word) for word in read_header(file, "a HellaSwag file")[:3])
+        if (magic, version) != (HELLASWAG_MAGIC, HELLASWAG_VERSION):
+            raise InputError(
+                f"{path}: magic {magic}, version {version}; expected {HELLASWAG_MAGIC}, {HELLASWAG_VERSION}"
+            )
+        size = file_size(file) - HEADER_WORDS * 4
+        if not 1 <= count <= MOST_QUESTIONS or size > count * MOST_QUESTION_BYTES:
+            raise InputError(
+                f"{path}: {size} bytes of {count} examples, expected 1 to {MOST_QUESTIONS} of at most "
+                f"{MOST_QUESTION_BYTES} bytes; copy the file again"
+            )
+        words = np.fromfile(file, "<u2")
     questions, at = [], 0
-    for number in range(int(header[2])):
-        if at + 6 > len(stream) or stream[at] != START_OF_EXAMPLE or at + stream[at + 1] // 2 > len(stream):
-            raise InputError(f"{path}: example {number} of {header[2]} is truncated or damaged; copy the file again")
-        end = at + int(stream[at + 1]) // 2
-        index, label, endings = (int(x) for x in stream[at + 2 : at + 5])
-        parts, at = [], at + 5
-        for _ in range(1 + endings):
-            parts.append(stream[at + 1 : at + 1 + int(stream[at])].astype(np.int32))
-            at += 1 + len(parts[-1])
-        if at != end or endings != 4 or label > 3 or not all(map(len, parts)):
-            raise InputError(f"{path}: example {number} of {header[2]} is damaged; copy the file again")
-        check_tokens(np.concatenate(parts), vocab_size, f"{path}, example {number}")
-        questions.append(MultipleChoice(index, label, parts[0], parts[1:]))
-    if not questions or at != len(stream):
-        raise InputError(
-            f"{path}: {len(questions)} examples, then {len(stream) - at} unread words; copy the file again"
-        )
+    for number in range(count):
+        where = f"{path}: example {number} of {count}"
+        question, at = _read_question(words, at, number, where)
+        check_tokens(np.concatenate([question.context, *question.endings]), vocab_size, where)
+        questions.append(question)
+    if behind := size - 2 * at:
+        raise InputError(f"{path}: {behind} bytes behind the last example, expected none; copy the file again")
     return questions
+
+
+def _read_question(words: np.ndarray, at: int, number: int, where: str) -> tuple[MultipleChoice, int]:
+    """The question that starts at this word, and the word behind it. Raises InputError: where, found, expected."""
+
+    def expect(fits: bool, at: int, found: str, expected: str) -> None:
+        if not fits:
+            place = f"byte {HEADER_WORDS * 4 + 2 * at}"
+            raise InputError(f"{where}, {place}: found {found}, expected {expected}; copy the file again")
+
+    first = at
+    expect(at + 5 < len(words), at, f"{len(words) - at} words", "an example")
+    start, num_bytes, index, label, endings = (int(word) for word in words[at : at + 5])
+    expect(start == START_OF_EXAMPLE, at, f"{start}", f"{START_OF_EXAMPLE}, which starts an example")
+    expect(index == number, at + 2, f"index {index}", f"{number}")
+    expect(label < 4, at + 3, f"label {label}", "0 to 3")
+    expect(endings == 4, at + 4, f"{endings} endings", "4")
+    parts, at = [], at + 5
+    for _ in range(5):
+        room = len(words) - at - 1
+        size = int(words[at]) if room > 0 else 0
+        expect(1 <= size <= room, at, f"{size} tokens", f"1 to {room}, what the file has left")
+        parts.append(words[at + 1 : at + 1 + size].astype(np.int32))
+        at += 1 + size
+    expect(num_bytes == 2 * (at - first), first + 1, f"{num_bytes} bytes", f"{2 * (at - first)}, as its tokens need")
+    return MultipleChoice(index, label, parts[0], parts[1:]), at
 
 
 def write_hellaswag(path: Path, questions: list[MultipleChoice]) -> None:
     streams = []
     for question in questions:
-        parts = [np.r_[len(part), part] for part in (question.context, *question.endings)]
+        parts = [np.r_[len(part), part.astype(int)] for part in (question.context, *question.endings)]
         body = np.concatenate([[question.index, question.label, len(question.endings)], *parts])
         streams.append(np.concatenate([[START_OF_EXAMPLE, 2 * (len(body) + 2)], body]).astype("<u2"))
     with path.open("wb") as file:

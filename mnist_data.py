@@ -16,6 +16,7 @@ import numpy as np
 
 from config import MnistConfig
 from tpu_utils.errors import InputError
+from tpu_utils.inputs import file_size, open_regular
 
 
 @dataclass(frozen=True)
@@ -114,35 +115,29 @@ def load_mnist(data_dir: Path, download: bool) -> ImageDataset:
 
 
 def read_idx(path: Path, num_dims: int) -> np.ndarray:
-    """An IDX file of unsigned bytes, checked before it is believed: magic, sizes, length.
+    """An IDX file of unsigned bytes, checked before it is read: magic, sizes, length.
 
     Format: http://yann.lecun.com/exdb/mnist. Raises InputError: found, expected, what to do.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise InputError(
-            f"{path} is missing; expected MNIST in torchvision's layout under --data_dir; add --download to fetch it"
-        ) from error
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    header = 4 + 4 * num_dims
-    if len(content) < header:
-        raise InputError(
-            f"{path} has {len(content)} bytes; expected a header of {header}; the file is truncated, fetch it again"
-        )
-    magic, *shape = struct.unpack(f">{1 + num_dims}I", content[:header])
-    expected_magic = 0x0800 + num_dims  # 08: unsigned bytes
-    if magic != expected_magic:
-        raise InputError(
-            f"{path} begins with magic {magic:#010x}; expected {expected_magic:#010x}; it is not this kind of IDX file "
-            "(a .gz must be unpacked first)"
-        )
-    if len(content) != header + math.prod(shape) or not math.prod(shape):
-        raise InputError(
-            f"{path} has {len(content)} bytes; its header {tuple(shape)} needs {header + math.prod(shape)}; fetch it"
-        )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    with open_regular(path, "MNIST in torchvision's layout under --data_dir; add --download to fetch it") as file:
+        header = 4 + 4 * num_dims
+        size, content = file_size(file), file.read(header)
+        if len(content) < header:
+            raise InputError(
+                f"{path} has {size} bytes; expected a header of {header}; the file is truncated, fetch it again"
+            )
+        magic, *shape = struct.unpack(f">{1 + num_dims}I", content)
+        expected_magic = 0x0800 + num_dims  # 08: unsigned bytes
+        if magic != expected_magic:
+            raise InputError(
+                f"{path} begins with magic {magic:#010x}; expected {expected_magic:#010x}; it is not this kind of IDX "
+                "file (a .gz must be unpacked first)"
+            )
+        if size != header + math.prod(shape) or not math.prod(shape):
+            raise InputError(
+                f"{path} has {size} bytes; its header {tuple(shape)} needs {header + math.prod(shape)}; fetch it again"
+            )
+        return np.frombuffer(file.read(), np.uint8).reshape(shape)
 
 
 def make_synthetic(num_train: int = 4096, num_test: int = 2048, size: int = 8, flip: float = 0.1) -> ImageDataset:

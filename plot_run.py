@@ -7,16 +7,16 @@ Run:     python plot_run.py runs/first
 
 Expect:  the path of each picture written; a second one, *_misread.png, for a
          run that left misread.npz. A run may be unfinished or resumed; what is
-         missing is named on stderr.
+         missing or damaged is named on stderr.
 """
 
 import io
-import json
 import math
 import sys
-from dataclasses import dataclass
+from array import array
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import matplotlib
 import numpy as np
@@ -24,6 +24,8 @@ import tyro
 
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import write_atomically
+from tpu_utils.inputs import read_json
+from tpu_utils.log import DamagedLines, read_records
 from tpu_utils.pictures import MISREAD_FILE, misread_figure, read_misread
 
 matplotlib.use("Agg")  # no display on a TPU VM
@@ -32,6 +34,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
+matplotlib.rcParams["agg.path.chunksize"] = 10_000  # a million points: a fifth of the memory
 PHASE_COLOURS = {
     "start_up": "#9d9d9d",
     "compile": "#8c6bb1",
@@ -42,6 +45,18 @@ PHASE_COLOURS = {
     "other": "#d9d9d9",
 }
 SUFFIXES = (".png", ".pdf", ".svg")
+MOST_RUNS = 100  # in a picture: its height grows with them
+LARGEST = 1e300  # of a value: beyond it matplotlib's own arithmetic is not finite
+LOSSES = [("train", "loss", "-"), ("eval", "test_loss", "--"), ("eval", "validation_loss", "--")]
+"""(kind of line, field, line style); so in the panels."""
+PANELS = [
+    ("accuracy (%)", [("eval", "accuracy", "-"), ("eval", "hellaswag_accuracy", "-")], 100.0),
+    ("learning rate", [("train", "learning_rate", "-")], 1.0),
+    ("throughput (examples per second)", [("train", "examples_per_second", "-")], 1.0),
+    ("throughput (tokens per second)", [("train", "tokens_per_second", "-")], 1.0),
+]
+"""Title, curves and scale of each."""
+DRAWN = {(kind, name) for curves in (LOSSES, *(curves for _, curves, _ in PANELS)) for kind, name, _ in curves}
 EVALUATED = dict(marker="D", markersize=6, markerfacecolor="white", zorder=3)
 """Of the values of evaluations: a single one is told from the dots of the training."""
 
@@ -59,83 +74,136 @@ class PlotConfig:
 
 
 @dataclass(frozen=True)
+class Log:
+    """What is drawn of metrics.jsonl. curves: by kind and field, the steps in order, each once, and the values."""
+
+    curves: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]
+    num_lines: int = 0
+    last_step: int = 0
+    loss_floor: float | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is drawn of summary.json. goodput: the seconds of each phase."""
+
+    steps: int
+    loss_floor: float | None
+    goodput: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Run:
-    """What a run directory says. lines: of metrics.jsonl, in the order of their steps, each (kind, step) once."""
+    """What a run directory says. summary is None when the run has not come to its end."""
 
     folder: Path
-    config: dict[str, Any]
-    lines: list[dict[str, Any]]
-    summary: dict[str, Any] | None
-    """None: the run has not come to its end."""
-
-    @property
-    def last_step(self) -> int:
-        return max((line["step"] for line in self.lines), default=0)
+    log: Log
+    summary: Summary | None
 
     @property
     def loss_floor(self) -> float | None:
         """Best possible loss in nats, of synthetic data; None where nobody knows it, or the run has not said it yet."""
-        found = [record.get("loss_floor") for record in (*self.lines, self.summary or {})]
-        return next((floor for floor in reversed(found) if floor is not None), None)
+        known = self.summary and self.summary.loss_floor
+        return self.log.loss_floor if known is None else known
 
-    def curve(self, kind: str, field: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps, values) of a field; null, which stands for what was not finite, becomes nan: a gap in the curve."""
-        found = [line for line in self.lines if line["kind"] == kind and field in line]
-        values = [math.nan if line[field] is None else line[field] for line in found]
-        return np.array([line["step"] for line in found], int), np.array(values, float)
+    def curve(self, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, values) of a field; what was not finite is nan: a gap in the curve."""
+        return self.log.curves.get((kind, name), (np.empty(0, int), np.empty(0)))
 
 
 def warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises InputError when it is none."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}; expected what a training script wrote") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} holds {type(value).__name__}, expected a JSON object; is it a run's own file?")
-    return value
+def number(found: object) -> float:
+    """A value of a run's files; nan for null, not finite, or beyond LARGEST. Raises ValueError for what is none."""
+    if found is None:
+        return math.nan
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ValueError(f"{found!r:.60} is no number")
+    return float(found) if -LARGEST <= found <= LARGEST else math.nan
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl; what is missing or damaged is named on stderr and left out."""
-    if not path.is_file():
+def read_log(path: Path) -> Log:
+    """What metrics.jsonl has of curves; what is missing or damaged is named on stderr and left out.
+
+    Only what is drawn is kept, 16 bytes a value, however long the file. A later line replaces one of the same step.
+    """
+    if not path.exists():
         warn(f"{path} is missing: this run has logged nothing yet, or the file was not copied with it")
-        return []
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        return Log({})
+    columns = {key: (array("q"), array("d")) for key in DRAWN}
+    damaged, num_lines, last_step, loss_floor = DamagedLines(path), 0, 0, math.nan
+    for place, _, record in read_records(path):
         try:
-            record = json.loads(line)
-            found[record["kind"], int(record["step"])] = record
-        except (ValueError, KeyError, TypeError):
-            warn(f"{path} line {number} is truncated or damaged and left out; a resumed run writes it again")
-    if not found:
+            if record is None:
+                raise ValueError("it is no line of a run")
+            kind, step = record["kind"], record["step"]
+            values = {name: number(record[name]) for name in record if (kind, name) in DRAWN}
+            floor = number(record.get("loss_floor"))
+        except ValueError:
+            damaged.add(place)
+            continue
+        for name, value in values.items():
+            columns[kind, name][0].append(step)
+            columns[kind, name][1].append(value)
+        num_lines, last_step = num_lines + 1, max(last_step, step)
+        loss_floor = loss_floor if math.isnan(floor) else floor
+    damaged.warn()
+    if not num_lines:
         warn(f"{path} holds no lines: the run has not come to its first log line")
-    return sorted(found.values(), key=lambda record: record["step"])
+    curves = {}
+    for key, column in columns.items():
+        steps, values = (np.asarray(part)[::-1] for part in column)
+        steps, last = np.unique(steps, return_index=True)
+        if len(steps):
+            curves[key] = steps, values[last]
+    return Log(curves, num_lines, last_step, None if math.isnan(loss_floor) else loss_floor)
+
+
+def read_summary(path: Path) -> Summary | None:
+    """Raises InputError when it is there, but not as a run writes it."""
+    if not path.exists():
+        return None
+    found = read_json(path, "what a run writes at its end; delete it to draw the run as unfinished")
+    seconds, steps = found.get("goodput") or {}, found.get("steps", 0)
+    try:
+        if type(steps) is not int:
+            raise ValueError(f"steps is {steps!r:.60}, no whole number")
+        if not isinstance(seconds, dict):
+            raise ValueError(f"goodput is {seconds!r:.60}, no object")
+        goodput = {}
+        for phase, value in seconds.items():
+            known = phase if phase in PHASE_COLOURS else "unknown"
+            goodput[known] = goodput.get(known, 0.0) + number(value)
+        if not all(value >= 0 for value in goodput.values()):
+            raise ValueError("goodput has seconds below 0, or not finite")
+        floor = number(found.get("loss_floor"))
+    except ValueError as error:
+        raise InputError(
+            f"{path}: {error}; expected what a run writes at its end; delete it to draw the run as unfinished"
+        ) from error
+    return Summary(steps, None if math.isnan(floor) else floor, goodput)
 
 
 def read_run(folder: Path) -> Run:
-    """Raises InputError when the folder is no run directory."""
+    """Raises InputError when the folder is no run directory, or its files are not what a run writes."""
     if str(folder).startswith("gs:/"):
         raise InputError(f"{folder} is in a bucket; fetch it first: gcloud storage cp -r gs://BUCKET/RUN runs/")
     if not folder.is_dir():
         others = sorted(path.parent.name for path in folder.parent.glob("*/config.json"))
         there = f"; runs in {folder.parent}: {', '.join(others[:8])}" if others else ""
         raise InputError(f"{folder} is not there, or no folder; expected a run directory{there}")
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").exists():
         inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
         hint = f"; there are runs in it: {' '.join(inside[:8])}" if inside else "; check the path"
         raise InputError(f"{folder} holds no config.json; expected a run directory{hint}")
-    config, lines = read_object(folder / "config.json"), read_lines(folder / "metrics.jsonl")
-    summary = read_object(folder / "summary.json") if (folder / "summary.json").is_file() else None
-    run = Run(folder, config, lines, summary)
-    if summary and summary.get("steps", 0) < run.last_step:
-        warn(f"{folder}/summary.json is of step {summary.get('steps')}, but the run is at {run.last_step}: left out")
-        return Run(folder, config, lines, None)
-    return run
+    read_json(folder / "config.json", "what a training script wrote")  # no value of it is drawn: it proves a run
+    log, summary = read_log(folder / "metrics.jsonl"), read_summary(folder / "summary.json")
+    if summary and summary.steps < log.last_step:
+        warn(f"{folder}/summary.json is of step {summary.steps}, but the run is at {log.last_step}: left out")
+        summary = None
+    return Run(folder, log, summary)
 
 
 def names_of(runs: list[Run]) -> list[str]:
@@ -145,22 +213,24 @@ def names_of(runs: list[Run]) -> list[str]:
         names = ["/".join(path[-depth:]) for path in paths]
         if len(set(names)) == len(names):
             break
-    names = [name if len(name) <= 40 else f"...{name[-37:]}" for name in names]
-    return [
-        name if run.summary else f"{name} (unfinished, step {run.last_step:,})"
-        for name, run in zip(names, runs, strict=True)
-    ]
+    return names
+
+
+def as_text(name: str) -> str:
+    """A name as matplotlib can draw it: it takes what stands between two $ for a formula."""
+    short = name if len(name) <= 40 else f"...{name[-37:]}"
+    return "".join(letter if letter.isprintable() else "?" for letter in short).replace("$", r"\$")
 
 
 def draw_curves(axes, runs, colours, title, curves, scale=1.0) -> None:
     """curves: (kind, field, line style) each, drawn for every run that has it."""
     for run, colour in zip(runs, colours, strict=True):
-        for kind, field, style in curves:
-            steps, values = run.curve(kind, field)
+        for kind, name, style in curves:
+            steps, values = run.curve(kind, name)
             few = np.isfinite(values).sum() <= 30  # a marker for each, and a single value stays visible
             marker = (EVALUATED if style == "--" else dict(marker="o", markersize=3.5)) if few else {}
             if len(steps):
-                axes.plot(steps, values * scale, style, color=colour, linewidth=1.5, label=field, **marker)
+                axes.plot(steps, values * scale, style, color=colour, linewidth=1.5, label=name, **marker)
             if len(steps) == 1:
                 near = dict(xytext=(-7, 5), textcoords="offset points", ha="right", fontsize=9, color=colour)
                 axes.annotate(f"{values[0] * scale:.4g}", (steps[0], values[0] * scale), **near)
@@ -172,15 +242,14 @@ def draw_curves(axes, runs, colours, title, curves, scale=1.0) -> None:
 
 
 def draw_loss(axes, runs: list[Run], colours) -> None:
-    curves = [("train", "loss", "-"), ("eval", "test_loss", "--"), ("eval", "validation_loss", "--")]
-    draw_curves(axes, runs, colours, "loss (nats)", curves)
+    draw_curves(axes, runs, colours, "loss (nats)", LOSSES)
     styles = [Line2D([], [], color="0.3", linestyle="-", label="training")]
     drawn = {line.get_label() for line in axes.lines}
     if drawn & {"test_loss", "validation_loss"}:
         styles.append(Line2D([], [], color="0.3", linestyle="--", label="evaluation", **EVALUATED))
     floors = {}
     for run, colour in zip(runs, colours, strict=True):
-        if run.loss_floor is not None and run.lines:
+        if run.loss_floor is not None and run.log.num_lines:
             floors.setdefault(run.loss_floor, []).append(colour)
     for floor, of in floors.items():
         colour = of[0] if len(of) < len(runs) else "black"
@@ -188,9 +257,9 @@ def draw_loss(axes, runs: list[Run], colours) -> None:
         styles.append(Line2D([], [], color=colour, linestyle=":", label=f"floor {floor:.4f}: no model can do better"))
     values = np.concatenate([line.get_ydata() for line in axes.lines] or [np.ones(1)]).astype(float)
     values = values[np.isfinite(values)]
-    if len(values) and values.min() > 0 and values.max() / values.min() > 20:
+    decades = np.log10(values.max()) - np.log10(values.min()) if len(values) and values.min() > 0 else 0.0
+    if decades > math.log10(20):
         axes.set_yscale("log")
-        decades = math.log10(values.max() / values.min())
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 4 else (1,)))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -201,7 +270,7 @@ def draw_loss(axes, runs: list[Run], colours) -> None:
 def draw_goodput(axes, runs: list[Run], names: list[str]) -> None:
     """One bar for each run: the share of each phase in its wall time."""
     for row, run in enumerate(runs):
-        seconds = (run.summary or {}).get("goodput") or {}
+        seconds = run.summary.goodput if run.summary else {}
         total, left = sum(seconds.values()), 0.0
         if not total:
             axes.text(1, row, "known when the run has ended", va="center", fontsize=9, color="0.4")
@@ -216,7 +285,7 @@ def draw_goodput(axes, runs: list[Run], names: list[str]) -> None:
             left += share
         axes.text(101, row, f"{total:,.0f} s", va="center", fontsize=9)
     if len(runs) > 1:
-        axes.set_yticks(range(len(runs)), [name.split(" (")[0] for name in names])
+        axes.set_yticks(range(len(runs)), names)
     else:
         axes.set_yticks([])
     axes.set_ylim(len(runs) - 0.4, -0.6)  # the first run on top
@@ -236,17 +305,11 @@ def plot(runs: list[Run]) -> Figure:
         colours = [matplotlib.colormaps["tab10"](i) for i in range(len(runs))]
     else:
         colours = [matplotlib.colormaps["turbo"](x) for x in np.linspace(0.05, 0.95, len(runs))]
-    names = names_of(runs)
-    panels = [
-        ("accuracy (%)", [("eval", "accuracy", "-"), ("eval", "hellaswag_accuracy", "-")], 100.0),
-        ("learning rate", [("train", "learning_rate", "-")], 1.0),
-        ("throughput (examples per second)", [("train", "examples_per_second", "-")], 1.0),
-        ("throughput (tokens per second)", [("train", "tokens_per_second", "-")], 1.0),
-    ]
+    names = [as_text(name) for name in names_of(runs)]
     panels = [
         (title, curves, scale)
-        for title, curves, scale in panels
-        if any(len(run.curve(kind, field)[0]) for run in runs for kind, field, _ in curves)
+        for title, curves, scale in PANELS
+        if any(len(run.curve(kind, name)[0]) for run in runs for kind, name, _ in curves)
     ]
     # two columns: the loss, then what there is; the bars take the whole width below
     num_rows = (len(panels) + 2) // 2
@@ -270,7 +333,9 @@ def plot(runs: list[Run]) -> Figure:
         if title.startswith("learning"):
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
     draw_goodput(figure.add_subplot(grid[num_rows, :]), runs, names)
-    handles = [Line2D([], [], color=c, linewidth=4, label=name) for c, name in zip(colours, names, strict=True)]
+    states = ["" if run.summary else f" (unfinished, step {run.log.last_step:,})" for run in runs]
+    labels = [name + state for name, state in zip(names, states, strict=True)]
+    handles = [Line2D([], [], color=c, linewidth=4, label=label) for c, label in zip(colours, labels, strict=True)]
     figure.legend(handles=handles, loc="outside upper left", ncols=min(2, len(runs)), fontsize=10, frameon=False)
     return figure
 
@@ -287,21 +352,23 @@ def main() -> int:
     folders = list({folder.resolve(): folder for folder in config.runs}.values())  # a run given twice is drawn once
     if not folders:
         raise InputError("no run was named; expected at least one run directory, for example runs/first")
+    if len(folders) > MOST_RUNS:
+        raise InputError(f"{len(folders)} runs were named; expected at most {MOST_RUNS} in one picture; draw fewer")
     output = config.output or (folders[0] / "plot.png" if len(folders) == 1 else Path("plot.png"))
     if output.suffix not in SUFFIXES:
         raise InputError(f"output is {output}; expected a name that ends with one of {', '.join(SUFFIXES)}")
     if config.output and not output.parent.is_dir():
         raise InputError(f"the folder of output {output} is not there; make it first: mkdir -p {output.parent}")
     runs = [read_run(folder) for folder in folders]
-    if not any(run.lines for run in runs):
+    if not any(run.log.num_lines for run in runs):
         raise InputError(
             f"there is nothing to draw: no line in {', '.join(str(run.folder / 'metrics.jsonl') for run in runs)}; "
             "wait for a run's first log line"
         )
     save(plot(runs), output)
     for run, name in zip(runs, names_of(runs), strict=True):
-        if (run.folder / MISREAD_FILE).is_file():
-            tag = "" if len(runs) == 1 else "_" + name.split(" (")[0].replace("/", "_").strip(".")
+        if (run.folder / MISREAD_FILE).exists():
+            tag = "" if len(runs) == 1 else "_" + name.replace("/", "_").strip(".")
             save(misread_figure(**read_misread(run.folder)), output.with_name(f"{output.stem}_misread{tag}.png"))
     return 0
 

@@ -12,7 +12,6 @@ Then:    python transformer_tpu.py --dataset tokens --data_dir datasets \\
              --validation_data 'shakespeare_val_*.bin'
 """
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +21,12 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
-from llmc_files import MultipleChoice, write_hellaswag, write_token_shard
+from llmc_files import MOST_QUESTION_BYTES, MOST_QUESTIONS, MultipleChoice, write_hellaswag, write_token_shard
 from token_data import END_OF_DOCUMENT_BYTE, gpt2_encoding, read_documents, split_documents
 from tpu_utils.errors import InputError, run_script
+from tpu_utils.inputs import lines_of, open_regular, parse_json
+
+LONGEST_LINE = 1 << 20  # bytes of a HellaSwag question; they have about a thousand
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,8 @@ def make_encoder(tokenizer: str) -> tuple[Callable[[bytes], np.ndarray], int]:
 
 def write_shards(prefix: str, documents: list[bytes], encode: Callable, end_token: int, shard_tokens: int) -> int:
     """Returns the number of tokens written. Documents may cross from one shard into the next, as in llm.c."""
-    tokens = np.concatenate([np.concatenate([[end_token], encode(document)]) for document in documents]).astype(
-        np.uint16
-    )
+    first = np.array([end_token], np.uint16)
+    tokens = np.concatenate([part for document in documents for part in (first, encode(document))], dtype=np.uint16)
     for number, start in enumerate(range(0, len(tokens), shard_tokens)):
         path = Path(f"{prefix}_{number:06d}.bin")
         write_token_shard(path, tokens[start : start + shard_tokens])
@@ -70,23 +71,41 @@ def write_shards(prefix: str, documents: list[bytes], encode: Callable, end_toke
 
 
 def read_questions(path: Path, encode: Callable) -> list[MultipleChoice]:
-    """HellaSwag's JSON lines (ctx, label, endings) as tokens; an ending is encoded with the space before it."""
+    """HellaSwag's JSON lines (ctx, label, endings) as tokens. Raises InputError: which line, and what it lacks."""
     questions = []
-    for number, line in enumerate(path.read_text().splitlines()):
-        try:
-            record = json.loads(line)
-            context, label, endings = record["ctx"], int(record["label"]), record["endings"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}, line {number + 1}: not a HellaSwag question: {error!r}") from error
-        parts = [encode(text.encode()) for text in (context, *(" " + ending for ending in endings))]
-        questions.append(MultipleChoice(number, label, parts[0], parts[1:]))
+    with open_regular(path, "HellaSwag's JSON lines") as file:
+        for line in lines_of(file, LONGEST_LINE):
+            try:
+                questions.append(question_of(line, len(questions), encode))
+            except ValueError as error:
+                raise InputError(f"{path}, line {len(questions) + 1}: not a HellaSwag question: {error}") from error
+            if len(questions) > MOST_QUESTIONS:
+                break
+    if not 1 <= len(questions) <= MOST_QUESTIONS:
+        raise InputError(f"{path}: {len(questions)} questions; expected 1 to {MOST_QUESTIONS}, one a line")
     return questions
+
+
+def question_of(line: bytes, index: int, encode: Callable) -> MultipleChoice:
+    """An ending is encoded with the space before it. Raises ValueError for a line that is no question."""
+    record = parse_json(line)
+    record = record if isinstance(record, dict) else {}
+    context, label, endings = (record.get(name) for name in ("ctx", "label", "endings"))
+    if not (isinstance(endings, list) and len(endings) == 4 and all(isinstance(text, str) for text in endings)):
+        raise ValueError("expected endings, four texts")
+    if not isinstance(context, str) or not context or str(label) not in ("0", "1", "2", "3"):
+        raise ValueError("expected ctx, a text, and label, 0 to 3")
+    parts = [encode(text.encode()) for text in (context, *(" " + ending for ending in endings))]
+    num_bytes = 2 * (5 + sum(1 + len(part) for part in parts))
+    if num_bytes > MOST_QUESTION_BYTES:
+        raise ValueError(f"it takes {num_bytes} bytes as tokens, expected at most {MOST_QUESTION_BYTES}")
+    return MultipleChoice(index, int(label), parts[0], parts[1:])
 
 
 def main() -> int:
     config = tyro.cli(PrepareConfig, description=__doc__, use_underscores=True)
-    if not 0 <= config.validation_fraction < 1 or config.shard_tokens < 2:
-        raise InputError("expected 0 <= validation_fraction < 1 and at least 2 tokens a shard")
+    if not 0 <= config.validation_fraction < 1 or not 2 <= config.shard_tokens < 2**31:
+        raise InputError("expected 0 <= validation_fraction < 1, and a shard of at least 2, at most 2147483647 tokens")
     if not config.input.exists():
         raise InputError(f"{config.input}: no such file or folder")
     encode, end_token = make_encoder(config.tokenizer)

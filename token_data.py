@@ -15,7 +15,9 @@ import numpy as np
 from config import BYTE_VOCAB_SIZE, TransformerConfig
 from llmc_files import check_tokens, open_token_shard
 from tpu_utils.errors import InputError
+from tpu_utils.inputs import open_regular
 
+TEXT = "a UTF-8 text file or a folder of them"
 END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; stands before every document
 
 
@@ -29,7 +31,7 @@ class TokenShards:
     def __init__(
         self, pattern: str, vocab_size: int, T: int, rows: int, process_index: int = 0, process_count: int = 1
     ):
-        paths = [Path(pattern)] if Path(pattern).is_file() else sorted(Path(pattern).parent.glob(Path(pattern).name))
+        paths = matching(Path(pattern))
         if not paths:
             raise InputError(f"{pattern}: matches no file; expected llm.c token shards; prepare_data.py writes them")
         self.paths, self.vocab_size, self.T, self.rows = paths, vocab_size, T, rows
@@ -61,21 +63,34 @@ class TokenShards:
         return windows.astype(np.int32)
 
 
+def matching(pattern: Path) -> list[Path]:
+    """The file of this name; or those that its last part matches as a pattern, sorted."""
+    if pattern.is_file():
+        return [pattern]
+    try:
+        return sorted(pattern.parent.glob(pattern.name))
+    except ValueError:  # empty, or with ** inside a name: no pattern to pathlib
+        return []
+
+
 def read_documents(path: Path, separator: str = "") -> list[bytes]:
     """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document."""
-    paths = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    try:
+        divider = separator.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"document_separator is {separator!r}; expected UTF-8 text") from error
+    paths = sorted(p for p in path.rglob("*") if not p.is_dir()) if path.is_dir() else [path]
     documents = []
     for file in paths:
-        if not file.is_file():
-            raise InputError(f"{file}: no such file; expected a UTF-8 text file or a folder of them")
-        content = file.read_bytes()
+        with open_regular(file, TEXT) as opened:
+            content = opened.read()
         try:
             content.decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputError(
                 f"{file}: not UTF-8 (byte {content[error.start]:#x} at {error.start}); convert it first"
             ) from None
-        documents += content.split(separator.encode()) if separator else [content]
+        documents += content.split(divider) if divider else [content]
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise InputError(f"{path}: empty; expected UTF-8 text")
@@ -258,8 +273,8 @@ def check_files(config: TransformerConfig) -> None:
         load_sequences(config)
         return
     for name in (config.train_data, config.validation_data):
-        if name and not (path := Path(config.data_dir) / name).exists():
-            raise InputError(f"{path}: no such file; expected a UTF-8 text file or a folder of them")
+        if name and not (path := Path(config.data_dir) / name).is_dir():
+            open_regular(path, TEXT).close()
 
 
 def gpt2_encoding():

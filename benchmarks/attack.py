@@ -85,7 +85,9 @@ def mark(folder: Path) -> None:
     from tpu_utils.files import checksum_of
 
     marker = json.loads((folder / "done").read_bytes())
-    marker["files"] = {path.name: checksum_of(path) for path in folder.iterdir() if path.name != "done"}
+    marker["files"] = {
+        path.name: checksum_of(io.BytesIO(path.read_bytes())) for path in folder.iterdir() if path.name != "done"
+    }
     (folder / "done").write_text(json.dumps(marker))
 
 

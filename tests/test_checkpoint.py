@@ -300,6 +300,7 @@ def test_killed_at_any_moment_of_a_save_a_complete_checkpoint_is_left(tmp_path):
     left = []
     for moment in itertools.count(1):
         folder = tmp_path / str(moment)
+        folder.mkdir()
         checkpoints = save(folder, 10, keep=1)
         child = os.fork()
         if child == 0:

@@ -1,5 +1,6 @@
 """State that is sharded over devices: saved from one mesh, loaded on another; damage, foreign content, processes."""
 
+import io
 import json
 import re
 import shutil
@@ -86,7 +87,9 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(checkpoints, 
 def mark(folder):
     """A done marker that fits the files, as anyone can write it."""
     marker = json.loads((folder / "done").read_text())
-    marker["files"] = {path.name: checksum_of(path) for path in folder.iterdir() if path.name != "done"}
+    marker["files"] = {
+        path.name: checksum_of(io.BytesIO(path.read_bytes())) for path in folder.iterdir() if path.name != "done"
+    }
     (folder / "done").write_text(json.dumps(marker))
 
 

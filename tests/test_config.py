@@ -5,6 +5,7 @@ import json
 import re
 from typing import Annotated
 
+import numpy as np
 import pytest
 from processes import ROOT, run
 
@@ -160,3 +161,31 @@ def test_every_number_has_bounds():
 def test_requirements_pin_what_must_match():
     lines = (ROOT / "requirements.txt").read_text()
     assert re.search(r"^torch==2\.9\.0$", lines, re.M) and re.search(r"^torch_xla\[tpu,pallas\]==2\.9\.0", lines, re.M)
+
+
+@pytest.mark.parametrize("name", ["run_dir", "data_dir", "compile_cache", "document_separator"])
+def test_options_that_are_no_text_are_refused(name):
+    """What a command line hands over for bytes that are no UTF-8; TensorBoard could not write it later."""
+    with pytest.raises(InputError, match=rf"{name} is 'a.udcff'; expected UTF-8 text"):
+        parse_command_line(TransformerConfig, "", [f"--{name}", "a\udcff"])
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        (dict(num_epochs="3"), "num_epochs is '3'; expected int"),
+        (dict(num_epochs=True), "num_epochs is True; expected int"),
+        (dict(learning_rate=None), "learning_rate is None; expected float"),
+        (dict(tensorboard=1), "tensorboard is 1; expected bool"),
+        (dict(run_dir=7), "run_dir is 7; expected str"),
+        (dict(dataset="other"), "dataset is 'other'; expected one of digits, mnist, synthetic"),
+        (dict(device=[]), "device is .*; expected one of auto, tpu, cpu"),
+    ],
+)
+def test_values_of_another_type_are_refused(changed, said):
+    with pytest.raises(InputError, match=said):
+        MnistConfig(**changed)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert MnistConfig(num_epochs=np.int64(3), learning_rate=np.float32(0.5), weight_decay=0).num_epochs == 3

@@ -1,13 +1,18 @@
 """llm.c's weight and debug-state files: written, read back bit-identical, and refused when damaged."""
 
+import dataclasses
+import re
+
+import numpy as np
 import pytest
 import torch
+from mutations import at_most, make_irregular, mutated, no_hang
 
 import convert_llmc
-from config import ModelShape
+from config import ModelShape, TransformerConfig
 from gpt import GPT, split_layers, stack_layers
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.errors import run_script
+from tpu_utils.errors import InputError, run_script
 
 SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
 
@@ -109,3 +114,116 @@ def test_help_is_no_mistake(tmp_path, capsys):
             convert_llmc.parse(arguments)
         captured = capsys.readouterr()
         assert stop.value.code == code and said in captured.out + captured.err
+
+
+@pytest.fixture
+def files(tmp_path, tensors):
+    """(weights, their debug state), as files."""
+    model, state = tmp_path / "model.bin", tmp_path / "state.bin"
+    convert_llmc.write_model(model, SHAPE, tensors)
+    tokens = torch.randint(SHAPE.vocab_size, (2, 9), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    found = convert_llmc.compute_debug_state(SHAPE, tensors, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    convert_llmc.write_debug_state(state, SHAPE, found)
+    return model, state
+
+
+def test_no_damage_of_weights_or_states_is_a_crash(files):
+    model, state = files
+    for path, words, read in (
+        (model, 8, convert_llmc.read_model),
+        (state, 4, lambda path: convert_llmc.read_debug_state(path, SHAPE)),
+    ):
+        content, refused = path.read_bytes(), 0
+        for number in range(300):
+            front = 4 * words if number % 3 else 1200
+            path.write_bytes(next(mutated(content[:front], 1, number)) + content[front:])
+            try:
+                read(path)
+            except InputError as error:
+                refused += 1
+                assert str(path) in str(error) and re.search("expected|damaged header|for a model", str(error)), error
+        assert 150 < refused < 300
+        path.write_bytes(content)
+
+
+def test_a_header_whose_sizes_wrap_around_is_refused(tmp_path):
+    """2 ** 30 layers of width 2 ** 30 and so on: in 64 bits the sizes add up to nothing behind the header."""
+    path = tmp_path / "model.bin"
+    with path.open("wb") as file:
+        words = 2**31 - 2, 2**30, 2**30, 1, 2**30, 2**30  # context, vocabulary, layers, heads, width, padded
+        convert_llmc.write_header(file, convert_llmc.MODEL_MAGIC, 3, *words)
+    with at_most(1 << 20), pytest.raises(InputError, match="truncated: 1024 bytes, expected"):
+        convert_llmc.read_model(path)
+
+
+@pytest.mark.parametrize("word, value", [(0, 200), (0, -1), (0, 2**31 - 1), (20, 200), (20, -5)])
+def test_a_state_with_tokens_outside_the_vocabulary_is_refused(files, word, value):
+    content = bytearray(files[1].read_bytes())
+    content[1024 + 4 * word : 1028 + 4 * word] = value.to_bytes(4, "little", signed=True)
+    files[1].write_bytes(content)
+    with pytest.raises(InputError, match=rf"state.bin: token {value}, expected 0 to 199"):
+        convert_llmc.read_debug_state(files[1], SHAPE)
+
+
+def test_a_state_that_is_no_number_does_not_agree(files, tensors, capsys):
+    state = convert_llmc.read_debug_state(files[1], SHAPE)
+    for name in ("loss", "logits"):
+        value = float("nan") if name == "loss" else state.logits.clone().fill_(float("nan"))
+        convert_llmc.write_debug_state(files[1], SHAPE, dataclasses.replace(state, **{name: value}))
+        assert convert_llmc.main(["check", str(files[0]), str(files[1])]) == 1
+        assert "DIFFERS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device"])
+def test_what_is_no_file_is_refused(tmp_path, capsys, kind):
+    path = make_irregular(tmp_path / "x.bin", kind)
+    with no_hang():
+        assert run_script(lambda: convert_llmc.main(["describe", str(path)])) == 2
+    assert f"x.bin is a {kind}; expected an llm.c GPT-2 model" in capsys.readouterr().err
+
+
+OPTIONS = dict(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
+CHANGED = [dict(num_layers=v) for v in ("2", 2.5, None, True, -1, 10**9, [], 10**30)]
+CHANGED += [
+    dict(embedding_dim=33),
+    dict(embedding_dim=2**40),
+    dict(embedding_dim=2**36),
+    dict(vocab_size=10**12),
+    dict(num_heads=3),
+]
+CHANGED += [dict(dataset="other"), dict(dataset=[]), dict(precision=7), dict(model_size="huge"), dict(model_size={})]
+
+
+@pytest.mark.parametrize("changed", CHANGED, ids=str)
+def test_a_run_whose_options_cannot_be_is_refused(tmp_path, tensors, changed):
+    values = {"config": OPTIONS | changed}
+    Checkpoints(tmp_path / "checkpoints", 1).save(7, {"model": split_layers(tensors)}, values)
+    with at_most(8 << 20), pytest.raises(InputError, match=f"{tmp_path}.*expected"):
+        convert_llmc.read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"token_embedding": torch.zeros(3)},
+        {"qkv_weight.1": None},
+        {"qkv_weight.2": torch.zeros(3, 32, 32)},
+        {"extra": torch.zeros(2)},
+        {3: torch.zeros(2)},
+    ],
+    ids=lambda changed: str(list(changed)),
+)
+def test_a_run_with_other_weights_is_refused(tmp_path, tensors, changed):
+    model = {**split_layers(tensors), **changed}
+    Checkpoints(tmp_path / "checkpoints", 1).save(7, {"model": model}, {"config": OPTIONS})
+    with pytest.raises(InputError, match="the checkpoint is of another model"):
+        convert_llmc.read_run(tmp_path)
+
+
+def test_the_options_of_a_real_run_are_read(tmp_path, tensors):
+    config = TransformerConfig(**OPTIONS, learning_rate=1e-3, weight_decay=0, tensorboard=False)
+    saved = dataclasses.asdict(config) | dict(data_crc32=7)
+    Checkpoints(tmp_path / "checkpoints", 1).save(7, {"model": split_layers(tensors)}, {"config": saved})
+    found, checkpoint = convert_llmc.read_run(tmp_path)
+    assert found == config and len(checkpoint.part("model")) == len(split_layers(tensors))
+    assert np.isclose(found.learning_rate, 1e-3)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from mutations import make_irregular, no_hang
 
 import convert_llmc
 import generate_tpu
@@ -13,7 +14,7 @@ from config import ModelShape, TransformerConfig
 from generate_tpu import GenerateConfig
 from gpt import GPT, stack_layers
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.errors import InputError
+from tpu_utils.errors import InputError, run_script
 from tpu_utils.graphs import graphs_compiled
 
 SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=50)
@@ -122,3 +123,53 @@ def test_weights_of_llmc_are_loaded(tmp_path):
     model, kind = generate_tpu.load(GenerateConfig(llmc=str(tmp_path / "model.bin")))
     assert kind == "tokens"
     assert all(torch.equal(model.state_dict()[name], value) for name, value in trained.state_dict().items())
+
+
+class Words:
+    """Stands in for GPT-2's tokenizer, whose vocabulary is a download."""
+
+    eot_token = 0
+
+    def encode_ordinary(self, text):
+        return [1 + len(word) for word in text.encode().split()]  # as tiktoken's, of text alone
+
+    def decode(self, tokens):
+        return " ".join(map(str, tokens))
+
+
+@pytest.fixture
+def prompted(tmp_path, model, monkeypatch, capsysbinary):
+    """call(prompt, kind of tokens): (exit code, standard output, standard error) of generate_tpu.py."""
+
+    def call(prompt, kind):
+        shape = dataclasses.replace(SHAPE, vocab_size=257)
+        asked = GPT(shape)
+        asked.initialise(1)
+        monkeypatch.setattr(generate_tpu, "load", lambda config: (asked, kind))
+        monkeypatch.setattr(generate_tpu, "gpt2_encoding", Words)
+        code = run_script(lambda: generate_tpu.main(GenerateConfig(run_dir="x", prompt=prompt, num_tokens=2)))
+        return code, *capsysbinary.readouterr()
+
+    return call
+
+
+def test_a_prompt_that_is_no_text(prompted):
+    """Bytes are what a model of bytes reads; GPT-2's tokenizer takes text, a synthetic run numbers."""
+    code, out, err = prompted("a\udcff", "text")
+    assert code == 0 and out.startswith("a\ufffd".encode()) and b"Traceback" not in err
+    for kind, said in (("tokens", b"expected UTF-8"), ("synthetic", b"takes token numbers")):
+        code, out, err = prompted("a\udcff", kind)
+        assert code == 2 and not out and said in err and err.count(b"\n") == 1
+    for prompt in ("9" * 5000, "-1", "1e3", "\ud800", "5 5000000000000000000000"):
+        code, _, err = prompted(prompt, "synthetic")
+        assert code == 2 and err.count(b"\n") == 1, err
+    code, out, _ = prompted("<|endoftext|> word", "tokens")
+    assert code == 0 and out.startswith(b"<|endoftext|> word")
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing"])
+def test_weights_that_are_no_file_are_refused(tmp_path, kind):
+    path = make_irregular(tmp_path / "model.bin", kind)
+    said = "no such file" if kind == "nothing" else f"is a {kind}"
+    with no_hang(), pytest.raises(InputError, match=f"model.bin:? {said}; expected an llm.c GPT-2 model"):
+        generate_tpu.check_source(GenerateConfig(llmc=str(path), device="cpu"))

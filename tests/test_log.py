@@ -9,9 +9,13 @@ import re
 import struct
 import sys
 import termios
+from pathlib import Path
 
+import pytest
+from mutations import DEEP, NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated, no_hang
 from processes import ROOT
 
+from tpu_utils.errors import InputError
 from tpu_utils.log import RunLog, print_summary
 
 
@@ -26,6 +30,76 @@ def test_log_drops_what_a_resumed_run_will_write_again(tmp_path):
     with RunLog(tmp_path, 20, 100, tensorboard=False) as log:
         log.write("train", 30, loss=0.5)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
+
+
+STEPS = b'{"kind": "train", "step": %d, "loss": 1.5}\n{"kind": "checkpoint", "step": %d, "wait_seconds": 0.1}\n'
+LINES = b"".join(STEPS % (step, step) for step in range(10, 60, 10))
+
+
+def resume(folder: Path, content: bytes, first_step: int = 30) -> bytes:
+    """What a run that resumes at this step leaves of metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    path.write_bytes(content)
+    with RunLog(folder, first_step, 100, tensorboard=False):
+        pass
+    return path.read_bytes()
+
+
+BAD_STEPS = [b'"7"', b"null", b"true", b"7.0", b"NaN", b"-1", b"[]", b"101", b"1" * 30, b"9" * 5000, DEEP.encode()]
+BAD_LINES = [line for line in [*NOT_JSON, *NO_OBJECT] if line]
+BAD_LINES += [b'{"kind": "train", "step": %s}' % step for step in BAD_STEPS]
+BAD_LINES += [b'{"kind": "train"}', b'{"step": 7}', b'{"kind": 7, "step": 7}']
+BAD_LINES += [b'{"kind": "train", "step": 7, "x": "\xff"}']
+BAD_LINES += [b'\xef\xbb\xbf{"kind": "train", "step": 7}', '{"kind": "train", "step": 7}'.encode("utf-16-le")]
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=lambda bad: repr(bad[:40]))
+def test_a_bad_line_is_reported_and_the_others_stay_as_they_are(tmp_path, capsys, bad):
+    kept = b'{"step":10,  "kind":"train","loss":NaN, "mine":"\\ud800"}\r\n' + STEPS % (20, 30)
+    content = kept + bad + b"\n" + STEPS % (30, 40) + b'{"kind": "train", "st'  # a kill in mid-line
+    assert resume(tmp_path, content) == kept + (STEPS % (30, 40)).splitlines(True)[0]
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1 and f"{tmp_path}/metrics.jsonl: 1 damaged line is left out (line 4)" in said
+
+
+def test_many_bad_lines_are_one_warning(tmp_path, capsys):
+    assert resume(tmp_path, b"x\n" * 1000 + LINES, 50) == LINES
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "1,000 damaged lines are left out (lines 1, 2, 3, 4, 5, 6, 7, 8 and others)" in said
+    assert resume(tmp_path, LINES + b"x", 50) == LINES and resume(tmp_path, b"", 50) == b""
+    assert capsys.readouterr().err == ""
+
+
+def test_no_damage_of_metrics_keeps_a_run_from_resuming(tmp_path):
+    intact = [line for line in LINES.splitlines(True) if json.loads(line)["step"] <= 30]
+    for content in mutated(LINES, 300):
+        left = re.findall(rb"[^\n]*\n", resume(tmp_path, content))
+        found = re.findall(rb"[^\n]*\n", content)
+        assert [line for line in left if line in intact] == [line for line in found if line in intact], content
+        for line in left:
+            assert line in found
+            record = json.loads(line)
+            assert type(record["step"]) is int and 0 <= record["step"] <= 30 and isinstance(record["kind"], str)
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.write(STEPS % (10, 20))
+        file.seek(300 << 20, os.SEEK_CUR)
+        file.write(b"\n" + STEPS % (30, 40))
+    with at_most(8 << 20), RunLog(tmp_path, 30, 100, tensorboard=False):
+        pass
+    assert path.read_bytes() == STEPS % (10, 20) + (STEPS % (30, 40)).splitlines(True)[0]
+    assert "(line 3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device"])
+def test_metrics_that_are_no_file_are_refused(tmp_path, kind):
+    make_irregular(tmp_path / "metrics.jsonl", kind)
+    with no_hang(), pytest.raises(InputError, match=f"metrics.jsonl is a {kind}; expected"):
+        RunLog(tmp_path, 0, 100, tensorboard=False)
 
 
 BAR = """
@@ -86,4 +160,7 @@ def test_the_last_lines_say_what_should_not_have_been(capsys):
     print_summary(good | dict(skipped_steps=3, host_to_device_uploads_per_step=1.0))
     said = capsys.readouterr().out.splitlines()
     assert said[2] == "skipped    3 of 44 updates, which were not finite"
-    assert said[3] == "uploads    1.0 a step beside the batch; expected 0" and len(said) == 5
+    assert (
+        said[3].startswith("uploads    1.0 a step beside the batch; expected 0: something in the step sends")
+        and len(said) == 5
+    )

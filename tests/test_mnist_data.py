@@ -1,10 +1,12 @@
 """MNIST and the other sets of images: their checks, and the batches made of them."""
 
+import gzip
 import math
 import struct
 
 import numpy as np
 import pytest
+from mutations import at_most, make_irregular, mutated, no_hang
 
 from config import MnistConfig
 from mnist_data import (
@@ -64,7 +66,7 @@ def test_idx_files_of_any_number_of_images(small_mnist):
 @pytest.mark.parametrize(
     "damage, said",
     [
-        (lambda path: path.unlink(), "is missing; expected MNIST in torchvision's layout"),
+        (lambda path: path.unlink(), "no such file; expected MNIST in torchvision's layout"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes; its header"),
         (lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes; its header"),
         (lambda path: path.write_bytes(b"\0\0"), "expected a header of"),
@@ -79,6 +81,40 @@ def test_damaged_idx_files_are_refused(small_mnist, damage, said, name):
     with pytest.raises(InputError, match=said) as error:
         load_mnist(small_mnist, download=False)
     assert str(path) in str(error.value)
+
+
+def test_no_damage_of_idx_files_is_a_crash(small_mnist):
+    raw, refused = small_mnist / "MNIST" / "raw", 0
+    intact = {path: path.read_bytes() for path in sorted(raw.iterdir())}
+    for path, content in intact.items():
+        for number, damaged in enumerate(mutated(content[:16], 150)):
+            path.write_bytes(damaged + content[16:] if number % 2 else next(mutated(content, 1, number)))
+            try:
+                dataset = load_mnist(small_mnist, download=False)
+                assert dataset.train_images.shape == (30, 4, 4) and dataset.test_labels.max() < 10
+            except InputError as error:
+                refused += 1
+                assert path.name.split("-")[0] in str(error)
+        path.write_bytes(content)
+    assert 200 < refused < 600
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device"])
+def test_idx_files_that_are_no_files_are_refused(small_mnist, kind):
+    path = make_irregular(small_mnist / "MNIST" / "raw" / "t10k-labels-idx1-ubyte", kind)
+    with no_hang(), pytest.raises(InputError, match=f"{path} is a {kind}; expected MNIST"):
+        load_mnist(small_mnist, download=False)
+
+
+def test_no_more_of_an_idx_file_is_read_than_its_header_says(small_mnist):
+    path = small_mnist / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    with path.open("r+b") as file:
+        file.truncate(200 << 20)
+    with at_most(1 << 20), pytest.raises(InputError, match="209715200 bytes; its header"):
+        load_mnist(small_mnist, download=False)
+    path.write_bytes(gzip.compress(bytes(1 << 24)))  # never inflated
+    with at_most(1 << 20), pytest.raises(InputError, match=r"a \.gz must be unpacked first"):
+        load_mnist(small_mnist, download=False)
 
 
 def test_labels_out_of_range_and_files_that_do_not_belong_together(small_mnist):

@@ -1,9 +1,12 @@
 """What a finished run shows of itself: TensorBoard's hyperparameters and goodput, misread digits."""
 
+import io
 import json
+import zipfile
 
 import numpy as np
 import pytest
+from mutations import at_most, mutated
 from processes import run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -54,3 +57,96 @@ def test_a_damaged_file_of_misread_digits_is_named(tmp_path):
     np.savez(tmp_path / "misread.npz", images=np.zeros(1))
     with pytest.raises(InputError, match=r"misread.npz cannot be read"):
         read_misread(tmp_path)
+
+
+ARRAYS = dict(images=np.zeros((3, 8, 8), np.uint8), labels=np.ones(3, np.uint8), predictions=np.zeros(3, np.uint8))
+ARRAYS |= dict(num_misread=np.array(3), num_tested=np.array(100), step=np.array(7))
+
+
+def npz(method=zipfile.ZIP_DEFLATED, extra=(), **changes) -> bytes:
+    """A file of misread digits; a change that is bytes stands in the place of a whole array."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", method) as archive:
+        for name, value in (ARRAYS | changes).items():
+            if not isinstance(value, bytes):
+                array = io.BytesIO()
+                np.lib.format.write_array(array, np.asarray(value), allow_pickle=True)
+                value = array.getvalue()
+            archive.writestr(f"{name}.npy", value)
+        for name in extra:
+            archive.writestr(name, b"")
+    return content.getvalue()
+
+
+def header(shape: str, dtype: str = "|u1", version: bytes = b"\1\0", fill: int = 0) -> bytes:
+    """The header of an array without the array."""
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}".encode() + b" " * fill + b"\n"
+    return b"\x93NUMPY" + version + len(text).to_bytes(2 if version[0] == 1 else 4, "little") + text
+
+
+BOMB = header("(64, 512, 512)", version=b"\2\0", fill=200 << 20)  # a header of 200 MB, 200 KB in the file
+DAMAGED = {
+    "huge": npz(images=header("(1000000, 500, 500)")),
+    "wide": npz(images=header("(1, 1, 100000000)")),
+    "negative": npz(images=header("(-1, 8, 8)")),
+    "negative side": npz(images=header("(3, -8, -8)")),
+    "empty side": npz(images=np.zeros((3, 0, 8), np.uint8)),
+    "flat": npz(images=np.zeros((3, 64), np.uint8)),
+    "float": npz(images=np.zeros((3, 8, 8))),
+    "float labels": npz(labels=np.zeros(3)),
+    "few labels": npz(labels=np.zeros(2, int)),
+    "labels in rows": npz(labels=np.zeros((3, 1), int)),
+    "numbers": npz(num_misread=np.arange(2)),
+    "text": npz(step=np.array("x")),
+    "pickled": npz(labels=np.array([{}, [], None], object)),
+    "more images than misread": npz(num_misread=np.array(2)),
+    "later format": npz(images=header("(3, 8, 8)", version=b"\2\0")),
+    "bomb": npz(images=BOMB),
+    "deep header": npz(images=header("(" * 900 + ")" * 900)),
+    "lzma": npz(zipfile.ZIP_LZMA),
+    "no array": npz(images=b"x"),
+    "many members": npz(extra=[str(number) for number in range(200_000)]),
+}
+del BOMB
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_arrays_are_refused_before_memory_is_taken(tmp_path, name):
+    (tmp_path / "misread.npz").write_bytes(DAMAGED[name])
+    with (
+        at_most(3 * len(DAMAGED[name]) + 200_000),
+        pytest.raises(InputError, match=r"misread.npz cannot be read: .*delete"),
+    ):
+        read_misread(tmp_path)
+
+
+def test_a_size_that_lies_takes_no_memory(tmp_path):
+    """What the archive says of a member's size is not asked: the array's own header says how much is read."""
+    content = npz(zipfile.ZIP_STORED)
+    size = len(header("(3, 8, 8)")) // 64 * 64 + 64 + 3 * 64
+    lying = content.replace(size.to_bytes(4, "little"), (1 << 31).to_bytes(4, "little"))
+    assert lying != content
+    (tmp_path / "misread.npz").write_bytes(lying)
+    with at_most(200_000):
+        assert read_misread(tmp_path)["images"].shape == (3, 8, 8)
+
+
+def test_a_file_larger_than_any_run_writes_is_refused(tmp_path):
+    with (tmp_path / "misread.npz").open("wb") as file:
+        file.truncate(1 << 30)
+    with at_most(1 << 20), pytest.raises(InputError, match=r"1,073,741,824 bytes; expected .* at most"):
+        read_misread(tmp_path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
+def test_no_damage_of_misread_digits_is_a_crash(tmp_path, method):
+    refused = 0
+    for content in mutated(npz(method), 400):
+        (tmp_path / "misread.npz").write_bytes(content)
+        try:
+            found = read_misread(tmp_path)
+            assert found["images"].dtype == np.uint8 and found["images"].shape[0] == len(found["labels"]) <= 64
+        except InputError as error:
+            refused += 1
+            assert "misread.npz cannot be read" in str(error)
+    assert 100 < refused < 400

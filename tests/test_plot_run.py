@@ -1,15 +1,19 @@
 """plot_run.py: what stands in the figure is what stands in the files; broken and unfinished runs; refusals."""
 
+import io
 import json
+import os
 import sys
+import warnings
 
 import numpy as np
 import pytest
+from mutations import at_most, make_irregular, mutated_json, no_hang
 from processes import run
 
 import plot_run
 from tpu_utils.errors import InputError, run_script
-from tpu_utils.pictures import misread_figure
+from tpu_utils.pictures import misread_figure, read_misread
 
 
 def make_run(folder, steps=40, unit="examples", floor=None, finished=True, accuracy=True):
@@ -156,7 +160,7 @@ def test_a_truncated_a_missing_and_an_empty_file_are_named(tmp_path, capsys):
     (empty / "metrics.jsonl").write_bytes(b"")
     assert call(cut, missing, empty, "--output", tmp_path / "x.png") == 0
     said = capsys.readouterr()
-    assert f"{cut}/metrics.jsonl line 12 is truncated" in said.err
+    assert f"{cut}/metrics.jsonl: 1 damaged line is left out (line 12)" in said.err
     assert f"{missing}/metrics.jsonl is missing" in said.err
     assert f"{empty}/metrics.jsonl holds no lines" in said.err
     assert said.out == f"{tmp_path}/x.png\n" and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
@@ -179,6 +183,7 @@ def test_a_summary_older_than_the_run_is_left_out(tmp_path, capsys):
         (["good", "--output", "x.gif"], "expected a name that ends with one of .png, .pdf, .svg"),
         (["good", "--output", "no/x.png"], "the folder of output no/x.png is not there; make it first: mkdir -p no"),
         (["broken"], "broken/config.json cannot be read as JSON"),
+        (["n" * 300], "File name too long"),
     ],
 )
 def test_bad_input_gives_one_message_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, said):
@@ -201,6 +206,25 @@ def test_as_users_run_it(tmp_path):
     assert run("plot_run.py").returncode == 2
 
 
+def misread(count: int, num_misread: int | None = None, side: int = 8) -> dict:
+    images = np.arange(count * side * side, dtype=np.uint8).reshape(count, side, side)
+    numbers = dict(
+        labels=np.zeros(count, np.uint8), predictions=np.ones(count, np.uint8), num_misread=num_misread or count
+    )
+    return dict(images=images, **numbers, num_tested=10**6, step=40)
+
+
+def test_of_many_misread_digits_the_first_are_drawn(tmp_path):
+    folder = make_run(tmp_path / "a")
+    np.savez(folder / "misread.npz", **misread(20_000))
+    with at_most(20 << 20):
+        figure = misread_figure(**read_misread(folder))
+    assert len([axes for axes in figure.axes if axes.images]) == 64
+    figure = misread_figure(**misread(300))
+    assert len([axes for axes in figure.axes if axes.images]) == 64
+    assert "300 of 1,000,000 test images misread, the first 64 of them" in figure.get_suptitle()
+
+
 def test_misread_digits_carry_label_and_prediction(tmp_path):
     images = np.arange(3 * 64, dtype=np.uint8).reshape(3, 8, 8)
     found = dict(images=images, labels=[1, 2, 3], predictions=[7, 8, 9], num_misread=5, num_tested=360, step=40)
@@ -216,3 +240,117 @@ def test_misread_digits_carry_label_and_prediction(tmp_path):
     assert call(folder) == 2
     nothing = dict(found, images=images[:0], labels=[], predictions=[], num_misread=0)
     assert not [axes for axes in misread_figure(**nothing).axes if axes.images]
+
+
+def test_no_damage_of_a_run_is_a_crash(tmp_path, capsys):
+    """Each damaged run is read or refused; what was read is drawn, many runs to a picture."""
+    good = make_run(tmp_path / "good", floor=0.2)
+    lines = (good / "metrics.jsonl").read_bytes().splitlines()
+    damaged = [mutated_json(json.loads(line), 240, place) for place, line in enumerate(lines)]
+    summaries, configs = (
+        mutated_json(json.loads((good / "summary.json").read_text()), 240, 50),
+        mutated_json({"a": 0}, 240),
+    )
+    random, runs, refused = np.random.default_rng(0), [], 0
+    for number in range(240):
+        (folder := tmp_path / str(number)).mkdir()
+        chosen = [next(damaged[i]) if random.integers(5) == 0 else line for i, line in enumerate(lines)]
+        (folder / "metrics.jsonl").write_bytes(b"\n".join(chosen))
+        (folder / "summary.json").write_bytes(next(summaries) if number % 2 else (good / "summary.json").read_bytes())
+        (folder / "config.json").write_bytes(next(configs) if number % 9 == 0 else b"{}")
+        try:
+            runs.append(plot_run.read_run(folder))
+        except InputError as error:
+            refused += 1
+            assert str(folder) in str(error) and "expected" in str(error)
+    assert 30 < refused < 200 and len(capsys.readouterr().err.splitlines()) < 480
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a layout too high for its figure
+        for start in range(0, len(runs), 60):
+            plot_run.plot(runs[start : start + 60]).savefig(io.BytesIO(), dpi=20)
+
+
+def add_line(folder, **fields):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(fields) + "\n")
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("config.json", b"[" * 100_000, "nested too deep"),
+        ("config.json", b"\xff", "cannot be read as JSON"),
+        ("config.json", b"[]", "holds list; expected a JSON object"),
+        ("config.json", b" " * (2 << 20), "2,097,152 bytes; expected 1,048,576 at most"),
+        ("summary.json", b"7", "holds int"),
+        ("summary.json", b'{"steps": "40"}', "steps is '40', no whole number"),
+        ("summary.json", b'{"steps": 40, "loss_floor": []}', "[] is no number"),
+        ("summary.json", b'{"steps": 40, "goodput": [1]}', "goodput is [1], no object"),
+        ("summary.json", b'{"steps": 40, "goodput": {"step": -1}}', "seconds below 0, or not finite"),
+        ("summary.json", b'{"steps": 40, "goodput": {"step": 1e999}}', "seconds below 0, or not finite"),
+    ],
+)
+def test_files_that_no_run_writes_are_refused(tmp_path, capsys, name, content, said):
+    folder = make_run(tmp_path / "a")
+    (folder / name).write_bytes(content)
+    assert call(folder) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {folder}/{name}") and said in message and "expected" in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device"])
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json", "misread.npz"])
+def test_what_is_no_file_is_refused_by_name(tmp_path, capsys, name, kind):
+    folder = make_run(tmp_path / "a")
+    make_irregular(folder / name, kind)
+    with no_hang():
+        assert call(folder) == 2
+    assert f"error: {folder}/{name} is a {kind}; expected" in capsys.readouterr().err
+
+
+def test_lines_with_values_of_another_kind_are_left_out_and_named(tmp_path, capsys):
+    folder = make_run(tmp_path / "a", finished=False)
+    for bad in ("1.5", True, [], {}):
+        add_line(folder, kind="train", step=40, loss=bad)
+    add_line(folder, kind="eval", step=40, test_loss=1.0, loss_floor="low")
+    add_line(folder, kind="train", step=50, loss=10**400, examples_per_second=-1e308)
+    found = plot_run.read_run(folder)
+    assert "5 damaged lines are left out (lines 13, 14, 15, 16, 17)" in capsys.readouterr().err
+    assert np.isnan(found.curve("train", "loss")[1][-1]) and np.isnan(
+        found.curve("train", "examples_per_second")[1][-1]
+    )
+    plot_run.plot([found]).savefig(io.BytesIO(), dpi=20)
+
+
+def test_a_line_without_end_and_a_long_log_take_little_memory(tmp_path):
+    folder = make_run(tmp_path / "a", finished=False)
+    path = folder / "metrics.jsonl"
+    with path.open("r+b") as file:
+        file.seek(100 << 20, os.SEEK_END)
+        file.write(b"\n")
+    with at_most(8 << 20):
+        assert plot_run.read_run(folder).log.num_lines == 12
+    line = '{"kind":"train","step":%d,"loss":1.5,"learning_rate":0.001,"examples_per_second":100.5}\n'
+    path.write_text("".join(line % step for step in range(30_000)))
+    with at_most(2 * path.stat().st_size):
+        assert len(plot_run.read_run(folder).curve("train", "loss")[0]) == 30_000
+
+
+def test_names_that_are_no_text_are_drawn(tmp_path, capsys):
+    folders = [make_run(tmp_path / os.fsdecode(name)) for name in (b"\xff$x_{$", b"a (1)", b"a (2)", b"new\nline")]
+    for folder in folders:
+        np.savez(folder / "misread.npz", **misread(1))
+    assert call(*folders, "--output", tmp_path / "x.png") == 0
+    assert len(list(tmp_path.glob("x_misread_*.png"))) == 4
+    assert {"?$x_{$", "a (1)", "a (2)", "new?line"} == {
+        text.replace(r"\$", "$")
+        for text in texts(plot_run.plot([plot_run.read_run(f) for f in folders]))
+        if text != "step"
+    } & {"?$x_{$", "a (1)", "a (2)", "new?line"}
+
+
+def test_too_many_runs_are_refused(tmp_path, capsys):
+    folders = [make_run(tmp_path / str(number), steps=10) for number in range(101)]
+    assert call(*folders) == 2
+    assert "101 runs were named; expected at most 100 in one picture" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from mutations import DEEP, at_most, make_irregular, mutated_json, no_hang
 
 import llmc_files
 import prepare_data
@@ -57,9 +58,74 @@ def test_hellaswag_questions(tmp_path, monkeypatch):
         (lambda p: p.write_bytes(b"\xff\xfe"), [], "not UTF-8"),
         (lambda p: p.write_text("x"), ["--validation_fraction", "1.5"], "expected 0 <= validation_fraction < 1"),
         (lambda p: p.write_text("{}\n"), ["--hellaswag"], "line 1: not a HellaSwag question"),
+        (lambda p: p.write_text(""), ["--hellaswag"], "0 questions; expected 1 to 65536"),
+        (lambda p: p.write_bytes(b"\xff\n"), ["--hellaswag"], "line 1: not a HellaSwag question"),
+        (
+            lambda p: p.write_text(DEEP + "\n"),
+            ["--hellaswag"],
+            "question: it is nested too deep",
+        ),
+        (lambda p: p.write_text("x"), ["--shard_tokens", "3000000000"], "at most 2147483647"),
+        (lambda p: p.write_text("x"), ["--document_separator", "\udcff"], "expected UTF-8 text"),
+        (lambda p: make_irregular(p, "FIFO"), [], "in.txt is a FIFO; expected"),
+        (lambda p: make_irregular(p, "FIFO"), ["--hellaswag"], "in.txt is a FIFO; expected"),
+        (lambda p: make_irregular(p, "folder"), ["--hellaswag"], "in.txt is a folder; expected"),
+        (lambda p: (p.mkdir(), make_irregular(p / "deep", "FIFO")), [], "in.txt/deep is a FIFO; expected"),
     ],
 )
 def test_bad_input(tmp_path, monkeypatch, capsys, make, options, message):
     make(tmp_path / "in.txt")
-    assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "o", *options) == 2
-    assert message in capsys.readouterr().err
+    with no_hang():
+        assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "o", *options) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+QUESTION = dict(ctx="A man sits", label=2, endings=["down", "up", "still", "by"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(dict(label=label) for label in (4, -1, "", "x", None, 1.5, True, [])),
+        *(dict(endings=endings) for endings in (["a"] * 3, ["a"] * 5, [], "abcd", None, ["a", "b", "c", 4], {"a": 1})),
+        *(dict(ctx=text) for text in ("", None, 7, "\ud800", "x" * 40_000, ["a"])),
+        dict(endings=["a", "b", "c", "\ud800"]),
+        dict(endings=["a", "b", "c", "x" * 40_000]),
+    ],
+    ids=lambda change: repr(change)[:40],
+)
+def test_a_question_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys, change):
+    lines = [json.dumps(QUESTION), json.dumps(QUESTION | change)]
+    (tmp_path / "q.jsonl").write_text("\n".join(lines) + "\n")
+    assert prepare(monkeypatch, tmp_path / "q.jsonl", "--output", tmp_path / "out", "--hellaswag") == 2
+    assert "q.jsonl, line 2: not a HellaSwag question" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "hellaswag_val.bin").exists()
+
+
+def test_no_damage_of_questions_is_a_crash(tmp_path, monkeypatch, capsys):
+    refused = 0
+    for damaged in mutated_json(QUESTION, 300):
+        (tmp_path / "q.jsonl").write_bytes(json.dumps(QUESTION).encode() + b"\n" + damaged)
+        code = prepare(monkeypatch, tmp_path / "q.jsonl", "--output", tmp_path / "out", "--hellaswag")
+        said = capsys.readouterr().err
+        assert (code == 0 and not said) or (code == 2 and said.count("\n") == 1 and "q.jsonl, line" in said), said
+        refused += code == 2
+        if code == 0:
+            assert llmc_files.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 257)
+    assert 100 < refused < 300
+
+
+def test_a_line_ends_at_a_newline_alone(tmp_path, monkeypatch):
+    """JSON may hold what str.splitlines takes for the end of a line."""
+    text = "one\u2028two\x85three"
+    (tmp_path / "q.jsonl").write_text(json.dumps(QUESTION | dict(ctx=text), ensure_ascii=False) + "\r\n")
+    assert prepare(monkeypatch, tmp_path / "q.jsonl", "--output", tmp_path / "out", "--hellaswag") == 0
+    (question,) = llmc_files.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 257)
+    assert bytes(question.context.astype(np.uint8)).decode() == text
+
+
+def test_shards_take_memory_in_proportion(tmp_path, monkeypatch):
+    (tmp_path / "in.txt").write_bytes(b"words and words\n" * (1 << 16))
+    with at_most(6 << 20):
+        assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "out") == 0

@@ -1,10 +1,14 @@
 """Token shards, text and the Markov chain: what a step gets to see, and every refusal."""
 
+import re
+
 import numpy as np
 import pytest
+from mutations import at_most, make_irregular, mutated, no_hang
 
 import llmc_files
 import token_data
+from config import TransformerConfig
 from tpu_utils.errors import InputError
 
 
@@ -157,3 +161,132 @@ def test_hellaswag_file_round_trip_and_damage(tmp_path):
     path.write_bytes(path.read_bytes()[:-6])
     with pytest.raises(InputError, match="example 4 of 5"):
         llmc_files.read_hellaswag(path, 257)
+
+
+def hellaswag(path, count=5):
+    """A file of questions and its bytes."""
+    questions = [
+        llmc_files.MultipleChoice(i, i % 4, np.arange(3 + i % 7), [np.arange(10 * e, 10 * e + 2 + e) for e in range(4)])
+        for i in range(count)
+    ]
+    llmc_files.write_hellaswag(path, questions)
+    return path.read_bytes()
+
+
+def test_no_damage_of_a_hellaswag_file_is_a_crash(tmp_path):
+    path, refused = tmp_path / "hellaswag_val.bin", 0
+    content = hellaswag(path)
+    for number, damaged in enumerate(mutated(content[1024:], 600)):
+        path.write_bytes(content[:1024] + damaged if number % 8 else next(mutated(content, 1, number)))
+        try:
+            for question in llmc_files.read_hellaswag(path, 257):
+                assert question.label < 4 and question.rows(64).shape == (4, 65)
+                assert all(0 <= part.min() <= part.max() < 257 for part in (question.context, *question.endings))
+        except InputError as error:
+            refused += 1
+            assert str(path) in str(error) and re.search("expected|vocab_size", str(error)), error
+    assert 300 < refused < 600
+
+
+@pytest.mark.parametrize(
+    "word, value, said",
+    [
+        (0, 0, "example 0 of 5, byte 1024: found 0, expected 65535, which starts an example"),
+        (1, 8, "example 0 of 5, byte 1026: found 8 bytes, expected 54"),
+        (1, 65534, "example 0 of 5, byte 1026: found 65534 bytes, expected 54"),
+        (2, 1, "example 0 of 5, byte 1028: found index 1, expected 0"),
+        (3, 4, "example 0 of 5, byte 1030: found label 4, expected 0 to 3"),
+        (4, 3, "example 0 of 5, byte 1032: found 3 endings, expected 4"),
+        (5, 0, "example 0 of 5, byte 1034: found 0 tokens, expected 1 to"),
+        (5, 60000, "example 0 of 5, byte 1034: found 60000 tokens, expected 1 to 139"),
+        (9, 60000, "example 0 of 5, byte 1042: found 60000 tokens, expected 1 to"),
+        (7, 257, "example 0 of 5: token 257, but vocab_size is 257"),
+    ],
+)
+def test_a_damaged_hellaswag_word_is_named(tmp_path, word, value, said):
+    path = tmp_path / "hellaswag_val.bin"
+    content = bytearray(hellaswag(path))
+    content[1024 + 2 * word : 1026 + 2 * word] = value.to_bytes(2, "little")
+    path.write_bytes(content)
+    with pytest.raises(InputError) as refused:
+        llmc_files.read_hellaswag(path, 257)
+    assert f"{path}: {said}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda c: c + b"\0", "1 bytes behind the last example, expected none"),
+        (lambda c: c + b"\0\0", "2 bytes behind the last example, expected none"),
+        (lambda c: c[:8] + (0).to_bytes(4, "little") + c[12:], "of 0 examples, expected 1 to 65536"),
+        (lambda c: c[:8] + b"\xff" * 4 + c[12:], "-1 examples, expected 1 to 65536"),
+        (lambda c: c[:8] + (65537).to_bytes(4, "little") + c[12:], "65537 examples, expected 1 to 65536"),
+        (lambda c: c[:1024], "example 0 of 5, byte 1024: found 0 words, expected an example"),
+        (lambda c: c[:1035], "example 0 of 5, byte 1024: found 5 words, expected an example"),
+        (lambda c: c[:8] + (6).to_bytes(4, "little") + c[12:], "example 5 of 6"),
+    ],
+)
+def test_a_hellaswag_file_has_what_its_header_says(tmp_path, change, said):
+    path = tmp_path / "hellaswag_val.bin"
+    path.write_bytes(change(hellaswag(path)))
+    with pytest.raises(InputError, match=said):
+        llmc_files.read_hellaswag(path, 257)
+
+
+def test_no_damage_of_a_token_shard_is_a_crash(tmp_path):
+    path, refused = write_shard(tmp_path / "x.bin", range(60)), 0
+    content = path.read_bytes()
+    for number in range(600):
+        damage = next(mutated(content[:12] if number % 3 else content, 1, number))
+        path.write_bytes(damage + content[12:] if number % 3 else damage)
+        try:
+            source = token_data.TokenShards(str(path), 257, 4, 2)
+            assert source.batch(0).shape == (2, 5) and source.batch(source.batches_per_epoch).max() < 257
+        except InputError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert 300 < refused < 600
+
+
+def load(tmp_path, **options):
+    return token_data.load_sequences(TransformerConfig(data_dir=str(tmp_path), num_steps=1, warmup_steps=0, **options))
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "character device", "nothing", "folder"])
+def test_data_that_is_no_file_is_refused_by_name(tmp_path, kind):
+    path = make_irregular(tmp_path / "x.bin", kind)
+    said = r"x\.bin: (no such file|matches no file)" if kind == "nothing" else rf"x\.bin is a {kind}; expected"
+    for name in ("x.bin", "x*.bin"):
+        with no_hang(), pytest.raises(InputError, match=said if name == "x.bin" else r"x\.bin|matches no file"):
+            load(tmp_path, dataset="tokens", train_data=name, validation_data=name)
+    with no_hang(), pytest.raises(InputError, match=r"x\.bin"):
+        llmc_files.read_hellaswag(path, 257)
+    (tmp_path / "good.txt").write_text("good words " * 100)
+    for name in (".", "x.bin"):
+        with no_hang(), pytest.raises(InputError, match=r"x\.bin|empty"):
+            load(tmp_path, dataset="text", train_data=name if kind != "folder" else "x.bin")
+        config = TransformerConfig(data_dir=str(tmp_path), dataset="text", train_data="x.bin")
+        if kind != "folder":
+            with no_hang(), pytest.raises(InputError, match=r"x\.bin"):
+                token_data.check_files(config)
+
+
+@pytest.mark.parametrize("name", [".", "..", "/", "x**", "**", "[", "[!", "x" * 300, "\udcff", "a/b/*"])
+def test_a_pattern_that_matches_no_shard_is_refused(tmp_path, name):
+    (tmp_path / "other.txt").write_text("x")
+    with pytest.raises((InputError, OSError), match=r"matches no file|token shard|too long"):
+        load(tmp_path, dataset="tokens", train_data=name, validation_data=name)
+
+
+def test_a_separator_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("words " * 100)
+    with pytest.raises(InputError, match=r"document_separator is 'a\\udcff'; expected UTF-8"):
+        token_data.read_documents(tmp_path / "a.txt", "a\udcff")
+
+
+def test_a_large_hellaswag_file_takes_memory_in_proportion(tmp_path):
+    path = tmp_path / "hellaswag_val.bin"
+    part = [np.arange(150)] * 4
+    llmc_files.write_hellaswag(path, [llmc_files.MultipleChoice(i, 0, np.arange(300), part) for i in range(2000)])
+    with at_most(4 * path.stat().st_size):
+        assert len(llmc_files.read_hellaswag(path, 300)) == 2000

@@ -15,5 +15,6 @@ stop          signals and notices of the VM that end a run early
 run_dir       the run directory and its lock
 profile       traces of some steps
 pictures      what a finished MNIST run misread
+inputs        files that come from outside: regular ones alone, read in bounds; imports errors, nothing else of ours
 files, errors, environment    leaves: no torch, no module of this project
 """

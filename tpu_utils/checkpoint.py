@@ -15,7 +15,8 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from tpu_utils.errors import CheckpointError, DamagedCheckpoint, SaveError
-from tpu_utils.files import checksum_of, open_regular, parse_json, sync_folder, write_atomically
+from tpu_utils.files import checksum_of, sync_folder, write_atomically
+from tpu_utils.inputs import file_size, open_regular, parse_json, read_regular
 from tpu_utils.peers import Peers
 from tpu_utils.state import (
     HostCopy,
@@ -234,7 +235,8 @@ class Checkpoints:
         files[WHOLE_FILE] = write_tensors(aside / WHOLE_FILE, copy.whole)
         index = {"format": FORMAT, "step": copy.step, "values": copy.values, "tensors": index_as_json(entries)}
         write_atomically(aside / INDEX_FILE, json.dumps(index).encode())
-        files[INDEX_FILE] = checksum_of(aside / INDEX_FILE)
+        with (aside / INDEX_FILE).open("rb") as file:
+            files[INDEX_FILE] = checksum_of(file)
         marker = {"format": FORMAT, "run": self.run_id, "step": copy.step, "files": files}
         sync_folder(aside)
         if target.exists():  # a kill left it without its marker, or a resumed run comes past it again
@@ -404,8 +406,9 @@ def read_checkpoint(folder: Path, run_id: str = "") -> Saved:
         if run_id and marker["run"] != run_id:
             raise ValueError(f"it is of run {marker['run'][:50]!r}, this is run {run_id}")
         for name, expected in marker["files"].items():
-            size = (folder / name).lstat().st_size  # before all of it is read
-            sums = checksum_of(folder / name, follow=False) if size == expected["bytes"] else {"bytes": size}
+            with open_regular(folder / name, "a file of a checkpoint", follow=False) as file:
+                size = file_size(file)  # before all of it is read
+                sums = checksum_of(file) if size == expected["bytes"] else {"bytes": size}
             for quantity, value in sums.items():
                 if value != expected[quantity]:
                     said = f"its done marker says {expected[quantity]}"
@@ -449,10 +452,7 @@ def sizes_of_files(folder: Path) -> dict[str, int]:
 
 
 def _read_json(path: Path) -> Any:
-    with open_regular(path, follow=False) as file:
-        content = file.read(LONGEST_HEADER + 1)
-    if len(content) > LONGEST_HEADER:
-        raise ValueError(f"{path.name} has more than {LONGEST_HEADER} bytes")
+    content = read_regular(path, "a checkpoint's own JSON", LONGEST_HEADER, follow=False)
     try:
         return parse_json(content)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """What can end a run, the exit code it ends with, and output that cannot. Imports nothing of this project."""
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -95,4 +96,5 @@ def run_script(main: Callable[[], int], answers: bool = False) -> int:
         if "--debug" in sys.argv:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) else 1
+        too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # no disk, but what the user gave
+        return 2 if isinstance(error, InputError) or too_long else 1

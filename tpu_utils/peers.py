@@ -25,7 +25,7 @@ from config import TrainConfig
 from tpu_utils import errors
 from tpu_utils.environment import choose_device
 from tpu_utils.errors import DeviceError, InputError, TrainingError
-from tpu_utils.files import open_regular
+from tpu_utils.inputs import open_regular
 from tpu_utils.wire import Link, Listener, ProofError, WireError, connect
 
 ANSWER_SECONDS = 1800.0
@@ -74,7 +74,7 @@ def read_secret(file: str) -> bytes:
     if not file:
         return _secret_in_metadata()
     try:
-        with open_regular(Path(file)) as opened:
+        with open_regular(Path(file), "a secret") as opened:
             mode, secret = os.fstat(opened.fileno()).st_mode & 0o777, opened.read(4096).strip()
     except (OSError, ValueError) as error:
         raise InputError(f"peers_secret {file} cannot be read: {error}") from error

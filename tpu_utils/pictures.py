@@ -1,6 +1,7 @@
 """What a finished MNIST run misread, as a file and as a picture. Imports torch only where a model is run."""
 
 import math
+import zipfile
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ import numpy as np
 
 from tpu_utils.errors import InputError
 from tpu_utils.files import write_atomically
+from tpu_utils.inputs import read_regular
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
     from tpu_utils.run import Run
 
 MISREAD_FILE = "misread.npz"
+MISREAD_DIMS = {"images": 3, "labels": 1, "predictions": 1, "num_misread": 0, "num_tested": 0, "step": 0}
 MOST_MISREAD = 64  # shown; all are counted
+LARGEST_FILE = 1 << 26  # bytes; a run's own has a few thousand
+LARGEST_SIDE = 512  # of an image, in pixels
 
 
 def log_misread(run: "Run", model: "torch.nn.Module", dataset: "ImageDataset") -> None:
@@ -39,7 +44,7 @@ def log_misread(run: "Run", model: "torch.nn.Module", dataset: "ImageDataset") -
     wrong = np.flatnonzero(predictions != dataset.test_labels)
     shown = wrong[:MOST_MISREAD]
     found = dict(
-        images=dataset.test_images[shown],
+        images=np.ascontiguousarray(dataset.test_images[shown]),
         labels=dataset.test_labels[shown],
         predictions=predictions[shown],
         num_misread=np.array(len(wrong)),
@@ -55,22 +60,46 @@ def log_misread(run: "Run", model: "torch.nn.Module", dataset: "ImageDataset") -
 
 
 def read_misread(run_dir: Path) -> dict[str, np.ndarray]:
-    """What log_misread wrote. Raises InputError when the file is damaged."""
+    """What log_misread wrote; of more than MOST_MISREAD images the first. Raises InputError for a damaged file."""
     path = run_dir / MISREAD_FILE
+    expected = "the misread digits of a run; delete it; only the picture of misread digits needs it"
+    content = read_regular(path, expected, LARGEST_FILE)
     try:
-        with np.load(path, allow_pickle=False) as file:
-            names = ("images", "labels", "predictions", "num_misread", "num_tested", "step")
-            return {name: file[name] for name in names}
-    except Exception as error:  # np.load raises what zipfile, zlib and its own header parser raise
-        raise InputError(
-            f"{path} cannot be read: {error}; delete it; only the picture of misread digits needs it"
-        ) from error
+        if content.count(b"PK\1\2") > 100:  # a member each; their list may take far more memory than the file
+            raise ValueError(f"it is no archive of {len(MISREAD_DIMS)} arrays")
+        with zipfile.ZipFile(BytesIO(content)) as archive:
+            found = {name: _read_first(archive, name, dims) for name, dims in MISREAD_DIMS.items()}
+        counts = [len(found[name]) for name in ("images", "labels", "predictions")]
+        if len(set(counts)) > 1 or counts[0] > found["num_misread"] or found["images"].dtype != np.uint8:
+            raise ValueError(f"images, labels and predictions are {counts} of {found['num_misread']} misread")
+        return found
+    except Exception as error:  # whatever zipfile, zlib and numpy's parser of headers raise
+        reason = str(error).split("\n")[0]
+        raise InputError(f"{path} cannot be read: {reason}; expected {expected}") from error
+
+
+def _read_first(archive: zipfile.ZipFile, name: str, dims: int) -> np.ndarray:
+    """The first MOST_MISREAD of an array of whole numbers. Its header is checked before memory is taken for it."""
+    member = archive.getinfo(f"{name}.npy")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{name} is compressed as numpy never does it")  # others inflate without bound
+    with archive.open(member) as file:
+        if np.lib.format.read_magic(file) != (1, 0):
+            raise ValueError(f"{name} is not of format 1.0")  # later ones have headers of up to 4 GiB
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=1000)
+        sides_fit = all(1 <= side <= LARGEST_SIDE for side in shape[1:])
+        if len(shape) != dims or min(shape, default=0) < 0 or not sides_fit or by_columns or dtype.kind not in "iu":
+            raise ValueError(f"{name} is {shape} of {dtype}; expected {dims} dimensions of whole numbers")
+        shape = tuple(min(size, MOST_MISREAD) if axis == 0 else size for axis, size in enumerate(shape))
+        values = file.read(math.prod(shape) * dtype.itemsize)
+    return np.frombuffer(values, dtype, math.prod(shape)).reshape(shape)
 
 
 def misread_figure(images, labels, predictions, num_misread, num_tested, step) -> "Figure":
-    """A grid of images (N, H, W) uint8, each with its label and, in red, what was read."""
+    """A grid of images (N, H, W) uint8, the first MOST_MISREAD, each with its label and, in red, what was read."""
     from matplotlib.figure import Figure  # only when a picture is drawn
 
+    images = images[:MOST_MISREAD]
     columns = min(8, max(4, len(images)))
     rows = max(1, math.ceil(len(images) / columns))
     height = 1.25 * rows + 0.8

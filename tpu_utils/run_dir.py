@@ -12,7 +12,8 @@ from typing import Any
 
 from config import TrainConfig
 from tpu_utils.errors import InputError, SaveError
-from tpu_utils.files import open_regular, parse_json, write_atomically
+from tpu_utils.files import write_atomically
+from tpu_utils.inputs import read_json
 from tpu_utils.storage import open_bucket_dir
 
 
@@ -147,11 +148,9 @@ def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]
 def run_id_in(run_dir: Path) -> str:
     """Of the run that a directory holds; its checkpoints name it too. "" for none, or when config.json is damaged."""
     try:
-        with open_regular(run_dir / "config.json") as file:
-            found = parse_json(file.read(2**20))
-    except (OSError, ValueError):
+        run_id = read_json(run_dir / "config.json", "the options of a run").get("run_id")
+    except InputError:
         return ""
-    run_id = found.get("run_id") if isinstance(found, dict) else None
     return run_id if isinstance(run_id, str) else ""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from config import TrainConfig
 from tpu_utils.errors import InputError, SaveError
-from tpu_utils.files import inside
+from tpu_utils.inputs import inside
 from tpu_utils.peers import Peers
 
 REQUEST_SECONDS = 60.0

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tpu_utils.files import checksum_of, open_regular, parse_json
+from tpu_utils.files import checksum_of
+from tpu_utils.inputs import file_size, open_regular, parse_json
 
 DTYPES = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},
@@ -76,7 +77,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int
     path.chmod(path.parent.stat().st_mode & 0o666)  # the library gives it to its owner alone
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return checksum_of(path)
+        return checksum_of(file)
 
 
 def index_as_json(entries: dict[str, Entry]) -> dict[str, Any]:
@@ -125,8 +126,8 @@ def _kind(value: Any, keys: set[str]) -> Kind:
 
 def read_header(path: Path) -> dict[str, Kind]:
     """What a file of safetensors holds. Raises ValueError unless its parts fill the file, in no other way than one."""
-    with open_regular(path, follow=False) as file:
-        size = os.fstat(file.fileno()).st_size
+    with open_regular(path, "tensors", follow=False) as file:
+        size = file_size(file)
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(LONGEST_HEADER, size - 8):
             raise ValueError(f"{path.name} has {size} bytes and announces a header of {length}")

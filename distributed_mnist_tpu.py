@@ -20,9 +20,9 @@ Pods:    run the same command on all workers:
          gcloud compute tpus tpu-vm ssh NAME --worker=all --command=...
 
 Expect:  the losses of plain PyTorch on one CPU within 3e-7 whichever way
-         (22 steps, float32); 96.4 % of 5,000 MNIST test images after 3 epochs on
-         10,000 over 8 devices, simple_mnist_tpu.py has 96.3 %; one train and one eval
-         graph. XLA:CPU, torch 2.9.0, torch_xla 2.9.0, seeds 3 and 0.
+         (22 steps, float32); 96.4 % of 5,000 MNIST test images after 3 epochs
+         on 10,000 over 8 devices, simple_mnist_tpu.py has 96.3 %; one train and
+         one eval graph. XLA:CPU, torch 2.9.0, torch_xla 2.9.0, seeds 3 and 0.
 """
 
 import math

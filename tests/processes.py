@@ -81,7 +81,7 @@ class Script:
 
     def text(self, which: str) -> str:
         """What it has written so far. which: out or err."""
-        return self._texts[which].read_text() if self._texts[which].exists() else ""
+        return self._texts[which].read_text(errors="replace") if self._texts[which].exists() else ""
 
     @property
     def returncode(self) -> int | None:

@@ -227,6 +227,7 @@ def test_compiles_what_a_training_script_runs():
     assert any(line.startswith("simple_mnist_tpu.py:") for line, _ in files["report.json"].costliest_lines)
 
 
+@pytest.mark.slow
 def test_compiles_what_a_scanned_and_accumulated_step_runs():
     """torch_xla's scan traces its body with tensors of its own, which must not become inputs of the program."""
     options = ("--gradient_accumulation_steps=4", "--scan_layers", "--num_steps=2", "--warmup_steps=1")

@@ -590,6 +590,7 @@ def test_torch_28_beside_torch_xla_29(tmp_path):
     assert checks["training step"].status == "skip"
 
 
+@pytest.mark.slow
 def test_broken_libtpu_end_to_end(tmp_path):
     (tmp_path / "libtpu.so").write_bytes(b"\x7fELF but not for long")
     environment = clean_environment(TPU_LIBRARY_PATH=str(tmp_path / "libtpu.so"))
@@ -601,6 +602,7 @@ def test_broken_libtpu_end_to_end(tmp_path):
     assert checks["training step"].status == "ok"  # the CPU backend does without
 
 
+@pytest.mark.slow
 def test_nonsense_xla_flags_end_to_end():
     done = run_doctor("--device=cpu", "--json", environment=clean_environment(XLA_FLAGS="--nonsense"))
     assert done.returncode == 1

@@ -2,13 +2,15 @@
 
 Run:     python benchmarks/torture.py --kills 50 --seed 0
          python benchmarks/torture.py --kills 10 --variants simple,spmd_8
+         python benchmarks/torture.py --kills 12 --slow_disk 1.5 --full_disk
 Prints:  a table: what ran, the signal, the phase it hit, how many, and whether the run ended like one that was never
          stopped: parameters, optimizer state and random state of the last checkpoint, every line of metrics.jsonl but
          its times, summary.json. Exit code 1 if anything differs, 0 otherwise.
 
-A kill is aimed at start-up, a step, a save or an evaluation; what it hit is read from what the run has written by
-then. Every restart is the same command with --resume auto, right after the kill. The models are tiny: starting takes
-most of the time.
+A kill is aimed at start-up, a step, a save, a prune or an evaluation; what it hit is read from what the run has
+written by then. Every restart is the same command with --resume auto, right after it. The models are tiny: starting takes
+most of the time. --slow_disk: every fsync takes so many seconds longer. --full_disk: before each kill the run is started
+once where no file may grow to the size of a checkpoint, and has to end with exit code 1 and a message.
 """
 
 import argparse
@@ -32,8 +34,10 @@ from tpu_utils.checkpoint import read_checkpoint  # noqa: E402
 
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
 MNIST += ["--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_batch_size=60"]  # 66 steps, 6 evaluations
+MNIST += ["--keep_checkpoints=1"]  # so that every save prunes
 GPT = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--global_batch_size=16"]
 GPT += ["--num_steps=66", "--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_every=11", "--eval_batches=5"]
+GPT += ["--keep_checkpoints=1"]
 VARIANTS = {
     "simple": ["simple_mnist_tpu.py", *MNIST],
     "ddp_1": ["distributed_mnist_tpu.py", *MNIST, "--strategy=ddp"],
@@ -44,9 +48,23 @@ VARIANTS = {
 }
 NUM_STEPS, EVAL_EVERY, KILLS_PER_RUN, TIME_LIMIT = 66, 11, 8, 300
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-PLANS = [(number, aim) for number in SIGNALS for aim in ("start-up", "step", "save", "evaluation")]
+AIMS = ("start-up", "step", "save", "prune", "evaluation")
+PLANS = [(number, aim) for number in SIGNALS for aim in AIMS]
 TIMES = {"step_seconds", "examples_per_second", "tokens_per_second", "data_wait_seconds", "mfu", "wait_seconds"}
 OF_THE_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step"}
+
+
+SLOW_DISK = """
+import os, time
+fsync = os.fsync
+os.fsync = lambda descriptor: (time.sleep({seconds}), fsync(descriptor))[1]
+"""
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))  # more than the log, less than any checkpoint here
+"""
+disk: dict[str, str] = {}
+"""Environment of all runs: a folder with what Python does at its start."""
 
 
 def launch(options: list[str], changes: dict[str, str], output: Path) -> subprocess.Popen:
@@ -54,20 +72,19 @@ def launch(options: list[str], changes: dict[str, str], output: Path) -> subproc
     kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
     with output.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, *options], cwd=ROOT, env=kept | changes, stdout=file, stderr=subprocess.STDOUT
+            [sys.executable, *options], cwd=ROOT, env=kept | disk | changes, stdout=file, stderr=subprocess.STDOUT
         )
 
 
 class Run:
     """A training process and what it has written so far."""
 
-    def __init__(self, variant: str, run_dir: Path):
+    def __init__(self, variant: str, run_dir: Path, changes: dict[str, str] | None = None):
         self.run_dir, self.output = run_dir, run_dir.with_suffix(".log")
         self.done = max(self.saved_steps(), default=0)
         options = [*VARIANTS[variant], "--device=cpu", "--no_tensorboard", f"--run_dir={run_dir}", "--resume=auto"]
-        self.process = launch(
-            options, {"CPU_NUM_DEVICES": "8"} if variant.startswith("transformer") else {}, self.output
-        )
+        devices = {"CPU_NUM_DEVICES": "8"} if variant.startswith("transformer") else {}
+        self.process = launch(options, devices | (changes or {}), self.output)
         self.started = time.monotonic()
 
     def lines(self) -> list[dict]:
@@ -92,6 +109,8 @@ class Run:
             return "first steps"
         if new[-1]["kind"] == "checkpoint" and new[-1]["step"] not in self.saved_steps():
             return "save"
+        if len(list(self.run_dir.glob("checkpoints/step_*"))) > 1:  # one is kept
+            return "prune"
         if new[-1]["kind"] == "train" and new[-1]["step"] % EVAL_EVERY == 0:
             return "evaluation"
         return "step"
@@ -191,6 +210,22 @@ def kill_once(variant: str, run_dir: Path, plan: tuple, draw: random.Random, sta
     return number.name, phase
 
 
+def meet_full_disk(variant: str, run_dir: Path, folder: Path) -> str | None:
+    """Start or resume the run where a checkpoint does not fit. Returns a complaint, or None."""
+    run = Run(variant, run_dir, customized(folder / "full", FULL_DISK))
+    code, text = run.process.wait(TIME_LIMIT), run.text()
+    if code == 0 or (code == 1 and "could not be written" in text and "Traceback" not in text):
+        return None  # 0: it was done before
+    return f"exit code {code} on a full disk, expected 1 and a message: {text}"
+
+
+def customized(folder: Path, text: str) -> dict[str, str]:
+    """The environment of a Python that runs this text at its start."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(disk.get("CUSTOM", "") + text)
+    return {"PYTHONPATH": str(folder)}
+
+
 def finish(variant: str, run_dir: Path) -> str | None:
     """Let the run go to its end. Returns a complaint, or None."""
     run = Run(variant, run_dir)
@@ -202,7 +237,9 @@ def finish(variant: str, run_dir: Path) -> str | None:
     return f"exit code {code}, expected 0: {run.text()}" if code else None
 
 
-def torture(variant: str, kills: int, folder: Path, draw: random.Random) -> tuple[dict, list[str]]:
+def torture(
+    variant: str, kills: int, folder: Path, draw: random.Random, full_disk: bool = False
+) -> tuple[dict, list[str]]:
     """({(signal, phase): [kills, identical]}, complaints) of this many kills of one variant."""
     reference, table, complaints = folder / "reference", {}, []
     started = time.time()
@@ -214,6 +251,8 @@ def torture(variant: str, kills: int, folder: Path, draw: random.Random) -> tupl
         attempt += 1
         run_dir, hits, finished = folder / f"run_{attempt}", [], False
         while len(hits) < min(kills, KILLS_PER_RUN) and not finished:
+            if full_disk and (complaint := meet_full_disk(variant, run_dir, folder)):
+                return table, [*complaints, f"{variant}: {complaint}"]
             plans = plans or draw.sample(PLANS, len(PLANS))  # each once before any comes again
             hit = kill_once(variant, run_dir, plans.pop(), draw, start_up)
             if isinstance(hit, str):
@@ -234,6 +273,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="in all, shared among the variants")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slow_disk", type=float, default=0.0, help="seconds that every fsync takes longer")
+    parser.add_argument("--full_disk", action="store_true", help="before each kill a start where nothing can be saved")
     parser.add_argument("--variants", default=",".join(VARIANTS), help=f"some of {', '.join(VARIANTS)}")
     options = parser.parse_args(argv)
     names = options.variants.split(",")
@@ -244,7 +285,12 @@ def main(argv: list[str] | None = None) -> int:
     for index, name in enumerate(names):
         share = options.kills // len(names) + (index < options.kills % len(names))
         with tempfile.TemporaryDirectory() as folder:
-            table, found = torture(name, share, Path(folder), random.Random(f"{options.seed} {name}"))
+            disk.clear()
+            if options.slow_disk:
+                slow = SLOW_DISK.format(seconds=options.slow_disk)
+                disk.update(customized(Path(folder) / "slow", slow), CUSTOM=slow)
+            draw = random.Random(f"{options.seed} {name}")
+            table, found = torture(name, share, Path(folder), draw, options.full_disk)
         for (number, phase), (count, same) in sorted(table.items()):
             print(f"{name:18} {number:8} {phase:12} {count:5} {'yes' if same else 'NO'}", flush=True)
         for complaint in found:

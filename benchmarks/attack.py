@@ -384,6 +384,52 @@ def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
     return f"no stranger got in; of {count} answers to a host {refused} were refused, the others are of the right form"
 
 
+# ---------------------------------------------------------------------------------------------------------- data files
+
+
+def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
+    """metrics.jsonl at a resume, HellaSwag and token files, and whole run folders that plot_run.py draws."""
+    import numpy as np
+
+    import plot_run
+    from llmc_files import MultipleChoice, open_token_shard, read_hellaswag, write_hellaswag, write_token_shard
+    from tpu_utils.errors import InputError
+    from tpu_utils.log import RunLog
+
+    lines = [{"kind": "train", "step": step, "loss": 2.0 / step, "step_seconds": 0.1} for step in range(1, 9)]
+    log = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    context, endings = np.arange(3), [np.arange(size) for size in (1, 2, 1, 3)]
+    asked = [MultipleChoice(index, 2, context, endings) for index in range(4)]
+    write_hellaswag(folder / "questions.bin", asked)
+    write_token_shard(folder / "tokens.bin", np.arange(99))
+    questions, tokens = ((folder / name).read_bytes() for name in ("questions.bin", "tokens.bin"))
+    refused = 0
+    for number in range(count):
+        run_dir, said = Path(tempfile.mkdtemp(dir=folder)), io.StringIO()
+        changed = [altered(line, draw) if draw.random() < 0.3 else line for line in lines]
+        damaged = b"".join(json.dumps(line).encode() + b"\n" for line in changed)
+        (run_dir / "metrics.jsonl").write_bytes(draw.choice([mutated(log, draw), damaged, b"[" * 10**5 + b"\n" + log]))
+        (run_dir / "config.json").write_text(json.dumps(altered({"preset": "x", "seed": 0, "num_epochs": 3}, draw)))
+        (run_dir / "questions.bin").write_bytes(mutated(questions, draw))
+        (run_dir / "tokens.bin").write_bytes(mutated(tokens, draw))
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            for attempt in (
+                lambda place=run_dir: plot_run.plot([plot_run.read_run(place)]),
+                lambda place=run_dir: read_hellaswag(place / "questions.bin", 100),
+                lambda place=run_dir: open_token_shard(place / "tokens.bin", 100),
+                lambda place=run_dir: RunLog(place, 5, 8, tensorboard=False).__exit__(None),
+            ):
+                try:
+                    attempt()
+                except InputError as error:
+                    expect(len(str(error)) > 30, f"{number}: {error!r}")
+                    refused += 1
+        kept = (run_dir / "metrics.jsonl").read_bytes().splitlines()
+        expect(all(json.loads(line)["step"] <= 5 for line in kept), f"{number}: lines after the checkpoint were kept")
+        shutil.rmtree(run_dir)
+    return f"{refused} of {4 * count} were refused in one message, the others read"
+
+
 # ----------------------------------------------------------------------------------------------------- a run under way
 
 TINY = ["simple_mnist_tpu.py", "--device=cpu", "--num_epochs=200", "--global_batch_size=64", "--channels=4"]
@@ -468,6 +514,7 @@ ATTACKS = {  # how often, what
     "folders": (200, attack_folders),
     "bucket": (500, attack_bucket),
     "wire": (300, attack_wire),
+    "data_files": (500, attack_data_files),
     "runs": (5, attack_runs),
 }
 

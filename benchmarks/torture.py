@@ -8,9 +8,9 @@ Prints:  a table: what ran, the signal, the phase it hit, how many, and whether 
          its times, summary.json. Exit code 1 if anything differs, 0 otherwise.
 
 A kill is aimed at start-up, a step, a save, a prune or an evaluation; what it hit is read from what the run has
-written by then. Every restart is the same command with --resume auto, right after it. The models are tiny: starting takes
-most of the time. --slow_disk: every fsync takes so many seconds longer. --full_disk: before each kill the run is started
-once where no file may grow to the size of a checkpoint, and has to end with exit code 1 and a message.
+written by then. Every restart is the same command with --resume auto, right after it. The models are tiny: starting
+takes most of the time. --slow_disk: every fsync takes so many seconds longer. --full_disk: before each kill the run is
+started once where no file may grow to the size of a checkpoint, and has to end with exit code 1 and a message.
 """
 
 import argparse

@@ -47,7 +47,8 @@ import torch
 
 from gpt import GPT, LAYER_MATRICES, parameter_shapes, split_layers, stack_layers
 from operations import losses
-from tpu_utils.checkpoint import Checkpoints, Saved, check_alike
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.saved import Saved, check_alike
 from tpu_utils.tensor_files import Kind
 
 MODEL_MAGIC, STATE_MAGIC, STATE_VERSION = 20240326, 20240327, 2

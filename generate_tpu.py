@@ -81,9 +81,9 @@ import torch_xla
 from convert_llmc import read_model, read_run
 from gpt import GPT, block, split_layers
 from operations import causal_attention, layer_norm
-from tpu_utils.checkpoint import load_model
 from tpu_utils.device import start_device
 from tpu_utils.graphs import graphs_compiled
+from tpu_utils.saved import load_model
 
 
 def run_layers(model: GPT, tokens_BT, positions_T, attention_of_layer):

@@ -14,7 +14,7 @@ import torch_xla
 from processes import ROOT
 from torch.utils._pytree import tree_map
 
-from tpu_utils.checkpoint import read_checkpoint
+from tpu_utils.saved import read_checkpoint
 
 # the longest first: of two workers none is left alone with one of them at the end
 LONGEST = ("aot_tpu", "transformer_tpu", "distributed", "simple_mnist", "storage", "transformer_parity", "nonfinite")

@@ -24,11 +24,11 @@ from config import DistributedMnistConfig, MnistConfig, TransformerConfig, free_
 from mnist_data import check_divisible, num_steps_of
 from optim import learning_rates, make_optimizer
 from token_data import TokenShards
-from tpu_utils.checkpoint import Checkpoints, random_state, set_random_state
+from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import InputError, TrainingError
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.run_dir import check_same_run
-from tpu_utils.state import tensors_by_path
+from tpu_utils.state import random_state, set_random_state, tensors_by_path
 from transformer_tpu import choose_mesh
 
 

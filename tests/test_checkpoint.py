@@ -15,8 +15,9 @@ import torch
 import torch_xla
 
 import tpu_utils.checkpoint
-from tpu_utils.checkpoint import Checkpoints, load_model, read_checkpoint
+from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import CheckpointError, DamagedCheckpoint, NonFiniteError, SaveError
+from tpu_utils.saved import load_model, read_checkpoint
 
 
 @pytest.fixture(scope="module")

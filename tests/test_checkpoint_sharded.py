@@ -12,9 +12,10 @@ from processes import free_port, run, start
 from test_checkpoint import alter, truncate
 
 from tpu_utils import tensor_files
-from tpu_utils.checkpoint import Checkpoints, read_checkpoint
+from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import CheckpointError, DamagedCheckpoint
 from tpu_utils.files import checksum_of
+from tpu_utils.saved import read_checkpoint
 
 SCRIPT = "tests/sharded_state.py"
 SHARDED = ("all", "some", "other", "uneven")

@@ -27,8 +27,8 @@ from config import DistributedMnistConfig, parse_command_line
 from mnist_data import TrainBatches, check_divisible, load_dataset
 from optim import learning_rates
 from tpu_compiler.hardware import GENERATIONS
-from tpu_utils.checkpoint import read_checkpoint
 from tpu_utils.errors import InputError
+from tpu_utils.saved import read_checkpoint
 
 NUM_STEPS = 22  # one epoch of the digits at global batch 64
 # Two correct runs can only be as equal as the recipe lets them: with seed 0 one input of a ReLU in step 1 is 9e-9, and

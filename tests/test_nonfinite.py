@@ -21,10 +21,10 @@ from gpt import GPT
 from mnist_data import load_digits
 from optim import learning_rates, make_optimizer
 from tpu_utils import checkpoint
-from tpu_utils.checkpoint import read_checkpoint
 from tpu_utils.errors import run_script
 from tpu_utils.graphs import CompileWatch, transfers_from_device, transfers_to_device
 from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.saved import read_checkpoint
 
 NAMES = ["loss", "gradient_norm"]
 SKIP = MnistConfig(on_nonfinite="skip")

@@ -12,7 +12,7 @@ from processes import free_port, run, start, waits
 
 import simple_mnist_tpu
 import tpu_utils.run
-from tpu_utils.checkpoint import read_checkpoint
+from tpu_utils.saved import read_checkpoint
 from tpu_utils.stop import StopRequest
 
 TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]

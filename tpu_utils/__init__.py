@@ -6,8 +6,8 @@ peers         the processes of one run: meeting at the start, agreeing later; wi
 metrics       values of each step that stay on the device until a log line
 loader        batches on their way to the device, ahead of the step
 log           metrics.jsonl, TensorBoard, progress lines, summary
-checkpoint    the folder of checkpoints, the thread that writes them; state: tensors to the host and back, tensor_files:
-              safetensors and their index, checked
+checkpoint    the folder of checkpoints, and the thread that writes them; saved: one of them, checked and read;
+              state: tensors to the host and back; tensor_files: safetensors and their index
 storage       a run directory in a bucket
 graphs        one graph for each kind of step, transfers counted
 clock         where the seconds go, and the watchdog

@@ -30,7 +30,7 @@ import torch
 import torch_xla.runtime as xr
 
 from config import TrainConfig, free_on_resume
-from tpu_utils.checkpoint import Checkpoints, Saved, random_state, set_random_state
+from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.clock import Goodput, process_age, watch_for_stalls
 from tpu_utils.device import devices_used, peak_flops, print_banner
 from tpu_utils.errors import NonFiniteError, SaveError, never_fail_to_print
@@ -41,6 +41,8 @@ from tpu_utils.metrics import DeviceMetrics, Speed, finite_means, first_not_fini
 from tpu_utils.peers import Peers
 from tpu_utils.profile import Profile
 from tpu_utils.run_dir import RunLock, check_same_run, open_run_dir, run_id_in, write_config
+from tpu_utils.saved import Saved
+from tpu_utils.state import random_state, set_random_state
 from tpu_utils.stop import StopRequest
 from tpu_utils.storage import Mirror
 

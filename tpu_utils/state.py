@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 
+from tpu_utils.errors import CheckpointError
 from tpu_utils.tensor_files import Entry, Kind, kind_of, shard_name
 
 # of torch_xla about its own insides, and a save would print it in the middle of the run
@@ -165,3 +167,19 @@ def put(target: torch.Tensor, value: torch.Tensor) -> None:
         target.copy_(value)
     if sharding is not None:
         torch_xla._XLAC._xla_mark_sharding(target, sharding)
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Every generator that a script or a layer may draw from on this host and device."""
+    return {"torch": torch.get_rng_state(), "xla": torch.tensor([xm.get_rng_state()], dtype=torch.uint64)}
+
+
+def set_random_state(state: dict[str, torch.Tensor]) -> None:
+    """Raises CheckpointError when it is not what random_state() gives."""
+    try:
+        torch.set_rng_state(state["torch"])
+    except RuntimeError as error:  # the bytes are no state of the generator
+        raise CheckpointError(
+            f"the checkpoint's random state is none: {error}; start anew in another --run_dir"
+        ) from error
+    xm.set_rng_state(int(state["xla"].numpy()[0]))  # int() of a torch.uint64 overflows

@@ -1,0 +1,166 @@
+"""A checkpoint as it lies in its folder: checked to the last byte, and read where it is asked for."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpu_utils.errors import CheckpointError, DamagedCheckpoint
+from tpu_utils.files import checksum_of
+from tpu_utils.inputs import file_size, open_regular, parse_json, read_regular
+from tpu_utils.tensor_files import (
+    LONGEST_HEADER,
+    WHOLE_FILE,
+    Entry,
+    Kind,
+    TensorFiles,
+    check_files,
+    index_as_json,
+    kind_of,
+    one_thread,
+    parse_index,
+)
+
+FORMAT = 2
+"""Of the files below a step folder. Format 1 was a pickle, which torch 2.9 does not read safely (CVE-2026-24747)."""
+LAST_WITH_FORMAT_1 = "37bab4b"
+"""The commit of this project that still reads it."""
+INDEX_FILE = "state.json"
+
+
+@dataclass
+class Saved:
+    """A checkpoint whose files have been checked. The tensors are read when they are asked for."""
+
+    folder: Path
+    step: int
+    run_id: str
+    values: dict[str, Any]
+    entries: dict[str, Entry]
+
+    def files(self) -> TensorFiles:
+        return TensorFiles(self.folder, self.entries)
+
+    def index(self) -> dict[str, Any]:
+        return index_as_json(self.entries)
+
+    def value(self, name: str, kind: type) -> Any:
+        """One of the values. Raises CheckpointError when there is none of this kind."""
+        if not isinstance(self.values.get(name), kind):
+            raise CheckpointError(
+                f"{self.folder} has {sorted(self.values)}, expected {name} too, a {kind.__name__}; it is of another "
+                "script or version: start anew in another --run_dir"
+            )
+        return self.values[name]
+
+    def part(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of one part, whole on the CPU, by their path in it. Raises CheckpointError if there are none."""
+        files = self.files()
+        with one_thread():
+            found = {path: files.read(path) for path in self.entries if path.split("/")[0] == name}
+        if not found:
+            parts = sorted({path.split("/")[0] for path in self.entries})
+            raise CheckpointError(
+                f"{self.folder} has {parts}, expected {name} too; it is of another script or version: start anew in "
+                "another --run_dir"
+            )
+        return {path.removeprefix(f"{name}/"): tensor for path, tensor in found.items()}
+
+
+def step_of_folder(path: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None for a link, or any other name."""
+    found = re.fullmatch(r"step_([0-9]{8})", path.name)
+    return int(found[1]) if found and path.is_dir() and not path.is_symlink() else None
+
+
+def read_checkpoint(folder: Path, run_id: str = "") -> Saved:
+    """What a checkpoint folder holds. run_id: the run it must be of, when that is known.
+
+    Every byte is checked before a tensor is mapped. Raises DamagedCheckpoint, and CheckpointError for one in the format
+    of before.
+    """
+    if (folder / "state.pt").exists():
+        raise CheckpointError(
+            f"checkpoint {folder} is in format 1, a pickle, which is not read because its bytes could corrupt memory "
+            f"(CVE-2026-24747); finish that run with commit {LAST_WITH_FORMAT_1} of these scripts, or start anew in "
+            "another --run_dir"
+        )
+    try:
+        marker = read_marker(folder)
+        if run_id and marker["run"] != run_id:
+            raise ValueError(f"it is of run {marker['run'][:50]!r}, this is run {run_id}")
+        for name, expected in marker["files"].items():
+            with open_regular(folder / name, "a file of a checkpoint", follow=False) as file:
+                size = file_size(file)  # before all of it is read
+                sums = checksum_of(file) if size == expected["bytes"] else {"bytes": size}
+            for quantity, value in sums.items():
+                if value != expected[quantity]:
+                    said = f"its done marker says {expected[quantity]}"
+                    raise ValueError(f"{name} has other content: {quantity} is {value}, {said}")
+        index = _read_json(folder / INDEX_FILE)
+        if type(index) is not dict or index.keys() != {"format", "step", "values", "tensors"}:
+            raise ValueError(f"{INDEX_FILE} is no index of a checkpoint")
+        if (index["format"], index["step"]) != (FORMAT, marker["step"]) or type(index["values"]) is not dict:
+            raise ValueError(f"{INDEX_FILE} has step {index['step']!r} and format {index['format']!r}")
+        entries = parse_index(index["tensors"])
+        check_files(folder, entries, marker["files"])
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {error}") from error
+    return Saved(folder, marker["step"], marker["run"], index["values"], entries)
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """The done marker. Raises ValueError unless it has its form, names this folder's step and this folder's files."""
+    marker = _read_json(folder / "done")
+    form = {"format": int, "run": str, "step": int, "files": dict}
+    if type(marker) is not dict or {name: type(value) for name, value in marker.items()} != form:
+        raise ValueError("its done marker has another form")
+    if marker["format"] != FORMAT or marker["step"] != step_of_folder(folder):
+        raise ValueError(f"its done marker is of step {marker['step']} in format {marker['format']}")
+    for name, sums in marker["files"].items():
+        if not re.fullmatch(rf"{WHOLE_FILE}|{INDEX_FILE}|shards_[0-9]{{5}}\.safetensors", name):
+            raise ValueError(f"its done marker names the file {name[:100]!r}")
+        if type(sums) is not dict or {n: type(v) for n, v in sums.items()} != {"bytes": int, "crc32": int}:
+            raise ValueError(f"its done marker has no size and CRC-32 of {name}")
+    if not {WHOLE_FILE, INDEX_FILE} <= marker["files"].keys():
+        raise ValueError("its done marker does not name all files")
+    return marker
+
+
+def sizes_of_files(folder: Path) -> dict[str, int]:
+    """By name, as the done marker says; nothing where that is damaged."""
+    try:
+        return {name: sums["bytes"] for name, sums in read_marker(folder)["files"].items()}
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_json(path: Path) -> Any:
+    content = read_regular(path, "a checkpoint's own JSON", LONGEST_HEADER, follow=False)
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no JSON: {error}") from error
+
+
+def check_alike(wanted: dict[str, Kind], found: dict[str, Kind]) -> None:
+    """Raises CheckpointError, in words, unless both have the same names, shapes and types."""
+    changed = [
+        f"{name} is {wanted.get(name, 'absent')}, was {found.get(name, 'absent')}"
+        for name in sorted(wanted | found)
+        if wanted.get(name) != found.get(name)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {'; '.join(changed[:3])}; give the options it was made with "
+            "(and run the version of the scripts that made it), or start anew in another --run_dir"
+        )
+
+
+def load_model(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
+    """load_state_dict on the host that says in words what differs. Raises CheckpointError before anything changes."""
+    own, other = ({name: kind_of(value) for name, value in state.items()} for state in (model.state_dict(), saved))
+    check_alike(own, other)
+    model.load_state_dict(saved)

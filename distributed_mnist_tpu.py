@@ -148,13 +148,14 @@ def over_replicas(value: torch.Tensor) -> torch.Tensor:
 def evaluate(model, test_batches, run: Run, step: int) -> tuple[float, float]:
     """(accuracy, mean loss in nats) over the test set, every example counted once."""
     sums = []
+    model.eval()  # dropout off, BatchNorm by its running statistics
     with run.phase("evaluation"):
         for batch in test_batches:
             with run.one_graph("eval", step, *batch):
                 sums.append(eval_step(model, *batch, run.config))
-        correct, loss, count = sum(
-            one.cpu().double() for one in sums
-        ).tolist()  # the first read: all batches are dispatched by now
+        # the first read: all batches are dispatched by now
+        correct, loss, count = sum(one.cpu().double() for one in sums).tolist()
+    model.train()
     return correct / count, loss / count
 
 

@@ -251,7 +251,7 @@ def eval_batches(images: np.ndarray, labels: np.ndarray, size: int) -> Iterator[
     """
     for start in range(0, len(images), size):
         count = len(images[start : start + size])
-        batch = np.zeros((size, *images.shape[1:]), np.uint8)
+        batch = np.zeros((size, *images.shape[1:]), images.dtype)
         target, mask = np.zeros(size, np.int32), np.zeros(size, np.float32)
         batch[:count], target[:count], mask[:count] = images[start : start + count], labels[start : start + count], 1
         yield batch, target, mask

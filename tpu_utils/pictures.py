@@ -31,6 +31,7 @@ def log_misread(run: "Run", model: "torch.nn.Module", dataset: "ImageDataset") -
 
     model: one on the host; its weights become those of the last checkpoint. All is computed there by plain PyTorch,
     in float32: no graph, nothing read from the device. After a bfloat16 run a borderline image may be read otherwise.
+    Images that are not grey bytes (N, H, W) are counted, not drawn.
     """
     import torch
 
@@ -38,10 +39,15 @@ def log_misread(run: "Run", model: "torch.nn.Module", dataset: "ImageDataset") -
     if saved is None:
         return
     model.load_state_dict(saved.part("model"))
+    model.eval()
     with torch.no_grad():
         parts = torch.tensor(dataset.test_images).split(1000)
-        predictions = torch.cat([model(images).argmax(1) for images in parts]).numpy().astype(np.uint8)
+        predictions = torch.cat([model(images).argmax(1) for images in parts]).numpy().astype(dataset.test_labels.dtype)
     wrong = np.flatnonzero(predictions != dataset.test_labels)
+    said = f"misread    {len(wrong)} of {len(predictions)} test images"
+    if dataset.test_images.ndim != 3 or dataset.test_images.dtype != np.uint8:
+        run.print(said)
+        return
     shown = wrong[:MOST_MISREAD]
     found = dict(
         images=np.ascontiguousarray(dataset.test_images[shown]),
@@ -54,7 +60,7 @@ def log_misread(run: "Run", model: "torch.nn.Module", dataset: "ImageDataset") -
     content = BytesIO()
     np.savez_compressed(content, **found)
     write_atomically(run.run_dir / MISREAD_FILE, content.getvalue())
-    run.print(f"misread    {len(wrong)} of {len(predictions)} test images; plot_run.py draws them from {MISREAD_FILE}")
+    run.print(f"{said}; plot_run.py draws them from {MISREAD_FILE}")
     if run.events:
         run.events.add_figure("misread", misread_figure(**found), saved.step)
 

@@ -142,8 +142,14 @@ class Run:
         metrics=: a DeviceMetrics, which log() and save() read.
         """
         self._parts, self._metrics = parts, parts.get("metrics")
-        if not self._saved:
-            return
+        if self._saved:
+            self._fill(parts)
+        for part in parts.values():
+            if isinstance(part, torch.nn.Module):
+                make_scalars_data(part)
+
+    def _fill(self, parts: dict[str, Any]) -> None:
+        """Every part from the checkpoint."""
         self._random = random_state()
         tensors = {name: _tensors_of(part) for name, part in parts.items()}
         self._checkpoints.restore(self._saved, {**tensors, "random": self._random})
@@ -335,6 +341,17 @@ class Run:
         if self.peers.index == 0:
             print_summary(summary)
         return 0
+
+
+def make_scalars_data(module: torch.nn.Module) -> None:
+    """Buffers of no dimension, such as BatchNorm's count of batches, become inputs of the step's program.
+
+    torch_xla makes a constant of a scalar 0 or 1 that comes from the host (torch_xla/csrc/tensor.cpp, GetIrValueForTensor).
+    As an operation that is still to be done it would be a graph before step 1, and step 2 would be another graph.
+    """
+    for buffer in module.buffers():
+        if buffer.dim() == 0 and buffer.device.type == "xla":
+            (buffer.data,) = send(buffer.cpu(), buffer.device, None)
 
 
 def _tensors_of(part: Any) -> dict[str, Any]:

@@ -209,7 +209,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None) -> int:
         if spmd:
             for parameter in model.parameters():  # its optimizer state is sharded the same way
                 shard([parameter, *optimizer.state[parameter].values()], mesh, config.shard_parameters)
-            shard([rates, *metrics.state_dict().values()], mesh, over_devices=False)
+            shard([rates, *model.buffers(), *metrics.state_dict().values()], mesh, over_devices=False)
         run.restore(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled when resuming
         trained = model if spmd else replicate(model, tracing)
         if tracing:  # ask the TPU compiler about the first step instead of training

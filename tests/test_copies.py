@@ -5,9 +5,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import in_process, state_in, summary_in
+from conftest import in_process, losses_in, state_in, summary_in
+from processes import run
+from small_models import Dropping, Normed, colour_images
 from test_simple_mnist import assert_identical
-from torch import nn
 
 import simple_mnist_tpu
 from mnist_data import ImageDataset
@@ -15,40 +16,6 @@ from tpu_utils.checkpoint import Checkpoints
 
 SHORT = ["--device=cpu", "--num_epochs=2", "--max_shift=0", "--no_tensorboard", "--eval_batch_size=48"]
 SHORT += ["--warmup_steps=2", "--learning_rate=1e-3"]
-
-
-class Dropping(nn.Module):
-    """Half of what it knows is left out in training, and none of it in an evaluation."""
-
-    def __init__(self, image_size, channels, hidden_dim):
-        super().__init__()
-        self.hidden, self.head = nn.LazyLinear(32), nn.Linear(32, 5)
-        self.hidden(torch.zeros(1, 3 * image_size**2))
-
-    def forward(self, images):
-        hidden = torch.relu(self.hidden(images.float().flatten(1)))
-        return self.head(nn.functional.dropout(hidden, 0.5, self.training))
-
-
-class Normed(nn.Module):
-    """BatchNorm has statistics that an evaluation reads, and a count of batches without a dimension."""
-
-    def __init__(self, image_size, channels, hidden_dim):
-        super().__init__()
-        self.convolution, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.head = nn.Linear(8 * image_size**2, 5)
-
-    def forward(self, images):
-        return self.head(torch.relu(self.norm(self.convolution(images.float()))).flatten(1))
-
-
-def colour_images(dtype):
-    """Five classes by their mean colour, (N, 3, 8, 8); floats in [0, 1], which are all 0 as bytes."""
-    random = np.random.default_rng(0)
-    labels = random.integers(0, 5, 600).astype(np.int64)
-    images = random.random((600, 3, 8, 8)) * 0.5 + labels[:, None, None, None] * 0.1
-    images = images.astype(dtype) if dtype == np.float32 else (images * 255).astype(dtype)
-    return ImageDataset("mine", images[:480], labels[:480], images[480:], labels[480:])
 
 
 @pytest.fixture
@@ -75,7 +42,7 @@ def test_another_model_on_colour_images_is_evaluated_as_plain_pytorch_does(tmp_p
         logits = model(torch.from_numpy(data.test_images))
     accuracy = (logits.argmax(1).numpy() == data.test_labels).mean()
     assert summary["test_accuracy"] == pytest.approx(accuracy, abs=1e-6)
-    expected = nn.functional.cross_entropy(logits, torch.from_numpy(data.test_labels)).item()
+    expected = torch.nn.functional.cross_entropy(logits, torch.from_numpy(data.test_labels)).item()
     assert summary["test_loss"] == pytest.approx(expected, rel=1e-4)
     assert max(summary["train_graphs"], summary["eval_graphs"]) <= 1  # 0: another test here has compiled it
 
@@ -90,3 +57,21 @@ def test_a_run_with_batch_norm_resumes_bit_identical_from_its_first_step(tmp_pat
     assert in_process(*options, "--run_dir", resumed.parent, "--resume=must") == 0
     assert summary_in(resumed.parent)["train_graphs"] == 0, "it is the program of the run before"
     assert_identical(*(state_in(folder / "step_00000014") for folder in (tmp_path / "run" / "checkpoints", resumed)))
+
+
+@pytest.mark.parametrize("kind, uploads", [("Normed", 0), ("Dropping", 1)])
+def test_on_a_mesh_batch_norm_is_over_the_global_batch_and_dropout_the_same(tmp_path, kind, uploads):
+    """uploads: torch_xla sends the seed of dropout in every step."""
+    for devices in (1, 4):
+        done = run(
+            "tests/small_models.py", kind, devices, *SHORT, "--log_every=1", "--run_dir", tmp_path / str(devices)
+        )
+        assert done.returncode == 0, done.stderr
+        summary = summary_in(tmp_path / str(devices))
+        assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
+        assert summary["host_to_device_uploads_per_step"] == uploads
+    one, four = (losses_in(tmp_path / str(devices)) for devices in (1, 4))
+    assert one[-1] < one[0]
+    np.testing.assert_allclose(four, one, rtol=1e-5)
+    results = [summary_in(tmp_path / str(devices))["test_loss"] for devices in (1, 4)]
+    assert results[0] == pytest.approx(results[1], rel=1e-5)

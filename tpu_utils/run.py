@@ -346,8 +346,8 @@ class Run:
 def make_scalars_data(module: torch.nn.Module) -> None:
     """Buffers of no dimension, such as BatchNorm's count of batches, become inputs of the step's program.
 
-    torch_xla makes a constant of a scalar 0 or 1 that comes from the host (torch_xla/csrc/tensor.cpp, GetIrValueForTensor).
-    As an operation that is still to be done it would be a graph before step 1, and step 2 would be another graph.
+    torch_xla makes a constant of a scalar 0 or 1 from the host (torch_xla/csrc/tensor.cpp, GetIrValueForTensor). As an
+    operation that is still to be done it would be a graph before step 1, and step 2 would be another graph.
     """
     for buffer in module.buffers():
         if buffer.dim() == 0 and buffer.device.type == "xla":

@@ -170,14 +170,15 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 def random_shift(
     images: np.ndarray, max_shift: int, rng: np.random.Generator, part: int = 0, num_parts: int = 1
 ) -> np.ndarray:
-    """Each image (B, H, W) moved by its own offset of up to max_shift pixels in y and x, zeros drawn in.
+    """Each image (B, H, W) or (B, C, H, W) moved by its own offset of up to max_shift pixels in y and x, zeros drawn in.
 
     Offsets are drawn for the whole global batch: an example moves alike in whichever part it is.
     """
-    padded = np.pad(images, ((0, 0), (max_shift, max_shift), (max_shift, max_shift)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, images.shape[1:], axis=(1, 2))
+    others = images.ndim - 2  # axes that do not move
+    padded = np.pad(images, ((0, 0),) * others + ((max_shift, max_shift),) * 2)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, images.shape[-2:], axis=(-2, -1))
     offsets = rng.integers(0, 2 * max_shift + 1, (2, len(images) * num_parts))[:, part::num_parts]
-    return windows[np.arange(len(images)), offsets[0], offsets[1]]
+    return windows[(np.arange(len(images)), *(slice(None),) * (others - 1), offsets[0], offsets[1])]
 
 
 class TrainBatches:

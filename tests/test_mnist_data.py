@@ -187,6 +187,14 @@ def test_random_shift_moves_each_image_by_at_most_that():
     assert len(y) == 500 and set(y) == set(x) == {2, 3, 4, 5, 6}
 
 
+def test_the_channels_of_an_image_move_together():
+    grey = np.random.default_rng(1).integers(0, 255, (50, 9, 9)).astype(np.uint8)
+    colour = np.stack([grey, 255 - grey, grey // 2], 1)
+    moved, expected = (random_shift(images, 2, np.random.default_rng(0)) for images in (colour, grey))
+    assert moved.shape == colour.shape and moved.dtype == np.uint8
+    assert (moved[:, 0] == expected).all() and (moved[:, 2] == expected // 2).all()
+
+
 def test_evaluation_counts_every_example_once():
     images, labels = np.arange(10 * 4).reshape(10, 2, 2).astype(np.uint8), np.arange(10).astype(np.uint8)
     batches = list(eval_batches(images, labels, 4))

@@ -170,7 +170,7 @@ def epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 def random_shift(
     images: np.ndarray, max_shift: int, rng: np.random.Generator, part: int = 0, num_parts: int = 1
 ) -> np.ndarray:
-    """Each image (B, H, W) or (B, C, H, W) moved by its own offset of up to max_shift pixels in y and x, zeros drawn in.
+    """Each image (B, H, W) or (B, C, H, W) moved by an offset of at most max_shift pixels in y and x, zeros drawn in.
 
     Offsets are drawn for the whole global batch: an example moves alike in whichever part it is.
     """

@@ -438,7 +438,9 @@ TINY += ["--hidden_dim=16", "--log_every=5", "--save_every=5", "--no_tensorboard
 
 def start(run_dir: Path, **outputs) -> subprocess.Popen:
     outputs = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | outputs
-    return subprocess.Popen([sys.executable, *TINY, f"--run_dir={run_dir}"], cwd=ROOT, **outputs)
+    heeded = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731 - this may run under nohup
+    command = [sys.executable, *TINY, f"--run_dir={run_dir}"]
+    return subprocess.Popen(command, cwd=ROOT, preexec_fn=heeded, **outputs)
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:

@@ -357,3 +357,10 @@ def test_no_inode_left_is_said_as_such(tmp_path, monkeypatch):
     with pytest.raises(SaveError, match="16 MiB are free and no inode is left for another file at"):
         checkpoints.save(20, STATE)
     assert checkpoints.steps() == [10]
+
+
+def test_a_type_that_a_checkpoint_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    checkpoints = save(tmp_path, 10)
+    with pytest.raises(SaveError, match=r"model/w is torch\.complex64, which a checkpoint cannot hold"):
+        checkpoints.save(20, {"model": {"w": torch.zeros(3, dtype=torch.complex64)}})
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000010"]

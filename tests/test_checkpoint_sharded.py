@@ -175,9 +175,26 @@ def test_a_header_that_does_not_fit_its_file_is_refused_before_memory_is_taken(c
     folder = checkpoints.path(7)
     rewrite(folder / file, HEADER_CHANGES[change])
     mark(folder)
-    monkeypatch.setattr(tensor_files, "safe_open", lambda *_, **__: pytest.fail("mapped"))
+    real = tensor_files.safe_open
+    opened = lambda path, **how: real(path, **how) if path.name != file else pytest.fail("mapped")  # noqa: E731
+    monkeypatch.setattr(tensor_files, "safe_open", opened)
     with pytest.raises(DamagedCheckpoint, match="step_00000007 is damaged"):
         read_checkpoint(folder)
+
+
+REFUSED_BY_THE_LIBRARY = {
+    "metadata that is a number": lambda h: h.update(__metadata__=5),
+    "a name that is no text": lambda h: json.dumps(h).replace(next(n for n in h if n != "__metadata__"), "\\ud800"),
+    "a shape whose size wraps": lambda h: first_of(h).update(shape=[2**61, 2**61, 0], data_offsets=[0, 0]),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED_BY_THE_LIBRARY)
+def test_what_the_library_will_refuse_is_refused_before_anything_is_resumed(checkpoints, change):
+    rewrite(checkpoints.path(7) / "state.safetensors", REFUSED_BY_THE_LIBRARY[change])
+    mark(checkpoints.path(7))
+    with pytest.raises(DamagedCheckpoint, match="step_00000007 is damaged"):
+        read_checkpoint(checkpoints.path(7))
 
 
 def test_another_model_is_refused_before_anything_changes(checkpoints):

@@ -18,7 +18,8 @@ from processes import free_port
 
 from tpu_utils import peers as peers_module
 from tpu_utils import wire
-from tpu_utils.errors import CheckpointError, DeviceError, InputError, TrainingError
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.errors import CheckpointError, DeviceError, InputError, SaveError, TrainingError
 from tpu_utils.peers import Meeting, Peers, meet_replicas, read_secret, wait_for_peers
 from tpu_utils.wire import Link, Listener, ProofError, WireError
 
@@ -161,6 +162,7 @@ RUDE = {
     "no nonce": hello(nonce=None),
     "no proof": hello() + frame(b"{}"),
     "a wrong proof": hello() + frame(b'{"proof": "00"}'),
+    "a proof that is no text": hello() + frame(b'{"proof": "\\ud800"}'),
     "a proof not ASCII": hello() + frame('{"proof": "\u00fc"}'.encode()),
 }
 
@@ -382,3 +384,16 @@ def test_replicas_meet_on_loopback_with_a_secret_of_their_own(monkeypatch):
         assert list(pool.map(lambda peers: peers.largest(peers.index), met)) == [2, 2, 2]
     said = json.loads(store.get("peers"))
     assert said["address"] == "127.0.0.1" and len(bytes.fromhex(said["secret"])) == 32
+
+
+def test_a_save_that_failed_on_one_process_is_raised_on_all(tmp_path):
+    """The others would go on to the next step, and wait there for it."""
+    with together(3) as meet:
+        folders = meet(lambda peers: Checkpoints(tmp_path, 1, peers))
+        folders[1]._failure = SaveError("the disk of process 1 is full")
+
+        def check(peers):
+            return outcome(folders[peers.index].check)
+
+        assert [str(found) for found in meet(check)] == ["the disk of process 1 is full"] * 3
+        assert meet(check) == [None] * 3, "said once"

@@ -199,3 +199,22 @@ def test_another_run_is_not_continued():
     check_same_run({**saved, "run_dir": "b"}, saved, free)
     with pytest.raises(InputError, match=r"learning_rate is 0.2, was 0.1; seed is 1, was 0; repeat"):
         check_same_run({**saved, "learning_rate": 0.2, "seed": 1}, saved, free)
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    """In a folder that came from elsewhere: what it leads to would be overwritten."""
+    precious, run_dir = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("years of work")
+    run_dir.mkdir()
+    (run_dir / "lock").symlink_to(precious)
+    with pytest.raises(InputError, match="cannot be written"):
+        open_run_dir(MnistConfig(run_dir=str(run_dir)), RunLock())
+    assert precious.read_text() == "years of work"
+
+
+def test_checkpoints_without_options_are_a_run_too(tmp_path):
+    """A new run would prune them as its own steps pass theirs."""
+    (tmp_path / "checkpoints" / "step_00000010").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000010" / "done").touch()
+    with pytest.raises(InputError, match="already holds a run"):
+        open_run_dir(MnistConfig(run_dir=str(tmp_path)))

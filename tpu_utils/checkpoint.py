@@ -28,6 +28,8 @@ from tpu_utils.state import (
 )
 from tpu_utils.storage import Mirror
 from tpu_utils.tensor_files import (
+    LONGEST_HEADER,
+    NAMES,
     WHOLE_FILE,
     check_complete,
     index_as_json,
@@ -115,6 +117,8 @@ class Checkpoints:
         started = time.perf_counter()
         self.wait()
         tensors = tensors_by_path(parts)
+        if odd := [f"{path} is {tensor.dtype}" for path, tensor in tensors.items() if tensor.dtype not in NAMES]:
+            raise SaveError(f"{odd[0]}, which a checkpoint cannot hold; nothing was written; save it as another type")
         self._peers.from_first(lambda: self._check_space(step, num_bytes(tensors)))
         copy = copy_to_host(step, tensors, values or {}, first=self._peers.index == 0)
         copy.wait_seconds = time.perf_counter() - started
@@ -129,25 +133,25 @@ class Checkpoints:
 
     def check(self) -> None:
         """Waits for nothing. Raises, on all processes, what went wrong with a save."""
-        self._peers.from_first(self._raise_failure)
-        self._raise_failure()
+        failure = self._failure
+        said = [one for one in self._peers.gather(failure and (str(failure) or repr(failure))) if one]
+        if failure:
+            self._failure = None
+            raise failure
+        if said:  # of another process
+            raise SaveError(str(said[0]))
 
     def wait(self) -> None:
         """The last save is on disk, or in the bucket, when it returns. Raises SaveError if it is not."""
         self._join()
         self.check()
         if self._mirror:
-            self._mirror.wait()
+            self._peers.from_first(self._mirror.wait)  # the first process uploads
 
     def _join(self) -> None:
         if self._thread:
             self._thread.join()
             self._thread = None
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure:
-            raise failure
 
     def _check_space(self, step: int, state_bytes: int) -> None:
         """Before anything is touched: a disk that fills up in the middle of a save takes other programs down too."""
@@ -221,7 +225,10 @@ class Checkpoints:
             self._mirror.wait()  # pruning must not take files away that are on their way up
         files[WHOLE_FILE] = write_tensors(aside / WHOLE_FILE, copy.whole)
         index = {"format": FORMAT, "step": copy.step, "values": copy.values, "tensors": index_as_json(entries)}
-        write_atomically(aside / INDEX_FILE, json.dumps(index).encode())
+        content = json.dumps(index).encode()
+        if len(content) > LONGEST_HEADER:  # nobody would read it back
+            raise OSError(f"its index has {len(content):,} bytes, expected {LONGEST_HEADER:,} at most")
+        write_atomically(aside / INDEX_FILE, content)
         with (aside / INDEX_FILE).open("rb") as file:
             files[INDEX_FILE] = checksum_of(file)
         marker = {"format": FORMAT, "run": self.run_id, "step": copy.step, "files": files}

@@ -3,6 +3,8 @@
 They talk through process 0, in JSON and in the bytes of tensors (wire.py), and never through the devices.
 """
 
+import contextlib
+import http.client
 import json
 import os
 import secrets
@@ -41,6 +43,8 @@ class Meeting:
     addresses: list[str]
     """Of processes 0, 1, ...; process 0 listens."""
     secret: bytes = b""
+    port: int = 0
+    """To listen on; 0: any."""
     anyone: bool = False
     """Whether a caller may have another address than these; it has to know the secret in any case."""
 
@@ -80,10 +84,12 @@ def read_secret(file: str) -> bytes:
         raise InputError(f"peers_secret {file} cannot be read: {error}") from error
     if mode & 0o077:
         raise InputError(f"peers_secret {file} has mode {mode:o}, so others may read it; chmod 600 {shlex.quote(file)}")
+    return _long_enough(secret, f"peers_secret {file}")
+
+
+def _long_enough(secret: bytes, where: str) -> bytes:
     if len(secret) < 16:
-        raise InputError(
-            f"peers_secret {file} holds {len(secret)} bytes, expected at least 16; openssl rand -hex 32 > FILE"
-        )
+        raise InputError(f"{where} holds {len(secret)} bytes, expected at least 16; openssl rand -hex 32 > FILE")
     return secret
 
 
@@ -96,12 +102,12 @@ def _secret_in_metadata() -> bytes:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on the VM's own link
     try:
         with direct.open(request, timeout=10) as answer:
-            return answer.read(4096).strip()
+            return _long_enough(answer.read(4096).strip(), f"{SECRET_ATTRIBUTE} of the VM's metadata")
     except urllib.error.HTTPError as error:
         if error.code == 404:  # the slice was made without one
             return b""
         raise DeviceError(f"the metadata server answered {error.code} to {SECRET_ATTRIBUTE}; start again") from error
-    except OSError as error:  # without the secret that the other hosts have it could not meet them
+    except (OSError, http.client.HTTPException) as error:  # without the others' secret it could not meet them
         raise DeviceError(f"the metadata server does not answer: {error}; run on a TPU VM") from error
 
 
@@ -120,7 +126,8 @@ def wait_for_peers(index: int, addresses: list[str], seconds: float, port: int =
         f"with {known}",
         flush=True,
     )
-    return Peers(index, count, Meeting(addresses, secret), _meet(index, Meeting(addresses, secret), seconds, port))
+    meeting = Meeting(addresses, secret, port)
+    return Peers(index, count, meeting, _meet(index, meeting, seconds, port))
 
 
 def meet_replicas(index: int, count: int, seconds: float) -> "Peers":
@@ -189,7 +196,8 @@ def _gather_links(listener: Listener, meeting: Meeting, seconds: float) -> list[
     links = listener.wait(seconds)
     missing = listener.missing()
     for link in links or listener.links():
-        link.send(missing)
+        with contextlib.suppress(WireError):  # one that is gone again is found at its first message
+            link.send(missing)
     listener.close()
     if links is None:
         raise _missing(0, meeting, missing, seconds, "; ".join(listener.turned_away) or "they did not call")
@@ -221,7 +229,7 @@ class Peers:
         """
         if self.count == 1:
             return self
-        listener = _listen(self._meeting, 0) if self.index == 0 else None
+        listener = _listen(self._meeting, self._meeting.port) if self.index == 0 else None
         port = self.from_first(lambda: listener.port)
         if listener:
             links = _gather_links(listener, self._meeting, ANSWER_SECONDS)

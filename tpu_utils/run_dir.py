@@ -39,7 +39,7 @@ class RunLock:
     def acquire(self, run_dir: Path) -> None:
         """Raises InputError naming the holder."""
         name, deadline, without = run_dir / "lock", time.monotonic() + self.patience_seconds, []
-        for path, flags in ((run_dir, os.O_RDONLY), (name, os.O_RDWR | os.O_CREAT)):
+        for path, flags in ((run_dir, os.O_RDONLY), (name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)):
             self._descriptors.append(os.open(path, flags, 0o666))
             while isinstance(error := _flock(self._descriptors[-1]), BlockingIOError | PermissionError):
                 if time.monotonic() > deadline:
@@ -118,7 +118,8 @@ def open_run_dir(config: TrainConfig, lock: RunLock | None = None) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
         if lock:
             lock.acquire(run_dir)
-        if config.resume == "never" and (run_dir / "config.json").exists():
+        held = (run_dir / "config.json").exists() or any((run_dir / "checkpoints").glob("step_*/done"))
+        if config.resume == "never" and held:
             raise InputError(
                 f"run_dir {run_dir} already holds a run; choose another, or continue it with --resume auto"
             )

@@ -120,7 +120,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     if marker["format"] != FORMAT or marker["step"] != step_of_folder(folder):
         raise ValueError(f"its done marker is of step {marker['step']} in format {marker['format']}")
     for name, sums in marker["files"].items():
-        if not re.fullmatch(rf"{WHOLE_FILE}|{INDEX_FILE}|shards_[0-9]{{5}}\.safetensors", name):
+        if not re.fullmatch(rf"{re.escape(WHOLE_FILE)}|{re.escape(INDEX_FILE)}|shards_[0-9]{{5}}\.safetensors", name):
             raise ValueError(f"its done marker names the file {name[:100]!r}")
         if type(sums) is not dict or {n: type(v) for n, v in sums.items()} != {"bytes": int, "crc32": int}:
             raise ValueError(f"its done marker has no size and CRC-32 of {name}")

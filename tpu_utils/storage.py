@@ -48,7 +48,7 @@ def open_bucket_dir(url: str, resume: str) -> Path:
         there = [blob.name.removeprefix(prefix) for blob in list_objects(bucket, prefix, START_SECONDS)]
         if resume == "must" and not any(map(is_marker, there)):
             raise InputError(f"{url} holds no complete checkpoint to go on from; check --run_dir")
-        if resume == "never" and "config.json" in there:
+        if resume == "never" and ("config.json" in there or any(map(is_marker, there))):
             raise InputError(f"run_dir {url} already holds a run; choose another, or continue it with --resume auto")
         probe = bucket.blob(f"{prefix}writable")
         limits = dict(timeout=REQUEST_SECONDS, retry=retrying(START_SECONDS))

@@ -1,8 +1,8 @@
 """The tensors of a checkpoint in files: safetensors, with an index in JSON that says what is where.
 
-Files are data. Before anything is mapped, the header of every file has to fit its size exactly, and the index has to
-fit the headers exactly: no tensor twice, missing, unknown, or in shards that do not make up the whole. So no file can
-ask for more memory than it has bytes.
+Files are data. Before a tensor is read, the header of every file has to fit its size exactly, and the index has to fit
+the headers exactly: no tensor twice, missing, unknown, or in shards that do not make up the whole. So no tensor can ask
+for more memory than its file has bytes.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WHOLE_FILE = "state.safetensors"
-LONGEST_HEADER = 64 * 2**20
+LONGEST_HEADER = 16 * 2**20
 """Bytes of a file's header, or of an index."""
 
 
@@ -94,10 +94,9 @@ def check_complete(path: str, entry: Entry) -> None:
     """Raises ValueError unless the shards make up the whole tensor, each value once: they have to form a grid."""
     whole = entry.kind.shape
     edges = [sorted({offsets[axis] for offsets in entry.shards}) for axis in range(len(whole))]
+    ends = [dict(itertools.pairwise([*begins, size])) for begins, size in zip(edges, whole, strict=True)]
     expected = {
-        tuple(begins): tuple(
-            next((e for e in edges[axis] if e > begin), whole[axis]) - begin for axis, begin in enumerate(begins)
-        )
+        begins: tuple(end[begin] - begin for end, begin in zip(ends, begins, strict=True))
         for begins in itertools.islice(itertools.product(*edges), len(entry.shards) + 1)
     }
     found = {offsets: shape for offsets, (_, shape) in entry.shards.items()}
@@ -144,7 +143,11 @@ def read_header(path: Path) -> dict[str, Kind]:
     ends = [0, *(end for _, end in sorted(spans))]
     if [begin for begin, _ in sorted(spans)] != ends[:-1] or ends[-1] != size - 8 - length:
         raise ValueError(f"the tensors in {path.name} do not fill it")
-    return kinds
+    try:
+        with safe_open(path, framework="pt"):  # the library has to agree, now and not at the first read
+            return kinds
+    except SafetensorError as error:
+        raise ValueError(f"{path.name} cannot be opened: {error}") from error
 
 
 def parse_index(index: Any) -> dict[str, Entry]:

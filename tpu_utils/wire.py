@@ -108,7 +108,7 @@ def _field(message: Any, name: str, kind: type) -> Any:
 
 
 def _check(proof: str, expected: str) -> None:
-    if not hmac.compare_digest(proof.encode(), expected.encode()):
+    if not hmac.compare_digest(proof.encode(errors="replace"), expected.encode()):
         raise ProofError("the other end does not know this run's secret")
 
 

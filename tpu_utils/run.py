@@ -164,7 +164,7 @@ class Run:
 
     def compile_for(self, step: Callable, *arguments) -> int:
         """Compile step(*arguments) for the slice config.compile_for instead of running it. Returns the exit code."""
-        from tpu_compiler.ask import compile_for  # only here: a copy of a script trains without it
+        from tpu_compiler.ask import compile_for  # only here: needs libtpu's compiler
 
         flops = self._flops and self._flops * self._examples
         sizes = dict(examples=self._examples, unit=self._unit, model_flops=flops)

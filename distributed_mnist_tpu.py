@@ -32,7 +32,8 @@ import sys
 from functools import partial
 
 from config import DistributedMnistConfig
-from mnist_data import TrainBatches, check_divisible, check_files, eval_batches, load_dataset
+from image_data import TrainBatches, check_divisible, eval_batches
+from mnist_data import check_files, load_dataset
 from tpu_compiler.hardware import attached_chips
 from tpu_utils.environment import choose_device, command_line
 from tpu_utils.errors import InputError, run_script
@@ -53,7 +54,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
-from tpu_utils.device import start_device, train_flops
+from tpu_utils.device import check_model, start_device
 from tpu_utils.loader import BatchSharding
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.peers import Peers, meet_hosts, meet_replicas
@@ -191,7 +192,8 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None) -> int:
         dataset = load_dataset(config)
         batches = TrainBatches(dataset, config, part, num_parts)  # a pure function of seed and step
         build_model = partial(ConvNet, dataset.image_size, config.channels, config.hidden_dim)
-        sizes = dict(examples=config.global_batch_size, flops=train_flops(build_model, batches.batch(0)[0][:1]))
+        flops = check_model(build_model, *dataset.first(2), dataset.num_classes)  # per example, for the MFU
+        sizes = dict(examples=config.global_batch_size, flops=flops)
         # makes and locks the run directory; with --resume reads its newest checkpoint
         run.open(device, batches.num_steps, dataset.fingerprint(), **sizes, peers=peers, sharding=sharding)
         copies = "sharded parameters" if config.shard_parameters else "a copy of the parameters"

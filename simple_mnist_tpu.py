@@ -15,7 +15,8 @@ import sys
 from functools import partial
 
 from config import MnistConfig
-from mnist_data import TrainBatches, check_files, eval_batches, load_dataset
+from image_data import TrainBatches, eval_batches
+from mnist_data import check_files, load_dataset
 from tpu_utils.environment import command_line
 
 if __name__ == "__main__":  # before the slow imports: a wrong option or file is answered at once
@@ -27,7 +28,7 @@ import torch_xla
 from torch import nn
 
 from optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
-from tpu_utils.device import start_device, train_flops
+from tpu_utils.device import check_model, start_device
 from tpu_utils.errors import run_script
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.pictures import log_misread
@@ -101,8 +102,7 @@ def train(config: MnistConfig) -> int:
         dataset = load_dataset(config)
         batches = TrainBatches(dataset, config)  # a pure function of seed and step
         build_model = partial(ConvNet, dataset.image_size, config.channels, config.hidden_dim)
-        one_image = batches.batch(0)[0][:1]
-        flops = train_flops(build_model, one_image)  # per example, for the MFU
+        flops = check_model(build_model, *dataset.first(2), dataset.num_classes)  # per example, for the MFU
         # makes and locks the run directory; with --resume reads its newest checkpoint
         run.open(device, batches.num_steps, dataset.fingerprint(), examples=config.global_batch_size, flops=flops)
         run.print(f"data       {dataset.description}")

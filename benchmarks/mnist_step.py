@@ -26,7 +26,8 @@ import torch_xla.core.xla_model as xm
 
 import simple_mnist_tpu
 from config import MnistConfig
-from mnist_data import TrainBatches, load_digits
+from image_data import TrainBatches
+from mnist_data import load_digits
 from optim import make_optimizer
 
 ROUNDS, EPOCHS = 5, 6

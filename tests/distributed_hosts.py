@@ -15,7 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import DistributedMnistConfig, resolve
-from mnist_data import TrainBatches, load_dataset
+from image_data import TrainBatches
+from mnist_data import load_dataset
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.peers import tpu_hosts, wait_for_peers
 

@@ -28,7 +28,8 @@ def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -
 
     import distributed_mnist_tpu as script
     from config import DistributedMnistConfig, parse_command_line
-    from mnist_data import TrainBatches, load_dataset
+    from image_data import TrainBatches
+    from mnist_data import load_dataset
     from optim import learning_rates, make_optimizer
     from tpu_compiler.tracing import alias_id
     from tpu_utils.loader import send
@@ -78,7 +79,8 @@ def run(folder: Path) -> None:
     import jax
 
     from config import DistributedMnistConfig, parse_command_line
-    from mnist_data import TrainBatches, load_dataset
+    from image_data import TrainBatches
+    from mnist_data import load_dataset
 
     described = json.loads((folder / "state.json").read_text())
     n, num_steps = described["replicas"], described["num_steps"]

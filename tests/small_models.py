@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mnist_data import ImageDataset
+from image_data import ImageDataset
 
 
 class Dropping(nn.Module):

@@ -21,7 +21,7 @@ from test_checkpoint_sharded import mark
 from test_simple_mnist import assert_identical
 
 from config import DistributedMnistConfig, MnistConfig, TransformerConfig, free_on_resume, parse_command_line
-from mnist_data import check_divisible, num_steps_of
+from image_data import check_divisible, num_steps_of
 from optim import learning_rates, make_optimizer
 from token_data import TokenShards
 from tpu_utils.checkpoint import Checkpoints
@@ -91,7 +91,7 @@ def settle(config) -> None:
         num_steps = config.num_steps
     else:
         check_divisible(config, 1)
-        num_steps = num_steps_of(config, 1437)[1]
+        num_steps = num_steps_of(config, 1437, config.dataset)[1]
     rates = learning_rates(config, num_steps)
     assert rates.shape == (num_steps,) and torch.isfinite(rates).all() and (rates > 0).all()
     torch.Generator().manual_seed(config.seed)

@@ -11,7 +11,7 @@ from small_models import Dropping, Normed, colour_images
 from test_simple_mnist import assert_identical
 
 import simple_mnist_tpu
-from mnist_data import ImageDataset
+from image_data import ImageDataset
 from tpu_utils.checkpoint import Checkpoints
 
 SHORT = ["--device=cpu", "--num_epochs=2", "--max_shift=0", "--no_tensorboard", "--eval_batch_size=48"]

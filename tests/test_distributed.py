@@ -24,7 +24,8 @@ from processes import ROOT, environment_with, free_port, run, start, waits
 
 import distributed_mnist_tpu as script
 from config import DistributedMnistConfig, parse_command_line
-from mnist_data import TrainBatches, check_divisible, load_dataset
+from image_data import TrainBatches, check_divisible
+from mnist_data import load_dataset
 from optim import learning_rates
 from tpu_compiler.hardware import GENERATIONS
 from tpu_utils.errors import InputError

@@ -74,7 +74,8 @@ def test_a_leaf_imports_nothing_of_ours(leaf):
 
 
 @pytest.mark.parametrize(
-    "name", ["config.py", "mnist_data.py", "token_data.py", "llmc_files.py", "tpu_utils/environment.py"]
+    "name",
+    ["config.py", "image_data.py", "mnist_data.py", "token_data.py", "llmc_files.py", "tpu_utils/environment.py"],
 )
 def test_what_comes_before_torch_imports_none_of_it(name):
     """With all that these import in turn, as they are imported."""
@@ -94,7 +95,12 @@ def test_a_training_script_is_imported_by_nobody_and_mnist_meets_no_language_mod
     for path in SOURCES:
         assert not imports_of(path) & scripts, path
     language = {"token_data", "llmc_files", "gpt", "operations", "transformer_tpu"}
-    for path in [ROOT / "mnist_data.py", ROOT / "simple_mnist_tpu.py", *(ROOT / "tpu_utils").glob("*.py")]:
+    for path in [
+        ROOT / "image_data.py",
+        ROOT / "mnist_data.py",
+        ROOT / "simple_mnist_tpu.py",
+        *(ROOT / "tpu_utils").glob("*.py"),
+    ]:
         assert not imports_of(path) & language, path
 
 

@@ -8,18 +8,7 @@ import numpy as np
 import pytest
 from mutations import at_most, make_irregular, mutated, no_hang
 
-from config import MnistConfig
-from mnist_data import (
-    TrainBatches,
-    epoch_order,
-    eval_batches,
-    load_digits,
-    load_mnist,
-    make_synthetic,
-    num_steps_of,
-    random_shift,
-    read_idx,
-)
+from mnist_data import load_digits, load_mnist, make_synthetic, read_idx
 from tpu_utils.errors import InputError
 
 
@@ -154,59 +143,3 @@ def test_synthetic_classes_can_be_told_apart_by_every_single_image():
     dataset = make_synthetic(num_train=5_000, num_test=10)
     bright = dataset.train_images.reshape(-1, 64) >= 128
     assert len(np.unique(bright, axis=0)) == 10
-
-
-def test_an_epoch_covers_the_training_set_without_repeats_and_the_next_is_shuffled_anew(digits):
-    config = MnistConfig(global_batch_size=100, num_epochs=2)
-    orders = [epoch_order(1437, 0, epoch) for epoch in range(2)]
-    assert all(len(np.unique(order)) == 1437 for order in orders) and (orders[0] != orders[1]).any()
-    source = TrainBatches(digits, config)
-    assert (source.steps_per_epoch, source.num_steps) == (14, 28)
-    batches = [source.batch(step) for step in range(28)]
-    assert all(images.shape == (100, 8, 8) and labels.shape == (100,) for images, labels in batches)
-    seen = np.concatenate([images for images, _ in batches[:14]])
-    np.testing.assert_array_equal(seen, digits.train_images[orders[0][:1400]])
-
-
-def test_batches_depend_on_seed_and_step_alone(digits):
-    config = MnistConfig(global_batch_size=64, max_shift=1, seed=3)
-    whole = TrainBatches(digits, config)
-    whole = [whole.batch(step) for step in range(30)]
-    resumed = TrainBatches(digits, config)
-    for step in (25, 26, 29, 3):  # in any order
-        assert all(np.array_equal(a, b) for a, b in zip(whole[step], resumed.batch(step), strict=True))
-    other, _ = TrainBatches(digits, MnistConfig(global_batch_size=64, max_shift=1, seed=4)).batch(0)
-    assert not np.array_equal(other, whole[0][0])
-
-
-def test_random_shift_moves_each_image_by_at_most_that():
-    images = np.zeros((500, 9, 9), np.uint8)
-    images[:, 4, 4] = 255
-    moved = random_shift(images, 2, np.random.default_rng(0))
-    _, y, x = np.nonzero(moved)
-    assert len(y) == 500 and set(y) == set(x) == {2, 3, 4, 5, 6}
-
-
-def test_the_channels_of_an_image_move_together():
-    grey = np.random.default_rng(1).integers(0, 255, (50, 9, 9)).astype(np.uint8)
-    colour = np.stack([grey, 255 - grey, grey // 2], 1)
-    moved, expected = (random_shift(images, 2, np.random.default_rng(0)) for images in (colour, grey))
-    assert moved.shape == colour.shape and moved.dtype == np.uint8
-    assert (moved[:, 0] == expected).all() and (moved[:, 2] == expected // 2).all()
-
-
-def test_evaluation_counts_every_example_once():
-    images, labels = np.arange(10 * 4).reshape(10, 2, 2).astype(np.uint8), np.arange(10).astype(np.uint8)
-    batches = list(eval_batches(images, labels, 4))
-    assert all(len(part) == 4 for batch in batches for part in batch)
-    masks = np.concatenate([mask for _, _, mask in batches]).astype(bool)
-    assert masks.sum() == 10
-    assert np.concatenate([target for _, target, _ in batches])[masks].tolist() == list(range(10))
-
-
-def test_steps_of_a_run():
-    assert num_steps_of(MnistConfig(global_batch_size=64, num_epochs=3), 200) == (3, 9)
-    with pytest.raises(InputError, match=r"global_batch_size is 64 .* choose at most 63"):
-        num_steps_of(MnistConfig(global_batch_size=64), 63)
-    with pytest.raises(InputError, match="warmup_steps is 9 but the run has 9 steps"):
-        num_steps_of(MnistConfig(global_batch_size=64, num_epochs=3, warmup_steps=9), 200)

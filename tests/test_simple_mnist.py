@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import signal
 import sys
 import time
@@ -14,14 +13,15 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from conftest import in_process, read_lines, state_in, to_host
-from processes import ROOT, Script, run, start, waits
+from processes import run, start, waits
 from test_checkpoint import a_full_disk
 
 import simple_mnist_tpu
 from config import MnistConfig
-from mnist_data import eval_batches, load_digits
+from image_data import eval_batches
+from mnist_data import load_digits
 from optim import learning_rates, make_optimizer
-from tpu_utils.device import train_flops
+from tpu_utils.device import check_model
 from tpu_utils.errors import RecompileError
 from tpu_utils.graphs import CompileWatch, transfers_from_device, transfers_to_device
 from tpu_utils.loader import send
@@ -290,7 +290,7 @@ def test_flops_are_those_of_the_layers():
     build = partial(simple_mnist_tpu.ConvNet, 8, 32, 128)
     forward = 2 * (64 * 32 * 9 + 16 * 64 * 32 * 9 + 4 * 64 * 64 * 9 + 256 * 128 + 128 * 10)
     first_layer = 2 * 64 * 32 * 9  # needs no gradient of its input
-    assert train_flops(build, np.zeros((1, 8, 8), np.uint8)) == 3 * forward - first_layer
+    assert check_model(build, np.zeros((2, 8, 8), np.uint8), np.zeros(2, int), 10) == 3 * forward - first_layer
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
@@ -387,13 +387,3 @@ def test_a_trace_names_steps_and_phases_and_leaves_the_graphs_alone(tmp_path):
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["train_graphs"] == 1 and summary["eval_graphs"] <= 1, "0: a test before had the same evaluation"
     assert summary["host_to_device_uploads_per_step"] == 0
-
-
-def test_a_copied_script_runs_from_an_empty_folder(tmp_path):
-    for name in ("simple_mnist_tpu.py", "config.py", "optim.py", "mnist_data.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("tpu_utils", "tpu_compiler"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    copied = Script("simple_mnist_tpu.py", "--num_epochs", "1", "--warmup_steps", "2", folder=tmp_path)
-    assert copied.wait() == 0, copied.text("err")
-    assert (tmp_path / "runs").exists()

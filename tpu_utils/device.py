@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from config import TrainConfig
 from tpu_compiler.hardware import attached_chips
 from tpu_utils.environment import choose_device
-from tpu_utils.errors import DeviceError
+from tpu_utils.errors import DeviceError, InputError
 
 
 def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -> torch.device:
@@ -95,13 +95,42 @@ def print_banner(config: TrainConfig, device: torch.device) -> None:
     print(f"cache      {cache or 'no compile cache' + (' (used on TPU only)' if kind != 'TPU' else '')}", flush=True)
 
 
-def train_flops(build: Callable[[], torch.nn.Module], *inputs: np.ndarray) -> int:
-    """FLOPs of the matrix work in one forward and backward pass, counted by PyTorch on a model without memory.
+def check_model(
+    build: Callable[[], torch.nn.Module], images: np.ndarray, labels: np.ndarray, num_classes: int | None
+) -> int:
+    """Run the model both ways on a few examples, by PyTorch and without memory, before anything is compiled.
 
-    build: makes the model. inputs: of one example, with its batch axis.
+    Returns the FLOPs of the matrix work in the forward and backward pass of one example. images, labels: of the
+    training set, as a batch has them. num_classes: of labels that are classes. Raises InputError when the model does
+    not take such images, or does not have an output for each class.
     """
-    with torch.device("meta"):
-        model = build()
-    with FlopCounterMode(display=False) as counter:
-        model(*(torch.from_numpy(value).to("meta") for value in inputs)).sum().backward()
-    return counter.get_total_flops()
+    shape = f"{images.dtype} {images.shape}"
+    try:
+        with torch.device("meta"):
+            model = build()
+            inputs = torch.from_numpy(images).to("meta")
+        with FlopCounterMode(display=False) as counter:
+            outputs = model(inputs)
+            if isinstance(outputs, torch.Tensor):
+                outputs.sum().backward()
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise InputError(
+            f"the model does not take a batch of images {shape}: {str(error).strip().splitlines()[0]}; expected one "
+            "for the images of the data set, pictures with channels first; change one of them; --debug shows the line"
+        ) from error
+    if not isinstance(outputs, torch.Tensor):
+        raise InputError(
+            f"the model returns {type(outputs).__name__} for images {shape}; expected a tensor of logits; return "
+            "that, of a Hugging Face model output.logits"
+        )
+    found, kind = f"the model returns {tuple(outputs.shape)} for images {shape}", f"labels {labels.shape}"
+    if num_classes is not None and (outputs.ndim < 2 or outputs.shape[1] < num_classes):
+        raise InputError(
+            f"{found}, but labels go up to {num_classes - 1}; expected logits for {num_classes} classes along axis 1"
+        )
+    if num_classes is not None and outputs.shape[:1] + outputs.shape[2:] != labels.shape:
+        raise InputError(f"{found}, but {kind}; expected a label for each row of logits; reshape the labels")
+    if num_classes is None and outputs.shape != labels.shape and outputs.squeeze().shape == labels.squeeze().shape:
+        # a loss would compare each with each
+        raise InputError(f"{found}, but {kind}; expected the same shape; reshape one of the two")
+    return counter.get_total_flops() // len(images)

@@ -175,21 +175,27 @@ class TrainConfig(
 
 
 @dataclass(frozen=True)
-class MnistConfig(TrainConfig):
-    """What the MNIST scripts train."""
+class ImageOptions:
+    """Passes over labelled images."""
 
-    dataset: Literal["digits", "mnist", "synthetic"] = "digits"
-    """digits: 1,797 real digits, no download. mnist: IDX files in data_dir. synthetic: best accuracy known."""
     num_epochs: Annotated[int, Range("[1, inf)")] = 10
     """Passes over the training set. The last, short batch of a pass is left out; each pass is shuffled anew."""
     max_shift: Annotated[int, Range("[0, inf)")] = 0
     """Augmentation: each image moves by up to this many pixels in x and in y, on the host."""
+    eval_batch_size: Annotated[int, Range("[1, inf)"), FREE] = 512
+    """Examples per evaluation step. The last batch is padded and masked, so each example counts once."""
+
+
+@dataclass(frozen=True)
+class MnistConfig(ImageOptions, TrainConfig):
+    """What the MNIST scripts train."""
+
+    dataset: Literal["digits", "mnist", "synthetic"] = "digits"
+    """digits: 1,797 real digits, no download. mnist: IDX files in data_dir. synthetic: best accuracy known."""
     channels: Annotated[int, Range("[1, inf)")] = 32
     """Channels of the first convolution; the later ones have twice as many."""
     hidden_dim: Annotated[int, Range("[1, inf)")] = 128
     """Width of the hidden linear layer."""
-    eval_batch_size: Annotated[int, Range("[1, inf)"), FREE] = 512
-    """Examples per evaluation step. The last batch is padded and masked, so each example counts once."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +216,22 @@ class DistributedMnistConfig(HostOptions, MnistConfig):
     """spmd: one program over all devices, a process per host. ddp: DistributedDataParallel, a process per device."""
     shard_parameters: Annotated[bool, FREE] = False
     """Of spmd: shard parameters and optimizer state over the devices too (FSDP) instead of one copy each."""
+    num_virtual_devices: Annotated[int, Range("[0, inf)"), FREE] = 0
+    """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
+
+
+@dataclass(frozen=True)
+class CifarConfig(HostOptions, ImageOptions, TrainConfig):
+    """What resnet_cifar_tpu.py trains."""
+
+    dataset: Literal["stripes", "cifar10"] = "stripes"
+    """stripes: made, best accuracy known. cifar10: its binary files in data_dir."""
+    depth: Annotated[int, Range("[8, 1202]")] = 20
+    """Layers of the ResNet: 6 n + 2."""
+    width: Annotated[int, Range("[1, inf)")] = 16
+    """Channels of its first third; the next two have twice and four times as many."""
+    flip: bool = True
+    """Augmentation: half of the pictures are mirrored left to right, on the host."""
     num_virtual_devices: Annotated[int, Range("[0, inf)"), FREE] = 0
     """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
 
@@ -369,6 +391,55 @@ PRESETS: dict[type, dict[str, dict[str, Any]]] = {
             warmup_steps=50,
         ),
     },
+    # stochastic gradient descent as He et al. 2015, section 4.2, with a cosine in place of the steps
+    CifarConfig: {
+        "quick_test": dict(
+            depth=8, optimizer="sgd", learning_rate=0.1, weight_decay=5e-4, num_epochs=4, max_shift=4, warmup_steps=20
+        ),
+        "development": dict(
+            dataset="cifar10",
+            optimizer="sgd",
+            learning_rate=0.1,
+            weight_decay=5e-4,
+            global_batch_size=128,
+            num_epochs=3,
+            max_shift=4,
+            warmup_steps=200,
+        ),
+        "production": dict(
+            run_dir="runs/cifar10_resnet20",
+            device="tpu",
+            resume="auto",
+            optimization_level="aggressive",
+            dataset="cifar10",
+            width=64,
+            optimizer="sgd",
+            learning_rate=0.1,
+            weight_decay=5e-4,
+            global_batch_size=128,
+            num_epochs=100,
+            max_shift=4,
+            warmup_steps=400,
+            save_every=1000,
+        ),
+        "distributed": dict(
+            run_dir="runs/cifar10_resnet56",
+            device="tpu",
+            resume="auto",
+            optimization_level="aggressive",
+            dataset="cifar10",
+            depth=56,
+            width=64,
+            optimizer="sgd",
+            learning_rate=0.4,
+            weight_decay=5e-4,
+            global_batch_size=512,
+            num_epochs=100,
+            max_shift=4,
+            warmup_steps=500,
+            save_every=500,
+        ),
+    },
     TransformerConfig: {
         "quick_test": dict(num_steps=200, global_batch_size=32, learning_rate=2e-3, warmup_steps=20),
         # nanoGPT's CPU example: 4 layers, 4 heads, width 128, context 64, batch 12, 2,000 iterations
@@ -439,7 +510,7 @@ def marks(field: dataclasses.Field) -> tuple:
 
 def free_on_resume(config_class: type[TrainConfig]) -> set[str]:
     """Names of the fields marked FREE, in this class or in another script's: one may resume the run of another."""
-    classes = (config_class, DistributedMnistConfig, TransformerConfig)
+    classes = (config_class, DistributedMnistConfig, CifarConfig, TransformerConfig)
     return {field.name for kind in classes for field in dataclasses.fields(kind) if FREE in marks(field)}
 
 
@@ -498,6 +569,9 @@ def check(config: TrainConfig) -> list[str]:
         problems.append(f"compile_for: {error}")
     if isinstance(config, DistributedMnistConfig) and config.shard_parameters and config.strategy == "ddp":
         problems.append("shard_parameters is for strategy spmd; ddp keeps a whole copy per device; drop one of the two")
+    if isinstance(config, CifarConfig) and config.depth % 6 != 2:
+        depth = config.depth // 6 * 6 + 2
+        problems.append(f"depth is {config.depth}; expected 6 n + 2; the nearest: {depth} or {depth + 6}")
     if isinstance(config, TransformerConfig) and not problems:
         problems += check_transformer(config)
     return problems
@@ -619,7 +693,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     as_json = parser.parse_args().json
     everything = {}
-    for config_class in (MnistConfig, DistributedMnistConfig, TransformerConfig):
+    for config_class in (MnistConfig, DistributedMnistConfig, CifarConfig, TransformerConfig):
         for preset in presets_of(config_class):
             config, sources = resolve(config_class, preset)  # an invalid preset raises here
             values = dataclasses.asdict(config)

@@ -36,14 +36,14 @@ class BatchSharding:
 
 
 def send(batch, device: torch.device, sharding: BatchSharding | None) -> list[torch.Tensor]:
-    """A batch on the device, in one transfer: one host array, or several in a tuple."""
+    """A batch on the device: one host array, or several in a tuple. In one transfer, or sharded in one for each."""
     arrays = batch if isinstance(batch, tuple | list) else (batch,)
     tensors = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
     return xm.send_cpu_data_to_device(tensors, device, sharding)
 
 
 class DeviceLoader:
-    """Sends batches to the device ahead of the step, in a thread, one transfer a batch.
+    """Sends batches to the device ahead of the step, in a thread, one transfer a batch, on a mesh one a tensor.
 
     torch_xla's MpDeviceLoader does the same, but an error of the reader ends its iteration as if the data were over
     (parallel_loader.py, _loader_worker: finally without except), and it holds the first batch back until a whole group
@@ -71,7 +71,7 @@ class DeviceLoader:
             for batch in self._batches:
                 with self._lock, torch.no_grad():
                     on_device = send(batch, self._device, self._sharding)
-                    self._sent += 1
+                    self._sent += len(on_device) if self._sharding else 1  # sharded tensors are sent one by one
                 if not self._put(on_device):
                     return
             self._put(StopIteration())
@@ -104,6 +104,6 @@ class DeviceLoader:
         return item
 
     def uploads_beside_batches(self) -> int:
-        """Transfers to the device so far that were not a batch of this loader."""
+        """Transfers to the device so far that were not of a batch of this loader."""
         with self._lock:
             return transfers_to_device() - self._sent

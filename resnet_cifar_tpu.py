@@ -1,0 +1,193 @@
+"""Train a ResNet with BatchNorm on colour pictures, over all TPU devices there are.
+
+One program over a mesh of the devices. The statistics of BatchNorm are over the
+global batch: the same numbers at any device count.
+
+Run:     python resnet_cifar_tpu.py
+             quick_test: pictures of stripes, no download, no TPU needed
+         python resnet_cifar_tpu.py --preset production --data_dir DIR
+             CIFAR-10's binary files on a TPU VM; --download fetches them
+         python resnet_cifar_tpu.py --device cpu --num_virtual_devices 8
+             the same over 8 virtual CPU devices
+
+Expect:  quick_test:
+"""
+
+import math
+import sys
+from functools import partial
+
+from cifar_data import check_files, load_dataset
+from config import CifarConfig
+from image_data import TrainBatches, check_divisible, eval_batches, random_flip, random_shift
+from tpu_utils.environment import command_line
+from tpu_utils.errors import run_script
+
+if __name__ == "__main__":  # before the slow imports: a wrong option or file is answered at once
+    config = command_line(CifarConfig, __doc__, check_files)
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import nn
+
+from optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
+from tpu_utils.device import check_model, start_device
+from tpu_utils.loader import BatchSharding
+from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.peers import Peers, meet_hosts
+from tpu_utils.pictures import log_misread
+from tpu_utils.run import Run
+
+
+class Block(nn.Module):
+    """Two convolutions and what they are added to: (B, C_in, H, W) -> (B, C_out, H / stride, W / stride)."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels_out)
+        nn.init.zeros_(self.norm2.weight)  # a block begins as what it is added to
+        self.shortcut = nn.Sequential()
+        if stride != 1 or channels_in != channels_out:
+            convolution = nn.Conv2d(channels_in, channels_out, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(channels_out))
+
+    def forward(self, x):
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """The ResNet for small pictures of He et al. 2015, section 4.2: images (B, 3, H, W) uint8 -> logits (B, classes)."""
+
+    def __init__(self, depth: int, width: int, num_classes: int):
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        blocks, channels = [], width
+        for stage in range(3):
+            for number in range((depth - 2) // 6):
+                blocks.append(Block(channels, width * 2**stage, stride=2 if stage and not number else 1))
+                channels = width * 2**stage
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(channels, num_classes)
+
+    def forward(self, images):
+        x = images.float() / 64 - 2  # uint8 0..255 to -2..2
+        x = self.blocks(F.relu(self.norm(self.conv(x))))
+        return self.head(x.mean((2, 3)))
+
+
+@torch_xla.compile(full_graph=True, name="train_step")
+def train_step(model, optimizer, rates, metrics, images, labels, config):
+    """One optimizer step as one graph. images (B, 3, H, W), labels (B,), rates (num_steps,): all on the devices.
+
+    images and labels are the global batch, and so are the mean and the statistics of BatchNorm.
+    """
+    with torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
+        logits = model(images)
+    loss = F.cross_entropy(logits.float(), labels.long())
+    loss.backward()
+    norm = gradient_norm(model.parameters())
+    rate = rates.index_select(0, metrics.step)  # looked up on the devices: nothing but the batch goes up
+    skipped = step_optimizer(optimizer, rate, torch.isfinite(loss + norm), config.on_nonfinite)  # None: "stop"
+    optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program
+    metrics.record(loss, norm, skipped=skipped)
+
+
+@torch_xla.compile(full_graph=True, name="eval_step")
+def eval_step(model, images, labels, mask, config):
+    """(correct, summed loss, examples) of this batch as a tensor (3,), padding left out by the mask."""
+    with torch.no_grad(), torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
+        logits = model(images).float()
+        correct = (logits.argmax(1) == labels).float()
+        loss = F.cross_entropy(logits, labels.long(), reduction="none")
+        return torch.stack([(correct * mask).sum(), (loss * mask).sum(), mask.sum()])
+
+
+def evaluate(model, test_batches, run: Run, step: int) -> tuple[float, float]:
+    """(accuracy, mean loss in nats) over the test set, every example counted once."""
+    sums = []
+    model.eval()  # BatchNorm by its running statistics
+    with run.phase("evaluation"):
+        for batch in test_batches:
+            with run.one_graph("eval", step, *batch):
+                sums.append(eval_step(model, *batch, run.config))
+        # the first read: all batches are dispatched by now
+        correct, loss, count = sum(one.cpu().double() for one in sums).tolist()
+    model.train()
+    return correct / count, loss / count
+
+
+def augment(images, draw, config: CifarConfig):
+    images = random_shift(images, draw, config.max_shift) if config.max_shift else images
+    return random_flip(images, draw) if config.flip else images
+
+
+def train(config: CifarConfig, hosts: Peers | None = None) -> int:
+    """hosts: the processes of this run, one per host. None: this one alone."""
+    with Run(config) as run:  # clock, watchdog, stop signals; on leaving, all is on disk
+        device = start_device(config, join=xr.use_spmd)
+        num_devices = xr.global_runtime_device_count()
+        check_divisible(config, num_devices)
+        mesh = xs.Mesh(np.arange(num_devices), (num_devices,), ("data",))
+        sharding = BatchSharding(mesh, ("data",))
+        part, num_parts = sharding.part, sharding.num_parts  # a host reads the rows of its own devices
+        dataset = load_dataset(config)
+        batches = TrainBatches(dataset, config, part, num_parts, partial(augment, config=config))
+        build_model = partial(ResNet, config.depth, config.width, dataset.num_classes)
+        flops = check_model(build_model, *dataset.first(2), dataset.num_classes)  # per example, for the MFU
+        sizes = dict(examples=config.global_batch_size, flops=flops)
+        # makes and locks the run directory; with --resume reads its newest checkpoint
+        run.open(device, batches.num_steps, dataset.fingerprint(), **sizes, peers=hosts, sharding=sharding)
+        run.print(f"parallel   {num_devices} devices, each with {config.global_batch_size // num_devices} examples")
+        run.print(f"data       {dataset.description}")
+
+        model = build_model().to(device)
+        optimizer = make_optimizer(
+            config, model.parameters()
+        )  # and its state: made in step 1, it would recompile step 2
+        schedule = learning_rates(config, batches.num_steps)
+        rates = schedule.to(device)
+        metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        for tensor in (*model.parameters(), *model.buffers(), *states, rates, *metrics.state_dict().values()):
+            xs.mark_sharding(tensor, mesh, (None,) * tensor.dim())  # whole on every device
+        run.restore(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled when resuming
+        if config.compile_for:  # ask the TPU compiler about the first step instead of training
+            first_batch = run.upload(batches.batch(0))
+            return run.compile_for(train_step, model, optimizer, rates, metrics, *first_batch, config)
+        eval_size = math.ceil(config.eval_batch_size / num_devices) * num_devices  # the mask takes care of the rest
+        test_set = eval_batches(dataset.test_images, dataset.test_labels, eval_size)
+        test_batches = [run.upload([rows[part::num_parts] for rows in batch]) for batch in test_set]
+
+        for step, (images, labels) in run.steps(batches):  # from the first one not yet done; uploads run ahead
+            with run.one_graph("train", step, images, labels):  # a second graph stops the run here, and says why
+                train_step(model, optimizer, rates, metrics, images, labels, config)
+            if run.log_due(step):  # reads the metrics of all steps since the last line
+                run.log(step, learning_rate=schedule[step - 1].item())
+            if step % batches.steps_per_epoch == 0:
+                accuracy, loss = evaluate(model, test_batches, run, step)
+                best = max(accuracy, run.evaluation.get("best_accuracy", 0.0))
+                run.log_evaluation(step, accuracy=accuracy, test_loss=loss, best_accuracy=best)
+            if run.save_due(step):  # every save_every steps, at the end, and before a stop
+                run.save(step)  # waits for the copy to the host; the disk is written behind the next steps
+
+        log_misread(run, build_model(), dataset)  # on the host, with the weights of the last checkpoint
+        last = run.evaluation  # empty when stopped before the first one
+        return run.finish(
+            test_accuracy=last.get("accuracy"),
+            best_accuracy=last.get("best_accuracy"),
+            test_loss=last.get("test_loss"),
+            loss_floor=dataset.loss_floor,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(lambda: train(config, meet_hosts(config))))

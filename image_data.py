@@ -52,6 +52,11 @@ class ImageDataset:
         check_same_kind(f"{self.name}: labels", sent(self.train_labels[:1], True), sent(self.test_labels[:1], True))
 
     @property
+    def num_examples(self) -> int:
+        """Of the training set."""
+        return len(self.train_labels)
+
+    @property
     def image_size(self) -> int:
         """The last axis of an image."""
         return self.train_images.shape[-1]
@@ -230,7 +235,7 @@ class TrainBatches:
         self.dataset, self.config, self.part, self.num_parts = dataset, config, part, num_parts
         if augment is None and config.max_shift:
             augment = partial(random_shift, max_shift=config.max_shift)
-        self.steps_per_epoch, self.num_steps = num_steps_of(config, len(dataset.train_labels), dataset.name)
+        self.steps_per_epoch, self.num_steps = num_steps_of(config, dataset.num_examples, dataset.name)
         self._augment, self._epoch, self._order = augment, -1, np.empty(0, int)
         if augment:  # what cannot be augmented is refused here
             self.augmented(0, np.repeat(dataset.first(1)[0], config.global_batch_size // num_parts, axis=0))
@@ -239,7 +244,7 @@ class TrainBatches:
         """The training examples of a batch, in order: (B,) indices."""
         epoch, batch = divmod(index, self.steps_per_epoch)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, epoch_order(len(self.dataset.train_labels), self.config.seed, epoch)
+            self._epoch, self._order = epoch, epoch_order(self.dataset.num_examples, self.config.seed, epoch)
         size = self.config.global_batch_size
         return self._order[batch * size : (batch + 1) * size][self.part :: self.num_parts]
 

@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The ResNet for small pictures of He et al. 2015, section 4.2: images (B, 3, H, W) uint8 -> logits (B, classes)."""
+    """ResNet for small pictures, He et al. 2015, section 4.2: images (B, 3, H, W) uint8 -> logits (B, classes)."""
 
     def __init__(self, depth: int, width: int, num_classes: int):
         super().__init__()

@@ -211,8 +211,9 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["skipped_steps"]:
         print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")
     if summary["host_to_device_uploads_per_step"]:
+        uploads = f"{summary['host_to_device_uploads_per_step']:.3g}"
         print(
-            f"uploads    {summary['host_to_device_uploads_per_step']:.3g} a step beside the batch; expected 0: something "
+            f"uploads    {uploads} a step beside the batch; expected 0: something "
             "in the step sends a value each time, such as a Python number or the seed of dropout"
         )
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())

@@ -1,0 +1,104 @@
+"""resnet_cifar_tpu.py: BatchNorm and colour, held to plain PyTorch at one device and at eight."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import losses_in, read_lines, state_in, summary_in
+from processes import run
+
+import resnet_cifar_tpu as script
+from cifar_data import load_dataset
+from config import CifarConfig, parse_command_line
+from image_data import TrainBatches
+from optim import learning_rates
+from tpu_utils.errors import InputError
+from tpu_utils.pictures import read_misread
+
+NUM_STEPS = 16
+SMALL = ["--depth=8", "--width=4", "--global_batch_size=256", "--num_epochs=1", "--warmup_steps=2"]
+SMALL += ["--learning_rate=0.1", "--log_every=1", "--prefetch_batches=1", "--eval_batch_size=500"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """{devices: run directory}"""
+    folder = tmp_path_factory.mktemp("resnet")
+
+    def train(devices):
+        options = ["--device=cpu", f"--num_virtual_devices={devices}", f"--run_dir={folder / str(devices)}"]
+        done = run("resnet_cifar_tpu.py", *SMALL, *options)
+        assert done.returncode == 0, done.stderr
+        return folder / str(devices)
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip((1, 8), pool.map(train, (1, 8)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """(losses, model) of a loop that shares nothing with the script but the model, the batches and the schedule."""
+    config = parse_command_line(CifarConfig, "", SMALL)
+    data = load_dataset(config)
+    torch.manual_seed(config.seed)
+    model = script.ResNet(config.depth, config.width, data.num_classes)
+    settings = dict(momentum=config.momentum, weight_decay=config.weight_decay)
+    optimizer = torch.optim.SGD(model.parameters(), config.learning_rate, **settings)
+    rates, losses = learning_rates(config, NUM_STEPS), []
+    batches = TrainBatches(data, config, augment=partial(script.augment, config=config))
+    for step in range(NUM_STEPS):
+        images, labels = map(torch.from_numpy, batches.batch(step))
+        optimizer.param_groups[0]["lr"] = rates[step].item()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels.long())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.eval()
+
+
+def test_losses_equal_plain_pytorch_at_any_device_count(runs, plain):
+    losses = plain[0]
+    assert losses[-1] < 0.95 * losses[0], "a curve that does not move proves nothing"
+    for devices, run_dir in runs.items():
+        found = np.abs(np.array(losses_in(run_dir)) / losses - 1).max()
+        print(f"{devices} devices: {found:.1e}")
+        assert found < 1e-5
+
+
+def test_running_statistics_and_evaluation_equal_plain_pytorch(runs, plain):
+    model, data = plain[1], load_dataset(CifarConfig())
+    with torch.no_grad():
+        logits = model(torch.from_numpy(data.test_images))
+    accuracy = (logits.argmax(1).numpy() == data.test_labels).mean()
+    loss = F.cross_entropy(logits, torch.from_numpy(data.test_labels).long()).item()
+    for run_dir in runs.values():
+        state = state_in(run_dir / "checkpoints" / f"step_{NUM_STEPS:08d}")
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[f"model/{name}"], value, rtol=1e-3, atol=1e-4)
+        assert state["model/norm.num_batches_tracked"] == NUM_STEPS
+        summary = summary_in(run_dir)
+        assert summary["test_accuracy"] == pytest.approx(accuracy, abs=1.5 / len(data.test_labels))
+        assert summary["test_loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_one_graph_no_uploads_and_a_picture_in_colour(runs):
+    for run_dir in runs.values():
+        summary = summary_in(run_dir)
+        assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
+        assert summary["host_to_device_uploads_per_step"] == 0
+        assert len([line for line in read_lines(run_dir) if line["kind"] == "eval"]) == 1
+        found = read_misread(run_dir)
+        assert found["images"].shape[1:] == (3, 32, 32) and found["num_tested"] == 2048
+        wrong = round((1 - summary["test_accuracy"]) * 2048)
+        assert found["num_misread"] == pytest.approx(wrong, abs=1), "computed again, on the host"
+
+
+@pytest.mark.parametrize("depth", [9, 13, 21])
+def test_a_depth_that_no_such_network_has_is_refused(depth):
+    with pytest.raises(InputError, match=rf"depth is {depth}; expected 6 n \+ 2; the nearest: \d+ or \d+"):
+        CifarConfig(depth=depth)
+    assert len(list(script.ResNet(8, 4, 10).blocks)) == 3 and len(list(script.ResNet(20, 4, 10).blocks)) == 9

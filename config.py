@@ -465,6 +465,11 @@ def free_on_resume(config_class: type[TrainConfig]) -> set[str]:
     return {field.name for kind in classes for field in dataclasses.fields(kind) if FREE in marks(kind, field.name)}
 
 
+def as_json(config: TrainConfig) -> dict[str, Any]:
+    """The fields as a file gives them back: a tuple is a list there, a number of numpy a number."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=lambda number: number.item()))
+
+
 def parse_profile_steps(text: str) -> tuple[int, int]:
     """'10:13' -> (10, 13). '' -> (-1, -1). Raises InputError for anything else."""
     if not text:

@@ -193,11 +193,11 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None) -> int:
         build_model = partial(ConvNet, dataset.image_size, config.channels, config.hidden_dim)
         sizes = dict(examples=config.global_batch_size, flops=train_flops(build_model, batches.batch(0)[0][:1]))
         # makes and locks the run directory; with --resume reads its newest checkpoint
-        run.open(device, batches.num_steps, dataset.fingerprint(), **sizes, peers=peers, sharding=sharding)
+        found = dataset.fingerprint(), dataset.description
+        run.open(device, batches.num_steps, *found, **sizes, peers=peers, sharding=sharding)
         copies = "sharded parameters" if config.shard_parameters else "a copy of the parameters"
         each = f"each with {config.global_batch_size // num_devices} examples and {copies}"
         run.print(f"parallel   {config.strategy} over {num_devices} devices, {each}")
-        run.print(f"data       {dataset.description}")
 
         model = build_model().to(device)
         optimizer = make_optimizer(

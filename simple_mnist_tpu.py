@@ -102,10 +102,9 @@ def train(config: MnistConfig) -> int:
         batches = TrainBatches(dataset, config)  # a pure function of seed and step
         build_model = partial(ConvNet, dataset.image_size, config.channels, config.hidden_dim)
         one_image = batches.batch(0)[0][:1]
-        flops = train_flops(build_model, one_image)  # per example, for the MFU
+        sizes = dict(examples=config.global_batch_size, flops=train_flops(build_model, one_image))  # for the MFU
         # makes and locks the run directory; with --resume reads its newest checkpoint
-        run.open(device, batches.num_steps, dataset.fingerprint(), examples=config.global_batch_size, flops=flops)
-        run.print(f"data       {dataset.description}")
+        run.open(device, batches.num_steps, dataset.fingerprint(), dataset.description, **sizes)
 
         model = build_model().to(device)
         optimizer = make_optimizer(

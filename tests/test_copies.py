@@ -1,5 +1,6 @@
 """A copy of simple_mnist_tpu.py with another model and other data is right, or says why not."""
 
+import json
 import shutil
 
 import numpy as np
@@ -35,7 +36,8 @@ def test_another_model_on_colour_images_is_evaluated_as_plain_pytorch_does(tmp_p
     data = colour_images(dtype)
     copied(kind, data)
     assert in_process(*SHORT, "--run_dir", tmp_path / "run") == 0
-    summary = summary_in(tmp_path / "run")
+    summary, config = summary_in(tmp_path / "run"), json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["data"] == data.description and "mine" in config["data"], "what --dataset says is not what was read"
     model = kind(data.image_size, 0, 0).eval()
     model.load_state_dict(Checkpoints(tmp_path / "run" / "checkpoints", 1).load("must").part("model"))
     with torch.no_grad():

@@ -280,8 +280,13 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         why = f"training state {state / fsdp / 2**30:.2f} GiB of {memory} per device; choose with --mesh"
     data, fsdp, tensor = sizes
     if math.prod(sizes) != num_devices:
+        needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about
+        remedy = (
+            f"start it with CPU_NUM_DEVICES={needed} for as many virtual devices, or" if hbm_bytes is None else "try"
+        )
+        where = config.compile_for or ("this TPU slice" if hbm_bytes else "this CPU")
         raise InputError(
-            f"mesh {config.mesh} has {math.prod(sizes)} places for {num_devices} devices; try {num_devices}x1x1"
+            f"mesh is {config.mesh}, {needed} devices, but {where} has {num_devices}; {remedy} --mesh {num_devices}x1x1"
         )
     for name, value, axis, size in (
         ("num_heads", shape.num_heads, "tensor", tensor),

@@ -217,6 +217,7 @@ class Run:
 
     @contextlib.contextmanager
     def _one_graph(self, caller: types.FrameType, kind: str, step: int, inputs, count: int | None) -> Iterator[None]:
+        self._graphs.before(caller)
         with self._goodput.phase(self._goodput.current if self._graphs.seen(kind) else "compile"):
             yield
         new = self._graphs.check(kind, step, inputs, caller)

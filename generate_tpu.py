@@ -223,7 +223,7 @@ def prompt_tokens(prompt: str, dataset: str, encoding) -> list[int]:
         raise InputError(f"prompt is {prompt!r:.60}; expected UTF-8 text") from error
     except ValueError as error:
         raise InputError(
-            f"prompt is {prompt!r:.60}; expected token numbers such as '3 17 5': the model is of synthetic data or of a "
+            f"prompt is {prompt!r:.60}; expected token numbers such as '3 17 5': the model is of synthetic data or a "
             f"vocabulary of neither bytes ({BYTE_VOCAB_SIZE}) nor GPT-2 ({GPT2_VOCAB_SIZE}), whose tokenizer is unknown"
         ) from error
 

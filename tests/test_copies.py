@@ -55,9 +55,7 @@ def test_another_model_on_colour_images_is_evaluated_as_plain_pytorch_does(tmp_p
     "make",
     [
         partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-        partial(torch.optim.Adam, lr=0.01),
         partial(torch.optim.AdamW, lr=0.01, capturable=True),
-        partial(torch.optim.RMSprop, lr=0.01),
     ],
 )
 def test_an_optimizer_that_creates_its_state_in_step_1_is_named(tmp_path, copied, monkeypatch, capsys, make):

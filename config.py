@@ -16,26 +16,34 @@ A configuration of your own is a subclass; parse_command_line takes it as it is:
 
         hidden_layers: Annotated[int, Range("[1, inf)")] = 2
         '''How many hidden layers the model has.'''
+        learning_rate: float = 0.01  # stands with each preset of MnistConfig
+
+        presets = {  # in place of those of MnistConfig, else it has the same
+            "small": {},  # the defaults; the first one is taken when none is named
+            "large": dict(hidden_layers=8, learning_rate=0.001),
+            "production": MnistConfig.presets["production"],
+        }
+
+A default that a class states anew stands against the presets of its parents; a
+preset that the class states itself sets it. What redeclares a field without
+Annotated keeps the bounds and the sentence of its parent's.
 """
 
 import argparse
-import ast
 import dataclasses
-import functools
-import inspect
 import json
 import re
 import signal
 import sys
-import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import tyro
 
 from tpu_compiler.hardware import parse_topology
 from tpu_utils.errors import InputError
+from tpu_utils.fields import check_class, check_types, declaring, field_doc, hints_of, marks, nearest, plain, values_in
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ FREE = "may differ between a run and its resumption without changing a single bi
 class RunOptions:
     """What runs, on what, and where it is kept."""
 
-    preset: Annotated[Literal["quick_test", "development", "production", "distributed"], FREE] = "quick_test"
+    preset: Annotated[str, FREE] = "quick_test"
     """Named set of values; `python config.py` prints them all."""
     device: Annotated[Literal["auto", "tpu", "cpu"], FREE] = "auto"
     """auto takes a TPU when one is attached, else the XLA CPU backend. Presets made for TPU ask for tpu."""
@@ -164,6 +172,9 @@ class TrainConfig(
 ):  # the last one's fields are first
     """What every training script takes."""
 
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"quick_test": {}}  # the defaults of the fields
+    """For each name that --preset takes, the fields it sets. The first one is taken when none is named."""
+
     def __post_init__(self):
         if problems := check(self):
             raise InputError("\n".join(problems))
@@ -196,6 +207,36 @@ class MnistConfig(ImageOptions, TrainConfig):
     """Channels of the first convolution; the later ones have twice as many."""
     hidden_dim: Annotated[int, Range("[1, inf)")] = 128
     """Width of the hidden linear layer."""
+
+    # DistributedMnistConfig has them too: equal global batch, epochs and seed give equal numbers in both scripts
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "quick_test": dict(num_epochs=40, learning_rate=4e-3, weight_decay=0.05, max_shift=1, warmup_steps=20),
+        "development": dict(dataset="mnist", num_epochs=3, global_batch_size=128, warmup_steps=50, log_every=10),
+        "production": dict(
+            run_dir="runs/mnist_production",
+            device="tpu",
+            resume="auto",
+            dataset="mnist",
+            num_epochs=10,
+            global_batch_size=64,
+            learning_rate=3e-3,
+            weight_decay=0.05,
+            max_shift=2,
+            warmup_steps=100,
+        ),
+        "distributed": dict(
+            run_dir="runs/mnist_distributed",
+            device="tpu",
+            resume="auto",
+            dataset="mnist",
+            num_epochs=10,
+            global_batch_size=256,
+            learning_rate=3e-3,
+            weight_decay=0.05,
+            max_shift=2,
+            warmup_steps=50,
+        ),
+    }
 
 
 @dataclass(frozen=True)
@@ -234,6 +275,56 @@ class CifarConfig(HostOptions, ImageOptions, TrainConfig):
     """Augmentation: half of the pictures are mirrored left to right, on the host."""
     num_virtual_devices: Annotated[int, Range("[0, inf)"), FREE] = 0
     """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
+
+    # stochastic gradient descent as He et al. 2015, section 4.2, with a cosine in place of the steps
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "quick_test": dict(
+            depth=8, optimizer="sgd", learning_rate=0.1, weight_decay=5e-4, num_epochs=4, max_shift=4, warmup_steps=20
+        ),
+        "development": dict(
+            dataset="cifar10",
+            optimizer="sgd",
+            learning_rate=0.1,
+            weight_decay=5e-4,
+            global_batch_size=128,
+            num_epochs=3,
+            max_shift=4,
+            warmup_steps=200,
+        ),
+        "production": dict(
+            run_dir="runs/cifar10_resnet20",
+            device="tpu",
+            resume="auto",
+            optimization_level="aggressive",
+            dataset="cifar10",
+            width=64,
+            optimizer="sgd",
+            learning_rate=0.1,
+            weight_decay=5e-4,
+            global_batch_size=128,
+            num_epochs=100,
+            max_shift=4,
+            warmup_steps=400,
+            save_every=1000,
+        ),
+        "distributed": dict(
+            run_dir="runs/cifar10_resnet56",
+            device="tpu",
+            resume="auto",
+            optimization_level="aggressive",
+            dataset="cifar10",
+            depth=56,
+            width=64,
+            optimizer="sgd",
+            learning_rate=0.4,
+            weight_decay=5e-4,
+            global_batch_size=512,
+            num_epochs=100,
+            max_shift=4,
+            warmup_steps=500,
+            save_every=500,
+        ),
+    }
 
 
 @dataclass(frozen=True)
@@ -345,102 +436,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     eval_batches: Annotated[int, Range("[1, inf)")] = 20
     """Most batches of global_batch_size in one evaluation."""
 
-    @property
-    def shape(self) -> ModelShape:
-        own = ("num_layers", "num_heads", "embedding_dim", "sequence_length")
-        changes = {name: getattr(self, name) for name in own if getattr(self, name)}
-        vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE[self.dataset]
-        return dataclasses.replace(MODEL_SIZES[self.model_size], **changes, vocab_size=vocab_size)
-
-
-# Visible sets of fields: what a level means is all here.
-LEVELS: dict[str, dict[str, Any]] = {
-    "conservative": dict(precision="float32", matmul_precision="highest", prefetch_batches=2),
-    "balanced": dict(precision="float32", matmul_precision="default", prefetch_batches=4),
-    "aggressive": dict(precision="bfloat16", matmul_precision="default", prefetch_batches=8),
-}
-
-# By the class of configuration; a subclass has those of its parent. So equal global batch, epochs and seed give equal
-# numbers in both MNIST scripts.
-PRESETS: dict[type, dict[str, dict[str, Any]]] = {
-    MnistConfig: {
-        "quick_test": dict(num_epochs=40, learning_rate=4e-3, weight_decay=0.05, max_shift=1, warmup_steps=20),
-        "development": dict(dataset="mnist", num_epochs=3, global_batch_size=128, warmup_steps=50, log_every=10),
-        "production": dict(
-            run_dir="runs/mnist_production",
-            device="tpu",
-            resume="auto",
-            dataset="mnist",
-            num_epochs=10,
-            global_batch_size=64,
-            learning_rate=3e-3,
-            weight_decay=0.05,
-            max_shift=2,
-            warmup_steps=100,
-        ),
-        "distributed": dict(
-            run_dir="runs/mnist_distributed",
-            device="tpu",
-            resume="auto",
-            dataset="mnist",
-            num_epochs=10,
-            global_batch_size=256,
-            learning_rate=3e-3,
-            weight_decay=0.05,
-            max_shift=2,
-            warmup_steps=50,
-        ),
-    },
-    # stochastic gradient descent as He et al. 2015, section 4.2, with a cosine in place of the steps
-    CifarConfig: {
-        "quick_test": dict(
-            depth=8, optimizer="sgd", learning_rate=0.1, weight_decay=5e-4, num_epochs=4, max_shift=4, warmup_steps=20
-        ),
-        "development": dict(
-            dataset="cifar10",
-            optimizer="sgd",
-            learning_rate=0.1,
-            weight_decay=5e-4,
-            global_batch_size=128,
-            num_epochs=3,
-            max_shift=4,
-            warmup_steps=200,
-        ),
-        "production": dict(
-            run_dir="runs/cifar10_resnet20",
-            device="tpu",
-            resume="auto",
-            optimization_level="aggressive",
-            dataset="cifar10",
-            width=64,
-            optimizer="sgd",
-            learning_rate=0.1,
-            weight_decay=5e-4,
-            global_batch_size=128,
-            num_epochs=100,
-            max_shift=4,
-            warmup_steps=400,
-            save_every=1000,
-        ),
-        "distributed": dict(
-            run_dir="runs/cifar10_resnet56",
-            device="tpu",
-            resume="auto",
-            optimization_level="aggressive",
-            dataset="cifar10",
-            depth=56,
-            width=64,
-            optimizer="sgd",
-            learning_rate=0.4,
-            weight_decay=5e-4,
-            global_batch_size=512,
-            num_epochs=100,
-            max_shift=4,
-            warmup_steps=500,
-            save_every=500,
-        ),
-    },
-    TransformerConfig: {
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
         "quick_test": dict(num_steps=200, global_batch_size=32, learning_rate=2e-3, warmup_steps=20),
         # nanoGPT's CPU example: 4 layers, 4 heads, width 128, context 64, batch 12, 2,000 iterations
         "development": dict(
@@ -499,19 +495,51 @@ PRESETS: dict[type, dict[str, dict[str, Any]]] = {
             save_every=500,
             eval_every=250,
         ),
-    },
+    }
+
+    @property
+    def shape(self) -> ModelShape:
+        own = ("num_layers", "num_heads", "embedding_dim", "sequence_length")
+        changes = {name: getattr(self, name) for name in own if getattr(self, name)}
+        vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE[self.dataset]
+        return dataclasses.replace(MODEL_SIZES[self.model_size], **changes, vocab_size=vocab_size)
+
+
+# An option that a command line gives although it changes nothing is refused: field -> (the field that decides, and its
+# values with which the first has no effect). Values of a preset, and a subclass's own values, are never refused.
+WITHOUT_EFFECT: dict[str, tuple[str, set[str]]] = {
+    "momentum": ("optimizer", {"adam", "adamw"}),
+    "adam_beta1": ("optimizer", {"sgd"}),
+    "adam_beta2": ("optimizer", {"sgd"}),
+    "decay_every": ("scheduler", {"constant", "linear", "cosine", "wsd"}),
+    "decay_factor": ("scheduler", {"constant", "linear", "cosine", "wsd"}),
+    "decay_fraction": ("scheduler", {"constant", "linear", "cosine", "step"}),
+    "final_learning_rate_fraction": ("scheduler", {"constant", "step"}),
+    "download": ("dataset", {"digits", "synthetic", "text", "tokens"}),
+    "train_data": ("dataset", {"synthetic"}),
+    "validation_data": ("dataset", {"synthetic"}),
+    "hellaswag": ("dataset", {"synthetic"}),
+    "document_separator": ("dataset", {"synthetic", "tokens"}),
+    "bucketed": ("dataset", {"synthetic", "tokens"}),
 }
 
-
-def marks(field: dataclasses.Field) -> tuple:
-    """What stands beside the type in Annotated[type, ...]: a Range, FREE."""
-    return get_args(field.type)[1:] if hasattr(field.type, "__metadata__") else ()
+# Visible sets of fields: what a level means is all here.
+LEVELS: dict[str, dict[str, Any]] = {
+    "conservative": dict(precision="float32", matmul_precision="highest", prefetch_batches=2),
+    "balanced": dict(precision="float32", matmul_precision="default", prefetch_batches=4),
+    "aggressive": dict(precision="bfloat16", matmul_precision="default", prefetch_batches=8),
+}
 
 
 def free_on_resume(config_class: type[TrainConfig]) -> set[str]:
     """Names of the fields marked FREE, in this class or in another script's: one may resume the run of another."""
     classes = (config_class, DistributedMnistConfig, CifarConfig, TransformerConfig)
-    return {field.name for kind in classes for field in dataclasses.fields(kind) if FREE in marks(field)}
+    return {field.name for kind in classes for field in dataclasses.fields(kind) if FREE in marks(kind, field.name)}
+
+
+def as_json(config: TrainConfig) -> dict[str, Any]:
+    """The fields as a file gives them back: a tuple is a list there, a number of numpy a number."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=lambda number: number.item()))
 
 
 def parse_profile_steps(text: str) -> tuple[int, int]:
@@ -524,34 +552,14 @@ def parse_profile_steps(text: str) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def check_types(config: TrainConfig) -> list[str]:
-    """Fields with a value of another type, or with bytes that are no text, as sentences."""
-    problems = []
-    for field in dataclasses.fields(config):
-        kind = get_args(field.type)[0] if hasattr(field.type, "__metadata__") else field.type
-        value = getattr(config, field.name)
-        if get_origin(kind) is Literal:
-            fits, expected = value in get_args(kind), f"one of {', '.join(map(str, get_args(kind)))}"
-        elif kind in (int, float):
-            number = Integral if kind is int else Real
-            fits, expected = isinstance(value, number) and not isinstance(value, bool), kind.__name__
-        else:
-            fits, expected = kind not in (str, bool) or isinstance(value, kind), getattr(kind, "__name__", kind)
-        if not fits:
-            problems.append(f"{field.name} is {value!r:.60}; expected {expected}")
-        elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):  # bytes of the command line, escaped
-            problems.append(f"{field.name} is {value!r:.60}; expected UTF-8 text")
-    return problems
-
-
 def check(config: TrainConfig) -> list[str]:
     """What can be known to be wrong before any data is read, each as a sentence: found, expected, what to do."""
-    if problems := check_types(config):
+    if problems := [*check_class(type(config))] or check_types(config):
         return problems
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        for allowed in marks(field):
-            if isinstance(allowed, Range) and value not in allowed:
+        for allowed in marks(type(config), field.name):
+            if isinstance(allowed, Range) and not all(number in allowed for number in values_in(value)):
                 problems.append(f"{field.name} is {value}; expected {allowed}".replace(" x ", f" {field.name} "))
     if config.resume == "must" and not config.run_dir:
         problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
@@ -582,9 +590,14 @@ def check_transformer(config: TransformerConfig) -> list[str]:
     problems, shape = [], config.shape
     smallest = SMALLEST_VOCAB_SIZE[config.dataset]
     if shape.embedding_dim % shape.num_heads:
+        divide = [heads for heads in range(1, 1025) if shape.embedding_dim % heads == 0]
+        near = [heads for heads in divide if heads < shape.num_heads][-1:]
+        near += [heads for heads in divide if heads > shape.num_heads][:1]
+        unit = 8 * shape.num_heads  # so that the width of a head is a multiple of 8
+        width = -(-shape.embedding_dim // unit) * unit
         problems.append(
             f"embedding_dim ({shape.embedding_dim}) must be divisible by num_heads ({shape.num_heads}); "
-            f"try {-(-shape.embedding_dim // shape.num_heads) * shape.num_heads}"
+            f"try --num_heads {' or '.join(map(str, near))}, or --embedding_dim {width}"
         )
     if config.vocab_size and config.vocab_size < smallest:
         problems.append(f"vocab_size is {config.vocab_size}; {config.dataset} needs {smallest} or more")
@@ -607,27 +620,66 @@ def check_transformer(config: TransformerConfig) -> list[str]:
 Config = TypeVar("Config", bound=TrainConfig)
 
 
-def presets_of(config_class: type) -> dict[str, dict[str, Any]]:
-    """The presets of this class, or of the nearest of its parents that has some."""
-    return next(PRESETS[kind] for kind in config_class.__mro__ if kind in PRESETS)
+def presets_of(config_class: type[TrainConfig]) -> dict[str, dict[str, Any]]:
+    """The presets of a class, checked. Raises InputError for a class or a preset that would not do what it says."""
+    problems, presets = [*check_class(config_class)], config_class.presets
+    levels = {field: "optimization_level" for fields in LEVELS.values() for field in fields}
+    if not presets or not all(isinstance(values, dict) for values in presets.values()):
+        problems.append(f"{config_class.__name__}.presets is {presets!r:.60}; expected {{name: {{field: value}}}}")
+    elif not problems:
+        names = declaring(config_class)
+        for preset, values in presets.items():
+            for name in values:
+                if name not in names or name == "preset":
+                    problems.append(
+                        f"preset {preset}: {name} is no field of {config_class.__name__}{nearest(name, names)}"
+                    )
+                elif name in levels:
+                    problems.append(
+                        f"preset {preset} sets {name}, which belongs to {levels[name]}; set that, or drop it"
+                    )
+    if problems:
+        raise InputError("\n".join(problems))
+    return presets
 
 
 def resolve(config_class: type[Config], preset: str, level: str | None = None) -> tuple[Config, dict[str, str]]:
     """The preset's configuration and, for each field, where its value came from.
 
-    level replaces the preset's optimization level. Raises KeyError for an unknown preset or level.
+    Of a default and a preset the one of the nearer class counts: a default that a subclass states anew stands against
+    the presets, and the level, that its parents state. In one class the preset counts. level: of the command line, so
+    it replaces the preset's, and sets its fields in any case. Raises KeyError for an unknown preset or level.
     """
     values: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config_class)}
     sources = dict.fromkeys(values, "default")
-    chosen = {"preset": preset, **presets_of(config_class)[preset]}
+    chosen, declared, parents = presets_of(config_class)[preset], declaring(config_class), config_class.__mro__
+    (*_, stated_by) = (kind for kind in parents if vars(kind).get("presets", {}).get(preset) is chosen)
+    chosen = {name: v for name, v in chosen.items() if parents.index(declared[name]) >= parents.index(stated_by)}
+    chosen["preset"] = preset
     values.update(chosen)
     sources.update(dict.fromkeys(chosen, f"preset {preset}"))
     if level is not None:
         values["optimization_level"], sources["optimization_level"] = level, "command line"
     fields_of_level = LEVELS[values["optimization_level"]]
+    if level is None:
+        fields_of_level = {name: v for name, v in fields_of_level.items() if declared[name] is SpeedOptions}
     values.update(fields_of_level)
     sources.update(dict.fromkeys(fields_of_level, f"level {values['optimization_level']}"))
     return config_class(**values), sources
+
+
+def without_effect(config: TrainConfig, given: Iterable[str]) -> list[str]:
+    """Of the options on a command line those that change nothing beside the others, as sentences."""
+    problems, hints = [], hints_of(type(config))
+    for name, (other, values) in WITHOUT_EFFECT.items():
+        value = getattr(config, name, "")
+        off = value is False or value == ""  # --no_download, --hellaswag ""
+        if name not in given or off or getattr(config, other, None) not in values:
+            continue
+        works = [value for value in get_args(plain(hints[other])) if value not in values]
+        remedy = f"choose --{other} {' or '.join(works)}, or leave" if works else "leave"
+        problems.append(f"--{name} has no effect: {other} is {getattr(config, other)}; {remedy} --{name} out")
+    return problems
 
 
 def parse_command_line(config_class: type[Config], description: str, argv: list[str] | None = None) -> Config:
@@ -637,55 +689,48 @@ def parse_command_line(config_class: type[Config], description: str, argv: list[
     Raises InputError for values that cannot work.
     """
     argv = sys.argv[1:] if argv is None else argv
+    presets = list(presets_of(config_class))
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    names.add_argument("--preset", default="quick_test")
+    names.add_argument("--preset", default=presets[0])
     names.add_argument("--optimization_level", "--optimization-level", default=None)
     try:
         chosen = names.parse_known_args(argv)[0]
     except argparse.ArgumentError:
         chosen = names.parse_args([])  # an option without its value: tyro says so below
+    preset = chosen.preset if chosen.preset in presets else presets[0]
+    if chosen.preset != preset and not {"-h", "--help"} & set(argv):
+        raise InputError(
+            f"preset is {chosen.preset!r:.60}; expected one of {', '.join(presets)}{nearest(chosen.preset, presets)}"
+        )
     # tyro refuses the other names below
-    preset = chosen.preset if chosen.preset in presets_of(config_class) else "quick_test"
     level = chosen.optimization_level if chosen.optimization_level in LEVELS else None
     default, _ = resolve(config_class, preset, level)
     flat = (tyro.conf.OmitArgPrefixes,)
     groups = tyro.cli(option_groups(default), args=argv, description=description, use_underscores=True, config=flat)
-    return config_class(**{name: value for group in vars(groups).values() for name, value in vars(group).items()})
+    values = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
+    config, options = config_class(**values), (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
+    if problems := without_effect(config, {option.replace("-", "_") for option in options}):
+        raise InputError("\n".join(problems))
+    return config
 
 
 def option_groups(config: TrainConfig) -> type:
     """A dataclass of dataclasses for tyro, whose help has a group of options for each class that declares fields."""
-    declared = {}  # field: the most derived class that declares it
-    for kind in reversed(type(config).__mro__):
-        declared |= dict.fromkeys(inspect.get_annotations(kind), kind)
+    kind, declared = type(config), declaring(type(config))
+    choices = {**hints_of(kind), "preset": Literal[tuple(kind.presets)]}
     groups = []
-    for kind in (kind for kind in reversed(type(config).__mro__) if kind in declared.values()):
-        docs = field_docs(kind)
+    for base in (base for base in reversed(kind.__mro__) if base in declared.values()):
         members = [
-            (f.name, Annotated[f.type, tyro.conf.arg(help=docs.get(f.name, ""))], getattr(config, f.name))
-            for f in dataclasses.fields(config)
-            if declared[f.name] is kind
+            (name, Annotated[plain(choices[name]), tyro.conf.arg(help=field_doc(kind, name))], getattr(config, name))
+            for name, where in declared.items()
+            if where is base
         ]
-        name = re.sub("(Options|Config)$", "", kind.__name__)
+        name = re.sub("(Options|Config)$", "", base.__name__)
         title = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
-        group = dataclasses.make_dataclass(title, members, frozen=True, namespace={"__doc__": kind.__doc__})
+        written = "" if base.__doc__.startswith(f"{base.__name__}(") else base.__doc__  # dataclasses make one up
+        group = dataclasses.make_dataclass(title, members, frozen=True, namespace={"__doc__": written})
         groups.append((title, group, dataclasses.field(default=group())))
     return dataclasses.make_dataclass("Options", groups)
-
-
-@functools.cache
-def field_docs(kind: type) -> dict[str, str]:
-    """The string below each field of a class, from its source; empty where there is none to be had."""
-    try:
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    except (OSError, TypeError):  # typed into a prompt
-        return {}
-    pairs = zip(body.body, body.body[1:], strict=False)
-    return {
-        field.target.id: doc.value.value
-        for field, doc in pairs
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
-    }
 
 
 def main() -> int:

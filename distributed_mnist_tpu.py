@@ -195,11 +195,11 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None) -> int:
         flops = check_model(build_model, *dataset.first(2), dataset.num_classes)  # per example, for the MFU
         sizes = dict(examples=config.global_batch_size, flops=flops)
         # makes and locks the run directory; with --resume reads its newest checkpoint
-        run.open(device, batches.num_steps, dataset.fingerprint(), **sizes, peers=peers, sharding=sharding)
+        found = dataset.fingerprint(), dataset.description
+        run.open(device, batches.num_steps, *found, **sizes, peers=peers, sharding=sharding)
         copies = "sharded parameters" if config.shard_parameters else "a copy of the parameters"
         each = f"each with {config.global_batch_size // num_devices} examples and {copies}"
         run.print(f"parallel   {config.strategy} over {num_devices} devices, {each}")
-        run.print(f"data       {dataset.description}")
 
         model = build_model().to(device)
         optimizer = make_optimizer(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from config import TrainConfig
-from llmc_files import read_header
+from llmc_files import GPT2_VOCAB_SIZE, read_header
 from token_data import BYTE_VOCAB_SIZE, END_OF_DOCUMENT_BYTE, gpt2_encoding
 from tpu_utils.environment import choose_device, command_line
 from tpu_utils.errors import InputError, run_script
@@ -31,7 +31,7 @@ class GenerateConfig:
     llmc: str = ""
     """llm.c's weights instead of a run."""
     prompt: str = ""
-    """Text; for a synthetic run token numbers such as '3 17 5'."""
+    """Text; token numbers such as '3 17 5' for synthetic data and a vocabulary of neither bytes nor GPT-2."""
     num_tokens: int | None = None
     """How many tokens follow. None: 100, or as many as the context has room for."""
     temperature: float = 0.8
@@ -192,17 +192,22 @@ def generate(model: GPT, prompt: list[int], config: GenerateConfig, device) -> l
 
 
 def load(config: GenerateConfig) -> tuple[GPT, str]:
-    """The model on the host, and what its tokens are: "text" (bytes), "tokens" (GPT-2's) or "synthetic"."""
+    """The model on the host, and what its tokens are: "text" (bytes), "tokens" (GPT-2's) or "numbers" (others)."""
     if config.llmc:
         shape, tensors = read_model(Path(config.llmc))
         model = GPT(shape)
         model.load_state_dict(split_layers({name: tensor.float() for name, tensor in tensors.items()}))
-        return model, "tokens"
+        return model, kind_of_tokens("tokens", shape.vocab_size)
     trained, saved = read_run(Path(config.run_dir))
     model = GPT(trained.shape, torch.bfloat16 if trained.precision == "bfloat16" else torch.float32)
     load_model(model, saved.part("model"))
-    of_bytes = trained.dataset == "tokens" and trained.shape.vocab_size == BYTE_VOCAB_SIZE  # prepare_data.py's shards
-    return model, "text" if of_bytes else trained.dataset
+    return model, kind_of_tokens(trained.dataset, trained.shape.vocab_size)
+
+
+def kind_of_tokens(dataset: str, vocab_size: int) -> str:
+    """Shards tell by their vocabulary which tokenizer wrote them: those of prepare_data.py record it."""
+    of_shards = {BYTE_VOCAB_SIZE: "text", GPT2_VOCAB_SIZE: "tokens"}.get(vocab_size, "numbers")
+    return {"text": "text", "tokens": of_shards}.get(dataset, "numbers")
 
 
 def prompt_tokens(prompt: str, dataset: str, encoding) -> list[int]:
@@ -217,7 +222,10 @@ def prompt_tokens(prompt: str, dataset: str, encoding) -> list[int]:
     except UnicodeEncodeError as error:
         raise InputError(f"prompt is {prompt!r:.60}; expected UTF-8 text") from error
     except ValueError as error:
-        raise InputError(f"prompt is {prompt!r:.60}; a synthetic run takes token numbers such as '3 17 5'") from error
+        raise InputError(
+            f"prompt is {prompt!r:.60}; expected token numbers such as '3 17 5': the model is of synthetic data or a "
+            f"vocabulary of neither bytes ({BYTE_VOCAB_SIZE}) nor GPT-2 ({GPT2_VOCAB_SIZE}), whose tokenizer is unknown"
+        ) from error
 
 
 def main(config: GenerateConfig) -> int:

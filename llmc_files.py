@@ -11,8 +11,12 @@ from tpu_utils.inputs import file_size, open_regular
 
 HEADER_WORDS = 256  # int32; every llm.c file starts with 1,024 bytes of header
 GPT2_TOKENS, LLAMA3_TOKENS = 20240520, 20240801  # magic numbers
+GPT2_VOCAB_SIZE = 50257
 # magic number -> version, token type, vocabulary, name
-TOKEN_FORMATS = {GPT2_TOKENS: (1, np.uint16, 50257, "GPT-2"), LLAMA3_TOKENS: (7, np.uint32, 128256, "Llama-3")}
+TOKEN_FORMATS = {
+    GPT2_TOKENS: (1, np.uint16, GPT2_VOCAB_SIZE, "GPT-2"),
+    LLAMA3_TOKENS: (7, np.uint32, 128256, "Llama-3"),
+}
 HELLASWAG_MAGIC, HELLASWAG_VERSION, START_OF_EXAMPLE = 20240522, 1, 65535
 MOST_QUESTIONS, MOST_QUESTION_BYTES = 65536, 65535  # their number and their sizes are words of 16 bits
 
@@ -42,10 +46,20 @@ def check_size(file: BinaryIO, expected: int, what: str) -> None:
         raise InputError(f"{file.name}: {problem}: {found} bytes, expected {expected} ({what}); copy or write it again")
 
 
+def check_vocabulary(path: Path, recorded: int, vocab_size: int) -> None:
+    """Raises InputError when a file records another vocabulary. 0: it records none, as llm.c's own files."""
+    if recorded and recorded != vocab_size:
+        known = {257: "bytes", GPT2_VOCAB_SIZE: "GPT-2"}.get(recorded, "an unknown tokenizer")
+        raise InputError(
+            f"{path}: tokens of a vocabulary of {recorded} ({known}), but vocab_size is {vocab_size}; expected them to "
+            f"be equal; use --vocab_size {recorded}, or write the file with the matching --tokenizer"
+        )
+
+
 def open_token_shard(path: Path, vocab_size: int) -> np.ndarray:
     """Memory-mapped tokens of one llm.c shard, uint16 or uint32, checked: magic, version, size, vocabulary."""
     with open_regular(path, "a token shard") as file:
-        magic, version, count = (int(word) for word in read_header(file, "a token shard")[:3])
+        magic, version, count, recorded = (int(word) for word in read_header(file, "a token shard")[:4])
         if magic not in TOKEN_FORMATS:
             known = ", ".join(f"{m} ({name})" for m, (*_, name) in TOKEN_FORMATS.items())
             raise InputError(
@@ -62,17 +76,21 @@ def open_token_shard(path: Path, vocab_size: int) -> np.ndarray:
                 f"{path}: {name} tokens (vocabulary {full_vocab}) for a model with vocab_size {vocab_size}; "
                 f"use GPT-2 tokens or --vocab_size {full_vocab}"
             )
+        check_vocabulary(path, recorded, vocab_size)
         if count == 0:
             raise InputError(f"{path}: no tokens; expected at least one sequence")
         return np.memmap(file, dtype, "r", HEADER_WORDS * 4, (count,))
 
 
-def write_token_shard(path: Path, tokens: np.ndarray) -> None:
-    """Write one GPT-2 shard (uint16). Raises InputError for tokens that do not fit."""
+def write_token_shard(path: Path, tokens: np.ndarray, vocab_size: int = 0) -> None:
+    """Write one GPT-2 shard (uint16), which llm.c reads too. Raises InputError for tokens that do not fit.
+
+    vocab_size: recorded in a word of the header that llm.c leaves 0 and does not read.
+    """
     if len(tokens) and (tokens.min() < 0 or tokens.max() > 65535):
         raise InputError(f"token {tokens.max()} does not fit the 16 bits of a GPT-2 shard")
     with path.open("wb") as file:
-        write_header(file, GPT2_TOKENS, TOKEN_FORMATS[GPT2_TOKENS][0], len(tokens))
+        write_header(file, GPT2_TOKENS, TOKEN_FORMATS[GPT2_TOKENS][0], len(tokens), vocab_size)
         file.write(np.asarray(tokens, "<u2").tobytes())
 
 
@@ -108,7 +126,7 @@ class MultipleChoice:
 def read_hellaswag(path: Path, vocab_size: int) -> list[MultipleChoice]:
     """Questions of an llm.c HellaSwag file. Raises InputError for a foreign, truncated or damaged file."""
     with open_regular(path, "a HellaSwag file") as file:
-        magic, version, count = (int(word) for word in read_header(file, "a HellaSwag file")[:3])
+        magic, version, count, _, recorded = (int(word) for word in read_header(file, "a HellaSwag file")[:5])
         if (magic, version) != (HELLASWAG_MAGIC, HELLASWAG_VERSION):
             raise InputError(
                 f"{path}: magic {magic}, version {version}; expected {HELLASWAG_MAGIC}, {HELLASWAG_VERSION}"
@@ -119,6 +137,7 @@ def read_hellaswag(path: Path, vocab_size: int) -> list[MultipleChoice]:
                 f"{path}: {size} bytes of {count} examples, expected 1 to {MOST_QUESTIONS} of at most "
                 f"{MOST_QUESTION_BYTES} bytes; copy the file again"
             )
+        check_vocabulary(path, recorded, vocab_size)
         words = np.fromfile(file, "<u2")
     questions, at = [], 0
     for number in range(count):
@@ -157,12 +176,14 @@ def _read_question(words: np.ndarray, at: int, number: int, where: str) -> tuple
     return MultipleChoice(index, label, parts[0], parts[1:]), at
 
 
-def write_hellaswag(path: Path, questions: list[MultipleChoice]) -> None:
+def write_hellaswag(path: Path, questions: list[MultipleChoice], vocab_size: int = 0) -> None:
+    """vocab_size: recorded as in a token shard."""
     streams = []
     for question in questions:
         parts = [np.r_[len(part), part.astype(int)] for part in (question.context, *question.endings)]
         body = np.concatenate([[question.index, question.label, len(question.endings)], *parts])
         streams.append(np.concatenate([[START_OF_EXAMPLE, 2 * (len(body) + 2)], body]).astype("<u2"))
     with path.open("wb") as file:
-        write_header(file, HELLASWAG_MAGIC, HELLASWAG_VERSION, len(streams), max(2 * len(s) for s in streams))
+        longest = max(2 * len(s) for s in streams)
+        write_header(file, HELLASWAG_MAGIC, HELLASWAG_VERSION, len(streams), longest, vocab_size)
         file.write(np.concatenate(streams).tobytes())

@@ -15,12 +15,20 @@ from tpu_utils.inputs import file_size, open_regular
 
 def check_files(config: MnistConfig) -> None:
     """Raises InputError when the files that config names are missing or damaged. Takes no second, and no torch."""
-    if config.dataset == "mnist" and not config.download:
+    if config.dataset == "mnist" and not config.download and not shapes_suffice(config):
         load_mnist(Path(config.data_dir), download=False)
+
+
+def shapes_suffice(config: MnistConfig) -> bool:
+    """Whether the compiler is asked about MNIST where there is none: it needs no data."""
+    return bool(config.compile_for) and len(list(Path(config.data_dir, "MNIST", "raw").glob("*-ubyte"))) < 4
 
 
 def load_dataset(config: MnistConfig) -> ImageDataset:
     """The data set the config names. Raises InputError when its files are missing or damaged."""
+    if config.dataset == "mnist" and shapes_suffice(config):
+        parts = [np.zeros(shape, np.uint8) for count in (60_000, 10_000) for shape in ((count, 28, 28), count)]
+        return ImageDataset(f"mnist's shapes are assumed, no files in {config.data_dir}", *parts)
     if config.dataset == "digits":
         return load_digits()
     if config.dataset == "mnist":

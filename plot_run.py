@@ -7,7 +7,8 @@ Run:     python plot_run.py runs/first
 
 Expect:  the path of each picture written; a second one, *_misread.png, for a
          run that left misread.npz. A run may be unfinished or resumed; what is
-         missing or damaged is named on stderr.
+         missing or damaged is named on stderr. A picture that cannot be drawn
+         costs no other one; the exit code is 2 then.
 """
 
 import io
@@ -366,10 +367,18 @@ def main() -> int:
             "wait for a run's first log line"
         )
     save(plot(runs), output)
+    not_drawn = []
     for run, name in zip(runs, names_of(runs), strict=True):
-        if (run.folder / MISREAD_FILE).exists():
-            tag = "" if len(runs) == 1 else "_" + name.replace("/", "_").strip(".")
-            save(misread_figure(**read_misread(run.folder)), output.with_name(f"{output.stem}_misread{tag}.png"))
+        if not (run.folder / MISREAD_FILE).exists():
+            continue
+        tag = "" if len(runs) == 1 else "_" + name.replace("/", "_").strip(".")
+        path = output.with_name(f"{output.stem}_misread{tag}.png")
+        try:
+            save(misread_figure(**read_misread(run.folder)), path)
+        except (ValueError, TypeError) as error:  # InputError, and what matplotlib says of images it cannot draw
+            not_drawn.append(f"{error}; {path} is not drawn")
+    if not_drawn:
+        raise InputError("\n".join(not_drawn))
     return 0
 
 

@@ -38,7 +38,7 @@ class PrepareConfig:
     output: Path
     """Shards become OUTPUT_train_000000.bin, ... and OUTPUT_val_000000.bin, ..."""
     tokenizer: Literal["bytes", "gpt2"] = "bytes"
-    """bytes: vocabulary 257. gpt2: vocabulary 50257; tiktoken downloads its files the first time."""
+    """bytes: vocabulary 257. gpt2: vocabulary 50257; tiktoken downloads its files once. The files record it."""
     document_separator: str = ""
     """What divides documents inside a file. Empty: a file is one document."""
     validation_fraction: float = 0.1
@@ -52,22 +52,21 @@ class PrepareConfig:
 
 
 def make_encoder(tokenizer: str) -> tuple[Callable[[bytes], np.ndarray], int]:
-    """(document -> tokens, the token that stands before every document)."""
+    """(document -> tokens, the token that stands before every document: the last one of the vocabulary)."""
     if tokenizer == "bytes":
         return lambda document: np.frombuffer(document, np.uint8), END_OF_DOCUMENT_BYTE
     encoding = gpt2_encoding()
     return lambda document: np.array(encoding.encode_ordinary(document.decode()), np.uint16), encoding.eot_token
 
 
-def write_shards(prefix: str, documents: list[bytes], encode: Callable, end_token: int, shard_tokens: int) -> int:
-    """Returns the number of tokens written. Documents may cross from one shard into the next, as in llm.c."""
+def write_shards(prefix: str, documents: list[bytes], encode: Callable, end_token: int, shard_tokens: int) -> None:
+    """Documents may cross from one shard into the next, as in llm.c."""
     first = np.array([end_token], np.uint16)
     tokens = np.concatenate([part for document in documents for part in (first, encode(document))], dtype=np.uint16)
     for number, start in enumerate(range(0, len(tokens), shard_tokens)):
         path = Path(f"{prefix}_{number:06d}.bin")
-        write_token_shard(path, tokens[start : start + shard_tokens])
+        write_token_shard(path, tokens[start : start + shard_tokens], end_token + 1)
         print(f"{path}: {len(tokens[start : start + shard_tokens]):,} tokens")
-    return len(tokens)
 
 
 def read_questions(path: Path, encode: Callable) -> list[MultipleChoice]:
@@ -113,7 +112,7 @@ def main() -> int:
     if config.hellaswag:
         questions = read_questions(config.input, encode)
         config.output.mkdir(parents=True, exist_ok=True)
-        write_hellaswag(config.output / "hellaswag_val.bin", questions)
+        write_hellaswag(config.output / "hellaswag_val.bin", questions, end_token + 1)
         print(f"{config.output / 'hellaswag_val.bin'}: {len(questions):,} questions")
         return 0
     documents = read_documents(config.input, config.document_separator)

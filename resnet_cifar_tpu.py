@@ -145,9 +145,16 @@ def train(config: CifarConfig, hosts: Peers | None = None) -> int:
         flops = check_model(build_model, *dataset.first(2), dataset.num_classes)  # per example, for the MFU
         sizes = dict(examples=config.global_batch_size, flops=flops)
         # makes and locks the run directory; with --resume reads its newest checkpoint
-        run.open(device, batches.num_steps, dataset.fingerprint(), **sizes, peers=hosts, sharding=sharding)
+        run.open(
+            device,
+            batches.num_steps,
+            dataset.fingerprint(),
+            dataset.description,
+            **sizes,
+            peers=hosts,
+            sharding=sharding,
+        )
         run.print(f"parallel   {num_devices} devices, each with {config.global_batch_size // num_devices} examples")
-        run.print(f"data       {dataset.description}")
 
         model = build_model().to(device)
         optimizer = make_optimizer(

@@ -103,9 +103,9 @@ def train(config: MnistConfig) -> int:
         batches = TrainBatches(dataset, config)  # a pure function of seed and step
         build_model = partial(ConvNet, dataset.image_size, config.channels, config.hidden_dim)
         flops = check_model(build_model, *dataset.first(2), dataset.num_classes)  # per example, for the MFU
+        sizes = dict(examples=config.global_batch_size, flops=flops)
         # makes and locks the run directory; with --resume reads its newest checkpoint
-        run.open(device, batches.num_steps, dataset.fingerprint(), examples=config.global_batch_size, flops=flops)
-        run.print(f"data       {dataset.description}")
+        run.open(device, batches.num_steps, dataset.fingerprint(), dataset.description, **sizes)
 
         model = build_model().to(device)
         optimizer = make_optimizer(

@@ -194,7 +194,8 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         tokens_per_step = config.global_batch_size * shape.sequence_length
         sizes = dict(examples=tokens_per_step, unit="tokens", flops=shape.flops_per_token)
         # makes and locks the run directory; with --resume reads its newest checkpoint
-        run.open(device, config.num_steps, data.fingerprint if data else 0, **sizes, peers=hosts, sharding=sharding)
+        found = (data.fingerprint, data.description) if data else (0, "none: nothing runs")
+        run.open(device, config.num_steps, *found, **sizes, peers=hosts, sharding=sharding)
         print_plan(run, data, why)
 
         model = build_model(config, mesh, device, initialised=not run.first_step)  # restore() fills it otherwise
@@ -279,8 +280,13 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         why = f"training state {state / fsdp / 2**30:.2f} GiB of {memory} per device; choose with --mesh"
     data, fsdp, tensor = sizes
     if math.prod(sizes) != num_devices:
+        needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about
+        remedy = (
+            f"start it with CPU_NUM_DEVICES={needed} for as many virtual devices, or" if hbm_bytes is None else "try"
+        )
+        where = config.compile_for or ("this TPU slice" if hbm_bytes else "this CPU")
         raise InputError(
-            f"mesh {config.mesh} has {math.prod(sizes)} places for {num_devices} devices; try {num_devices}x1x1"
+            f"mesh is {config.mesh}, {needed} devices, but {where} has {num_devices}; {remedy} --mesh {num_devices}x1x1"
         )
     for name, value, axis, size in (
         ("num_heads", shape.num_heads, "tensor", tensor),
@@ -361,9 +367,8 @@ def print_plan(run: Run, data: SequenceData | None, why: str) -> None:
     run.print(
         f"mfu        {shape.flops_per_token:,} FLOPs a token (6 N + 12 L D T, causal half not taken off) over peak bf16"
     )
-    description = data.description if data else "none: nothing runs"
     tokens = config.global_batch_size * shape.sequence_length
-    run.print(f"data       {description}; {tokens:,} tokens a step, {config.num_steps} steps")
+    run.print(f"batch      {tokens:,} tokens a step, {config.num_steps} steps")
     if data and data.loss_floor is not None:
         run.print(f"floor      no model can have an expected loss below {data.loss_floor:.4f} nats per token")
 

@@ -7,16 +7,20 @@ import re
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from processes import ROOT, run
 
 import aot_tpu
-from config import PRESETS, DistributedMnistConfig, MnistConfig, TransformerConfig, parse_command_line, presets_of
-from tpu_compiler import environment, reading, search
+import config
+from config import DistributedMnistConfig, MnistConfig, TrainConfig, TransformerConfig, parse_command_line, presets_of
+from tpu_compiler import ask, environment, reading, search, tracing
 from tpu_compiler.hardware import GENERATIONS, parse_topology
 from tpu_compiler.report import COMMUNICATION_LABEL, LABEL, Report
+from tpu_utils.errors import InputError
 
 TINY = ROOT / "tests" / "tiny_training.py"
 
@@ -189,6 +193,55 @@ def test_placeholders_give_the_same_program():
     assert_compiles_what_runs(files, executed_hlo(TINY, "--shard_parameters", devices=8))
 
 
+def test_state_that_an_optimizer_has_not_created_yet_is_counted_and_said():
+    """As with the state there, but that torch's own count of steps is (); sharded as the parameters are."""
+    options = ("--compile_for", "v5litepod-8", "--shard_parameters", "--placeholders")
+    expected = compiled(TINY, *options)["report.json"]
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(TINY, *options, "--without_state", AOT_TPU_OUTPUT=folder)
+        found = Report(**json.loads(Path(folder, "report.json").read_text()))
+    assert found.memory["parameters"] == expected.memory["parameters"]
+    assert found.memory["optimizer_state"] == pytest.approx(expected.memory["optimizer_state"], rel=0.03)
+    assert found.estimated_ms == pytest.approx(expected.estimated_ms, rel=0.03)
+    assert "warning: AdamW has no state yet; the report counts the 12 tensors" in done.stderr, done.stderr
+    assert "make_optimizer" in done.stderr
+
+
+OPTIMIZERS = [
+    *(torch.optim.Adam, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.SGD),
+    partial(torch.optim.SGD, momentum=0.9),
+    partial(torch.optim.AdamW, lr=torch.tensor(0.5), amsgrad=True),
+    partial(torch.optim.Adam, decoupled_weight_decay=True),
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_the_state_created_is_that_of_a_first_step(make):
+    def shapes(optimizer):
+        states = [state for state in optimizer.state.values() if state]
+        return [{name: (v.shape, v.dtype) for name, v in s.items() if isinstance(v, torch.Tensor)} for s in states]
+
+    def optimizer_of(model):
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        return make([{"params": weights}, {"params": biases, "weight_decay": 0.1}])
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    before = [parameter.clone() for parameter in model.parameters()]
+    twin, real = optimizer_of(model), optimizer_of(model)
+    assert len(tracing.create_state(twin)) == (0 if make is torch.optim.Adagrad else sum(map(len, shapes(twin))))
+    assert all(map(torch.equal, model.parameters(), before)) and tracing.create_state(twin) == []
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    real.step()
+    assert shapes(twin) == shapes(real)
+
+
+def test_state_that_cannot_be_worked_out_is_refused():
+    with pytest.raises(InputError, match=r"LBFGS has no state yet, and what its first step creates.*make_optimizer"):
+        ask.prime(torch.optim.LBFGS(torch.nn.Linear(2, 2).parameters()))
+
+
 def test_replicas_reduce_each_gradient_once():
     r = compiled(TINY, "--compile_for", "v5litepod-8", "--strategy", "ddp")["report.json"]
     assert r.program == "8 replicas" and r.devices == 8
@@ -266,15 +319,19 @@ ALL_PRESETS = [(script, preset) for script, slices in PRESET_SLICES.items() for 
 
 def test_no_preset_is_left_out():
     kinds = {MnistConfig: "simple_mnist", DistributedMnistConfig: "distributed_mnist", TransformerConfig: "transformer"}
-    assert PRESETS.keys() <= kinds.keys()
+    ours = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, TrainConfig)]
+    assert set(ours) == {TrainConfig, *kinds}
     assert {f"{name}_tpu.py": set(presets_of(kind)) for kind, name in kinds.items()} == {
         script: set(slices) for script, slices in PRESET_SLICES.items()
     }
 
 
 def compile_preset(script, preset, folder):
+    """Of production without MNIST's files: shapes suffice."""
     options = ["--preset", preset, "--compile_for", PRESET_SLICES[script][preset]]
-    return compiled(ROOT / script, *options, *([] if script == "transformer_tpu.py" else ["--data_dir", folder]))
+    if script != "transformer_tpu.py":
+        options += ["--data_dir", "nowhere" if preset == "production" else folder]
+    return compiled(ROOT / script, *options)
 
 
 @pytest.fixture(scope="module")

@@ -3,27 +3,29 @@
 import dataclasses
 import json
 import re
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import pytest
 from processes import ROOT, run
 
 from config import (
+    FREE,  # noqa: F401 - named by an annotation that is text
     LEVELS,
-    PRESETS,
     DistributedMnistConfig,
     MnistConfig,
     Range,
+    TrainConfig,
     TransformerConfig,
     free_on_resume,
-    marks,
     parse_command_line,
     parse_profile_steps,
     presets_of,
     resolve,
 )
 from tpu_utils.errors import InputError
+from tpu_utils.fields import marks
 
 
 def parse(*argv: str) -> MnistConfig:
@@ -43,12 +45,21 @@ def test_every_preset_is_valid_and_no_preset_sets_a_field_of_a_level():
 
 
 def test_later_sources_win():
-    assert parse().learning_rate == PRESETS[MnistConfig]["quick_test"]["learning_rate"]
+    assert parse().learning_rate == MnistConfig.presets["quick_test"]["learning_rate"]
     assert parse("--preset", "production").num_epochs == 10
     assert parse("--preset=production", "--num-epochs", "3").num_epochs == 3
     assert parse("--optimization-level", "aggressive").precision == "bfloat16"
     assert parse("--optimization_level", "aggressive", "--precision", "float32").precision == "float32"
     assert parse("--no_tensorboard").tensorboard is False
+
+
+COMPANIONS = {  # what an option needs to have an effect
+    "momentum": ["--optimizer=sgd"],
+    "decay_every": ["--scheduler=step"],
+    "decay_factor": ["--scheduler=step"],
+    "decay_fraction": ["--scheduler=wsd"],
+    "download": ["--dataset=mnist"],
+}
 
 
 def test_every_field_can_be_set_in_both_spellings():
@@ -59,6 +70,7 @@ def test_every_field_can_be_set_in_both_spellings():
             examples = {"profile_steps": "2:5", "dataset": "mnist", "compile_for": "v5e-8"}
             if field.name in examples:
                 argv = [option, examples[field.name]]
+            argv += COMPANIONS.get(field.name, [])
             assert isinstance(parse(*argv), MnistConfig)
 
 
@@ -66,7 +78,6 @@ def test_every_field_can_be_set_in_both_spellings():
     "argv, said",
     [
         (["--learnin_rate", "1"], "--learning_rate"),
-        (["--preset", "prodction"], "production"),
         (["--learning_rate", "fast"], "could not convert"),
         (["--preset"], "Missing value"),
     ],
@@ -87,6 +98,7 @@ def test_mistakes_are_answered_with_exit_code_2(argv, said, capsys):
         (["--momentum", "1"], "momentum is 1.0; expected 0 <= momentum < 1"),
         (["--log_every", "1000001"], "log_every is 1000001; expected 1 <= log_every <= 1000000"),
         (["--profile_steps", "13:10"], "FIRST:LAST"),
+        (["--preset", "prodction"], "preset is 'prodction'; expected one of quick_test, .*; did you mean production?"),
         (["--resume", "must"], "name the folder of the run to resume with --run_dir"),
         (["--compile_for", "v5litepod-9"], "compile_for: .* nearest is v5litepod-8"),
     ],
@@ -111,6 +123,179 @@ def test_a_configuration_of_ones_own_needs_no_registration(capsys):
         parse_command_line(OwnConfig, "", ["--help"])
     said = capsys.readouterr().out
     assert "own options" in said and "Share of the hidden values set to 0." in said
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedConfig(MnistConfig):
+    learning_rate: float = 0.5
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallConfig(TunedConfig):
+    """Of small runs."""
+
+    presets: ClassVar = {
+        "small": {},
+        "large": {"learning_rate": 0.25, "num_epochs": 2},
+        "production": MnistConfig.presets["production"],
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class AloneConfig(TrainConfig):
+    layers: Annotated[tuple[int, ...], Range("[1, inf)")] = (3, 4)
+    limit: Annotated[int | None, Range("[1, inf)")] = None
+    verbose: bool = False
+
+
+def test_a_default_of_a_subclass_stands_against_its_parents_presets_and_level(capsys):
+    for preset in MnistConfig.presets:
+        config, sources = resolve(TunedConfig, preset)
+        assert (config.learning_rate, config.precision, sources["learning_rate"]) == (0.5, "bfloat16", "default")
+        assert config.num_epochs == resolve(MnistConfig, preset)[0].num_epochs
+    assert resolve(SmallConfig, "production")[0].learning_rate == 0.5, "a preset taken over is still the parent's"
+    assert resolve(SmallConfig, "large")[0].learning_rate == 0.25, "one that the class states itself counts"
+    options = ["--optimization_level=conservative", "--learning_rate=2"]
+    config = parse_command_line(TunedConfig, "", options)
+    assert (config.learning_rate, config.precision) == (2, "float32")
+    with pytest.raises(InputError, match=r"learning_rate is -1\.0; expected a finite number above 0"):
+        parse_command_line(TunedConfig, "", ["--learning_rate=-1"])
+    with pytest.raises(SystemExit):
+        parse_command_line(TunedConfig, "", ["--help"])
+    said = capsys.readouterr().out
+    assert "TunedConfig(" not in said and "Peak learning rate." in said, "the sentence of the parent's field"
+
+
+def test_presets_of_ones_own(capsys):
+    assert parse_command_line(SmallConfig, "", []).preset == "small"
+    assert parse_command_line(SmallConfig, "", ["--preset=large"]).num_epochs == 2
+    with pytest.raises(InputError, match="preset is 'larg'; expected one of small, large, production; did you mean la"):
+        parse_command_line(SmallConfig, "", ["--preset=larg"])
+    with pytest.raises(SystemExit):
+        parse_command_line(SmallConfig, "", ["--help"])
+    assert "{small,large,production}" in capsys.readouterr().out
+
+
+def test_a_class_of_ones_own_below_the_root():
+    assert presets_of(AloneConfig) == {"quick_test": {}}
+    assert parse_command_line(AloneConfig, "", []) == AloneConfig()
+    config = parse_command_line(AloneConfig, "", ["--layers", "1", "2", "3", "--limit=5", "--verbose"])
+    assert (config.layers, config.limit, config.verbose) == ((1, 2, 3), 5, True)
+    assert "keep_checkpoints" in free_on_resume(AloneConfig) and "limit" not in free_on_resume(AloneConfig)
+    for options in (["--limit=0"], ["--layers", "1", "0"]):
+        with pytest.raises(InputError, match="expected 1 or more"):
+            parse_command_line(AloneConfig, "", options)
+    with pytest.raises(InputError, match=r"layers is \[3\]; expected tuple\[int, \.\.\.\]"):
+        AloneConfig(layers=[3])
+    with pytest.raises(InputError, match="preset is 'production'; expected one of quick_test"):
+        parse_command_line(AloneConfig, "", ["--preset=production"])
+
+
+def own(parent, decorated=True, **body):
+    annotations = {name: kind for name, (kind, _) in body.items() if kind}
+    values = {name: value for name, (_, value) in body.items()}
+    kind = type("Own", (parent,), {**values, "__annotations__": annotations, "__module__": __name__})
+    return dataclasses.dataclass(frozen=True)(kind) if decorated else kind
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        (own(MnistConfig, where=(Path, Path("x"))), "Own: where is of type Path; expected bool, int, float, str"),
+        (own(MnistConfig, sizes=(list[int], dataclasses.field(default_factory=list))), r"sizes is of type list\[int\]"),
+        (
+            own(MnistConfig, learning_rate=(None, 0.1)),
+            "Own sets learning_rate without a type.* learning_rate: float = 0.1",
+        ),
+        (
+            own(MnistConfig, decorated=False, dropout=(float, 0.1)),
+            "Own declares dropout but is no dataclass; expected @",
+        ),
+        (own(MnistConfig, presets=(None, {"a": {"num_epoch": 3}})), "preset a: num_epoch is no field.*mean num_epochs"),
+        (own(MnistConfig, presets=(None, {"a": {"precision": "x"}})), "preset a sets precision, .* optimization_level"),
+        (own(MnistConfig, presets=(None, {"a": {"num_epochs": 0}})), "num_epochs is 0; expected 1 or more"),
+        (own(MnistConfig, presets=(None, {})), r"Own.presets is \{\}; expected"),
+    ],
+)
+def test_a_class_that_would_not_do_what_it_says_is_refused(kind, said):
+    with pytest.raises(InputError, match=said):
+        parse_command_line(kind, "", [])
+
+
+def test_annotations_as_text_are_understood():
+    kind = own(TrainConfig, steps=("Annotated[int, Range('[1, inf)'), FREE]", 3))
+    assert parse_command_line(kind, "", ["--steps=4"]).steps == 4 and "steps" in free_on_resume(kind)
+    with pytest.raises(InputError, match="steps is 0; expected 1 or more"):
+        parse_command_line(kind, "", ["--steps=0"])
+
+
+@pytest.mark.parametrize(
+    "kind, argv, said",
+    [
+        (MnistConfig, ["--momentum=0.5"], "--momentum has no effect: optimizer is adamw; choose --optimizer sgd, or"),
+        (
+            MnistConfig,
+            ["--adam-beta1=0.5", "--optimizer=sgd"],
+            "choose --optimizer adam or adamw, or leave --adam_beta1",
+        ),
+        (MnistConfig, ["--decay_every", "5", "--decay_factor=0.1"], "(?s)--decay_every has.*--decay_factor has"),
+        (MnistConfig, ["--decay_fraction=0.2"], "scheduler is cosine; choose --scheduler wsd"),
+        (
+            MnistConfig,
+            ["--scheduler=step", "--final_learning_rate_fraction=0"],
+            "choose --scheduler linear or cosine or",
+        ),
+        (MnistConfig, ["--download"], "dataset is digits; choose --dataset mnist, or leave --download out"),
+        (TransformerConfig, ["--dataset=text", "--download"], "--download has no effect: dataset is text; leave"),
+        (TransformerConfig, ["--train_data=x.bin"], "choose --dataset text or tokens, or leave --train_data out"),
+        (TransformerConfig, ["--validation_data=x.bin"], "--validation_data has no effect"),
+        (TransformerConfig, ["--hellaswag=x.bin"], "--hellaswag has no effect: dataset is synthetic"),
+        (
+            TransformerConfig,
+            ["--preset=production", "--bucketed"],
+            "dataset is tokens; choose --dataset text, or leave",
+        ),
+        (TransformerConfig, ["--dataset=tokens", "--document_separator=x"], "--document_separator has no effect"),
+    ],
+)
+def test_an_option_without_effect_is_refused(kind, argv, said):
+    with pytest.raises(InputError, match=said):
+        parse_command_line(kind, "", argv)
+
+
+@dataclasses.dataclass(frozen=True)
+class LionConfig(MnistConfig):
+    optimizer: Literal["lion"] = "lion"
+    dataset: Literal["mine"] = "mine"
+
+
+@pytest.mark.parametrize(
+    "kind, argv",
+    [
+        (TransformerConfig, ["--preset=development", "--scheduler=constant"]),  # its final_learning_rate_fraction
+        (TransformerConfig, ["--preset=development", "--optimizer=sgd"]),  # its adam_beta2
+        (TransformerConfig, ["--preset=production", "--dataset=synthetic"]),  # its train_data
+        (TransformerConfig, ["--dataset=text", "--train_data=x", "--hellaswag=x.bin"]),  # of bytes, as prepare_data's
+        (MnistConfig, ["--no_download"]),
+        (LionConfig, ["--momentum=0.5", "--download"]),  # what they do there is the script's to say
+    ],
+)
+def test_what_a_preset_sets_is_never_refused(kind, argv):
+    assert isinstance(parse_command_line(kind, "", argv), kind)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--num_heads=3"], r"try --num_heads 2 or 4, or --embedding_dim 144$"),
+        (["--num_heads=5", "--embedding_dim=768"], r"try --num_heads 4 or 6, or --embedding_dim 800$"),
+        (["--num_heads=99", "--embedding_dim=64"], r"try --num_heads 64, or --embedding_dim 792$"),
+    ],
+)
+def test_heads_that_do_not_divide_the_width(options, said):
+    with pytest.raises(InputError, match=said):
+        parse_command_line(TransformerConfig, "", options)
 
 
 def test_all_problems_are_named_at_once():
@@ -155,7 +340,7 @@ def test_every_number_has_bounds():
     for config_class in (MnistConfig, DistributedMnistConfig, TransformerConfig):
         for field in dataclasses.fields(config_class):
             if isinstance(field.default, int | float) and not isinstance(field.default, bool):
-                assert any(isinstance(mark, Range) for mark in marks(field)), field.name
+                assert any(isinstance(mark, Range) for mark in marks(config_class, field.name)), field.name
 
 
 def test_requirements_pin_what_must_match():

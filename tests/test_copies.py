@@ -1,6 +1,9 @@
 """A copy of simple_mnist_tpu.py with another model and other data is right, or says why not."""
 
+import json
+import re
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -35,7 +38,8 @@ def test_another_model_on_colour_images_is_evaluated_as_plain_pytorch_does(tmp_p
     data = colour_images(dtype)
     copied(kind, data)
     assert in_process(*SHORT, "--run_dir", tmp_path / "run") == 0
-    summary = summary_in(tmp_path / "run")
+    summary, config = summary_in(tmp_path / "run"), json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["data"] == data.description and "mine" in config["data"], "what --dataset says is not what was read"
     model = kind(data.image_size, 0, 0).eval()
     model.load_state_dict(Checkpoints(tmp_path / "run" / "checkpoints", 1).load("must").part("model"))
     with torch.no_grad():
@@ -45,6 +49,23 @@ def test_another_model_on_colour_images_is_evaluated_as_plain_pytorch_does(tmp_p
     expected = torch.nn.functional.cross_entropy(logits, torch.from_numpy(data.test_labels)).item()
     assert summary["test_loss"] == pytest.approx(expected, rel=1e-4)
     assert max(summary["train_graphs"], summary["eval_graphs"]) <= 1  # 0: another test here has compiled it
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        partial(torch.optim.AdamW, lr=0.01, capturable=True),
+    ],
+)
+def test_an_optimizer_that_creates_its_state_in_step_1_is_named(tmp_path, copied, monkeypatch, capsys, make):
+    copied(Normed, colour_images(np.float32))
+    monkeypatch.setattr(simple_mnist_tpu, "make_optimizer", lambda config, parameters: make(parameters))
+    monkeypatch.setattr(simple_mnist_tpu, "step_optimizer", lambda optimizer, *rest: optimizer.step())
+    assert in_process(*SHORT, "--run_dir", tmp_path / "run") == 1
+    said = capsys.readouterr().err
+    assert re.search(r"step 2 compiled graph 2 .*: optimizer has \d+ tensors of state and had 0 before its first", said)
+    assert "as make_optimizer of optim.py does" in said and "Python number" not in said
 
 
 def test_a_run_with_batch_norm_resumes_bit_identical_from_its_first_step(tmp_path, copied):

@@ -102,7 +102,8 @@ def test_options_that_cannot_work(options):
 
 
 @pytest.mark.parametrize(
-    "dataset, vocab_size, kind", [("tokens", 257, "text"), ("tokens", 300, "tokens"), ("text", 257, "text")]
+    "dataset, vocab_size, kind",
+    [("tokens", 257, "text"), ("tokens", 50257, "tokens"), ("tokens", 300, "numbers"), ("text", 257, "text")],
 )
 def test_what_the_tokens_of_a_run_are(tmp_path, dataset, vocab_size, kind):
     config = TransformerConfig(dataset=dataset, vocab_size=vocab_size, num_layers=1, num_heads=1, embedding_dim=64)
@@ -116,12 +117,12 @@ def test_what_the_tokens_of_a_run_are(tmp_path, dataset, vocab_size, kind):
 
 
 def test_weights_of_llmc_are_loaded(tmp_path):
-    shape = ModelShape(2, 2, 32, 16, 200)
+    shape = ModelShape(2, 2, 32, 16, 257)
     trained = GPT(shape)
     trained.initialise(0)
     convert_llmc.write_model(tmp_path / "model.bin", shape, stack_layers(dict(trained.named_parameters())))
     model, kind = generate_tpu.load(GenerateConfig(llmc=str(tmp_path / "model.bin")))
-    assert kind == "tokens"
+    assert kind == "text"
     assert all(torch.equal(model.state_dict()[name], value) for name, value in trained.state_dict().items())
 
 
@@ -157,11 +158,11 @@ def test_a_prompt_that_is_no_text(prompted):
     """Bytes are what a model of bytes reads; GPT-2's tokenizer takes text, a synthetic run numbers."""
     code, out, err = prompted("a\udcff", "text")
     assert code == 0 and out.startswith("a\ufffd".encode()) and b"Traceback" not in err
-    for kind, said in (("tokens", b"expected UTF-8"), ("synthetic", b"takes token numbers")):
+    for kind, said in (("tokens", b"expected UTF-8"), ("numbers", b"expected token numbers such")):
         code, out, err = prompted("a\udcff", kind)
         assert code == 2 and not out and said in err and err.count(b"\n") == 1
     for prompt in ("9" * 5000, "-1", "1e3", "\ud800", "5 5000000000000000000000"):
-        code, _, err = prompted(prompt, "synthetic")
+        code, _, err = prompted(prompt, "numbers")
         assert code == 2 and err.count(b"\n") == 1, err
     code, out, _ = prompted("<|endoftext|> word", "tokens")
     assert code == 0 and out.startswith(b"<|endoftext|> word")

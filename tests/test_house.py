@@ -67,7 +67,14 @@ def test_nothing_here_runs_what_it_reads(folder):
 
 
 @pytest.mark.parametrize(
-    "leaf", ["tpu_utils/files.py", "tpu_utils/clock.py", "tpu_utils/errors.py", "tpu_compiler/hardware.py"]
+    "leaf",
+    [
+        "tpu_utils/files.py",
+        "tpu_utils/clock.py",
+        "tpu_utils/errors.py",
+        "tpu_utils/fields.py",
+        "tpu_compiler/hardware.py",
+    ],
 )
 def test_a_leaf_imports_nothing_of_ours(leaf):
     assert not imports_of(ROOT / leaf) & OURS

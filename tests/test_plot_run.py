@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 import warnings
 
@@ -225,7 +226,7 @@ def test_of_many_misread_digits_the_first_are_drawn(tmp_path):
     assert "300 of 1,000,000 test images misread, the first 64 of them" in figure.get_suptitle()
 
 
-def test_misread_digits_carry_label_and_prediction(tmp_path):
+def test_misread_digits_carry_label_and_prediction(tmp_path, capsys):
     images = np.arange(3 * 64, dtype=np.uint8).reshape(3, 8, 8)
     found = dict(images=images, labels=[1, 2, 3], predictions=[7, 8, 9], num_misread=5, num_tested=360, step=40)
     figure = misread_figure(**found)
@@ -235,9 +236,17 @@ def test_misread_digits_carry_label_and_prediction(tmp_path):
     assert "5 of 360 test images misread, the first 3 of them" in figure.get_suptitle()
     folder = make_run(tmp_path / "a")
     np.savez(folder / "misread.npz", **found)
-    assert call(folder) == 0 and (folder / "plot_misread.png").read_bytes()[:4] == b"\x89PNG"
+    assert call(folder) == 0
+    assert (folder / "plot_misread.png").read_bytes()[:4] == b"\x89PNG"
     (folder / "misread.npz").write_bytes(b"no zip file")
     assert call(folder) == 2
+    good, absent = make_run(tmp_path / "good"), make_run(tmp_path / "absent")
+    np.savez(good / "misread.npz", **found)
+    capsys.readouterr()
+    assert call(folder, good, absent, "--output", tmp_path / "x.png") == 2, "the exit code tells"
+    said = capsys.readouterr()
+    assert said.out.split() == [str(tmp_path / "x.png"), str(tmp_path / "x_misread_good.png")], "the others are drawn"
+    assert re.search(r"misread.npz cannot be read: .*x_misread_a.png is not drawn", said.err), said.err
     nothing = dict(found, images=images[:0], labels=[], predictions=[], num_misread=0)
     assert not [axes for axes in misread_figure(**nothing).axes if axes.images]
 

@@ -9,6 +9,7 @@ from mutations import DEEP, at_most, make_irregular, mutated_json, no_hang
 import llmc_files
 import prepare_data
 import token_data
+from tpu_utils.errors import InputError
 
 
 def prepare(monkeypatch, *arguments) -> int:
@@ -37,6 +38,10 @@ def test_bytes_to_shards_and_back(tmp_path, monkeypatch):
     validation = llmc_files.open_token_shard(tmp_path / "out" / "t_val_000000.bin", 257)
     both = [bytes(part[part < 256].astype(np.uint8)) for part in (tokens, validation)]
     assert b"".join(both).decode() == text.replace("\n\n", "")
+    with pytest.raises(
+        InputError, match=r"vocabulary of 257 .bytes., but vocab_size is 50257; .* use --vocab_size 257"
+    ):
+        token_data.TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 50257, 16, 2)
     source = token_data.TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 257, 16, 2)
     np.testing.assert_array_equal(source.batch(0)[1], tokens[16:33])
 
@@ -48,6 +53,21 @@ def test_hellaswag_questions(tmp_path, monkeypatch):
     (question,) = llmc_files.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 257)
     assert question.label == 2 and bytes(question.context.astype(np.uint8)) == b"A man sits"
     assert bytes(question.endings[2].astype(np.uint8)) == b" still"
+    with pytest.raises(InputError, match=r"hellaswag_val.bin: tokens of a vocabulary of 257"):
+        llmc_files.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 50257)
+
+
+def test_shards_record_the_vocabulary_of_their_tokenizer(tmp_path, monkeypatch):
+    class Gpt2:  # stands in for tiktoken's, whose vocabulary is a download
+        eot_token, encode_ordinary = 50256, staticmethod(lambda text: [7] * len(text))
+
+    monkeypatch.setattr(prepare_data, "gpt2_encoding", Gpt2)
+    (tmp_path / "in.txt").write_text("words and words " * 20)
+    assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "g", "--tokenizer", "gpt2") == 0
+    shard = tmp_path / "g_train_000000.bin"
+    assert llmc_files.open_token_shard(shard, 50257)[:2].tolist() == [50256, 7]
+    with pytest.raises(InputError, match=r"vocabulary of 50257 \(GPT-2\), but vocab_size is 257; .*--vocab_size 50257"):
+        llmc_files.open_token_shard(shard, 257)
 
 
 @pytest.mark.parametrize(

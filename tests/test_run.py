@@ -17,7 +17,7 @@ from typing import Annotated
 
 import numpy as np
 
-from config import FREE, PRESETS, Range, TrainConfig
+from config import FREE, Range, TrainConfig
 from tpu_utils.environment import command_line
 
 
@@ -31,9 +31,11 @@ class LineConfig(TrainConfig):
     """Steps of the run."""
     gate: Annotated[str, FREE] = ""
     """A file that the data of step 16 waits for. Changes nothing."""
+    sizes: tuple[int, ...] = (3, 4)
+    """Changes nothing, but a run is resumed with equal ones."""
 
+    presets = {"narrow": {}, "wide": {"global_batch_size": 128}}
 
-PRESETS[LineConfig] = {"quick_test": {}, "wide": {"global_batch_size": 128}}
 
 if __name__ == "__main__":
     config = command_line(LineConfig, __doc__, lambda config: None)
@@ -71,7 +73,7 @@ def train_step(model, optimizer, x, y):
 def train(config):
     with Run(config) as run:
         device = start_device(config)
-        run.open(device, config.num_steps, data_crc32=0, examples=config.global_batch_size, unit="points")
+        run.open(device, config.num_steps, 0, "points of a line", examples=config.global_batch_size, unit="points")
         model = torch.nn.Linear(1, 1).to(device)
         optimizer = make_optimizer(config, model.parameters())
         for group in optimizer.param_groups:
@@ -121,7 +123,8 @@ def test_it_has_what_every_run_has(whole):
     lines = [line for line in read_lines(whole) if line["kind"] == "train"]
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert lines[0]["points_per_second"] is None and lines[1]["points_per_second"] > 0
-    assert json.loads((whole / "config.json").read_text())["slope"] == 2.0
+    config = json.loads((whole / "config.json").read_text())
+    assert (config["slope"], config["preset"], config["data"]) == (2.0, "narrow", "points of a line")
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
@@ -144,8 +147,9 @@ def test_it_resumes_bit_identical(folder, whole, tmp_path, number, code):
 def test_what_it_was_trained_with_must_be_repeated(folder, whole):
     run = line(folder, whole, "--resume=must", "--slope=3")
     assert run.wait() == 2 and "slope is 3.0, was 2.0" in run.text("err")
-    run = line(folder, whole, "--resume=must", "--gate=x")
+    run = line(folder, whole, "--resume=must", "--gate=x", "--preset=wide", "--global_batch_size=64")
     assert run.wait() == 0 and "resumed    after step 30 of 30" in run.text("out"), run.text("err")
+    assert run.text("out").count("data       points of a line\n") == 1
     assert len(losses_in(whole)) == 30
 
 

@@ -47,6 +47,13 @@ def test_our_writer_writes_what_we_read(tmp_path):
     np.testing.assert_array_equal(llmc_files.open_token_shard(path, 50257), np.arange(50))
     with pytest.raises(InputError, match="65536"):
         llmc_files.write_token_shard(path, np.array([65536]))
+    llmc_files.write_token_shard(path, np.arange(50), 257)
+    assert np.frombuffer(path.read_bytes(), "<i4", 256).tolist() == [20240520, 1, 50, 257] + 252 * [0]
+    np.testing.assert_array_equal(llmc_files.open_token_shard(path, 257), np.arange(50))
+    with pytest.raises(
+        InputError, match=r"t.bin: tokens of a vocabulary of 257 \(bytes\), but vocab_size is 50257; .*"
+    ):
+        llmc_files.open_token_shard(path, 50257)
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_mesh_is_chosen_by_memory():
 @pytest.mark.parametrize(
     ("changes", "devices", "message"),
     [
-        (dict(mesh="2x2x1"), 8, "mesh 2x2x1 has 4 places for 8 devices; try 8x1x1"),
+        (dict(mesh="2x2x1"), 8, "mesh is 2x2x1, 4 devices, but this CPU has 8; start it with CPU_NUM_DEVICES=4 for"),
         (dict(mesh="1x1x8"), 8, r"num_heads \(4\) must be divisible by the tensor axis \(8\)"),
         (dict(mesh="1x3x1"), 3, r"embedding_dim \(64\) must be divisible by the fsdp axis \(3\)"),
         (dict(mesh="8x1x1", global_batch_size=20), 8, r"global_batch_size \(20\) must be divisible .* try 16"),
@@ -186,11 +186,20 @@ def test_meshes_that_cannot_work(changes, devices, message):
         choose_mesh(config_of(**changes), devices, None)
 
 
+@pytest.mark.parametrize(("slice", "name"), [("", "this TPU slice"), ("v5litepod-4", "v5litepod-4")])
+def test_a_mesh_of_another_size_than_the_slice_is_no_matter_of_the_cpu(slice, name):
+    with pytest.raises(InputError, match=f"mesh is 2x2x2, 8 devices, but {name} has 4; try --mesh 4x1x1"):
+        choose_mesh(config_of(mesh="2x2x2", compile_for=slice), 4, 16 * 2**30)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(mesh="2x2"), "mesh is '2x2'; expected auto, or DATAxFSDPxTENSOR"),
-        (dict(num_heads=3), r"embedding_dim \(64\) must be divisible by num_heads \(3\); try 66"),
+        (
+            dict(num_heads=3),
+            r"embedding_dim \(64\) must be divisible by num_heads \(3\); try --num_heads 2 or 4, or --embedding_dim 72",
+        ),
         (dict(gradient_accumulation_steps=3), r"divisible by gradient_accumulation_steps \(3\)"),
         (dict(dataset="text", vocab_size=64), "vocab_size is 64; text needs 257 or more"),
         (dict(num_steps=5, warmup_steps=5), "warmup_steps is 5 but the run has 5 steps"),

@@ -64,9 +64,10 @@ def train(config: argparse.Namespace) -> int:
         state = dict(step=torch.zeros(1), exp_avg=torch.zeros(p.shape), exp_avg_sq=torch.zeros(p.shape))
         if config.placeholders:
             state = {name: torch.empty(value.shape, device=device) for name, value in state.items()}
-        optimizer.state[p] = {name: value.to(device) for name, value in state.items()}
-        for tensor in (p, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]):
-            shard(tensor, config.shard_parameters)
+        if not config.without_state:
+            optimizer.state[p] = {name: value.to(device) for name, value in state.items()}
+        for tensor in (p, *optimizer.state[p].values()):
+            shard(tensor, config.shard_parameters and tensor.shape == p.shape)
     replicas = 1 if xr.is_spmd() else xr.world_size()
     shape = (config.global_batch_size // replicas, config.width)
     x = torch.empty(shape, device=device) if config.placeholders else torch.randn(shape).to(device)
@@ -88,6 +89,7 @@ def main() -> int:
     parser.add_argument("--global_batch_size", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--placeholders", action="store_true")
+    parser.add_argument("--without_state", action="store_true")
     config = parser.parse_args()
     if config.global_batch_size % 8:
         parser.error(f"global_batch_size ({config.global_batch_size}) must be divisible by 8")

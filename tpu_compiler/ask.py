@@ -22,7 +22,8 @@ from tpu_compiler.hardware import GIB, Topology, parse_topology
 from tpu_compiler.reading import parse_program, read_collectives, read_cycles, shape_bytes
 from tpu_compiler.report import Report, format_report
 from tpu_compiler.search import OUTPUT_VARIABLE, suggest
-from tpu_compiler.tracing import Traced, trace_step
+from tpu_compiler.tracing import Traced, create_state, trace_step
+from tpu_utils.errors import InputError
 
 
 def compile_for(
@@ -48,6 +49,8 @@ def compile_for(
         settings["mesh"] = "x".join(map(str, mesh.mesh_shape))  # what auto came to
     model = torch.nn.ModuleList(a for a in everything if isinstance(a, torch.nn.Module))
     optimizers = [a for a in everything if isinstance(a, torch.optim.Optimizer)]
+    for optimizer in optimizers:
+        prime(optimizer)
     traced = trace_step(step, *args, owners=(model, *optimizers), **kwargs)
     sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
     result, text = ask_compiler(traced, topology, **sizes, settings=settings)
@@ -62,6 +65,26 @@ def compile_for(
     if result.over_bytes:
         print(suggest(result, sys.argv[0], sys.argv[1:]), flush=True)
     return result.exit_code
+
+
+def prime(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that is missing, so that the report counts it, and say so: a run would not get past step 2."""
+    kind = type(optimizer).__name__
+    remedy = "create it before the first step, as make_optimizer of optim.py does"
+    try:
+        created = create_state(optimizer)
+    except ValueError as error:
+        raise InputError(
+            f"{kind} has no state yet, and what its first step creates cannot be worked out ({error}); expected the "
+            f"state to be there, or the report would not count it; {remedy}"
+        ) from error
+    if created:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in created) / GIB
+        print(
+            f"warning: {kind} has no state yet; the report counts the {len(created)} tensors ({size:.3f} GiB) that its "
+            f"first step creates, but a run would stop at step 2 with a second graph: {remedy}",
+            file=sys.stderr,
+        )
 
 
 def ask_compiler(

@@ -3,6 +3,7 @@
 Every private interface of torch_xla that this needs is in this file.
 """
 
+import collections
 import dataclasses
 import gc
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 import torch_xla
 import torch_xla.runtime as xr
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,6 +51,44 @@ def without_weights(build: Callable, device):
 
     # children first, in the order of Module.to: the program lists its outputs in the order they were made
     return model.apply(renew)
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Give an optimizer that has no state yet the one its first step would create, and return those tensors.
+
+    What it creates is found out by one step of a twin on tensors without memory. Shapes, types and devices are right,
+    the values are zeros: nothing runs with them. Sharded as their parameters. Raises ValueError where the step needs
+    values.
+    """
+    twin, parameters, created = object.__new__(type(optimizer)), {}, []
+    if any(optimizer.state.values()):
+        return []
+    with FakeTensorMode():
+        groups = [dict(group, params=[]) for group in optimizer.param_groups]
+        for group, real in zip(groups, optimizer.param_groups, strict=True):
+            # a learning rate on the device is read back by some optimizers; what it is changes no state
+            group.update({name: 0.5 for name, value in group.items() if isinstance(value, torch.Tensor)})
+            for parameter in real["params"]:
+                fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+                fake.grad = torch.empty_like(fake)
+                parameters[fake] = parameter
+                group["params"].append(fake)
+        vars(twin).update(vars(optimizer), state=collections.defaultdict(dict), param_groups=groups)
+        try:
+            twin.step()
+        except Exception as error:  # whatever it raises for tensors that have no values
+            raise ValueError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+    for fake, state in twin.state.items():
+        parameter = parameters[fake]
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        new = {name: torch.zeros(v.shape, dtype=v.dtype, device=v.device) for name, v in tensors.items()}
+        optimizer.state[parameter] = {**state, **new}
+        for tensor in new.values():
+            sharding = torch_xla._XLAC._get_xla_op_sharding(parameter) if tensor.device.type == "xla" else None
+            if sharding is not None and tensor.shape == parameter.shape:
+                torch_xla._XLAC._xla_mark_sharding(tensor, sharding)
+        created += new.values()
+    return created
 
 
 def settle() -> None:

@@ -38,6 +38,7 @@ class CompileWatch:
         self._inputs: dict[str, list[str]] = {}
         self._numbers: dict[str, dict[tuple, Any]] = {}
         self._changed: dict[str, set[tuple]] = {}
+        self._state: dict[str, int] | None = None
         self._graphs: dict[str, int] = {}
 
     def compiled(self, kind: str) -> int:
@@ -46,6 +47,11 @@ class CompileWatch:
 
     def seen(self, kind: str) -> bool:
         return kind in self._graphs
+
+    def before(self, caller: types.FrameType) -> None:
+        """Call it before the first step: what state the caller's optimizers have then."""
+        if self._state is None:
+            self._state = _state_sizes(caller)
 
     def check(self, kind: str, step: int, inputs: Sequence[torch.Tensor], caller: types.FrameType) -> int:
         """Call it right after a step of this kind. Returns the graphs it compiled. Raises RecompileError.
@@ -74,6 +80,14 @@ class CompileWatch:
             reasons = [
                 "this is its first call, so operations on device tensors before it became a graph of their own; "
                 "do them inside the step, or on the host before the tensor is sent"
+            ]
+        elif born := {n: size for n, size in _state_sizes(caller).items() if size > (self._state or {}).get(n, size)}:
+            reasons = [
+                f"{name} has {size} tensors of state and had {self._state[name]} before its first step: state that is "
+                "created inside a step makes the next one another program; create it before, as make_optimizer of "
+                f"optim.py does: for each parameter {name}.state[parameter] = {{name: zeros made on the host, sent to "
+                "the device}"
+                for name, size in born.items()
             ]
         elif not reasons:
             values = [
@@ -108,6 +122,15 @@ def _numbers_in(frame: types.FrameType) -> dict[tuple, Any]:
                     if isinstance(option, (int, float)):
                         found[f"{name}.param_groups", i, key] = option
     return found
+
+
+def _state_sizes(frame: types.FrameType) -> dict[str, int]:
+    """Tensors in the state of each optimizer among a function's variables."""
+    found = {name: value for name, value in frame.f_locals.items() if isinstance(value, torch.optim.Optimizer)}
+    return {
+        name: sum(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
+        for name, optimizer in found.items()
+    }
 
 
 def _statement_at(frame: types.FrameType) -> str:

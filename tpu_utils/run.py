@@ -18,7 +18,6 @@ Nothing here calls the training code, and the loop stands whole in the script.
 """
 
 import contextlib
-import dataclasses
 import secrets
 import sys
 import types
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 import torch_xla.runtime as xr
 
-from config import TrainConfig, free_on_resume
+from config import TrainConfig, as_json, free_on_resume
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.clock import Goodput, process_age, watch_for_stalls
 from tpu_utils.device import devices_used, peak_flops, print_banner
@@ -88,6 +87,7 @@ class Run:
         device: torch.device,
         num_steps: int,
         data_crc32: int,
+        data: str,
         *,
         examples: int,
         unit: str = "examples",
@@ -98,6 +98,7 @@ class Run:
         """Say what this runs on; make and lock the run directory; read the newest checkpoint, if it is to be resumed.
 
         num_steps: of the whole run. data_crc32: of the training data; a run is resumed on the data it began with.
+        data: what the data is, in words; printed, and kept in config.json.
         examples: of one step over all devices; unit: what they are called, such as tokens; flops: of one, both passes.
         peers: the processes of this run. sharding: how a batch lies on the mesh.
         Raises InputError for a directory that is in use, holds another run, or cannot be written.
@@ -111,16 +112,18 @@ class Run:
         folder, keep = self.run_dir / "checkpoints", self.config.keep_checkpoints
         self._run_id = self.peers.from_first(lambda: run_id_in(self.run_dir))  # "": a new run, or its file is damaged
         self._checkpoints = Checkpoints(folder, keep, self.peers, self._mirror, self._run_id)
-        self._run = {**dataclasses.asdict(self.config), "data_crc32": data_crc32}  # what a checkpoint belongs to
+        self._run = {**as_json(self.config), "data": data, "data_crc32": data_crc32}  # what a checkpoint belongs to
         if self.peers.index == 0 or xr.is_spmd():  # under SPMD every host says where it is
             print_banner(self.config, device)
         self.print(f"run        {'none: nothing runs' if self.config.compile_for else self._place}")
         if not self.config.compile_for:
             self._saved = self._checkpoints.load_for_resume(self.config.resume)
         if self._saved:
-            check_same_run(self._run, self._saved.value("config", dict), free_on_resume(type(self.config)))
+            free = free_on_resume(type(self.config)) | {"data"}  # words; the CRC-32 is what must not change
+            check_same_run(self._run, self._saved.value("config", dict), free)
             self.first_step, self._run_id = self._saved.step, self._run_id or self._saved.run_id
             self.print(f"resumed    after step {self.first_step} of {num_steps}")
+        self.print(f"data       {data}")
         self._run_id = self._checkpoints.run_id = self.peers.from_first(lambda: self._run_id or secrets.token_hex(8))
         self._step, self._logged = self.first_step, self.first_step - self.first_step % self.config.log_every
 
@@ -168,7 +171,7 @@ class Run:
 
         flops = self._flops and self._flops * self._examples
         sizes = dict(examples=self._examples, unit=self._unit, model_flops=flops)
-        return compile_for(self.config.compile_for, step, *arguments, **sizes, settings=dataclasses.asdict(self.config))
+        return compile_for(self.config.compile_for, step, *arguments, **sizes, settings=as_json(self.config))
 
     # ------------------------------------------------------------------------------------------------- around the loop
 
@@ -214,6 +217,7 @@ class Run:
 
     @contextlib.contextmanager
     def _one_graph(self, caller: types.FrameType, kind: str, step: int, inputs, count: int | None) -> Iterator[None]:
+        self._graphs.before(caller)
         with self._goodput.phase(self._goodput.current if self._graphs.seen(kind) else "compile"):
             yield
         new = self._graphs.check(kind, step, inputs, caller)

@@ -6,7 +6,8 @@ Run:     python config.py            # every preset, resolved and checked:
 
 A value is looked up in this order, the last one wins: the field's default, the
 preset, the optimization level, the command line. Presets never set a field that
-a level owns, so no value is overridden behind the reader's back.
+a level owns, so no value is overridden behind the reader's back. A resumed run
+has its own config.json in place of the preset, unless --preset is given.
 
 A configuration of your own is a subclass; parse_command_line takes it as it is:
 
@@ -58,6 +59,8 @@ class Range:
 
 FREE = "may differ between a run and its resumption without changing a single bit of what it computes"
 # Fields that say how many devices share the work, and how, are FREE too: there the numbers are equal to about 1e-7.
+LENGTHS = ("num_steps", "num_epochs")
+"""Fields that a resumption may change where the steps done keep their learning rates."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class RunOptions:
     run_dir: Annotated[str, FREE] = ""
     """Run directory, a folder or gs://BUCKET/FOLDER. Empty: a new folder runs/PRESET_DATE_TIME each time."""
     resume: Annotated[Literal["never", "auto", "must"], FREE] = "never"
-    """never refuses a run_dir that holds a run; auto resumes if there is a checkpoint; must needs one."""
+    """never refuses a run_dir that holds a run; auto resumes if there is a checkpoint; must needs one. With auto and
+    must, options that are not given are those of the run, unless --preset is given."""
     compile_for: Annotated[str, FREE] = ""
     """A TPU slice, such as v5litepod-8: compile the first step with the TPU compiler, report, do not train."""
     debug: Annotated[bool, FREE] = False
@@ -150,6 +154,8 @@ class LogOptions:
     """Steps between two checkpoints. The last step is always saved."""
     keep_checkpoints: Annotated[int, Range("[1, inf)"), FREE] = 3
     """How many of the newest checkpoints are kept."""
+    keep_best: Annotated[bool, FREE] = False
+    """Keep the checkpoint of the best evaluation too: the largest accuracy, or the smallest validation_loss."""
     tensorboard: Annotated[bool, FREE] = True
     """Write TensorBoard events to run_dir/tensorboard."""
     profile_steps: Annotated[str, FREE] = ""
@@ -163,6 +169,8 @@ class TrainConfig(
     LogOptions, SpeedOptions, OptimizerOptions, DataOptions, RunOptions
 ):  # the last one's fields are first
     """What every training script takes."""
+
+    options_from = ""  # without a type, so no option: the config.json that gave what the command line did not
 
     def __post_init__(self):
         if problems := check(self):
@@ -464,6 +472,8 @@ def check_types(config: TrainConfig) -> list[str]:
         elif kind in (int, float):
             number = Integral if kind is int else Real
             fits, expected = isinstance(value, number) and not isinstance(value, bool), kind.__name__
+            if kind is float and fits and isinstance(value, int):  # of JSON: it may be too large for a float
+                fits = abs(value) <= sys.float_info.max
         else:
             fits, expected = kind not in (str, bool) or isinstance(value, kind), getattr(kind, "__name__", kind)
         if not fits:
@@ -484,9 +494,7 @@ def check(config: TrainConfig) -> list[str]:
                 problems.append(f"{field.name} is {value}; expected {allowed}".replace(" x ", f" {field.name} "))
     if config.resume == "must" and not config.run_dir:
         problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
-    if re.match(r"\w+:/", config.run_dir) and not re.fullmatch(
-        r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?", config.run_dir
-    ):
+    if not names_a_place(config.run_dir):
         problems.append(f"run_dir is {config.run_dir!r}; expected a local folder or gs://BUCKET/FOLDER")
     try:
         parse_profile_steps(config.profile_steps)
@@ -501,6 +509,12 @@ def check(config: TrainConfig) -> list[str]:
     if isinstance(config, TransformerConfig) and not problems:
         problems += check_transformer(config)
     return problems
+
+
+def names_a_place(run_dir: str) -> bool:
+    """Whether it is a local folder or gs://BUCKET/FOLDER, and no other address."""
+    folder_in_bucket = r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?"
+    return not re.match(r"\w+:/", run_dir) or re.fullmatch(folder_in_bucket, run_dir) is not None
 
 
 def check_transformer(config: TransformerConfig) -> list[str]:
@@ -556,6 +570,44 @@ def resolve(config_class: type[Config], preset: str, level: str | None = None) -
     return config_class(**values), sources
 
 
+OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug")
+"""Fields that say what one process is to do: not taken from the process before."""
+BESIDE_OPTIONS = {"run_id", "data_crc32"}
+"""What config.json holds of the run beside its options."""
+
+
+def resolve_stored(config_class: type[Config], run_dir: str, resume: str, level: str | None) -> Config | None:
+    """The configuration of the run that run_dir holds, to be resumed; None where it holds no config.json.
+
+    level replaces the run's optimization level. A field that the file does not have yet takes its default.
+    Raises InputError, naming the file, for anything but options that this script can have written.
+    """
+    from tpu_utils.run_dir import read_config  # only here: it imports this module
+
+    name, found = read_config(run_dir)
+    if found is None:
+        return None
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    free = free_on_resume(config_class)
+    instead = "check --run_dir, or give all options again with --preset"
+    foreign = sorted(found.keys() - defaults.keys() - free - BESIDE_OPTIONS)
+    if foreign or "preset" not in found:
+        said = f"has {', '.join(f'{other!r:.40}' for other in foreign[:5])}" if foreign else "names no preset"
+        raise InputError(f"{name} {said}; expected the options of this script ({config_class.__name__}); {instead}")
+    of_the_run = defaults.keys() - set(OF_THE_PROCESS)
+    values = defaults | {field: found[field] for field in of_the_run & found.keys()}
+    if level is not None:
+        values |= {"optimization_level": level, **LEVELS[level]}
+    try:
+        config = config_class(**values | {"run_dir": run_dir, "resume": resume})
+    except InputError as error:
+        problems = str(error).replace("\n", "; ")
+        raise InputError(f"{name} holds options that cannot work: {problems}; {instead}") from error
+    new = [f"{field} {defaults[field]!r}" for field in defaults if field in of_the_run - found.keys() - free]
+    object.__setattr__(config, "options_from", name + (f" (not in it: {', '.join(new)})" if new else ""))
+    return config
+
+
 def parse_command_line(config_class: type[Config], description: str, argv: list[str] | None = None) -> Config:
     """The configuration of this run. Prints help or the mistake and exits (0 or 2) when there is no run to do.
 
@@ -564,8 +616,10 @@ def parse_command_line(config_class: type[Config], description: str, argv: list[
     """
     argv = sys.argv[1:] if argv is None else argv
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    names.add_argument("--preset", default="quick_test")
-    names.add_argument("--optimization_level", "--optimization-level", default=None)
+    names.add_argument("--preset")
+    names.add_argument("--optimization_level", "--optimization-level")
+    names.add_argument("--run_dir", "--run-dir")
+    names.add_argument("--resume")
     try:
         chosen = names.parse_known_args(argv)[0]
     except argparse.ArgumentError:
@@ -574,9 +628,16 @@ def parse_command_line(config_class: type[Config], description: str, argv: list[
     preset = chosen.preset if chosen.preset in presets_of(config_class) else "quick_test"
     level = chosen.optimization_level if chosen.optimization_level in LEVELS else None
     default, _ = resolve(config_class, preset, level)
+    run_dir = chosen.run_dir or default.run_dir
+    if chosen.preset is None and chosen.resume in ("auto", "must") and run_dir and names_a_place(run_dir):
+        default = resolve_stored(config_class, run_dir, chosen.resume, level) or default
+    if default.options_from:
+        description += f"\n\nOptions that are not given are those in {default.options_from}."
     flat = (tyro.conf.OmitArgPrefixes,)
     groups = tyro.cli(option_groups(default), args=argv, description=description, use_underscores=True, config=flat)
-    return config_class(**{name: value for group in vars(groups).values() for name, value in vars(group).items()})
+    config = config_class(**{name: value for group in vars(groups).values() for name, value in vars(group).items()})
+    object.__setattr__(config, "options_from", default.options_from)
+    return config
 
 
 def option_groups(config: TrainConfig) -> type:
@@ -608,7 +669,7 @@ def field_docs(kind: type) -> dict[str, str]:
         return {}
     pairs = zip(body.body, body.body[1:], strict=False)
     return {
-        field.target.id: doc.value.value
+        field.target.id: " ".join(doc.value.value.split())
         for field, doc in pairs
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
     }

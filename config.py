@@ -570,17 +570,20 @@ def resolve(config_class: type[Config], preset: str, level: str | None = None) -
     return config_class(**values), sources
 
 
-OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug")
-"""Fields that say what one process is to do: not taken from the process before."""
+OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug", "download", "compile_cache")
+"""Fields of one process alone. What fetches data or loads programs is no business of a folder that others may make."""
 BESIDE_OPTIONS = {"run_id", "data_crc32"}
 """What config.json holds of the run beside its options."""
 
 
-def resolve_stored(config_class: type[Config], run_dir: str, resume: str, level: str | None) -> Config | None:
+def resolve_stored(
+    config_class: type[Config], run_dir: str, resume: str, level: str | None = None, secret: str | None = None
+) -> Config | None:
     """The configuration of the run that run_dir holds, to be resumed; None where it holds no config.json.
 
-    level replaces the run's optimization level. A field that the file does not have yet takes its default.
-    Raises InputError, naming the file, for anything but options that this script can have written.
+    level replaces the run's optimization level. secret: the peers_secret that was given, None without one. A field that
+    the file does not have yet takes its default. Raises InputError, naming the file, for anything but options that this
+    script can have written.
     """
     from tpu_utils.run_dir import read_config  # only here: it imports this module
 
@@ -595,6 +598,10 @@ def resolve_stored(config_class: type[Config], run_dir: str, resume: str, level:
         said = f"has {', '.join(f'{other!r:.40}' for other in foreign[:5])}" if foreign else "names no preset"
         raise InputError(f"{name} {said}; expected the options of this script ({config_class.__name__}); {instead}")
     of_the_run = defaults.keys() - set(OF_THE_PROCESS)
+    if (
+        "peers_secret" in defaults and found.get("peers_secret") and secret is None
+    ):  # which file is secret, no folder says
+        raise InputError(f"{name} is of a run with a peers_secret; expected --peers_secret again, or '' for none")
     values = defaults | {field: found[field] for field in of_the_run & found.keys()}
     if level is not None:
         values |= {"optimization_level": level, **LEVELS[level]}
@@ -620,6 +627,7 @@ def parse_command_line(config_class: type[Config], description: str, argv: list[
     names.add_argument("--optimization_level", "--optimization-level")
     names.add_argument("--run_dir", "--run-dir")
     names.add_argument("--resume")
+    names.add_argument("--peers_secret", "--peers-secret")
     try:
         chosen = names.parse_known_args(argv)[0]
     except argparse.ArgumentError:
@@ -630,7 +638,8 @@ def parse_command_line(config_class: type[Config], description: str, argv: list[
     default, _ = resolve(config_class, preset, level)
     run_dir = chosen.run_dir or default.run_dir
     if chosen.preset is None and chosen.resume in ("auto", "must") and run_dir and names_a_place(run_dir):
-        default = resolve_stored(config_class, run_dir, chosen.resume, level) or default
+        stored = resolve_stored(config_class, run_dir, chosen.resume, level, chosen.peers_secret)
+        default = stored or default
     if default.options_from:
         description += f"\n\nOptions that are not given are those in {default.options_from}."
     flat = (tyro.conf.OmitArgPrefixes,)

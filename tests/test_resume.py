@@ -93,12 +93,24 @@ KNOWN = {**dataclasses.asdict(MnistConfig(num_epochs=7, channels=5)), "run_id": 
 
 def test_what_one_process_was_asked_for_is_not_of_the_run(tmp_path):
     once = dict(profile_steps="3:5", debug=True, compile_for="v5e-8", run_dir="elsewhere", resume="never")
+    once |= dict(download=True, compile_cache="theirs")  # of a folder that may come from others
     argv = stored(tmp_path, KNOWN | once)
     found = parse_command_line(MnistConfig, "", argv)
-    assert (found.profile_steps, found.debug, found.compile_for) == ("", False, "")
+    assert all(getattr(found, name) != value for name, value in once.items())
     assert (found.run_dir, found.resume, found.num_epochs) == (str(tmp_path), "must", 7)
     assert found.options_from == f"{tmp_path}/config.json" and "options_from" not in dataclasses.asdict(found)
     assert parse_command_line(MnistConfig, "", argv[:2]).options_from == "", "a new run has those of its preset"
+
+
+def test_a_secret_is_given_again(tmp_path):
+    """A folder that says which file is the secret could name one that its author knows; and none is no default."""
+    argv = stored(tmp_path, dataclasses.asdict(DistributedMnistConfig(peers_secret="theirs")))
+    with pytest.raises(InputError, match=r"config.json is of a run with a peers_secret; expected --peers_sec"):
+        parse_command_line(DistributedMnistConfig, "", argv)
+    for secret in ("", "ours"):
+        found = parse_command_line(DistributedMnistConfig, "", [*argv, f"--peers_secret={secret}"])
+        assert found.peers_secret == secret
+    assert parse_command_line(MnistConfig, "", argv).options_from, "one device has no peers"
 
 
 def test_help_shows_the_options_of_the_run(tmp_path, capsys):
@@ -170,7 +182,7 @@ def test_damaged_files_are_read_or_refused(tmp_path):
     for content in mutated_json(KNOWN, 300):
         stored(tmp_path, content)
         try:
-            resolve_stored(MnistConfig, str(tmp_path), "must", None)
+            resolve_stored(MnistConfig, str(tmp_path), "must")
             outcomes["read"] += 1
         except InputError as error:
             assert str(error).startswith(f"{tmp_path}/config.json"), error
@@ -296,12 +308,20 @@ ACCURACIES = {22: 0.5, 44: 0.9, 66: 0.9, 88: 0.7}
 BEST = [*TINY, "--num_epochs=4", "--keep_best", "--keep_checkpoints=1", "--save_every=20"]
 
 
-@pytest.fixture
-def evaluated(monkeypatch):
+@pytest.fixture(scope="module")
+def evaluated():
     """Evaluations give these accuracies instead."""
-    monkeypatch.setattr(
-        simple_mnist_tpu, "evaluate", lambda model, batches, run, step: (ACCURACIES[step], 1 - ACCURACIES[step])
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            simple_mnist_tpu, "evaluate", lambda model, batches, run, step: (ACCURACIES[step], 1 - ACCURACIES[step])
+        )
+        yield
+
+
+@pytest.fixture(scope="module")
+def all_kept(evaluated, tmp_path_factory):
+    """A run that keeps its best and every other checkpoint."""
+    return train(tmp_path_factory.mktemp("all") / "run", *BEST, "--keep_checkpoints=99")
 
 
 def checkpoints_of(run_dir: Path) -> list[int]:
@@ -323,20 +343,23 @@ def test_the_best_checkpoint_stays_beside_the_newest(evaluated, tmp_path, capsys
 
 
 @pytest.mark.parametrize("killed_after", [40, 60])
-def test_the_best_is_known_after_a_resumption(evaluated, tmp_path, killed_after):
-    """Before and after the best one; the state is that of a run that was never stopped, and keeps no best."""
-    everything = [option for option in BEST if option != "--keep_checkpoints=1"]
-    whole = train(tmp_path / "whole", *everything, "--no_keep_best")
-    assert "best_step" not in summary_in(whole)
-    run_dir = copy_until(killed_after, train(tmp_path / "all", *everything), tmp_path / "run")
+def test_the_best_is_known_after_a_resumption(all_kept, tmp_path, killed_after):
+    """Before and after the best one."""
+    run_dir = copy_until(killed_after, all_kept, tmp_path / "run")
     train(run_dir, "--resume=must", "--keep_checkpoints=1")
     assert checkpoints_of(run_dir) == [44, 88] and best_of(run_dir) == 44
     assert summary_in(run_dir)["best_step"] == 44
-    assert_identical(end_state(run_dir), end_state(whole))
+    assert_identical(end_state(run_dir), end_state(all_kept))
 
 
-def test_a_best_checkpoint_that_was_removed_is_forgotten_and_another_one_found(evaluated, tmp_path):
-    run_dir = copy_until(60, train(tmp_path / "all", *BEST, "--keep_checkpoints=99"), tmp_path / "run")
+def test_keeping_the_best_changes_no_number(all_kept, tmp_path):
+    whole = train(tmp_path / "whole", *BEST, "--no_keep_best")
+    assert "best_step" not in summary_in(whole) and checkpoints_of(whole) == [88]
+    assert_identical(end_state(whole), end_state(all_kept))
+
+
+def test_a_best_checkpoint_that_was_removed_is_forgotten_and_another_one_found(all_kept, tmp_path):
+    run_dir = copy_until(60, all_kept, tmp_path / "run")
     shutil.rmtree(run_dir / "checkpoints" / "step_00000044")
     with pytest.raises(CheckpointError, match=r"step_00000044, the best checkpoint, is not there; use the newest"):
         best_of(run_dir)

@@ -6,7 +6,8 @@ Run:     python config.py            # every preset, resolved and checked:
 
 A value is looked up in this order, the last one wins: the field's default, the
 preset, the optimization level, the command line. Presets never set a field that
-a level owns, so no value is overridden behind the reader's back.
+a level owns, so no value is overridden behind the reader's back. A resumed run
+has its own config.json in place of the preset, unless --preset is given.
 
 A configuration of your own is a subclass; parse_command_line takes it as it is:
 
@@ -66,6 +67,8 @@ class Range:
 
 FREE = "may differ between a run and its resumption without changing a single bit of what it computes"
 # Fields that say how many devices share the work, and how, are FREE too: there the numbers are equal to about 1e-7.
+LENGTHS = ("num_steps", "num_epochs")
+"""Fields that a resumption may change where the steps done keep their learning rates."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ class RunOptions:
     run_dir: Annotated[str, FREE] = ""
     """Run directory, a folder or gs://BUCKET/FOLDER. Empty: a new folder runs/PRESET_DATE_TIME each time."""
     resume: Annotated[Literal["never", "auto", "must"], FREE] = "never"
-    """never refuses a run_dir that holds a run; auto resumes if there is a checkpoint; must needs one."""
+    """never refuses a run_dir that holds a run; auto resumes if there is a checkpoint; must needs one. With auto and
+    must, options that are not given are those of the run, unless --preset is given."""
     compile_for: Annotated[str, FREE] = ""
     """A TPU slice, such as v5litepod-8: compile the first step with the TPU compiler, report, do not train."""
     debug: Annotated[bool, FREE] = False
@@ -158,6 +162,8 @@ class LogOptions:
     """Steps between two checkpoints. The last step is always saved."""
     keep_checkpoints: Annotated[int, Range("[1, inf)"), FREE] = 3
     """How many of the newest checkpoints are kept."""
+    keep_best: Annotated[bool, FREE] = False
+    """Keep the checkpoint of the best evaluation too: the largest accuracy, or the smallest validation_loss."""
     tensorboard: Annotated[bool, FREE] = True
     """Write TensorBoard events to run_dir/tensorboard."""
     profile_steps: Annotated[str, FREE] = ""
@@ -174,6 +180,7 @@ class TrainConfig(
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {"quick_test": {}}  # the defaults of the fields
     """For each name that --preset takes, the fields it sets. The first one is taken when none is named."""
+    options_from = ""  # without a type, so no option: the config.json that gave what the command line did not
 
     def __post_init__(self):
         if problems := check(self):
@@ -542,6 +549,11 @@ def as_json(config: TrainConfig) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=lambda number: number.item()))
 
 
+def defaults_of(config_class: type[TrainConfig]) -> dict[str, Any]:
+    """The default of every field, as a file would give it."""
+    return json.loads(json.dumps({field.name: field.default for field in dataclasses.fields(config_class)}))
+
+
 def parse_profile_steps(text: str) -> tuple[int, int]:
     """'10:13' -> (10, 13). '' -> (-1, -1). Raises InputError for anything else."""
     if not text:
@@ -563,9 +575,7 @@ def check(config: TrainConfig) -> list[str]:
                 problems.append(f"{field.name} is {value}; expected {allowed}".replace(" x ", f" {field.name} "))
     if config.resume == "must" and not config.run_dir:
         problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
-    if re.match(r"\w+:/", config.run_dir) and not re.fullmatch(
-        r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?", config.run_dir
-    ):
+    if not names_a_place(config.run_dir):
         problems.append(f"run_dir is {config.run_dir!r}; expected a local folder or gs://BUCKET/FOLDER")
     try:
         parse_profile_steps(config.profile_steps)
@@ -583,6 +593,12 @@ def check(config: TrainConfig) -> list[str]:
     if isinstance(config, TransformerConfig) and not problems:
         problems += check_transformer(config)
     return problems
+
+
+def names_a_place(run_dir: str) -> bool:
+    """Whether it is a local folder or gs://BUCKET/FOLDER, and no other address."""
+    folder_in_bucket = r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?"
+    return not re.match(r"\w+:/", run_dir) or re.fullmatch(folder_in_bucket, run_dir) is not None
 
 
 def check_transformer(config: TransformerConfig) -> list[str]:
@@ -682,6 +698,51 @@ def without_effect(config: TrainConfig, given: Iterable[str]) -> list[str]:
     return problems
 
 
+OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug", "download", "compile_cache")
+"""Fields of one process alone. What fetches data or loads programs is no business of a folder that others may make."""
+BESIDE_OPTIONS = {"run_id", "data", "data_crc32"}
+"""What config.json holds of the run beside its options."""
+
+
+def resolve_stored(
+    config_class: type[Config], run_dir: str, resume: str, level: str | None = None, secret: str | None = None
+) -> Config | None:
+    """The configuration of the run that run_dir holds, to be resumed; None where it holds no config.json.
+
+    level replaces the run's optimization level. secret: the peers_secret that was given, None without one. A field that
+    the file does not have yet takes its default. Raises InputError, naming the file, for anything but options that this
+    script can have written.
+    """
+    from tpu_utils.run_dir import read_config  # only here: it imports this module
+
+    name, found = read_config(run_dir)
+    if found is None:
+        return None
+    defaults, free = defaults_of(config_class), free_on_resume(config_class)
+    instead = "check --run_dir, or give all options again with --preset"
+    foreign = sorted(found.keys() - defaults.keys() - free - BESIDE_OPTIONS)
+    if foreign or "preset" not in found:
+        said = f"has {', '.join(f'{other!r:.40}' for other in foreign[:5])}" if foreign else "names no preset"
+        raise InputError(f"{name} {said}; expected the options of this script ({config_class.__name__}); {instead}")
+    of_the_run = defaults.keys() - set(OF_THE_PROCESS)
+    if (
+        "peers_secret" in defaults and found.get("peers_secret") and secret is None
+    ):  # which file is secret, no folder says
+        raise InputError(f"{name} is of a run with a peers_secret; expected --peers_secret again, or '' for none")
+    values = defaults | {field: found[field] for field in of_the_run & found.keys()}
+    values = {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
+    if level is not None:
+        values |= {"optimization_level": level, **LEVELS[level]}
+    try:
+        config = config_class(**values | {"run_dir": run_dir, "resume": resume})
+    except InputError as error:
+        problems = str(error).replace("\n", "; ")
+        raise InputError(f"{name} holds options that cannot work: {problems}; {instead}") from error
+    new = [f"{field} {defaults[field]!r}" for field in defaults if field in of_the_run - found.keys() - free]
+    object.__setattr__(config, "options_from", name + (f" (not in it: {', '.join(new)})" if new else ""))
+    return config
+
+
 def parse_command_line(config_class: type[Config], description: str, argv: list[str] | None = None) -> Config:
     """The configuration of this run. Prints help or the mistake and exits (0 or 2) when there is no run to do.
 
@@ -691,26 +752,36 @@ def parse_command_line(config_class: type[Config], description: str, argv: list[
     argv = sys.argv[1:] if argv is None else argv
     presets = list(presets_of(config_class))
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    names.add_argument("--preset", default=presets[0])
-    names.add_argument("--optimization_level", "--optimization-level", default=None)
+    names.add_argument("--preset")
+    names.add_argument("--optimization_level", "--optimization-level")
+    names.add_argument("--run_dir", "--run-dir")
+    names.add_argument("--resume")
+    names.add_argument("--peers_secret", "--peers-secret")
     try:
         chosen = names.parse_known_args(argv)[0]
     except argparse.ArgumentError:
         chosen = names.parse_args([])  # an option without its value: tyro says so below
     preset = chosen.preset if chosen.preset in presets else presets[0]
-    if chosen.preset != preset and not {"-h", "--help"} & set(argv):
+    if chosen.preset not in (None, preset) and not {"-h", "--help"} & set(argv):
         raise InputError(
             f"preset is {chosen.preset!r:.60}; expected one of {', '.join(presets)}{nearest(chosen.preset, presets)}"
         )
     # tyro refuses the other names below
     level = chosen.optimization_level if chosen.optimization_level in LEVELS else None
     default, _ = resolve(config_class, preset, level)
+    run_dir = chosen.run_dir or default.run_dir
+    if chosen.preset is None and chosen.resume in ("auto", "must") and run_dir and names_a_place(run_dir):
+        stored = resolve_stored(config_class, run_dir, chosen.resume, level, chosen.peers_secret)
+        default = stored or default
+    if default.options_from:
+        description += f"\n\nOptions that are not given are those in {default.options_from}."
     flat = (tyro.conf.OmitArgPrefixes,)
     groups = tyro.cli(option_groups(default), args=argv, description=description, use_underscores=True, config=flat)
     values = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
     config, options = config_class(**values), (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
     if problems := without_effect(config, {option.replace("-", "_") for option in options}):
         raise InputError("\n".join(problems))
+    object.__setattr__(config, "options_from", default.options_from)
     return config
 
 

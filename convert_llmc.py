@@ -3,8 +3,8 @@
 Run:     python convert_llmc.py describe gpt2_124M.bin
          python convert_llmc.py check gpt2_124M.bin gpt2_124M_debug_state.bin
              compares loss, logits and gradients
-         python convert_llmc.py export RUN_DIR model.bin [bf16]
-             writes the newest checkpoint of a run
+         python convert_llmc.py export RUN_DIR model.bin [bf16] [best]
+             writes the newest checkpoint of a run, or its best one
 """
 
 import math
@@ -24,8 +24,9 @@ def parse(arguments: list[str]) -> list[str]:
     if arguments in (["--help"], ["-h"]):
         print(__doc__)
         sys.exit(0)
-    allowed = {"describe": (2,), "check": (3,), "export": (3, 4)}
-    if not arguments or len(arguments) not in allowed.get(arguments[0], ()) or arguments[3:] not in ([], ["bf16"]):
+    allowed = {"describe": (2,), "check": (3,), "export": (3, 4, 5)}
+    ways = [[], ["bf16"], ["best"], ["bf16", "best"]]
+    if not arguments or len(arguments) not in allowed.get(arguments[0], ()) or arguments[3:] not in ways:
         print(__doc__, file=sys.stderr)
         sys.exit(2)
     for path in arguments[1 : 3 if arguments[0] == "check" else 2]:
@@ -170,9 +171,11 @@ def differences(found: DebugState, expected: DebugState) -> dict[str, float]:
     return {n: ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for n, (a, b) in pairs.items()}
 
 
-def read_run(run_dir: Path) -> tuple[TransformerConfig, Saved]:
-    """The configuration and the newest checkpoint of a run of transformer_tpu.py. Raises InputError for any other."""
-    saved = Checkpoints(run_dir / "checkpoints", keep=1).load("must")
+def read_run(run_dir: Path, checkpoint: str = "newest") -> tuple[TransformerConfig, Saved]:
+    """The configuration and the newest or the best checkpoint of a run of transformer_tpu.py. Raises InputError for any
+    other run, and where there is no such checkpoint."""
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep=1)
+    saved = checkpoints.load_best() if checkpoint == "best" else checkpoints.load("must")
     if "model/token_embedding" not in saved.entries:
         raise InputError(f"{run_dir} is not a run of transformer_tpu.py")
     names = {field.name for field in fields(TransformerConfig)}
@@ -198,9 +201,9 @@ def check_weights(shape: ModelShape, saved: Saved) -> None:
     check_alike({name: Kind(tuple(size), torch.float32) for name, size in wanted.items()}, found)
 
 
-def export(run_dir: Path, path: Path, dtype: torch.dtype) -> None:
-    """Write the newest checkpoint of a run."""
-    config, saved = read_run(run_dir)
+def export(run_dir: Path, path: Path, dtype: torch.dtype, checkpoint: str = "newest") -> None:
+    """Write the newest or the best checkpoint of a run."""
+    config, saved = read_run(run_dir, checkpoint)
     write_model(path, config.shape, stack_layers(saved.part("model")), dtype)
     print(f"{path}: step {saved.step}, {config.shape}, {dtype}")
 
@@ -221,7 +224,8 @@ def check_state(shape: ModelShape, tensors: dict[str, torch.Tensor], expected: D
 def main(arguments: list[str]) -> int:
     command, path = arguments[0], Path(arguments[1])
     if command == "export":
-        export(path, Path(arguments[2]), torch.bfloat16 if arguments[3:] else torch.float32)
+        dtype = torch.bfloat16 if "bf16" in arguments[3:] else torch.float32
+        export(path, Path(arguments[2]), dtype, "best" if "best" in arguments[3:] else "newest")
         return 0
     shape, tensors = read_model(path)
     print(f"{shape}, {number_of_values(shape):,} values of {next(iter(tensors.values())).dtype}")

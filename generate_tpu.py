@@ -1,7 +1,8 @@
 """Sample from a trained transformer, with a key-value cache.
 
 Run:     python generate_tpu.py --run_dir RUN --prompt "ROMEO:" --num_tokens 40
-             from the newest checkpoint of a run of transformer_tpu.py
+             from the newest checkpoint of a run of transformer_tpu.py,
+             or from the best one: --checkpoint best
          python generate_tpu.py --llmc gpt2_124M.bin --prompt "Hello"
              from llm.c weights; needs tiktoken and its GPT-2 vocabulary
 
@@ -27,7 +28,9 @@ class GenerateConfig:
     """What to sample from, and how."""
 
     run_dir: str = ""
-    """A run of transformer_tpu.py; its newest checkpoint is used."""
+    """A run of transformer_tpu.py."""
+    checkpoint: Literal["newest", "best"] = "newest"
+    """Of the run. best: of its best evaluation, which a run with --keep_best keeps."""
     llmc: str = ""
     """llm.c's weights instead of a run."""
     prompt: str = ""
@@ -48,6 +51,8 @@ class GenerateConfig:
     def __post_init__(self):
         if bool(self.run_dir) == bool(self.llmc):
             raise InputError("give either --run_dir or --llmc")
+        if self.llmc and self.checkpoint != "newest":
+            raise InputError("checkpoint is best, but --llmc has no checkpoints; give --run_dir, or leave it out")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InputError(f"temperature is {self.temperature}; expected a finite number, 0 or more")
         if self.num_tokens is not None and self.num_tokens < 1:
@@ -198,7 +203,7 @@ def load(config: GenerateConfig) -> tuple[GPT, str]:
         model = GPT(shape)
         model.load_state_dict(split_layers({name: tensor.float() for name, tensor in tensors.items()}))
         return model, kind_of_tokens("tokens", shape.vocab_size)
-    trained, saved = read_run(Path(config.run_dir))
+    trained, saved = read_run(Path(config.run_dir), config.checkpoint)
     model = GPT(trained.shape, torch.bfloat16 if trained.precision == "bfloat16" else torch.float32)
     load_model(model, saved.part("model"))
     return model, kind_of_tokens(trained.dataset, trained.shape.vocab_size)

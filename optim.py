@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from config import TrainConfig
+from config import LENGTHS, TrainConfig
 from tpu_utils.errors import InputError
 
 
@@ -18,11 +18,15 @@ def learning_rates(config: TrainConfig, num_steps: int) -> torch.Tensor:
     Warm-up counts from (s + 1) / warmup_steps; the decay runs over the steps that are left and would reach 0 one step
     after the last.
     """
-    step = np.arange(num_steps, dtype=np.float64)
+    return torch.from_numpy(_rates_of(np.arange(num_steps, dtype=np.float64), config, num_steps))
+
+
+def _rates_of(step: np.ndarray, config: TrainConfig, num_steps: int) -> np.ndarray:
+    """The learning rates, float32, of some of the steps 0, 1, ... of a run of num_steps."""
     after = step - config.warmup_steps
     progress = np.clip(after / max(1, num_steps - config.warmup_steps), 0, 1)
     shapes = {
-        "constant": np.ones(num_steps),
+        "constant": np.ones(len(step)),
         "linear": 1 - progress,
         "cosine": (1 + np.cos(np.pi * progress)) / 2,
         "step": np.float64(config.decay_factor) ** np.maximum(0, after // config.decay_every),
@@ -34,12 +38,39 @@ def learning_rates(config: TrainConfig, num_steps: int) -> torch.Tensor:
     warm_up = np.minimum(1, (step + 1) / config.warmup_steps) if config.warmup_steps else 1
     limits = np.finfo(np.float32)  # step decay of a long run can underflow
     rates = np.maximum(config.learning_rate * warm_up * shapes[config.scheduler], limits.tiny)
-    if not rates.max() <= limits.max:  # nan included
+    if len(rates) and not rates.max() <= limits.max:  # nan included
         raise InputError(
             f"learning_rate is {config.learning_rate} and {config.scheduler} takes it to {rates.max():g}; expected at "
             f"most {limits.max:g}, the largest float32"
         )
-    return torch.from_numpy(rates.astype(np.float32))
+    return rates.astype(np.float32)
+
+
+def check_length(config: TrainConfig, num_steps: int, before: int, done: int) -> None:
+    """Raises InputError unless a run that was to have `before` steps, and has done some, may go on to num_steps.
+
+    It may where every step done had the rate that learning_rates() gives it now: the run then ends bit-identical to one
+    that was to have num_steps from its start.
+    """
+    option = next((f"--{name}" for name in LENGTHS if hasattr(config, name)), "number of steps")
+    if num_steps == before:
+        return
+    if num_steps < done:
+        raise InputError(
+            f"the run has done {done} steps and is now to have {num_steps}; expected {done} or more; choose a larger "
+            f"{option}, or start anew in another --run_dir"
+        )
+    steps = np.arange(done, dtype=np.float64)
+    others = np.flatnonzero(_rates_of(steps, config, num_steps) != _rates_of(steps, config, before))
+    if len(others):
+        first = others[0] + 1
+        here = f"; a checkpoint of step {first - 1} or before could go on" if config.scheduler == "wsd" else ""
+        raise InputError(
+            f"the run was to have {before} steps and is now to have {num_steps}, but it has done {done}, and with "
+            f"scheduler {config.scheduler} the learning rates from step {first} on would have been others; repeat the "
+            f"old {option}, or start anew in another --run_dir; runs with scheduler constant or step, or with wsd "
+            f"before its decay, can be made longer{here}"
+        )
 
 
 class SGD(torch.optim.Optimizer):

@@ -73,5 +73,14 @@ def losses_in(run_dir: Path) -> list[float]:
     return [line["loss"] for line in read_lines(run_dir) if line["kind"] == "train"]
 
 
+def files_of(run_dir: Path) -> dict:
+    """Content and time of every file in a run directory but the lock, which names its last holder."""
+    return {
+        path.relative_to(run_dir): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in run_dir.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
 def summary_in(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())

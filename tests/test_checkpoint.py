@@ -295,39 +295,87 @@ def test_too_little_space_is_said_before_anything_is_touched(tmp_path):
     assert {path.name for path in checkpoints.folder.iterdir()} == {"step_00000020", "step_00000010"}
 
 
+def killed_in_thread(moment: int, save) -> bool:
+    """Whether a child that saves was killed, at its moment-th access to files in the thread, before it came through."""
+    events = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+    child = os.fork()
+    if child == 0:
+        count = itertools.count(1)
+
+        def hook(event, arguments):
+            in_thread = threading.current_thread().name == "checkpoint"
+            if in_thread and event in events and next(count) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        try:
+            save()
+            os._exit(0)
+        finally:
+            os._exit(1)  # never back into pytest
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
 def test_killed_at_any_moment_of_a_save_a_complete_checkpoint_is_left(tmp_path):
     """A child is killed at its first, second, ... access to files in the thread, until one comes through."""
-    events = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
     left = []
     for moment in itertools.count(1):
         folder = tmp_path / str(moment)
         folder.mkdir()
         checkpoints = save(folder, 10, keep=1)
-        child = os.fork()
-        if child == 0:
-            count = itertools.count(1)
-
-            def hook(event, arguments, moment=moment, count=count):
-                in_thread = threading.current_thread().name == "checkpoint"
-                if in_thread and event in events and next(count) == moment:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            sys.addaudithook(hook)
-            try:
-                checkpoints.save(20, STATE)
-                os._exit(0)
-            finally:
-                os._exit(1)  # never back into pytest
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        killed = killed_in_thread(moment, lambda found=checkpoints: found.save(20, STATE))
         saved = checkpoints.load_for_resume("must")
         assert torch.equal(saved.part("model")["w"], STATE["model"]["w"])
         left.append(saved.step)
         checkpoints.save(20, STATE)  # what the resumed run does
         assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000020"]
-        if code == 0:
+        if not killed:
             break
-        assert code == -signal.SIGKILL
     assert left == sorted(left) and left[0] == 10 and left[-1] == 20 and len(left) > 8
+
+
+def best(step):
+    return VALUES | {"best": {"step": step, "field": "accuracy", "value": step / 100}}
+
+
+def test_the_best_stays_until_a_better_one_is_complete(tmp_path):
+    """Each save names the best one by then; while it is written the loop may have found another."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    for step, best_step, left in [(10, 10, [10]), (20, 10, [10, 20]), (30, 10, [10, 30]), (40, 40, [40])]:
+        checkpoints.write(checkpoints.copy(step, STATE, best(best_step), best=best_step))
+        checkpoints.wait()
+        assert checkpoints.steps() == left and checkpoints.load_best().step == best_step
+    checkpoints.save(50, STATE, best(40))
+    with pytest.raises(CheckpointError, match=r"step_00000040, the best checkpoint, is not there"):
+        checkpoints.load_best()
+
+
+def test_a_damaged_best_checkpoint_is_never_replaced_by_another(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    for step in (10, 20):
+        checkpoints.write(checkpoints.copy(step, STATE, best(10), best=10))
+    checkpoints.wait()
+    alter(checkpoints.path(10) / "state.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="step_00000010 is damaged"):
+        checkpoints.load_best()
+
+
+def test_killed_at_any_moment_of_a_save_a_best_checkpoint_is_left(tmp_path):
+    before, left = Checkpoints(tmp_path / "before", 1), []
+    for step in (10, 20):
+        before.write(before.copy(step, STATE, best(10), best=10))
+    before.wait()
+    for moment in itertools.count(1):
+        checkpoints = Checkpoints(shutil.copytree(before.folder, tmp_path / str(moment)), 1)
+        killed = killed_in_thread(
+            moment, lambda found=checkpoints: (found.write(found.copy(30, STATE, best(30), best=30)), found.wait())
+        )
+        left.append((checkpoints.load("must").step, checkpoints.load_best().step))
+        if not killed:
+            break
+    assert left == sorted(left) and set(left) == {(20, 10), (30, 30)}
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_anything_changes():

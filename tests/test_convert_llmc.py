@@ -99,6 +99,14 @@ def test_checkpoint_of_a_run_is_exported(tmp_path, tensors):
     shape, found = convert_llmc.read_model(tmp_path / "out.bin")
     assert shape == SHAPE
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors.items())
+    worse = {name: tensor + 1 for name, tensor in split_layers(tensors).items()}
+    best = {"step": 7, "field": "validation_loss", "value": 3.5}
+    Checkpoints(tmp_path / "run" / "checkpoints", 2).save(9, {"model": worse}, {"config": options, "best": best})
+    for which, expected in ((["best"], 0), ([], 1)):
+        arguments = convert_llmc.parse(["export", str(tmp_path / "run"), str(tmp_path / "out.bin"), *which])
+        assert convert_llmc.main(arguments) == 0
+        _, found = convert_llmc.read_model(tmp_path / "out.bin")
+        assert all(torch.equal(found[name], tensor + expected) for name, tensor in tensors.items())
     (tmp_path / "empty").mkdir()
     assert run_script(lambda: convert_llmc.main(["export", str(tmp_path / "empty"), str(tmp_path / "x.bin")])) == 2
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import losses_in, summary_in
+from conftest import files_of, losses_in, summary_in
 from processes import ROOT, environment_with, free_port, run, start, waits
 
 import distributed_mnist_tpu as script
@@ -267,6 +267,15 @@ def test_fsdp_stopped_and_resumed_on_the_same_and_on_other_devices(ladder, tmp_p
     code, out, err = train(tmp_path / "other", *LADDER["spmd_2"], "--resume", "must")
     assert code == 0, out + err
     np.testing.assert_allclose(losses_in(tmp_path / "other"), losses_in(ladder["fsdp_4"]), rtol=TOLERANCE)
+
+
+def test_a_finished_run_that_is_resumed_changes_nothing(ladder):
+    """With no options but where it is: the virtual devices too are those of the run."""
+    before = files_of(ladder["spmd_2"])
+    done = run("distributed_mnist_tpu.py", "--run_dir", ladder["spmd_2"], "--resume", "must")
+    assert done.returncode == 0 and "spmd over 2 devices" in done.stdout, done.stderr
+    assert done.stdout.endswith(f"finished   step {NUM_STEPS} of {NUM_STEPS} was reached before; nothing to do\n")
+    assert files_of(ladder["spmd_2"]) == before
 
 
 def test_ddp_stopped_and_resumed(ladder, tmp_path):

@@ -94,7 +94,11 @@ def test_prompts_that_do_not_fit(model, prompt, num_tokens, message):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(run_dir="a", llmc="b"), dict(run_dir="a", temperature=-1.0), dict(run_dir="a", num_tokens=0)]
+    "options",
+    [
+        *({}, dict(run_dir="a", llmc="b"), dict(run_dir="a", temperature=-1.0), dict(run_dir="a", num_tokens=0)),
+        dict(llmc="b", checkpoint="best"),
+    ],
 )
 def test_options_that_cannot_work(options):
     with pytest.raises(InputError):
@@ -114,6 +118,8 @@ def test_what_the_tokens_of_a_run_are(tmp_path, dataset, vocab_size, kind):
     model, found = generate_tpu.load(GenerateConfig(run_dir=str(tmp_path)))
     assert found == kind
     assert torch.equal(model.token_embedding, trained.token_embedding)
+    with pytest.raises(InputError, match="step_00000001 names no best checkpoint"):
+        generate_tpu.load(GenerateConfig(run_dir=str(tmp_path), checkpoint="best"))
 
 
 def test_weights_of_llmc_are_loaded(tmp_path):

@@ -82,7 +82,10 @@ def test_a_leaf_imports_nothing_of_ours(leaf):
 
 @pytest.mark.parametrize(
     "name",
-    ["config.py", "image_data.py", "mnist_data.py", "token_data.py", "llmc_files.py", "tpu_utils/environment.py"],
+    [
+        *("config.py", "image_data.py", "mnist_data.py", "cifar_data.py", "token_data.py", "llmc_files.py"),
+        *("tpu_utils/environment.py", "tpu_utils/run_dir.py"),  # a command line reads the run that it resumes
+    ],
 )
 def test_what_comes_before_torch_imports_none_of_it(name):
     """With all that these import in turn, as they are imported."""

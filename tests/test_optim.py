@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from config import MnistConfig
-from optim import learning_rates, make_optimizer
+from optim import check_length, learning_rates, make_optimizer
+from tpu_utils.errors import InputError
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine", "step"])
@@ -25,6 +26,37 @@ def test_schedules(scheduler, warmup_steps):
 def test_a_step_schedule_that_underflows_stays_above_zero():
     rates = learning_rates(MnistConfig(scheduler="step", decay_every=1, decay_factor=0.1), 400)
     assert (rates > 0).all()
+
+
+@pytest.mark.parametrize(
+    "scheduler, before, now, done, refused",
+    [
+        *((scheduler, 100, now, 60, None) for scheduler in ("constant", "step") for now in (60, 99, 101, 10**5)),
+        *((scheduler, 100, 100, 60, None) for scheduler in ("linear", "cosine", "wsd")),
+        *((scheduler, 100, 200, 10, None) for scheduler in ("linear", "cosine", "wsd")),  # warm-up alone is done
+        (
+            "linear",
+            100,
+            200,
+            60,
+            r"with scheduler linear the learning rates from step 12 on .* repeat the old --num_epochs",
+        ),
+        ("cosine", 100, 200, 60, r"has done 60, and with scheduler cosine the learning rates from step 12 on"),
+        ("wsd", 100, 200, 81, None),  # the decay over 20 steps begins at 1: step 81 has the whole rate
+        ("wsd", 100, 200, 82, r"rates from step 82 on .* a checkpoint of step 81 or before could go on"),
+        ("wsd", 200, 100, 82, r"rates from step 82 on"),
+        ("constant", 100, 59, 60, r"has done 60 steps and is now to have 59; expected 60 or more; .* --num_epochs"),
+    ],
+)
+def test_a_length_may_change_while_the_rates_of_the_steps_done_do_not(scheduler, before, now, done, refused):
+    config = MnistConfig(scheduler=scheduler, warmup_steps=10, decay_every=30)
+    same = now >= done and (learning_rates(config, before)[:done] == learning_rates(config, now)[:done]).all()
+    assert same == (refused is None), "what it is about"
+    if refused is None:
+        check_length(config, now, before, done)
+        return
+    with pytest.raises(InputError, match=refused):
+        check_length(config, now, before, done)
 
 
 @pytest.mark.parametrize(

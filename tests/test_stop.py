@@ -7,11 +7,12 @@ import threading
 import time
 
 import pytest
-from conftest import in_process, read_lines
+from conftest import in_process, read_lines, summary_in
 from processes import free_port, run, start, waits
 
 import simple_mnist_tpu
 import tpu_utils.run
+from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.saved import read_checkpoint
 from tpu_utils.stop import StopRequest
 
@@ -258,10 +259,11 @@ def test_a_stop_during_evaluation_lets_it_end_then_saves(tmp_path, capsys, monke
 
 
 def test_all_hosts_of_a_transformer_stop_after_the_same_step_and_one_writes(tmp_path):
+    """And go on together with the options of the run, to another number of steps, and with one best evaluation."""
     port, run_dir = free_port(), tmp_path / "run"
     options = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--num_steps=100000"]
     options += ["--global_batch_size=4", "--warmup_steps=0", "--eval_every=100000", "--log_every=5", "--eval_batches=1"]
-    options += ["--device=cpu", "--no_tensorboard", f"--run_dir={run_dir}"]
+    options += ["--device=cpu", "--no_tensorboard", f"--run_dir={run_dir}", "--scheduler=constant"]
     hosts = [start("tests/transformer_hosts.py", index, 2, port, *options) for index in range(2)]
     waits(lambda: (run_dir / "metrics.jsonl").exists() and len(read_lines(run_dir)) >= 2, alive=hosts[0])
     hosts[1].send_signal(signal.SIGTERM)  # one of them alone
@@ -273,3 +275,10 @@ def test_all_hosts_of_a_transformer_stop_after_the_same_step_and_one_writes(tmp_
     lines = read_lines(run_dir)
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(5, step + 1, 5))
     assert "step " not in outputs[1][0], "the second host writes no lines"
+    options = [f"--run_dir={run_dir}", "--resume=must", "--keep_best", f"--num_steps={step + 7}"]
+    port = free_port()
+    hosts = [start("tests/transformer_hosts.py", index, 2, port, *options) for index in range(2)]
+    outputs = [host.communicate() for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    assert f"options    from {run_dir}/config.json\nresumed    after step {step} of {step + 7}" in outputs[0][0]
+    assert summary_in(run_dir)["best_step"] == Checkpoints(run_dir / "checkpoints", 1).load_best().step == step + 7

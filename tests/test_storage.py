@@ -212,6 +212,21 @@ def test_one_checkpoint_kept_is_enough(proxy, emulator):
     assert marked_steps(changes(emulator, "keep_one")) == [30]
 
 
+def test_the_best_checkpoint_stays_in_the_bucket_until_a_better_one_is_there(proxy, emulator, machine):
+    """Also on a machine that has no more of it than its marker."""
+    for name, saves in [("first", [(10, 10), (20, 10)]), ("second", [(30, 10), (40, 10)]), ("third", [(50, 50)])]:
+        machine(name)
+        run_dir, mirror = another_process("best")
+        with mirror:
+            checkpoints = Checkpoints(run_dir / "checkpoints", 1, mirror=mirror)
+            for step, best in saves:
+                checkpoints.write(checkpoints.copy(step, {}, {}, best=best))
+                checkpoints.wait()
+                assert marked_steps(changes(emulator, "best")) == sorted({best, step})
+    deleted = [name for kind, name, *_ in changes(emulator, "best") if kind == "delete" and "done" in name]
+    assert deleted == [f"checkpoints/step_{step:08d}/done" for step in (20, 30, 10, 40)]
+
+
 def test_a_step_that_is_saved_again_is_replaced_under_no_marker(proxy, emulator, machine):
     save("again", 10, 20)
     machine("second")
@@ -438,6 +453,19 @@ def test_what_is_wrong_with_a_bucket_is_said_before_anything_is_compiled(
     assert graphs_compiled() == graphs and not (tmp_path / "first").exists()
 
 
+@pytest.mark.parametrize(
+    "content, said", [(b'{"pre', "cannot be read as JSON"), (b" " * 2**21, "expected 1,048,576 at")]
+)
+def test_options_in_a_bucket_that_cannot_be_read_are_named(proxy, content, said):
+    bucket, prefix = storage.connect("gs://runs/options")
+    bucket.blob(f"{prefix}config.json").upload_from_string(content)
+    argv = ["--run_dir", "gs://runs/options/", "--resume", "auto"]
+    with pytest.raises(InputError, match=f"gs://runs/options/config.json .*{said}"):
+        parse_command_line(MnistConfig, "", argv)
+    bucket.blob(f"{prefix}config.json").delete()
+    assert parse_command_line(MnistConfig, "", argv).options_from == ""
+
+
 def test_a_finished_or_running_run_is_never_overwritten(proxy):
     run_dir, mirror = another_process("taken")
     (run_dir / "config.json").write_text("{}")
@@ -591,10 +619,14 @@ def test_a_distributed_run_in_a_bucket(proxy, emulator, machine):
 def test_a_transformer_run_in_a_bucket(proxy, emulator, machine, monkeypatch, capsys):
     shape = "--num_layers 1 --embedding_dim 16 --num_heads 2 --sequence_length 16 --vocab_size 16 --warmup_steps 1"
     steps = "--num_steps 4 --save_every 2 --log_every 2 --eval_every 4 --eval_batches 1 --global_batch_size 4"
-    options = f"{shape} {steps} --no_tensorboard --run_dir gs://runs/transformer".split()
-    for resume in ("never", "must"):
-        config = parse_command_line(TransformerConfig, "", [*options, "--resume", resume])
+    options, place = f"{shape} {steps} --no_tensorboard".split(), ["--run_dir", "gs://runs/transformer"]
+    for given in ([*place, *options], [*place, "--resume", "must"]):
+        before = [change for change in changes(emulator, "transformer") if change[1] != "writable"]
+        config = parse_command_line(TransformerConfig, "", given)
         assert run_script(lambda config=config: transformer_tpu.train(config)) == 0, capsys.readouterr().err
         machine("second")
-    assert "resumed    after step 4 of 4" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "options    from gs://runs/transformer/config.json" in output and "resumed    after step 4 of 4" in output
+    assert output.endswith("\nfinished   step 4 of 4 was reached before; nothing to do\n")
+    assert [change for change in changes(emulator, "transformer") if change[1] != "writable"] == before
     assert marked_steps(changes(emulator, "transformer")) == [2, 4] and end_state("transformer")[1]["step"] == 4

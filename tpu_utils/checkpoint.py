@@ -44,7 +44,8 @@ SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_d
 
 class Checkpoints:
     """step_00001200/ with state.safetensors, a file of shards for each process that has some, their index state.json,
-    and a `done` marker with the run, the step, and the size and CRC-32 of each file; the newest `keep` of them.
+    and a `done` marker with the run, the step, and the size and CRC-32 of each file; the newest `keep` of them, and the
+    best one where a run keeps it.
 
     A step is written aside, synced, renamed and only then marked: a folder without its marker is not a checkpoint.
     The loop waits for the copy to host memory alone, one thread does the rest; at most one save is under way:
@@ -109,10 +110,13 @@ class Checkpoints:
         self.wait()
         return self.path(step)
 
-    def copy(self, step: int, parts: dict[str, Any], values: dict[str, Any] | None = None) -> HostCopy:
+    def copy(
+        self, step: int, parts: dict[str, Any], values: dict[str, Any] | None = None, best: int | None = None
+    ) -> HostCopy:
         """The state in host memory, once the save before is on disk. Raises its SaveError, or one for lack of space.
 
-        parts: nestings of tensors, by name. values: what is no tensor, of JSON.
+        parts: nestings of tensors, by name. values: what is no tensor, of JSON. best: a step whose checkpoint stays,
+        this one's or an earlier one's. It belongs to the copy: while this is written, the loop may find a better one.
         """
         started = time.perf_counter()
         self.wait()
@@ -121,6 +125,7 @@ class Checkpoints:
             raise SaveError(f"{odd[0]}, which a checkpoint cannot hold; nothing was written; save it as another type")
         self._peers.from_first(lambda: self._check_space(step, num_bytes(tensors)))
         copy = copy_to_host(step, tensors, values or {}, first=self._peers.index == 0)
+        copy.best = best
         copy.wait_seconds = time.perf_counter() - started
         return copy
 
@@ -238,16 +243,16 @@ class Checkpoints:
         aside.rename(target)
         sync_folder(self.folder)
         write_atomically(target / "done", json.dumps(marker).encode())
-        self._prune(copy.step)
+        self._prune(copy.step, copy.best)
         if self._mirror:
-            self._mirror.send(target, self.keep)
+            self._mirror.send(target, self.keep, copy.best)
 
-    def _prune(self, step: int) -> None:
-        """Remove what is older than the newest `keep` up to this step, whose files have just been read back.
+    def _prune(self, step: int, best: int | None) -> None:
+        """Remove what is older than the newest `keep` up to this step, whose files have just been read back; not best.
 
         Of later steps only what a resumed run has not come past again is here: it fell back because they are damaged.
         """
-        kept = [other for other in self.steps() if other <= step][-self.keep :]
+        kept = {best, *[other for other in self.steps() if other <= step][-self.keep :]}
         for other, folder in self._folders():
             if other < step and other not in kept:  # also what a kill left without its marker
                 self._remove(folder)
@@ -296,6 +301,19 @@ class Checkpoints:
         if resume == "must":
             raise CheckpointError(f"{self.folder} holds no complete checkpoint to go on from; check --run_dir")
         return None
+
+    def load_best(self) -> Saved:
+        """The checkpoint of the best evaluation, as the newest one names it; for one process by itself.
+
+        Raises CheckpointError where there is none, or it is damaged: another one is never taken instead.
+        """
+        newest = self.load("must")
+        best = newest.best()
+        if best is None:
+            raise CheckpointError(f"{newest.folder} names no best checkpoint: the run has none, or no --keep_best")
+        if best["step"] not in self.steps():
+            raise CheckpointError(f"{self.path(best['step'])}, the best checkpoint, is not there; use the newest one")
+        return newest if best["step"] == newest.step else read_checkpoint(self.path(best["step"]), newest.run_id)
 
     def restore(self, saved: Saved, parts: dict[str, Any]) -> None:
         """Fill the tensors in parts, nestings as they were saved. All processes must call it.

@@ -9,6 +9,7 @@ import difflib
 import functools
 import inspect
 import re
+import sys
 import textwrap
 import types
 from collections.abc import Iterable
@@ -60,7 +61,7 @@ def field_docs(kind: type) -> dict[str, str]:
         return {}
     pairs = zip(body.body, body.body[1:], strict=False)
     return {
-        field.target.id: doc.value.value
+        field.target.id: " ".join(doc.value.value.split())
         for field, doc in pairs
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
     }
@@ -91,6 +92,8 @@ def fits(value: Any, kind: Any) -> bool:
         parts = (parts[0],) * len(value) if parts[1:] == (Ellipsis,) else parts
         return len(value) == len(parts) and all(map(fits, value, parts))
     if kind in (int, float):
+        if kind is float and isinstance(value, int) and abs(value) > sys.float_info.max:  # of JSON
+            return False
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, kind)
 

@@ -100,11 +100,15 @@ def inside(folder: Path, name: str) -> Path:
 
 def read_json(path: Path, expected: str, max_bytes: int = 1 << 20) -> dict[str, Any]:
     """The JSON object in a file of at most max_bytes. Raises InputError for anything else."""
-    content = read_regular(path, expected, max_bytes)
+    return parse_object(read_regular(path, expected, max_bytes), str(path), expected)
+
+
+def parse_object(content: bytes, name: str, expected: str) -> dict[str, Any]:
+    """The JSON object that a file of this name holds. Raises InputError for anything else."""
     try:
         value = parse_json(content)
     except ValueError as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}; expected {expected}") from error
+        raise InputError(f"{name} cannot be read as JSON: {error}; expected {expected}") from error
     if not isinstance(value, dict):
-        raise InputError(f"{path} holds {type(value).__name__}; expected a JSON object, {expected}")
+        raise InputError(f"{name} holds {type(value).__name__}; expected a JSON object, {expected}")
     return value

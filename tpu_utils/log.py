@@ -29,14 +29,17 @@ class RunLog:
     On resume, lines and events after first_step are dropped: they will be written again. Damaged lines are dropped too,
     and named in one warning; one that a kill left unfinished at the end goes without. The others keep every byte.
     silent: of several processes all but the first; it writes and prints nothing.
-    Raises InputError when metrics.jsonl is there and is no regular file.
+    before: how many steps the run was to have, where they were others than now. Raises InputError when metrics.jsonl is
+    there and is no regular file.
     """
 
-    def __init__(self, run_dir: Path, first_step: int, num_steps: int, tensorboard: bool, silent: bool = False):
+    def __init__(
+        self, run_dir: Path, first_step: int, num_steps: int, tensorboard: bool, silent: bool = False, before: int = 0
+    ):
         self._silent, self._run_dir = silent, run_dir
         self._path = Path(os.devnull) if silent else run_dir / "metrics.jsonl"
         if not silent:
-            kept = _lines_to_keep(self._path, first_step, num_steps) if self._path.exists() else b""
+            kept = _lines_to_keep(self._path, first_step, max(num_steps, before)) if self._path.exists() else b""
             write_atomically(self._path, kept)
         self._file = self._path.open("a", buffering=1)
         self.events = None
@@ -200,6 +203,7 @@ def _lines_to_keep(path: Path, first_step: int, num_steps: int) -> bytearray:
 def print_summary(summary: dict[str, Any]) -> None:
     """The last lines of every script: results, graphs, what should not have been, and where the seconds went."""
     known = ("steps", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step", "skipped_steps", "seconds")
+    known += ("best_step",)
     results = [
         f"{name.replace('_', ' ')} {value:.4f}"
         for name, value in summary.items()
@@ -207,6 +211,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     ]
     if results:
         print(f"result     {', '.join(results)}")
+    if summary.get("best_step") is not None:
+        print(f"best       the evaluation of step {summary['best_step']}, whose checkpoint is kept")
     print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
     if summary["skipped_steps"]:
         print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")

@@ -28,19 +28,20 @@ from typing import Any
 import torch
 import torch_xla.runtime as xr
 
-from config import TrainConfig, as_json, free_on_resume
+from config import LENGTHS, TrainConfig, as_json, defaults_of, free_on_resume
+from optim import check_length
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.clock import Goodput, process_age, watch_for_stalls
 from tpu_utils.device import devices_used, peak_flops, print_banner
-from tpu_utils.errors import NonFiniteError, SaveError, never_fail_to_print
+from tpu_utils.errors import CheckpointError, InputError, NonFiniteError, SaveError, never_fail_to_print
 from tpu_utils.graphs import CompileWatch
 from tpu_utils.loader import BatchSharding, DeviceLoader, send
 from tpu_utils.log import RunLog, print_summary
 from tpu_utils.metrics import DeviceMetrics, Speed, finite_means, first_not_finite
 from tpu_utils.peers import Peers
 from tpu_utils.profile import Profile
-from tpu_utils.run_dir import RunLock, check_same_run, open_run_dir, run_id_in, write_config
-from tpu_utils.saved import Saved
+from tpu_utils.run_dir import RunLock, check_same_run, is_finished, open_run_dir, run_id_in, write_config
+from tpu_utils.saved import Saved, better
 from tpu_utils.state import random_state, set_random_state
 from tpu_utils.stop import StopRequest
 from tpu_utils.storage import Mirror
@@ -106,7 +107,9 @@ class Run:
         self._device, self.num_steps, self._sharding, self.peers = device, num_steps, sharding, peers or Peers()
         self._examples, self._unit, self._flops = examples, unit, flops
         self._stop.watch_metadata()
-        self.first_step, self._saved = 0, None
+        self.first_step, self._saved, self._finished, self._best = 0, None, False, None
+        self._steps_before = num_steps
+        self._check_same_options()
         self.run_dir = Path(self.peers.from_first(lambda: str(open_run_dir(self.config, self._lock))))
         self._mirror = Mirror(self.config, self.run_dir, self.peers)  # uploads what a gs:// directory is to hold
         folder, keep = self.run_dir / "checkpoints", self.config.keep_checkpoints
@@ -116,16 +119,46 @@ class Run:
         if self.peers.index == 0 or xr.is_spmd():  # under SPMD every host says where it is
             print_banner(self.config, device)
         self.print(f"run        {'none: nothing runs' if self.config.compile_for else self._place}")
+        if self.config.options_from:
+            self.print(f"options    from {self.config.options_from}")
         if not self.config.compile_for:
             self._saved = self._checkpoints.load_for_resume(self.config.resume)
         if self._saved:
-            free = free_on_resume(type(self.config)) | {"data"}  # words; the CRC-32 is what must not change
-            check_same_run(self._run, self._saved.value("config", dict), free)
-            self.first_step, self._run_id = self._saved.step, self._run_id or self._saved.run_id
-            self.print(f"resumed    after step {self.first_step} of {num_steps}")
+            self._go_on_from(self._saved)
         self.print(f"data       {data}")
         self._run_id = self._checkpoints.run_id = self.peers.from_first(lambda: self._run_id or secrets.token_hex(8))
         self._step, self._logged = self.first_step, self.first_step - self.first_step % self.config.log_every
+
+    def _check_same_options(self) -> None:
+        """Raises InputError, on all processes, where some found the options of the run to resume and others did not."""
+        found = self.peers.gather(bool(self.config.options_from))
+        if len(set(found)) > 1:
+            raise InputError(
+                f"process {found.index(True)} reads its options from config.json of run_dir {self.config.run_dir}, but "
+                f"process {found.index(False)} finds none there; give a folder that all hosts share, or the same "
+                "options with --preset on all of them"
+            )
+
+    def _go_on_from(self, saved: Saved) -> None:
+        """Raises InputError where the checkpoint belongs to another run, or to another number of steps."""
+        config, free = self.config, free_on_resume(type(self.config)) | {"data"}  # words; its CRC-32 must not change
+        before = saved.values.get("num_steps")  # absent in older checkpoints: there it cannot change
+        if before is not None and (type(before) is not int or not saved.step <= before < 2**53):
+            raise CheckpointError(
+                f"{saved.folder} is of step {saved.step} of {before!r:.50}; expected a number of steps; start anew in "
+                "another --run_dir"
+            )
+        was = defaults_of(type(config)) | saved.value("config", dict)  # of a field that is newer its default
+        check_same_run(self._run, was, free if before is None else free.union(LENGTHS))
+        self._steps_before = before or self.num_steps
+        check_length(config, self.num_steps, self._steps_before, saved.step)
+        self.first_step, self._run_id = saved.step, self._run_id or saved.run_id
+        self.print(f"resumed    after step {self.first_step} of {self.num_steps}")
+        if config.keep_best and (best := saved.best()):
+            there = self.peers.from_first(lambda: best["step"] in self._checkpoints.steps())
+            self._best = best if there else None  # removed by hand
+        if self.first_step == self.num_steps:
+            self._finished = self.peers.from_first(lambda: is_finished(self.run_dir, self.num_steps))
 
     @property
     def _place(self) -> str:
@@ -179,7 +212,11 @@ class Run:
         """(step, batch on the device) from the first step after the checkpoint to the last, or to a stop signal.
 
         batches.batch(i): the host arrays of step i + 1, one array or a tuple; read and uploaded in a thread.
+        Resumed when it was finished, a run does no step and writes nothing.
         """
+        if self._finished:
+            self._log = self._writers.enter_context(RunLog(self.run_dir, self.first_step, self.num_steps, False, True))
+            return
         profile = Profile(self.config, self.run_dir, self.first_step, self.num_steps)
         self._check_run_dir()
         if self.peers.index == 0:
@@ -190,7 +227,8 @@ class Run:
         enter, config, silent = self._writers.enter_context, self.config, self.peers.index > 0
         enter(self._mirror)  # left last: it waits until all is in the bucket
         enter(self._checkpoints)
-        self._log = enter(RunLog(self.run_dir, self.first_step, self.num_steps, config.tensorboard, silent))
+        steps = self.first_step, self.num_steps
+        self._log = enter(RunLog(self.run_dir, *steps, config.tensorboard, silent, before=self._steps_before))
         enter(profile)
         ahead = (batches.batch(index) for index in range(self.first_step, self.num_steps))
         loader = enter(DeviceLoader(ahead, self._device, config.prefetch_batches, self._goodput, self._sharding))
@@ -249,14 +287,22 @@ class Run:
         self._logged = step
 
     def log_evaluation(self, step: int, **fields: float) -> None:
+        """An eval line. With keep_best the fields need accuracy, of which the largest is the best, or validation_loss,
+        of which the smallest is; all processes call it then, and a save is due at a step with a new best."""
         self._log.evaluation(step, **fields)
         self.evaluation = fields
+        if self.config.keep_best:
+            self._best = self.peers.from_first(lambda: better(self._best, step, fields))
 
     def save_due(self, step: int) -> bool:
-        """Every save_every steps, at the last one, and before a stop. Call it once a step: processes agree in it."""
+        """Every save_every steps, at the last one, before a stop, and with keep_best after the best evaluation so far.
+
+        Call it once a step, after the evaluation: processes agree in it.
+        """
         if self.peers.count == 1 or step % self.config.log_every == 0:  # all processes stop after the same step
             self._stop_signal = self.peers.largest(self._stop.signal or 0)
-        return bool(self._stop_signal) or step % self.config.save_every == 0 or step == self.num_steps
+        is_best = self._best is not None and self._best["step"] == step
+        return bool(self._stop_signal) or is_best or step % self.config.save_every == 0 or step == self.num_steps
 
     def save(self, step: int) -> None:
         """A checkpoint of all that restore() was given. Waits for the copy to host memory; a thread writes it.
@@ -267,9 +313,9 @@ class Run:
         self._check_run_dir()
         self._read_metrics(step)
         parts = {name: part.state_dict() for name, part in self._parts.items()} | {"random": random_state()}
-        values = {"config": self._run, "evaluation": self.evaluation}
+        values = {"config": self._run, "num_steps": self.num_steps, "evaluation": self.evaluation, "best": self._best}
         with self._goodput.phase("checkpoint"):
-            copy = self._checkpoints.copy(step, parts, values)
+            copy = self._checkpoints.copy(step, parts, values, best=self._best and self._best["step"])
         self._log.checkpoint(step, wait_seconds=copy.wait_seconds)  # on disk before the step counts as done
         self._checkpoints.write(copy)  # behind the next steps
 
@@ -301,8 +347,9 @@ class Run:
         return self._log.events
 
     def last_checkpoint(self) -> Saved | None:
-        """The last checkpoint. None for a stopped run, and on all processes but the first."""
-        if self._stop_signal:
+        """The last checkpoint. None for a run that is stopped, or was finished before, and on all processes but the
+        first."""
+        if self._stop_signal or self._finished:
             return None
         self._wait_for_last_save()
         return self._checkpoints.load("must") if self.peers.index == 0 else None
@@ -319,6 +366,10 @@ class Run:
 
         results: what the summary tells beside what every run knows.
         """
+        if self._finished:
+            self._writers.close()
+            self.print(f"finished   step {self._step} of {self.num_steps} was reached before; nothing to do")
+            return 0
         if self._stop_signal:
             self._writers.close()
             self._check_run_dir()
@@ -337,6 +388,7 @@ class Run:
             "host_to_device_uploads_per_step": self._speed.uploads_per_step,  # beside the batch
             "skipped_steps": self._metrics.skipped_steps if self._metrics else 0,
             **results,
+            **({"best_step": self._best and self._best["step"]} if self.config.keep_best else {}),
             "seconds": self._goodput.total(),
             "goodput": self._goodput.seconds,
         }

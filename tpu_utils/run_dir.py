@@ -13,8 +13,12 @@ from typing import Any
 from config import TrainConfig
 from tpu_utils.errors import InputError, SaveError
 from tpu_utils.files import write_atomically
-from tpu_utils.inputs import read_json
-from tpu_utils.storage import open_bucket_dir
+from tpu_utils.inputs import parse_object, read_json
+from tpu_utils.storage import open_bucket_dir, read_object
+
+OPTIONS = "the options of a run, as a training script wrote them; check --run_dir, or give all options with --preset"
+MOST_BYTES = 1 << 20
+"""Of config.json; the scripts' have one or two thousand."""
 
 
 class RunLock:
@@ -146,6 +150,18 @@ def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]
         )
 
 
+def read_config(run_dir: str) -> tuple[str, dict[str, Any] | None]:
+    """(its name, what it holds) of the config.json of a folder or a gs:// directory; None where there is none.
+
+    Raises InputError for one that is damaged.
+    """
+    name = f"{run_dir.rstrip('/')}/config.json"
+    if run_dir.startswith("gs://"):
+        content = read_object(run_dir, "config.json", OPTIONS, MOST_BYTES)
+        return name, None if content is None else parse_object(content, name, OPTIONS)
+    return name, read_json(Path(name), OPTIONS, MOST_BYTES) if os.path.lexists(name) else None
+
+
 def run_id_in(run_dir: Path) -> str:
     """Of the run that a directory holds; its checkpoints name it too. "" for none, or when config.json is damaged."""
     try:
@@ -153,6 +169,14 @@ def run_id_in(run_dir: Path) -> str:
     except InputError:
         return ""
     return run_id if isinstance(run_id, str) else ""
+
+
+def is_finished(run_dir: Path, num_steps: int) -> bool:
+    """Whether a run of so many steps has come to its end: the last thing it writes is summary.json."""
+    try:
+        return read_json(run_dir / "summary.json", "the summary of a run").get("steps") == num_steps
+    except InputError:  # absent, or damaged: it is written again
+        return False
 
 
 def write_config(run_dir: Path, run: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """A checkpoint as it lies in its folder: checked to the last byte, and read where it is asked for."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpu_utils.errors import CheckpointError, DamagedCheckpoint
+from tpu_utils.errors import CheckpointError, DamagedCheckpoint, InputError
 from tpu_utils.files import checksum_of
 from tpu_utils.inputs import file_size, open_regular, parse_json, read_regular
 from tpu_utils.tensor_files import (
@@ -28,6 +29,8 @@ FORMAT = 2
 LAST_WITH_FORMAT_1 = "37bab4b"
 """The commit of this project that still reads it."""
 INDEX_FILE = "state.json"
+BEST_IS_LARGEST = {"accuracy": True, "validation_loss": False}
+"""What evaluations are compared by: the first of these that they have."""
 
 
 @dataclass
@@ -55,6 +58,23 @@ class Saved:
             )
         return self.values[name]
 
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation up to this step, as better() gave it; None for a run that keeps none.
+
+        Raises CheckpointError for anything else.
+        """
+        best = self.values.get("best")
+        if best is None:
+            return None
+        form = {"step": int, "field": str, "value": float}
+        fits = type(best) is dict and {name: type(value) for name, value in best.items()} == form
+        if not (fits and 0 <= best["step"] <= self.step and best["field"] in BEST_IS_LARGEST):
+            raise CheckpointError(
+                f"{self.folder} names {best!r:.100} as the best evaluation; expected step, field and value of one; "
+                "start anew in another --run_dir"
+            )
+        return best
+
     def part(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors of one part, whole on the CPU, by their path in it. Raises CheckpointError if there are none."""
         files = self.files()
@@ -67,6 +87,24 @@ class Saved:
                 "another --run_dir"
             )
         return {path.removeprefix(f"{name}/"): tensor for path, tensor in found.items()}
+
+
+def better(best: dict[str, Any] | None, step: int, fields: dict[str, float]) -> dict[str, Any] | None:
+    """The better one of the best evaluation so far and this one: its step, the field that says so, and its value.
+
+    Of equal ones the first; one that is not finite is never the best. Raises InputError where nothing says which is.
+    """
+    name = next((name for name in BEST_IS_LARGEST if name in fields), None)
+    if name is None:
+        raise InputError(
+            f"keep_best needs an evaluation with {' or '.join(BEST_IS_LARGEST)}; found {', '.join(fields)}; log one of "
+            "the two, or give --no_keep_best"
+        )
+    value, sign = float(fields[name]), 1 if BEST_IS_LARGEST[name] else -1
+    known = best is not None and best["field"] == name
+    if not math.isfinite(value) or (known and sign * value <= sign * best["value"]):
+        return best
+    return {"step": step, "field": name, "value": value}
 
 
 def step_of_folder(path: Path) -> int | None:

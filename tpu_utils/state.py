@@ -68,6 +68,8 @@ class HostCopy:
     """By path and offsets: the shards this process writes. Each shard is with one process."""
     wait_seconds: float = 0.0
     """How long the step loop waited: for the save before, and for this copy."""
+    best: int | None = None
+    """The step of the best checkpoint by then, which stays; None: only the newest do."""
 
     def shard_file(self) -> dict[str, torch.Tensor]:
         """The tensors in this process's file of shards."""

@@ -14,14 +14,17 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config import TrainConfig
 from tpu_utils.errors import InputError, SaveError
 from tpu_utils.inputs import inside
-from tpu_utils.peers import Peers
+
+if TYPE_CHECKING:
+    from tpu_utils.peers import Peers
 
 REQUEST_SECONDS = 60.0
 """A request that gets no answer for so long has failed. A chunk must go up in this time."""
@@ -78,12 +81,14 @@ class Mirror:
     Making it empties the local folder and fetches the log and the done markers; fetch() gets the rest of a checkpoint.
     """
 
-    def __init__(self, config: TrainConfig, folder: Path, peers: Peers | None = None):
+    def __init__(self, config: TrainConfig, folder: Path, peers: "Peers | None" = None):
         """peers: the processes of this run, on one host; the first of them uploads.
 
         Raises InputError like open_bucket_dir, and where there are several hosts: each would have a local folder of
         its own, with a part of a checkpoint in it.
         """
+        from tpu_utils.peers import Peers  # only here: it imports torch, and a command line reads a bucket before that
+
         peers = peers or Peers()
         self._url, self._folder, self._bucket = config.run_dir, folder, None
         self._sent: dict[str, tuple] = {}  # what the log files looked like when they went up
@@ -115,7 +120,7 @@ class Mirror:
             elif path.name not in NOT_UPLOADED:
                 path.unlink()
         for name, blob in there.items():
-            if name in ("config.json", "metrics.jsonl") or is_marker(name):
+            if name in ("config.json", "metrics.jsonl", "summary.json") or is_marker(name):
                 download(blob, inside(self._folder, name))
 
     def __enter__(self) -> "Mirror":
@@ -152,15 +157,15 @@ class Mirror:
         except storage_errors() as error:
             raise InputError(f"{self._url} cannot be read: {reason(error, self._url)}") from error
 
-    def send(self, folder: Path, keep: int) -> None:
+    def send(self, folder: Path, keep: int, best: int | None = None) -> None:
         """Upload this complete checkpoint in the background, then delete what is older than the newest `keep` up to it.
 
-        Waits for the one before it. Raises SaveError if that one failed.
+        best: a step whose checkpoint is not deleted. Waits for the one before it. Raises SaveError if that one failed.
         """
         if self._bucket:
             assert self._thread, "outside the with statement nothing is uploaded"
             self.wait()
-            self._jobs.put((folder, keep))
+            self._jobs.put((folder, keep, best))
 
     def wait(self) -> None:
         """Until every checkpoint sent is in the bucket. Raises SaveError; what was complete there still is."""
@@ -214,7 +219,7 @@ class Mirror:
             # they go up again before the next checkpoint, and then a failure ends the run
             print(f"warning: {error}", file=sys.stderr, flush=True)
 
-    def _upload_checkpoint(self, folder: Path, keep: int) -> None:
+    def _upload_checkpoint(self, folder: Path, keep: int, best: int | None) -> None:
         marker = f"{self._name(folder)}/done"
         try:
             if marker in self._generations:  # a resumed run comes past it again
@@ -223,15 +228,15 @@ class Mirror:
                 if path.is_file() and path != folder / "done":
                     self._upload(path)
             self._upload(folder / "done")
-            self._prune(step_of(marker), keep)
+            self._prune(step_of(marker), keep, best)
         except storage_errors() as error:
             raise self._save_error(f"the checkpoint {folder.name}", error) from error
 
-    def _prune(self, step: int, keep: int) -> None:
-        """Delete what is older than the newest `keep` complete checkpoints up to this step, each marker first."""
+    def _prune(self, step: int, keep: int, best: int | None) -> None:
+        """Delete what is older than the newest `keep` complete checkpoints up to this step, but best, markers first."""
         there = self._listing(RETRY_SECONDS)
         complete = sorted(other for name in there if is_marker(name) and (other := step_of(name)) <= step)
-        old = [name for name in there if step_of(name) and step_of(name) < complete[-keep:][0]]
+        old = [name for name in there if step_of(name) not in (None, best) and step_of(name) < complete[-keep:][0]]
         for name in sorted(old, key=lambda name: (step_of(name), not is_marker(name))):
             self._generations[name] = there[name].generation
             self._delete(name)
@@ -304,6 +309,24 @@ def connect(url: str) -> tuple[Any, str]:
     name, _, folder = url.removeprefix("gs://").partition("/")
     client = storage.Client(project="unused")  # reading and writing objects needs none
     return client.bucket(name), folder.rstrip("/") + "/"
+
+
+def read_object(url: str, name: str, expected: str, max_bytes: int) -> bytes | None:
+    """What the object of this name in the directory holds; None without one. Raises InputError like open_bucket_dir."""
+    try:
+        bucket, prefix = connect(url)
+        blob = bucket.get_blob(prefix + name, timeout=REQUEST_SECONDS, retry=retrying(START_SECONDS))
+        if blob is None:
+            return None
+        if blob.size > max_bytes:
+            raise InputError(
+                f"{url.rstrip('/')}/{name} has {blob.size:,} bytes; expected {max_bytes:,} at most, {expected}"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            download(blob, Path(folder, "object"))
+            return Path(folder, "object").read_bytes()
+    except storage_errors() as error:
+        raise InputError(f"run_dir {url} cannot be used: {reason(error, url)}") from error
 
 
 def retrying(seconds: float):

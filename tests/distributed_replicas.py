@@ -27,13 +27,14 @@ def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -
     from torch_xla._internal import pjrt
 
     import distributed_mnist_tpu as script
-    from config import DistributedMnistConfig, parse_command_line
+    from config import DistributedMnistConfig
     from image_data import TrainBatches
     from mnist_data import load_dataset
     from optim import learning_rates, make_optimizer
     from tpu_compiler.tracing import alias_id
     from tpu_utils.loader import send
     from tpu_utils.metrics import DeviceMetrics
+    from tpu_utils.options import parse_command_line
 
     config = parse_command_line(DistributedMnistConfig, "", options)
     dataset = load_dataset(config)
@@ -78,9 +79,10 @@ def run(folder: Path) -> None:
     """Writes curve.json: the losses of all steps, and how far the weights of the replicas are apart at the end."""
     import jax
 
-    from config import DistributedMnistConfig, parse_command_line
+    from config import DistributedMnistConfig
     from image_data import TrainBatches
     from mnist_data import load_dataset
+    from tpu_utils.options import parse_command_line
 
     described = json.loads((folder / "state.json").read_text())
     n, num_steps = described["replicas"], described["num_steps"]

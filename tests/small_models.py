@@ -54,8 +54,9 @@ def colour_images(dtype):
 
 def main() -> int:
     import distributed_mnist_tpu as script
-    from config import DistributedMnistConfig, parse_command_line
+    from config import DistributedMnistConfig
     from tpu_utils.errors import run_script
+    from tpu_utils.options import parse_command_line
 
     script.load_dataset = lambda config: colour_images(np.float32)
     script.ConvNet = globals()[sys.argv[1]]

@@ -16,11 +16,12 @@ from processes import ROOT, run
 
 import aot_tpu
 import config
-from config import DistributedMnistConfig, MnistConfig, TrainConfig, TransformerConfig, parse_command_line, presets_of
+from config import DistributedMnistConfig, MnistConfig, TrainConfig, TransformerConfig, presets_of
 from tpu_compiler import ask, environment, reading, search, tracing
 from tpu_compiler.hardware import GENERATIONS, parse_topology
 from tpu_compiler.report import COMMUNICATION_LABEL, LABEL, Report
 from tpu_utils.errors import InputError
+from tpu_utils.options import parse_command_line
 
 TINY = ROOT / "tests" / "tiny_training.py"
 

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 from test_checkpoint_sharded import mark
 from test_simple_mnist import assert_identical
 
-from config import DistributedMnistConfig, MnistConfig, TransformerConfig, free_on_resume, parse_command_line
+from config import DistributedMnistConfig, MnistConfig, TransformerConfig, free_on_resume
 from image_data import check_divisible, num_steps_of
 from optim import learning_rates, make_optimizer
 from token_data import TokenShards
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import InputError, TrainingError
 from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.options import parse_command_line
 from tpu_utils.run_dir import check_same_run
 from tpu_utils.state import random_state, set_random_state, tensors_by_path
 from transformer_tpu import choose_mesh

@@ -19,13 +19,13 @@ from config import (
     TrainConfig,
     TransformerConfig,
     free_on_resume,
-    parse_command_line,
     parse_profile_steps,
     presets_of,
     resolve,
 )
 from tpu_utils.errors import InputError
 from tpu_utils.fields import marks
+from tpu_utils.options import parse_command_line
 
 
 def parse(*argv: str) -> MnistConfig:

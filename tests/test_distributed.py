@@ -23,12 +23,13 @@ from conftest import files_of, losses_in, summary_in
 from processes import ROOT, environment_with, free_port, run, start, waits
 
 import distributed_mnist_tpu as script
-from config import DistributedMnistConfig, parse_command_line
+from config import DistributedMnistConfig
 from image_data import TrainBatches, check_divisible
 from mnist_data import load_dataset
 from optim import learning_rates
 from tpu_compiler.hardware import GENERATIONS
 from tpu_utils.errors import InputError
+from tpu_utils.options import parse_command_line
 from tpu_utils.saved import read_checkpoint
 
 NUM_STEPS = 22  # one epoch of the digits at global batch 64

@@ -16,7 +16,7 @@ from test_simple_mnist import assert_identical, numbers
 import operations
 import simple_mnist_tpu
 import transformer_tpu
-from config import MnistConfig, TransformerConfig, parse_command_line
+from config import MnistConfig, TransformerConfig
 from gpt import GPT
 from mnist_data import load_digits
 from optim import learning_rates, make_optimizer
@@ -24,6 +24,7 @@ from tpu_utils import checkpoint
 from tpu_utils.errors import run_script
 from tpu_utils.graphs import CompileWatch, transfers_from_device, transfers_to_device
 from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.options import parse_command_line
 from tpu_utils.saved import read_checkpoint
 
 NAMES = ["loss", "gradient_norm"]

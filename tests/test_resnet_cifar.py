@@ -12,10 +12,11 @@ from processes import run
 
 import resnet_cifar_tpu as script
 from cifar_data import load_dataset
-from config import CifarConfig, parse_command_line
+from config import CifarConfig
 from image_data import TrainBatches
 from optim import learning_rates
 from tpu_utils.errors import InputError
+from tpu_utils.options import parse_command_line
 from tpu_utils.pictures import read_misread
 
 NUM_STEPS = 16

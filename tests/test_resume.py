@@ -12,17 +12,10 @@ from mutations import DEEP, make_irregular, mutated_json, no_hang
 from test_simple_mnist import assert_identical, numbers
 
 import simple_mnist_tpu
-from config import (
-    FREE,
-    DistributedMnistConfig,
-    MnistConfig,
-    Range,
-    TransformerConfig,
-    parse_command_line,
-    resolve_stored,
-)
+from config import FREE, DistributedMnistConfig, MnistConfig, Range, TransformerConfig
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import CheckpointError, InputError
+from tpu_utils.options import parse_command_line, resolve_stored
 from tpu_utils.peers import Peers
 from tpu_utils.run import Run
 

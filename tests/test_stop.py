@@ -75,7 +75,8 @@ def test_a_second_signal_stops_at_once_when_it_is_no_echo_of_the_first(signals, 
 ECHO = """
 import signal, sys, types
 import simple_mnist_tpu, tpu_utils.stop
-from config import MnistConfig, parse_command_line
+from config import MnistConfig
+from tpu_utils.options import parse_command_line
 evaluate = simple_mnist_tpu.evaluate
 def signalled(*arguments):
     for _ in range(2):

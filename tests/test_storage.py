@@ -24,11 +24,12 @@ from test_simple_mnist import assert_identical, numbers
 
 import simple_mnist_tpu
 import transformer_tpu
-from config import MnistConfig, TransformerConfig, parse_command_line
+from config import MnistConfig, TransformerConfig
 from tpu_utils import storage
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import InputError, SaveError, run_script
 from tpu_utils.graphs import graphs_compiled
+from tpu_utils.options import parse_command_line
 from tpu_utils.peers import Peers
 from tpu_utils.run_dir import open_run_dir
 from tpu_utils.storage import Mirror

@@ -16,11 +16,12 @@ from processes import ROOT, run
 import llmc_files
 import token_data
 import transformer_tpu
-from config import TransformerConfig, parse_command_line
+from config import TransformerConfig
 from gpt import GPT, is_matrix
 from optim import learning_rates
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.graphs import graphs_compiled
+from tpu_utils.options import parse_command_line
 from transformer_tpu import choose_mesh
 
 MODEL = dict(num_layers=2, num_heads=4, embedding_dim=64, sequence_length=32, vocab_size=64)

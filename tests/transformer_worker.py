@@ -7,8 +7,9 @@ import json
 import sys
 
 import transformer_tpu
-from config import TransformerConfig, parse_command_line
+from config import TransformerConfig
 from tpu_utils.errors import run_script
+from tpu_utils.options import parse_command_line
 
 for name, *options in json.loads(sys.argv[2]):
     arguments = [*options, "--run_dir", f"{sys.argv[1]}/{name}", "--no_tensorboard"]

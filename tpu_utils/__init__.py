@@ -16,6 +16,7 @@ run_dir       the run directory and its lock
 profile       traces of some steps
 pictures      what a finished MNIST run misread
 inputs        files that come from outside: regular ones alone, read in bounds; imports errors, nothing else of ours
+options       the command line of a configuration; on a resumption the run's own options
 fields        what the fields of a configuration class say of themselves: types, bounds, sentences
 files, errors, environment    leaves: no torch, no module of this project
 """

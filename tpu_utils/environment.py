@@ -7,10 +7,11 @@ from typing import TypeVar
 
 import tyro
 
-from config import TrainConfig, parse_command_line
+from config import TrainConfig
 from tpu_compiler.environment import prepare_environment
 from tpu_compiler.hardware import GOOGLE_PCI_VENDOR, attached_chips
 from tpu_utils.errors import DeviceError, InputError, run_script
+from tpu_utils.options import parse_command_line
 
 Options = TypeVar("Options")
 

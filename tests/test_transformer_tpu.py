@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import read_lines
+from conftest import read_lines, state_in, summary_in
 from processes import ROOT, run
+from test_simple_mnist import assert_identical
 
 import llmc_files
 import token_data
 import transformer_tpu
 from config import TransformerConfig, parse_command_line
+from dropout import row_keys
 from gpt import GPT, is_matrix
 from optim import learning_rates
 from tpu_utils.errors import InputError, run_script
@@ -55,6 +57,17 @@ EIGHT_DEVICES = {
     "accumulated": ["--mesh=2x2x2", "--gradient_accumulation_steps=4"],
     "scanned_remat": ["--mesh=2x2x2", "--scan_layers", "--remat"],
 }
+DROPOUT = {
+    "dropped": ["--dropout=0.2"],
+    "dropped_accumulated": ["--dropout=0.2", "--gradient_accumulation_steps=2"],
+    "dropped_scanned_remat": ["--dropout=0.2", "--scan_layers", "--remat"],
+    "dropped_remat": ["--dropout=0.2", "--remat"],
+    "dropped/dropped_resumed": ["--dropout=0.2", "--resume=must"],
+}
+FOUR_DEVICES_DROPOUT = {
+    "dropped_4": ["--dropout=0.2", "--mesh=2x2x1"],
+    "dropped_4_all": ["--dropout=0.2", "--mesh=2x1x2", "--gradient_accumulation_steps=4", "--scan_layers", "--remat"],
+}
 EIGHT_DEVICES_SLOW = {mesh: [f"--mesh={mesh}"] for mesh in ("8x1x1", "4x1x2", "2x2x2")}
 
 
@@ -77,9 +90,13 @@ def eight_devices(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference() -> np.ndarray:
+    return plain_pytorch()
+
+
+def plain_pytorch(dropout: float = 0.0) -> np.ndarray:
     """The losses of plain PyTorch on the CPU: the same model and data, its own optimizer, no XLA."""
     config = TransformerConfig(**MODEL, **RUN)
-    model = GPT(config.shape)
+    model = GPT(config.shape, dropout=dropout)
     model.initialise(config.seed)
     groups = [{"params": [p for n, p in model.named_parameters() if is_matrix(n) == on]} for on in (True, False)]
     groups[1]["weight_decay"] = 0.0
@@ -88,7 +105,9 @@ def reference() -> np.ndarray:
     losses = []
     for step, rate in enumerate(learning_rates(config, config.num_steps).tolist()):
         tokens = torch.from_numpy(source.batch(step)).long()
-        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1)[:, :64], tokens[:, 1:].flatten())
+        keys = row_keys(torch.tensor([step], dtype=torch.int32), config.seed, torch.arange(16, dtype=torch.int32))
+        logits = model(tokens[:, :-1], keys)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1)[:, :64], tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -119,6 +138,31 @@ def test_bfloat16_stays_in_a_band_around_float32(tmp_path):
 @pytest.mark.parametrize("name", EIGHT_DEVICES)
 def test_every_mesh_equals_plain_pytorch(eight_devices, reference, name):
     np.testing.assert_allclose(losses_of(eight_devices[0] / name), reference, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def dropped(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dropped")
+    train_all(folder, 1, runs_of(DROPOUT))
+    train_all(folder, 4, runs_of(FOUR_DEVICES_DROPOUT))
+    return folder
+
+
+def test_dropout_is_the_same_in_plain_pytorch_accumulated_scanned_recomputed_and_on_a_mesh(dropped, reference):
+    """Each row of the batch has its mask, wherever and in whatever order it is computed. An evaluation has none."""
+    expected = plain_pytorch(dropout=0.2)
+    assert (np.abs(expected / reference - 1)[2:] > 1e-3).all()
+    for path in sorted(dropped.iterdir()):
+        np.testing.assert_allclose(losses_of(path), expected, rtol=1e-5, err_msg=path.name)
+        summary = json.loads((path / "summary.json").read_text())
+        assert summary["train_graphs"] == 1 - path.name.endswith("resumed"), path
+        assert summary["host_to_device_uploads_per_step"] == 0, path
+    assert len({float(np.float32(summary_in(path)["validation_loss"])) for path in dropped.iterdir()}) < 4
+
+
+def test_a_run_with_dropout_resumes_bit_identical(dropped):
+    states = [state_in(dropped / name / "checkpoints" / "step_00000020") for name in ("dropped", "dropped_resumed")]
+    assert_identical(*states)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from dropout import replace_dropout
+from dropout import Dropout, replace_dropout
 from mnist_data import ImageDataset
 
 
@@ -31,6 +31,15 @@ class Dropping(nn.Module):
     def forward(self, images):
         hidden = torch.relu(self.hidden(images.float().flatten(1)))
         return self.head(nn.functional.dropout(hidden, 0.5, self.training))
+
+
+class DroppingDigits(nn.Module):
+    def __init__(self, image_size, channels, hidden_dim):
+        super().__init__()
+        self.hidden, self.dropout, self.head = nn.Linear(64, 48), Dropout(0.5, salt=7), nn.Linear(48, 10)
+
+    def forward(self, images):
+        return self.head(self.dropout(torch.relu(self.hidden(images.float().flatten(1) / 16))))
 
 
 class Normed(nn.Module):

@@ -79,7 +79,7 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.stack(found) if name in LAYER_MATRICES else found[0] for name, found in parts.items()}
 
 
-def block(x_BTD, w, place=None, *, num_heads, attention, keep=lambda x: x, p=0.0):
+def block(x_BTD, w, num_heads, attention, keep=lambda x: x, p=0.0, place=None):
     """One pre-norm transformer layer. w: its parameters by name, as GPT.cast() gives them (biases of q scaled).
 
     With dropout p: w["dropout_keys"] (2, B) for its two places, and positions() where layers share them.
@@ -194,10 +194,10 @@ class GPT(torch.nn.Module):
         else:
             for w in layers:
                 if self.remat:  # torch.utils.checkpoint would be undone by common subexpression elimination
-                    run = lambda x, *values: self.block(x, dict(zip(layers[0], values, strict=True)), place)  # noqa: E731
+                    run = lambda x, *values: self.block(x, dict(zip(layers[0], values, strict=True)), place=place)  # noqa: E731
                     x = checkpoint(run, x, *(value.clone() for value in w.values()), preserve_rng_state=False)
                 else:
-                    x = self.block(x, w, place)
+                    x = self.block(x, w, place=place)
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
         return F.linear(x, cast["token_embedding"])
 

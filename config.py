@@ -419,6 +419,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     """Smaller batches a global batch is computed in, one after another inside one graph."""
     clip_gradient_norm: Annotated[float, Range("[0, inf)")] = 1.0
     """Largest global norm of the gradient. 0: no clipping."""
+    dropout: Annotated[float, Range("[0, 1)")] = 0.0
+    """Of embeddings and of what attention and MLP add, in training steps only. Attention weights are not dropped."""
     adam_beta2: Annotated[float, Range("[0, 1)")] = 0.95
     """Of adam and adamw: decay of the mean of the squares of the gradients."""
     weight_decay: Annotated[float, Range("[0, inf)")] = 0.1

@@ -2,9 +2,9 @@
 
 Two ways, one result:
   spmd   (default) one program over a mesh of all devices, a process per host;
-         the compiler inserts the collectives
+         the compiler inserts the collectives; BatchNorm is over the global batch
   ddp    a process per device, started by torchrun; DistributedDataParallel
-         averages the gradients
+         averages the gradients; BatchNorm is refused
 
 Run:     python distributed_mnist_tpu.py
              all attached TPU chips, or the CPU
@@ -54,7 +54,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
-from tpu_utils.device import check_model, start_device
+from tpu_utils.device import check_model, check_replicated, start_device
 from tpu_utils.loader import BatchSharding
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.peers import Peers, meet_hosts, meet_replicas
@@ -98,6 +98,7 @@ def replicate(model: nn.Module, tracing: bool) -> DistributedDataParallel:
 
     tracing: no other replica runs, so nothing may be exchanged.
     """
+    check_replicated(model)  # refuses BatchNorm: its statistics would be over a replica's part of the batch
     if not tracing:
         xm.broadcast_master_param(model)
     # init_sync would compare shapes through the host; views of the buckets would be other graphs in steps 1 and 2

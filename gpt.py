@@ -15,6 +15,7 @@ from torch_xla.experimental import scan
 from torch_xla.utils.checkpoint import checkpoint
 
 from config import ModelShape
+from dropout import dropout, layer_keys, positions
 from operations import causal_attention, layer_norm
 
 # On a mesh torch_xla 2.9 ties the gradients of a scanned layer to the sharding of its inputs by a jax function that
@@ -78,8 +79,12 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.stack(found) if name in LAYER_MATRICES else found[0] for name, found in parts.items()}
 
 
-def block(x_BTD, w, num_heads, attention, keep=lambda x: x):
-    """One pre-norm transformer layer. w: its parameters by name, as GPT.cast() gives them (biases of q scaled)."""
+def block(x_BTD, w, num_heads, attention, keep=lambda x: x, p=0.0, place=None):
+    """One pre-norm transformer layer. w: its parameters by name, as GPT.cast() gives them (biases of q scaled).
+
+    With dropout p: w["dropout_keys"] (2, B) for its two places, and positions() where layers share them.
+    """
+    keys = w.get("dropout_keys")  # None: nothing is dropped
     D = x_BTD.shape[-1]
     y = layer_norm(x_BTD, w["ln1_weight"], w["ln1_bias"])
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
@@ -88,10 +93,14 @@ def block(x_BTD, w, num_heads, attention, keep=lambda x: x):
     qkv = [torch.einsum("btd,hkd->bthk", y, weight) + bias for weight, bias in (q, k, v)]
     out_weight = w["attention_out_weight"].view(D, num_heads, -1)
     y = torch.einsum("bthk,dhk->btd", attention(*qkv), out_weight) + w["attention_out_bias"]
+    y = y if keys is None else dropout(y, p, keys[0], place)
     x_BTD = keep(x_BTD + y)
     y = layer_norm(x_BTD, w["ln2_weight"], w["ln2_bias"])
     y = F.gelu(torch.einsum("btd,ed->bte", y, w["mlp_in_weight"]) + w["mlp_in_bias"], approximate="tanh")
-    return keep(x_BTD + torch.einsum("bte,de->btd", y, w["mlp_out_weight"]) + w["mlp_out_bias"])
+    y = torch.einsum("bte,de->btd", y, w["mlp_out_weight"])
+    if keys is None:
+        return keep(x_BTD + y + w["mlp_out_bias"])
+    return keep(x_BTD + dropout(y + w["mlp_out_bias"], p, keys[1], place))
 
 
 class GPT(torch.nn.Module):
@@ -99,6 +108,7 @@ class GPT(torch.nn.Module):
 
     The head reads `token_embedding` itself, so there is no second weight that a move to the device could untie.
     compute_dtype: of activations and matrix products. mesh: activations stay sharded along the batch; None: one device.
+    dropout: probability, as in GPT-2 on the embeddings and on what attention and MLP add to the residual stream.
     """
 
     def __init__(
@@ -110,11 +120,13 @@ class GPT(torch.nn.Module):
         scan_layers=False,
         attention=None,
         mesh=None,
+        dropout=0.0,
     ):
         super().__init__()
         self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
-        self.remat, self.scan_layers = remat, scan_layers
-        self.block = partial(block, num_heads=shape.num_heads, attention=attention or causal_attention, keep=self.keep)
+        self.remat, self.scan_layers, self.dropout = remat, scan_layers, dropout
+        options = dict(num_heads=shape.num_heads, attention=attention or causal_attention, keep=self.keep, p=dropout)
+        self.block = partial(block, **options)
         # scan caches its trace by function and shapes; a trace made without gradients must not serve training
         self._scanned = {grad: partial(self._scan_body) for grad in (True, False)}
         for name, size in parameter_shapes(shape).items():
@@ -157,11 +169,22 @@ class GPT(torch.nn.Module):
         names = LAYER_VECTORS + LAYER_MATRICES
         return cast, [dict(zip(names, of_one, strict=True)) for of_one in zip(*columns, strict=True)]
 
-    def forward(self, tokens_BT):
-        """Logits over the padded vocabulary, (B, T, V), in the compute dtype."""
+    def forward(self, tokens_BT, keys_B=None):
+        """Logits over the padded vocabulary, (B, T, V), in the compute dtype.
+
+        keys_B: row_keys() of dropout.py, (B,) int32, for dropout. None: an evaluation, nothing is dropped.
+        """
+        if self.dropout and keys_B is None and torch.is_grad_enabled():
+            raise ValueError(f"dropout is {self.dropout} and a training step gave no keys; expected row_keys(...)")
         cast, layers = self.cast()
         # the lookup reads float32 rows: the gradients of a frequent token add up in float32
         x = F.embedding(tokens_BT, self.token_embedding) + self.position_embedding[: tokens_BT.shape[1]]
+        place = None
+        if self.dropout and keys_B is not None:
+            keys, place = layer_keys(keys_B, 1 + 2 * len(layers)), positions(x.shape[1:], x.device)
+            x = dropout(x, self.dropout, keys[0], place)
+            for layer, w in enumerate(layers):
+                w["dropout_keys"] = keys[1 + 2 * layer : 3 + 2 * layer]
         x = self.keep(x.to(self.compute_dtype))
         if self.scan_layers:
             partition = save_nothing_partition if self.remat else default_partition
@@ -171,10 +194,10 @@ class GPT(torch.nn.Module):
         else:
             for w in layers:
                 if self.remat:  # torch.utils.checkpoint would be undone by common subexpression elimination
-                    run = lambda x, *values: self.block(x, dict(zip(layers[0], values, strict=True)))  # noqa: E731
+                    run = lambda x, *values: self.block(x, dict(zip(layers[0], values, strict=True)), place=place)  # noqa: E731
                     x = checkpoint(run, x, *(value.clone() for value in w.values()), preserve_rng_state=False)
                 else:
-                    x = self.block(x, w)
+                    x = self.block(x, w, place=place)
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
         return F.linear(x, cast["token_embedding"])
 

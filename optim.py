@@ -1,4 +1,5 @@
-"""Learning rates over a run, optimizers whose state is there before step 1, the gradient's norm, and the update."""
+"""Learning rates over a run, optimizers whose state is there before step 1, the gradient's norm, the update, and the
+average of the weights."""
 
 import math
 from collections.abc import Iterable
@@ -95,7 +96,8 @@ class SGD(torch.optim.Optimizer):
                     gradient = gradient.add(parameter, alpha=group["weight_decay"])
                 velocity = self.state[parameter]["momentum_buffer"]
                 velocity.mul_(group["momentum"]).add_(gradient)
-                parameter.sub_(group["lr"] * velocity)
+                change = group["lr"] * velocity
+                parameter.sub_(change if parameter.dim() else change.view(()))  # of a scalar the rate (1,) makes (1,)
 
 
 class Adam(torch.optim.Optimizer):
@@ -134,7 +136,8 @@ class Adam(torch.optim.Optimizer):
                 square = torch.addcmul(state["exp_avg_sq"] * beta2, gradient, gradient, value=1 - beta2)
                 state["exp_avg"].copy_(mean)
                 state["exp_avg_sq"].copy_(square)
-                parameter.copy_(old + mean * size / (square.sqrt() / root + group["eps"]))
+                new = old + mean * size / (square.sqrt() / root + group["eps"])
+                parameter.copy_(new if parameter.dim() else new.view(()))  # of a scalar the rate (1,) makes (1,)
 
 
 def make_optimizer(config: TrainConfig, parameters) -> torch.optim.Optimizer:
@@ -197,3 +200,34 @@ def step_if(finite: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(torch.where(finite, tensor, old))
+
+
+def update_average(average: torch.nn.Module, model: torch.nn.Module, decay: float, step: torch.Tensor) -> None:
+    """Moves an average of the weights towards the model's, inside the compiled step, after the optimizer's update.
+
+    Floating parameters and buffers become d x average + (1 - d) x model, others are copied. d = min(decay, (1 + t) /
+    (10 + t)), where t is the value of step, (1,) int32 on the device: early on, the average forgets the first weights.
+    average: a second copy of the model on the device, for evaluation. Make it on the host:
+
+        model = build_model()
+        average = copy.deepcopy(model).to(device).eval()  # before model.to(device): there, copies are a graph
+        model.to(device)
+        run.restore(model=model, average=average, ...)
+
+    On a mesh mark the tensors of both alike.
+    """
+    pairs = []
+    for kind in ("named_parameters", "named_buffers"):
+        old, new = (dict(getattr(module, kind)()) for module in (average, model))
+        if [(name, t.shape, t.dtype) for name, t in old.items()] != [
+            (name, t.shape, t.dtype) for name, t in new.items()
+        ]:
+            raise ValueError("average has other parameters or buffers than model; expected copy.deepcopy(model)")
+        pairs += [(old[name], new[name]) for name in new]
+    count = step.float()
+    rate = (1 - ((1 + count) / (10 + count)).clamp(max=decay)).view(())
+    with torch.no_grad():
+        for old, new in pairs:
+            if old is new:
+                raise ValueError("average shares a tensor with model; expected copy.deepcopy(model)")
+            old.copy_(torch.lerp(old, new, rate.to(new.dtype)) if new.is_floating_point() else new)

@@ -43,6 +43,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla.experimental import scan
 
+from dropout import row_keys
 from flash_attention import flash_attention
 from gpt import BATCH, GPT, is_matrix
 from operations import causal_attention, losses
@@ -95,8 +96,8 @@ def place_state(model: GPT, optimizer, metrics) -> None:
         xs.mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
 
 
-def compute_gradients(model: GPT, tokens_BS, accumulation_steps: int):
-    """Summed loss of the batch; its gradients are left in parameter.grad.
+def compute_gradients(model: GPT, tokens_BS, accumulation_steps: int, keys_B=None):
+    """Summed loss of the batch; its gradients are left in parameter.grad. keys_B: of each row, for dropout.
 
     With several steps the forward and backward pass stand in a loop inside the graph, so neither the graph nor the
     memory of activations grows with their number. (torch_xla.experimental.gradient_accumulation syncs inside the step;
@@ -104,30 +105,31 @@ def compute_gradients(model: GPT, tokens_BS, accumulation_steps: int):
     """
     names, parameters = zip(*model.named_parameters(), strict=True)
 
-    def summed_loss(weights, tokens):
+    def summed_loss(weights, tokens, *keys):
         inputs, targets = inputs_and_targets(tokens)
-        logits = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (inputs,))
+        logits = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (inputs, *keys))
         return losses(logits, targets, model.shape.vocab_size).sum()
 
     def accumulate(carry, part):  # carry: loss, summed gradients, weights
         # weights come in as arguments: read from the module, views of them trace differently once they were updated
         weights = [weight.detach().requires_grad_() for weight in carry[-len(names) :]]
-        loss = summed_loss(weights, part[0])
+        loss = summed_loss(weights, *part)
         loss.backward()
         # the weights pass through: zip stops before them
         sums = zip(carry, [loss.detach(), *(weight.grad for weight in weights)], strict=False)
         return [a + b for a, b in sums] + [weight.detach() for weight in weights], []
 
+    batch = [tokens_BS] if keys_B is None else [tokens_BS, keys_B]
     if accumulation_steps == 1:
-        loss = summed_loss(parameters, tokens_BS)
+        loss = summed_loss(parameters, *batch)
         loss.backward()
         return loss.detach()
     zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
     place(model, zeros)
     # row i goes to part i % accumulation_steps, so that every part stays sharded over the mesh as the batch is
-    stacked = tokens_BS.view(-1, accumulation_steps, tokens_BS.shape[1]).transpose(0, 1).contiguous()
+    stacked = [x.view(-1, accumulation_steps, *x.shape[1:]).transpose(0, 1).contiguous() for x in batch]
     carry = [torch.zeros((), device=tokens_BS.device), *zeros, *(parameter.detach() for parameter in parameters)]
-    (loss, *gradients), _ = scan._scan_impl_flat(accumulate, carry, [stacked])
+    (loss, *gradients), _ = scan._scan_impl_flat(accumulate, carry, stacked)
     for parameter, gradient in zip(parameters, gradients, strict=False):
         parameter.grad = gradient
     return loss
@@ -136,7 +138,11 @@ def compute_gradients(model: GPT, tokens_BS, accumulation_steps: int):
 @torch_xla.compile(full_graph=True, name="train_step")
 def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
-    loss = compute_gradients(model, tokens_BS, config.gradient_accumulation_steps)
+    keys = None
+    if config.dropout:  # another mask for each row and step
+        rows = torch.arange(len(tokens_BS), dtype=torch.int32, device=tokens_BS.device)
+        keys = row_keys(metrics.step, config.seed, rows)
+    loss = compute_gradients(model, tokens_BS, config.gradient_accumulation_steps, keys)
     count = (tokens_BS[:, 1:] >= 0).sum().float()  # targets: the gradients are of the summed loss, theirs of the mean
     gradients = [parameter.grad for parameter in model.parameters()]
     place(model, gradients)
@@ -239,7 +245,8 @@ def build_model(config: TransformerConfig, mesh: xs.Mesh | None, device, initial
     """The model on the device. initialised: with the weights of a new run. compile_for: shapes without memory."""
     attention = flash_attention if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-    options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
+    options = dict(remat=config.remat, scan_layers=config.scan_layers, dropout=config.dropout)
+    options |= dict(attention=attention, mesh=mesh)
     build = partial(GPT, config.shape, dtype, **options)
     if config.compile_for:
         from tpu_compiler.compiling import lower_pallas_for  # only here: needs libtpu's compiler

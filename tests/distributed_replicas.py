@@ -4,7 +4,7 @@ XLA's CPU client cannot run a program that torch_xla replicated: each replica co
 client pairs collectives by module. So: trace FOLDER N ... the program, for real, at world size N, then: run FOLDER, in
 a process of its own, executes that one program on N CPU replicas through jax's client.
 
-    python tests/distributed_replicas.py trace FOLDER NUM_REPLICAS NUM_STEPS [options of distributed_mnist_tpu.py]
+    python tests/distributed_replicas.py trace FOLDER NUM_REPLICAS NUM_STEPS MODEL [options of distributed_mnist_tpu.py]
     python tests/distributed_replicas.py run FOLDER
 """
 
@@ -18,9 +18,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -> None:
+def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: list[str]) -> None:
     """Writes program.hlo (serialized), program.txt, inputs.npz and state.json: which outputs replace which inputs."""
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_replicas)}
+    import small_models
     import torch
     import torch.distributed as dist
     import torch_xla
@@ -43,7 +44,9 @@ def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -
     assert dist.get_world_size() == num_replicas
     device = torch_xla.device()
     torch.manual_seed(config.seed)
-    model = script.ConvNet(dataset.image_size, config.channels, config.hidden_dim).to(device)
+    model = getattr(script if name == "ConvNet" else small_models, name)(
+        dataset.image_size, config.channels, config.hidden_dim
+    ).to(device)
     optimizer = make_optimizer(config, model.parameters())
     rates = learning_rates(config, num_steps).to(device)
     metrics = DeviceMetrics(["loss", "gradient_norm"], num_steps, device)
@@ -52,13 +55,17 @@ def trace(folder: Path, num_replicas: int, num_steps: int, options: list[str]) -
     # what torch_xla.compile wraps, so that nothing is executed
     step = script.train_step.__wrapped__
     step(trained, optimizer, rates, metrics, images, labels, config)
-    state = [*model.parameters(), metrics.values, metrics.step]
+    state = [*model.parameters(), metrics.values, metrics.step, *model.buffers()]
     state += [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
     program = torch_xla._XLAC._get_xla_tensors_hlo_proto(state)
     text = torch_xla._XLAC._get_xla_tensors_hlo(state)
     input_ids, inputs = torch_xla._XLAC._get_tensors_xla_device_data_node(state)
     output_of = {alias_id(tensor): i for i, tensor in enumerate(state)}
-    batch_inputs = {alias_id(images): "images", alias_id(labels): "labels"}
+    replicas = [module.replica for module in model.modules() if getattr(module, "replica", None) is not None]
+    batch_inputs = {alias_id(tensor): "replica" for tensor in replicas} | {
+        alias_id(images): "images",
+        alias_id(labels): "labels",
+    }
     (folder / "program.hlo").write_bytes(program)
     (folder / "program.txt").write_text(text)
     described = {
@@ -112,6 +119,7 @@ def run(folder: Path) -> None:
     buffers = [[jax.device_put(value, device) for device in devices] for value in values]
     for step in range(num_steps):
         batches = [dict(zip(("images", "labels"), part.batch(step), strict=True)) for part in parts]
+        batches = [batch | {"replica": np.array([i], np.int32)} for i, batch in enumerate(batches)]
         for i, name in enumerate(described["batch_of_input"]):
             if name:
                 pairs = zip(batches, devices, strict=True)
@@ -128,6 +136,6 @@ def run(folder: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "trace":
-        trace(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+        trace(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6:])
     else:
         run(Path(sys.argv[2]))

@@ -14,7 +14,9 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 from torch import nn
+from torchvision.models import VisionTransformer
 
+from dropout import Dropout, replace_dropout
 from image_data import ImageDataset
 
 
@@ -31,6 +33,15 @@ class Dropping(nn.Module):
         return self.head(nn.functional.dropout(hidden, 0.5, self.training))
 
 
+class DroppingDigits(nn.Module):
+    def __init__(self, image_size, channels, hidden_dim):
+        super().__init__()
+        self.hidden, self.dropout, self.head = nn.Linear(64, 48), Dropout(0.5, salt=7), nn.Linear(48, 10)
+
+    def forward(self, images):
+        return self.head(self.dropout(torch.relu(self.hidden(images.float().flatten(1) / 16))))
+
+
 class Normed(nn.Module):
     """BatchNorm has statistics that an evaluation reads, and a count of batches without a dimension."""
 
@@ -41,6 +52,21 @@ class Normed(nn.Module):
 
     def forward(self, images):
         return self.head(torch.relu(self.norm(self.convolution(images.float()))).flatten(1))
+
+
+class Vision(nn.Module):
+    """torchvision's transformer, whose dropout uploads nothing once it is replaced, and a scalar that is a float."""
+
+    def __init__(self, image_size, channels, hidden_dim):
+        super().__init__()
+        vision = VisionTransformer(image_size, 4, 1, 2, 16, 32, dropout=0.2, num_classes=5)
+        torch.nn.init.normal_(vision.heads.head.weight, 0.0, 0.1)  # zeros would be a curve of their own
+        self.vision = replace_dropout(vision, seed=0)
+        self.register_buffer("scale", torch.tensor(1.0), persistent=False)
+
+    def forward(self, images):
+        self.scale.copy_(self.scale * 0.5 + 0.5)  # stays 1
+        return self.vision(images.float() * self.scale)
 
 
 def colour_images(dtype):

@@ -330,7 +330,7 @@ def test_what_shapes_the_computation_is_not_free_on_resume():
     mnist = shaping | {"num_epochs", "max_shift", "channels", "hidden_dim"}
     text = shaping | {"train_data", "validation_data", "document_separator", "bucketed", "model_size", "num_layers"}
     text |= {"num_heads", "embedding_dim", "sequence_length", "vocab_size", "num_steps", "gradient_accumulation_steps"}
-    text |= {"clip_gradient_norm", "eval_every", "eval_batches"}
+    text |= {"clip_gradient_norm", "eval_every", "eval_batches", "dropout"}
     expected = {MnistConfig: mnist, DistributedMnistConfig: mnist, TransformerConfig: text}
     for config_class, names in expected.items():
         assert {field.name for field in dataclasses.fields(config_class)} - free_on_resume(config_class) == names

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import in_process, losses_in, state_in, summary_in
 from processes import run
-from small_models import Dropping, Normed, colour_images
+from small_models import Dropping, Normed, Vision, colour_images
 from test_simple_mnist import assert_identical
 
 import simple_mnist_tpu
@@ -68,9 +68,10 @@ def test_an_optimizer_that_creates_its_state_in_step_1_is_named(tmp_path, copied
     assert "as make_optimizer of optim.py does" in said and "Python number" not in said
 
 
-def test_a_run_with_batch_norm_resumes_bit_identical_from_its_first_step(tmp_path, copied):
-    """Its count of batches is 1 then, which torch_xla would make a constant of."""
-    copied(Normed, colour_images(np.float32))
+@pytest.mark.parametrize("kind", [Normed, Vision])
+def test_a_run_with_state_in_its_layers_resumes_bit_identical_from_its_first_step(tmp_path, copied, kind):
+    """The count of batches of BatchNorm is 1 then, which torch_xla would make a constant of, and that of dropout."""
+    copied(kind, colour_images(np.float32))
     options = [*SHORT, "--save_every=1", "--keep_checkpoints=99"]
     assert in_process(*options, "--run_dir", tmp_path / "run") == 0
     resumed = tmp_path / "resumed" / "checkpoints"
@@ -80,9 +81,9 @@ def test_a_run_with_batch_norm_resumes_bit_identical_from_its_first_step(tmp_pat
     assert_identical(*(state_in(folder / "step_00000014") for folder in (tmp_path / "run" / "checkpoints", resumed)))
 
 
-@pytest.mark.parametrize("kind, uploads", [("Normed", 0), ("Dropping", 1)])
+@pytest.mark.parametrize("kind, uploads", [("Normed", 0), ("Dropping", 1), ("Vision", 0)])
 def test_on_a_mesh_batch_norm_is_over_the_global_batch_and_dropout_the_same(tmp_path, kind, uploads):
-    """uploads: torch_xla sends the seed of dropout in every step."""
+    """uploads: torch_xla sends the seed of its own dropout in every step."""
     for devices in (1, 4):
         done = run(
             *("tests/small_models.py", kind, devices, *SHORT, "--run_dir", tmp_path / str(devices)),

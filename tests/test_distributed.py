@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from conftest import files_of, losses_in, summary_in
 from processes import ROOT, environment_with, free_port, run, start, waits
+from small_models import DroppingDigits, Normed
 
 import distributed_mnist_tpu as script
 from config import DistributedMnistConfig
@@ -67,7 +68,7 @@ def ladder(tmp_path_factory):
         if name == "replicas_8":
             (folder / name).mkdir()
             program = "tests/distributed_replicas.py"
-            done = run(program, "trace", folder / name, 8, NUM_STEPS, *RECIPE)
+            done = run(program, "trace", folder / name, 8, NUM_STEPS, "ConvNet", *RECIPE)
             done = done if done.returncode else run(program, "run", folder / name)
             return done.returncode, done.stdout, done.stderr
         which = "simple_mnist_tpu.py" if name == "xla_1" else "distributed_mnist_tpu.py"
@@ -82,18 +83,18 @@ def ladder(tmp_path_factory):
 
 
 @functools.cache
-def plain_pytorch():
+def plain_pytorch(build=script.ConvNet, num_steps=NUM_STEPS):
     """The losses of a loop that shares nothing with the scripts but the model, the batches and the schedule."""
     config = parse_command_line(DistributedMnistConfig, "", RECIPE)
     dataset = load_dataset(config)
     torch.manual_seed(config.seed)
-    model = script.ConvNet(dataset.image_size, config.channels, config.hidden_dim)
+    model = build(dataset.image_size, config.channels, config.hidden_dim)
     betas = (config.adam_beta1, config.adam_beta2)
     optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=config.weight_decay)
-    rates = learning_rates(config, NUM_STEPS)
+    rates = learning_rates(config, num_steps)
     losses = []
     batches = TrainBatches(dataset, config)
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         images, labels = map(torch.from_numpy, batches.batch(step))
         optimizer.param_groups[0]["lr"] = rates[step].item()
         optimizer.zero_grad()
@@ -123,6 +124,27 @@ def test_eight_ddp_replicas_equal_plain_pytorch(ladder):
     for losses in found["losses"]:  # each replica logs the loss of the global batch
         assert largest_difference("replicas_8", losses) < TOLERANCE
     assert found["weights_apart"] == 0
+
+
+def test_replicas_of_ddp_drop_what_one_device_would_drop(tmp_path):
+    """Each of four has every fourth row of the batch, and the masks of these rows."""
+    program, options = "tests/distributed_replicas.py", RECIPE
+    for arguments in (("trace", tmp_path, 4, 6, "DroppingDigits", *options), ("run", tmp_path)):
+        done = run(program, *arguments)
+        assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "curve.json").read_text())
+    expected = plain_pytorch(DroppingDigits, 6)
+    for losses in found["losses"]:
+        np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+
+
+def test_batch_norm_over_several_replicas_is_refused(monkeypatch):
+    monkeypatch.setattr(script.xr, "world_size", lambda: 8)
+    message = (
+        r"ddp has 8 replicas, and in each norm \(BatchNorm2d\) would have .*; use --strategy spmd, where they are over"
+    )
+    with pytest.raises(InputError, match=message):
+        script.replicate(Normed(8, 0, 0), tracing=True)
 
 
 @pytest.mark.parametrize("name", LADDER)

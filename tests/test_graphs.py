@@ -9,7 +9,7 @@ import torch_xla
 
 from config import MnistConfig
 from tpu_utils.errors import RecompileError
-from tpu_utils.run import Run
+from tpu_utils.run import Run, make_scalars_data
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +113,95 @@ def test_a_learning_rate_that_is_a_python_number_is_named(device):
         for number, optimizer.param_groups[0]["lr"] in enumerate((0.0, 0.1)):
             with run.one_graph("test", number, weight):
                 step()
+
+
+class Scaled(torch.nn.Module):
+    """Scalars of every kind, all 0 or 1, and a buffer with a dimension."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.register_buffer("scale", torch.full((size,), 2.0))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("share", torch.tensor(1.0), persistent=False)
+        self.temperature = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        self.count.add_(1)
+        self.share.mul_(0.5)
+        return x * self.scale * self.temperature + self.count * self.share
+
+
+def steps_with(model, kept=True) -> torch.nn.Module:
+    """Four steps of a model on the device, as a script calls them. kept: what run.restore() does for its modules."""
+    if kept:
+        make_scalars_data(model)
+    x = torch.ones(len(model.scale)).to(torch_xla.device())
+
+    @torch_xla.compile(full_graph=True, name="step")
+    def step(model, x):
+        with torch.no_grad():
+            model.temperature.copy_(model(x).sum() * 0.5)
+
+    with Run(MnistConfig()) as run:
+        for number in range(1, 5):
+            with run.one_graph("test", number, x):
+                step(model, x)
+    return model
+
+
+def test_scalars_of_a_module_are_data_of_one_program(device):
+    """Integers and floats, 0 and 1, buffers that are saved and those that are not, parameters."""
+    model = steps_with(Scaled(21).to(device))
+    assert (model.count.item(), model.share.item()) == (4, 0.5**4)
+
+
+def test_scalars_of_a_module_that_the_run_does_not_know_are_named(device):
+    with pytest.raises(RecompileError, match=r"; model.count, model.share, model.temperature is a scalar, .*restore"):
+        steps_with(Scaled(22).to(device), kept=False)
+
+
+def test_a_buffer_computed_on_the_device_is_named(device):
+    model = Scaled(23).to(device)
+    model.scale = model.scale * 0.5
+    with pytest.raises(
+        RecompileError, match=r"step 1 .* before it became .*; model.scale \(aten::mul\) was still to be"
+    ):
+        steps_with(model)
+
+
+def test_what_the_message_on_a_computed_buffer_advises_works(device):
+    on_host, settled = Scaled(24), Scaled(25).to(device)
+    on_host.scale = on_host.scale * 0.5
+    settled.scale = settled.scale * 0.5
+    torch_xla.sync()
+    for model in (on_host.to(device), settled):
+        steps_with(model)
+
+
+class Late(Scaled):
+    def forward(self, x):
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", x.detach() * 0)
+        self.seen.add_(x)
+        return super().forward(x)
+
+
+def test_a_buffer_that_a_step_creates_is_named_and_what_the_message_advises_works(device):
+    with pytest.raises(RecompileError, match=r"step 2 .*: buffer model.seen \(float32\[26\]\) was created in a step"):
+        steps_with(Late(26).to(device))
+    model = Late(27)
+    model.register_buffer("seen", torch.zeros(27))
+    steps_with(model.to(device))
+
+
+class Growing(Scaled):
+    def forward(self, x):
+        self.scale = torch.cat([self.scale, x])
+        return super().forward(self.scale)
+
+
+def test_a_buffer_that_grows_is_named(device):
+    with pytest.raises(
+        RecompileError, match=r": model.scale was float32\[28\], is float32\[56\] in the step after: give"
+    ):
+        steps_with(Growing(28).to(device))

@@ -1,11 +1,18 @@
 """Optimizers and schedules, held to PyTorch's."""
 
+import shutil
+from pathlib import Path
+
+import averaged
 import numpy as np
 import pytest
 import torch
+from conftest import state_in, summary_in
+from processes import run
+from test_simple_mnist import assert_identical
 
 from config import MnistConfig
-from optim import check_length, learning_rates, make_optimizer
+from optim import check_length, learning_rates, make_optimizer, update_average
 from tpu_utils.errors import InputError
 
 
@@ -81,3 +88,73 @@ def test_optimizers_are_those_of_pytorch(config, reference):
             model(x).square().sum().backward()
             optimizer.step()
     torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_scalar_parameter_is_trained_with_a_rate_on_the_device(name):
+    """The rate is (1,) there, and so is the count of steps."""
+    scalar = torch.nn.Parameter(torch.tensor(1.0))
+    optimizer = make_optimizer(MnistConfig(optimizer=name, weight_decay=0.1), [scalar])
+    optimizer.param_groups[0]["lr"] = torch.tensor([0.5])
+    scalar.grad = torch.tensor(1.0)
+    optimizer.step()
+    # gradient and decay of SGD; AdamW's first step is the rate, and its decay
+    assert scalar.item() == pytest.approx({"sgd": 1 - 0.5 * 1.1, "adamw": 1 - 0.5 - 0.05}[name], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def averaged_run(tmp_path_factory):
+    """(run directory, the model's state after each step)"""
+    folder, seen = tmp_path_factory.mktemp("averaged") / "run", []
+    assert averaged.train(folder, "never", seen) == 0
+    return folder, seen
+
+
+def average_in(run_dir) -> dict[str, torch.Tensor]:
+    state = state_in(run_dir / "checkpoints" / "step_00000016")
+    return {path.removeprefix("average/"): value for path, value in state.items() if path.startswith("average/")}
+
+
+def test_the_average_of_weights_is_what_numpy_computes_and_costs_no_upload(averaged_run):
+    folder, seen = averaged_run
+    summary = summary_in(folder)
+    assert (summary["train_graphs"], summary["host_to_device_uploads_per_step"]) == (1, 0)
+    expected = {name: value.numpy() for name, value in averaged.build().state_dict().items()}
+    for t, state in enumerate(seen):
+        decay = min(averaged.DECAY, (1 + t) / (10 + t))
+        for name, value in state.items():
+            mean = decay * expected[name].astype(np.float64) + (1 - decay) * value.numpy().astype(np.float64)
+            expected[name] = mean if value.is_floating_point() else value.numpy()
+    found = average_in(folder)
+    assert found.keys() == expected.keys() and found["1.num_batches_tracked"].item() == averaged.STEPS
+    for name, value in found.items():
+        np.testing.assert_allclose(value.numpy(), expected[name], rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+def test_a_run_with_an_average_resumes_bit_identical_on_one_device_and_on_a_mesh(averaged_run, tmp_path):
+    """And has the same average on both."""
+    last = Path("checkpoints", "step_00000016")
+    for devices, whole in ((1, averaged_run[0]), (4, tmp_path / "four")):
+        resumed = tmp_path / f"resumed_{devices}"
+        for run_dir, resume in ((whole, "never"), (resumed, "must")):
+            if resume == "must":
+                shutil.copytree(whole, resumed, ignore=shutil.ignore_patterns(last.name))
+            if devices == 4:
+                done = run("tests/averaged.py", 4, run_dir, resume)
+                assert done.returncode == 0, done.stderr
+                summary = summary_in(run_dir)
+                assert (summary["train_graphs"], summary["host_to_device_uploads_per_step"]) == (1, 0)
+            elif resume == "must":
+                assert averaged.train(run_dir, resume) == 0
+        assert_identical(state_in(whole / last), state_in(resumed / last))
+    one, four = average_in(averaged_run[0]), average_in(tmp_path / "four")
+    for name, value in one.items():
+        np.testing.assert_allclose(four[name].numpy(), value.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_an_average_that_is_no_copy_is_refused():
+    model, step = torch.nn.Linear(4, 3), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="shares a tensor with model"):
+        update_average(model, model, 0.9, step)
+    with pytest.raises(ValueError, match="has other parameters or buffers than model"):
+        update_average(torch.nn.Linear(4, 2), model, 0.9, step)

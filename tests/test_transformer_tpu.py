@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import read_lines
+from conftest import read_lines, state_in
 from processes import ROOT, run
+from test_simple_mnist import assert_identical
 
 import llmc_files
 import token_data
 import transformer_tpu
 from config import TransformerConfig
+from dropout import row_keys
 from gpt import GPT, is_matrix
 from optim import learning_rates
 from tpu_utils.errors import InputError, run_script
@@ -56,6 +58,18 @@ EIGHT_DEVICES = {
     "accumulated": ["--mesh=2x2x2", "--gradient_accumulation_steps=4"],
     "scanned_remat": ["--mesh=2x2x2", "--scan_layers", "--remat"],
 }
+DROPOUT = {
+    "dropped": ["--dropout=0.2"],
+    "dropped/dropped_resumed": ["--dropout=0.2", "--resume=must"],
+}
+# all ways at once
+DROPOUT_4 = ["--dropout=0.2", "--mesh=2x1x2", "--gradient_accumulation_steps=4", "--scan_layers", "--remat"]
+DROPOUT_SLOW = {
+    "remat": ["--dropout=0.2", "--remat"],
+    "accumulated": ["--dropout=0.2", "--gradient_accumulation_steps=2"],
+    "scanned": ["--dropout=0.2", "--scan_layers"],
+    "bfloat16": ["--dropout=0.2", "--precision=bfloat16"],
+}
 EIGHT_DEVICES_SLOW = {mesh: [f"--mesh={mesh}"] for mesh in ("8x1x1", "4x1x2", "2x2x2")}
 
 
@@ -78,18 +92,25 @@ def eight_devices(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference() -> np.ndarray:
-    """The losses of plain PyTorch on the CPU: the same model and data, its own optimizer, no XLA."""
+    return plain_pytorch()[0]
+
+
+def plain_pytorch(dropout: float = 0.0) -> tuple[np.ndarray, float]:
+    """The losses of plain PyTorch on the CPU: the same model and data, its own optimizer, no XLA; and its validation
+    loss at the end."""
     config = TransformerConfig(**MODEL, **RUN)
-    model = GPT(config.shape)
+    model = GPT(config.shape, dropout=dropout)
     model.initialise(config.seed)
     groups = [{"params": [p for n, p in model.named_parameters() if is_matrix(n) == on]} for on in (True, False)]
     groups[1]["weight_decay"] = 0.0
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=config.weight_decay)
-    source = token_data.load_sequences(config).train
-    losses = []
+    data = token_data.load_sequences(config)
+    source, losses = data.train, []
     for step, rate in enumerate(learning_rates(config, config.num_steps).tolist()):
         tokens = torch.from_numpy(source.batch(step)).long()
-        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1)[:, :64], tokens[:, 1:].flatten())
+        keys = row_keys(torch.tensor([step], dtype=torch.int32), config.seed, torch.arange(16, dtype=torch.int32))
+        logits = model(tokens[:, :-1], keys)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1)[:, :64], tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,7 +118,10 @@ def reference() -> np.ndarray:
             group["lr"] = rate
         optimizer.step()
         losses.append(loss.item())
-    return np.array(losses)
+    tokens = torch.from_numpy(data.validation.batch(0)).long()
+    with torch.no_grad():
+        logits = model(tokens[:, :-1]).flatten(0, 1)[:, :64]
+    return np.array(losses), torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).item()
 
 
 @pytest.mark.parametrize("name", ONE_DEVICE)
@@ -120,6 +144,53 @@ def test_bfloat16_stays_in_a_band_around_float32(tmp_path):
 @pytest.mark.parametrize("name", EIGHT_DEVICES)
 def test_every_mesh_equals_plain_pytorch(eight_devices, reference, name):
     np.testing.assert_allclose(losses_of(eight_devices[0] / name), reference, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def dropped(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dropped")
+    train_all(folder, 1, runs_of(DROPOUT))
+    train_all(folder, 4, [["dropped_4", *OPTIONS, *DROPOUT_4]])
+    return folder
+
+
+def test_dropout_is_the_same_in_plain_pytorch_accumulated_scanned_recomputed_and_on_a_mesh(dropped, reference):
+    """Each row of the batch has its mask, wherever and in whatever order it is computed. An evaluation has none."""
+    expected, validation_loss = plain_pytorch(dropout=0.2)
+    assert (np.abs(expected / reference - 1)[2:] > 1e-3).all()
+    for path in sorted(dropped.iterdir()):
+        np.testing.assert_allclose(losses_of(path), expected, rtol=1e-5, err_msg=path.name)
+        summary = json.loads((path / "summary.json").read_text())
+        assert summary["train_graphs"] == 1 - path.name.endswith("resumed"), path
+        assert summary["host_to_device_uploads_per_step"] == 0, path
+        if path.name != "dropped_4":  # with accumulation an evaluation has smaller batches
+            assert summary["validation_loss"] == pytest.approx(validation_loss, rel=1e-5), path
+
+
+def test_a_training_step_without_keys_is_refused_and_an_evaluation_needs_none():
+    model = GPT(TransformerConfig(**MODEL).shape, dropout=0.5)
+    model.initialise(0)
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"dropout is 0.5 and a training step gave no keys; expected row_keys"):
+        model(tokens)
+    whole = GPT(model.shape)
+    whole.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(tokens), whole(tokens))
+
+
+@pytest.mark.slow
+def test_dropout_in_the_other_ways(tmp_path):
+    train_all(tmp_path, 1, runs_of(DROPOUT_SLOW))
+    expected, _ = plain_pytorch(dropout=0.2)
+    for name in ("remat", "accumulated", "scanned"):
+        np.testing.assert_allclose(losses_of(tmp_path / name), expected, rtol=1e-5)
+    np.testing.assert_allclose(losses_of(tmp_path / "bfloat16"), expected, rtol=2e-2)
+
+
+def test_a_run_with_dropout_resumes_bit_identical(dropped):
+    states = [state_in(dropped / name / "checkpoints" / "step_00000020") for name in ("dropped", "dropped_resumed")]
+    assert_identical(*states)
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """Runs transformer_tpu.py's train() for several option lists in one process: one start of the runtime, many runs.
 
 python transformer_worker.py FOLDER '[["name", "--option", "value", ...], ...]'   # a run directory FOLDER/name each
+A name FROM/TO first makes TO a copy of the run FROM as it was after step 10.
 """
 
 import json
+import shutil
 import sys
 
 import transformer_tpu
@@ -12,6 +14,10 @@ from tpu_utils.errors import run_script
 from tpu_utils.options import parse_command_line
 
 for name, *options in json.loads(sys.argv[2]):
+    if "/" in name:
+        old, name = name.split("/")
+        ignored = shutil.ignore_patterns("step_00000020", "summary.json")
+        shutil.copytree(f"{sys.argv[1]}/{old}", f"{sys.argv[1]}/{name}", ignore=ignored)
     arguments = [*options, "--run_dir", f"{sys.argv[1]}/{name}", "--no_tensorboard"]
     code = run_script(
         lambda arguments=arguments: transformer_tpu.train(parse_command_line(TransformerConfig, "", arguments))

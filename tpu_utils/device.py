@@ -64,6 +64,24 @@ def devices_used() -> int:
     return xr.global_runtime_device_count() if xr.is_spmd() else xr.world_size()
 
 
+def check_replicated(model: torch.nn.Module) -> None:
+    """Raises InputError for layers whose statistics would be those of one replica's part of the batch."""
+    kinds = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.instancenorm._InstanceNorm)
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
+    found = [
+        f"{name} ({type(module).__name__})"
+        for name, module in norms
+        if isinstance(module, kinds[0]) or module.track_running_stats
+    ]
+    if found and xr.world_size() > 1:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise InputError(
+            f"strategy ddp has {xr.world_size()} replicas, and in each {', '.join(found[:3])}{more} would have the "
+            "statistics of its own part of the batch, and buffers unlike the others'; use --strategy spmd, where "
+            "they are over the global batch, or a norm over each example, such as GroupNorm"
+        )
+
+
 def peak_flops(num_devices: int) -> float | None:
     """Peak dense bf16 FLOP/s of num_devices devices, or None where the chip is unknown (CPU)."""
     chips = attached_chips() if xr.device_type() == "TPU" else []

@@ -2,11 +2,14 @@
 
 import ast
 import linecache
+import re
 import types
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch_xla
 import torch_xla.debug.metrics as met
 
 from tpu_utils.errors import RecompileError
@@ -40,6 +43,8 @@ class CompileWatch:
         self._changed: dict[str, set[tuple]] = {}
         self._state: dict[str, int] | None = None
         self._graphs: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
+        self._held: dict[str, list[dict[str, Held]]] = {}
 
     def compiled(self, kind: str) -> int:
         """Graphs compiled for all kinds of step whose name starts so."""
@@ -48,10 +53,14 @@ class CompileWatch:
     def seen(self, kind: str) -> bool:
         return kind in self._graphs
 
-    def before(self, caller: types.FrameType) -> None:
-        """Call it before the first step: what state the caller's optimizers have then."""
+    def before(self, kind: str, caller: types.FrameType) -> None:
+        """Call it right before a step of this kind: looks at what its caller's modules and optimizers hold, in two
+        calls."""
         if self._state is None:
             self._state = _state_sizes(caller)
+        self._calls[kind] = self._calls.get(kind, 0) + 1
+        if self._calls[kind] <= 2:
+            self._held.setdefault(kind, []).append(_held_by_modules(caller))
 
     def check(self, kind: str, step: int, inputs: Sequence[torch.Tensor], caller: types.FrameType) -> int:
         """Call it right after a step of this kind. Returns the graphs it compiled. Raises RecompileError.
@@ -59,7 +68,7 @@ class CompileWatch:
         caller: the frame that calls the step. Reads counters of the host and the caller's Python numbers: those that
         changed are what may have become part of the program.
         """
-        shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in inputs]
+        shapes = [_shape_of(t) for t in inputs]
         before, self._inputs[kind] = self._inputs.get(kind, shapes), shapes
         total, first = graphs_compiled(), kind not in self._graphs
         new, self._total = total - self._total, total
@@ -76,10 +85,14 @@ class CompileWatch:
             for i, (t, a, b) in enumerate(zip(inputs, before, shapes, strict=True))
             if a != b
         ]
+        calls, held = self._calls.get(kind, 0), self._held.get(kind, [])
+        in_modules = _reasons_in_modules(calls, held, _held_by_modules(caller))
+        reasons += in_modules
         if first:
             reasons = [
                 "this is its first call, so operations on device tensors before it became a graph of their own; "
-                "do them inside the step, or on the host before the tensor is sent"
+                "do them inside the step, or on the host before the tensor is sent",
+                *in_modules,
             ]
         elif born := {n: size for n, size in _state_sizes(caller).items() if size > (self._state or {}).get(n, size)}:
             reasons = [
@@ -106,6 +119,75 @@ class CompileWatch:
             f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1, called at "
             f"{_statement_at(caller)}: {'; '.join(reasons)}"
         )
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or buffer on the device."""
+
+    kind: str
+    shape: str
+    operation: str
+    """By what torch_xla is still to compute it; prim::Constant is a scalar of 0 or 1 from the host. "": it is there."""
+
+
+def _held_by_modules(frame: types.FrameType) -> dict[str, Held]:
+    """Parameters and buffers of the modules among a function's variables, by path, each once."""
+    found, seen = {}, set()
+    for name, module in frame.f_locals.items():
+        if not isinstance(module, torch.nn.Module):
+            continue
+        named = [("buffer", *pair) for pair in module.named_buffers(name)]
+        named += [("parameter", *pair) for pair in module.named_parameters(name)]
+        for kind, path, tensor in named:
+            if tensor.device.type == "xla" and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[path] = Held(kind, _shape_of(tensor), _pending_operation(tensor))
+    return found
+
+
+def _pending_operation(tensor: torch.Tensor) -> str:
+    text = torch_xla._XLAC._get_xla_tensor_debug_info(getattr(tensor, "global_tensor", tensor))
+    line = next(line for line in text.splitlines() if line.startswith("IR: "))
+    operation = re.search(r"\w+::\w+", line.rpartition("] ")[2])  # behind the scope in brackets; none: IR: None
+    return operation[0] if operation and operation[0] != "xla::device_data" else ""
+
+
+def _shape_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _reasons_in_modules(calls: int, before: list[dict[str, Held]], now: dict[str, Held]) -> list[str]:
+    """What modules held that can be the cause of a second graph, each with a remedy.
+
+    calls: of the step so far. before: what was held before each of its first two calls.
+    """
+    if not before:
+        return []
+    operations = {path: held.operation for path, held in before[-1].items() if held.operation and calls <= 2}
+    found = {
+        PENDING: [f"{path} ({name})" for path, name in operations.items() if name != "prim::Constant"],
+        CONSTANT: [path for path, name in operations.items() if name == "prim::Constant"],
+    }
+    if calls > 1:
+        old, new = (before[0], before[1]) if calls == 2 else (before[1], now)
+        common = [path for path in new if path in old]
+        found[CREATED] = [f"{new[p].kind} {p} ({new[p].shape})" for p in new if p not in old]
+        found[RESHAPED] = [f"{p} was {old[p].shape}, is {new[p].shape}" for p in common if old[p].shape != new[p].shape]
+    texts = {remedy: names[:5] + [f"{len(names) - 5} more"] * (len(names) > 5) for remedy, names in found.items()}
+    return [f"{', '.join(names)} {remedy}" for remedy, names in texts.items() if names]
+
+
+PENDING = (
+    "was still to be computed on the device when the step was called; compute it on the host before model.to(device), "
+    "or inside the step, or call torch_xla.sync() before the loop"
+)
+CREATED = "was created in a step, so the next one has an input more: register it in __init__, in its final shape"
+RESHAPED = "in the step after: give it its final shape and dtype in __init__, and write into it"
+CONSTANT = (
+    "is a scalar, and of 0 or 1 torch_xla makes a constant instead of sending it: give its module to run.restore(), "
+    "which sends it, or give it the shape (1,)"
+)
 
 
 def _numbers_in(frame: types.FrameType) -> dict[tuple, Any]:

@@ -42,7 +42,7 @@ from tpu_utils.peers import Peers
 from tpu_utils.profile import Profile
 from tpu_utils.run_dir import RunLock, check_same_run, is_finished, open_run_dir, run_id_in, write_config
 from tpu_utils.saved import Saved, better
-from tpu_utils.state import random_state, set_random_state
+from tpu_utils.state import random_state, set_random_state, tensors_by_path
 from tpu_utils.stop import StopRequest
 from tpu_utils.storage import Mirror
 
@@ -181,8 +181,7 @@ class Run:
         if self._saved:
             self._fill(parts)
         for part in parts.values():
-            if isinstance(part, torch.nn.Module):
-                make_scalars_data(part)
+            make_scalars_data(part)
 
     def _fill(self, parts: dict[str, Any]) -> None:
         """Every part from the checkpoint."""
@@ -255,7 +254,7 @@ class Run:
 
     @contextlib.contextmanager
     def _one_graph(self, caller: types.FrameType, kind: str, step: int, inputs, count: int | None) -> Iterator[None]:
-        self._graphs.before(caller)
+        self._graphs.before(kind, caller)
         with self._goodput.phase(self._goodput.current if self._graphs.seen(kind) else "compile"):
             yield
         new = self._graphs.check(kind, step, inputs, caller)
@@ -399,15 +398,18 @@ class Run:
         return 0
 
 
-def make_scalars_data(module: torch.nn.Module) -> None:
-    """Buffers of no dimension, such as BatchNorm's count of batches, become inputs of the step's program.
+def make_scalars_data(part: Any) -> None:
+    """Tensors of no dimension, such as BatchNorm's count of batches, become inputs of the step's program.
 
     torch_xla makes a constant of a scalar 0 or 1 from the host (torch_xla/csrc/tensor.cpp, GetIrValueForTensor). As an
     operation that is still to be done it would be a graph before step 1, and step 2 would be another graph.
     """
-    for buffer in module.buffers():
-        if buffer.dim() == 0 and buffer.device.type == "xla":
-            (buffer.data,) = send(buffer.cpu(), buffer.device, None)
+    tensors = list(tensors_by_path(_tensors_of(part)).values())
+    if isinstance(part, torch.nn.Module):
+        tensors += part.buffers()  # also those that are not saved
+    for tensor in tensors:
+        if tensor.dim() == 0 and tensor.device.type == "xla":
+            (tensor.data,) = send(tensor.detach().cpu(), tensor.device, None)
 
 
 def _tensors_of(part: Any) -> dict[str, Any]:

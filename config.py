@@ -254,7 +254,7 @@ class HostOptions:
 
 
 @dataclass(frozen=True)
-class DistributedMnistConfig(HostOptions, MnistConfig):
+class ParallelOptions(HostOptions):
     """How many devices share the work."""
 
     strategy: Annotated[Literal["spmd", "ddp"], FREE] = "spmd"
@@ -263,6 +263,11 @@ class DistributedMnistConfig(HostOptions, MnistConfig):
     """Of spmd: shard parameters and optimizer state over the devices too (FSDP) instead of one copy each."""
     num_virtual_devices: Annotated[int, Range("[0, inf)"), FREE] = 0
     """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
+
+
+@dataclass(frozen=True)
+class DistributedMnistConfig(ParallelOptions, MnistConfig):
+    """What distributed_mnist_tpu.py trains."""
 
 
 @dataclass(frozen=True)
@@ -584,7 +589,7 @@ def check(config: TrainConfig) -> list[str]:
         parse_topology(config.compile_for or "v5litepod-1")
     except ValueError as error:
         problems.append(f"compile_for: {error}")
-    if isinstance(config, DistributedMnistConfig) and config.shard_parameters and config.strategy == "ddp":
+    if isinstance(config, ParallelOptions) and config.shard_parameters and config.strategy == "ddp":
         problems.append("shard_parameters is for strategy spmd; ddp keeps a whole copy per device; drop one of the two")
     if isinstance(config, CifarConfig) and config.depth % 6 != 2:
         depth = config.depth // 6 * 6 + 2

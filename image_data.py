@@ -8,11 +8,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from pathlib import Path
 
 import numpy as np
 
 from config import MnistConfig
 from tpu_utils.errors import InputError
+from tpu_utils.inputs import open_regular
 
 # Types that a TPU has not, and what is sent for them; all other numbers are sent as they are.
 SENT_AS = {np.dtype(wide): np.int32 for wide in (np.int64, np.uint16, np.uint32, np.uint64)}
@@ -94,6 +96,23 @@ class ImageDataset:
         return sent(self.train_images[:count]), sent(self.train_labels[:count], labels=True)
 
 
+def load_arrays(name: str, data_dir: str | Path) -> ImageDataset:
+    """train_images.npy, train_labels.npy, test_images.npy and test_labels.npy of a folder, as np.save writes them.
+
+    The files are mapped, not read: they may be larger than memory. Raises InputError for one that is no such file.
+    """
+    arrays = []
+    for field in ("train_images", "train_labels", "test_images", "test_labels"):
+        path = Path(data_dir) / f"{field}.npy"
+        expected = "an array written by np.save, under --data_dir"
+        open_regular(path, expected).close()
+        try:
+            arrays.append(np.lib.format.open_memmap(path, mode="r"))
+        except Exception as error:  # whatever numpy's parser of headers raises
+            raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}; expected {expected}") from error
+    return ImageDataset(name, *arrays)
+
+
 def as_numbers(name: str, values) -> np.ndarray:
     """The same memory as an array of numbers in this machine's byte order, with at least one example."""
     try:
@@ -112,24 +131,23 @@ def check_pair(name: str, images: np.ndarray, labels: np.ndarray) -> None:
     if len(images) != len(labels):
         raise InputError(f"{name}_images has {len(images)} examples, its labels are {len(labels)}; expected as many")
     for what, array in (("images", images), ("labels", labels)):
-        as_type = np.dtype(np.int32) if what == "labels" else SENT_AS.get(array.dtype, array.dtype)
-        step = step_between(array)
+        as_type = sent(array[:0], labels=what == "labels").dtype
+        if array.dtype.kind != "f" and array.dtype == as_type and what == "images":
+            continue  # any value is right
+        low = None if array.dtype.kind == "f" else 0 if what == "labels" else np.iinfo(as_type).min
         for place, part in enumerate(parts_of(array)):
-            if array.dtype.kind == "f":
+            if low is None:
                 with np.errstate(over="ignore"):  # too large for float32 is an infinity on the device
-                    bad = ~np.isfinite(part.astype(SENT_AS.get(array.dtype, array.dtype), copy=False))
+                    bad = ~np.isfinite(part.astype(as_type, copy=False))
                 expected = "finite numbers; replace or leave out such examples"
-            elif array.dtype.kind in "iu":
-                low = 0 if what == "labels" else np.iinfo(as_type).min
+            else:
                 bad = (part < low) | (part > np.iinfo(as_type).max)
                 expected = f"{low} to {np.iinfo(as_type).max}"
                 if what == "labels":
                     expected += ": classes, from 0 on; make targets of a regression float32"
-            else:  # bool
-                break
             if bad.any():
                 where = tuple(int(i) for i in np.argwhere(bad)[0])
-                example = (place * part_length(array) + where[0]) * step
+                example = (place * part_length(array) + where[0]) * step_between(array)
                 raise InputError(f"{name}_{what}: example {example} has {part[where]!s}; expected {expected}")
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from mutations import at_most, make_irregular, mutated, no_hang
 
 from config import MnistConfig
 from image_data import (
@@ -10,6 +11,7 @@ from image_data import (
     TrainBatches,
     epoch_order,
     eval_batches,
+    load_arrays,
     num_steps_of,
     random_flip,
     random_shift,
@@ -208,3 +210,53 @@ def test_images_that_cannot_be_shifted_are_refused_before_the_first_step(shape, 
 def test_an_augmentation_that_changes_the_type_is_refused():
     with pytest.raises(InputError, match=r"augment made float64 \(2, 3, 8, 8\) of float32"):
         TrainBatches(a_set(), MnistConfig(global_batch_size=2), augment=lambda images, draw: images / np.float64(255))
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for part in ("train", "test"):
+        np.save(tmp_path / f"{part}_images.npy", IMAGES)
+        np.save(tmp_path / f"{part}_labels.npy", LABELS)
+    return tmp_path
+
+
+def test_files_are_mapped_and_not_read(folder):
+    big = np.lib.format.open_memmap(folder / "train_images.npy", "w+", np.uint8, (6, 3, 64, 2048))
+    test = np.lib.format.open_memmap(folder / "test_images.npy", "w+", np.uint8, (6, 3, 64, 2048))
+    big[5], size = 7, big.nbytes
+    del big, test
+    with at_most(size):  # two of these; the check of bytes needs a part at a time
+        data = load_arrays("mine", folder)
+        images, labels = TrainBatches(data, MnistConfig(global_batch_size=1)).batch(0)
+    assert images.shape == (1, 3, 64, 2048) and labels.shape == (1,) and data.train_images[5, 2, 0, 0] == 7
+    assert data.description == "mine, 3 x 64 x 2048: 6 train, 6 test"
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (lambda path: path.unlink(), "test_labels.npy: no such file; expected an array written by np.save"),
+        (lambda path: path.write_bytes(b"PK\3\4"), "test_labels.npy cannot be read"),
+        (lambda path: np.save(path, np.array([{}, []], object), allow_pickle=True), "cannot be read: .*objects"),
+        (lambda path: make_irregular(path, "FIFO"), "test_labels.npy is a FIFO"),
+    ],
+)
+def test_files_that_are_no_arrays_are_named(folder, damage, said):
+    damage(folder / "test_labels.npy")
+    with no_hang(), pytest.raises(InputError, match=said):
+        load_arrays("mine", folder)
+
+
+def test_no_damage_of_an_array_is_a_crash(folder):
+    content, outcomes = (folder / "train_labels.npy").read_bytes(), {"read": 0, "refused": 0}
+    for number, damaged in enumerate(mutated(content[:128], 400)):
+        (folder / "train_labels.npy").write_bytes(damaged + content[128:] if number % 4 else damaged)
+        try:
+            assert load_arrays("mine", folder).train_labels.shape == (6,)
+            outcomes["read"] += 1
+        except InputError:
+            outcomes["refused"] += 1
+    assert 300 < outcomes["refused"] < 400, outcomes

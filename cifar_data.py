@@ -27,13 +27,22 @@ RECORD = 1 + 3 * 32 * 32  # a label, then red, green and blue
 
 def check_files(config: CifarConfig) -> None:
     """Raises InputError when the files that config names are missing or damaged. Takes no second, and no torch."""
-    if config.dataset == "cifar10" and not config.download and not config.compile_for:
+    if config.dataset == "cifar10" and not config.download and not shapes_suffice(config):
         for name in TRAIN_FILES + TEST_FILES:
             read_records(Path(config.data_dir) / FOLDER / name, most=1)
 
 
+def shapes_suffice(config: CifarConfig) -> bool:
+    """Whether the compiler is asked about CIFAR-10 where there is none: it needs no data."""
+    found = (Path(config.data_dir, FOLDER, name).exists() for name in TRAIN_FILES + TEST_FILES)
+    return bool(config.compile_for) and not all(found)
+
+
 def load_dataset(config: CifarConfig) -> ImageDataset:
     """The data set the config names. Raises InputError when its files are missing or damaged."""
+    if config.dataset == "cifar10" and shapes_suffice(config):
+        parts = [(np.zeros((count, 3, 32, 32), np.uint8), np.arange(count) % 10) for count in (50_000, 10_000)]
+        return ImageDataset(f"cifar10's shapes are assumed, no files in {config.data_dir}", *parts[0], *parts[1])
     if config.dataset == "cifar10":
         return load_cifar10(Path(config.data_dir), config.download)
     return make_stripes()

@@ -38,12 +38,15 @@ MNIST += ["--keep_checkpoints=1"]  # so that every save prunes
 GPT = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--global_batch_size=16"]
 GPT += ["--num_steps=66", "--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_every=11", "--eval_batches=5"]
 GPT += ["--keep_checkpoints=1"]
+RESNET = ["--depth=8", "--width=2", "--num_epochs=6", "--global_batch_size=372", "--warmup_steps=2", "--log_every=11"]
+RESNET += ["--save_every=5", "--keep_checkpoints=1"]
 VARIANTS = {
     "simple": ["simple_mnist_tpu.py", *MNIST],
     "ddp_1": ["distributed_mnist_tpu.py", *MNIST, "--strategy=ddp"],
     "spmd_4": ["distributed_mnist_tpu.py", *MNIST, "--num_virtual_devices=4"],
     "spmd_8": ["distributed_mnist_tpu.py", *MNIST, "--num_virtual_devices=8"],
     "fsdp_4": ["distributed_mnist_tpu.py", *MNIST, "--num_virtual_devices=4", "--shard_parameters"],
+    "resnet_4": ["resnet_cifar_tpu.py", *RESNET, "--num_virtual_devices=4"],
     "transformer_2x2x2": ["transformer_tpu.py", *GPT, "--mesh=2x2x2"],
 }
 NUM_STEPS, EVAL_EVERY, KILLS_PER_RUN, TIME_LIMIT = 66, 11, 8, 300

@@ -16,7 +16,7 @@ from processes import ROOT, run
 
 import aot_tpu
 import config
-from config import DistributedMnistConfig, MnistConfig, TrainConfig, TransformerConfig, presets_of
+from config import CifarConfig, DistributedMnistConfig, MnistConfig, TrainConfig, TransformerConfig, presets_of
 from tpu_compiler import ask, environment, reading, search, tracing
 from tpu_compiler.hardware import GENERATIONS, parse_topology
 from tpu_compiler.report import COMMUNICATION_LABEL, LABEL, Report
@@ -307,6 +307,9 @@ PRESET_SLICES = {
     "distributed_mnist_tpu.py": dict.fromkeys(
         ("quick_test", "development", "production", "distributed"), "v5litepod-8"
     ),
+    "resnet_cifar_tpu.py": dict(
+        quick_test="v5litepod-1", development="v5litepod-1", production="v5litepod-1", distributed="v5litepod-8"
+    ),
     "transformer_tpu.py": dict(
         quick_test="v5litepod-1", development="v5litepod-1", production="v5litepod-8", distributed="v5litepod-16"
     ),
@@ -314,12 +317,14 @@ PRESET_SLICES = {
 SLOW = {("transformer_tpu.py", "production"), ("transformer_tpu.py", "distributed")}
 # large batches of 28 x 28 images on one chip: 10 to 20 s each
 SLOW |= {("simple_mnist_tpu.py", preset) for preset in ("development", "production", "distributed")}
+SLOW |= {("resnet_cifar_tpu.py", preset) for preset in ("development", "production", "distributed")}
 SLOW |= {("distributed_mnist_tpu.py", "distributed"), ("transformer_tpu.py", "development")}
 ALL_PRESETS = [(script, preset) for script, slices in PRESET_SLICES.items() for preset in slices]
 
 
 def test_no_preset_is_left_out():
-    kinds = {MnistConfig: "simple_mnist", DistributedMnistConfig: "distributed_mnist", TransformerConfig: "transformer"}
+    kinds = {MnistConfig: "simple_mnist", DistributedMnistConfig: "distributed_mnist"}
+    kinds |= {CifarConfig: "resnet_cifar", TransformerConfig: "transformer"}
     ours = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, TrainConfig)]
     assert set(ours) == {TrainConfig, *kinds}
     assert {f"{name}_tpu.py": set(presets_of(kind)) for kind, name in kinds.items()} == {

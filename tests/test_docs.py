@@ -27,12 +27,14 @@ NOT_RUN = {  # pattern: reason
     r".*(bucket_emulator.py|STORAGE_EMULATOR_HOST)": "a server and its port; test_storage.py uses both",
     r".*tensorboard --logdir": "a server that does not end; test_pictures.py reads what it would show",
     r".*simple_mnist_tpu.py --preset production --download": "needs a TPU and a network",
+    r".*resnet_cifar_tpu.py --preset": "needs CIFAR-10; test_cifar_data.py has small files of its format",
     r".*transformer_tpu.py --preset production --data_dir": "needs a TPU; test_aot_tpu.py compiles this step",
 }
 # so that a training takes seconds; what the reader would wait for is measured in docs/benchmarks.md
 SHORTER = {
     "simple_mnist_tpu.py": ["--num_epochs=1", "--warmup_steps=2"],
     "distributed_mnist_tpu.py": ["--num_epochs=1", "--warmup_steps=2"],
+    "resnet_cifar_tpu.py": ["--num_epochs=1", "--warmup_steps=2", "--global_batch_size=512", "--width=4"],
     "transformer_tpu.py": ["--num_steps=3", "--warmup_steps=1", "--eval_batches=1", "--global_batch_size=8"],
 }
 

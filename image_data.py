@@ -92,8 +92,8 @@ class ImageDataset:
         return crc
 
     def first(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first training examples, as a batch has them."""
-        return sent(self.train_images[:count]), sent(self.train_labels[:count], labels=True)
+        """The first training examples, as a batch has them: a copy, which torch may take (of a file it would warn)."""
+        return sent(np.array(self.train_images[:count])), sent(self.train_labels[:count], labels=True)
 
 
 def load_arrays(name: str, data_dir: str | Path) -> ImageDataset:
@@ -115,13 +115,16 @@ def load_arrays(name: str, data_dir: str | Path) -> ImageDataset:
 
 def as_numbers(name: str, values) -> np.ndarray:
     """The same memory as an array of numbers in this machine's byte order, with at least one example."""
+    if isinstance(values, np.ma.MaskedArray):  # asarray would give what lies under the mask
+        raise InputError(f"{name} is a masked array; expected numbers; leave such examples out, or fill them")
     try:
         array = np.asarray(values)
-    except (ValueError, TypeError) as error:  # rows of unequal length; a tensor on a device
-        raise InputError(f"{name} is no array: {error}; expected numbers, all examples of one shape") from error
+    except (ValueError, TypeError, RuntimeError) as error:  # rows of unequal length; a tensor on a device, or with grad
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{name} is no array: {reason}; expected numbers, all examples of one shape") from error
     if array.dtype.kind not in "biuf":
         raise InputError(f"{name} is of {array.dtype}; expected numbers: bool, integers or floats; convert it")
-    if array.ndim < (2 if "images" in name else 1) or 0 in array.shape:
+    if array.ndim < (2 if name.endswith("images") else 1) or 0 in array.shape:
         raise InputError(f"{name} is {array.shape}; expected the examples along the first axis, and at least one")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 

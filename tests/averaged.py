@@ -61,7 +61,7 @@ def train(run_dir, resume: str, seen: list | None = None) -> int:
         num_devices = int(os.environ.get("CPU_NUM_DEVICES", 1))
         device = start_device(config, join=xr.use_spmd if num_devices > 1 else lambda: None)
         mesh = xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)) if num_devices > 1 else None
-        run.open(device, STEPS, 0, examples=16, sharding=mesh and BatchSharding(mesh, ("data",)))
+        run.open(device, STEPS, 0, "noise", examples=16, sharding=mesh and BatchSharding(mesh, ("data",)))
         model = build()
         average = copy.deepcopy(model).to(device).eval()
         model.to(device)

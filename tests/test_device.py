@@ -1,12 +1,17 @@
 """The device of a run: chips on the bus, refusals, exit codes."""
 
+import numpy as np
 import pytest
+import torch
 import torch_xla.runtime as xr
+from small_models import Flat, Normed, Vision
+from torch import nn
 
 from config import MnistConfig
 from tpu_compiler.hardware import attached_chips
-from tpu_utils.device import start_device
+from tpu_utils.device import check_model, start_device
 from tpu_utils.errors import DeviceError, InputError, TrainingError, run_script
+from tpu_utils.graphs import graphs_compiled, transfers_to_device
 
 
 def fake_pci(root, *devices):
@@ -46,3 +51,134 @@ def test_exit_codes_and_messages(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["script", "--debug"])
     with pytest.raises(InputError):
         run_script(lambda: fail(InputError("bad value")))
+
+
+# ------------------------------------------------------------------------------- the model, before anything is compiled
+
+COLOUR, CLASSES = np.zeros((2, 3, 8, 8), np.float32), np.zeros(2, np.int32)
+FLAT, TARGETS = np.zeros((2, 6), np.float32), np.zeros(2, np.float32)
+
+
+class Returning(nn.Module):
+    """What a function makes of the logits (B, 4) of images."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.flat, self.function = Flat(6), function
+
+    def forward(self, images):
+        return self.function(self.flat(images))
+
+
+class Asserting(nn.Module):
+    def forward(self, images):
+        raise AssertionError
+
+
+class TwoInputs(nn.Module):
+    def forward(self, images, positions):
+        return images
+
+
+def returning(function):
+    return lambda: Returning(function)
+
+
+def one_output():
+    return nn.Linear(6, 1)
+
+
+@pytest.mark.parametrize(
+    "build, images, labels, num_classes, said",
+    [
+        # a model that does not take the images
+        (
+            lambda: Flat(7),
+            FLAT,
+            CLASSES,
+            4,
+            r"does not take a batch of images float32 \(2, 6\): a and b must have same reduction dim",
+        ),
+        (
+            lambda: Normed(8, 0, 0),
+            COLOUR.transpose(0, 2, 3, 1),
+            CLASSES,
+            5,
+            r"take .* images float32 \(2, 8, 8, 3\): .*chan",
+        ),
+        (
+            lambda: Normed(8, 0, 0),
+            COLOUR[:, 0],
+            CLASSES,
+            5,
+            r"does not take .* pictures with channels first; change one",
+        ),
+        (lambda: Vision(16, 0, 0), COLOUR, CLASSES, 5, "Wrong image height! Expected 16 but got 8"),
+        (lambda: nn.Conv2d(3, 4, 8), COLOUR.astype(np.uint8), CLASSES, 4, r"images uint8 \(2, 3, 8, 8\): Input type"),
+        (lambda: nn.BatchNorm1d(6), FLAT[:1], CLASSES[:1], 4, "Expected more than 1 value per channel"),
+        (TwoInputs, FLAT, CLASSES, 4, "missing 1 required positional argument: 'positions'"),
+        (Asserting, FLAT, CLASSES, 4, r"does not take a batch of images float32 \(2, 6\): AssertionError; expected"),
+        # no tensor
+        (returning(lambda logits: {"logits": logits}), FLAT, CLASSES, 4, r"returns dict .*; .* model output.logits"),
+        (returning(lambda logits: (logits, 0)), FLAT, CLASSES, 4, "the model returns tuple for images"),
+        (returning(lambda logits: None), FLAT, CLASSES, 4, "the model returns NoneType"),
+        # too few outputs
+        (
+            lambda: Flat(6),
+            FLAT,
+            CLASSES,
+            5,
+            r"returns \(2, 4\) .*, but labels go up to 4; expected logits for 5 classes",
+        ),
+        (returning(lambda logits: logits[:, 0]), FLAT, CLASSES, 2, r"returns \(2,\) .* expected logits for 2 classes"),
+        (returning(lambda logits: logits.sum()), FLAT, CLASSES, 2, r"returns \(\) for"),
+        # labels of another shape than the logits
+        (
+            lambda: Flat(6),
+            FLAT,
+            CLASSES[:, None],
+            4,
+            r"labels \(2, 1\); expected a label for each row .* reshape the labels",
+        ),
+        (returning(lambda logits: logits[:1]), FLAT, CLASSES, 4, r"returns \(1, 4\) .*, but labels \(2,\)"),
+        (returning(lambda logits: logits[..., None]), FLAT, CLASSES, 4, r"returns \(2, 4, 1\) .*, but labels \(2,\)"),
+        # a regression whose loss would compare each with each
+        (
+            one_output,
+            FLAT,
+            TARGETS,
+            None,
+            r"returns \(2, 1\) .*, but labels \(2,\); expected the same shape; reshape one",
+        ),
+        (returning(lambda logits: logits[:, 0]), FLAT, TARGETS[:, None], None, r"\(2,\) .*, but labels \(2, 1\)"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused_before_anything_is_compiled(
+    build, images, labels, num_classes, said
+):
+    before = graphs_compiled(), transfers_to_device()
+    with pytest.raises(InputError, match=said) as refused:
+        check_model(build, images, labels, num_classes, regression=num_classes is None)
+    assert (graphs_compiled(), transfers_to_device()) == before and len(str(refused.value).splitlines()) == 1
+
+
+def test_targets_and_classes_are_not_taken_for_each_other():
+    """The loss of classes would truncate 0.7 to class 0."""
+    with pytest.raises(
+        InputError, match=r"labels are float32, targets, but the loss .* of classes; .* regression=True"
+    ):
+        check_model(lambda: Flat(6), FLAT, TARGETS, None)
+    with pytest.raises(InputError, match=r"labels are int32, classes, but the loss .* of targets; .* regression=False"):
+        check_model(one_output, FLAT, CLASSES, 1, regression=True)
+
+
+def test_a_model_that_fits_is_taken_and_nothing_of_it_is_kept():
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    before = graphs_compiled(), transfers_to_device()
+    assert check_model(lambda: Flat(6), FLAT, CLASSES, 4) == 2 * (2 * 6 * 4)  # its input needs no gradient
+    assert check_model(one_output, FLAT, TARGETS[:, None], None, regression=True) == 2 * (2 * 6)
+    per_pixel = returning(lambda logits: logits[:, :, None].expand(-1, -1, 9))
+    check_model(per_pixel, FLAT, np.zeros((2, 9), np.int32), 4)  # a label for each of nine places
+    check_model(lambda: Normed(8, 0, 0), COLOUR, CLASSES, 3)  # fewer classes than outputs
+    assert (graphs_compiled(), transfers_to_device()) == before and (torch.get_rng_state() == state).all()

@@ -113,6 +113,7 @@ def with_value(array, place, value):
         (dict(test_images=IMAGES.astype(np.uint8)), r"images are float32 .* uint8 \(3, 8, 8\) in the test set"),
         (dict(images=np.zeros((6, 2**0), "int64") + 2**40, test_images=np.zeros((6, 1), "int64")), "1099511627776"),
         (dict(images=[[1.0, 2.0], [3.0]]), "mine: train_images is no array: .*; expected numbers"),
+        (dict(images=np.ma.masked_array(IMAGES, IMAGES == 1)), "train_images is a masked array; .* or fill them"),
         (dict(images=np.array(["a", "b"])), "train_images is of <U1; expected numbers"),
         (dict(images=np.array([None, {}])), "train_images is of object; expected numbers"),
         (dict(images=IMAGES * 1j), "train_images is of complex64"),
@@ -138,7 +139,7 @@ def test_anything_that_is_an_array_of_numbers_is_taken(tmp_path):
         eval_batch, eval_labels, _ = next(eval_batches(data.test_images, data.test_labels, 8))
         assert batch.dtype == eval_batch.dtype == np.float32 and batch.shape == (4, 3, 8, 8)
         assert labels.dtype == eval_labels.dtype == np.int32 and eval_labels[:6].tolist() == LABELS.tolist()
-        assert batch.flags.writeable and data.num_classes == 3
+        assert batch.flags.writeable and data.first(2)[0].flags.writeable and data.num_classes == 3
 
 
 @pytest.mark.parametrize("kind, as_sent", [(np.bool_, np.bool_), (np.uint8, np.uint8), (np.int8, np.int8)] + [
@@ -154,6 +155,18 @@ def test_every_kind_of_number_reaches_the_device_as_it_is(kind, as_sent):
     (batch, _), device = data.first(4), torch_xla.device()
     assert batch.dtype == as_sent
     assert send(batch, device, None)[0].float().cpu().tolist() == images.astype(float).tolist()
+
+
+def test_the_name_of_a_data_set_is_no_name_of_an_array():
+    assert ImageDataset("images", IMAGES, LABELS, IMAGES, LABELS).num_examples == 6
+    assert ImageDataset("my images", IMAGES[:, 0, 0], LABELS, IMAGES[:, 0, 0], LABELS).num_examples == 6
+
+
+def test_a_tensor_that_is_being_trained_is_refused():
+    import torch
+
+    with pytest.raises(InputError, match="mine: train_images is no array: Can't call numpy"):
+        a_set(images=torch.ones(6, 3, 8, 8, requires_grad=True))
 
 
 def test_targets_of_a_regression_stay_floats():

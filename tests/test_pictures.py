@@ -3,16 +3,22 @@
 import io
 import json
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from conftest import in_process, summary_in
 from mutations import at_most, mutated
 from processes import run
+from small_models import Flat, colour_images
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import simple_mnist_tpu
+from image_data import ImageDataset
 from mnist_data import load_digits
 from tpu_utils.errors import InputError
-from tpu_utils.pictures import read_misread
+from tpu_utils.pictures import as_bytes, log_misread, misread_figure, read_misread
 
 
 def events(run_dir):
@@ -48,6 +54,104 @@ def test_a_finished_run_shows_what_it_misread_and_what_it_was(tmp_path, script):
     options = board.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"learning_rate" in options and b"global_batch_size" in options
     assert b"summary/test_accuracy" in board.summary_metadata["_hparams_/experiment"].plugin_data.content
+
+
+class Finished:
+    """What log_misread asks of a run that ended with this model."""
+
+    def __init__(self, run_dir, model):
+        self.run_dir, self.events, self.said, self.figures = run_dir, self, [], []
+        self.print = self.said.append
+        self._saved = SimpleNamespace(step=7, part=lambda name: model.state_dict())
+
+    def last_checkpoint(self):
+        return self._saved
+
+    def add_figure(self, tag, figure, step):
+        self.figures.append((tag, figure, step))
+
+
+def finished(tmp_path, images, labels=None):
+    """(run, data set, labels as the model reads them); about three of four labels are not what it reads."""
+    torch.manual_seed(0)
+    model = Flat(int(np.prod(images.shape[1:])))
+    model.eval()
+    with torch.no_grad():
+        read = model(torch.tensor(images)).argmax(1).numpy()
+    labels = np.arange(len(images)) % 4 if labels is None else labels
+    data = ImageDataset("mine", images, labels, images, labels)
+    run = Finished(tmp_path, model)
+    log_misread(run, Flat(int(np.prod(images.shape[1:]))), data)
+    return run, data, read
+
+
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        *(((6, 6), dtype) for dtype in (np.uint8, np.int32)),
+        ((1, 6, 6), np.float32),
+        *(((3, 4, 6), dtype) for dtype in (np.uint8, np.float32, np.float16, np.bool_)),
+    ],
+)
+def test_grey_and_colour_images_are_drawn_whatever_their_numbers(tmp_path, capsys, shape, dtype):
+    values = np.random.default_rng(0).integers(0, 2 if dtype == np.bool_ else 200, (8, *shape))
+    images = (values / 100 - 1 if np.dtype(dtype).kind == "f" else values).astype(dtype)
+    run, data, read = finished(tmp_path, images)
+    wrong = np.flatnonzero(read != data.test_labels)
+    assert run.said == [f"misread    {len(wrong)} of 8 test images; plot_run.py draws them from misread.npz"]
+    found = read_misread(tmp_path)
+    assert (found["predictions"] == read[wrong]).all() and (found["labels"] == data.test_labels[wrong]).all()
+    drawn = found["images"].reshape(len(wrong), *shape).astype(float)
+    low, high = (0, 255) if dtype == np.uint8 else (images[wrong].min(), images[wrong].max())
+    expected = (images[wrong].astype(float) - low) / (float(high) - low) * 255
+    np.testing.assert_allclose(drawn, expected, atol=0.6)
+    ((tag, figure, step),) = run.figures
+    assert (tag, step) == ("misread", 7) and "misread" in figure.get_suptitle()
+    assert len([axes for axes in figure.axes if axes.images]) == len(wrong)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 6, 6), (4, 6, 6), (6, 6, 3), (2, 3, 4, 4), (3, 2, 513), (520, 2)])
+def test_images_of_another_shape_are_counted(tmp_path, capsys, shape):
+    images = np.random.default_rng(0).integers(0, 200, (40, *shape)).astype(np.uint8)
+    run, data, read = finished(tmp_path, images)
+    assert run.said == [f"misread    {(read != data.test_labels).sum()} of 40 test images"]
+    assert not run.figures and not list(tmp_path.iterdir()) and not capsys.readouterr().err
+
+
+def test_a_model_that_misreads_nothing_draws_nothing_and_equal_pixels_are_drawn(tmp_path):
+    images = np.random.default_rng(0).random((20, 3, 6, 6)).astype(np.float32)
+    _, _, read = finished(tmp_path, images)
+    run, *_ = finished(tmp_path, images, read)
+    assert run.said[0].startswith("misread    0 of 20 test images") and len(read_misread(tmp_path)["images"]) == 0
+    assert (as_bytes(np.full((2, 6, 6), 0.5)) == 0).all()
+    misread_figure(**read_misread(tmp_path))
+
+
+@pytest.mark.parametrize("labels", [np.linspace(0, 1, 40), np.zeros((40, 1), int)])
+def test_where_labels_are_no_classes_nothing_is_counted(tmp_path, capsys, labels):
+    run, *_ = finished(tmp_path, np.zeros((40, 3, 6, 6), np.float32), labels)
+    assert not run.said and not run.figures and not list(tmp_path.iterdir()) and not capsys.readouterr().err
+
+
+class NotOnTheHost(Flat):
+    def forward(self, images):
+        if images.device.type == "cpu":
+            raise KeyError("no host here")
+        return super().forward(images)
+
+
+def test_a_picture_that_fails_costs_neither_summary_nor_exit_code(tmp_path, monkeypatch, capsys):
+    data = colour_images(np.uint8)
+    data = ImageDataset("mine", data.train_images, data.train_labels % 4, data.test_images, data.test_labels % 4)
+    monkeypatch.setattr(simple_mnist_tpu, "load_dataset", lambda config: data)
+    monkeypatch.setattr(simple_mnist_tpu, "ConvNet", lambda *sizes: NotOnTheHost(192))
+    options = ["--device=cpu", "--num_epochs=1", "--warmup_steps=1", "--max_shift=0", "--eval_batch_size=48"]
+    assert in_process(*options, "--run_dir", tmp_path / "run") == 0
+    said = capsys.readouterr()
+    assert "warning: no picture of misread images: KeyError: 'no host here'" in said.err
+    assert summary_in(tmp_path / "run")["test_accuracy"] > 0 and "misread" not in said.out
+    assert not (tmp_path / "run" / "misread.npz").exists()
 
 
 def test_a_damaged_file_of_misread_digits_is_named(tmp_path):

@@ -114,15 +114,27 @@ def print_banner(config: TrainConfig, device: torch.device) -> None:
 
 
 def check_model(
-    build: Callable[[], torch.nn.Module], images: np.ndarray, labels: np.ndarray, num_classes: int | None
+    build: Callable[[], torch.nn.Module],
+    images: np.ndarray,
+    labels: np.ndarray,
+    num_classes: int | None,
+    regression: bool = False,
 ) -> int:
     """Run the model both ways on a few examples, by PyTorch and without memory, before anything is compiled.
 
     Returns the FLOPs of the matrix work in the forward and backward pass of one example. images, labels: of the
-    training set, as a batch has them. num_classes: of labels that are classes. Raises InputError when the model does
-    not take such images, or does not have an output for each class.
+    training set, as a batch has them. num_classes: of labels that are classes. regression: the script's loss is of
+    targets that are floats, so num_classes is None; a loss of classes would truncate them. Raises InputError when the
+    model does not take such images, or does not have an output for each class.
     """
     shape = f"{images.dtype} {images.shape}"
+    if regression != (num_classes is None):
+        kind, loss = ("targets", "classes") if num_classes is None else ("classes", "targets")
+        raise InputError(
+            f"labels are {labels.dtype}, {kind}, but the loss of this script is of {loss}; expected whole numbers from "
+            "0 on for classes, floats for a regression; convert the labels, or change the loss and the accuracy, and "
+            f"give check_model regression={not regression}"
+        )
     try:
         with torch.device("meta"):
             model = build()
@@ -131,9 +143,10 @@ def check_model(
             outputs = model(inputs)
             if isinstance(outputs, torch.Tensor):
                 outputs.sum().backward()
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:  # torchvision asserts sizes
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"the model does not take a batch of images {shape}: {str(error).strip().splitlines()[0]}; expected one "
+            f"the model does not take a batch of images {shape}: {reason}; expected one "
             "for the images of the data set, pictures with channels first; change one of them; --debug shows the line"
         ) from error
     if not isinstance(outputs, torch.Tensor):

@@ -81,9 +81,9 @@ def predict(model: "torch.nn.Module", images: np.ndarray) -> np.ndarray:
     model.eval()
     with torch.no_grad():
         with FlopCounterMode(display=False) as counter:
-            model(torch.from_numpy(sent(images[:1])))
+            model(torch.tensor(sent(images[:1])))  # a copy: from_numpy warns of a file's read-only memory
         images = images[: max(MOST_MISREAD, MOST_WORK // max(counter.get_total_flops(), 1))]
-        parts = (torch.from_numpy(sent(images[start : start + 200])) for start in range(0, len(images), 200))
+        parts = (torch.tensor(sent(images[start : start + 200])) for start in range(0, len(images), 200))
         return torch.cat([model(part).argmax(1) for part in parts]).numpy()
 
 

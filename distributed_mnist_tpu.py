@@ -2,7 +2,7 @@
 
 Two ways, one result:
   spmd   (default) one program over a mesh of all devices, a process per host;
-         the compiler inserts the collectives; BatchNorm is over the global batch
+         the compiler inserts the collectives, BatchNorm is over the whole batch
   ddp    a process per device, started by torchrun; DistributedDataParallel
          averages the gradients; BatchNorm is refused
 

@@ -4,7 +4,7 @@ torch's own dropout on XLA uploads a seed in every step. Here a value is dropped
 to, its position in the row, the layer, and the step. So a resumed run has the masks of one that never stopped, and rows
 have the same masks on any number of devices.
 
-In a model of your own put Dropout in place of nn.Dropout, or call replace_dropout(model, seed) before model.to(device).
+In a model of your own put Dropout in place of nn.Dropout, or call replace_dropout(module, seed) where it is made.
 gpt.py uses row_keys() and dropout().
 """
 

@@ -1,7 +1,6 @@
-"""Train a ResNet with BatchNorm on colour pictures, over all TPU devices there are.
+"""Train a ResNet with BatchNorm on colour pictures, over all TPU devices.
 
-One program over a mesh of the devices. The statistics of BatchNorm are over the
-global batch: the same numbers at any device count.
+One program over a mesh; BatchNorm's statistics are over the global batch.
 
 Run:     python resnet_cifar_tpu.py
              quick_test: pictures of stripes, no download, no TPU needed

@@ -8,7 +8,7 @@ import sys
 import pytest
 from processes import ROOT, run
 
-SCRIPTS = ["simple_mnist_tpu.py", "distributed_mnist_tpu.py", "transformer_tpu.py"]
+SCRIPTS = ["simple_mnist_tpu.py", "distributed_mnist_tpu.py", "resnet_cifar_tpu.py", "transformer_tpu.py"]
 TOOLS = [
     "generate_tpu.py",
     "convert_llmc.py",

@@ -75,8 +75,9 @@ def test_links_lead_somewhere_and_readme_fits():
 def test_a_script_copied_as_readme_says_runs_by_itself(tmp_path):
     copying = [command for command in commands_in(PAGES[0]) if command.startswith(("mkdir", "cp"))]
     assert len(copying) == 2
-    for name in ("simple_mnist_tpu.py", "config.py", "optim.py", "image_data.py", "mnist_data.py", "requirements.txt"):
+    for name in ("simple_mnist_tpu.py", "config.py", "optim.py", "image_data.py", "mnist_data.py", "dropout.py"):
         shutil.copy(ROOT / name, tmp_path)
+    shutil.copy(ROOT / "requirements.txt", tmp_path)
     for name in ("tpu_utils", "tpu_compiler"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(" && ".join(copying), shell=True, check=True, cwd=tmp_path)

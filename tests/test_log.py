@@ -161,6 +161,6 @@ def test_the_last_lines_say_what_should_not_have_been(capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[2] == "skipped    3 of 44 updates, which were not finite"
     assert (
-        said[3].startswith("uploads    1.0 a step beside the batch; expected 0: something in the step sends")
+        said[3].startswith("uploads    1 a step beside the batch; expected 0: something in the step sends")
         and len(said) == 5
     )

@@ -81,7 +81,7 @@ def mine(tmp_path_factory):
     mine = folder / "mine"
     (mine / "my_data.py").write_text(my_data)
     (mine / "my_model.py").write_text(MY_MODEL)
-    done = subprocess.run(["patch", "simple_mnist_tpu.py"], input=patch, text=True, cwd=mine, capture_output=True)
+    done = subprocess.run(["patch"], input=patch, text=True, cwd=mine, capture_output=True)
     assert done.returncode == 0 and "fuzz" not in done.stdout, done.stdout
     script = (mine / "simple_mnist_tpu.py").read_text()
     start = script.index("class ConvNet")

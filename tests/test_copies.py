@@ -97,3 +97,28 @@ def test_an_optimizer_that_creates_its_state_in_step_1_is_named(tmp_path, monkey
     said = capsys.readouterr().err
     assert re.search(r"step 2 compiled graph 2 .*: optimizer has \d+ tensors of state and had 0 before its first", said)
     assert "as make_optimizer of optim.py does" in said and "Python number" not in said
+
+
+class Reading(Normed):
+    """Looks at a value on the device."""
+
+    def forward(self, images):
+        logits = super().forward(images)
+        if logits.device.type == "xla" and logits.mean() > 1e9:
+            raise AssertionError
+        return logits
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_what_reads_a_tensor_inside_the_step_is_named_by_its_line(tmp_path, monkeypatch, capsys, kind):
+    data = colour_images(np.float32)
+    monkeypatch.setattr(simple_mnist_tpu, "load_dataset", lambda config: data)
+    monkeypatch.setattr(simple_mnist_tpu, "ConvNet", Reading if kind == "model" else Normed)
+    if kind == "optimizer":
+        make = partial(torch.optim.AdamW, lr=0.01)
+        monkeypatch.setattr(simple_mnist_tpu, "make_optimizer", lambda config, parameters: make(parameters))
+    assert in_process(*SHORT, "--run_dir", tmp_path / "run") == 1
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert "the train step reads a tensor inside the compiled function in step 1, at " in said
+    line = "if logits.device.type" if kind == "model" else "optimizer.step()"
+    assert line in said and "use make_optimizer of optim.py" in said

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,6 +146,12 @@ def check_model(
                 outputs.sum().backward()
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:  # torchvision asserts sizes
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if "meta tensors" in reason:
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+            raise InputError(
+                f"the model reads a tensor at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line}); expected "
+                "none of .item(), print(tensor), if on a tensor in forward: inside a compiled step nothing is read"
+            ) from error
         raise InputError(
             f"the model does not take a batch of images {shape}: {reason}; expected one "
             "for the images of the data set, pictures with channels first; change one of them; --debug shows the line"
@@ -157,10 +164,13 @@ def check_model(
     found, kind = f"the model returns {tuple(outputs.shape)} for images {shape}", f"labels {labels.shape}"
     if num_classes is not None and (outputs.ndim < 2 or outputs.shape[1] < num_classes):
         raise InputError(
-            f"{found}, but labels go up to {num_classes - 1}; expected logits for {num_classes} classes along axis 1"
+            f"{found}, but labels go up to {num_classes - 1}; expected logits for {num_classes} classes along axis 1 "
+            "(labels that begin at 1: subtract 1)"
         )
     if num_classes is not None and outputs.shape[:1] + outputs.shape[2:] != labels.shape:
-        raise InputError(f"{found}, but {kind}; expected a label for each row of logits; reshape the labels")
+        raise InputError(
+            f"{found}, but {kind}; expected a label for each row of logits; reshape the labels (one-hot: argmax(1))"
+        )
     if num_classes is None and outputs.shape != labels.shape and outputs.squeeze().shape == labels.squeeze().shape:
         # a loss would compare each with each
         raise InputError(f"{found}, but {kind}; expected the same shape; reshape one of the two")

@@ -220,7 +220,8 @@ def print_summary(summary: dict[str, Any]) -> None:
         uploads = f"{summary['host_to_device_uploads_per_step']:.3g}"
         print(
             f"uploads    {uploads} a step beside the batch; expected 0: something "
-            "in the step sends a value each time, such as a Python number or the seed of dropout"
+            "in the step sends a value each time, such as a Python number, or the seed of torch's dropout (nn.Dropout, "
+            "F.dropout)"
         )
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
     print(f"seconds    {summary['seconds']:.1f}: {split}", flush=True)

@@ -34,7 +34,7 @@ from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.clock import Goodput, process_age, watch_for_stalls
 from tpu_utils.device import devices_used, peak_flops, print_banner
 from tpu_utils.errors import CheckpointError, InputError, NonFiniteError, SaveError, never_fail_to_print
-from tpu_utils.graphs import CompileWatch
+from tpu_utils.graphs import CompileWatch, raise_if_read
 from tpu_utils.loader import BatchSharding, DeviceLoader, send
 from tpu_utils.log import RunLog, print_summary
 from tpu_utils.metrics import DeviceMetrics, Speed, finite_means, first_not_finite
@@ -236,13 +236,23 @@ class Run:
         if self._saved:
             set_random_state(self._random)  # last, after all that may draw
         self._goodput.enter("step")
-        for step, batch in enumerate(loader, self.first_step + 1):
+        for step, batch in enumerate(self._until_stopped(loader), self.first_step + 1):
             profile.before_step(step)
             yield step, batch
             self._step = step
             self._log.advance()
             if self._stop_signal:
                 return
+
+    def _until_stopped(self, loader: DeviceLoader) -> Iterator[list[torch.Tensor]]:
+        """The batches. A signal to the whole process group ends processes that read examples too: before the first
+        step, when there is nothing to save, their end is that of a stop and no error."""
+        try:
+            yield from loader
+        except (OSError, RuntimeError, EOFError):
+            if not self._stop.signal or self._step > self.first_step:
+                raise
+            self._stop_signal = self._stop.signal
 
     def one_graph(self, kind: str, step: int, *inputs: torch.Tensor, count: int | None = None):
         """Around the call of a compiled step: its kind ("train", "eval", ...) may compile one graph in a whole run.
@@ -256,7 +266,11 @@ class Run:
     def _one_graph(self, caller: types.FrameType, kind: str, step: int, inputs, count: int | None) -> Iterator[None]:
         self._graphs.before(kind, caller)
         with self._goodput.phase(self._goodput.current if self._graphs.seen(kind) else "compile"):
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                raise_if_read(error, kind, step)
+                raise
         new = self._graphs.check(kind, step, inputs, caller)
         if not kind.startswith("train"):
             return

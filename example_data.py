@@ -11,9 +11,11 @@ the data set holds must be able to travel there (no open file, no lambda). The p
 
 import multiprocessing
 import random
+import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from multiprocessing import forkserver
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from config import MnistConfig
 from image_data import TrainBatches, as_numbers, check_pair, sent
 from tpu_utils.errors import InputError
 
+STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+SECONDS_TO_SAVE = 60
 SAMPLES = 64  # examples that a fingerprint reads
 
 
@@ -207,19 +211,34 @@ class Examples(torch.utils.data.Dataset):
             return str(error)
 
 
+def outlive_a_stop(_worker: int) -> None:
+    """In a worker: a stop is the run's to answer. SIGTERM, by which a run ends a worker that hangs, ends it later."""
+    for number in STOPS - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(SECONDS_TO_SAVE))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+
+
 def read_by_workers(examples: Examples, keys, num_workers: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Batches in the order of keys, lists of (index, seed), read ahead by processes that know nothing of the device.
 
     They are forks of a server process, which has imported the script and this file; a fork of a process with a device
-    and its threads may hang.
+    and its threads may hang. Ctrl-C, and a stop of the whole process group, reach them too: they go on reading until
+    the run has saved and ends.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", __name__])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # for the server, whose end would be theirs
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     loader = DataLoader(
         examples,
         batch_sampler=keys,
         num_workers=num_workers,
         collate_fn=examples.in_worker,
+        worker_init_fn=outlive_a_stop,
         multiprocessing_context=context,
         generator=torch.Generator(),  # or starting would draw from the run's own
     )
@@ -247,6 +266,10 @@ class ExampleBatches(TrainBatches):
         self._next = index + 1
         images, labels = next(self._batches)
         return self.augmented(index, images), labels
+
+    def close(self) -> None:
+        """The end of the workers."""
+        self._next, self._batches = -1, iter(())
 
     def keys(self, index: int) -> list[tuple[int, int]]:
         """(example, seed of what is drawn for it) for each example of a batch."""

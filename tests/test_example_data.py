@@ -1,13 +1,18 @@
 """Examples read one by one by worker processes: the same batches whenever they are read, or one message."""
 
+import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import in_process, state_in, summary_in
 from examples import Noisy, Stream, negated, of_hugging_face
+from processes import ROOT, waits
 from small_models import Normed
 from test_simple_mnist import assert_identical
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -131,3 +136,38 @@ def test_targets_and_sizes_of_examples():
     np.testing.assert_array_equal(data.test_images, targets.tensors[0].numpy())
     with pytest.raises(InputError, match="num_workers is 0; expected 1 or more"):
         ExampleDataset("points", targets, targets, None, num_workers=0)
+
+
+STOPPED = """
+from processes import ROOT, waits
+from examples import Noisy
+
+if __name__ == "__main__":
+    import simple_mnist_tpu as script
+    from config import MnistConfig
+    from example_data import ExampleBatches, ExampleDataset
+    from small_models import Normed
+    from tpu_utils.errors import run_script
+    from tpu_utils.options import parse_command_line
+
+    script.load_dataset = lambda config: ExampleDataset("mine", Noisy(count=64), Noisy(), 5, num_workers=1)
+    script.TrainBatches, script.ConvNet = ExampleBatches, Normed
+    sys.exit(run_script(lambda: script.train(parse_command_line(MnistConfig, "", sys.argv[1:]))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_of_the_whole_process_group_saves_and_leaves_nobody_behind(tmp_path, number, code):
+    (tmp_path / "mine.py").write_text(
+        f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n" + STOPPED
+    )
+    options = ["--device=cpu", "--global_batch_size=16", "--num_epochs=100000", "--warmup_steps=0", "--no_tensorboard"]
+    command = [sys.executable, tmp_path / "mine.py", *options, "--save_every=5", f"--run_dir={tmp_path / 'run'}"]
+    run = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    waits(lambda: run.poll() is not None or list(tmp_path.glob("run/checkpoints/*/done")))
+    os.killpg(run.pid, signal.SIGTERM)
+    out, err = run.communicate(timeout=300)
+    assert run.returncode == 143, (out, err)
+    assert "saved after step" in out and "error" not in err
+    waits(lambda: not subprocess.run(["pgrep", "-g", str(run.pid)], capture_output=True).stdout, 60)

@@ -210,7 +210,8 @@ class Run:
     def steps(self, batches) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """(step, batch on the device) from the first step after the checkpoint to the last, or to a stop signal.
 
-        batches.batch(i): the host arrays of step i + 1, one array or a tuple; read and uploaded in a thread.
+        batches.batch(i): the host arrays of step i + 1, one array or a tuple; read and uploaded in a thread. close() of
+        the batches, where there is one, is called at the end.
         Resumed when it was finished, a run does no step and writes nothing.
         """
         if self._finished:
@@ -229,6 +230,7 @@ class Run:
         steps = self.first_step, self.num_steps
         self._log = enter(RunLog(self.run_dir, *steps, config.tensorboard, silent, before=self._steps_before))
         enter(profile)
+        self._writers.callback(getattr(batches, "close", lambda: None))  # after the loader, which reads them
         ahead = (batches.batch(index) for index in range(self.first_step, self.num_steps))
         loader = enter(DeviceLoader(ahead, self._device, config.prefetch_batches, self._goodput, self._sharding))
         self._speed = Speed(self._goodput, loader, self._unit, self._flops, peak_flops(devices_used()))

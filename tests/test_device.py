@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla.runtime as xr
+from processes import run
 from small_models import Flat, Normed, Vision
 from torch import nn
 
@@ -182,3 +183,19 @@ def test_a_model_that_fits_is_taken_and_nothing_of_it_is_kept():
     check_model(per_pixel, FLAT, np.zeros((2, 9), np.int32), 4)  # a label for each of nine places
     check_model(lambda: Normed(8, 0, 0), COLOUR, CLASSES, 3)  # fewer classes than outputs
     assert (graphs_compiled(), transfers_to_device()) == before and (torch.get_rng_state() == state).all()
+
+
+ON_A_TPU = """
+import torch, torch_xla, torch_xla.runtime as xr
+from tpu_utils.device import device_memory
+xr.use_spmd()
+torch.ones(3).to(torch_xla.device())
+xr.device_type = lambda: "TPU"
+print(device_memory(torch_xla.device()))
+"""
+
+
+def test_memory_is_not_asked_for_under_spmd_where_torch_xla_would_raise():
+    """Its check of the virtual device stands before any question to the client, so the CPU's answers like a TPU's."""
+    done = run("-c", ON_A_TPU, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=2)
+    assert done.stdout == "None\n", done.stderr

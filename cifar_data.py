@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import math
 import tarfile
 import urllib.request
 from http.client import HTTPException
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from config import CifarConfig
-from image_data import ImageDataset
+from image_data import ImageDataset, best_possible
 from tpu_utils.errors import InputError
 from tpu_utils.files import write_atomically
 from tpu_utils.inputs import file_size, open_regular
@@ -111,7 +110,6 @@ def make_stripes(num_train: int = 4096, num_test: int = 2048, flip: float = 0.1)
     noise = rng.integers(0, 112, (count, 3, 32, 32), dtype=np.uint8)
     images = noise + (bright * 144).astype(np.uint8)
     labels = np.where(rng.random(count) < flip, rng.integers(0, 10, count), classes).astype(np.uint8)
-    right, wrong = 1 - 0.9 * flip, flip / 10
-    entropy = -right * math.log(right) - (9 * wrong * math.log(wrong) if wrong else 0.0)
+    accuracy, loss = best_possible(flip)
     parts = images[:num_train], labels[:num_train], images[num_train:], labels[num_train:]
-    return ImageDataset("stripes", *parts, best_accuracy=right, loss_floor=entropy)
+    return ImageDataset("stripes", *parts, best_accuracy=accuracy, loss_floor=loss)

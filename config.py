@@ -190,7 +190,7 @@ class TrainConfig(
 
 
 @dataclass(frozen=True)
-class ImageOptions:
+class ImageConfig(TrainConfig):
     """Passes over labelled images."""
 
     num_epochs: Annotated[int, Range("[1, inf)")] = 10
@@ -202,7 +202,7 @@ class ImageOptions:
 
 
 @dataclass(frozen=True)
-class MnistConfig(ImageOptions, TrainConfig):
+class MnistConfig(ImageConfig):
     """What the MNIST scripts train."""
 
     dataset: Literal["digits", "mnist", "synthetic"] = "digits"
@@ -254,15 +254,21 @@ class HostOptions:
 
 
 @dataclass(frozen=True)
-class ParallelOptions(HostOptions):
+class DeviceOptions(HostOptions):
+    """Virtual devices, to try out what runs on many."""
+
+    num_virtual_devices: Annotated[int, Range("[0, inf)"), FREE] = 0
+    """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
+
+
+@dataclass(frozen=True)
+class ParallelOptions(DeviceOptions):
     """How many devices share the work."""
 
     strategy: Annotated[Literal["spmd", "ddp"], FREE] = "spmd"
     """spmd: one program over all devices, a process per host. ddp: DistributedDataParallel, a process per device."""
     shard_parameters: Annotated[bool, FREE] = False
     """Of spmd: shard parameters and optimizer state over the devices too (FSDP) instead of one copy each."""
-    num_virtual_devices: Annotated[int, Range("[0, inf)"), FREE] = 0
-    """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +277,7 @@ class DistributedMnistConfig(ParallelOptions, MnistConfig):
 
 
 @dataclass(frozen=True)
-class CifarConfig(HostOptions, ImageOptions, TrainConfig):
+class CifarConfig(DeviceOptions, ImageConfig):
     """What resnet_cifar_tpu.py trains."""
 
     dataset: Literal["stripes", "cifar10"] = "stripes"
@@ -282,8 +288,6 @@ class CifarConfig(HostOptions, ImageOptions, TrainConfig):
     """Channels of its first third; the next two have twice and four times as many."""
     flip: bool = True
     """Augmentation: half of the pictures are mirrored left to right, on the host."""
-    num_virtual_devices: Annotated[int, Range("[0, inf)"), FREE] = 0
-    """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
 
     # stochastic gradient descent as He et al. 2015, section 4.2, with a cosine in place of the steps
     presets: ClassVar[dict[str, dict[str, Any]]] = {
@@ -529,7 +533,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, set[str]]] = {
     "decay_factor": ("scheduler", {"constant", "linear", "cosine", "wsd"}),
     "decay_fraction": ("scheduler", {"constant", "linear", "cosine", "step"}),
     "final_learning_rate_fraction": ("scheduler", {"constant", "step"}),
-    "download": ("dataset", {"digits", "synthetic", "text", "tokens"}),
+    "download": ("dataset", {"digits", "synthetic", "stripes", "text", "tokens"}),
     "train_data": ("dataset", {"synthetic"}),
     "validation_data": ("dataset", {"synthetic"}),
     "hellaswag": ("dataset", {"synthetic"}),

@@ -203,9 +203,7 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None) -> int:
         run.print(f"parallel   {config.strategy} over {num_devices} devices, {each}")
 
         model = build_model().to(device)
-        optimizer = make_optimizer(
-            config, model.parameters()
-        )  # and its state: made in step 1, it would recompile step 2
+        optimizer = make_optimizer(config, model.parameters())  # with its state: born in step 1, it recompiles step 2
         schedule = learning_rates(config, batches.num_steps)
         rates = schedule.to(device)
         metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)

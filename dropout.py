@@ -5,7 +5,7 @@ to, its position in the row, the layer, and the step. So a resumed run has the m
 have the same masks on any number of devices.
 
 In a model of your own put Dropout in place of nn.Dropout, or call replace_dropout(module, seed) where it is made.
-gpt.py uses row_keys() and dropout().
+transformer_tpu.py and gpt.py use batch_keys() and dropout().
 """
 
 import zlib
@@ -43,6 +43,11 @@ def row_keys(step: torch.Tensor, salt: int, rows: torch.Tensor) -> torch.Tensor:
     the number of each row in the global batch.
     """
     return mixed(mixed(step * GOLDEN + as_int32(salt * GOLDEN)) + rows * GOLDEN)
+
+
+def batch_keys(step: torch.Tensor, salt: int, batch: torch.Tensor) -> torch.Tensor:
+    """row_keys of all rows of a global batch (B, ...), (B,) int32."""
+    return row_keys(step, salt, torch.arange(len(batch), dtype=torch.int32, device=batch.device))
 
 
 def layer_keys(keys_B: torch.Tensor, count: int) -> torch.Tensor:

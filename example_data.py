@@ -15,14 +15,14 @@ import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from config import MnistConfig
+from config import ImageConfig
 from image_data import TrainBatches, as_numbers, check_pair, sent
 from tpu_utils.errors import InputError
 
@@ -32,7 +32,7 @@ SAMPLES = 64  # examples that a fingerprint reads
 
 
 def as_pair(example: Any) -> tuple[Any, Any]:
-    """(image, label) of an example that is such a pair, as those of torchvision are. A PIL image has channels last."""
+    """(image, label) of an example that is such a pair, as torchvision's are. Of a PIL image: channels first."""
     if not isinstance(example, tuple | list) or len(example) != 2:
         found = f"a dict of {sorted(example)}" if isinstance(example, dict) else type(example).__name__
         raise InputError(f"an example is {found}; expected (image, label); give read=, a function that returns them")
@@ -228,6 +228,7 @@ def read_by_workers(examples: Examples, keys, num_workers: int) -> Iterator[tupl
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["__main__", __name__])
+    resource_tracker.ensure_running()  # it unblocks signals when it starts (multiprocessing/resource_tracker.py)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # for the server, whose end would be theirs
     try:
         forkserver.ensure_running()
@@ -255,7 +256,7 @@ class ExampleBatches(TrainBatches):
     run reads the same. One that keeps a generator or a counter of its own cannot be resumed exactly.
     """
 
-    def __init__(self, dataset: ExampleDataset, config: MnistConfig, *arguments, **options):
+    def __init__(self, dataset: ExampleDataset, config: ImageConfig, *arguments, **options):
         super().__init__(dataset, config, *arguments, **options)
         self._next, self._batches = -1, iter(())
 
@@ -268,7 +269,7 @@ class ExampleBatches(TrainBatches):
         return self.augmented(index, images), labels
 
     def close(self) -> None:
-        """The end of the workers."""
+        """The end of the workers: their iterator is dropped."""
         self._next, self._batches = -1, iter(())
 
     def keys(self, index: int) -> list[tuple[int, int]]:

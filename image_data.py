@@ -4,6 +4,7 @@ A batch is a pure function of (seed, step): to resume at step s, start at step s
 they have, bytes as bytes, a quarter of float32, and are scaled there.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from config import MnistConfig
-from tpu_utils.errors import InputError
+from config import ImageConfig
+from tpu_utils.errors import InputError, first_line
 from tpu_utils.inputs import open_regular
 
 # Types that a TPU has not, and what is sent for them; all other numbers are sent as they are.
@@ -109,7 +110,7 @@ def load_arrays(name: str, data_dir: str | Path) -> ImageDataset:
         try:
             arrays.append(np.lib.format.open_memmap(path, mode="r"))
         except Exception as error:  # whatever numpy's parser of headers raises
-            raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}; expected {expected}") from error
+            raise InputError(f"{path} cannot be read: {first_line(error)}; expected {expected}") from error
     return ImageDataset(name, *arrays)
 
 
@@ -120,8 +121,9 @@ def as_numbers(name: str, values) -> np.ndarray:
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:  # rows of unequal length; a tensor on a device, or with grad
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{name} is no array: {reason}; expected numbers, all examples of one shape") from error
+        raise InputError(
+            f"{name} is no array: {first_line(error)}; expected numbers, all examples of one shape"
+        ) from error
     if array.dtype.kind not in "biuf":
         raise InputError(f"{name} is of {array.dtype}; expected numbers: bool, integers or floats; convert it")
     if array.ndim < (2 if name.endswith("images") else 1) or 0 in array.shape:
@@ -246,7 +248,7 @@ class TrainBatches:
     def __init__(
         self,
         dataset: ImageDataset,
-        config: MnistConfig,
+        config: ImageConfig,
         part: int = 0,
         num_parts: int = 1,
         augment: Callable[[np.ndarray, ExampleRandom], np.ndarray] | None = None,
@@ -288,7 +290,7 @@ class TrainBatches:
         return changed
 
 
-def num_steps_of(config: MnistConfig, num_examples: int, name: str) -> tuple[int, int]:
+def num_steps_of(config: ImageConfig, num_examples: int, name: str) -> tuple[int, int]:
     """(steps per epoch, steps of the whole run). Raises InputError when not even one batch can be filled."""
     steps_per_epoch = num_examples // config.global_batch_size
     if steps_per_epoch == 0:
@@ -309,7 +311,7 @@ def num_steps_of(config: MnistConfig, num_examples: int, name: str) -> tuple[int
     return steps_per_epoch, num_steps
 
 
-def check_divisible(config: MnistConfig, num_devices: int) -> None:
+def check_divisible(config: ImageConfig, num_devices: int) -> None:
     """Raises InputError unless every device gets the same number of examples of a global batch."""
     size = config.global_batch_size
     if size % num_devices:
@@ -318,6 +320,14 @@ def check_divisible(config: MnistConfig, num_devices: int) -> None:
             f"global_batch_size is {size} but there are {num_devices} devices, which would get unequal parts; "
             f"the nearest that works: {f'{below} or {above}' if below else above}"
         )
+
+
+def best_possible(flip: float, num_classes: int = 10) -> tuple[float, float]:
+    """(accuracy, cross-entropy in nats) of a model that knows every class, where labels are drawn anew with probability
+    flip: they are right with 1 - flip + flip / num_classes, and each of the others has flip / num_classes."""
+    wrong = flip / num_classes
+    right = 1 - (num_classes - 1) * wrong
+    return right, -right * math.log(right) - ((num_classes - 1) * wrong * math.log(wrong) if wrong else 0.0)
 
 
 def eval_batches(images: np.ndarray, labels: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, ...]]:

@@ -6,6 +6,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from config import BYTE_VOCAB_SIZE
 from tpu_utils.errors import InputError
 from tpu_utils.inputs import file_size, open_regular
 
@@ -49,7 +50,7 @@ def check_size(file: BinaryIO, expected: int, what: str) -> None:
 def check_vocabulary(path: Path, recorded: int, vocab_size: int) -> None:
     """Raises InputError when a file records another vocabulary. 0: it records none, as llm.c's own files."""
     if recorded and recorded != vocab_size:
-        known = {257: "bytes", GPT2_VOCAB_SIZE: "GPT-2"}.get(recorded, "an unknown tokenizer")
+        known = {BYTE_VOCAB_SIZE: "bytes", GPT2_VOCAB_SIZE: "GPT-2"}.get(recorded, "an unknown tokenizer")
         raise InputError(
             f"{path}: tokens of a vocabulary of {recorded} ({known}), but vocab_size is {vocab_size}; expected them to "
             f"be equal; use --vocab_size {recorded}, or write the file with the matching --tokenizer"

@@ -8,7 +8,7 @@ from urllib.error import URLError
 import numpy as np
 
 from config import MnistConfig
-from image_data import ImageDataset
+from image_data import ImageDataset, best_possible
 from tpu_utils.errors import InputError
 from tpu_utils.inputs import file_size, open_regular
 
@@ -127,7 +127,6 @@ def make_synthetic(num_train: int = 4096, num_test: int = 2048, size: int = 8, f
     dark, bright = rng.integers(0, 112, (count, size * size)), rng.integers(144, 256, (count, size * size))
     images = np.where(patterns[classes], bright, dark).astype(np.uint8).reshape(count, size, size)
     labels = np.where(rng.random(count) < flip, rng.integers(0, 10, count), classes).astype(np.uint8)
-    right, wrong = 1 - 0.9 * flip, flip / 10
-    entropy = -right * math.log(right) - (9 * wrong * math.log(wrong) if wrong else 0.0)
+    accuracy, loss = best_possible(flip)
     parts = images[:num_train], labels[:num_train], images[num_train:], labels[num_train:]
-    return ImageDataset("synthetic", *parts, best_accuracy=right, loss_floor=entropy)
+    return ImageDataset("synthetic", *parts, best_accuracy=accuracy, loss_floor=loss)

@@ -108,9 +108,7 @@ def train(config: MnistConfig) -> int:
         run.open(device, batches.num_steps, dataset.fingerprint(), dataset.description, **sizes)
 
         model = build_model().to(device)
-        optimizer = make_optimizer(
-            config, model.parameters()
-        )  # and its state: made in step 1, it would recompile step 2
+        optimizer = make_optimizer(config, model.parameters())  # with its state: born in step 1, it recompiles step 2
         schedule = learning_rates(config, batches.num_steps)
         rates = schedule.to(device)
         metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)

@@ -43,7 +43,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch_xla.experimental import scan
 
-from dropout import row_keys
+from dropout import batch_keys
 from flash_attention import flash_attention
 from gpt import BATCH, GPT, is_matrix
 from operations import causal_attention, losses
@@ -138,10 +138,7 @@ def compute_gradients(model: GPT, tokens_BS, accumulation_steps: int, keys_B=Non
 @torch_xla.compile(full_graph=True, name="train_step")
 def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
-    keys = None
-    if config.dropout:  # another mask for each row and step
-        rows = torch.arange(len(tokens_BS), dtype=torch.int32, device=tokens_BS.device)
-        keys = row_keys(metrics.step, config.seed, rows)
+    keys = batch_keys(metrics.step, config.seed, tokens_BS) if config.dropout else None  # a mask for each row and step
     loss = compute_gradients(model, tokens_BS, config.gradient_accumulation_steps, keys)
     count = (tokens_BS[:, 1:] >= 0).sum().float()  # targets: the gradients are of the summed loss, theirs of the mean
     gradients = [parameter.grad for parameter in model.parameters()]

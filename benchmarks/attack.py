@@ -191,7 +191,8 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
                 outcomes["fell back" if step == 10 else "harmless"] += 1
         shutil.rmtree(target)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    expect(grown < 2 * size, f"memory grew by {grown:,} bytes for a checkpoint of {size:,}")
+    # Twice its size is ours: a file and its altered copy, then what is read of it. A header may ask for 2**40 bytes.
+    expect(grown < 4 * size, f"memory grew by {grown:,} bytes for a checkpoint of {size:,}")
     return ", ".join(f"{number} {name}" for name, number in outcomes.items()) + f"; memory + {grown / size:.1f} x"
 
 

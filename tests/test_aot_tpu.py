@@ -16,7 +16,15 @@ from processes import ROOT, run
 
 import aot_tpu
 import config
-from config import CifarConfig, DistributedMnistConfig, MnistConfig, TrainConfig, TransformerConfig, presets_of
+from config import (
+    CifarConfig,
+    DistributedMnistConfig,
+    ImageConfig,
+    MnistConfig,
+    TrainConfig,
+    TransformerConfig,
+    presets_of,
+)
 from tpu_compiler import ask, environment, reading, search, tracing
 from tpu_compiler.hardware import GENERATIONS, parse_topology
 from tpu_compiler.report import COMMUNICATION_LABEL, LABEL, Report
@@ -327,7 +335,7 @@ def test_no_preset_is_left_out():
     kinds = {MnistConfig: "simple_mnist", DistributedMnistConfig: "distributed_mnist"}
     kinds |= {CifarConfig: "resnet_cifar", TransformerConfig: "transformer"}
     ours = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, TrainConfig)]
-    assert set(ours) == {TrainConfig, *kinds}
+    assert set(ours) == {TrainConfig, ImageConfig, *kinds}
     assert {f"{name}_tpu.py": set(presets_of(kind)) for kind, name in kinds.items()} == {
         script: set(slices) for script, slices in PRESET_SLICES.items()
     }

@@ -13,6 +13,7 @@ from processes import ROOT, run
 from config import (
     FREE,  # noqa: F401 - named by an annotation that is text
     LEVELS,
+    CifarConfig,
     DistributedMnistConfig,
     MnistConfig,
     Range,
@@ -247,6 +248,7 @@ def test_annotations_as_text_are_understood():
             "choose --scheduler linear or cosine or",
         ),
         (MnistConfig, ["--download"], "dataset is digits; choose --dataset mnist, or leave --download out"),
+        (CifarConfig, ["--download"], "dataset is stripes; choose --dataset cifar10, or leave --download out"),
         (TransformerConfig, ["--dataset=text", "--download"], "--download has no effect: dataset is text; leave"),
         (TransformerConfig, ["--train_data=x.bin"], "choose --dataset text or tokens, or leave --train_data out"),
         (TransformerConfig, ["--validation_data=x.bin"], "--validation_data has no effect"),

@@ -416,7 +416,8 @@ def test_both_scripts_hold_the_same_model_and_evaluation():
     simple, distributed = definitions("simple_mnist_tpu.py"), definitions("distributed_mnist_tpu.py")
     for name in ("ConvNet", "evaluate"):
         assert simple[name] == distributed[name], name
-    assert simple["eval_step"] == definitions("resnet_cifar_tpu.py")["eval_step"]
+    for name in ("eval_step", "evaluate"):
+        assert simple[name] == definitions("resnet_cifar_tpu.py")[name], name
 
 
 @pytest.mark.slow

@@ -162,23 +162,3 @@ def test_an_error_in_the_loop_leaves_everything_closed(folder, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "step_00000010" / "done").exists()
     again = line(folder, tmp_path / "run", "--resume=must")
     assert again.wait() == 0 and "resumed    after step 10" in again.text("out"), again.text("err")
-
-
-@pytest.mark.parametrize("index, code", [(0, 143), (3, 1)])
-def test_readers_that_a_stop_ended_before_the_first_step_are_no_error(folder, index, code):
-    """Ctrl-C and a shutdown reach the processes that read examples too. Later there would be a state to save."""
-    dying = f"""def batch(self, index):
-        if index == {index}:
-            import os
-
-            while {index} and not Path("made_{index}/checkpoints/step_00000002/done").exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), 15)
-            time.sleep(0.5)
-            raise BrokenPipeError("a reader ended")"""
-    name = f"dying_{index}.py"
-    (folder / name).write_text(OWN.replace("def batch(self, index):", dying))
-    run = Script(name, *OPTIONS, "--save_every=1", f"--run_dir=made_{index}", folder=folder)
-    assert run.wait() == code, run.text("err")
-    assert ("stopped by SIGTERM" in run.text("out")) == (code == 143)
-    assert ("error:" in run.text("err")) == (code == 1), "what cannot be read any more is said"

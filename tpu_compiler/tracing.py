@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from tpu_utils.errors import first_line
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
@@ -77,7 +79,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         try:
             twin.step()
         except Exception as error:  # whatever it raises for tensors that have no values
-            raise ValueError(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+            raise ValueError(f"{type(error).__name__}: {first_line(error)}") from error
     for fake, state in twin.state.items():
         parameter = parameters[fake]
         tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

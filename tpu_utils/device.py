@@ -2,7 +2,6 @@
 
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from config import TrainConfig
 from tpu_compiler.hardware import attached_chips
 from tpu_utils.environment import choose_device
-from tpu_utils.errors import DeviceError, InputError
+from tpu_utils.errors import DeviceError, InputError, first_line, line_of
 
 
 def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -> torch.device:
@@ -37,8 +36,9 @@ def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -
         join()
         device = torch_xla.device()
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise DeviceError(f"the {chosen} device does not start: {reason}; is another process using it?") from error
+        raise DeviceError(
+            f"the {chosen} device does not start: {first_line(error)}; is another process using it?"
+        ) from error
     if (started := xr.device_type().lower()) != chosen:
         raise DeviceError(
             f"asked for device {chosen}, the runtime started {started}; unset PJRT_DEVICE or pass --device"
@@ -146,16 +146,14 @@ def check_model(
             if isinstance(outputs, torch.Tensor):
                 outputs.sum().backward()
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:  # torchvision asserts sizes
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if "meta tensors" in reason:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+        if "meta tensors" in str(error):
             raise InputError(
-                f"the model reads a tensor at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line}); expected "
-                "none of .item(), print(tensor), if on a tensor in forward: inside a compiled step nothing is read"
+                f"the model reads a tensor at {line_of(error)}; expected none of .item(), print(tensor), if on a "
+                "tensor in forward: inside a compiled step nothing is read"
             ) from error
         raise InputError(
-            f"the model does not take a batch of images {shape}: {reason}; expected one "
-            "for the images of the data set, pictures with channels first; change one of them; --debug shows the line"
+            f"the model does not take a batch of images {shape}: {first_line(error)}; expected one for "
+            "the images of the data set, pictures with channels first; change one of them; --debug shows the line"
         ) from error
     if not isinstance(outputs, torch.Tensor):
         raise InputError(

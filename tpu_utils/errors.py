@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
 
@@ -77,6 +78,17 @@ def never_fail_to_print() -> None:
             errors = "backslashreplace"
         buffer = io.BufferedWriter(Output(number, "w", closefd=False))
         setattr(sys, name, io.TextIOWrapper(buffer, encoding, errors, line_buffering=True))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, without the lines that only its authors read; its kind if it is silent."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def line_of(error: BaseException) -> str:
+    """FILE:LINE (text) of the last line it passed that is not of an installed package."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
 
 
 def run_script(main: Callable[[], int], answers: bool = False) -> int:

@@ -3,7 +3,6 @@
 import ast
 import linecache
 import re
-import traceback
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 
-from tpu_utils.errors import RecompileError
+from tpu_utils.errors import RecompileError, first_line, line_of
 
 
 def transfers_to_device() -> int:
@@ -124,16 +123,13 @@ class CompileWatch:
 
 def raise_if_read(error: RuntimeError, kind: str, step: int) -> None:
     """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads."""
-    reason = (str(error).strip().splitlines() or [""])[0]
     if not any(said in str(error) for said in ("Unexpected execution", "tensor_data")):
         return
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-    last = frames[-1]  # the last line that is not of an installed package; of torch's optimizers the call
     raise RecompileError(
-        f"the {kind} step reads a tensor inside the compiled function in step {step}, at {last.filename}:{last.lineno} "
-        f"({last.line}); expected none of .item(), print(tensor), if on a tensor there: keep the value on the device, "
-        "or read it at a log line; an optimizer of torch.optim reads its step size: use make_optimizer of optim.py "
-        f"(torch_xla says: {reason})"
+        f"the {kind} step reads a tensor inside the compiled function in step {step}, at {line_of(error)}; expected "
+        "none of .item(), print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; "
+        "an optimizer of torch.optim reads its step size: use make_optimizer of optim.py (torch_xla says: "
+        f"{first_line(error)})"
     ) from error
 
 

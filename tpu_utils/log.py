@@ -202,8 +202,8 @@ def _lines_to_keep(path: Path, first_step: int, num_steps: int) -> bytearray:
 
 def print_summary(summary: dict[str, Any]) -> None:
     """The last lines of every script: results, graphs, what should not have been, and where the seconds went."""
-    known = ("steps", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step", "skipped_steps", "seconds")
-    known += ("best_step",)
+    known = ("steps", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step", "seconds")
+    known += ("skipped_steps", "best_step")
     results = [
         f"{name.replace('_', ' ')} {value:.4f}"
         for name, value in summary.items()

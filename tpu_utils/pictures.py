@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpu_utils.errors import InputError
+from tpu_utils.errors import InputError, first_line
 from tpu_utils.files import write_atomically
 from tpu_utils.inputs import read_regular
 
@@ -122,8 +122,7 @@ def read_misread(run_dir: Path) -> dict[str, np.ndarray]:
             raise ValueError(f"images, labels and predictions are {counts} of {found['num_misread']} misread")
         return found
     except Exception as error:  # whatever zipfile, zlib and numpy's parser of headers raise
-        reason = str(error).split("\n")[0]
-        raise InputError(f"{path} cannot be read: {reason}; expected {expected}") from error
+        raise InputError(f"{path} cannot be read: {first_line(error)}; expected {expected}") from error
 
 
 def _read_first(archive: zipfile.ZipFile, name: str, dims: tuple[int, ...]) -> np.ndarray:

@@ -238,23 +238,13 @@ class Run:
         if self._saved:
             set_random_state(self._random)  # last, after all that may draw
         self._goodput.enter("step")
-        for step, batch in enumerate(self._until_stopped(loader), self.first_step + 1):
+        for step, batch in enumerate(loader, self.first_step + 1):
             profile.before_step(step)
             yield step, batch
             self._step = step
             self._log.advance()
             if self._stop_signal:
                 return
-
-    def _until_stopped(self, loader: DeviceLoader) -> Iterator[list[torch.Tensor]]:
-        """The batches. A signal to the whole process group ends processes that read examples too: before the first
-        step, when there is nothing to save, their end is that of a stop and no error."""
-        try:
-            yield from loader
-        except (OSError, RuntimeError, EOFError):
-            if not self._stop.signal or self._step > self.first_step:
-                raise
-            self._stop_signal = self._stop.signal
 
     def one_graph(self, kind: str, step: int, *inputs: torch.Tensor, count: int | None = None):
         """Around the call of a compiled step: its kind ("train", "eval", ...) may compile one graph in a whole run.

@@ -6,17 +6,22 @@ printed environments of Colab (v5e-1) and Kaggle (v5e-8).
 
 import contextlib
 import http.server
+import math
 import os
+import re
+import shlex
 import socket
 import threading
 
 import pytest
 import requests
 import torch_xla
+import yaml
+from processes import ROOT
 from test_device import fake_pci
 from torch_xla._internal import tpu
 
-from config import MnistConfig
+from config import DistributedMnistConfig, MnistConfig
 from tpu_compiler.hardware import GENERATIONS, attached_chips
 from tpu_utils import environment as environment_module
 from tpu_utils import hosts as hosts_module
@@ -24,6 +29,7 @@ from tpu_utils import peers as peers_module
 from tpu_utils.environment import choose_device
 from tpu_utils.errors import DeviceError, InputError, run_script
 from tpu_utils.hosts import settle_hosts
+from tpu_utils.options import parse_command_line
 from tpu_utils.peers import Meeting
 
 GKE = dict(TPU_SKIP_MDS_QUERY="true", VBAR_CONTROL_SERVICE_URL="unix:///var/run/tpu-plugin/vbar.sock")
@@ -332,3 +338,41 @@ def test_a_pod_that_never_has_a_name_is_named(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(DeviceError, match=r"for host 0 \(job-0\.svc\): no such name: Name or service not known"):
         peers_module._meet(0, Meeting(["job-0.svc", "job-1.svc"]), 0.0, 0)
+
+
+# --------------------------------------------------------------------------------------- docs/colab_kaggle_gke.md
+
+PAGE = (ROOT / "docs" / "colab_kaggle_gke.md").read_text()
+MANIFESTS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.S)]
+CONFIGS = {"simple_mnist_tpu.py": MnistConfig, "distributed_mnist_tpu.py": DistributedMnistConfig}
+
+
+def check_options(words: list[str], tmp_path) -> None:
+    words = [word.replace("gs://BUCKET", str(tmp_path)) for word in words]
+    assert parse_command_line(CONFIGS[words[0]], "", words[1:]).resume == "auto"
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=["one pod", "several pods"])
+def test_the_pods_of_the_page_are_started_right(machine, tmp_path, manifest):
+    """Their topology, chips and number agree, and so do the variables that GKE then sets."""
+    job = manifest["spec"] if manifest["kind"] == "Job" else manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod, count = job["template"]["spec"], job.get("parallelism", 1)
+    (container,) = pod["containers"]
+    check_options([*container["command"][1:], *container["args"]], tmp_path)
+    assert job.get("completions", 1) == count and pod["restartPolicy"] == "Never"  # podFailurePolicy wants it
+    (given_up,) = (rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob")
+    assert given_up == {"containerName": container["name"], "operator": "In", "values": [2]}
+    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    total = math.prod(map(int, topology.split("x")))
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    assert chips == container["resources"]["requests"]["google.com/tpu"] and chips * count == total
+    hosts = {"TPU_WORKER_ID": str(count - 1), "TPU_WORKER_HOSTNAMES": ",".join(PODS[:count])} if count > 1 else ONE
+    found = machine("v5e", chips, {**GKE, **hosts, "TPU_ACCELERATOR_TYPE": f"v5litepod-{total}"}, None)
+    assert settle_hosts(found) == (count - 1, PODS if count > 1 else ["localhost"])
+
+
+def test_the_cells_of_the_page_give_options_that_there_are(tmp_path):
+    commands = re.findall(r"^!\.venv/bin/python (\w+_mnist_tpu\.py .*)", PAGE, re.M)
+    assert len(commands) == 3
+    for command in commands:
+        check_options(shlex.split(command), tmp_path)

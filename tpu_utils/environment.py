@@ -11,6 +11,7 @@ from config import TrainConfig
 from tpu_compiler.environment import prepare_environment
 from tpu_compiler.hardware import GOOGLE_PCI_VENDOR, attached_chips
 from tpu_utils.errors import DeviceError, InputError, run_script
+from tpu_utils.hosts import settle_hosts
 from tpu_utils.options import parse_command_line
 
 Options = TypeVar("Options")
@@ -41,7 +42,8 @@ def command_line(config_class: type[Options], description: str, check: Callable[
 def choose_device(config: TrainConfig) -> str:
     """Settle "tpu" or "cpu", and how many devices, in the environment: it is read once, when a device is first touched.
 
-    Idempotent, and inherited by child processes. Raises DeviceError instead of falling back.
+    Idempotent, and inherited by child processes. Raises DeviceError instead of falling back, InputError where what is
+    said of the hosts of this slice contradicts itself.
     """
     if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
         try:
@@ -57,6 +59,8 @@ def choose_device(config: TrainConfig) -> str:
             f"preset {config.preset} runs on tpu, but this machine has no TPU chip (PCI vendor {GOOGLE_PCI_VENDOR}); "
             "run it on a TPU VM, or add --device cpu"
         )
+    if chips:  # for the CPU too: where there are chips, torch_xla's import asks for the accelerator type
+        settle_hosts(chips)
     os.environ["PJRT_DEVICE"] = chosen.upper()
     if num_virtual_devices := getattr(config, "num_virtual_devices", 0):
         if chosen != "cpu":

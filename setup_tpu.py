@@ -44,13 +44,13 @@ VersionPair = namedtuple("VersionPair", "torch torch_xla torchvision libtpu jax 
 PYTHON = os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable
 PIP = f"{PYTHON} -m pip"  # of this very Python: a bare `pip` may belong to another one than the .venv's
 SET = "torch=={} 'torch_xla[tpu,pallas]=={}' torchvision=={}"
-# A Python that fits, where the machine has none: uv brings it along. --seed: with pip.
-NEW_PYTHON = "python3 -m pip install uv && python3 -m uv venv --seed --python 3.11 .venv"
+# A Python that fits, where the machine has none: of Ubuntu 22.04 and Debian 12. torch_xla wants its shared library too.
+NEW_PYTHON = "sudo apt-get install -y python3.11-venv libpython3.11 && python3.11 -m venv .venv"
 INSTALL = ".venv/bin/python -m pip install -r requirements.txt"
 # THE table of supported versions, newest first; the tests hold requirements.txt to it.
 SUPPORTED_PAIRS = (
     VersionPair(
-        "2.9.0", "2.9.0", "0.24.*", "0.0.21", "0.7.1", ((3, 11), (3, 13)), SET.format("2.9.0", "2.9.0", "0.24.0")
+        "2.9.0", "2.9.0", "0.24.*", "0.0.21*", "0.7.1", ((3, 11), (3, 12)), SET.format("2.9.0", "2.9.0", "0.24.0")
     ),
     VersionPair(
         "2.8.*", "2.8.*", "0.23.*", "0.0.17", "0.6.2", ((3, 11), (3, 13)), SET.format("2.8.0", "2.8.1", "0.23.0")
@@ -136,12 +136,16 @@ def nearest_pair(installed: Mapping) -> VersionPair:
 
 
 def check_python(version: tuple, installed: Mapping) -> Check:
-    """3.10 has a torch_xla 2.9.0, but no jax 0.7.1, without which there are no Pallas kernels and no --aot."""
+    """3.10 has a torch_xla 2.9.0, but no jax 0.7.1, without which there are no Pallas kernels and no --aot.
+
+    3.13 has no libtpu 0.0.21, which torch_xla 2.9.0 asks for; it has 0.0.21.1, and Colab has that.
+    """
     pair, found = nearest_pair(installed), ".".join(map(str, version[:3]))
-    first, last = (".".join(map(str, limit)) for limit in pair.python)
-    fits = pair.python[0] <= tuple(version[:2]) <= pair.python[1]
-    finding = f"found {found}, torch_xla {pair.torch_xla} with jax {pair.jax} needs {first} to {last}"
-    beside = "  # or Docker; python3.11 of Ubuntu 22.04's apt is a release candidate"
+    limits = pair.python[0], (3, 13) if installed.get("libtpu") == "0.0.21.1" else pair.python[1]
+    first, last = (".".join(map(str, limit)) for limit in limits)
+    fits = limits[0] <= tuple(version[:2]) <= limits[1]
+    finding = f"found {found}, torch_xla {pair.torch_xla} with its jax and libtpu needs {first} to {last}"
+    beside = "  # or Docker, or uv: docs/tpu_vm.md"
     return judge("python", fits, finding, f"{NEW_PYTHON} && {INSTALL}{beside}")
 
 
@@ -190,7 +194,7 @@ def find_libtpu(environment: Mapping, search_path: list) -> Path | None:
 
 def check_libtpu(library: Path, environment: Mapping, installed: Mapping, wants_tpu: bool, limit: float) -> Check:
     """Open the library in a child process: a truncated file kills the process that opens it."""
-    fix = f"{PIP} install --force-reinstall --no-deps libtpu=={nearest_pair(installed).libtpu}"
+    fix = f"{PIP} install --force-reinstall --no-deps libtpu=={nearest_pair(installed).libtpu.rstrip('*')}"
     if environment.get("TPU_LIBRARY_PATH"):
         fix = "unset TPU_LIBRARY_PATH"
     if library is None:

@@ -25,7 +25,7 @@ PIP_29 = f"{setup_tpu.PIP} install torch==2.9.0 'torch_xla[tpu,pallas]==2.9.0' t
 PIP_28 = f"{setup_tpu.PIP} install torch==2.8.0 'torch_xla[tpu,pallas]==2.8.1' torchvision==0.23.0"
 NO_TORCH_TPU = f"{setup_tpu.PIP} uninstall -y torch_tpu"
 NEW_PYTHON = (
-    "python3 -m pip install uv && python3 -m uv venv --seed --python 3.11 .venv "
+    "sudo apt-get install -y python3.11-venv libpython3.11 && python3.11 -m venv .venv "
     "&& .venv/bin/python -m pip install -r requirements.txt"
 )
 DOCKER = "docker run --privileged --net=host --shm-size=16G IMAGE"
@@ -87,11 +87,14 @@ def test_only_the_standard_library_at_module_level_and_syntax_of_old_pythons():
 
 def test_python_version():
     assert_check(setup_tpu.check_python((3, 11, 7), {}), "ok", "3.11.7")
-    fix = NEW_PYTHON + "  # or Docker; python3.11 of Ubuntu 22.04's apt is a release candidate"
-    assert_check(setup_tpu.check_python((3, 10, 13), {}), "fail", "3.10.13", "jax 0.7.1 needs 3.11 to 3.13", fix=fix)
-    assert_check(setup_tpu.check_python((3, 14, 0), {}), "fail", "found 3.14.0", fix=fix)
+    fix = NEW_PYTHON + "  # or Docker, or uv: docs/tpu_vm.md"
+    assert_check(
+        setup_tpu.check_python((3, 10, 13), {}), "fail", "3.10.13", "2.9.0 with", "needs 3.11 to 3.12", fix=fix
+    )
+    assert_check(setup_tpu.check_python((3, 13, 0), {}), "fail", "found 3.13.0", fix=fix)
+    assert_check(setup_tpu.check_python((3, 13, 0), {"libtpu": "0.0.21.1"}), "ok", "3.11 to 3.13")  # as Colab has it
     older = {"torch_xla": "2.8.1"}
-    assert_check(setup_tpu.check_python((3, 10, 1), older), "fail", "2.8.* with jax 0.6.2 needs 3.11", fix=fix)
+    assert_check(setup_tpu.check_python((3, 10, 1), older), "fail", "2.8.* with its jax and libtpu needs 3.11", fix=fix)
 
 
 def test_versions_come_from_metadata_even_of_broken_installs(tmp_path):
@@ -731,7 +734,7 @@ MACHINES = [  # what is broken -> every check that is no "ok": (status, words of
     (
         "Python 3.10, as the VM's image brings it",
         python_310,
-        {"python": ("fail", "found 3.10.13, torch_xla 2.9.0 with jax 0.7.1 needs 3.11 to 3.13", NEW_PYTHON)}
+        {"python": ("fail", "found 3.10.13, torch_xla 2.9.0 with its jax and libtpu needs 3.11 to 3.12", NEW_PYTHON)}
         | dict.fromkeys(("torch", "torch_xla", "libtpu"), ("fail", "not installed", NEW_PYTHON))
         | dict.fromkeys(("torchvision", "jax"), ("warn", "not installed", NEW_PYTHON))
         | {"libtpu.so": ("fail", "no libtpu.so found", NEW_PYTHON)}

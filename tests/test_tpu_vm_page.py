@@ -16,7 +16,7 @@ from tpu_utils.options import parse_command_line
 
 PAGE = ROOT / "docs" / "tpu_vm.md"
 HERE = {  # commands of the page that no other test file runs: the start of each, and the test of this file that does
-    r"gcloud compute tpus tpu-vm ssh .*apt-get": "test_the_setup",
+    r"gcloud compute tpus tpu-vm ssh .*(apt-get|setup_tpu)": "test_the_setup",
     r"gcloud compute tpus tpu-vm ssh .*distributed_mnist_tpu": "test_training_lines",
     r"gcloud compute tpus tpu-vm ssh .*train.service": "test_the_service",
     r"until ": "test_the_loop",
@@ -66,23 +66,25 @@ def test_every_line_is_run_somewhere_or_says_why_not():
 
 
 def test_the_setup(vm):
-    """clone, venv, pip and the doctor, on a fresh VM and once more; what fails is the exit code."""
+    """clone, venv, pip, then the doctor, on a fresh VM and once more; what fails is the exit code."""
     origin = vm.folder / "origin"
     origin.mkdir()
     shutil.copy(ROOT / "requirements.txt", origin)
     git = f"git -C {origin} -c user.name=n -c user.email=e"
     assert vm(f"git init -q {origin} && {git} add . && {git} commit -qm first").returncode == 0
-    pip, doctor = vm.tool("venv/pip", "cat $4; exit $PIP_FAILS"), vm.tool("venv/python", "exit $DOCTOR_FAILS")
+    pip, doctor = vm.tool("venv/pip", "cat $4; exit $FAILS"), vm.tool("venv/python", "exit $FAILS")
     vm.tool("python3.11", f"mkdir -p $3/bin && cp {pip} {doctor} $3/bin")
     command = on_the_vm("apt-get").replace("REPOSITORY", str(origin))
     for _ in range(2):
-        done = vm(command, PIP_FAILS="0", DOCTOR_FAILS="0")
+        done = vm(command, FAILS="0")
         assert done.returncode == 0, done.stderr
         assert "torch_xla[tpu,pallas]==2.9.0" in done.stdout  # pip was given the clone's requirements.txt
-        assert vm.calls()[-1] == "python setup_tpu.py --device tpu"
     assert [call for call in vm.calls() if "apt-get" in call][1].endswith("install -y python3.11-venv libpython3.11")
-    assert vm(command, PIP_FAILS="1", DOCTOR_FAILS="0").returncode == 1
-    assert vm(command, PIP_FAILS="0", DOCTOR_FAILS="1").returncode == 1
+    assert vm(command, FAILS="1").returncode == 1
+    vm.tool("python3.11", "exit 1")
+    assert vm(command, FAILS="0").returncode == 1
+    assert vm(on_the_vm("setup_tpu.py"), FAILS="1").returncode == 1
+    assert vm.calls()[-1] == "python setup_tpu.py --device tpu"
 
 
 def test_training_lines(vm):

@@ -533,10 +533,13 @@ def ask_child(function: str, argument: str, names: list, environment: Mapping, l
     return [c._replace(fix=c.fix or fix) if c.status == "fail" else c for c in map(results.get, names)]
 
 
-def check_work(device: str, environment: Mapping, installed: Mapping, limit: float) -> list:
+def check_work(device: str, environment: Mapping, installed: Mapping, limit: float, chips: list) -> list:
     names = ["import", "matrix product", "training step", "all-reduce"]
-    if "torch_xla" not in installed:
-        return [Check(name, "skip", "torch_xla is not installed") for name in names]
+    reason = "" if "torch_xla" in installed else "torch_xla is not installed"
+    if device == "tpu" and not chips:  # libtpu would look for one until the time limit
+        reason = reason or "no TPU chip on the PCI bus"
+    if reason:
+        return [Check(name, "skip", reason) for name in names]
     tried = environment if device == "auto" else {**environment, "PJRT_DEVICE": device.upper()}
     reinstall = f"{PIP} install --force-reinstall {nearest_pair(installed).pip}"
     return ask_child("child_work", "", names, tried, limit, reinstall)
@@ -732,7 +735,7 @@ def look(
         usable = {k: v for k, v in environment.items() if k != "XLA_FLAGS" or flags.status == "ok"}
         if wants_tpu:
             usable.update(asked_cloud.result()[1])
-        asked_work = pool.submit(check_work, device, usable, installed, limit)
+        asked_work = pool.submit(check_work, device, usable, installed, limit, chips)
         asked_aot = pool.submit(check_aot, options.aot, usable, installed, limit)
         needed = ("torch", "torch_xla", "libtpu") if wants_tpu else ("torch", "torch_xla")
         yield check_python(sys.version_info, installed)

@@ -529,20 +529,22 @@ REINSTALL = PIP_29.replace(" install ", " install --force-reinstall ", 1)
 def test_work_that_aborts_or_hangs(tmp_path):
     fatal = "import os\nos.write(2, b'2026-01-01 0:0:0.1: F a.cc:1] Check failed: chip'); os.abort()"
     fake = package(tmp_path / "abort", torch="", torch_xla=fatal)
-    first, *rest = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 20)
+    first, *rest = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 20, ["v5e"])
     assert_check(first, "fail", "Check failed: chip", fix=REINSTALL)
     assert [(c.status, c.finding) for c in rest] == [("skip", "not reached")] * 3
 
     fake = package(tmp_path / "hang", torch="import time; time.sleep(60)", torch_xla="")
-    first, *_ = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 1)
+    first, *_ = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 1, ["v5e"])
     fix = f"{setup_tpu.PYTHON} setup_tpu.py --time_limit 4  # several hosts: start it on all of them at once"
     assert_check(first, "fail", "no answer within 1 s", fix=fix)
+    checks = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 1, [])
+    assert {(check.status, check.finding) for check in checks} == {("skip", "no TPU chip on the PCI bus")}
 
 
 def test_debian_python_without_its_shared_library(tmp_path):
     message = "libpython3.11.so.1.0: cannot open shared object file: No such file or directory"
     fake = package(tmp_path, torch="", torch_xla=f"raise ImportError({message!r})")
-    first, *_ = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 20)
+    first, *_ = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 20, ["v5e"])
     assert_check(first, "fail", message, fix="sudo apt-get install -y libpython3.11")
 
 
@@ -561,7 +563,7 @@ def test_work_on_a_backend_that_computes_wrongly(tmp_path):
         torch_xla__debug="",
         torch_xla__debug__metrics="import torch_xla\nmetric_data = lambda name: (torch_xla.graphs,)\n",
     )
-    checks = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 60)
+    checks = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 60, ["v5e"])
     assert checks[0].status == "ok"
     assert_check(checks[1], "fail", "differs from numpy by", "expected at most 1e-05", fix=REINSTALL)
     assert_check(checks[2], "fail", "3 training steps compiled 3 graphs, expected 1", fix=REINSTALL)

@@ -8,7 +8,7 @@ from typing import TypeVar
 import tyro
 
 from config import TrainConfig
-from tpu_compiler.environment import prepare_environment
+from tpu_compiler.environment import VersionError, check_private_interfaces, prepare_environment
 from tpu_compiler.hardware import GOOGLE_PCI_VENDOR, attached_chips
 from tpu_utils.errors import DeviceError, InputError, run_script
 from tpu_utils.hosts import settle_hosts
@@ -47,8 +47,9 @@ def choose_device(config: TrainConfig) -> str:
     """
     if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
         try:
+            check_private_interfaces()
             prepare_environment(config.compile_for)
-        except ValueError as error:
+        except (ValueError, VersionError) as error:
             raise InputError(f"compile_for: {error}") from error
         return "cpu"
     chosen, chips = config.device, attached_chips()

@@ -87,6 +87,7 @@ def test_the_setup(vm):
     assert vm.calls()[-1] == "python setup_tpu.py --device tpu"
 
 
+@pytest.mark.slow
 def test_training_lines(vm):
     """The line trains: with its own words in its own folder, but for the device and the data."""
     python = vm.tool("python", "echo $PWD")

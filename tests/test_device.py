@@ -2,6 +2,7 @@
 
 import pytest
 import torch_xla.runtime as xr
+from processes import run
 
 from config import MnistConfig
 from tpu_compiler.hardware import attached_chips
@@ -46,3 +47,19 @@ def test_exit_codes_and_messages(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["script", "--debug"])
     with pytest.raises(InputError):
         run_script(lambda: fail(InputError("bad value")))
+
+
+ON_A_TPU = """
+import torch, torch_xla, torch_xla.runtime as xr
+from tpu_utils.device import device_memory
+xr.use_spmd()
+torch.ones(3).to(torch_xla.device())
+xr.device_type = lambda: "TPU"
+print(device_memory(torch_xla.device()))
+"""
+
+
+def test_memory_is_not_asked_for_under_spmd_where_torch_xla_would_raise():
+    """Its check of the virtual device stands before any question to the client, so the CPU's answers like a TPU's."""
+    done = run("-c", ON_A_TPU, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=2)
+    assert done.stdout == "None\n", done.stderr

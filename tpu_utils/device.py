@@ -89,8 +89,9 @@ def peak_flops(num_devices: int) -> float | None:
 
 
 def device_memory(device: torch.device) -> dict[str, int] | None:
-    """{"bytes_used", "bytes_limit", "peak_bytes_used"} of one device, or None where the runtime does not tell (CPU)."""
-    if xr.device_type() != "TPU":
+    """{"bytes_used", "bytes_limit", "peak_bytes_used"} of one device, or None where the runtime does not tell: on the
+    CPU, and under SPMD, where torch_xla raises "MemoryInfo not supported for SPMD virtual device"."""
+    if xr.device_type() != "TPU" or xr.is_spmd():
         return None
     return {name: int(value) for name, value in xm.get_memory_info(device).items()}
 

@@ -8,7 +8,7 @@ Expect:  a line for each measurement; then, in --output, calibration.json,
          Stopped anywhere, the same command goes on where it was; what failed is
          tried again. aot_tpu.py reads the calibration.
 Exit:    0 all measured, or impossible here and said so; 1 something failed;
-         2 wrong usage.
+         2 wrong usage; 130 stopped by Ctrl-C.
 
 It runs the doctor, asks the compiler about each preset's step and then runs it,
 times matrix products, memory and collectives, and tries the promises of README
@@ -110,7 +110,11 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=CALIBRATION.parent, help="folder of what it writes")
     parser.add_argument("--time_limit", type=float, default=3600, metavar="SECONDS", help="for each process")
     options = parser.parse_args()
-    return calibrate(options.device, options.output.absolute(), options.time_limit, Path("/"), METADATA_URL)
+    try:
+        return calibrate(options.device, options.output.absolute(), options.time_limit, Path("/"), METADATA_URL)
+    except KeyboardInterrupt:
+        print("stopped    the same command goes on from here", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -176,9 +176,9 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
-    def training(self, script: str, options: str, run_dir: Path, tensorboard: bool = False) -> list[str]:
-        command = [script, *self.options(options), f"--device={self.machine.device}", f"--run_dir={run_dir}"]
-        return command if tensorboard else [*command, "--no_tensorboard"]
+    def training(self, script: str, options: str, run_dir: Path) -> list[str]:
+        where = [f"--device={self.machine.device}", f"--run_dir={run_dir}", "--no_tensorboard"]
+        return [script, *self.options(options), *where]
 
     def train(self, name: str, script: str, options: str) -> tuple[dict, list[dict]]:
         """summary.json and the lines of metrics.jsonl of a new run."""
@@ -193,8 +193,11 @@ def results_in(run_dir: Path) -> tuple[dict, list[dict]]:
 
 
 def last_object(text: str) -> dict[str, Any]:
-    """The JSON object that begins in the first line with a brace."""
-    return json.loads(text[re.search(r"^\{", text, re.M).start() :])
+    """The JSON object that a child printed last; it begins with a line that begins with a brace."""
+    found = re.search(r"^\{.*", text, re.M | re.S)
+    if not found:
+        raise TrainingError("it printed no JSON object")
+    return json.loads(found[0])
 
 
 def hold(kept: bool, sentence: str) -> None:

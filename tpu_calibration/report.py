@@ -114,8 +114,8 @@ def draw(content: dict[str, Any]):
     drawing = Figure(figsize=(13, 5.5), layout="constrained")
     left, right = drawing.subplots(1, 2, width_ratios=(3, 2))
     points = [(n, a["estimated_ms"], m["ms"]) for n, a, m in steps_in(measurements) if m and a.get("estimated_ms")]
-    for name, estimated, ms in points:
-        left.plot([estimated], [ms], "o", label=name)
+    for number, (name, estimated, ms) in enumerate(points):
+        left.plot([estimated], [ms], "os^"[number // 10], label=name)  # matplotlib has ten colours
     if points:
         ends = [min(min(e, m) for _, e, m in points) / 2, max(max(e, m) for _, e, m in points) * 2]
         left.plot(ends, ends, "--", color="#9d9d9d", label="clock = estimate")

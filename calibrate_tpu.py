@@ -30,7 +30,7 @@ from tpu_calibration.bench import Bench, Cannot, find_machine, hold, last_object
 from tpu_calibration.peaks import PEAKS, peak
 from tpu_calibration.promises import PROMISES
 from tpu_calibration.report import report_text, save_picture
-from tpu_calibration.steps import STEPS, estimate, run_step
+from tpu_calibration.steps import STEPS, estimate, run_step, write_mnist
 from tpu_compiler.calibration import CALIBRATION
 from tpu_utils.errors import TrainingError, run_script
 from tpu_utils.files import write_atomically
@@ -57,15 +57,17 @@ def all_measurements() -> list[tuple[str, Callable[[Bench], dict[str, Any]]]]:
 def in_short(figures: dict[str, Any]) -> str:
     """The numbers among figures; of figures for each size the milliseconds."""
     sizes = [f"{size}: {f['ms']:.3g} ms" for size, f in figures.items() if isinstance(f, dict) and "ms" in f]
-    return ", ".join(sizes + [f"{name} {f:.4g}" for name, f in figures.items() if isinstance(f, int | float)])
+    return ", ".join(sizes + [f"{name} {f:.4g}" for name, f in figures.items() if type(f) in (int, float)])
 
 
 def measure_all(bench: Bench) -> None:
     """Each measurement that is not there, and on disk as soon as it is made. What failed before is tried again."""
-    for name, measure in all_measurements():
+    measurements = all_measurements()
+    for number, (name, measure) in enumerate(measurements, 1):
+        place = f"{number:2}/{len(measurements)}"
         before = bench.measurements.get(name, {})
         if before.get("status") in ("done", "cannot"):
-            print(f"{before['status']:7} {name:34} (before)", flush=True)
+            print(f"{place} {before['status']:7} {name:34} (before)", flush=True)
             continue
         began = time.monotonic()
         try:
@@ -78,7 +80,7 @@ def measure_all(bench: Bench) -> None:
             record = {"status": "failed", "reason": text[:600]}
         bench.record(name, record | {"seconds": time.monotonic() - began})
         shutil.rmtree(bench.runs, ignore_errors=True)
-        print(f"{record['status']:7} {name:34} {text[:160]}", flush=True)
+        print(f"{place} {record['status']:7} {name:34} {text[:160]}", flush=True)
 
 
 def calibrate(device: str, folder: Path, time_limit: float, root: Path, metadata_url: str) -> int:
@@ -89,6 +91,7 @@ def calibrate(device: str, folder: Path, time_limit: float, root: Path, metadata
     if machine.device == "cpu":
         where = f"a CPU, {machine.num_devices} devices: a rehearsal, with estimates for {machine.slice or 'no slice'}"
     print(f"machine    {where}; torch_xla {machine.versions['torch_xla']}, commit {machine.commit}", flush=True)
+    write_mnist(folder / "mnist")
     measure_all(bench)
     content = read_json(bench.file, "a calibration", 1 << 24)
     text = report_text(content)

@@ -6,6 +6,7 @@ import http.server
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from test_device import fake_pci
 
 import aot_tpu
 import calibrate_tpu
-from config import CifarConfig, DistributedMnistConfig, MnistConfig, TransformerConfig
+from config import CifarConfig, DistributedMnistConfig, MnistConfig, TransformerConfig, presets_of, resolve
 from tpu_calibration import bench, report
 from tpu_calibration.bench import find_machine
 from tpu_calibration.peaks import least_sent
@@ -27,7 +28,7 @@ from tpu_calibration.steps import STEPS
 from tpu_compiler.calibration import read_calibration
 from tpu_compiler.report import Report
 from tpu_utils.errors import DeviceError, InputError
-from tpu_utils.options import parse_command_line
+from tpu_utils.options import without_effect
 
 GIB = 2**30
 # what a pretended v5litepod-8 answers: (estimated ms, measured ms) by a word of the options; nothing here was measured
@@ -47,6 +48,7 @@ CONFIGS = {
     "transformer_tpu.py": TransformerConfig,
 }
 V5E = ("0x1ae0", "0x0063")
+MEASURED = "measured on v5e: 1.18 x the estimate (n = 6), from 1.10 to 1.40, on 8 devices, collectives included"
 
 
 def option(command: list[str], name: str, default: str = "") -> str:
@@ -58,9 +60,6 @@ class Pretended:
 
     def __init__(self, command: list[str], out: Path, err: Path, changes: dict[str, str]):
         self.code, self.command, text = 0, command, ""
-        scripts = [i for i, word in enumerate(command) if word in CONFIGS]
-        if scripts:  # its script would take these options
-            parse_command_line(CONFIGS[command[scripts[0]]], "", command[scripts[0] + 1 :])
         estimated, self.ms = next(times for word, times in TIMES.items() if not word or word in command)
         err.write_text("")
         if command[0] == "setup_tpu.py":
@@ -96,7 +95,7 @@ class Pretended:
         lines = [dict(timed, loss=loss, step=step) for step, loss in enumerate(losses, 1)]
         lines[3]["step_seconds"] *= 2  # a slow interval, which is no median
         lines.append(dict(kind="checkpoint", step=60, wait_seconds=0.5))
-        goodput = dict(start_up=12.0 + 3 * ("--resume=auto" in self.command), compile=30.0, checkpoint=0.6)
+        goodput = dict(start_up=12.0, restore=3.0, compile=30.0, checkpoint=0.6)
         summary = dict(steps=60, train_graphs=1, host_to_device_uploads_per_step=0.0, hbm_peak_bytes=6 * GIB)
         for folder, name, content in (
             (run_dir, "metrics.jsonl", "\n".join(map(json.dumps, lines))),
@@ -194,22 +193,40 @@ def test_a_pretended_v5e_is_measured_whole(measured):
     step = found["measurements"]["step gpt2 124M"]["figures"]
     assert step["ms"] == pytest.approx(88.68) and step["ms_high"] == pytest.approx(2 * 88.68)
     assert found["ratios"]["gpt2 124M"] == pytest.approx(1.2)
-    assert "mnist quick_test" not in found["ratios"], "an estimate below 1 ms says nothing of the compiler"
-    last = found["measurements"]["step gpt2 distributed"]
+    assert "simple_mnist quick_test" not in found["ratios"], "an estimate below 1 ms says nothing of the compiler"
+    last = found["measurements"]["step transformer distributed"]
     assert last["status"] == "cannot" and "does not fit v5litepod-8: needs 20.00 of 15.75 GiB" in last["reason"]
     product = found["measurements"]["peak product"]["figures"]["8192"]
     assert product["of_published"] == pytest.approx(0.9)
     reduced = found["measurements"]["peak all-reduce"]["figures"]["256"]
     assert reduced["bound_ms"] == pytest.approx(2 * 7 / 8 * 256 * 2**20 / 200e9 * 1e3)
-    assert found["measurements"]["promise resume"]["figures"]["start_up_and_restore_seconds"] == 15.0
+    assert found["measurements"]["promise resume"]["figures"]["restore_seconds"] == 3.0
     assert {r["status"] for name, r in found["measurements"].items() if name.startswith("promise")} == {"done"}
     page = (vm.folder / "report.md").read_text()
     rows = {cells[1]: cells for line in page.splitlines() if len(cells := [c.strip() for c in line.split("|")]) > 5}
-    expected = ["73.900", "88.68 (88.68 to 177.36)", "1.20", "5.00", "6.00", "40.0%", "30.0%", "12.0", "30.0", "0.6"]
+    expected = ["73.900", "88.68 (88.68 to 177.36)", "1.20", "5.000", "6.000", "40.0%", "30.0%", "12.0", "30.0", "0.6"]
     assert rows["gpt2 124M"][2:-1] == expected
-    assert "measured on v5e: 1.18 x the estimate (n = 6), from 1.10 to 1.40" in page
+    assert MEASURED in page
     assert 'open an issue called "Calibration of v5litepod-8, torch_xla 2.9.0' in page and page in said
     assert not (vm.folder / "runs").exists(), "checkpoints of gigabytes are not left behind"
+
+
+def test_every_preset_is_measured_and_every_option_is_one_of_its_script(measured):
+    given = {(step.script, (re.findall(r"--preset=(\w+)", step.options) or ["quick_test"])[0]) for step in STEPS}
+    assert given == {(script, preset) for script, config in CONFIGS.items() for preset in presets_of(config)}
+    for command in measured[0].started:
+        place = next((place for place, word in enumerate(command) if word in CONFIGS), None)
+        if place is not None:
+            check_options(CONFIGS[command[place]], command[place + 1 :])
+
+
+def check_options(config: type, words: list[str]) -> None:
+    """As parse_command_line, without its tenth of a second: the fields are there, and values fit each other."""
+    given = dict(word.removeprefix("--").partition("=")[::2] for word in words)
+    default, _ = resolve(config, given.pop("preset", "quick_test"), given.get("optimization_level"))
+    values = {name.removeprefix("no_"): not name.startswith("no_") for name, text in given.items() if not text}
+    values |= {name: type(getattr(default, name))(text) for name, text in given.items() if text}
+    assert without_effect(dataclasses.replace(default, **values), given) == []
 
 
 def test_the_picture_shows_every_step_and_share(measured):
@@ -286,12 +303,12 @@ def test_a_broken_promise_fails(vm):
     assert found["promise no_reads"]["reason"] == "not kept: 2 graphs and 0.0 uploads a step, expected 1 and 0"
 
 
-def test_another_machine_begins_anew(vm, monkeypatch, capsys):
-    assert vm.calibrate() == 0
-    monkeypatch.setattr(bench, "find_commit", lambda: "another")
-    vm.started = []
-    assert vm.calibrate() == 0 and len(vm.started) > 40
-    assert len(list(vm.folder.glob("calibration_before_*.json"))) == 1
+def test_another_machine_begins_anew(tmp_path, capsys):
+    machine = bench.Machine("tpu", "v5e", "v5litepod-8", 8, {"libtpu": "0.0.21"}, "one")
+    bench.Bench(machine, tmp_path, 60).record("doctor", {"status": "done"})
+    assert bench.Bench(machine, tmp_path, 60).measurements == {"doctor": {"status": "done"}}
+    assert bench.Bench(dataclasses.replace(machine, commit="another"), tmp_path, 60).measurements == {}
+    assert len(list(tmp_path.glob("calibration_before_*.json"))) == 1
     assert "another chip, version or commit" in capsys.readouterr().out
 
 
@@ -342,20 +359,30 @@ def test_a_report_of_the_compiler_says_what_was_measured(measured, monkeypatch, 
     command = ["simple_mnist_tpu.py", "--topology", "v5litepod-1"]
     monkeypatch.chdir(vm.root)
     (vm.root / "simple_mnist_tpu.py").touch()
-    said = "measured on v5e: 1.18 x the estimate (n = 6), from 1.10 to 1.40"
     assert aot_tpu.main(command) == 0, "found where calibrate_tpu.py leaves it"
-    assert f"  calibration        {said}\n" in capsys.readouterr().out
+    assert f"  calibration        {MEASURED}\n" in capsys.readouterr().out
     assert aot_tpu.main([*command[:2], "v6e-1,v5litepod-1", f"--calibration={vm.folder}/calibration.json"]) == 0
     table = capsys.readouterr().out
-    assert f"\nv5litepod-1: {said}\n" in table and "v6e-1: measured" not in table
+    assert f"\nv5litepod-1: {MEASURED}\n" in table and "v6e-1: measured" not in table
     assert aot_tpu.main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["calibration"] == said
-    assert aot_tpu.main([*command, "--calibration=no.json"]) == 2
-    assert "no.json: no such file; expected a calibration of calibrate_tpu.py" in capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)[0]["calibration"] == MEASURED
+    capsys.readouterr()
+    foreign = [("no.json", None, "no such file"), ("half.json", '{"format": 1', "cannot be read as JSON")]
+    foreign += [("list.json", "[1]", "holds list"), ("package.json", '{"name": "x"}', "is not a calibration")]
+    for name, content, why in foreign:
+        if content:
+            (vm.root / name).write_text(content)
+        assert aot_tpu.main([*command, f"--calibration={name}"]) == 2
+        out, err = capsys.readouterr()
+        assert not out and len(err.splitlines()) == 1 and err.startswith(f"error: {name}") and why in err
+        assert "a calibration of calibrate_tpu.py" in err
+    (vm.folder / "calibration.json").write_text("{")
+    assert aot_tpu.main(command) == 2, "one that is there by default is not passed over"
+    assert "error: calibration/calibration.json cannot be read as JSON" in capsys.readouterr().err
 
 
 def test_a_calibration_is_read_or_refused(tmp_path):
-    machine = {"chip": "v5e", "versions": {"libtpu": "0.0.21"}}
+    machine = {"chip": "v5e", "num_devices": 1, "versions": {"libtpu": "0.0.21"}}
     good = {"format": 1, "machine": machine, "ratios": {"a": 1.1, "b": 1.3}}
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps(good))
@@ -363,7 +390,7 @@ def test_a_calibration_is_read_or_refused(tmp_path):
     assert found.sentence("v5e", "0.0.21") == "measured on v5e: 1.20 x the estimate (n = 2), from 1.10 to 1.30"
     assert found.sentence("v5e", "0.0.17").endswith("to 1.30, with libtpu 0.0.21")
     assert found.sentence("v6e", "0.0.21") == ""
-    for content in mutated_json(good, 400):
+    for content in mutated_json(good, 200):
         path.write_bytes(content)
         try:
             assert isinstance(read_calibration(path).sentence("v5e", "0.0.21"), str)
@@ -405,8 +432,8 @@ def test_a_rehearsal_on_the_cpu_killed_twice(tmp_path):
     assert json.loads(path.read_text())["ratios"] == {}, "a CPU's time says nothing of an estimate for a TPU"
     cannot = {name: record["reason"] for name, record in found.items() if record["status"] == "cannot"}
     assert cannot["promise flash"] == "the flash kernels run on TPU only"
-    assert cannot["step gpt2 124M"] == "made for a TPU: a step would take minutes on this CPU"
-    assert found["promise resume"]["figures"]["checkpoint_bytes"] > 0
+    assert cannot["step gpt2 124M"] == "too large for a rehearsal on a CPU"
+    assert found["promise resume"]["figures"]["restore_seconds"] > 0
     assert found["promise spmd"]["figures"]["largest_difference"] <= 1e-5
     assert found["peak collective-permute"]["figures"]["1"]["ms"] > 0
     assert "A rehearsal: estimates are for a TPU" in (tmp_path / "report.md").read_text()

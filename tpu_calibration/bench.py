@@ -168,7 +168,9 @@ class Bench:
         return out.read_text(errors="replace")
 
     def options(self, options: str) -> list[str]:
-        return options.format(batch=8 * self.machine.num_devices).split()
+        steps = 20 if self.machine.device == "cpu" else 50
+        values = dict(batch=8 * self.machine.num_devices, steps=steps, mnist=self.folder / "mnist")
+        return [word.format(**values) for word in options.split()]
 
     def run_dir(self, name: str) -> Path:
         """A new one: what a call that was stopped has left is gone."""

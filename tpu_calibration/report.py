@@ -45,7 +45,7 @@ def step_rows(measurements: dict[str, Any], ratios: bool) -> list[list[str]]:
         spread = f"{ms:.2f} ({found['ms_low']:.2f} to {found['ms_high']:.2f})" if found else "-"
         rows.append([name, figure(estimated, ".3f"), spread])
         rows[-1].append(f"{ms / estimated:.2f}" if ratios and ms and estimated else "-")
-        rows[-1] += [figure(memory and memory / GIB, ".2f"), figure(used and used / GIB, ".2f")]
+        rows[-1] += [figure(memory and memory / GIB, ".3f"), figure(used and used / GIB, ".3f")]
         rows[-1] += [figure(asked.get("estimated_mfu"), ".1%"), figure(found.get("mfu"), ".1%")]
         rows[-1] += [figure(found.get(f"{phase}_seconds"), ".1f") for phase in ("start_up", "compile", "checkpoint")]
     return rows
@@ -85,7 +85,8 @@ def report_text(content: dict[str, Any]) -> str:
     lines.append(", ".join(f"{name} {text}" for name, text in versions.items()) + f"; commit {machine['commit']};")
     lines += [f"{machine['num_devices']} devices.", ""]
     if on_tpu:
-        said = Calibration(machine["chip"], versions["libtpu"], ratios).sentence(machine["chip"], versions["libtpu"])
+        chip, libtpu = machine["chip"], versions["libtpu"]
+        said = Calibration(chip, libtpu, machine["num_devices"], ratios).sentence(chip, libtpu)
         lines += [said or f"Nothing compares: no step with an estimate of {SHORTEST_MS:g} ms or more was measured.", ""]
     else:
         lines += ["A rehearsal: estimates are for a TPU, times are this CPU's, and no ratio is made of them.", ""]
@@ -96,10 +97,12 @@ def report_text(content: dict[str, Any]) -> str:
     header = "alone | size | ms (range) | rate | of published | bound ms | x bound"
     lines += table(header, peak_rows(measurements))
     lines += table("kept | figures", promise_rows(measurements))
-    for status in ("cannot", "failed"):
-        found = [f"- {name}: {r['reason']}" for name, r in measurements.items() if r["status"] == status]
-        title = {"cannot": "Not measured, and why:", "failed": "Failed:"}[status]
-        lines += [title, *found, ""] if found else []
+    for status, title in (("cannot", "Not measured, and why:"), ("failed", "Failed:")):
+        names: dict[str, list[str]] = {}  # by reason
+        for name, record in measurements.items():
+            if record["status"] == status:
+                names.setdefault(record["reason"], []).append(name)
+        lines += [title, *(f"- {', '.join(some)}: {reason}" for reason, some in names.items()), ""] if names else []
     return "\n".join([*lines, ATTACH.format(where=where, commit=machine["commit"], **versions), ""])
 
 
@@ -130,10 +133,12 @@ def draw(content: dict[str, Any]):
             share = found.get("of_published") or (found.get("bound_ms") and found["bound_ms"] / found["ms"])
             if share:
                 shares[f"{name[5:]} {size}"] = share
+    right.set_title("the chip alone" if shares else "nothing is published of this device", loc="left")
+    if not shares:
+        right.set_axis_off()
     right.barh(list(shares), [100 * share for share in shares.values()], color="#2b7bba")
     right.invert_yaxis()
     right.set(xlabel="% of the published peak, or of the links' speed")
-    right.set_title("the chip alone" if shares else "nothing is published of this device", loc="left")
     return drawing
 
 

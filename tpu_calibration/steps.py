@@ -1,54 +1,87 @@
 """Each preset's step: what the compiler estimates, and what the clock says."""
 
 import statistics
+import struct
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tpu_calibration.bench import Bench, Cannot
 from tpu_compiler.report import Report
 from tpu_compiler.search import OUTPUT_VARIABLE
 from tpu_utils.errors import TrainingError
+from tpu_utils.files import write_atomically
 from tpu_utils.inputs import read_json
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training script's step. {batch} in its options: 8 sequences for each device. for_tpu: too much for a CPU."""
+    """A training script's step. In its options {batch} is 8 examples for each device, {steps} 50, or 20 on a CPU, and
+    {mnist} a folder with images of MNIST's size. on_cpu: it takes seconds there."""
 
     name: str
     script: str
     options: str
-    for_tpu: bool = False
+    on_cpu: bool = False
 
 
-FIFTY = "--warmup_steps=2 --num_steps=50 --eval_batches=1"
-BYTES = "--dataset=synthetic --vocab_size=257 --global_batch_size={batch}"
-GPT2 = f"--preset=production --dataset=synthetic --vocab_size=50257 {FIFTY}"
+NOISE = "--dataset=mnist --data_dir={mnist}"
+MNIST = {  # by preset; 44 to 50 steps
+    "quick_test": "--num_epochs=2",
+    "development": f"{NOISE} --num_epochs=2",
+    "production": f"{NOISE} --num_epochs=1",
+    "distributed": f"{NOISE} --num_epochs=4",
+}
+CIFAR_EPOCHS = {"quick_test": 1, "development": 1, "production": 1, "distributed": 6}  # 64, 32, 32 and 48 steps
+LENGTH = "--warmup_steps=2 --num_steps={steps} --eval_batches=1"
+BYTES = "--dataset=synthetic --vocab_size=257 --global_batch_size={batch}"  # 12, the preset's, does not divide by 8
+GPT2 = f"--preset=production --dataset=synthetic --vocab_size=50257 {LENGTH}"
 GPT2_8 = f"{GPT2} --global_batch_size={{batch}} --gradient_accumulation_steps=1"
-MADE = "--warmup_steps=2 --dataset="  # data that needs no download, shaped for the preset's model
 STEPS = (
-    Step("mnist quick_test", "simple_mnist_tpu.py", f"{MADE}digits --num_epochs=3"),
-    Step("mnist production", "simple_mnist_tpu.py", f"--preset=production {MADE}synthetic --num_epochs=1"),
-    Step("mnist distributed", "distributed_mnist_tpu.py", f"--preset=distributed {MADE}synthetic --num_epochs=3"),
-    Step("cifar production", "resnet_cifar_tpu.py", f"--preset=production {MADE}stripes --num_epochs=2", True),
-    Step("cifar distributed", "resnet_cifar_tpu.py", f"--preset=distributed {MADE}stripes --num_epochs=6", True),
-    Step("transformer quick_test", "transformer_tpu.py", FIFTY),
-    Step("transformer development", "transformer_tpu.py", f"--preset=development {BYTES} {FIFTY}"),
-    Step("gpt2 124M", "transformer_tpu.py", GPT2_8, True),
-    Step("gpt2 124M flash", "transformer_tpu.py", f"{GPT2_8} --attention=flash", True),
-    Step("gpt2 124M heads of 128", "transformer_tpu.py", f"{GPT2_8} --num_heads=6", True),
-    Step("gpt2 124M scan remat", "transformer_tpu.py", f"{GPT2_8} --scan_layers --remat", True),
-    Step("gpt2 350M scan remat", "transformer_tpu.py", f"{GPT2_8} --model_size=350M --scan_layers --remat", True),
-    Step("gpt2 production", "transformer_tpu.py", GPT2, True),
-    Step("gpt2 distributed", "transformer_tpu.py", GPT2.replace("production", "distributed"), True),
+    *(
+        Step(f"{name} {preset}", f"{name}_tpu.py", f"--preset={preset} --warmup_steps=2 {data}", preset == "quick_test")
+        for name in ("simple_mnist", "distributed_mnist")
+        for preset, data in MNIST.items()
+    ),
+    *(  # stripes are made, and of CIFAR-10's size
+        Step(
+            f"resnet_cifar {preset}",
+            "resnet_cifar_tpu.py",
+            f"--preset={preset} --warmup_steps=2 --dataset=stripes --num_epochs={epochs}",
+        )
+        for preset, epochs in CIFAR_EPOCHS.items()
+    ),
+    Step("transformer quick_test", "transformer_tpu.py", LENGTH, True),
+    Step("transformer development", "transformer_tpu.py", f"--preset=development {BYTES} {LENGTH}", True),
+    Step("transformer production", "transformer_tpu.py", GPT2),
+    Step("transformer distributed", "transformer_tpu.py", GPT2.replace("production", "distributed")),
+    Step("gpt2 124M", "transformer_tpu.py", GPT2_8),
+    Step("gpt2 124M flash", "transformer_tpu.py", f"{GPT2_8} --attention=flash"),
+    Step("gpt2 124M heads of 128", "transformer_tpu.py", f"{GPT2_8} --num_heads=6"),
+    Step("gpt2 124M scan remat", "transformer_tpu.py", f"{GPT2_8} --scan_layers --remat"),
+    Step("gpt2 350M scan remat", "transformer_tpu.py", f"{GPT2_8} --model_size=350M --scan_layers --remat"),
 )
+"""Every preset of every script, and what a GPT-2 can be varied in."""
+
+
+def write_mnist(folder: Path) -> None:
+    """3,200 training images and 512 test images of noise, in MNIST's size and layout: its steps need no download."""
+    random = np.random.default_rng(0)
+    for part, count in (("train", 3200), ("t10k", 512)):
+        for kind, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            content = random.integers(0, 10, shape, np.uint8)
+            header = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
+            path = folder / "MNIST" / "raw" / f"{part}-{kind}-ubyte"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, header + content.tobytes())
 
 
 def left_out(bench: Bench, step: Step) -> None:
-    if step.for_tpu and bench.machine.device == "cpu":
-        raise Cannot("made for a TPU: a step would take minutes on this CPU")
+    if bench.machine.device == "cpu" and not step.on_cpu:
+        raise Cannot("too large for a rehearsal on a CPU")
 
 
 def estimate(bench: Bench, step: Step) -> dict[str, Any]:

@@ -122,7 +122,8 @@ class Run:
         if self.config.options_from:
             self.print(f"options    from {self.config.options_from}")
         if not self.config.compile_for:
-            self._saved = self._checkpoints.load_for_resume(self.config.resume)
+            with self._goodput.phase("start_up" if self.config.resume == "never" else "restore"):
+                self._saved = self._checkpoints.load_for_resume(self.config.resume)
         if self._saved:
             self._go_on_from(self._saved)
         self.print(f"data       {data}")
@@ -179,7 +180,8 @@ class Run:
         """
         self._parts, self._metrics = parts, parts.get("metrics")
         if self._saved:
-            self._fill(parts)
+            with self._goodput.phase("restore"):
+                self._fill(parts)
         for part in parts.values():
             make_scalars_data(part)
 

@@ -23,6 +23,7 @@ import calibrate_tpu
 from config import CifarConfig, DistributedMnistConfig, MnistConfig, TransformerConfig, presets_of, resolve
 from tpu_calibration import bench, report
 from tpu_calibration.bench import find_machine
+from tpu_calibration.chip_peaks import COLLECTIVES
 from tpu_calibration.peaks import least_sent
 from tpu_calibration.steps import STEPS
 from tpu_compiler.calibration import read_calibration
@@ -198,8 +199,12 @@ def test_a_pretended_v5e_is_measured_whole(measured):
     assert last["status"] == "cannot" and "does not fit v5litepod-8: needs 20.00 of 15.75 GiB" in last["reason"]
     product = found["measurements"]["peak product"]["figures"]["8192"]
     assert product["of_published"] == pytest.approx(0.9)
-    reduced = found["measurements"]["peak all-reduce"]["figures"]["256"]
-    assert reduced["bound_ms"] == pytest.approx(2 * 7 / 8 * 256 * 2**20 / 200e9 * 1e3)
+    bound = {kind: found["measurements"][f"peak {kind}"]["figures"]["256"]["bound_ms"] for kind in COLLECTIVES}
+    links, size = 200e6, 256 * 2**20  # bytes a millisecond, bytes
+    assert bound["all-reduce"] == pytest.approx(2 * 7 / 8 * size / links)
+    assert bound["all-gather"] == pytest.approx(7 / 8 * size / links + 2 * size / 819e6), "and a copy of the result"
+    assert bound["reduce-scatter"] == pytest.approx(7 / 8 * size / links)
+    assert bound["collective-permute"] == pytest.approx(size / 8 / links)
     assert found["measurements"]["promise resume"]["figures"]["restore_seconds"] == 3.0
     assert {r["status"] for name, r in found["measurements"].items() if name.startswith("promise")} == {"done"}
     page = (vm.folder / "report.md").read_text()
@@ -342,7 +347,16 @@ def test_a_slice_of_several_hosts_and_a_missing_tpu_are_refused(tmp_path, monkey
         find_machine("auto", tmp_path, "")
 
 
-def test_the_bound_is_the_compilers(tmp_path):
+def test_what_would_measure_another_machine_than_it_names_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "many")
+    with pytest.raises(InputError, match=r"CPU_NUM_DEVICES is 'many'; expected a number from 1 to 127"):
+        find_machine("cpu", tmp_path, "")
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
+    with pytest.raises(InputError, match=r"TPU_VISIBLE_CHIPS is '0': .* a part of the 8 chips here; .* unset it"):
+        find_machine("auto", pci_tree(tmp_path, *[V5E] * 8), "")
+
+
+def test_the_bound_is_the_compilers():
     """Against the reports of chip_peaks --sizes 256 --compile_for v5litepod-4 by libtpu 0.0.21."""
     milliseconds = {"all-reduce": 2.013, "all-gather": 1.007, "collective-permute": 0.336}
     for kind, expected in milliseconds.items():

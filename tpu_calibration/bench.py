@@ -17,6 +17,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from tpu_compiler.calibration import CALIBRATION, SHORTEST_MS
+from tpu_compiler.environment import MOST_DEVICES
 from tpu_compiler.hardware import attached_chips, parse_topology
 from tpu_utils.errors import DeviceError, InputError, TrainingError
 from tpu_utils.files import write_atomically
@@ -53,8 +54,15 @@ def find_machine(device: str, root: Path, metadata_url: str) -> Machine:
         except PackageNotFoundError:
             versions[name] = "not installed"
     if device == "cpu" or not chips:
-        count = int(os.environ.get("CPU_NUM_DEVICES", "1"))
+        said = os.environ.get("CPU_NUM_DEVICES", "1")
+        if not said.isdecimal() or not 0 < (count := int(said)) <= MOST_DEVICES:
+            raise InputError(f"CPU_NUM_DEVICES is {said!r:.50}; expected a number from 1 to {MOST_DEVICES}")
         return Machine("cpu", "cpu", f"v5litepod-{count}" if count in (1, 4, 8) else "", count, versions, find_commit())
+    if visible := os.environ.get("TPU_VISIBLE_CHIPS"):
+        raise InputError(
+            f"TPU_VISIBLE_CHIPS is {visible!r:.50}: processes would see a part of the {len(chips)} chips here; "
+            "expected all of them; unset it"
+        )
     chip, devices = chips[0], len(chips) * chips[0].devices_per_chip
     name = accelerator_type(metadata_url)
     name = name or f"{'v5litepod' if chip.name == 'v5e' else chip.name}-{len(chips) * chip.cores_in_name}"

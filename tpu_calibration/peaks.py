@@ -30,6 +30,8 @@ def peak(bench: Bench, kind: str) -> dict[str, Any]:
             figures["of_published"] = figures["gb_per_s"] * chip.devices_per_chip / chip.memory_gb_per_s
         elif chip and chip.link_gb_per_s:
             figures["bound_ms"] = least_sent(kind, int(size), machine.num_devices) / chip.link_gb_per_s / 1e6
+            if kind == "all-gather":  # libtpu 0.0.21 copies what was gathered: read and written once more
+                figures["bound_ms"] += 2 * int(size) * 2**20 / chip.memory_gb_per_s / 1e6
     return found
 
 

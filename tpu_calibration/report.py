@@ -1,6 +1,7 @@
 """What a calibration says: tables, a picture, and the text to attach to a report. Knows the record alone."""
 
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,10 +99,11 @@ def report_text(content: dict[str, Any]) -> str:
     lines += table(header, peak_rows(measurements))
     lines += table("kept | figures", promise_rows(measurements))
     for status, title in (("cannot", "Not measured, and why:"), ("failed", "Failed:")):
-        names: dict[str, list[str]] = {}  # by reason
+        names: dict[str, dict[str, None]] = {}  # by reason, each once and in order
         for name, record in measurements.items():
             if record["status"] == status:
-                names.setdefault(record["reason"], []).append(name)
+                name = name if status == "failed" else re.sub("^(estimate|step) ", "", name)
+                names.setdefault(record["reason"], {})[name] = None
         lines += [title, *(f"- {', '.join(some)}: {reason}" for reason, some in names.items()), ""] if names else []
     return "\n".join([*lines, ATTACH.format(where=where, commit=machine["commit"], **versions), ""])
 

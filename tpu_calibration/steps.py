@@ -55,7 +55,7 @@ STEPS = (
         for preset, epochs in CIFAR_EPOCHS.items()
     ),
     Step("transformer quick_test", "transformer_tpu.py", LENGTH, True),
-    Step("transformer development", "transformer_tpu.py", f"--preset=development {BYTES} {LENGTH}", True),
+    Step("transformer development", "transformer_tpu.py", f"--preset=development {BYTES} {LENGTH}"),
     Step("transformer production", "transformer_tpu.py", GPT2),
     Step("transformer distributed", "transformer_tpu.py", GPT2.replace("production", "distributed")),
     Step("gpt2 124M", "transformer_tpu.py", GPT2_8),

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from setup_tpu import METADATA_URL
@@ -67,7 +68,7 @@ def measure_all(bench: Bench) -> None:
         place = f"{number:2}/{len(measurements)}"
         before = bench.measurements.get(name, {})
         if before.get("status") in ("done", "cannot"):
-            print(f"{place} {before['status']:7} {name:34} (before)", flush=True)
+            print(f"{place} {before['status']:7} {name:38} (before)", flush=True)
             continue
         began = time.monotonic()
         try:
@@ -80,7 +81,7 @@ def measure_all(bench: Bench) -> None:
             record = {"status": "failed", "reason": text[:600]}
         bench.record(name, record | {"seconds": time.monotonic() - began})
         shutil.rmtree(bench.runs, ignore_errors=True)
-        print(f"{place} {record['status']:7} {name:34} {text[:160]}", flush=True)
+        print(f"{place} {record['status']:7} {name:38} {shorten(text, 100)}", flush=True)
 
 
 def calibrate(device: str, folder: Path, time_limit: float, root: Path, metadata_url: str) -> int:

@@ -88,6 +88,7 @@ def report_text(content: dict[str, Any]) -> str:
     if on_tpu:
         chip, libtpu = machine["chip"], versions["libtpu"]
         said = Calibration(chip, libtpu, machine["num_devices"], ratios).sentence(chip, libtpu)
+        said = said and f"{said}; of steps with an estimate of {SHORTEST_MS:g} ms or more."
         lines += [said or f"Nothing compares: no step with an estimate of {SHORTEST_MS:g} ms or more was measured.", ""]
     else:
         lines += ["A rehearsal: estimates are for a TPU, times are this CPU's, and no ratio is made of them.", ""]
@@ -95,9 +96,10 @@ def report_text(content: dict[str, Any]) -> str:
         "step | est. ms | measured ms (range) | x est. | est. GiB | peak GiB | est. MFU | MFU | start-up s | compile s"
     )
     lines += table(f"{header} | save s", step_rows(measurements, on_tpu))
+    lines += ["Peak GiB is known where a step runs on one device: under SPMD torch_xla does not tell it.", ""]
     header = "alone | size | ms (range) | rate | of published | bound ms | x bound"
     lines += table(header, peak_rows(measurements))
-    lines += table("kept | figures", promise_rows(measurements))
+    lines += table("promise kept | figures", promise_rows(measurements))
     for status, title in (("cannot", "Not measured, and why:"), ("failed", "Failed:")):
         names: dict[str, dict[str, None]] = {}  # by reason, each once and in order
         for name, record in measurements.items():
@@ -116,7 +118,7 @@ def draw(content: dict[str, Any]):
     from matplotlib.figure import Figure
 
     machine, measurements = content["machine"], content["measurements"]
-    drawing = Figure(figsize=(13, 5.5), layout="constrained")
+    drawing = Figure(figsize=(16, 5.5), layout="constrained")
     left, right = drawing.subplots(1, 2, width_ratios=(3, 2))
     points = [(n, a["estimated_ms"], m["ms"]) for n, a, m in steps_in(measurements) if m and a.get("estimated_ms")]
     for number, (name, estimated, ms) in enumerate(points):
@@ -125,7 +127,7 @@ def draw(content: dict[str, Any]):
         ends = [min(min(e, m) for _, e, m in points) / 2, max(max(e, m) for _, e, m in points) * 2]
         left.plot(ends, ends, "--", color="#9d9d9d", label="clock = estimate")
         left.set(xscale="log", yscale="log")
-        left.legend(fontsize=8)
+        left.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))  # beside the points, not on them
     clock = "measured ms" if machine["device"] == "tpu" else "ms on a CPU: a rehearsal"
     left.set(xlabel=f"estimated ms ({machine['slice'] or 'no slice'})", ylabel=clock)
     left.set_title("a step: the compiler's estimate and the clock", loc="left")
@@ -134,7 +136,7 @@ def draw(content: dict[str, Any]):
         for size, found in (record.get("figures") or {}).items() if name.startswith("peak ") else ():
             share = found.get("of_published") or (found.get("bound_ms") and found["bound_ms"] / found["ms"])
             if share:
-                shares[f"{name[5:]} {size}"] = share
+                shares[f"{name[5:]} {size}" + ("" if "tflops" in found else " MiB")] = share
     right.set_title("the chip alone" if shares else "nothing is published of this device", loc="left")
     if not shares:
         right.set_axis_off()

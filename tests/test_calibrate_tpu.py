@@ -82,6 +82,7 @@ class Pretended:
 
     def report(self, estimated: float) -> dict:
         fits = "--preset=distributed" not in self.command or "transformer_tpu.py" not in self.command
+        self.code = 0 if fits else 1
         found = Report(
             "v5litepod-8", 8, "SPMD over 8 devices", fits, fits, "" if fits else "needs 20.00 of 15.75 GiB", 0
         )
@@ -254,18 +255,23 @@ def test_a_failure_is_recorded_and_tried_again_and_the_rest_goes_on(vm, capsys):
             if "--attention=flash" in command and not option(command, "compile_for"):
                 self.code = 1
                 err.write_text("warning: other things\nerror: the kernels do not lower\n")
+            if "--num_heads=6" in command and option(command, "compile_for"):
+                self.code = 1
+                err.write_text("error: too many heads\n")
+                Path(changes["AOT_TPU_OUTPUT"], "report.json").unlink()
 
     vm.child = Broken
     assert vm.calibrate() == 1
     failed = {name: r for name, r in vm.content()["measurements"].items() if r["status"] == "failed"}
-    assert list(failed) == ["step gpt2 124M flash", "promise flash"]
+    assert list(failed) == ["step gpt2 124M flash", "estimate gpt2 124M heads of 128", "promise flash"]
+    assert "ended with 1: error: too many heads" in failed["estimate gpt2 124M heads of 128"]["reason"]
     assert "transformer_tpu.py ended with 1: error: the kernels do not lower" in failed["promise flash"]["reason"]
     page = (vm.folder / "report.md").read_text()
     assert "Failed:\n- step gpt2 124M flash: transformer_tpu.py ended" in page
     assert "| gpt2 124M flash " in page, "its estimate is there"
     vm.child, vm.started = Pretended, []
     assert vm.calibrate() == 0
-    assert len(vm.started) == 3, "one step, and two runs to compare"
+    assert len(vm.started) == 4, "one step, one estimate, and two runs to compare"
     assert "(before)" in capsys.readouterr().out
 
 

@@ -90,9 +90,14 @@ def estimate(bench: Bench, step: Step) -> dict[str, Any]:
     if not bench.machine.slice:
         raise Cannot(f"the compiler has no slice of {bench.machine.num_devices} devices of {bench.machine.chip}")
     with tempfile.TemporaryDirectory() as folder:
+        path, name = Path(folder, "report.json"), f"estimate {step.name}"
         command = [step.script, *bench.options(step.options), f"--compile_for={bench.machine.slice}"]
-        bench.child(f"estimate {step.name}", command, (0, 1), **{OUTPUT_VARIABLE: folder})
-        report = Report(**read_json(Path(folder, "report.json"), "a report of the compiler", 1 << 24))
+        try:
+            bench.child(name, command, **{OUTPUT_VARIABLE: folder})
+        except TrainingError:
+            if not path.exists():  # else exit code 1 is that of a step that does not fit
+                raise
+        report = Report(**read_json(path, "a report of the compiler", 1 << 24))
     names = "fits reason estimated_ms estimated_mfu peak_bytes limit_bytes communication_lower_bound_ms collectives"
     return {name: getattr(report, name) for name in f"{names} operations_without_estimate compile_seconds".split()}
 

@@ -88,9 +88,9 @@ def calibrate(device: str, folder: Path, time_limit: float, root: Path, metadata
     """Exit code. root: what / is; metadata_url: of the VM's attributes."""
     machine = find_machine(device, root, metadata_url)
     bench = Bench(machine, folder, time_limit)
-    where = f"{machine.slice or machine.chip}, {machine.num_devices} devices"
+    where = f"{machine.slice or machine.chip}, devices: {machine.num_devices}"
     if machine.device == "cpu":
-        where = f"a CPU, {machine.num_devices} devices: a rehearsal, with estimates for {machine.slice or 'no slice'}"
+        where = f"a CPU, devices: {machine.num_devices}; a rehearsal, with estimates for {machine.slice or 'no slice'}"
     print(f"machine    {where}; torch_xla {machine.versions['torch_xla']}, commit {machine.commit}", flush=True)
     write_mnist(folder / "mnist")
     measure_all(bench)

@@ -191,7 +191,7 @@ def test_a_pretended_v5e_is_measured_whole(measured):
     vm, said = measured
     found = vm.content()
     assert (found["machine"]["chip"], found["machine"]["slice"]) == ("v5e", "v5litepod-8")
-    assert "machine    v5litepod-8, 8 devices; torch_xla 2.9.0" in said
+    assert "machine    v5litepod-8, devices: 8; torch_xla 2.9.0" in said
     step = found["measurements"]["step gpt2 124M"]["figures"]
     assert step["ms"] == pytest.approx(88.68) and step["ms_high"] == pytest.approx(2 * 88.68)
     assert found["ratios"]["gpt2 124M"] == pytest.approx(1.2)

@@ -84,7 +84,7 @@ def report_text(content: dict[str, Any]) -> str:
     where = machine["slice"] or machine["chip"] if on_tpu else "a CPU"
     lines = [f"# Calibration of {where}", ""]
     lines.append(", ".join(f"{name} {text}" for name, text in versions.items()) + f"; commit {machine['commit']};")
-    lines += [f"{machine['num_devices']} devices.", ""]
+    lines += [f"devices: {machine['num_devices']}.", ""]
     if on_tpu:
         chip, libtpu = machine["chip"], versions["libtpu"]
         said = Calibration(chip, libtpu, machine["num_devices"], ratios).sentence(chip, libtpu)
@@ -96,7 +96,8 @@ def report_text(content: dict[str, Any]) -> str:
         "step | est. ms | measured ms (range) | x est. | est. GiB | peak GiB | est. MFU | MFU | start-up s | compile s"
     )
     lines += table(f"{header} | save s", step_rows(measurements, on_tpu))
-    lines += ["Peak GiB is known where a step runs on one device: under SPMD torch_xla does not tell it.", ""]
+    known = "Peak GiB is known where a step runs on one device: under SPMD torch_xla does not tell it."
+    lines += [known, ""] if on_tpu else []
     header = "alone | size | ms (range) | rate | of published | bound ms | x bound"
     lines += table(header, peak_rows(measurements))
     lines += table("promise kept | figures", promise_rows(measurements))

@@ -145,8 +145,6 @@ class SpeedOptions:
     """Float32 matrix products on TPU: default is one bfloat16 pass, high three, highest six. No effect on CPU."""
     prefetch_batches: Annotated[int, Range("[1, inf)"), FREE] = 4
     """Batches sent to the device ahead of the step."""
-    compile_cache: Annotated[str, FREE] = "auto"
-    """Folder of compiled programs for a warm start on TPU. auto: ~/.cache/torch_xla_programs; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -549,10 +547,15 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 
 
+FORMER = {"compile_cache"}
+"""Options that the files of an older run may hold: they changed no number."""
+
+
 def free_on_resume(config_class: type[TrainConfig]) -> set[str]:
     """Names of the fields marked FREE, in this class or in another script's: one may resume the run of another."""
     classes = (config_class, DistributedMnistConfig, CifarConfig, TransformerConfig)
-    return {field.name for kind in classes for field in dataclasses.fields(kind) if FREE in marks(kind, field.name)}
+    fields = [(kind, field.name) for kind in classes for field in dataclasses.fields(kind)]
+    return {name for kind, name in fields if FREE in marks(kind, name)} | FORMER
 
 
 def as_json(config: TrainConfig) -> dict[str, Any]:

@@ -27,9 +27,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 import urllib.request
 from collections import namedtuple
@@ -43,10 +44,13 @@ VersionPair = namedtuple("VersionPair", "torch torch_xla torchvision libtpu jax 
 PYTHON = os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable
 PIP = f"{PYTHON} -m pip"  # of this very Python: a bare `pip` may belong to another one than the .venv's
 SET = "torch=={} 'torch_xla[tpu,pallas]=={}' torchvision=={}"
+# A Python that fits, where the machine has none: of Ubuntu 22.04 and Debian 12. torch_xla wants its shared library too.
+NEW_PYTHON = "sudo apt-get install -y python3.11-venv libpython3.11 && python3.11 -m venv .venv"
+INSTALL = ".venv/bin/python -m pip install -r requirements.txt"
 # THE table of supported versions, newest first; the tests hold requirements.txt to it.
 SUPPORTED_PAIRS = (
     VersionPair(
-        "2.9.0", "2.9.0", "0.24.*", "0.0.21", "0.7.1", ((3, 10), (3, 13)), SET.format("2.9.0", "2.9.0", "0.24.0")
+        "2.9.0", "2.9.0", "0.24.*", "0.0.21*", "0.7.1", ((3, 11), (3, 12)), SET.format("2.9.0", "2.9.0", "0.24.0")
     ),
     VersionPair(
         "2.8.*", "2.8.*", "0.23.*", "0.0.17", "0.6.2", ((3, 11), (3, 13)), SET.format("2.8.0", "2.8.1", "0.23.0")
@@ -59,12 +63,44 @@ STALE_VARIABLES = (  # (pattern, does it change what is computed, why)
     ("TPU_NUM_DEVICES", False, "read by nobody since 2.5; TPU_VISIBLE_CHIPS selects chips"),
     ("XLA_*_FP16", False, "read by nobody"),
     ("PT_XLA_DEBUG", False, "deprecated; use PT_XLA_DEBUG_LEVEL"),
+    (
+        "XLA_PERSISTENT_CACHE_PATH",
+        False,
+        "torch_xla 2.8 and 2.9 write each program there, fail to load it and compile it again: time and disk for "
+        "nothing, pytorch/xla#9094",
+    ),
     ("XLA_*_BF16", True, "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"),
     ("XLA_USE_SPMD", True, "puts every process into SPMD mode; scripts call torch_xla.runtime.use_spmd()"),
 )
-METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/"
+METADATA_KEYS = ("tpu-env", "worker-network-endpoints")  # what torch_xla asks for
+NOTICES = (  # (key of the metadata, its values that mean that this machine is about to go, what to do)
+    (
+        "preempted",
+        ("TRUE",),
+        "gcloud compute tpus queued-resources delete REQUEST --zone ZONE --force"
+        "  # then create it again; a run goes on with --resume auto",
+    ),
+    (
+        "maintenance-event",
+        ("TERMINATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"),
+        "gcloud compute tpus tpu-vm describe NAME --zone ZONE"
+        "  # until it is READY again; a run saves at the notice, and goes on with --resume auto",
+    ),
+)
 GO_TO_TPU = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE"
 DOCKER_RUN = "docker run --privileged --net=host --shm-size=16G IMAGE"
+SURROUNDINGS = {  # name: variables of which one says so. Kaggle first: its image is made from Colab's
+    "Kaggle": ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_DATA_PROXY_TOKEN"),
+    "Colab": ("COLAB_RELEASE_TAG", "COLAB_BACKEND_VERSION"),
+    "GKE": ("KUBERNETES_SERVICE_HOST",),
+}
+GET_TPU = {  # how a program gets the chip where somebody else starts the machine
+    "Kaggle": "in the notebook's menu: Settings > Accelerator > TPU",
+    "Colab": "in the notebook's menu: Runtime > Change runtime type > TPU",
+    "GKE": "in the pod's YAML: resources: {limits: {google.com/tpu: CHIPS}}, securityContext: {privileged: true}",
+    "container": DOCKER_RUN,
+}
 GIB = 2**30
 HERE = str(Path(__file__).resolve().parent)
 CALL = "import sys; sys.path.insert(0, sys.argv[1]); import setup_tpu; getattr(setup_tpu, sys.argv[2])(sys.argv[3])"
@@ -100,24 +136,43 @@ def nearest_pair(installed: Mapping) -> VersionPair:
 
 
 def check_python(version: tuple, installed: Mapping) -> Check:
+    """3.10 has a torch_xla 2.9.0, but no jax 0.7.1, without which there are no Pallas kernels and no --aot.
+
+    3.13 has no libtpu 0.0.21, which torch_xla 2.9.0 asks for; it has 0.0.21.1, and Colab has that.
+    """
     pair, found = nearest_pair(installed), ".".join(map(str, version[:3]))
-    first, last = (".".join(map(str, limit)) for limit in pair.python)
-    fits = pair.python[0] <= tuple(version[:2]) <= pair.python[1]
-    finding = f"found {found}, torch_xla {pair.torch_xla} needs {first} to {last}"
-    return judge("python", fits, finding, "python3.11 -m venv .venv && . .venv/bin/activate")
+    limits = pair.python[0], (3, 13) if installed.get("libtpu") == "0.0.21.1" else pair.python[1]
+    first, last = (".".join(map(str, limit)) for limit in limits)
+    fits = limits[0] <= tuple(version[:2]) <= limits[1]
+    finding = f"found {found}, torch_xla {pair.torch_xla} with its jax and libtpu needs {first} to {last}"
+    beside = "  # or Docker, or uv: docs/tpu_vm.md"
+    return judge("python", fits, finding, f"{NEW_PYTHON} && {INSTALL}{beside}")
 
 
 def check_package(name: str, installed: Mapping, needed: bool) -> Check:
     """One of torch, torch_xla, torchvision, libtpu, jax. One that is not `needed` may be missing, never mismatched."""
     pair, found = nearest_pair(installed), installed.get(name)
     expected, fix = getattr(pair, name), f"{PIP} install {pair.pip}"
+    if name == "torch_xla" and "torch_tpu" in installed:
+        fix = f"{PIP} uninstall -y torch_tpu && {fix}"
+        finding = f"torch_tpu {installed['torch_tpu']} is installed " + (
+            "beside torch_xla; the two cannot share an environment"
+            if found
+            else f"without torch_xla; these scripts need torch_xla {expected}: docs/torchtpu.md says what carries over"
+        )
+        return Check(name, "fail", finding, fix)
     if not found:
         return judge(name, False, f"not installed, expected {expected}", fix, needed)
-    if name == "torch_xla" and "torch_tpu" in installed:
-        return Check(name, "fail", "torch_tpu is installed beside torch_xla; the two cannot share an environment", fix)
     fits = fnmatch(found.split("+")[0], expected)  # 2.9.0+cpu is 2.9.0
     beside = "" if fits else f" beside torch_xla {installed.get('torch_xla', '(not installed)')}"
     return judge(name, fits, f"found {found}{beside}, expected {expected}", fix)
+
+
+def fix_elsewhere(version: tuple, installed: Mapping) -> str:
+    """What to do instead of installing into this Python, where that cannot work; "" where it can."""
+    if "torch_tpu" in installed and "torch_xla" not in installed:  # it needs another torch: leave it alone
+        return f"{PYTHON} -m venv .venv_xla && {INSTALL.replace('.venv', '.venv_xla')}"
+    return check_python(version, installed).fix.partition("  #")[0]
 
 
 def check_tensorflow(installed: Mapping, wants_tpu: bool) -> Check:
@@ -139,7 +194,7 @@ def find_libtpu(environment: Mapping, search_path: list) -> Path | None:
 
 def check_libtpu(library: Path, environment: Mapping, installed: Mapping, wants_tpu: bool, limit: float) -> Check:
     """Open the library in a child process: a truncated file kills the process that opens it."""
-    fix = f"{PIP} install --force-reinstall --no-deps libtpu=={nearest_pair(installed).libtpu}"
+    fix = f"{PIP} install --force-reinstall --no-deps libtpu=={nearest_pair(installed).libtpu.rstrip('*')}"
     if environment.get("TPU_LIBRARY_PATH"):
         fix = "unset TPU_LIBRARY_PATH"
     if library is None:
@@ -162,14 +217,24 @@ def find_chips(sys_root: Path) -> list:
     return [TPU_PCI_IDS[device] for vendor, device in ids if vendor == TPU_VENDOR and device in TPU_PCI_IDS]
 
 
-def check_chips(chips: list, wants_tpu: bool) -> Check:
+def accelerator_type(chips: list) -> str:
+    """The TPU_ACCELERATOR_TYPE of one host with these chips: ["v5e"] is v5litepod-1; other generations count cores."""
+    if not chips:
+        return ""
+    name = {"v2/v3": "v3", "v5e": "v5litepod", "TPU7x": "tpu7x"}.get(chips[0], chips[0])
+    return f"{name}-{len(chips) * (1 if chips[0] in ('v5e', 'v6e') else 2)}"
+
+
+def check_chips(chips: list, wants_tpu: bool, where: str) -> Check:
     if chips or wants_tpu:
-        found = f"{len(chips) or 'none'} on the PCI bus" + (": " if chips else f" (vendor {TPU_VENDOR}): not a TPU VM")
-        return judge("tpu chips", bool(chips), found + ", ".join(sorted(set(chips))), GO_TO_TPU)
+        kinds = ", ".join(sorted(set(chips))) or "no TPU is attached"
+        found = f"{len(chips) or 'none'} on the PCI bus (vendor {TPU_VENDOR}): {kinds}"
+        fix = GO_TO_TPU if where == "container" else GET_TPU.get(where, GO_TO_TPU)
+        return judge("tpu chips", bool(chips), found, fix)
     return Check("tpu chips", "skip", f"none on the PCI bus (vendor {TPU_VENDOR})")
 
 
-def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_found: bool) -> Check:
+def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_found: bool, where: str = "") -> Check:
     """Which device torch_xla will choose in a program started from this shell, and why."""
     chosen, fix = environment.get("PJRT_DEVICE"), f"export PJRT_DEVICE={'TPU' if chips else 'CPU'}"
     if chosen is not None:
@@ -190,7 +255,7 @@ def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_fou
         return Check("pjrt device", "fail", f"{why}; expected TPU or CPU", fix)
     if chips or device == "tpu":
         finding = f"programs would silently run on the CPU: {why}"
-        return Check("pjrt device", "fail", finding, fix if chips else GO_TO_TPU)
+        return Check("pjrt device", "fail", finding, fix if chips else check_chips(chips, True, where).fix)
     fix = f"{PYTHON} setup_tpu.py --device cpu  # if the CPU is what you want"
     return Check("pjrt device", "warn", f"programs will run on the CPU: {why}", fix)
 
@@ -202,7 +267,7 @@ def may_open(path: Path, uid: int) -> bool:
     return uid == 0 or (status.st_mode >> shift) & 0o6 == 0o6
 
 
-def check_device_nodes(dev_root: Path, chips: list, uid: int, container: str) -> Check:
+def check_device_nodes(dev_root: Path, chips: list, uid: int, where: str) -> Check:
     """/dev/accel* (older images) or /dev/vfio/<number> (newer ones), one per chip, open to this user."""
     if not chips:
         return Check("device nodes", "skip", "no TPU chip on the PCI bus")
@@ -210,20 +275,20 @@ def check_device_nodes(dev_root: Path, chips: list, uid: int, container: str) ->
     nodes = sorted(dev_root.glob("accel[0-9]*")) + vfio
     if len(nodes) < len(chips):
         finding = f"{len(chips)} chips but {len(nodes)} nodes under {dev_root} (accel*, vfio/*)"
-        return Check("device nodes", "fail", finding, DOCKER_RUN if container else "sudo reboot")
+        return Check("device nodes", "fail", finding, GET_TPU.get(where, "sudo reboot"))
     nodes += dev_root.glob("vfio/vfio") if vfio else ()  # the control node of them all
     closed = [str(node) for node in nodes if not may_open(node, uid)]
-    fix = DOCKER_RUN.replace("IMAGE", "--user root IMAGE") if container else f"sudo chmod a+rw {' '.join(closed)}"
+    fix = GET_TPU.get(where, f"sudo chmod a+rw {' '.join(closed)}").replace("IMAGE", "--user root IMAGE")
     names = ", ".join(closed or map(str, nodes))
     finding = f"user {uid} may not open {names}" if closed else f"{names} open to user {uid}"
     return judge("device nodes", not closed, finding, fix)
 
 
-def check_holder(proc_root: Path, lock_file: Path, chips: list, uid: int, wants_tpu: bool, container: str) -> Check:
+def check_holder(proc_root: Path, lock_file: Path, chips: list, uid: int, wants_tpu: bool, where: str) -> Check:
     """Which process has a TPU node or libtpu's lock file open. It is named, never killed; the file is never deleted."""
     if not chips:
         return Check("tpu holder", "skip", "no TPU chip on the PCI bus")
-    holders, hidden = {}, "; processes outside the container are not visible" if container else ""
+    holders, hidden = {}, "; processes outside the container are not visible" if where else ""
     for folder in proc_root.glob("[0-9]*"):
         try:
             targets = [os.readlink(link) for link in (folder / "fd").iterdir()]  # noqa: PTH115, readlink() is new in 3.9
@@ -245,43 +310,123 @@ def check_holder(proc_root: Path, lock_file: Path, chips: list, uid: int, wants_
     return Check("tpu holder", "ok", f"no process seen to hold the TPU{hidden}")
 
 
-def check_cloud(environment: Mapping, base_url: str, wants_tpu: bool) -> list:
-    """Metadata, without which `import torch_xla` fails on a TPU VM; how many hosts there are, and which one this is."""
-    names = environment.get("TPU_WORKER_HOSTNAMES", "")
+def find_surroundings(root: Path, environment: Mapping) -> str:
+    """ "Kaggle", "Colab", "GKE", "container", or "" for a machine of one's own."""
+    named = (name for name, variables in SURROUNDINGS.items() if any(environment.get(v) for v in variables))
+    marked = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
+    return next(named, "container" if marked else "")
+
+
+def ask_metadata(url: str) -> str:
+    """Raises OSError, which URLError and HTTPError are, for a server that is absent, silent, or has no such key."""
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    with urllib.request.urlopen(request, timeout=2) as reply:
+        return reply.read().decode(errors="replace")
+
+
+def check_cloud(environment: Mapping, base_url: str, chips: list, where: str, wants_tpu: bool) -> tuple:
+    """(four checks, variables that a host without metadata adds to the environment of its programs).
+
+    On a TPU VM `import torch_xla` asks the metadata server what TPU this is. Colab, Kaggle and GKE say it in variables.
+    One host without a word about others is one host.
+    """
+    names = [name for name in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
     index = environment.get("CLOUD_TPU_TASK_ID", environment.get("TPU_WORKER_ID", ""))
-    if environment.get("TPU_SKIP_MDS_QUERY"):
-        missing = [v for v in ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_ID") if wants_tpu and not environment.get(v)]
-        finding = "not asked: TPU_SKIP_MDS_QUERY is set" + (f", but not {' and '.join(missing)}" if missing else "")
-        metadata = judge("metadata", not missing, finding, "unset TPU_SKIP_MDS_QUERY")
-    else:
+    said = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": accelerator_type(chips * (len(names) or 1))}
+    said.update({} if len(names) > 1 else {"TPU_WORKER_ID": "0"})
+    lacking = {name: value for name, value in said.items() if value and not environment.get(name)}
+    finding, fix = "not asked: TPU_SKIP_MDS_QUERY is set", "unset TPU_SKIP_MDS_QUERY"
+    finding += f", but not {' and '.join(lacking)}" if lacking else ""
+    knows_tpu = knows_no_other = False
+    if not environment.get("TPU_SKIP_MDS_QUERY"):
         try:
-            replies = []
-            for key in ("tpu-env", "worker-network-endpoints"):  # what torch_xla asks for
-                request = urllib.request.Request(base_url + key, headers={"Metadata-Flavor": "Google"})
-                with urllib.request.urlopen(request, timeout=2) as reply:
-                    replies.append(reply.read().decode(errors="replace"))
-        except OSError as error:  # URLError and HTTPError are OSErrors
-            finding = f"the metadata server gave no TPU attributes ({key}: {error})"
-            fix = f"{DOCKER_RUN}  # outside a container: start this on a TPU VM"
-            skip = Check("metadata", "skip", "not reachable, not needed without a TPU")
-            metadata = judge("metadata", False, finding, fix) if wants_tpu else skip
+            tpu_env, hosts = (ask_metadata(base_url + f"attributes/{key}") for key in METADATA_KEYS)
+        except OSError as error:
+            finding, fix = f"the metadata server gave no TPU attributes ({error})", GET_TPU.get(where, GO_TO_TPU)
+            knows_no_other = getattr(error, "code", 0) == 404  # it answers, and tells of none
         else:
-            tpu_env, names = replies
-            kind = re.search(r"ACCELERATOR_TYPE:\s*'?([^'\n]+)|$", tpu_env)[1] or "not named"
+            names, lacking, knows_tpu = [host.split(":")[-1] for host in hosts.split(",") if host], {}, True
             index = re.search(r"WORKER_ID:\s*'?(\w*)|$", tpu_env)[1] or ""
-            metadata = Check("metadata", "ok", f"reachable, accelerator {kind}")
+            kind = re.search(r"ACCELERATOR_TYPE:\s*'?([^'\n]+)|$", tpu_env)[1] or "not named"
+            finding = f"reachable, accelerator {kind}"
+    needed = " ".join(f"{name}={value}" for name, value in lacking.items())
+    is_alone = len(names) <= 1 and (where in SURROUNDINGS or knows_no_other)
+    if lacking and is_alone:
+        finding += f"; one host without word of others needs {needed}, which our scripts set"
+    elif where in SURROUNDINGS:
+        fix = f"export {needed}"
+    metadata = judge("metadata", not lacking or is_alone, finding, fix)
+    if not wants_tpu and not knows_tpu:
+        metadata = Check("metadata", "skip", "not needed without a TPU")
+    place = where or ("TPU VM" if knows_tpu else "a plain machine")
+    place = "Kubernetes" if place == "GKE" and not names and not index else place
+    notices = check_notices(base_url if wants_tpu else "")
+    checks = [Check("surroundings", "ok", place), metadata, check_hosts(names, index, where), notices]
+    return checks, lacking if is_alone else {}
+
+
+def check_hosts(names: list, index: str, where: str) -> Check:
+    """How many hosts there are, which one this is, and which of the others is silent. names: or addresses, in order."""
     if not names and not index:
-        return [metadata, Check("hosts", "skip", "nothing says there is more than this one")]
-    hosts = names.count(",") + 1
+        return Check("hosts", "skip", "nothing says there is more than this one")
+    hosts = len(names) or 1
+    index = index or ("0" if hosts == 1 else "")
     if not index.isdigit() or int(index) >= hosts:
         finding = f"host index {index!r}, expected a number from 0 to {hosts - 1}, one for each of {hosts} hosts"
-        fix = "export TPU_WORKER_ID=0  # the position in TPU_WORKER_HOSTNAMES"
-        return [metadata, Check("hosts", "fail", finding, fix)]
-    note = "" if hosts == 1 else "; start programs on all hosts at once (gcloud ... ssh --worker=all)"
-    return [metadata, Check("hosts", "ok", f"{hosts}, this is index {index}{note}")]
+        return Check("hosts", "fail", finding, "export TPU_WORKER_ID=0  # the position in TPU_WORKER_HOSTNAMES")
+    if hosts == 1:
+        return Check("hosts", "ok", "1, this is index 0")
+    silent = find_silent([name for i, name in enumerate(names) if i != int(index)])
+    if not silent:
+        finding = f"{hosts}, this is index {index}; start programs on all hosts at once (gcloud ... ssh --worker=all)"
+        return Check("hosts", "ok", finding)
+    said = ", ".join(f"index {names.index(name)}, {name} ({why})" for name, why in silent.items())
+    finding = f"{hosts}, this is index {index}; silent, or behind a firewall: {said}"
+    fix = "kubectl get pods -o wide" if where == "GKE" else f"{GO_TO_TPU} --worker={names.index(next(iter(silent)))}"
+    return Check("hosts", "warn", finding, fix)
 
 
-# ---------------------------------------------------------------- memory, container, environment, cache
+def find_silent(names: list, port: int = 22, limit: float = 2.0) -> dict:
+    """{host: why} of those that do not answer, all asked at once. A refused connection is an answer.
+
+    None of our programs listens before a run; ssh does on a TPU VM. A name that takes a second more than the limit to
+    resolve counts as silent, and its thread is left behind.
+    """
+    said = dict.fromkeys(names, f"does not resolve within {limit + 1:g} s")
+
+    def ask(name: str) -> None:
+        try:
+            socket.create_connection((name, port), timeout=limit).close()
+            said[name] = ""
+        except OSError as error:
+            said[name] = "" if isinstance(error, ConnectionRefusedError) else str(error)
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + limit + 1
+    for thread in threads:
+        thread.join(max(end - time.monotonic(), 0))
+    return {name: said[name] for name in names if said[name]}
+
+
+def check_notices(base_url: str) -> Check:
+    """Is this machine about to go? The keys that a run watches too."""
+    answered = False
+    for key, values, fix in NOTICES if base_url else ():
+        try:
+            value = ask_metadata(base_url + key).strip().upper()
+        except OSError as error:
+            if hasattr(error, "code"):  # there is a server, without this key
+                continue
+            break
+        if value in values:
+            return Check("notices", "warn", f"{key} = {value}: this machine is about to go", fix)
+        answered = True
+    return Check("notices", *(("ok", "no preemption, no maintenance") if answered else ("skip", "nobody to ask")))
+
+
+# ---------------------------------------------------------------- memory, container, environment
 
 
 def check_memory(proc_root: Path, sys_root: Path, least_gib: float) -> Check:
@@ -294,26 +439,21 @@ def check_memory(proc_root: Path, sys_root: Path, least_gib: float) -> Check:
     return judge("memory", good, f"{finding}, expected {least_gib:g} free", "ps aux --sort=-rss | head")
 
 
-def check_shared_memory(dev_root: Path, least_gib: float, wants_tpu: bool, container: str) -> Check:
+def check_shared_memory(dev_root: Path, least_gib: float, wants_tpu: bool, where: str) -> Check:
     """Data-loader workers hand over batches through /dev/shm; docker's default of 64 MB ends them with a bus error."""
     folder = dev_root / "shm"
     size = shutil.disk_usage(folder).total / GIB if folder.is_dir() else 0
     found = (f"is {size:.2f} GiB" if size else "does not exist") + f", expected at least {least_gib:g}"
-    fix = DOCKER_RUN if container else f"sudo mount -o remount,size=16G {folder}"
+    fix = DOCKER_RUN if where == "container" else f"sudo mount -o remount,size=16G {folder}"
+    if where == "GKE":
+        fix = f"in the pod's YAML: a volume emptyDir: {{medium: Memory}}, mounted at {folder}"
     return judge("shared memory", size >= least_gib, f"{folder} {found}", fix, wants_tpu)
 
 
-def find_container(root: Path, environment: Mapping) -> str:
-    """ "kubernetes", "container" or "" on a plain machine."""
-    marked = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
-    return "kubernetes" if environment.get("KUBERNETES_SERVICE_HOST") else "container" if marked else ""
-
-
-def check_container(proc_root: Path, sys_root: Path, container: str, wants_tpu: bool) -> Check:
+def check_container(proc_root: Path, sys_root: Path, where: str, wants_tpu: bool) -> Check:
     """libtpu maps the chip's registers, and the hosts of a slice meet over the network of the machine."""
-    if container != "container":
-        reason = "on kubernetes the device plugin grants chip and network" if container else "not inside one"
-        return Check("container", "skip", reason)
+    if where != "container":
+        return Check("container", "skip", f"{where} grants chip and network" if where else "not inside one")
     faults, status = [], (proc_root / "self/status").read_text()
     if not int(re.search(r"CapBnd:\s*(\w+)", status)[1], 16) >> 21 & 1:  # CAP_SYS_ADMIN, which --privileged leaves
         faults.append("not privileged (it cannot open a TPU)")
@@ -361,19 +501,6 @@ def check_xla_flags(environment: Mapping, installed: Mapping, limit: float) -> C
     return judge("xla flags", not died, f"would abort every program: {died}" if died else " ".join(flags), fix)
 
 
-def check_compile_cache(folder: str) -> Check:
-    """Nothing is created: the nearest folder that exists must be one this user can write to."""
-    if not folder:
-        return Check("compile cache", "skip", "none given (--compile_cache DIR or XLA_PERSISTENT_CACHE_PATH)")
-    existing = next(p for p in [Path(folder).absolute(), *Path(folder).absolute().parents] if p.exists())
-    try:
-        tempfile.TemporaryFile(dir=str(existing)).close()
-    except OSError as error:
-        finding = f"{folder} is not writable: {existing}: {error.strerror}"
-        return Check("compile cache", "fail", finding, "export XLA_PERSISTENT_CACHE_PATH=$HOME/.cache/torch_xla")
-    return Check("compile cache", "ok", f"{folder} is writable")
-
-
 # ---------------------------------------------------------------- child processes, as the parent sees them
 
 
@@ -406,10 +533,13 @@ def ask_child(function: str, argument: str, names: list, environment: Mapping, l
     return [c._replace(fix=c.fix or fix) if c.status == "fail" else c for c in map(results.get, names)]
 
 
-def check_work(device: str, environment: Mapping, installed: Mapping, limit: float) -> list:
+def check_work(device: str, environment: Mapping, installed: Mapping, limit: float, chips: list) -> list:
     names = ["import", "matrix product", "training step", "all-reduce"]
-    if "torch_xla" not in installed:
-        return [Check(name, "skip", "torch_xla is not installed") for name in names]
+    reason = "" if "torch_xla" in installed else "torch_xla is not installed"
+    if device == "tpu" and not chips:  # libtpu would look for one until the time limit
+        reason = reason or "no TPU chip on the PCI bus"
+    if reason:
+        return [Check(name, "skip", reason) for name in names]
     tried = environment if device == "auto" else {**environment, "PJRT_DEVICE": device.upper()}
     reinstall = f"{PIP} install --force-reinstall {nearest_pair(installed).pip}"
     return ask_child("child_work", "", names, tried, limit, reinstall)
@@ -580,21 +710,32 @@ def child_bucket(name: str) -> None:
 
 
 def diagnose(options: argparse.Namespace, environment: Mapping, root: Path, search_path: list) -> Iterator[Check]:
-    """Every check, in the order of the report. What waits for a network or a child process waits at the same time."""
+    """Every check, in the order of the report."""
+    installed = installed_versions(search_path)
+    elsewhere = fix_elsewhere(sys.version_info, installed)
+    for check in look(options, environment, root, search_path, installed):
+        yield check._replace(fix=elsewhere) if elsewhere and PIP in check.fix else check
+
+
+def look(
+    options: argparse.Namespace, environment: Mapping, root: Path, search_path: list, installed: Mapping
+) -> Iterator[Check]:
+    """What waits for a network or a child process waits at the same time."""
     sys_root, dev_root, proc_root, lock_file = root / "sys", root / "dev", root / "proc", root / "tmp/libtpu_lockfile"
-    limit, uid, device, installed = options.time_limit, os.getuid(), options.device, installed_versions(search_path)
+    limit, uid, device = options.time_limit, os.getuid(), options.device
     chips, libtpu = find_chips(sys_root), find_libtpu(environment, search_path)
-    wants_tpu, container = device == "tpu" or (device == "auto" and bool(chips)), find_container(root, environment)
-    cache = options.compile_cache or environment.get("XLA_PERSISTENT_CACHE_PATH", "")
+    wants_tpu, where = device == "tpu" or (device == "auto" and bool(chips)), find_surroundings(root, environment)
     # before any child of ours may open the chip
-    holder = check_holder(proc_root, lock_file, chips, uid, wants_tpu, container)
+    holder = check_holder(proc_root, lock_file, chips, uid, wants_tpu, where)
     with ThreadPoolExecutor() as pool:
-        asked_cloud = pool.submit(check_cloud, environment, METADATA_URL, wants_tpu)
+        asked_cloud = pool.submit(check_cloud, environment, METADATA_URL, chips, where, wants_tpu)
         asked_libtpu = pool.submit(check_libtpu, libtpu, environment, installed, wants_tpu, limit)
         asked_bucket = pool.submit(check_bucket, options.bucket, installed, environment, limit)
         flags = check_xla_flags(environment, installed, limit)
         usable = {k: v for k, v in environment.items() if k != "XLA_FLAGS" or flags.status == "ok"}
-        asked_work = pool.submit(check_work, device, usable, installed, limit)
+        if wants_tpu:
+            usable.update(asked_cloud.result()[1])
+        asked_work = pool.submit(check_work, device, usable, installed, limit, chips)
         asked_aot = pool.submit(check_aot, options.aot, usable, installed, limit)
         needed = ("torch", "torch_xla", "libtpu") if wants_tpu else ("torch", "torch_xla")
         yield check_python(sys.version_info, installed)
@@ -602,17 +743,16 @@ def diagnose(options: argparse.Namespace, environment: Mapping, root: Path, sear
             yield check_package(name, installed, name in needed)
         yield check_tensorflow(installed, wants_tpu)
         yield asked_libtpu.result()
-        yield check_pjrt_device(device, environment, chips, libtpu is not None)
-        yield check_chips(chips, wants_tpu)
-        yield check_device_nodes(dev_root, chips, uid, container)
+        yield check_pjrt_device(device, environment, chips, libtpu is not None, where)
+        yield check_chips(chips, wants_tpu, where)
+        yield check_device_nodes(dev_root, chips, uid, where)
         yield holder
-        yield from asked_cloud.result()
+        yield from asked_cloud.result()[0]
         yield check_memory(proc_root, sys_root, least_gib=2)
-        yield check_shared_memory(dev_root, 1, wants_tpu, container)
-        yield check_container(proc_root, sys_root, container, wants_tpu)
+        yield check_shared_memory(dev_root, 1, wants_tpu, where)
+        yield check_container(proc_root, sys_root, where, wants_tpu)
         yield check_environment(environment)
         yield flags
-        yield check_compile_cache(cache)
         yield asked_bucket.result()
         yield from asked_work.result()
         yield asked_aot.result()
@@ -626,7 +766,6 @@ def parse_arguments(arguments: list) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     parser.add_argument("--aot", default="", metavar="SLICE", help="compile a training step for it, e.g. v5litepod-8")
     parser.add_argument("--bucket", default="", metavar="gs://NAME", help="check the credentials for this bucket")
-    parser.add_argument("--compile_cache", default="", metavar="DIR", help="check that this folder can be written")
     parser.add_argument("--time_limit", type=float, default=60.0, metavar="SECONDS", help="for a child (default 60)")
     parts = [argument.partition("=") for argument in arguments]  # --time-limit=5 is --time_limit=5
     plain = [("--" + n[2:].replace("-", "_") if n[:2] == "--" else n) + e + v for n, e, v in parts]

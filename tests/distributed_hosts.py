@@ -18,11 +18,12 @@ from config import DistributedMnistConfig, resolve
 from image_data import TrainBatches
 from mnist_data import load_dataset
 from tpu_utils.errors import InputError, run_script
-from tpu_utils.peers import tpu_hosts, wait_for_peers
+from tpu_utils.hosts import settle_hosts
+from tpu_utils.peers import wait_for_peers
 
 
 def main() -> int:
-    index, addresses = tpu_hosts()
+    index, addresses = settle_hosts([])
     peers = wait_for_peers(index, addresses, seconds=float(sys.argv[2]), port=int(sys.argv[1]))
 
     def fails() -> None:

@@ -350,7 +350,7 @@ def test_requirements_pin_what_must_match():
     assert re.search(r"^torch==2\.9\.0$", lines, re.M) and re.search(r"^torch_xla\[tpu,pallas\]==2\.9\.0", lines, re.M)
 
 
-@pytest.mark.parametrize("name", ["run_dir", "data_dir", "compile_cache", "document_separator"])
+@pytest.mark.parametrize("name", ["run_dir", "data_dir", "peers_secret", "document_separator"])
 def test_options_that_are_no_text_are_refused(name):
     """What a command line hands over for bytes that are no UTF-8; TensorBoard could not write it later."""
     with pytest.raises(InputError, match=rf"{name} is 'a.udcff'; expected UTF-8 text"):

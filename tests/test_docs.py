@@ -18,7 +18,8 @@ NOT_RUN = {  # pattern: reason
     r"gcloud ": "needs a Google Cloud account",
     r"openssl rand": "makes a secret; test_peers.py reads one",
     r".*--peers_secret": "needs a slice of several hosts; test_peers.py has pretended ones",
-    r"git clone REPOSITORY": "the reader's own address; CI runs in a fresh clone",
+    r"(until|ln -sf|python3 -m pip install --user uv)": "test_tpu_vm_page.py; uv fetches a Python from GitHub",
+    r"ssh-add": "the reader's own key",
     r"docker ": "needs a container daemon; .ci/build_image builds and runs the image without one",
     r"python3 -m venv": "CI runs both commands of README's first screen as they stand",
     r".*setup_tpu.py --device tpu": "needs a TPU; test_setup_tpu.py has pretended ones",
@@ -43,8 +44,14 @@ SHORTER = {
 def commands_in(page: Path) -> list[str]:
     """The commands of the bash blocks, without comments and line breaks."""
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [command for line in lines if (command := " ".join(re.sub(r"(^|\s+)#.*", "", line).split()))]
+    commands = [""]
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        line = re.sub(r"(^|\s+)#.*", "", line)
+        if commands[-1].count("'") % 2:  # a quoted text goes on as it stands
+            commands[-1] += "\n" + line
+        else:
+            commands.append(" ".join(line.split()))
+    return [command for command in commands if command]
 
 
 def is_run(command: str) -> bool:

@@ -1,10 +1,13 @@
 """The doctor: every check made to fail by the roots and environment it is given, then the script as users run it."""
 
 import ast
+import contextlib
 import http.server
 import json
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +23,11 @@ SCRIPT = Path(setup_tpu.__file__)
 INSTALLED = {"torch": "2.9.0", "torch_xla": "2.9.0", "torchvision": "0.24.0", "libtpu": "0.0.21", "jax": "0.7.1"}
 PIP_29 = f"{setup_tpu.PIP} install torch==2.9.0 'torch_xla[tpu,pallas]==2.9.0' torchvision==0.24.0"
 PIP_28 = f"{setup_tpu.PIP} install torch==2.8.0 'torch_xla[tpu,pallas]==2.8.1' torchvision==0.23.0"
+NO_TORCH_TPU = f"{setup_tpu.PIP} uninstall -y torch_tpu"
+NEW_PYTHON = (
+    "sudo apt-get install -y python3.11-venv libpython3.11 && python3.11 -m venv .venv "
+    "&& .venv/bin/python -m pip install -r requirements.txt"
+)
 DOCKER = "docker run --privileged --net=host --shm-size=16G IMAGE"
 
 
@@ -79,11 +87,14 @@ def test_only_the_standard_library_at_module_level_and_syntax_of_old_pythons():
 
 def test_python_version():
     assert_check(setup_tpu.check_python((3, 11, 7), {}), "ok", "3.11.7")
-    fix = "python3.11 -m venv .venv && . .venv/bin/activate"
-    assert_check(setup_tpu.check_python((3, 9, 2), {}), "fail", "found 3.9.2", "2.9.0 needs 3.10 to 3.13", fix=fix)
-    assert_check(setup_tpu.check_python((3, 14, 0), {}), "fail", "found 3.14.0", fix=fix)
+    fix = NEW_PYTHON + "  # or Docker, or uv: docs/tpu_vm.md"
+    assert_check(
+        setup_tpu.check_python((3, 10, 13), {}), "fail", "3.10.13", "2.9.0 with", "needs 3.11 to 3.12", fix=fix
+    )
+    assert_check(setup_tpu.check_python((3, 13, 0), {}), "fail", "found 3.13.0", fix=fix)
+    assert_check(setup_tpu.check_python((3, 13, 0), {"libtpu": "0.0.21.1"}), "ok", "3.11 to 3.13")  # as Colab has it
     older = {"torch_xla": "2.8.1"}
-    assert_check(setup_tpu.check_python((3, 10, 1), older), "fail", "2.8.* needs 3.11 to 3.13", fix=fix)
+    assert_check(setup_tpu.check_python((3, 10, 1), older), "fail", "2.8.* with its jax and libtpu needs 3.11", fix=fix)
 
 
 def test_versions_come_from_metadata_even_of_broken_installs(tmp_path):
@@ -100,7 +111,7 @@ def test_versions_come_from_metadata_even_of_broken_installs(tmp_path):
     [
         ("torch", {"torch": "2.8.0"}, ("found 2.8.0 beside torch_xla 2.9.0", "expected 2.9.0"), PIP_29),
         ("torch_xla", {"torch_xla": "2.7.0"}, ("found 2.7.0", "expected 2.9.0"), PIP_29),
-        ("torch_xla", {"torch_tpu": "0.1"}, ("torch_tpu is installed beside",), PIP_29),
+        ("torch_xla", {"torch_tpu": "0.1"}, ("torch_tpu 0.1 is installed beside",), f"{NO_TORCH_TPU} && {PIP_29}"),
         ("torchvision", {"torchvision": "0.19.0"}, ("found 0.19.0", "expected 0.24.*"), PIP_29),
         ("libtpu", {"libtpu": "0.0.17"}, ("found 0.0.17", "expected 0.0.21"), PIP_29),
         ("jax", {"jax": "0.8.0"}, ("found 0.8.0", "expected 0.7.1"), PIP_29),
@@ -160,12 +171,12 @@ def test_chips_on_the_bus(tmp_path):
     pci_device(tmp_path, "0000:00:04.0", "0x1ae0", "0x0042")  # Google's network card
     pci_device(tmp_path, "0000:00:05.0", "0x8086", "0x0063")
     fix = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE"
-    check = setup_tpu.check_chips(setup_tpu.find_chips(tmp_path), wants_tpu=True)
+    check = setup_tpu.check_chips(setup_tpu.find_chips(tmp_path), True, "")
     assert_check(check, "fail", "none on the PCI bus (vendor 0x1ae0)", fix=fix)
     pci_device(tmp_path, "0000:00:06.0", "0x1ae0", "0x0063")
     pci_device(tmp_path, "0000:00:07.0", "0x1ae0", "0x0063")
-    check = setup_tpu.check_chips(setup_tpu.find_chips(tmp_path), wants_tpu=True)
-    assert_check(check, "ok", "2 on the PCI bus: v5e")
+    check = setup_tpu.check_chips(setup_tpu.find_chips(tmp_path), True, "")
+    assert_check(check, "ok", "2 on the PCI bus (vendor 0x1ae0): v5e")
 
 
 @pytest.mark.parametrize(
@@ -256,45 +267,101 @@ def metadata_server():
             pass
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield pages, f"http://127.0.0.1:{server.server_port}/attributes/"
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield pages, f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
 
 
-TPU_ENV = "ACCELERATOR_TYPE: 'v5litepod-16'\nWORKER_ID: '1'\n"
-FOUR_HOSTS = ",".join(f"host-{i}:uid:10.0.0.{i}" for i in range(4))
+def four_hosts(pages: dict, index: object = 1) -> None:
+    pages["tpu-env"] = f"ACCELERATOR_TYPE: 'v5litepod-16'\nWORKER_ID: '{index}'\n"
+    pages["worker-network-endpoints"] = ",".join(f"host-{i}:uid:10.0.0.{i}" for i in range(4))
 
 
-def test_metadata_and_hosts(metadata_server):
-    pages, url = metadata_server
-    fix = f"{DOCKER}  # outside a container: start this on a TPU VM"
-    check, hosts = setup_tpu.check_cloud({}, url, wants_tpu=True)
-    assert_check(check, "fail", "tpu-env", "404", fix=fix)
-    assert_check(hosts, "skip", "nothing says")
-    check, _ = setup_tpu.check_cloud({}, "http://127.0.0.1:9/", wants_tpu=True)
-    assert_check(check, "fail", "refused", fix=fix)
-    assert setup_tpu.check_cloud({}, "http://127.0.0.1:9/", wants_tpu=False)[0].status == "skip"
+def cloud(environment: dict, url: str, where: str = "", wants_tpu: bool = True) -> tuple[dict[str, Check], dict]:
+    checks, added = setup_tpu.check_cloud(environment, url, ["v5e"] * 8, where, wants_tpu)
+    return {check.name: check for check in checks}, added
 
-    pages.update({"tpu-env": TPU_ENV, "worker-network-endpoints": FOUR_HOSTS})
-    check, hosts = setup_tpu.check_cloud({}, url, True)
-    assert_check(check, "ok", "accelerator v5litepod-16")
-    assert_check(hosts, "ok", "4, this is index 1", "on all hosts at once")
+
+def test_metadata_that_is_not_there(metadata_server):
+    _, url = metadata_server
+    alone = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
+    words = "one host without word of others needs "
+    words += "TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_WORKER_ID=0"
+    checks, added = cloud({}, url)
+    assert_check(checks["metadata"], "ok", "404", words)
+    assert checks["hosts"].status == "skip" and added == alone
+    for where in ("Colab", "Kaggle", "GKE"):
+        checks, added = cloud({}, "http://127.0.0.1:9/", where)
+        assert_check(checks["metadata"], "ok", "refused", words)
+        assert checks["surroundings"].finding == ("Kubernetes" if where == "GKE" else where) and added == alone
+
+    checks, added = cloud({}, "http://127.0.0.1:9/")  # a TPU VM has one: nobody knows whether there are other hosts
+    assert_check(checks["metadata"], "fail", "refused", fix="gcloud compute tpus tpu-vm ssh NAME --zone ZONE")
+    assert not added
+    assert_check(cloud({}, "http://127.0.0.1:9/", "container")[0]["metadata"], "fail", "refused", fix=DOCKER)
+    assert cloud({}, "http://127.0.0.1:9/", wants_tpu=False)[0]["metadata"].status == "skip"
+    several = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2", "TPU_ACCELERATOR_TYPE": "v5litepod-16"}
+    checks, added = cloud(several, url, "GKE")
+    assert_check(checks["metadata"], "fail", "404", fix="export TPU_SKIP_MDS_QUERY=1")
+    assert not added
 
 
 def test_metadata_replaced_by_variables():
-    check, _ = setup_tpu.check_cloud({"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0"}, "unused", wants_tpu=True)
-    assert_check(check, "fail", "but not TPU_ACCELERATOR_TYPE", fix="unset TPU_SKIP_MDS_QUERY")
+    checks, _ = cloud({"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0"}, "http://127.0.0.1:9/")
+    words = ("not asked", "but not TPU_ACCELERATOR_TYPE")
+    assert_check(checks["metadata"], "fail", *words, fix="unset TPU_SKIP_MDS_QUERY")
 
 
 def test_host_index_out_of_range(metadata_server):
     pages, url = metadata_server
     fix = "export TPU_WORKER_ID=0  # the position in TPU_WORKER_HOSTNAMES"
-    environment = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}
-    _, check = setup_tpu.check_cloud(environment, url, True)
-    assert_check(check, "fail", "host index '2', expected a number from 0 to 1", fix=fix)
-    pages.update({"tpu-env": "WORKER_ID: '7'", "worker-network-endpoints": FOUR_HOSTS})
-    _, check = setup_tpu.check_cloud({}, url, True)
-    assert_check(check, "fail", "'7'", "0 to 3", fix=fix)
+    for variables in ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}, {"TPU_WORKER_HOSTNAMES": "a,b"}):
+        assert_check(cloud(variables, url)[0]["hosts"], "fail", "expected a number from 0 to 1", fix=fix)
+    four_hosts(pages, index=7)
+    assert_check(cloud({}, url)[0]["hosts"], "fail", "host index '7'", "0 to 3", fix=fix)
+
+
+def test_silent_hosts():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_server(("127.0.0.2", 0)) as open_one:
+        port = full.getsockname()[1]
+        with contextlib.ExitStack() as stack:
+            waiting = [stack.enter_context(socket.socket()) for _ in range(3)]
+            for one in waiting:  # nobody accepts: the next connection gets no answer
+                one.setblocking(False)
+                one.connect_ex(("127.0.0.1", port))
+            names = ["127.0.0.1", "127.0.0.3", "no.such.name.invalid"]
+            silent = setup_tpu.find_silent(names, port, limit=0.1)
+        assert set(silent) == {"127.0.0.1", "no.such.name.invalid"}, "a refused connection is an answer"
+        assert silent["127.0.0.1"] == "timed out"
+        assert not setup_tpu.find_silent(["127.0.0.2"], open_one.getsockname()[1], limit=5)
+
+
+def test_a_name_that_takes_long_to_resolve_is_not_waited_for(monkeypatch):
+    resolved = threading.Event()
+
+    def slow(*_, **__):
+        resolved.wait()
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", slow)
+    assert setup_tpu.find_silent(["slow"], limit=-0.9) == {"slow": "does not resolve within 0.1 s"}
+    resolved.set()
+
+
+@pytest.mark.parametrize(
+    ("variables", "marked", "where"),
+    [
+        ({}, False, ""),
+        ({}, True, "container"),
+        ({"COLAB_RELEASE_TAG": "release-colab_20261101"}, True, "Colab"),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "COLAB_RELEASE_TAG": "made from"}, True, "Kaggle"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False, "GKE"),
+    ],
+)
+def test_surroundings(tmp_path, variables, marked, where):
+    if marked:
+        (tmp_path / ".dockerenv").touch()
+    assert setup_tpu.find_surroundings(tmp_path, variables) == where
 
 
 FAKE_STORAGE = """
@@ -345,7 +412,7 @@ def test_bucket_with_the_real_library_and_no_credentials():
     assert_check(check, "fail", "DefaultCredentialsError", "/nonexistent/key.json", fix=fix)
 
 
-# ---------------------------------------------------------------- memory, environment, cache, container
+# ---------------------------------------------------------------- memory, environment, container
 
 
 def test_memory(tmp_path):
@@ -370,11 +437,6 @@ def test_shared_memory(tmp_path):
 
 
 def test_container(tmp_path):
-    assert setup_tpu.find_container(tmp_path, {}) == ""
-    assert setup_tpu.find_container(tmp_path, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == "kubernetes"
-    (tmp_path / ".dockerenv").touch()
-    assert setup_tpu.find_container(tmp_path, {}) == "container"
-
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "status").write_text("CapBnd:\t00000000a80425fb\n")  # docker's default
     (tmp_path / "class" / "net" / "eth0").mkdir(parents=True)
@@ -398,6 +460,7 @@ def test_container(tmp_path):
         ("XLA_USE_FP16", "1", "warn", "read by nobody"),
         ("XLA_DOWNCAST_FP16", "1", "warn", "read by nobody"),
         ("PT_XLA_DEBUG", "1", "warn", "use PT_XLA_DEBUG_LEVEL"),
+        ("XLA_PERSISTENT_CACHE_PATH", "/tmp/cache", "warn", "fail to load it and compile it again: time and disk"),
         ("XLA_USE_BF16", "1", "fail", "behind torch's back"),
         ("XLA_DOWNCAST_BF16", "1", "fail", "behind torch's back"),
         ("XLA_USE_SPMD", "1", "fail", "use_spmd()"),
@@ -458,15 +521,6 @@ def test_xla_flags_that_cannot_be_tried(tmp_path):
     assert setup_tpu.check_xla_flags({"XLA_FLAGS": "--a"}, {}, 20).status == "skip"
 
 
-def test_compile_cache(tmp_path):
-    assert setup_tpu.check_compile_cache(str(tmp_path / "new" / "cache")).status == "ok"
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "file").touch()
-    check = setup_tpu.check_compile_cache(str(tmp_path / "file" / "cache"))
-    fix = "export XLA_PERSISTENT_CACHE_PATH=$HOME/.cache/torch_xla"
-    assert_check(check, "fail", "is not writable", "Not a directory", fix=fix)
-
-
 # ---------------------------------------------------------------- real work, on backends that are broken
 
 REINSTALL = PIP_29.replace(" install ", " install --force-reinstall ", 1)
@@ -475,20 +529,22 @@ REINSTALL = PIP_29.replace(" install ", " install --force-reinstall ", 1)
 def test_work_that_aborts_or_hangs(tmp_path):
     fatal = "import os\nos.write(2, b'2026-01-01 0:0:0.1: F a.cc:1] Check failed: chip'); os.abort()"
     fake = package(tmp_path / "abort", torch="", torch_xla=fatal)
-    first, *rest = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 20)
+    first, *rest = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 20, ["v5e"])
     assert_check(first, "fail", "Check failed: chip", fix=REINSTALL)
     assert [(c.status, c.finding) for c in rest] == [("skip", "not reached")] * 3
 
     fake = package(tmp_path / "hang", torch="import time; time.sleep(60)", torch_xla="")
-    first, *_ = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 1)
+    first, *_ = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 1, ["v5e"])
     fix = f"{setup_tpu.PYTHON} setup_tpu.py --time_limit 4  # several hosts: start it on all of them at once"
     assert_check(first, "fail", "no answer within 1 s", fix=fix)
+    checks = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 1, [])
+    assert {(check.status, check.finding) for check in checks} == {("skip", "no TPU chip on the PCI bus")}
 
 
 def test_debian_python_without_its_shared_library(tmp_path):
     message = "libpython3.11.so.1.0: cannot open shared object file: No such file or directory"
     fake = package(tmp_path, torch="", torch_xla=f"raise ImportError({message!r})")
-    first, *_ = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 20)
+    first, *_ = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 20, ["v5e"])
     assert_check(first, "fail", message, fix="sudo apt-get install -y libpython3.11")
 
 
@@ -507,7 +563,7 @@ def test_work_on_a_backend_that_computes_wrongly(tmp_path):
         torch_xla__debug="",
         torch_xla__debug__metrics="import torch_xla\nmetric_data = lambda name: (torch_xla.graphs,)\n",
     )
-    checks = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 60)
+    checks = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 60, ["v5e"])
     assert checks[0].status == "ok"
     assert_check(checks[1], "fail", "differs from numpy by", "expected at most 1e-05", fix=REINSTALL)
     assert_check(checks[2], "fail", "3 training steps compiled 3 graphs, expected 1", fix=REINSTALL)
@@ -537,6 +593,280 @@ def test_what_a_child_reported_survives_its_death():
     source = 'import os; print(\'@@ ["a", "ok", "fine", ""]\', flush=True); os.abort()'
     child = setup_tpu.run_child(["-c", source], os.environ, 20)
     assert child == ({"a": Check("a", "ok", "fine")}, "killed by SIGABRT")
+
+
+# ---------------------------------------------------------------- whole machines, pretended
+
+GCLOUD = "gcloud compute tpus"
+DELETE = f"{GCLOUD} queued-resources delete REQUEST --zone ZONE --force  # then create it again"
+NOTICE_FIXES = {
+    "preempted": f"{DELETE}; a run goes on with --resume auto",
+    "maintenance-event": f"{GCLOUD} tpu-vm describe NAME --zone ZONE"
+    "  # until it is READY again; a run saves at the notice, and goes on with --resume auto",
+}
+COLAB, KAGGLE = {"COLAB_RELEASE_TAG": "release-colab_20261101-060000_RC00"}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
+GKE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "TPU_SKIP_MDS_QUERY": "true", "TPU_ACCELERATOR_TYPE": "v5litepod-32"}
+GKE["TPU_WORKER_HOSTNAMES"] = ",".join(f"job-0-{i}.svc" for i in range(4))
+ELSEWHERE = f"{setup_tpu.PYTHON} -m venv .venv_xla && .venv_xla/bin/python -m pip install -r requirements.txt"
+COLAB_MENU = "in the notebook's menu: Runtime > Change runtime type > TPU"
+
+
+class Machine:
+    """A healthy v5litepod-8 VM with everything installed; each test breaks one thing."""
+
+    def __init__(self, root: Path, pages: dict):
+        self.root, self.pages, self.environment = root, pages, {}
+        self.installed, self.version, self.uid, self.device = dict(INSTALLED), (3, 11, 7), 1000, "auto"
+        self.silent, self.reports = set(), {}
+        pages["tpu-env"] = "ACCELERATOR_TYPE: 'v5litepod-8'\nWORKER_ID: '0'\n"
+        pages["worker-network-endpoints"] = "t1v-n-0:uid:10.0.0.1"
+        pages |= {"preempted": "FALSE", "maintenance-event": "NONE"}
+        for i in range(8):
+            pci_device(root / "sys", f"0000:00:0{i}.0", "0x1ae0", "0x0063")
+        (root / "sys/class/net/ens8/device").mkdir(parents=True)
+        (root / "dev/shm").mkdir(parents=True)
+        self.nodes = [root / f"dev/accel{i}" for i in range(8)]
+        for node in self.nodes:
+            node.touch()
+            node.chmod(0o666)
+        (root / "proc/self").mkdir(parents=True)
+        (root / "proc/meminfo").write_text("MemTotal: 200000000 kB\nMemAvailable: 190000000 kB\n")
+        (root / "proc/self/status").write_text("CapBnd:\t000001ffffffffff\n")
+
+    def no_metadata(self) -> None:
+        self.pages.clear()
+
+    def no_chips(self) -> None:
+        shutil.rmtree(self.root / "sys/bus")
+
+    def in_container(self, privileged: bool = True) -> None:
+        (self.root / ".dockerenv").touch()
+        if not privileged:
+            (self.root / "proc/self/status").write_text("CapBnd:\t00000000a80425fb\n")
+            for node in self.nodes:
+                node.unlink()
+
+    def doctor(self, monkeypatch, url: str) -> dict[str, Check]:
+        """The whole report. No child is started: this machine computes rightly once the doctor lets it."""
+        packages = self.root / "packages"
+        for name, version in self.installed.items():
+            dist_info(packages, name, version)
+        if "libtpu" in self.installed:
+            package(packages, libtpu="").joinpath("libtpu/libtpu.so").touch()
+        connect = socket.create_connection
+
+        def connect_or_not(address, timeout=None, *rest, **named):
+            if address[0] in self.silent:
+                raise TimeoutError("timed out")
+            if address[1] == 22:
+                raise ConnectionRefusedError
+            return connect(address, timeout, *rest, **named)
+
+        def child(arguments, environment, limit):
+            self.child_environment = environment
+            names = ("import", "matrix product", "training step", "all-reduce")
+            return {name: Check(name, "ok", "") for name in names}, ""
+
+        monkeypatch.setattr(setup_tpu, "METADATA_URL", url)
+        monkeypatch.setattr(setup_tpu, "run_child", child)
+        monkeypatch.setattr(socket, "create_connection", connect_or_not)
+        monkeypatch.setattr(os, "getuid", lambda: self.uid)
+        monkeypatch.setattr(sys, "version_info", self.version)
+        options = setup_tpu.parse_arguments(["--device", self.device])
+        checks = list(setup_tpu.diagnose(options, self.environment, self.root, [str(packages)]))
+        return {check.name: check for check in checks}
+
+
+def break_busy(machine: Machine) -> None:
+    (machine.root / "proc/4242/fd").mkdir(parents=True)
+    (machine.root / "proc/4242/cmdline").write_bytes(b"python\0train.py\0")
+    (machine.root / "proc/4242/fd/7").symlink_to("/dev/accel0")
+
+
+def break_nodes(machine: Machine) -> None:
+    for node in machine.nodes:
+        node.chmod(0o600)
+
+
+def break_host(machine: Machine) -> None:
+    four_hosts(machine.pages)
+    machine.silent = {"10.0.0.3"}
+
+
+def python_310(machine: Machine) -> None:
+    machine.version, machine.installed = (3, 10, 13), {}
+
+
+def only_torch_tpu(machine: Machine) -> None:
+    machine.installed = {"torch": "2.11.0", "torch_tpu": "0.2.0", "libtpu": "0.0.21"}
+
+
+def colab(machine: Machine) -> None:
+    machine.environment = dict(COLAB)
+    machine.no_metadata()
+    machine.in_container()
+
+
+def colab_without_tpu(machine: Machine) -> None:
+    colab(machine)
+    machine.no_chips()
+    machine.device = "tpu"
+
+
+def kaggle(machine: Machine) -> None:
+    machine.environment = {**KAGGLE, "TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"}
+    machine.no_metadata()
+    machine.in_container()
+    machine.installed["tensorflow"] = "2.19.0"
+
+
+def gke(machine: Machine, index: int = 4) -> None:
+    machine.environment = {**GKE, "TPU_WORKER_ID": str(index)}
+    machine.no_metadata()
+    machine.in_container()
+
+
+def silent_pod(machine: Machine) -> None:
+    gke(machine, index=0)
+    machine.silent = {"job-0-2.svc"}
+
+
+MACHINES = [  # what is broken -> every check that is no "ok": (status, words of its finding, its fix)
+    ("healthy v5litepod-8", lambda m: None, {}),
+    (
+        "Python 3.10, as the VM's image brings it",
+        python_310,
+        {"python": ("fail", "found 3.10.13, torch_xla 2.9.0 with its jax and libtpu needs 3.11 to 3.12", NEW_PYTHON)}
+        | dict.fromkeys(("torch", "torch_xla", "libtpu"), ("fail", "not installed", NEW_PYTHON))
+        | dict.fromkeys(("torchvision", "jax"), ("warn", "not installed", NEW_PYTHON))
+        | {"libtpu.so": ("fail", "no libtpu.so found", NEW_PYTHON)}
+        | {"pjrt device": ("fail", "libtpu was not found", NEW_PYTHON)},
+    ),
+    (
+        "chips busy",
+        break_busy,
+        {"tpu holder": ("fail", "pid 4242 (python train.py) has /dev/accel0 open", "kill 4242  # once you know")},
+    ),
+    (
+        "no permission",
+        break_nodes,
+        {"device nodes": ("fail", "user 1000 may not open", "sudo chmod a+rw {root}/dev/accel0 {root}/dev/accel1 ")},
+    ),
+    (
+        "4 hosts with one silent",
+        break_host,
+        {
+            "hosts": (
+                "warn",
+                "4, this is index 1; silent, or behind a firewall: index 3, 10.0.0.3 (timed out)",
+                f"{GCLOUD} tpu-vm ssh NAME --zone ZONE --worker=3",
+            )
+        },
+    ),
+    (
+        "a spot VM that is taken back",
+        lambda m: m.pages.update(preempted="TRUE"),
+        {"notices": ("warn", "preempted = TRUE: this machine is about to go", NOTICE_FIXES["preempted"])},
+    ),
+    (
+        "maintenance announced",
+        lambda m: m.pages.update({"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}),
+        {"notices": ("warn", "maintenance-event = TERMINATE_ON", NOTICE_FIXES["maintenance-event"])},
+    ),
+    (
+        "compile cache set",
+        lambda m: m.environment.update(XLA_PERSISTENT_CACHE_PATH="/tmp/cache"),
+        {"environment": ("warn", "fail to load it and compile it again", "unset XLA_PERSISTENT_CACHE_PATH")},
+    ),
+    (
+        "torch_tpu beside torch_xla",
+        lambda m: m.installed.update(torch_tpu="0.2.0"),
+        {"torch_xla": ("fail", "torch_tpu 0.2.0 is installed beside torch_xla", f"{NO_TORCH_TPU} && {PIP_29}")},
+    ),
+    (
+        "torch_tpu alone",
+        only_torch_tpu,
+        {"torch_xla": ("fail", "without torch_xla; these scripts need torch_xla 2.9.0: docs/torchtpu.md", ELSEWHERE)}
+        | {"torch": ("fail", "found 2.11.0", ELSEWHERE)}
+        | dict.fromkeys(("torchvision", "jax"), ("warn", "not installed", ELSEWHERE)),
+    ),
+    ("Colab", colab, {}),
+    (
+        "Colab, with no TPU chosen",
+        colab_without_tpu,
+        dict.fromkeys(("tpu chips", "pjrt device"), ("fail", "no", COLAB_MENU)),
+    ),
+    (
+        "Kaggle, with its tensorflow",
+        kaggle,
+        {
+            "tensorflow": (
+                "fail",
+                "tensorflow 2.19.0 is installed beside torch_xla",
+                f"{setup_tpu.PIP} uninstall -y tensorflow && {setup_tpu.PIP} install tensorflow-cpu",
+            )
+        },
+    ),
+    ("GKE pod", lambda m: gke(m, index=3), {}),
+    (
+        "GKE pod, another is silent",
+        silent_pod,
+        {"hosts": ("warn", "index 2, job-0-2.svc (timed out)", "kubectl get pods -o wide")},
+    ),
+    (
+        "GKE pod, index outside the list of hosts",
+        gke,
+        {"hosts": ("fail", "host index '4', expected a number from 0 to 3", "export TPU_WORKER_ID=0  # the position")},
+    ),
+    (
+        "container without --privileged",
+        lambda m: m.in_container(privileged=False),
+        {
+            "device nodes": ("fail", "8 chips but 0 nodes", DOCKER),
+            "container": ("fail", "not privileged", DOCKER),
+        },
+    ),
+    (
+        "libtpu of another release",
+        lambda m: m.installed.update(libtpu="0.0.17"),
+        {"libtpu": ("fail", "found 0.0.17 beside torch_xla 2.9.0, expected 0.0.21", PIP_29)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("broken", "expected"), [m[1:] for m in MACHINES], ids=[m[0] for m in MACHINES])
+def test_machine(tmp_path, monkeypatch, metadata_server, broken, expected):
+    """The finding and the fix of what is broken, and nothing else is complained of."""
+    pages, url = metadata_server
+    machine = Machine(tmp_path, pages)
+    broken(machine)
+    checks = machine.doctor(monkeypatch, url)
+    found = {name: check for name, check in checks.items() if check.status in ("warn", "fail")}
+    assert found.keys() == expected.keys(), found
+    for name, (status, words, fix) in expected.items():
+        assert found[name].status == status and words in found[name].finding, found[name]
+        assert found[name].fix.startswith(fix.format(root=tmp_path)), found[name].fix
+
+
+@pytest.mark.parametrize(
+    ("broken", "name", "index"),
+    [
+        (lambda m: None, "TPU VM", "0"),
+        (colab, "Colab", None),
+        (kaggle, "Kaggle", "0"),
+        (lambda m: gke(m, 3), "GKE", "3"),
+    ],
+)
+def test_surroundings_are_named_and_a_host_alone_goes_on(tmp_path, monkeypatch, metadata_server, broken, name, index):
+    pages, url = metadata_server
+    machine = Machine(tmp_path, pages)
+    broken(machine)
+    checks = machine.doctor(monkeypatch, url)
+    assert_check(checks["surroundings"], "ok", name)
+    assert_check(checks["hosts"], "ok" if index else "skip", f"index {index}" if index else "nothing says")
+    if name in ("Colab", "Kaggle"):  # what `import torch_xla` would ask the metadata server for
+        assert_check(checks["metadata"], "ok", "one host without word of others", "TPU_ACCELERATOR_TYPE=v5litepod-8")
+        assert machine.child_environment["TPU_ACCELERATOR_TYPE"] == "v5litepod-8"
 
 
 # ---------------------------------------------------------------- the script, as users run it
@@ -615,7 +945,7 @@ def test_nonsense_xla_flags_end_to_end():
     ("arguments", "words"),
     [
         (["--devcie", "cpu"], "unknown option --devcie; did you mean --device?"),
-        (["--compile-cahce=x"], "did you mean --compile_cache?"),
+        (["--time-limti=5"], "did you mean --time_limit?"),
         (["--device", "gpu"], "invalid choice: 'gpu'"),
         (["--aot", "v5litepod8"], "did you mean v5litepod-8?"),
         (["--aot", "v5litepod-7"], "nearest is v5litepod-8"),

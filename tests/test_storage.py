@@ -20,6 +20,7 @@ from faulty_proxy import FAULTS, FaultyProxy
 from google.api_core import exceptions as api_exceptions
 from processes import ROOT, free_port, run, start, waits
 from test_checkpoint import FILES
+from test_peers import together
 from test_simple_mnist import assert_identical, numbers
 
 import simple_mnist_tpu
@@ -32,7 +33,9 @@ from tpu_utils.graphs import graphs_compiled
 from tpu_utils.options import parse_command_line
 from tpu_utils.peers import Peers
 from tpu_utils.run_dir import open_run_dir
+from tpu_utils.state import HostCopy
 from tpu_utils.storage import Mirror
+from tpu_utils.tensor_files import kind_of
 
 OPTIONS = ["--num_epochs", "2", "--log_every", "7", "--save_every", "10", "--channels", "4", "--hidden_dim", "16"]
 LAST = 44
@@ -370,16 +373,6 @@ def test_what_this_machine_had_before_is_gone_but_for_its_lock(proxy):
     )
 
 
-def test_a_run_on_several_hosts_is_refused(proxy):
-    class TwoHosts(Peers):
-        def gather(self, value):
-            return [value, "another-host"]
-
-    opened = config("hosts")
-    with pytest.raises(InputError, match=r"is for runs on one host, and this one has 2 .*a folder that all of them"):
-        Mirror(opened, open_run_dir(opened), TwoHosts())
-
-
 def test_a_second_process_on_the_same_directory_is_found_out(proxy, machine):
     run_dir, mirror = another_process("shared")
     (run_dir / "metrics.jsonl").write_text("mine\n")
@@ -406,6 +399,122 @@ def test_an_interrupted_log_upload_does_not_end_the_run(proxy, monkeypatch, caps
         proxy.plan = lambda method, path: None
     with pytest.raises(InputError, match="already holds a run"):
         open_run_dir(config("logs"))
+
+
+# ------------------------------------------------------------------------------------------------------ several hosts
+
+ROWS = torch.arange(12.0).reshape(6, 2)
+
+
+@pytest.fixture
+def hosts(proxy):
+    """hosts(folder, action): what action(checkpoints, index) returned, or raised, on each of three hosts of a run."""
+    with together(3) as meet:
+        yield lambda folder, action: meet(lambda peers: on_host(folder, action, peers))
+
+
+def on_host(folder: str, action, peers: Peers):
+    opened = config(folder, resume="auto")
+    run_dir = Path(peers.from_first(lambda: str(open_run_dir(opened))))
+    try:
+        with Mirror(opened, run_dir, peers) as mirror:
+            return action(Checkpoints(mirror.folder / "checkpoints", 2, peers, mirror), peers.index)
+    except (SaveError, InputError) as error:
+        return error
+
+
+def save_rows(*steps: int):
+    """Rows of a matrix, two on each host, plus the step; and a vector that is whole on the first host."""
+
+    def action(checkpoints: Checkpoints, index: int) -> None:
+        for step in steps:
+            copy = HostCopy(step, {"evaluation": {}}, {"model/whole": torch.ones(5)} if index == 0 else {})
+            copy.sharded = {"model/rows": kind_of(ROWS)}
+            copy.shards = {"model/rows": {(2 * index, 0): ROWS[2 * index : 2 * index + 2] + step}}
+            checkpoints.write(copy)
+            checkpoints.wait()
+
+    return action
+
+
+def load_rows(checkpoints: Checkpoints, index: int) -> tuple[int, torch.Tensor, list[str]]:
+    """The step, this host's rows, and the files it has fetched for them."""
+    saved, part = checkpoints.load_for_resume("must"), torch.empty(2, 2)
+    saved.files().read_into(part, "model/rows", (2 * index, 0))
+    return saved.step, part, sorted(path.name for path in saved.folder.iterdir())
+
+
+def test_each_host_uploads_its_own_part_and_fetches_what_it_needs(hosts, emulator, machine):
+    assert hosts("pod", save_rows(3, 6, 9)) == [None] * 3
+    history = changes(emulator, "pod")
+    for step in (3, 6, 9):
+        names = [name.rpartition("/")[2] for kind, name, *_ in history if kind == "put" and f"_{step:08d}/" in name]
+        assert sorted(names) == sorted([*FILES, *(f"shards_0000{i}.safetensors" for i in range(3))])
+        assert names[-1] == "done", "a part came after the marker"
+    assert steps_in_bucket("pod") == [6, 9]
+    machine("second")  # three other hosts
+    for index, (step, part, fetched) in enumerate(hosts("pod", load_rows)):
+        assert step == 9 and torch.equal(part, ROWS[2 * index : 2 * index + 2] + 9)
+        assert index == 0 or fetched == [f"shards_0000{index}.safetensors"], "another host's part was fetched"
+    state = end_state("pod")[1]  # by one host alone
+    assert torch.equal(state["model/rows"], ROWS + 9) and torch.equal(state["model/whole"], torch.ones(5))
+
+
+def test_a_part_that_does_not_arrive_leaves_the_checkpoints_before(hosts, machine, monkeypatch):
+    assert hosts("part", save_rows(3)) == [None] * 3
+    upload = Mirror._upload
+
+    def fails(mirror, path):
+        if path.name == "shards_00002.safetensors":
+            raise OSError("no answer")
+        upload(mirror, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Mirror, "_upload", fails)
+        for error in hosts("part", save_rows(6)):
+            assert isinstance(error, SaveError), error
+            assert "process 2: shards_00002.safetensors could not be uploaded to gs://runs/part: no answer" in str(
+                error
+            )
+    machine("second")
+    assert [step for step, *_ in hosts("part", load_rows)] == [3] * 3
+
+
+def test_a_checkpoint_that_is_written_again_is_unmarked_before_its_parts_change(hosts, emulator, machine):
+    for _ in range(2):
+        assert hosts("rewritten", save_rows(3)) == [None] * 3
+        machine("second")
+    history = [(kind, name.rpartition("/")[2]) for kind, name, *_ in changes(emulator, "rewritten") if "step_" in name]
+    first_round, (unmarked, *rest) = history[: len(history) // 2], history[len(history) // 2 :]
+    assert unmarked == ("delete", "done") and sorted(rest) == sorted(first_round) and rest[-1] == ("put", "done")
+
+
+def test_a_part_that_is_gone_before_the_marker_is_missed(hosts, monkeypatch):
+    put = Mirror.put
+
+    def lost(mirror, path):
+        put(mirror, path)
+        if path.name == "shards_00001.safetensors":
+            storage.delete_object(mirror._bucket, mirror._prefix + mirror._name(path), None, 9)
+
+    monkeypatch.setattr(Mirror, "put", lost)
+    for error in hosts("lost", save_rows(3)):
+        assert isinstance(error, SaveError) and "shards_00001.safetensors is absent in the bucket" in str(error)
+    assert steps_in_bucket("lost") == []
+
+
+def test_a_host_that_cannot_reach_the_bucket_is_named_on_all(hosts, monkeypatch):
+    connect, calls = storage.connect, []
+
+    def refused(url):
+        calls.append(url)
+        if len(calls) == 4:  # the first host checks the bucket and lists it, then the second and third list it
+            raise OSError("no route to host")
+        return connect(url)
+
+    monkeypatch.setattr(storage, "connect", refused)
+    for error in hosts("unreachable", save_rows(3)):
+        assert isinstance(error, InputError) and "process " in str(error) and "no route to host" in str(error)
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -631,3 +740,21 @@ def test_a_transformer_run_in_a_bucket(proxy, emulator, machine, monkeypatch, ca
     assert output.endswith("\nfinished   step 4 of 4 was reached before; nothing to do\n")
     assert [change for change in changes(emulator, "transformer") if change[1] != "writable"] == before
     assert marked_steps(changes(emulator, "transformer")) == [2, 4] and end_state("transformer")[1]["step"] == 4
+
+
+@pytest.mark.slow
+def test_two_hosts_train_in_one_bucket_each_in_a_folder_of_its_own(proxy, emulator, tmp_path):
+    shape = "--num_layers 1 --embedding_dim 16 --num_heads 2 --sequence_length 16 --vocab_size 16 --warmup_steps 1"
+    steps = "--num_steps 4 --save_every 2 --log_every 2 --eval_every 4 --eval_batches 1 --global_batch_size 4"
+    place = ["--run_dir=gs://runs/two_hosts"]
+    first = [*f"{shape} {steps}".split(), "--scheduler=constant", "--device=cpu", "--no_tensorboard", *place]
+    for round, given in enumerate((first, [*place, "--resume=must", "--num_steps=6"])):
+        port = free_port()
+        hosts = [
+            start("tests/transformer_hosts.py", index, 2, port, *given, XDG_CACHE_HOME=tmp_path / f"{round}_{index}")
+            for index in range(2)
+        ]
+        outputs = [host.communicate() for host in hosts]
+        assert [host.returncode for host in hosts] == [0, 0], outputs
+    assert "resumed    after step 4 of 6" in outputs[0][0] and "step " not in outputs[1][0]
+    assert marked_steps(changes(emulator, "two_hosts")) == [2, 4, 6]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from processes import Script, run
+from processes import Script
 
 from benchmarks import torture
 from benchmarks.torture import differences
@@ -72,6 +72,7 @@ def test_two_kills_leave_no_trace(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_twelve_kills_leave_no_trace():
-    result = run("benchmarks/torture.py", "--kills", "12", timeout=7200)
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_twelve_kills_leave_no_trace(monkeypatch, capsys):
+    """Of each script, on one device and several."""
+    monkeypatch.setattr(torture, "launch", forked)
+    assert torture.main(["--kills=12"]) == 0, capsys.readouterr().out

@@ -10,6 +10,10 @@ TESTED_VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
 MOST_DEVICES = 127  # autograd counts the devices of a host in 8 bits: beyond, it has no queue to run on
 
 
+class VersionError(RuntimeError):
+    """Other packages are installed than those whose private interfaces we use."""
+
+
 def traceable_topology(name: str) -> Topology:
     """Raises ValueError for a topology that does not exist, or has more devices than one process can trace for."""
     topology = parse_topology(name)
@@ -54,7 +58,7 @@ def quiet_libtpu() -> None:
 
 
 def check_private_interfaces() -> dict[str, str]:
-    """Versions of torch_xla, jax and libtpu; RuntimeError unless they are the set whose private interfaces we use."""
+    """Versions of torch_xla, jax and libtpu; VersionError unless they are the set whose private interfaces we use."""
     found = {}
     for name in TESTED_VERSIONS:
         try:
@@ -62,7 +66,7 @@ def check_private_interfaces() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     if found != TESTED_VERSIONS:
-        raise RuntimeError(
+        raise VersionError(
             "compiling ahead of time uses private interfaces of "
             + ", ".join(f"{name} {expected} (found {found[name]})" for name, expected in TESTED_VERSIONS.items())
             + "; install the tested set: pip install torch==2.9.0 'torch_xla[tpu,pallas]==2.9.0'"

@@ -2,6 +2,7 @@
 
 run           Run: what every run has and no reader came for; imports most of the others
 device        start_device, and what a run says it runs on
+hosts         which hosts the slice has, and which this is: by metadata (TPU VM) or environment (GKE, Colab, Kaggle)
 peers         the processes of one run: meeting at the start, agreeing later; wire: proved connections between them
 metrics       values of each step that stay on the device until a log line
 loader        batches on their way to the device, ahead of the step

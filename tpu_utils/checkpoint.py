@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from tpu_utils.tensor_files import (
     write_tensors,
 )
 
-SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_dir that all of them share"
+SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_dir that all of them share, or gs://"
 
 
 class Checkpoints:
@@ -56,7 +57,7 @@ class Checkpoints:
         checkpoints.wait()                            # the last save is on disk
 
     As a context manager it waits at the end, whatever happened. With several peers every process makes all these calls
-    alike, on a folder that all of them see.
+    alike, on a folder that all of them see; where the mirror is of a bucket, on one that nobody else needs to see.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Checkpoints:
         self._peers_of_thread = self._peers.with_own_links()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._in_bucket = mirror is not None and mirror.in_bucket
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -182,8 +184,8 @@ class Checkpoints:
         peers = self._peers_of_thread if copy.sharded else Peers()
         aside = self.folder / f".writing_{copy.step:08d}"
         try:
-            peers.from_first(lambda: self._make(aside))
-            written = peers.gather(self._write_shards(aside, copy, peers.index)) if copy.sharded else []
+            peers.from_first(lambda: self._make(aside, copy))
+            written = peers.gather(self._write_shards(aside, copy)) if copy.sharded else []
             if problems := [one["problem"] for one in written if "problem" in one]:
                 raise OSError("; ".join(problems))
             peers.from_first(lambda: self._finish(copy, aside, written))
@@ -197,31 +199,42 @@ class Checkpoints:
                 f"{room(self.folder.parent)} there; the checkpoints of steps {self.steps()} are intact"
             ) from error
 
-    @staticmethod
-    def _write_shards(aside: Path, copy: HostCopy, index: int) -> dict[str, Any]:
+    def _write_shards(self, aside: Path, copy: HostCopy) -> dict[str, Any]:
         """What this process has to say of its file of shards; a problem too, because the others wait to hear."""
-        name = f"shards_{index:05d}.safetensors"
-        if not aside.is_dir():
-            return {"problem": f"process {index} sees no {aside}; {SHARED_FOLDER}"}
+        index = self._peers.index
+        name, apart = f"shards_{index:05d}.safetensors", self._in_bucket and index > 0
+        folder = self.path(copy.step) if apart else aside  # in the bucket the marker alone says what is complete
         try:
-            sums = write_tensors(aside / name, copy.shard_file())
-        except OSError as error:
+            if apart:
+                folder.mkdir(parents=True, exist_ok=True)
+            elif not folder.is_dir():
+                return {"problem": f"process {index} sees no {folder}; {SHARED_FOLDER}"}
+            sums = write_tensors(folder / name, copy.shard_file())
+            if apart:
+                self._mirror.put(folder / name)
+        except (OSError, SaveError) as error:
             return {"problem": f"process {index}: {error}"}
+        finally:
+            if apart:
+                shutil.rmtree(folder, ignore_errors=True)
         return {"name": name, "sums": sums, "shards": shards_by_path(copy, name)}
 
-    def _make(self, aside: Path) -> None:
+    def _make(self, aside: Path, copy: HostCopy) -> None:
         for left_by_a_kill in self.folder.glob(".writing_*"):
             shutil.rmtree(left_by_a_kill)
         self.folder.mkdir(exist_ok=True)  # without its parents: a run directory that is gone is not made again
         aside.mkdir()
+        if self._in_bucket and copy.sharded:
+            self._mirror.unmark(self.path(copy.step))  # others are about to upload their parts
 
     def _finish(self, copy: HostCopy, aside: Path, written: list[dict[str, Any]]) -> None:
         """On the first process, when all shards are on disk: the rest, the marker, and away with the oldest."""
         target = self.path(copy.step)
         files = {one["name"]: one["sums"] for one in written}
+        in_bucket = {one["name"]: one["sums"]["bytes"] for one in written[1:]} if self._in_bucket else {}
         for name, expected in files.items():
             size = (aside / name).stat().st_size if (aside / name).exists() else "absent"
-            if size != expected["bytes"]:
+            if size != expected["bytes"] and name not in in_bucket:
                 raise OSError(f"{name} is {size} here, its process wrote {expected['bytes']} bytes; {SHARED_FOLDER}")
         entries = merged_entries(copy, [one["shards"] for one in written])
         for path in copy.sharded:
@@ -245,7 +258,7 @@ class Checkpoints:
         write_atomically(target / "done", json.dumps(marker).encode())
         self._prune(copy.step, copy.best)
         if self._mirror:
-            self._mirror.send(target, self.keep, copy.best)
+            self._mirror.send(target, self.keep, copy.best, in_bucket)
 
     def _prune(self, step: int, best: int | None) -> None:
         """Remove what is older than the newest `keep` up to this step, whose files have just been read back; not best.
@@ -273,13 +286,25 @@ class Checkpoints:
         def load() -> dict[str, Any] | None:
             nonlocal saved
             saved = self.load(resume)
-            return saved and {"step": saved.step, "run": saved.run_id, "values": saved.values, "tensors": saved.index()}
+            if saved is None:
+                return None
+            found = {"step": saved.step, "run": saved.run_id, "values": saved.values, "tensors": saved.index()}
+            return found | {"sizes": sizes_of_files(saved.folder)}
 
         found = self._peers.from_first(load)
         if found is None or self._peers.index == 0:
             return saved
-        step, entries = found["step"], parse_index(found["tensors"])
-        return Saved(self.path(step), step, found["run"], found["values"], entries)
+        folder, entries = self.path(found["step"]), parse_index(found["tensors"])
+        fetch = partial(self._fetch, folder, found["sizes"]) if self._in_bucket else None
+        return Saved(folder, found["step"], found["run"], found["values"], entries, fetch)
+
+    def _fetch(self, folder: Path, sizes: dict[str, int], name: str) -> None:
+        """A file that the first process has found whole."""
+        self._mirror.fetch(folder, {name: sizes[name]})
+        if not (folder / name).exists():
+            raise CheckpointError(
+                f"{name} of {folder.name} has changed in the bucket since it was checked; start again"
+            )
 
     def load(self, resume: str) -> Saved | None:
         """As load_for_resume, for one process by itself."""

@@ -1,9 +1,7 @@
 """The device a run is on: started, seeded, and described."""
 
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from tpu_utils.errors import DeviceError, InputError, first_line, line_of
 
 
 def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -> torch.device:
-    """Choose, start and seed the XLA device; set matrix product precision and the compile cache.
+    """Choose, start and seed the XLA device; set the precision of matrix products.
 
     join: makes this process part of something larger, xr.use_spmd or a process group. It is called when the
     environment is settled and no device has been touched: neither may come later.
@@ -29,10 +27,7 @@ def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -
     chosen = choose_device(config)
     if config.matmul_precision != "default":
         torch_xla.backends.set_mat_mul_precision(config.matmul_precision)
-    cache = compile_cache_dir(config)
     try:
-        if cache:
-            xr.initialize_cache(str(cache))  # must precede every computation
         join()
         device = torch_xla.device()
     except RuntimeError as error:
@@ -46,18 +41,6 @@ def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -
     torch.manual_seed(config.seed)
     xm.set_rng_state(config.seed)
     return device
-
-
-def compile_cache_dir(config: TrainConfig) -> Path | None:
-    """Where compiled programs are kept between runs, or None.
-
-    Only on TPU: XLA:CPU writes entries that a later process may be unable to read back.
-    """
-    if not config.compile_cache or os.environ.get("PJRT_DEVICE") != "TPU":
-        return None
-    folder = Path("~/.cache/torch_xla_programs" if config.compile_cache == "auto" else config.compile_cache)
-    local_process = os.environ.get("LOCAL_RANK")  # set by torchrun
-    return (folder / f"process_{local_process}" if local_process else folder).expanduser()  # one folder per process
 
 
 def devices_used() -> int:
@@ -104,15 +87,13 @@ def print_banner(config: TrainConfig, device: torch.device) -> None:
     name = f"TPU {chips[0].name}" if chips else "CPU (XLA CPU backend: no TPU)" if kind == "CPU" else kind
     used = devices_used()
     memory = device_memory(device)
-    cache = compile_cache_dir(config)
     matmul = f", float32 matrix products at {config.matmul_precision} precision" if kind == "TPU" else ""
     unit = "host" if xr.is_spmd() or used == 1 else "process"
     print(f"device     {name}, {used} of {count} devices, {unit} {xr.process_index()} of {xr.process_count()}")
     if memory:
         print(f"memory     {memory['bytes_limit'] / 2**30:.2f} GiB per device")
     print(f"versions   torch {torch.__version__}, torch_xla {torch_xla.__version__}, Python {sys.version.split()[0]}")
-    print(f"precision  {config.precision}{matmul}")
-    print(f"cache      {cache or 'no compile cache' + (' (used on TPU only)' if kind != 'TPU' else '')}", flush=True)
+    print(f"precision  {config.precision}{matmul}", flush=True)
 
 
 def check_model(

@@ -8,9 +8,10 @@ from typing import TypeVar
 import tyro
 
 from config import TrainConfig
-from tpu_compiler.environment import prepare_environment
+from tpu_compiler.environment import VersionError, check_private_interfaces, prepare_environment
 from tpu_compiler.hardware import GOOGLE_PCI_VENDOR, attached_chips
 from tpu_utils.errors import DeviceError, InputError, run_script
+from tpu_utils.hosts import settle_hosts
 from tpu_utils.options import parse_command_line
 
 Options = TypeVar("Options")
@@ -41,12 +42,14 @@ def command_line(config_class: type[Options], description: str, check: Callable[
 def choose_device(config: TrainConfig) -> str:
     """Settle "tpu" or "cpu", and how many devices, in the environment: it is read once, when a device is first touched.
 
-    Idempotent, and inherited by child processes. Raises DeviceError instead of falling back.
+    Idempotent, and inherited by child processes. Raises DeviceError instead of falling back, InputError where what is
+    said of the hosts of this slice contradicts itself.
     """
     if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
         try:
+            check_private_interfaces()
             prepare_environment(config.compile_for)
-        except ValueError as error:
+        except (ValueError, VersionError) as error:
             raise InputError(f"compile_for: {error}") from error
         return "cpu"
     chosen, chips = config.device, attached_chips()
@@ -57,6 +60,8 @@ def choose_device(config: TrainConfig) -> str:
             f"preset {config.preset} runs on tpu, but this machine has no TPU chip (PCI vendor {GOOGLE_PCI_VENDOR}); "
             "run it on a TPU VM, or add --device cpu"
         )
+    if chips:  # for the CPU too: where there are chips, torch_xla's import asks for the accelerator type
+        settle_hosts(chips)
     os.environ["PJRT_DEVICE"] = chosen.upper()
     if num_virtual_devices := getattr(config, "num_virtual_devices", 0):
         if chosen != "cpu":

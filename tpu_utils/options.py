@@ -76,8 +76,8 @@ def without_effect(config: TrainConfig, given: Iterable[str]) -> list[str]:
     return problems
 
 
-OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug", "download", "compile_cache")
-"""Fields of one process alone. What fetches data or loads programs is no business of a folder that others may make."""
+OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug", "download")
+"""Fields of one process alone. What fetches data is no business of a folder that others may make."""
 BESIDE_OPTIONS = {"run_id", "data", "data_crc32"}
 """What config.json holds of the run beside its options."""
 

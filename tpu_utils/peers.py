@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch_xla._internal import tpu
 
 from config import TrainConfig
+from tpu_compiler.hardware import attached_chips
 from tpu_utils import errors
 from tpu_utils.environment import choose_device
 from tpu_utils.errors import DeviceError, InputError, TrainingError
+from tpu_utils.hosts import settle_hosts
 from tpu_utils.inputs import open_regular
 from tpu_utils.wire import Link, Listener, ProofError, WireError, connect
 
@@ -54,20 +55,9 @@ def meet_hosts(config: TrainConfig) -> "Peers":
 
     Call it before start_device. Raises DeviceError naming the hosts that are missing.
     """
-    index, addresses = tpu_hosts() if choose_device(config) == "tpu" else (0, ["localhost"])
+    index, addresses = settle_hosts(attached_chips()) if choose_device(config) == "tpu" else (0, ["localhost"])
     secret = read_secret(config.peers_secret) if len(addresses) > 1 else b""
     return wait_for_peers(index, addresses, config.peers_timeout, secret=secret)
-
-
-def tpu_hosts() -> tuple[int, list[str]]:
-    """(index of this host, addresses of all hosts of the TPU slice), from the VM's metadata: no device is touched."""
-    try:
-        return tpu.worker_id(), tpu.get_worker_ips()
-    except (OSError, KeyError, TypeError) as error:
-        raise DeviceError(
-            f"the hosts of this TPU slice are not known: {error!r}; run on a TPU VM, or set TPU_SKIP_MDS_QUERY=1, "
-            "TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"
-        ) from error
 
 
 def read_secret(file: str) -> bytes:
@@ -147,9 +137,10 @@ def meet_replicas(index: int, count: int, seconds: float) -> "Peers":
 
 def _meet(index: int, meeting: Meeting, seconds: float, port: int) -> list[Link]:
     """Process 0: the links to all others. Any other process: the one to process 0."""
-    if index == 0:
-        return _gather_links(_listen(meeting, port), meeting, seconds)
     deadline, found = time.monotonic() + seconds, "no answer"
+    if index == 0:
+        _wait_for_names(meeting, deadline, seconds)
+        return _gather_links(_listen(meeting, port), meeting, max(1.0, round(deadline - time.monotonic())))
     while True:
         try:
             link = connect(meeting.addresses[0], port, index, meeting.secret, "process 0", ANSWER_SECONDS)
@@ -176,6 +167,19 @@ def _meet(index: int, meeting: Meeting, seconds: float, port: int) -> list[Link]
         raise _missing(index, meeting, named, seconds, "host 0 has not heard of them")
     link.seconds = ANSWER_SECONDS
     return [link]
+
+
+def _wait_for_names(meeting: Meeting, deadline: float, seconds: float) -> None:
+    """Until the addresses of all hosts are known, which alone may call: a pod has its name only when it runs."""
+    for index, address in enumerate(meeting.addresses):
+        while True:
+            try:
+                socket.getaddrinfo(address, 0)
+                break
+            except socket.gaierror as error:
+                if time.monotonic() > deadline:
+                    raise _missing(0, meeting, [index], seconds, f"no such name: {error.strerror}") from error
+            time.sleep(0.5)
 
 
 def _listen(meeting: Meeting, port: int) -> Listener:

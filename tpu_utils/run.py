@@ -112,6 +112,7 @@ class Run:
         self._check_same_options()
         self.run_dir = Path(self.peers.from_first(lambda: str(open_run_dir(self.config, self._lock))))
         self._mirror = Mirror(self.config, self.run_dir, self.peers)  # uploads what a gs:// directory is to hold
+        self.run_dir = self._mirror.folder  # in a bucket each process has its own
         folder, keep = self.run_dir / "checkpoints", self.config.keep_checkpoints
         self._run_id = self.peers.from_first(lambda: run_id_in(self.run_dir))  # "": a new run, or its file is damaged
         self._checkpoints = Checkpoints(folder, keep, self.peers, self._mirror, self._run_id)
@@ -136,8 +137,8 @@ class Run:
         if len(set(found)) > 1:
             raise InputError(
                 f"process {found.index(True)} reads its options from config.json of run_dir {self.config.run_dir}, but "
-                f"process {found.index(False)} finds none there; give a folder that all hosts share, or the same "
-                "options with --preset on all of them"
+                f"process {found.index(False)} finds none there; give a folder that all hosts share, or gs://, or the "
+                "same options with --preset on all of them"
             )
 
     def _go_on_from(self, saved: Saved) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,11 @@ class Saved:
     run_id: str
     values: dict[str, Any]
     entries: dict[str, Entry]
+    fetch: Callable[[str], None] | None = None
+    """Brings a file of this name into the folder before it is first read; None: all are there."""
 
     def files(self) -> TensorFiles:
-        return TensorFiles(self.folder, self.entries)
+        return TensorFiles(self.folder, self.entries, self.fetch)
 
     def index(self) -> dict[str, Any]:
         return index_as_json(self.entries)

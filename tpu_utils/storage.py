@@ -12,7 +12,6 @@ import os
 import queue
 import re
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -79,30 +78,36 @@ class Mirror:
     found out. Use it as a context manager around whatever writes: on leaving it waits until all is in the bucket.
 
     Making it empties the local folder and fetches the log and the done markers; fetch() gets the rest of a checkpoint.
+
+    Of several processes each has a local folder of its own, on whatever host: it uploads its part of a sharded
+    checkpoint with put() and fetches the parts that it needs. All else, and the markers, are the first one's.
     """
 
     def __init__(self, config: TrainConfig, folder: Path, peers: "Peers | None" = None):
-        """peers: the processes of this run, on one host; the first of them uploads.
+        """peers: the processes of this run. folder: what open_bucket_dir gave the first of them.
 
-        Raises InputError like open_bucket_dir, and where there are several hosts: each would have a local folder of
-        its own, with a part of a checkpoint in it.
+        Raises InputError like open_bucket_dir, on all processes, whichever cannot use the bucket.
         """
         from tpu_utils.peers import Peers  # only here: it imports torch, and a command line reads a bucket before that
 
         peers = peers or Peers()
-        self._url, self._folder, self._bucket = config.run_dir, folder, None
+        self._url, self.folder, self._bucket, self._index = config.run_dir, folder, None, peers.index
         self._sent: dict[str, tuple] = {}  # what the log files looked like when they went up
         self._jobs: queue.Queue = queue.Queue()
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         if config.run_dir.startswith("gs://") and not config.compile_for:
-            hosts = sorted(set(peers.gather(socket.gethostname())))
-            if len(hosts) > 1:
-                raise InputError(
-                    f"run_dir {self._url} is for runs on one host, and this one has {len(hosts)} ({', '.join(hosts)}); "
-                    "give a folder that all of them share, a bucket mounted with gcsfuse for one"
-                )
+            if peers.index:
+                own = working_folder(self._url)
+                self.folder = own.with_name(f"{own.name}_process_{peers.index}")
             peers.from_first(lambda: self._begin(config.resume))
+            problems = [problem for problem in peers.gather(self._begin_other() if peers.index else "") if problem]
+            if problems:
+                raise InputError(str(problems[0]))
+
+    @property
+    def in_bucket(self) -> bool:
+        return self._bucket is not None
 
     def _begin(self, resume: str) -> None:
         try:
@@ -113,18 +118,27 @@ class Mirror:
         except storage_errors() as error:
             raise InputError(f"run_dir {self._url} cannot be used: {reason(error, self._url)}") from error
 
+    def _begin_other(self) -> str:
+        """Of another process than the first: begin with nothing fetched, and what is wrong, which all have to hear."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._begin("never")
+        except (InputError, OSError) as error:
+            return f"process {self._index}: {error}"
+        return ""
+
     def _empty_and_fetch(self, there: dict[str, Any]) -> None:
-        for path in self._folder.iterdir():
+        for path in self.folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.name not in NOT_UPLOADED:
                 path.unlink()
         for name, blob in there.items():
             if name in ("config.json", "metrics.jsonl", "summary.json") or is_marker(name):
-                download(blob, inside(self._folder, name))
+                download(blob, inside(self.folder, name))
 
     def __enter__(self) -> "Mirror":
-        if self._bucket:
+        if self._bucket and self._index == 0:
             self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
             self._thread.start()
             self._jobs.put(None)  # config.json goes up now: from here on the directory holds a run
@@ -157,15 +171,32 @@ class Mirror:
         except storage_errors() as error:
             raise InputError(f"{self._url} cannot be read: {reason(error, self._url)}") from error
 
-    def send(self, folder: Path, keep: int, best: int | None = None) -> None:
+    def send(self, folder: Path, keep: int, best: int | None = None, others: dict[str, int] | None = None) -> None:
         """Upload this complete checkpoint in the background, then delete what is older than the newest `keep` up to it.
 
-        best: a step whose checkpoint is not deleted. Waits for the one before it. Raises SaveError if that one failed.
+        best: a step whose checkpoint is not deleted. others: sizes of its files that other processes have put there.
+        Waits for the one before it. Raises SaveError if that one failed.
         """
         if self._bucket:
             assert self._thread, "outside the with statement nothing is uploaded"
             self.wait()
-            self._jobs.put((folder, keep, best))
+            self._jobs.put((folder, keep, best, others or {}))
+
+    def unmark(self, folder: Path) -> None:
+        """What the bucket has under this name is no checkpoint from here on. Raises SaveError."""
+        if not self._bucket or (marker := f"{self._name(folder)}/done") not in self._generations:
+            return
+        try:
+            self._delete(marker)
+        except storage_errors() as error:
+            raise self._save_error(f"the checkpoint {folder.name}", error) from error
+
+    def put(self, path: Path) -> None:
+        """Upload a file of a checkpoint that is not marked, now. Raises SaveError."""
+        try:
+            self._upload(path)
+        except storage_errors() as error:
+            raise self._save_error(path.name, error) from error
 
     def wait(self) -> None:
         """Until every checkpoint sent is in the bucket. Raises SaveError; what was complete there still is."""
@@ -178,7 +209,7 @@ class Mirror:
         if not self._bucket:
             return
         try:
-            tops = [path for path in self._folder.iterdir() if path.name not in NOT_UPLOADED]
+            tops = [path for path in self.folder.iterdir() if path.name not in NOT_UPLOADED]
             files = [path for top in tops for path in ([top] if top.is_file() else top.rglob("*")) if path.is_file()]
             for path in sorted(path for path in files if path.suffix != ".writing"):
                 name, found = self._name(path), path.stat()
@@ -219,14 +250,18 @@ class Mirror:
             # they go up again before the next checkpoint, and then a failure ends the run
             print(f"warning: {error}", file=sys.stderr, flush=True)
 
-    def _upload_checkpoint(self, folder: Path, keep: int, best: int | None) -> None:
+    def _upload_checkpoint(self, folder: Path, keep: int, best: int | None, others: dict[str, int]) -> None:
         marker = f"{self._name(folder)}/done"
+        self.unmark(folder)  # a resumed run comes past it again
         try:
-            if marker in self._generations:  # a resumed run comes past it again
-                self._delete(marker)
             for path in sorted(folder.rglob("*")):
                 if path.is_file() and path != folder / "done":
                     self._upload(path)
+            there = self._listing(RETRY_SECONDS) if others else {}
+            for file, size in others.items():
+                found = there[name].size if (name := f"{self._name(folder)}/{file}") in there else "absent"
+                if found != size:
+                    raise OSError(f"{file} is {found} in the bucket, its process wrote {size} bytes")
             self._upload(folder / "done")
             self._prune(step_of(marker), keep, best)
         except storage_errors() as error:
@@ -242,7 +277,7 @@ class Mirror:
             self._delete(name)
 
     def _name(self, path: Path) -> str:
-        return path.relative_to(self._folder).as_posix()
+        return path.relative_to(self.folder).as_posix()
 
     def _listing(self, seconds: float) -> dict[str, Any]:
         """Every object in the directory, by its name there."""

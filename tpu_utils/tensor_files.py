@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -201,8 +201,9 @@ def check_files(folder: Path, entries: dict[str, Entry], files: Iterable[str]) -
 class TensorFiles:
     """Reads the tensors of a folder whose index fits its files. Each file is mapped when it is first needed."""
 
-    def __init__(self, folder: Path, entries: dict[str, Entry]):
-        self._folder, self._entries, self._opened = folder, entries, {}
+    def __init__(self, folder: Path, entries: dict[str, Entry], fetch: Callable[[str], None] | None = None):
+        """fetch: brings a file of this name into the folder, before it is mapped."""
+        self._folder, self._entries, self._fetch, self._opened = folder, entries, fetch, {}
 
     def read(self, path: str) -> torch.Tensor:
         """A whole tensor on the CPU, in memory of its own."""
@@ -228,6 +229,8 @@ class TensorFiles:
 
     def _slice(self, file: str, name: str, offsets, shape) -> torch.Tensor:
         if file not in self._opened:
+            if self._fetch:
+                self._fetch(file)
             self._opened[file] = safe_open(self._folder / file, framework="pt")
         tensor = self._opened[file].get_tensor(name)  # of mapped memory: what is not touched is not read
         return tensor[tuple(slice(begin, begin + n) for begin, n in zip(offsets, shape, strict=True))]

@@ -1,0 +1,177 @@
+"""docs/tpu_vm.md: what its commands do on the VM is done here, with sudo, apt, pip and sleep pretended."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from processes import ROOT, Script
+from test_docs import commands_in, is_run
+
+from config import DistributedMnistConfig, MnistConfig
+from tpu_utils.options import parse_command_line
+
+PAGE = ROOT / "docs" / "tpu_vm.md"
+HERE = {  # commands of the page that no other test file runs: the start of each, and the test of this file that does
+    r"gcloud compute tpus tpu-vm ssh .*(apt-get|setup_tpu)": "test_the_setup",
+    r"gcloud compute tpus tpu-vm ssh .*distributed_mnist_tpu": "test_training_lines",
+    r"gcloud compute tpus tpu-vm ssh .*train.service": "test_the_service",
+    r"until ": "test_the_loop",
+    r"python3 -m pip install --user uv|mkdir -p .venv|ln -sf": "test_libpython",
+}
+
+
+def on_the_vm(word: str) -> str:
+    """The --command of the one gcloud line of the page that holds `word`."""
+    (command,) = [command for command in commands_in(PAGE) if command.startswith("gcloud") and word in command]
+    return next(part for part in shlex.split(command) if part.startswith("--command=")).removeprefix("--command=")
+
+
+@pytest.fixture
+def vm(tmp_path, monkeypatch):
+    """A home folder of a VM and run(command): what ssh would do there. sudo writes into `units` and `calls` instead."""
+    home, tools = tmp_path / "home", tmp_path / "tools"
+    for folder in (home, tools, tmp_path / "units"):
+        folder.mkdir()
+    monkeypatch.chdir(home)
+
+    def tool(name: str, script: str) -> Path:
+        path = tools / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/bash\necho {Path(name).name} $* >> {tmp_path}/calls\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    def run(command: str, **variables) -> subprocess.CompletedProcess:
+        environment = dict(os.environ, HOME=str(home), USER="somebody", PATH=f"{tools}:{os.environ['PATH']}")
+        settings = dict(capture_output=True, text=True, env={**environment, **variables}, timeout=60)
+        return subprocess.run(["bash", "-c", command], **settings)
+
+    tool("sudo", f'if [ $1 = tee ]; then exec tee "{tmp_path}/units/$(basename $2)"; fi')
+    run.tool, run.home, run.folder = tool, home, tmp_path
+    run.calls = lambda: (tmp_path / "calls").read_text().splitlines()
+    return run
+
+
+def test_every_line_is_run_somewhere_or_says_why_not():
+    commands = commands_in(PAGE)
+    for pattern, name in HERE.items():
+        assert any(re.match(pattern, command, re.S) for command in commands), f"nothing is like {pattern} any more"
+        assert any(name in test for test in globals()), name
+    for command in commands:  # what is_run() lets through, test_docs.py runs
+        assert is_run(command) or not command.startswith(".venv"), command
+
+
+def test_the_setup(vm):
+    """clone, venv, pip, then the doctor, on a fresh VM and once more; what fails is the exit code."""
+    origin = vm.folder / "origin"
+    origin.mkdir()
+    shutil.copy(ROOT / "requirements.txt", origin)
+    git = f"git -C {origin} -c user.name=n -c user.email=e"
+    assert vm(f"git init -q {origin} && {git} add . && {git} commit -qm first").returncode == 0
+    pip, doctor = vm.tool("venv/pip", "cat $4; exit $FAILS"), vm.tool("venv/python", "exit $FAILS")
+    vm.tool("python3.11", f"mkdir -p $3/bin && cp {pip} {doctor} $3/bin")
+    command = on_the_vm("apt-get").replace("REPOSITORY", str(origin))
+    for _ in range(2):
+        done = vm(command, FAILS="0")
+        assert done.returncode == 0, done.stderr
+        assert "torch_xla[tpu,pallas]==2.9.0" in done.stdout  # pip was given the clone's requirements.txt
+    assert [call for call in vm.calls() if "apt-get" in call][1].endswith("install -y python3.11-venv libpython3.11")
+    assert vm(command, FAILS="1").returncode == 1
+    vm.tool("python3.11", "exit 1")
+    assert vm(command, FAILS="0").returncode == 1
+    assert vm(on_the_vm("setup_tpu.py"), FAILS="1").returncode == 1
+    assert vm.calls()[-1] == "python setup_tpu.py --device tpu"
+
+
+def test_training_lines(vm):
+    """The line trains: with its own words in its own folder, but for the device and the data."""
+    python = vm.tool("python", "echo $PWD")
+    (vm.home / "tpu-examples/.venv/bin").mkdir(parents=True)
+    (vm.home / "tpu-examples/.venv/bin/python").symlink_to(python)
+    done = vm(on_the_vm("--preset distributed --download'"))
+    assert done.stdout.strip() == str(vm.home / "tpu-examples")
+    words = vm.calls()[-1].split()[1:]
+    parse_command_line(DistributedMnistConfig, "", words[1:])  # nothing is misspelt or without effect
+    words.remove("--download")
+    without = ["--device=cpu", "--dataset=digits", "--num_epochs=1", "--warmup_steps=2"]
+    process = Script(ROOT / words[0], *words[1:], *without, folder=vm.folder)
+    assert process.wait() == 0, process.text("err")
+    assert (vm.folder / "runs/mnist_distributed/summary.json").exists()
+
+
+def test_the_service(vm):
+    """The unit that the page writes: what it runs, when it goes on and when it gives up."""
+    python = vm.home / "tpu-examples/.venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(vm.tool("python", ""))
+    done = vm(on_the_vm("train.service"))
+    assert done.returncode == 0, done.stderr
+    assert vm.calls()[1:] == [f"sudo systemctl {verb}" for verb in ("daemon-reload", "enable train", "restart train")]
+    text = (vm.folder / "units/train.service").read_text()
+    unit = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    assert (unit["Restart"], unit["RestartPreventExitStatus"], unit["User"]) == ("on-failure", "2", "somebody")
+    launcher, script, *words = unit["ExecStart"].split()
+    assert (launcher, unit["WorkingDirectory"]) == (str(python), str(vm.home / "tpu-examples"))
+    assert (ROOT / script).exists()
+    parse_command_line(DistributedMnistConfig, "", words)
+    assert "--resume auto" in unit["ExecStart"]
+    if shutil.which("systemd-analyze"):  # exits with 0 whatever it says
+        said = vm(f"systemd-analyze verify {vm.folder}/units/train.service")
+        assert said.stderr == "" == said.stdout
+
+
+@pytest.mark.parametrize(
+    "codes, attempts",
+    [
+        ("1 1 0", 3),
+        ("2", 1),
+        ("1 2", 2),
+        ("137 139 0", 3),  # killed; a crash
+        ("143", 1),  # stopped by hand
+        ("1 130", 2),
+    ],
+)
+def test_the_loop(vm, codes, attempts):
+    """It goes on until 0, gives up on 2, and does not start again what somebody stopped."""
+    (loop,) = [command for command in commands_in(PAGE) if command.startswith("until ")]
+    words = re.search(r"until .venv/bin/python simple_mnist_tpu.py (.*?);", loop)[1].split()
+    parse_command_line(MnistConfig, "", words)
+    vm.tool("sleep", "")
+    (vm.home / ".venv/bin").mkdir(parents=True)
+    python = f"codes=({codes}); n=$(grep -c ^python {vm.folder}/calls); exit ${{codes[n - 1]}}"
+    (vm.home / ".venv/bin/python").symlink_to(vm.tool("python", python))
+    assert vm(loop).returncode == 0
+    assert sum(call.startswith("python") for call in vm.calls()) == attempts
+    assert all("--resume auto" in call for call in vm.calls() if call.startswith("python"))
+
+
+def test_libpython(vm):
+    """The link leads to the library of the Python that the environment was made with, twice as well as once."""
+    library = vm.home / "python/lib/libpython3.11.so.1.0"
+    library.parent.mkdir(parents=True)
+    library.write_text("the library")
+    (vm.home / ".venv/bin").mkdir(parents=True)
+    (vm.home / ".venv/bin/python").symlink_to(vm.tool("python", f"echo {vm.home}/python"))
+    commands = [command for command in commands_in(PAGE) if command.startswith(("mkdir -p .venv", "ln -sf"))]
+    for _ in range(2):
+        done = vm(" && ".join(commands))
+        assert done.returncode == 0, done.stderr
+    linked = vm.home / ".venv/lib/python3.11/site-packages/torch_xla/lib/libpython3.11.so.1.0"
+    assert linked.read_text() == "the library"
+
+
+@pytest.mark.slow
+def test_gcloud_knows_every_command_and_option(tmp_path):
+    """It reads a command line before it asks who you are; with a settings folder of its own it knows nobody."""
+    if not shutil.which("gcloud"):
+        pytest.skip("gcloud is not installed")
+    for command in [command for command in commands_in(PAGE) if command.startswith("gcloud")]:
+        environment = dict(os.environ, CLOUDSDK_CONFIG=str(tmp_path), CLOUDSDK_CORE_DISABLE_PROMPTS="1")
+        environment.update(CLOUDSDK_CORE_PROJECT="nobodys", CLOUDSDK_COMPUTE_ZONE="us-west4-a")
+        settings = dict(capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+        said = subprocess.run(shlex.split(command.replace("PROJECT", "nobodys")), **settings).stderr
+        assert re.search(r"Updated property|active account|credentials|login", said), f"{command}\n{said}"

@@ -26,7 +26,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from setup_tpu import METADATA_URL
 from tpu_calibration.bench import Bench, Cannot, find_machine, hold, last_object
 from tpu_calibration.peaks import PEAKS, peak
 from tpu_calibration.promises import PROMISES
@@ -84,9 +83,9 @@ def measure_all(bench: Bench) -> None:
         print(f"{place} {record['status']:7} {name:38} {shorten(text, 100)}", flush=True)
 
 
-def calibrate(device: str, folder: Path, time_limit: float, root: Path, metadata_url: str) -> int:
-    """Exit code. root: what / is; metadata_url: of the VM's attributes."""
-    machine = find_machine(device, root, metadata_url)
+def calibrate(device: str, folder: Path, time_limit: float, root: Path) -> int:
+    """Exit code. root: what / is."""
+    machine = find_machine(device, root)
     bench = Bench(machine, folder, time_limit)
     where = f"{machine.slice or machine.chip}, devices: {machine.num_devices}"
     if machine.device == "cpu":
@@ -115,7 +114,7 @@ def main() -> int:
     parser.add_argument("--time_limit", type=float, default=3600, metavar="SECONDS", help="for each process")
     options = parser.parse_args()
     try:
-        return calibrate(options.device, options.output.absolute(), options.time_limit, Path("/"), METADATA_URL)
+        return calibrate(options.device, options.output.absolute(), options.time_limit, Path("/"))
     except KeyboardInterrupt:
         print("stopped    the same command goes on from here", file=sys.stderr)
         return 130

@@ -126,10 +126,11 @@ class Metadata(http.server.BaseHTTPRequestHandler):
     """What a VM's metadata server says."""
 
     def do_GET(self):
-        known = self.path.endswith("/tpu-env") and self.headers["Metadata-Flavor"] == "Google"
-        self.send_response(200 if known else 404)
+        text = self.server.said.get(self.path.removeprefix("/computeMetadata/v1/instance/attributes/"))
+        self.send_response(200 if text and self.headers["Metadata-Flavor"] == "Google" else 404)
+        self.send_header("Metadata-Flavor", "Google")
         self.end_headers()
-        self.wfile.write(b"ACCELERATOR_TYPE: 'v5litepod-8'\nWORKER_ID: '0'\n")
+        self.wfile.write((text or "").encode())
 
     def log_message(self, *_):
         pass
@@ -138,8 +139,8 @@ class Metadata(http.server.BaseHTTPRequestHandler):
 class Vm:
     """A pretended VM with 8 chips. child: who answers for a child process; started: the commands of all."""
 
-    def __init__(self, root: Path, url: str):
-        self.root, self.folder, self.url = root, root / "calibration", url
+    def __init__(self, root: Path):
+        self.root, self.folder = root, root / "calibration"
         self.started, self.child = [], Pretended
 
     def start(self, command, *others):
@@ -147,7 +148,7 @@ class Vm:
         return self.child(command, *others)
 
     def calibrate(self) -> int:
-        return calibrate_tpu.calibrate("auto", self.folder, 60, self.root, self.url)
+        return calibrate_tpu.calibrate("auto", self.folder, 60, self.root)
 
     def content(self) -> dict:
         return json.loads((self.folder / "calibration.json").read_text())
@@ -160,15 +161,29 @@ def pci_tree(root: Path, *devices) -> Path:
 
 
 @contextlib.contextmanager
-def pretended_vm(root: Path):
+def metadata_of(kind: str, hosts: int):
+    """A metadata server of a slice, where this process looks for it."""
     server = http.server.HTTPServer(("127.0.0.1", 0), Metadata)
+    workers = ",".join(f"name:{index}:10.0.0.{index + 1}" for index in range(hosts))
+    server.said = {
+        "tpu-env": f"ACCELERATOR_TYPE: '{kind}'\nWORKER_ID: '0'\n",
+        "worker-network-endpoints": workers,
+    }
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    vm = Vm(pci_tree(root, *[V5E] * 8), f"http://127.0.0.1:{server.server_port}/attributes/")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "start_child", vm.start)
-        patch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
-        yield vm
+        patch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_port}")
+        for name in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"):
+            patch.delenv(name, raising=False)
+        yield patch
     server.shutdown()
+
+
+@contextlib.contextmanager
+def pretended_vm(root: Path):
+    vm = Vm(pci_tree(root, *[V5E] * 8))
+    with metadata_of("v5litepod-8", 1) as patch:
+        patch.setattr(bench, "start_child", vm.start)
+        yield vm
 
 
 @pytest.fixture(scope="module")
@@ -337,29 +352,36 @@ def test_another_machine_begins_anew(tmp_path, capsys):
         ([("0x1ae0", "0x0076")] * 4, "", "", 8),
     ],
 )
-def test_which_slice_this_is(tmp_path, monkeypatch, chips, named, slice_name, devices):
+def test_which_slice_this_is_by_the_environment(tmp_path, monkeypatch, chips, named, slice_name, devices):
     pci_tree(tmp_path, *chips)
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    for name in ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", named)
-    machine = find_machine("auto", tmp_path, "http://127.0.0.1:1/")
+    machine = find_machine("auto", tmp_path)
     assert (machine.slice, machine.num_devices, machine.device) == (slice_name, devices, "tpu")
 
 
-def test_a_slice_of_several_hosts_and_a_missing_tpu_are_refused(tmp_path, monkeypatch):
+def test_a_slice_of_several_hosts_a_part_of_one_and_a_missing_tpu_are_refused(tmp_path):
     with pytest.raises(DeviceError, match=r"found no TPU chip on this machine; .* rehearse with --device cpu"):
-        find_machine("tpu", tmp_path, "")
-    pci_tree(tmp_path, *[V5E] * 4)
-    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-16")
-    with pytest.raises(InputError, match=r"has 4 devices of slice v5litepod-16, which has 16; expected a slice of one"):
-        find_machine("auto", tmp_path, "")
+        find_machine("tpu", tmp_path)
+    pci_tree(tmp_path, *[V5E] * 8)
+    with metadata_of("v5litepod-16", 2), pytest.raises(InputError, match=r"which has 2 hosts; expected a slice of one"):
+        find_machine("auto", tmp_path)
+    with metadata_of("v5litepod-4", 1) as patch:
+        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
+        patch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        with pytest.raises(InputError, match=r"has 8 chips of v5litepod-4, .* expected a slice of one host, whole"):
+            find_machine("auto", tmp_path)
 
 
 def test_what_would_measure_another_machine_than_it_names_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CPU_NUM_DEVICES", "many")
     with pytest.raises(InputError, match=r"CPU_NUM_DEVICES is 'many'; expected a number from 1 to 127"):
-        find_machine("cpu", tmp_path, "")
+        find_machine("cpu", tmp_path)
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
     with pytest.raises(InputError, match=r"TPU_VISIBLE_CHIPS is '0': .* a part of the 8 chips here; .* unset it"):
-        find_machine("auto", pci_tree(tmp_path, *[V5E] * 8), "")
+        find_machine("auto", pci_tree(tmp_path, *[V5E] * 8))
 
 
 def test_the_bound_is_the_compilers():

@@ -14,13 +14,13 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 from tpu_compiler.calibration import CALIBRATION, SHORTEST_MS
 from tpu_compiler.environment import MOST_DEVICES
 from tpu_compiler.hardware import attached_chips, parse_topology
 from tpu_utils.errors import DeviceError, InputError, TrainingError
 from tpu_utils.files import write_atomically
+from tpu_utils.hosts import chips_in, family, settle_hosts
 from tpu_utils.inputs import parse_json, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +42,7 @@ class Machine:
     commit: str
 
 
-def find_machine(device: str, root: Path, metadata_url: str) -> Machine:
+def find_machine(device: str, root: Path) -> Machine:
     """Raises DeviceError when a TPU is asked for and none is there, InputError for a slice of several hosts."""
     chips = attached_chips(root / "sys/bus/pci/devices")
     if device == "tpu" and not chips:
@@ -63,32 +63,21 @@ def find_machine(device: str, root: Path, metadata_url: str) -> Machine:
             f"TPU_VISIBLE_CHIPS is {visible!r:.50}: processes would see a part of the {len(chips)} chips here; "
             "expected all of them; unset it"
         )
-    chip, devices = chips[0], len(chips) * chips[0].devices_per_chip
-    name = accelerator_type(metadata_url)
-    name = name or f"{'v5litepod' if chip.name == 'v5e' else chip.name}-{len(chips) * chip.cores_in_name}"
-    try:
-        topology = parse_topology(name) if chip.limit_gib else None  # None: libtpu cannot compile for it
-    except ValueError:  # no slice has so many chips: this is a part of one
-        topology = None
-    if topology and topology.num_devices != devices:
+    chip, environment = chips[0], dict(os.environ)  # a copy: each child settles its own
+    _, hosts = settle_hosts(chips, environment)
+    kind = environment.get("TPU_ACCELERATOR_TYPE")
+    if len(hosts) > 1 or (kind and chips_in(kind, chip) not in (0, len(chips))):
         raise InputError(
-            f"this host has {devices} devices of slice {name}, which has {topology.num_devices}; expected a slice of "
-            "one host; calibrate on one such as v5litepod-8, v6e-8 or v4-8"
+            f"this host has {len(chips)} chips of {kind or 'a slice'}, which has {len(hosts)} hosts; expected a slice "
+            "of one host, whole; calibrate on one such as v5litepod-8, v6e-8 or v4-8"
         )
-    return Machine("tpu", chip.name, topology.name if topology else "", devices, versions, find_commit())
-
-
-def accelerator_type(metadata_url: str) -> str:
-    """The slice as the VM's surroundings name it, "" where they do not."""
-    if named := os.environ.get("TPU_ACCELERATOR_TYPE"):
-        return named
+    name, each = family(chip)
     try:
-        request = Request(metadata_url + "tpu-env", headers={"Metadata-Flavor": "Google"})
-        with urlopen(request, timeout=2) as reply:
-            found = re.search(r"ACCELERATOR_TYPE:\s*'?([\w-]+)", reply.read(1 << 16).decode(errors="replace"))
-    except OSError:
-        return ""
-    return found[1] if found else ""
+        topology = parse_topology(f"{name}-{len(chips) * each}") if chip.limit_gib else None  # None: not by libtpu
+    except ValueError:  # no slice has so many chips
+        topology = None
+    devices = len(chips) * chip.devices_per_chip
+    return Machine("tpu", chip.name, topology.name if topology else "", devices, versions, find_commit())
 
 
 def find_commit() -> str:

@@ -16,7 +16,9 @@ the named slice. Everything in the report is read from the compiled program.
 
 Trust: compiles or not, memory, FLOPs, kinds, counts and bytes of collectives.
 Milliseconds and MFU are sums of the compiler's own cost model over its
-schedule: good for comparing two programs, never a measurement.
+schedule: good for comparing two programs, never a measurement. Where
+calibrate_tpu.py has measured steps on such a chip, the report says how far they
+were from their estimates.
 """
 
 import argparse
@@ -26,7 +28,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tpu_compiler.calibration import CALIBRATION, read_calibration
 from tpu_compiler.environment import check_private_interfaces, traceable_topology
+from tpu_compiler.hardware import parse_topology
 from tpu_compiler.report import format_report, format_table
 from tpu_compiler.search import ScriptError, compile_script, fit
 
@@ -40,12 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
     parser.add_argument("--program", metavar="DIR", help="write the optimized program text of each slice there")
+    parser.add_argument("--calibration", metavar="FILE", help=f"default: {CALIBRATION}, when there is one")
     arguments, options = parser.parse_known_args(argv)
     try:
         topologies = [traceable_topology(name).name for name in arguments.topology.split(",")]
         if not Path(arguments.script).is_file():
             raise ValueError(f"no such script: {arguments.script}")
-        check_private_interfaces()
+        libtpu = check_private_interfaces()["libtpu"]
+        given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
+        calibration = read_calibration(Path(given)) if given else None
         say = (lambda line: print(line, file=sys.stderr)) if arguments.json else print
         reports, found = [], True
         for topology in topologies:
@@ -59,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, ScriptError) else 2
+    if calibration:
+        chips = [parse_topology(r.topology).generation if r.compiles else "" for r in reports]
+        said = [calibration.sentence(chip, libtpu) for chip in chips]
+        reports = [dataclasses.replace(r, calibration=text) for r, text in zip(reports, said, strict=True)]
     if arguments.json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
     elif reports:

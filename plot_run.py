@@ -38,6 +38,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 matplotlib.rcParams["agg.path.chunksize"] = 10_000  # a million points: a fifth of the memory
 PHASE_COLOURS = {
     "start_up": "#9d9d9d",
+    "restore": "#5e5e5e",
     "compile": "#8c6bb1",
     "data_wait": "#d7301f",
     "step": "#2b8a3e",

@@ -16,6 +16,7 @@ TOOLS = [
     "plot_run.py",
     "aot_tpu.py",
     "setup_tpu.py",
+    "calibrate_tpu.py",
     "config.py",
 ]
 # importing any of these is an error: no clock is asked
@@ -90,6 +91,7 @@ def test_every_option_has_a_sentence(script):
         (["convert_llmc.py", "describe", "no.bin"], 2, "no.bin: no such file"),
         (["prepare_data.py", "no.txt", "--output", "x"], 2, "no.txt: no such file"),
         (["plot_run.py", "no"], 2, "no is not there"),
+        (["calibrate_tpu.py", "--device", "tpu"], 1, "found no TPU chip on this machine"),
         (["aot_tpu.py", "no.py", "--topology", "v5litepod-1"], 2, "no such script: no.py"),
         (["aot_tpu.py", "simple_mnist_tpu.py", "--topology", "v5litepod-9"], 2, "nearest is v5litepod-8"),
     ],

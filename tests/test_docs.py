@@ -27,6 +27,7 @@ NOT_RUN = {  # pattern: reason
     r".*gs://BUCKET": "needs a bucket; test_storage.py runs the scripts against emulators",
     r".*(bucket_emulator.py|STORAGE_EMULATOR_HOST)": "a server and its port; test_storage.py uses both",
     r".*tensorboard --logdir": "a server that does not end; test_pictures.py reads what it would show",
+    r".*calibrate_tpu.py": "hours of a TPU, minutes of a CPU; test_calibrate_tpu.py runs it whole",
     r".*simple_mnist_tpu.py --preset production --download": "needs a TPU and a network",
     r".*resnet_cifar_tpu.py --preset": "needs CIFAR-10; test_cifar_data.py has small files of its format",
     r".*transformer_tpu.py --preset production --data_dir": "needs a TPU; test_aot_tpu.py compiles this step",

@@ -157,6 +157,8 @@ def test_the_last_lines_say_what_should_not_have_been(capsys):
     print_summary(good)
     said = "result     test accuracy 0.5000\ngraphs     1 train, 1 eval\nseconds    3.0: step 2.0, other 1.0\n"
     assert capsys.readouterr().out == said
+    print_summary(good | dict(hbm_peak_bytes=3 << 29))
+    assert "\nmemory     at most 1.50 GiB per device\n" in capsys.readouterr().out
     print_summary(good | dict(skipped_steps=3, host_to_device_uploads_per_step=1.0))
     said = capsys.readouterr().out.splitlines()
     assert said[2] == "skipped    3 of 44 updates, which were not finite"

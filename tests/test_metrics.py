@@ -46,6 +46,8 @@ def test_goodput_sums_to_wall_time(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     goodput = Goodput(age=6.0)
     clock[0] += 1
+    with goodput.phase("restore"):  # of a resumed run alone
+        clock[0] += 7
     goodput.enter("step")
     clock[0] += 2
     with goodput.phase("evaluation"):
@@ -54,9 +56,9 @@ def test_goodput_sums_to_wall_time(monkeypatch):
             clock[0] += 3
         clock[0] += 0.5
     clock[0] += 4
-    assert goodput.total() == 6 + 1 + 2 + 5 + 3 + 0.5 + 4 == sum(goodput.seconds.values())
+    assert goodput.total() == 6 + 1 + 7 + 2 + 5 + 3 + 0.5 + 4 == sum(goodput.seconds.values())
     seconds = {name: seconds for name, seconds in goodput.seconds.items() if seconds}
-    assert seconds == {"start_up": 7, "step": 6, "evaluation": 5.5, "data_wait": 3}
+    assert seconds == {"start_up": 7, "restore": 7, "step": 6, "evaluation": 5.5, "data_wait": 3}
 
 
 def test_the_first_step_that_is_not_finite_is_found():

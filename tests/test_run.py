@@ -141,7 +141,9 @@ def test_it_resumes_bit_identical(folder, whole, tmp_path, number, code):
     again = line(folder, run_dir, "--resume=must")
     assert again.wait() == 0 and "resumed    after step 1" in again.text("out"), again.text("err")
     assert losses_in(run_dir) == losses_in(whole)
-    assert summary_in(run_dir)["slope"] == summary_in(whole)["slope"]
+    first, second = summary_in(whole), summary_in(run_dir)
+    assert second["slope"] == first["slope"]
+    assert "restore" not in first["goodput"] and second["goodput"]["restore"] > 0
 
 
 def test_what_it_was_trained_with_must_be_repeated(folder, whole):

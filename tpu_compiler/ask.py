@@ -120,7 +120,8 @@ def ask_compiler(
     fits = peak <= limit  # libtpu 0.0.21 leaves the arguments out of its own check
     collectives = read_collectives(computations, devices)
     cycles, unpriced = read_cycles(computations)
-    seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)
+    seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
+    peak_flops = devices * hardware.bf16_tflops * 1e12
     sent = sum(kind["sent_bytes"] for kind in collectives.values())
     loops = sum(operation.kind == "while" for operations in computations.values() for operation in operations)
     too_much = f"needs {peak / GIB:.2f} of {limit / GIB:.2f} GiB, over by {(peak - limit) / GIB:.2f} GiB"
@@ -139,8 +140,8 @@ def ask_compiler(
         collectives=collectives,
         communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
         estimated_ms=seconds * 1e3,
-        estimated_per_second=examples / seconds if examples else None,
-        estimated_mfu=model_flops / (devices * seconds * hardware.bf16_tflops * 1e12) if model_flops else None,
+        estimated_per_second=examples / seconds if examples and seconds else None,
+        estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,
         operations_without_estimate=dict(unpriced.most_common()),
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
         compile_seconds=compiled.seconds,

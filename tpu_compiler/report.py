@@ -34,6 +34,7 @@ class Report:
     estimated_per_second: float | None = None  # examples or tokens, all devices
     estimated_mfu: float | None = None
     estimate_label: str = LABEL
+    calibration: str = ""  # what was measured on this chip, as calibration.Calibration.sentence says it
     unit: str = "examples"
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
     costliest_lines: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # source line, milliseconds
@@ -77,6 +78,8 @@ def format_report(r: Report) -> str:
         rate = f", {r.estimated_per_second:,.0f} {r.unit}/s" if r.estimated_per_second else ""
         mfu = f", MFU {r.estimated_mfu:.1%}" if r.estimated_mfu else ""
         row("time per step", f"{r.estimated_ms:.3f} ms{rate}{mfu} ({r.estimate_label})")
+        if r.calibration:
+            row("calibration", r.calibration)
         kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())
         row(
             "without estimate",
@@ -114,4 +117,5 @@ def format_table(reports: Sequence[Report]) -> str:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]
     lines += [f"{r.topology}: {r.reason}" for r in reports if r.reason]
+    lines += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
     return "\n".join([*lines, f"est.: {LABEL}. comm.: {COMMUNICATION_LABEL}."])

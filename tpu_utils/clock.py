@@ -33,7 +33,7 @@ class Goodput:
     def __init__(self, age: float = 0.0):
         """age: seconds before now that belong to start_up, process_age() in a script."""
         phases = ("start_up", "compile", "data_wait", "step", "evaluation", "checkpoint", "other")
-        self.seconds = dict.fromkeys(phases, 0.0)
+        self.seconds = dict.fromkeys(phases, 0.0)  # others are added as they come
         self._stack, self._since = ["start_up"], time.perf_counter() - age
         self.changes = 0
 
@@ -43,7 +43,7 @@ class Goodput:
 
     def _settle(self) -> None:
         now = time.perf_counter()
-        self.seconds[self._stack[-1]] += now - self._since
+        self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
         self._since = now
 
     def enter(self, name: str) -> None:
@@ -72,6 +72,7 @@ class Goodput:
 
 STALL_HINTS = {  # by Goodput's phase
     "start_up": "does another process hold the TPU (setup_tpu.py names it)? has the run started on all hosts?",
+    "restore": "can the checkpoint in --run_dir still be read? has the run started on all hosts?",
     "compile": "a large model may compile for long; has the run started on all hosts?",
     "data_wait": "can the data source (--data_dir, its disk or network) still be read?",
     "checkpoint": "can the disk of --run_dir still be written? do the other hosts still run?",
@@ -104,7 +105,7 @@ def _watch_for_stalls(ref: weakref.ref, stall_seconds: float) -> None:
                 tell_over()
             changes, since, told = goodput.changes, now, False
         del goodput
-        limit = stall_seconds * (6 if phase in ("start_up", "compile") else 1)
+        limit = stall_seconds * (6 if phase in ("start_up", "restore", "compile") else 1)
         if now - since > limit and not told:
             told, hint = True, STALL_HINTS.get(phase, OTHER_STALL)
             text = f"no progress for {limit:g} s in phase {phase}, and the run goes on waiting; check: {hint}"

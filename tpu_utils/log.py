@@ -203,7 +203,7 @@ def _lines_to_keep(path: Path, first_step: int, num_steps: int) -> bytearray:
 def print_summary(summary: dict[str, Any]) -> None:
     """The last lines of every script: results, graphs, what should not have been, and where the seconds went."""
     known = ("steps", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step", "seconds")
-    known += ("skipped_steps", "best_step")
+    known += ("skipped_steps", "best_step", "hbm_peak_bytes")
     results = [
         f"{name.replace('_', ' ')} {value:.4f}"
         for name, value in summary.items()
@@ -214,6 +214,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary.get("best_step") is not None:
         print(f"best       the evaluation of step {summary['best_step']}, whose checkpoint is kept")
     print(f"graphs     {summary['train_graphs']} train, {summary['eval_graphs']} eval")
+    if summary.get("hbm_peak_bytes"):
+        print(f"memory     at most {summary['hbm_peak_bytes'] / 2**30:.2f} GiB per device")
     if summary["skipped_steps"]:
         print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")
     if summary["host_to_device_uploads_per_step"]:

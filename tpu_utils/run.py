@@ -32,7 +32,7 @@ from config import LENGTHS, TrainConfig, as_json, defaults_of, free_on_resume
 from optim import check_length
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.clock import Goodput, process_age, watch_for_stalls
-from tpu_utils.device import devices_used, peak_flops, print_banner
+from tpu_utils.device import device_memory, devices_used, peak_flops, print_banner
 from tpu_utils.errors import CheckpointError, InputError, NonFiniteError, SaveError, never_fail_to_print
 from tpu_utils.graphs import CompileWatch, raise_if_read
 from tpu_utils.loader import BatchSharding, DeviceLoader, send
@@ -123,7 +123,8 @@ class Run:
         if self.config.options_from:
             self.print(f"options    from {self.config.options_from}")
         if not self.config.compile_for:
-            self._saved = self._checkpoints.load_for_resume(self.config.resume)
+            with self._goodput.phase("start_up" if self.config.resume == "never" else "restore"):
+                self._saved = self._checkpoints.load_for_resume(self.config.resume)
         if self._saved:
             self._go_on_from(self._saved)
         self.print(f"data       {data}")
@@ -180,7 +181,8 @@ class Run:
         """
         self._parts, self._metrics = parts, parts.get("metrics")
         if self._saved:
-            self._fill(parts)
+            with self._goodput.phase("restore"):
+                self._fill(parts)
         for part in parts.values():
             make_scalars_data(part)
 
@@ -387,12 +389,14 @@ class Run:
             self.print(f"to go on, repeat the command with --run_dir {self._place} --resume {how}")
             return 128 + self._stop_signal
         self._wait_for_last_save()
+        memory = device_memory(self._device)
         summary = {
             "steps": self._step,
             "train_graphs": self._graphs.compiled("train"),
             "eval_graphs": self._graphs.compiled("eval"),
             "host_to_device_uploads_per_step": self._speed.uploads_per_step,  # beside the batch
             "skipped_steps": self._metrics.skipped_steps if self._metrics else 0,
+            "hbm_peak_bytes": memory and memory["peak_bytes_used"],  # of one device; None: unknown
             **results,
             **({"best_step": self._best and self._best["step"]} if self.config.keep_best else {}),
             "seconds": self._goodput.total(),

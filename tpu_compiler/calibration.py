@@ -1,0 +1,59 @@
+"""What measurements say of the compiler's estimates: the part of calibration.json that a report needs. No torch."""
+
+import dataclasses
+import statistics
+from pathlib import Path
+
+from tpu_utils.errors import InputError
+from tpu_utils.inputs import read_json
+
+CALIBRATION = Path("calibration/calibration.json")
+"""Where calibrate_tpu.py leaves it, seen from where it was started."""
+SHORTEST_MS = 1.0
+"""Of an estimate that is compared: what is shorter takes as long as the host needs to send it off."""
+
+MOST = 1e6
+"""Of a ratio: above it nothing was measured that a report should quote."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Measured over estimated milliseconds of several programs on one kind of chip."""
+
+    chip: str
+    libtpu: str
+    num_devices: int
+    ratios: dict[str, float]
+
+    def sentence(self, chip: str, libtpu: str) -> str:
+        """What it says of an estimate for this chip; empty when it was made on another one, or compares nothing."""
+        if chip != self.chip or not self.ratios:
+            return ""
+        ratios = sorted(self.ratios.values())
+        text = f"measured on {chip}: {statistics.median(ratios):.2f} x the estimate (n = {len(ratios)})"
+        text += f", from {ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else ""
+        # the clock waits for collectives, the estimate leaves them out
+        text += f", on {self.num_devices} devices, collectives included" if self.num_devices > 1 else ""
+        return text + ("" if libtpu == self.libtpu else f", with libtpu {self.libtpu}")
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises InputError for anything but what calibrate_tpu.py writes."""
+    expected = "a calibration of calibrate_tpu.py"
+    found = read_json(path, expected)
+    machine, ratios = found.get("machine"), found.get("ratios")
+    versions = machine.get("versions") if isinstance(machine, dict) else None
+    if found.get("format") != 1 or not isinstance(versions, dict) or not isinstance(ratios, dict):
+        raise InputError(f"{path} is not {expected}: expected format 1, machine with versions, and ratios")
+    chip, libtpu, devices = machine.get("chip"), versions.get("libtpu"), machine.get("num_devices")
+    if not all(isinstance(text, str) and len(text) <= 40 and text.isprintable() for text in (chip, libtpu)):
+        raise InputError(
+            f"{path} is not {expected}: chip is {chip!r:.50} and libtpu {libtpu!r:.50}; expected short names"
+        )
+    if type(devices) is not int or not 0 < devices < 2**20:
+        raise InputError(f"{path} is not {expected}: num_devices is {devices!r:.50}; expected a whole number above 0")
+    for name, ratio in ratios.items():
+        if type(ratio) not in (int, float) or not 0 < ratio < MOST:
+            found = f"ratio of {name!r:.50} is {ratio!r:.50}"
+            raise InputError(f"{path} is not {expected}: {found}; expected one above 0 and below {MOST:g}")
+    return Calibration(chip, libtpu, devices, ratios)

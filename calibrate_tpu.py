@@ -38,7 +38,11 @@ from tpu_utils.inputs import read_json
 
 
 def doctor(bench: Bench) -> dict[str, Any]:
-    said = last_object(bench.child("doctor", ["setup_tpu.py", "--json", f"--device={bench.machine.device}"], (0, 1)))
+    said = last_object(
+        bench.child(
+            "doctor", ["setup_tpu.py", "--json", "--time_limit=300", f"--device={bench.machine.device}"], (0, 1)
+        )
+    )
     failed = [f"{check['name']}: {check['finding']}" for check in said["checks"] if check["status"] == "fail"]
     hold(not failed, "; ".join(failed))
     return said["counts"]

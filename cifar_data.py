@@ -11,7 +11,7 @@ import numpy as np
 
 from config import CifarConfig
 from image_data import ImageDataset, best_possible
-from tpu_utils.errors import InputError
+from tpu_utils.errors import InputError, PassingError
 from tpu_utils.files import write_atomically
 from tpu_utils.inputs import file_size, open_regular
 
@@ -81,7 +81,7 @@ def download_cifar10(folder: Path) -> None:
         with urllib.request.urlopen(ARCHIVE, timeout=60) as answer:
             content = answer.read(ARCHIVE_BYTES + 1)
     except (OSError, HTTPException) as error:  # URLError is an OSError
-        raise InputError(f"CIFAR-10 could not be downloaded into {folder}: {error}; {said}") from error
+        raise PassingError(f"CIFAR-10 could not be downloaded into {folder}: {error}; {said}") from error
     if (found := hashlib.md5(content, usedforsecurity=False).hexdigest()) != ARCHIVE_MD5:
         raise InputError(
             f"{ARCHIVE} has {len(content)} bytes with MD5 {found}; expected {ARCHIVE_BYTES} with {ARCHIVE_MD5}; {said}"

@@ -9,7 +9,7 @@ import numpy as np
 
 from config import MnistConfig
 from image_data import ImageDataset, best_possible
-from tpu_utils.errors import InputError
+from tpu_utils.errors import InputError, PassingError
 from tpu_utils.inputs import file_size, open_regular
 
 
@@ -60,7 +60,7 @@ def load_mnist(data_dir: Path, download: bool) -> ImageDataset:
         try:
             MNIST(str(data_dir), train=True, download=True)
         except (RuntimeError, URLError, OSError) as error:
-            raise InputError(
+            raise PassingError(
                 f"MNIST could not be downloaded into {data_dir}: {error}; check the network, or copy the files there"
             ) from error
     raw = data_dir / "MNIST" / "raw"

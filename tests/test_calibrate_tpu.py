@@ -71,7 +71,7 @@ class Pretended:
         elif "tpu_calibration.chip_peaks" in command:
             kind = command[2]
             figures = {"product": {"tflops": 177.3}, "copy": {"gb_per_s": 737.1}}.get(kind, {})
-            figures = dict(ms=2.0, ms_low=1.9, ms_high=2.2, compile_seconds=1.0, **figures)
+            figures = dict(ms=2.0, ms_low=1.9, ms_high=2.2, host_ms=0.5, compile_seconds=1.0, **figures)
             text = json.dumps(dict.fromkeys(option(command, "sizes").split(","), figures))
         elif "xplane" in command[-1]:
             text = json.dumps({"planes": ["/device:TPU:0", "/host:CPU"], "steps": [10, 11, 12]})
@@ -93,7 +93,7 @@ class Pretended:
 
     def train(self, run_dir: Path) -> None:
         losses = [2.5 - 0.01 * step for step in range(60)]
-        timed = dict(kind="train", step_seconds=self.ms / 1e3, mfu=0.3)
+        timed = dict(kind="train", step_seconds=self.ms / 1e3, mfu=0.3, host_seconds=1e-5, data_wait_seconds=0.0)
         lines = [dict(timed, loss=loss, step=step) for step, loss in enumerate(losses, 1)]
         lines[3]["step_seconds"] *= 2  # a slow interval, which is no median
         lines.append(dict(kind="checkpoint", step=60, wait_seconds=0.5))

@@ -90,5 +90,8 @@ def test_a_step_that_compiled_counts_neither_in_time_nor_in_tokens(monkeypatch):
         if not compiled:
             speed.add(tokens)
     found = speed.measure()
-    assert found == {"step_seconds": 0.5, "tokens_per_second": 200.0, "mfu": 2.0, "data_wait_seconds": 0.0}
+    host_seconds = found["host_seconds"]
+    assert 0 < host_seconds < 1
+    expected = {"step_seconds": 0.5, "tokens_per_second": 200.0, "mfu": 2.0, "data_wait_seconds": 0.0}
+    assert found == expected | {"host_seconds": host_seconds}
     assert speed.measure() == dict.fromkeys(found), "no step since"

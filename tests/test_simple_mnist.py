@@ -76,6 +76,7 @@ def test_first_command_leaves_a_complete_run_directory(quick_test):
         "examples_per_second",
         "mfu",
         "data_wait_seconds",
+        "host_seconds",
     }
     assert all(line["wait_seconds"] >= 0 for line in lines if line["kind"] == "checkpoint")
     assert train[-1]["mfu"] is None, "the peak of a CPU is not known"
@@ -110,7 +111,7 @@ def assert_identical(a, b):
 
 
 def numbers(run_dir):
-    timing = {"step_seconds", "examples_per_second", "data_wait_seconds", "mfu", "wait_seconds"}
+    timing = {"step_seconds", "examples_per_second", "data_wait_seconds", "mfu", "wait_seconds", "host_seconds"}
     return [{key: value for key, value in line.items() if key not in timing} for line in read_lines(run_dir)]
 
 

@@ -28,7 +28,7 @@ import transformer_tpu
 from config import MnistConfig, TransformerConfig
 from tpu_utils import storage
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.errors import InputError, SaveError, run_script
+from tpu_utils.errors import InputError, PassingError, SaveError, run_script
 from tpu_utils.graphs import graphs_compiled
 from tpu_utils.options import parse_command_line
 from tpu_utils.peers import Peers
@@ -419,7 +419,7 @@ def on_host(folder: str, action, peers: Peers):
     try:
         with Mirror(opened, run_dir, peers) as mirror:
             return action(Checkpoints(mirror.folder / "checkpoints", 2, peers, mirror), peers.index)
-    except (SaveError, InputError) as error:
+    except (SaveError, InputError, PassingError) as error:
         return error
 
 
@@ -503,6 +503,84 @@ def test_a_part_that_is_gone_before_the_marker_is_missed(hosts, monkeypatch):
     assert steps_in_bucket("lost") == []
 
 
+def test_another_number_of_hosts_goes_on_where_the_first_stopped(emulator, proxy, machine):
+    """Rows of four hosts are read by two; what a host fetched does not stay on its disk."""
+
+    def action(count, *steps):
+        def of_host(checkpoints, index):
+            size = 8 // count
+            rows, found = torch.arange(16.0).reshape(8, 2)[index * size :][:size], None
+            if checkpoints.steps() or index:
+                saved = checkpoints.load_for_resume("auto")
+                if saved:
+                    found = torch.empty(size, 2)
+                    saved.files().read_into(found, "model/rows", (index * size, 0))
+                    assert torch.equal(found, rows + saved.step)
+            else:
+                checkpoints.load_for_resume("auto")
+            for step in steps:
+                copy = HostCopy(step, {"evaluation": {}}, {"model/whole": torch.ones(5)} if index == 0 else {})
+                copy.sharded = {"model/rows": kind_of(torch.empty(8, 2))}
+                copy.shards = {"model/rows": {(index * size, 0): rows + step}}
+                checkpoints.write(copy)
+                checkpoints.wait()
+
+        return of_host
+
+    for number, (count, steps) in enumerate(((4, (3, 6)), (2, (6, 9)), (4, (12,)), (4, ()))):
+        machine(f"machine_{number}")
+        with together(count) as meet:
+            of_host = action(count, *steps)
+            assert meet(lambda peers, f=of_host: on_host("counts", f, peers)) == [None] * count
+    assert steps_in_bucket("counts") == [9, 12]
+
+
+def test_a_part_that_changed_after_it_was_checked_is_refused(hosts, emulator, machine):
+    assert hosts("changed", save_rows(3)) == [None] * 3
+    machine("second")
+
+    def action(checkpoints, index):
+        saved = checkpoints.load_for_resume("must")
+        if index == 2:
+            bucket, prefix = storage.connect("gs://runs/changed")
+            blob = bucket.blob(f"{prefix}checkpoints/step_00000003/shards_00002.safetensors")
+            content = bytearray(blob.download_as_bytes())
+            content[-1] ^= 64
+            blob.upload_from_string(bytes(content))
+            saved.files().read_into(torch.empty(2, 2), "model/rows", (4, 0))
+
+    found = hosts("changed", action)
+    assert isinstance(found[2], PassingError) and "has changed in the bucket since it was checked" in str(found[2])
+
+
+def test_a_long_transfer_of_one_host_is_waited_for(proxy, machine, monkeypatch):
+    with together(3) as meet:
+        assert meet(lambda peers: on_host("slow", save_rows(3), peers)) == [None] * 3
+    machine("second")
+    monkeypatch.setattr("tpu_utils.peers.ANSWER_SECONDS", 1.0)
+    fetch = Mirror.fetch
+
+    def slow(mirror, folder, files):
+        if mirror._index == 0:
+            time.sleep(2)
+        fetch(mirror, folder, files)
+
+    monkeypatch.setattr(Mirror, "fetch", slow)
+    with together(3) as meet:
+        assert [step for step, *_ in meet(lambda peers: on_host("slow", load_rows, peers))] == [3] * 3
+
+
+def test_room_is_needed_for_the_own_part_alone_and_on_every_host(hosts, monkeypatch):
+    monkeypatch.setattr("tpu_utils.checkpoint.has_room", lambda folder, size: "process_2" not in str(folder))
+
+    def action(checkpoints, index):
+        copy = HostCopy(3, {}, {}, {"model/rows": kind_of(ROWS)}, {"model/rows": {(2 * index, 0): ROWS[:2]}})
+        checkpoints._check_own_space(copy)
+
+    for error in hosts("room", action):
+        assert isinstance(error, SaveError) and "needs" in str(error) and "process_2" in str(error)
+
+
 def test_a_host_that_cannot_reach_the_bucket_is_named_on_all(hosts, monkeypatch):
     connect, calls = storage.connect, []
 
@@ -514,7 +592,7 @@ def test_a_host_that_cannot_reach_the_bucket_is_named_on_all(hosts, monkeypatch)
 
     monkeypatch.setattr(storage, "connect", refused)
     for error in hosts("unreachable", save_rows(3)):
-        assert isinstance(error, InputError) and "process " in str(error) and "no route to host" in str(error)
+        assert isinstance(error, PassingError) and "process " in str(error) and "no route to host" in str(error)
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -557,7 +635,8 @@ def test_what_is_wrong_with_a_bucket_is_said_before_anything_is_compiled(
     for name, value in environment.items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
     graphs = graphs_compiled()
-    assert in_process(*OPTIONS, "--run_dir", url, "--resume", resume) == 2
+    passing = "network" in said  # a restart may help: services give up on 2
+    assert in_process(*OPTIONS, "--run_dir", url, "--resume", resume) == (1 if passing else 2)
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and "Traceback" not in error and error.count("\n") == 1
     assert graphs_compiled() == graphs and not (tmp_path / "first").exists()

@@ -1,6 +1,7 @@
 """The machine that is measured, child processes, and the record of what is done."""
 
 import ctypes
+import fcntl
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.calibration import CALIBRATION, SHORTEST_MS
+from tpu_compiler.calibration import CALIBRATION, SHORTEST_MS, is_held_up
 from tpu_compiler.environment import MOST_DEVICES
 from tpu_compiler.hardware import attached_chips, parse_topology
 from tpu_utils.errors import DeviceError, InputError, TrainingError
@@ -109,9 +110,15 @@ class Bench:
     """The machine, the output folder, and what is measured so far."""
 
     def __init__(self, machine: Machine, folder: Path, time_limit: float):
+        """Raises InputError when another calibration works in the folder."""
         self.machine, self.folder, self.time_limit, self.measurements = machine, folder, time_limit, {}
         self.file, self.runs = folder / CALIBRATION.name, folder / "runs"
         (folder / "logs").mkdir(parents=True, exist_ok=True)
+        self._lock = (folder / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InputError(f"another calibration works in {folder}; wait for it, or name another --output") from error
         if not self.file.exists():
             return
         found = read_json(self.file, "a calibration of calibrate_tpu.py", 1 << 24)
@@ -128,12 +135,15 @@ class Bench:
         write_atomically(self.file, json.dumps(content, indent=1).encode())
 
     def ratios(self) -> dict[str, float]:
-        """Measured over estimated milliseconds of each step that has both; none on a CPU, whose time is no TPU's."""
+        """Measured over estimated milliseconds of each step that has both; none on a CPU, whose time is no TPU's, and
+        none of a step that waits for its host or its data: that says nothing of the estimate."""
         found = {}
         for name in self.measurements if self.machine.device == "tpu" else ():
             step = name.removeprefix("step ")
             measured, asked = self.figures(name), self.figures(f"estimate {step}")
-            if name != step and measured and asked and (asked["estimated_ms"] or 0) >= SHORTEST_MS:
+            if name == step or not measured or not asked or (asked["estimated_ms"] or 0) < SHORTEST_MS:
+                continue
+            if not is_held_up(measured):
                 found[step] = measured["ms"] / asked["estimated_ms"]
         return found
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.calibration import SHORTEST_MS, Calibration
+from tpu_compiler.calibration import SHORTEST_MS, Calibration, is_held_up
 from tpu_compiler.hardware import GIB
 from tpu_utils.files import write_atomically
 
@@ -45,7 +45,8 @@ def step_rows(measurements: dict[str, Any], ratios: bool) -> list[list[str]]:
         memory, used = asked.get("peak_bytes"), found.get("hbm_peak_bytes")
         spread = f"{ms:.2f} ({found['ms_low']:.2f} to {found['ms_high']:.2f})" if found else "-"
         rows.append([name, figure(estimated, ".3f"), spread])
-        rows[-1].append(f"{ms / estimated:.2f}" if ratios and ms and estimated else "-")
+        compared = f"{ms / estimated:.2f}" if ratios and ms and estimated else "-"
+        rows[-1].append("host" if compared != "-" and is_held_up(found) else compared)
         rows[-1] += [figure(memory and memory / GIB, ".3f"), figure(used and used / GIB, ".3f")]
         rows[-1] += [figure(asked.get("estimated_mfu"), ".1%"), figure(found.get("mfu"), ".1%")]
         rows[-1] += [figure(found.get(f"{phase}_seconds"), ".1f") for phase in ("start_up", "compile", "checkpoint")]
@@ -96,7 +97,10 @@ def report_text(content: dict[str, Any]) -> str:
         "step | est. ms | measured ms (range) | x est. | est. GiB | peak GiB | est. MFU | MFU | start-up s | compile s"
     )
     lines += table(f"{header} | save s", step_rows(measurements, on_tpu))
-    known = "Peak GiB is known where a step runs on one device: under SPMD torch_xla does not tell it."
+    known = (
+        'Peak GiB is known where a step runs on one device: under SPMD torch_xla does not tell it. x est. "host": '
+        "such a step waits for its host or its data, and nothing is compared."
+    )
     lines += [known, ""] if on_tpu else []
     header = "alone | size | ms (range) | rate | of published | bound ms | x bound"
     lines += table(header, peak_rows(measurements))

@@ -103,16 +103,18 @@ def estimate(bench: Bench, step: Step) -> dict[str, Any]:
 
 
 def run_step(bench: Bench, step: Step) -> dict[str, Any]:
-    """The step, run: the median over log intervals of 5 steps, without the first, and their range."""
+    """The step, run: the median over log intervals of 8 steps, without the first, and their range."""
     left_out(bench, step)
     asked = bench.figures(f"estimate {step.name}")
     if asked and not asked["fits"]:
         raise Cannot(f"does not fit {bench.machine.slice}: {asked['reason']}")
-    summary, lines = bench.train(f"step {step.name}", step.script, f"{step.options} --log_every=5 --save_every=100000")
+    summary, lines = bench.train(f"step {step.name}", step.script, f"{step.options} --log_every=8 --save_every=100000")
     timed = [line for line in lines if line["kind"] == "train" and line["step_seconds"] is not None][1:]
     if len(timed) < 3:
         raise TrainingError(f"{len(timed)} intervals were timed; expected 3 or more")
     ms, mfu = [line["step_seconds"] * 1e3 for line in timed], [line["mfu"] for line in timed if line["mfu"]]
     figures = dict(ms=statistics.median(ms), ms_low=min(ms), ms_high=max(ms), intervals=len(ms), steps=summary["steps"])
+    for name in ("host", "data_wait"):
+        figures[f"{name}_ms"] = statistics.median(line[f"{name}_seconds"] * 1e3 for line in timed)
     figures |= {"mfu": statistics.median(mfu) if mfu else None, "hbm_peak_bytes": summary["hbm_peak_bytes"]}
     return figures | {f"{phase}_seconds": summary["goodput"][phase] for phase in ("start_up", "compile", "checkpoint")}

@@ -16,6 +16,11 @@ MOST = 1e6
 """Of a ratio: above it nothing was measured that a report should quote."""
 
 
+def is_held_up(figures: dict[str, float]) -> bool:
+    """Whether a step's time is in good part that of its host or its data: of such a one nothing is compared."""
+    return figures["host_ms"] + figures["data_wait_ms"] > 0.7 * figures["ms"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Calibration:
     """Measured over estimated milliseconds of several programs on one kind of chip."""

@@ -10,7 +10,7 @@ import time
 
 import jax  # after prepare_environment: jax reads its variables when it is imported
 import numpy as np
-from jax._src import compiler, tpu_custom_call
+from jax._src import compiler
 from jax._src.interpreters.mlir import make_ir_context
 from jax.experimental import topologies
 from jax.extend.mlir import hlo_to_stablehlo, ir
@@ -53,9 +53,6 @@ def lower_pallas_for(compile_for: str) -> None:
     check_private_interfaces()
     quiet_libtpu()
     jax.config.update("jax_default_device", compile_only_devices(parse_topology(compile_for))[0])
-    # jax writes the newest kernel format unless the TPU it runs on is older; here it has none to ask, and libtpu 0.0.21
-    # reads format 7 at most (jax/_src/tpu_custom_call.py, get_ir_version)
-    tpu_custom_call.get_ir_version = lambda ctx: 7
 
 
 def compile_program(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> Compiled:

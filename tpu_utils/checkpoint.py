@@ -12,10 +12,19 @@ from typing import Any
 
 import torch
 
-from tpu_utils.errors import CheckpointError, DamagedCheckpoint, SaveError
+from tpu_utils.errors import CheckpointError, DamagedCheckpoint, PassingError, SaveError
 from tpu_utils.files import checksum_of, sync_folder, write_atomically
 from tpu_utils.peers import Peers
-from tpu_utils.saved import FORMAT, INDEX_FILE, Saved, check_alike, read_checkpoint, sizes_of_files, step_of_folder
+from tpu_utils.saved import (
+    FORMAT,
+    INDEX_FILE,
+    Saved,
+    check_alike,
+    read_checkpoint,
+    read_marker,
+    sizes_of_files,
+    step_of_folder,
+)
 from tpu_utils.state import (
     HostCopy,
     copy_to_host,
@@ -125,8 +134,11 @@ class Checkpoints:
         tensors = tensors_by_path(parts)
         if odd := [f"{path} is {tensor.dtype}" for path, tensor in tensors.items() if tensor.dtype not in NAMES]:
             raise SaveError(f"{odd[0]}, which a checkpoint cannot hold; nothing was written; save it as another type")
-        self._peers.from_first(lambda: self._check_space(step, num_bytes(tensors)))
+        if not self._in_bucket:
+            self._peers.from_first(lambda: self._check_space(step, num_bytes(tensors)))
         copy = copy_to_host(step, tensors, values or {}, first=self._peers.index == 0)
+        if self._in_bucket:  # each process has its own disk, and writes its own part there
+            self._check_own_space(copy)
         copy.best = best
         copy.wait_seconds = time.perf_counter() - started
         return copy
@@ -153,7 +165,8 @@ class Checkpoints:
         self._join()
         self.check()
         if self._mirror:
-            self._peers.from_first(self._mirror.wait)  # the first process uploads
+            with self._peers.patient():
+                self._peers.from_first(self._mirror.wait)  # the first process uploads
 
     def _join(self) -> None:
         if self._thread:
@@ -171,6 +184,18 @@ class Checkpoints:
                 "or move the run to a larger disk, and go on with --resume must"
             )
 
+    def _check_own_space(self, copy: HostCopy) -> None:
+        """Raises SaveError on all processes when one of them has no room for what it is to write."""
+        own = [*copy.whole.values(), *(shard for shards in copy.shards.values() for shard in shards.values())]
+        problem = None
+        try:
+            self._check_space(copy.step, sum(tensor.nbytes for tensor in own))
+        except SaveError as error:
+            problem = str(error)
+        for said in self._peers.gather(problem):
+            if said:
+                raise SaveError(str(said))
+
     def _write_and_keep_error(self, copy: HostCopy) -> None:
         try:
             self._write(copy)
@@ -185,7 +210,9 @@ class Checkpoints:
         aside = self.folder / f".writing_{copy.step:08d}"
         try:
             peers.from_first(lambda: self._make(aside, copy))
-            written = peers.gather(self._write_shards(aside, copy)) if copy.sharded else []
+            own = self._write_shards(aside, copy) if copy.sharded else None
+            with peers.patient():
+                written = peers.gather(own) if copy.sharded else []
             if problems := [one["problem"] for one in written if "problem" in one]:
                 raise OSError("; ".join(problems))
             peers.from_first(lambda: self._finish(copy, aside, written))
@@ -194,9 +221,10 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
             if isinstance(error, SaveError):  # said by the first process, or of the bucket
                 raise
+            intact = f"; the checkpoints of steps {self.steps()} are intact" if self._peers.index == 0 else ""
             raise SaveError(
                 f"checkpoint of step {copy.step} could not be written to {self.path(copy.step)}: {error}; "
-                f"{room(self.folder.parent)} there; the checkpoints of steps {self.steps()} are intact"
+                f"{room(self.folder.parent)} there{intact}"
             ) from error
 
     def _write_shards(self, aside: Path, copy: HostCopy) -> dict[str, Any]:
@@ -212,8 +240,8 @@ class Checkpoints:
             sums = write_tensors(folder / name, copy.shard_file())
             if apart:
                 self._mirror.put(folder / name)
-        except (OSError, SaveError) as error:
-            return {"problem": f"process {index}: {error}"}
+        except Exception as error:  # whatever it is: the others wait to hear
+            return {"problem": f"process {index}: {error or type(error).__name__}"}
         finally:
             if apart:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -289,22 +317,25 @@ class Checkpoints:
             if saved is None:
                 return None
             found = {"step": saved.step, "run": saved.run_id, "values": saved.values, "tensors": saved.index()}
-            return found | {"sizes": sizes_of_files(saved.folder)}
+            return found | {"files": read_marker(saved.folder)["files"]}
 
-        found = self._peers.from_first(load)
+        with self._peers.patient():
+            found = self._peers.from_first(load)
         if found is None or self._peers.index == 0:
             return saved
         folder, entries = self.path(found["step"]), parse_index(found["tensors"])
-        fetch = partial(self._fetch, folder, found["sizes"]) if self._in_bucket else None
+        fetch = partial(self._fetch, folder, found["files"]) if self._in_bucket else None
         return Saved(folder, found["step"], found["run"], found["values"], entries, fetch)
 
-    def _fetch(self, folder: Path, sizes: dict[str, int], name: str) -> None:
-        """A file that the first process has found whole."""
-        self._mirror.fetch(folder, {name: sizes[name]})
-        if not (folder / name).exists():
-            raise CheckpointError(
-                f"{name} of {folder.name} has changed in the bucket since it was checked; start again"
-            )
+    def _fetch(self, folder: Path, files: dict[str, dict[str, int]], name: str) -> None:
+        """A file that the first process has found whole. Raises PassingError when it is another one by now."""
+        self._mirror.fetch(folder, {name: files[name]["bytes"]})
+        found = None
+        if (folder / name).exists():
+            with (folder / name).open("rb") as file:
+                found = checksum_of(file)
+        if found != files[name]:
+            raise PassingError(f"{name} of {folder.name} has changed in the bucket since it was checked; start again")
 
     def load(self, resume: str) -> Saved | None:
         """As load_for_resume, for one process by itself."""
@@ -349,8 +380,10 @@ class Checkpoints:
         wanted = tensors_by_path(parts)
         found = {path: entry.kind for path, entry in saved.entries.items() if path.split("/")[0] in parts}
         check_alike({path: kind_of(tensor) for path, tensor in wanted.items()}, found)
-        with one_thread():
+        with one_thread(), self._peers.patient():
             self._fill(wanted, saved)
+        if saved.fetch:  # another restore fetches it again
+            shutil.rmtree(saved.folder, ignore_errors=True)
 
     def _fill(self, wanted: dict[str, torch.Tensor], saved: Saved) -> None:
         files = saved.files()

@@ -34,7 +34,9 @@ class Goodput:
         """age: seconds before now that belong to start_up, process_age() in a script."""
         phases = ("start_up", "compile", "data_wait", "step", "evaluation", "checkpoint", "other")
         self.seconds = dict.fromkeys(phases, 0.0)  # others are added as they come
-        self._stack, self._since = ["start_up"], time.perf_counter() - age
+        self.busy = 0.0
+        """CPU seconds of this thread in phase step: what the host had to do, without waiting for the device."""
+        self._stack, self._since, self._cpu = ["start_up"], time.perf_counter() - age, time.thread_time()
         self.changes = 0
 
     @property
@@ -42,9 +44,10 @@ class Goodput:
         return self._stack[-1]
 
     def _settle(self) -> None:
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.thread_time()
         self.seconds[self.current] = self.seconds.get(self.current, 0.0) + now - self._since
-        self._since = now
+        self.busy += cpu - self._cpu if self.current == "step" else 0.0
+        self._since, self._cpu = now, cpu
 
     def enter(self, name: str) -> None:
         """From here on, time that no inner phase takes belongs to this one."""

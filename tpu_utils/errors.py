@@ -33,6 +33,10 @@ class SaveError(TrainingError):
     """A checkpoint could not be written. The earlier ones are untouched."""
 
 
+class PassingError(TrainingError):
+    """Something outside did not answer, or not yet: a bucket, a network. The same command may work later."""
+
+
 class CheckpointError(InputError):
     """A checkpoint on disk cannot be used: truncated, altered, foreign, or of another model."""
 

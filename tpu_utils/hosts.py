@@ -9,9 +9,6 @@ raises HTTPError, ConnectionError, TypeError or AttributeError where the answer 
 import http.client
 import os
 import re
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
@@ -42,11 +39,18 @@ def settle_hosts(chips: list[Generation], environment: MutableMapping[str, str] 
     metadata server fails.
     """
     said, names = in_environment(environment), ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
-    metadata = None if environment.get("TPU_SKIP_MDS_QUERY") else in_metadata()
+    # hosts of a larger slice have 4 chips each, of any generation; with 1 or 8 a host is a slice
+    alone = said.addresses is not None or len(chips) in (1, 8)
+    if environment.get("TPU_SKIP_MDS_QUERY") and chips and not alone and not said.kind:
+        raise InputError(
+            f"TPU_SKIP_MDS_QUERY is set, but nothing says whether this host with {len(chips)} chips is one of several; "
+            "unset it on a TPU VM; where this is the only host set TPU_WORKER_ID=0 TPU_WORKER_HOSTNAMES=localhost"
+        )
+    metadata = None if environment.get("TPU_SKIP_MDS_QUERY") else in_metadata(alone)
     if metadata:
         for name, found, expected in zip(names, said, metadata, strict=True):
             same = len(found) == len(expected) if isinstance(found, list) else found == expected  # names or addresses
-            if found is not None and not same:
+            if found is not None and expected is not None and not same:
                 raise InputError(
                     f"{name} is {environment[name]}, but the VM's metadata says {expected}; unset {name}, or set "
                     "TPU_SKIP_MDS_QUERY=1 where the environment is right"
@@ -92,16 +96,16 @@ def in_environment(environment: Mapping[str, str]) -> Said:
     return Said(int(index) if index else None, addresses, environment.get("TPU_ACCELERATOR_TYPE") or None)
 
 
-def in_metadata() -> Said | None:
+def in_metadata(alone: bool) -> Said | None:
     """None where there is no metadata server, or it knows of no TPU slice: 404, as on Colab and Kaggle."""
-    tpu_env = ask_metadata("tpu-env", SILENT_SECONDS)
+    tpu_env = ask_metadata("tpu-env", alone)
     if tpu_env is None:
         return None
     found = {
         name: re.search(rf"^{name}:\s*'?([^'\n]*)", tpu_env, re.MULTILINE) for name in ("WORKER_ID", "ACCELERATOR_TYPE")
     }
     index, kind = (match and match[1].strip() for match in found.values())
-    endpoints = ask_metadata("worker-network-endpoints", KNOWN_SECONDS)
+    endpoints = ask_metadata("worker-network-endpoints", False)
     try:
         addresses = [worker.split(":")[2] for worker in endpoints.strip().split(",")]  # name:id:address,...
         return Said(int(index) if index else None, addresses if len(addresses) > 1 else ["localhost"], kind)
@@ -112,34 +116,40 @@ def in_metadata() -> Said | None:
         ) from error
 
 
-def ask_metadata(key: str, seconds: float) -> str | None:
-    """An attribute of the VM, or None: there is no such attribute, or nobody answers.
+def ask_metadata(key: str, alone: bool) -> str | None:
+    """An attribute of the VM, or None: there is no such attribute (404), or no such server. By its address: looking up
+    a name has no timeout of its own.
 
-    Raises DeviceError for a server that fails.
+    alone: silence too means that there is none. Else, and for a server that fails, raises DeviceError.
     """
-    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
-    request = urllib.request.Request(
-        f"http://{host}/computeMetadata/v1/instance/attributes/{key}", headers={"Metadata-Flavor": "Google"}
+    host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"  # metadata.google.internal
+    link, there, code = http.client.HTTPConnection(host, timeout=SILENT_SECONDS), False, 0  # it knows no proxies
+    try:
+        link.connect()
+        there = True
+        link.sock.settimeout(SILENT_SECONDS if alone else KNOWN_SECONDS)
+        link.request("GET", f"/computeMetadata/v1/instance/attributes/{key}", headers={"Metadata-Flavor": "Google"})
+        answer = link.getresponse()
+        google = answer.headers.get("Metadata-Flavor") == "Google"  # not a portal's page
+        code, found = answer.status, answer.read(2**20).decode(errors="replace")
+        if code == 404 or (code == 200 and not google):
+            return None
+        if code == 200:
+            return found
+        found = f"answers {code}"
+    except (OSError, http.client.HTTPException) as error:
+        # refused, no route, no such name: nobody is there. Later, or without a word: it may be late
+        if not there and not isinstance(error, TimeoutError):
+            return None
+        found = f"does not answer ({error or type(error).__name__})"
+    finally:
+        link.close()
+    if alone and code < 429:
+        return None
+    raise DeviceError(
+        f"the metadata server {found} to {key}, and nothing else says whether this host is one of several; start "
+        "again, or where it is the only one set TPU_WORKER_ID=0 TPU_WORKER_HOSTNAMES=localhost"
     )
-    direct, found = urllib.request.build_opener(urllib.request.ProxyHandler({})), []  # it is on the VM's own link
-
-    def ask() -> None:
-        try:
-            with direct.open(request, timeout=seconds) as answer:
-                google = answer.headers.get("Metadata-Flavor") == "Google"  # not a portal's page
-                found.append((200 if google else 404, answer.read(2**20).decode(errors="replace")))
-        except urllib.error.HTTPError as error:
-            found.append((error.code, ""))
-        except (OSError, http.client.HTTPException):
-            pass
-
-    thread = threading.Thread(target=ask, daemon=True)  # looking up a name has no timeout of its own
-    thread.start()
-    thread.join(seconds)
-    code, text = found[0] if found else (404, "")
-    if code == 429 or code >= 500:
-        raise DeviceError(f"the metadata server answers {code} to {key}; start again")
-    return text if code == 200 else None
 
 
 def family(chip: Generation) -> tuple[str, int]:

@@ -80,7 +80,7 @@ class Speed:
     def start(self) -> None:
         """Count from now."""
         self._goodput.total()  # settles the running phase
-        self._steps, self._count, self._seconds = 0, 0, dict(self._goodput.seconds)
+        self._steps, self._count, self._seconds, self._busy = 0, 0, dict(self._goodput.seconds), self._goodput.busy
         self._uploads = self._loader.uploads_beside_batches()
 
     def add(self, count: int) -> None:
@@ -88,15 +88,21 @@ class Speed:
         self._steps, self._count = self._steps + 1, self._count + count
 
     def measure(self) -> dict[str, float | None]:
-        """Fields of a train line for the steps since start() or the last measure(). All None when there were none."""
+        """Fields of a train line for the steps since start() or the last measure(). All None when there were none.
+
+        host_seconds: what the loop's own thread computed for a step. As long as the step itself: the device waits for
+        the host.
+        """
         steps, count, before, uploads_before = self._steps, self._count, self._seconds, self._uploads
+        busy = self._busy
         self.start()
         rate = f"{self._unit}_per_second"
         if not steps:
-            return dict.fromkeys(("step_seconds", rate, "mfu", "data_wait_seconds"))
+            return dict.fromkeys(("step_seconds", rate, "mfu", "data_wait_seconds", "host_seconds"))
         self.uploads_per_step = (self._uploads - uploads_before) / steps
         data_wait = (self._seconds["data_wait"] - before["data_wait"]) / steps
         seconds = (self._seconds["step"] - before["step"]) / steps + data_wait
         per_second = count / steps / seconds
         mfu = per_second * self._flops / self._peak if self._flops and self._peak else None
-        return {"step_seconds": seconds, rate: per_second, "mfu": mfu, "data_wait_seconds": data_wait}
+        found = {"step_seconds": seconds, rate: per_second, "mfu": mfu, "data_wait_seconds": data_wait}
+        return found | {"host_seconds": (self._busy - busy) / steps}

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from tpu_utils.wire import Link, Listener, ProofError, WireError, connect
 
 ANSWER_SECONDS = 1800.0
 """How long a process waits for what another one has to say, which may be busy with a save or a compile."""
+TRANSFER_SECONDS = 86400.0
+"""The same while a checkpoint moves. A process that ends is noticed at once, a dead machine by keepalive."""
 SECRET_ATTRIBUTE = "peers-secret"
 """Of the VM's metadata: gcloud compute tpus tpu-vm create ... --metadata-from-file peers-secret=FILE."""
 
@@ -240,6 +242,18 @@ class Peers:
         else:
             links = _meet(self.index, self._meeting, ANSWER_SECONDS, port)
         return Peers(self.index, self.count, self._meeting, links)
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Around calls that wait while another process moves a checkpoint over the network or a slow disk."""
+        before = [link.seconds for link in self._links]
+        try:
+            for link in self._links:
+                link.seconds = TRANSFER_SECONDS
+            yield
+        finally:
+            for link, seconds in zip(self._links, before, strict=True):
+                link.seconds = seconds
 
     def _from_hub(self, value: Any) -> Any:
         """What process 0 gives, on all of them."""

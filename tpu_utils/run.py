@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 from config import LENGTHS, TrainConfig, as_json, defaults_of, free_on_resume
@@ -275,7 +276,8 @@ class Run:
             self._speed.add(count or self._examples)
 
     def phase(self, name: str):
-        """Around an evaluation: phase("evaluation"). Its seconds are not the training's."""
+        """Around an evaluation: phase("evaluation"). Its seconds are not the training's, nor the other way round."""
+        xm.wait_device_ops()  # steps still under way, which its first read would wait for
         return self._goodput.phase(name)
 
     def log_due(self, step: int) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import TrainConfig
-from tpu_utils.errors import InputError, SaveError
+from tpu_utils.errors import InputError, PassingError, SaveError
 from tpu_utils.inputs import inside
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ NOT_UPLOADED = ("checkpoints", "lock")
 def open_bucket_dir(url: str, resume: str) -> Path:
     """The local working folder of the run at url; a Mirror fills it.
 
-    Lists, writes, reads and deletes in the bucket before it returns: whatever is wrong with it is an InputError here.
+    Lists, writes, reads and deletes in the bucket before it returns: whatever is wrong with it is an InputError here,
+    or a PassingError where nobody answers.
     """
     folder = working_folder(url)
     try:
@@ -52,14 +53,10 @@ def open_bucket_dir(url: str, resume: str) -> Path:
             raise InputError(f"{url} holds no complete checkpoint to go on from; check --run_dir")
         if resume == "never" and ("config.json" in there or any(map(is_marker, there))):
             raise InputError(f"run_dir {url} already holds a run; choose another, or continue it with --resume auto")
-        probe = bucket.blob(f"{prefix}writable")
-        limits = dict(timeout=REQUEST_SECONDS, retry=retrying(START_SECONDS))
-        probe.upload_from_string(b"", checksum="crc32c", **limits)
-        probe.download_as_bytes(**limits)
-        delete_object(bucket, probe.name, None, START_SECONDS)
+        try_rights(bucket, f"{prefix}writable")
         folder.mkdir(parents=True, exist_ok=True)
     except storage_errors() as error:
-        raise InputError(f"run_dir {url} cannot be used: {reason(error, url)}") from error
+        raise unusable("run_dir {} cannot be used", error, url) from error
     return folder
 
 
@@ -86,7 +83,7 @@ class Mirror:
     def __init__(self, config: TrainConfig, folder: Path, peers: "Peers | None" = None):
         """peers: the processes of this run. folder: what open_bucket_dir gave the first of them.
 
-        Raises InputError like open_bucket_dir, on all processes, whichever cannot use the bucket.
+        Raises like open_bucket_dir, on all processes, whichever cannot use the bucket.
         """
         from tpu_utils.peers import Peers  # only here: it imports torch, and a command line reads a bucket before that
 
@@ -101,9 +98,9 @@ class Mirror:
                 own = working_folder(self._url)
                 self.folder = own.with_name(f"{own.name}_process_{peers.index}")
             peers.from_first(lambda: self._begin(config.resume))
-            problems = [problem for problem in peers.gather(self._begin_other() if peers.index else "") if problem]
-            if problems:
-                raise InputError(str(problems[0]))
+            for problem in peers.gather(self._begin_other() if peers.index else None):
+                if problem:
+                    raise (PassingError if problem["passing"] else InputError)(str(problem["text"]))
 
     @property
     def in_bucket(self) -> bool:
@@ -116,16 +113,20 @@ class Mirror:
             self._generations = {name: blob.generation for name, blob in there.items()}
             self._empty_and_fetch(there if resume != "never" else {})
         except storage_errors() as error:
-            raise InputError(f"run_dir {self._url} cannot be used: {reason(error, self._url)}") from error
+            raise unusable("run_dir {} cannot be used", error, self._url) from error
 
-    def _begin_other(self) -> str:
+    def _begin_other(self) -> dict[str, Any] | None:
         """Of another process than the first: begin with nothing fetched, and what is wrong, which all have to hear."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begin("never")
-        except (InputError, OSError) as error:
-            return f"process {self._index}: {error}"
-        return ""
+            try_rights(self._bucket, f"{self._prefix}writable_{self._index}")
+        except storage_errors() as error:
+            error = unusable("run_dir {} cannot be used", error, self._url)
+            return {"passing": isinstance(error, PassingError), "text": f"process {self._index}: {error}"}
+        except (InputError, PassingError) as error:
+            return {"passing": isinstance(error, PassingError), "text": f"process {self._index}: {error}"}
+        return None
 
     def _empty_and_fetch(self, there: dict[str, Any]) -> None:
         for path in self.folder.iterdir():
@@ -156,7 +157,7 @@ class Mirror:
             self._upload_logs_if_possible()
 
     def fetch(self, folder: Path, files: dict[str, int]) -> None:
-        """Download these files of a checkpoint folder that are not there yet. Raises InputError when that fails.
+        """Download these files of a checkpoint folder that are not there yet. Raises PassingError when that fails.
 
         files: their sizes. An object of another size is left where it is: the checkpoint is damaged.
         """
@@ -169,7 +170,7 @@ class Mirror:
                 if name in files and blob.size == files[name] and not (path := inside(folder, name)).exists():
                     download(blob, path)
         except storage_errors() as error:
-            raise InputError(f"{self._url} cannot be read: {reason(error, self._url)}") from error
+            raise unusable("{} cannot be read", error, self._url) from error
 
     def send(self, folder: Path, keep: int, best: int | None = None, others: dict[str, int] | None = None) -> None:
         """Upload this complete checkpoint in the background, then delete what is older than the newest `keep` up to it.
@@ -324,7 +325,8 @@ class Mirror:
         self._generations[name] = blob.generation
 
     def _delete(self, name: str) -> None:
-        delete_object(self._bucket, self._prefix + name, self._generations.pop(name), RETRY_SECONDS)
+        delete_object(self._bucket, self._prefix + name, self._generations[name], RETRY_SECONDS)
+        del self._generations[name]  # not before: a request that failed is repeated
 
     def _save_error(self, what: str, error: Exception) -> SaveError:
         return SaveError(
@@ -346,6 +348,14 @@ def connect(url: str) -> tuple[Any, str]:
     return client.bucket(name), folder.rstrip("/") + "/"
 
 
+def try_rights(bucket, name: str) -> None:
+    """Write, read and delete an empty object."""
+    probe, limits = bucket.blob(name), dict(timeout=REQUEST_SECONDS, retry=retrying(START_SECONDS))
+    probe.upload_from_string(b"", checksum="crc32c", **limits)
+    probe.download_as_bytes(**limits)
+    delete_object(bucket, name, None, START_SECONDS)
+
+
 def read_object(url: str, name: str, expected: str, max_bytes: int) -> bytes | None:
     """What the object of this name in the directory holds; None without one. Raises InputError like open_bucket_dir."""
     try:
@@ -361,7 +371,7 @@ def read_object(url: str, name: str, expected: str, max_bytes: int) -> bytes | N
             download(blob, Path(folder, "object"))
             return Path(folder, "object").read_bytes()
     except storage_errors() as error:
-        raise InputError(f"run_dir {url} cannot be used: {reason(error, url)}") from error
+        raise unusable("run_dir {} cannot be used", error, url) from error
 
 
 def retrying(seconds: float):
@@ -437,6 +447,25 @@ def storage_errors() -> tuple[type[Exception], ...]:
     return (GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, requests.RequestException, OSError)
 
 
+def unusable(what: str, error: Exception, url: str) -> InputError | PassingError:
+    """The error for what the client raised: InputError where trying again would say the same, as a wrong name, lacking
+    rights or credentials, a local folder. what: with the url at {}."""
+    from google.api_core import exceptions as api
+    from google.auth import exceptions as auth
+
+    lasting = api.NotFound | api.Forbidden | api.Unauthorized | auth.DefaultCredentialsError
+    cause = last_cause(error)
+    wrong = isinstance(cause, lasting) or (isinstance(cause, OSError) and cause.filename)
+    return (InputError if wrong else PassingError)(f"{what.format(url)}: {reason(error, url)}")
+
+
+def last_cause(error: Exception) -> Exception:
+    """What the last attempt met."""
+    from google.api_core.exceptions import RetryError
+
+    return error.cause or error if isinstance(error, RetryError) else error
+
+
 def reason(error: Exception, url: str) -> str:
     """What was found and what to do, in one line. Session addresses, which let anyone upload, are left out."""
     import requests
@@ -445,7 +474,7 @@ def reason(error: Exception, url: str) -> str:
     from google.cloud.storage.exceptions import InvalidResponse
 
     name = url.split("/")[2]
-    cause = error.cause or error if isinstance(error, api.RetryError) else error  # what the last attempt met
+    cause = last_cause(error)
     if isinstance(cause, InvalidResponse):
         cause = f"status {cause.response.status_code}: {' '.join(cause.response.text.split())}"
     text = re.sub(r"upload_id=[^\s&:'\"]+", "upload_id=...", str(cause) or repr(cause)).strip().splitlines()[0][:300]

@@ -1,7 +1,7 @@
 # The training scripts and everything they need, for a TPU VM or for the CPU backend.
 #
 # Build:   docker build -t tpu-examples .
-# Run:     docker run --rm --privileged --net=host --shm-size=16G tpu-examples
+# Run:     docker run --rm --privileged --net=host --shm-size=16G --ulimit memlock=-1 tpu-examples
 #
 # No HEALTHCHECK: a chip belongs to one process, and a probe that touches it would end the training.
 ARG BASE_IMAGE=debian:bookworm-slim

@@ -25,6 +25,7 @@ import importlib.metadata
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -88,8 +89,9 @@ NOTICES = (  # (key of the metadata, its values that mean that this machine is a
         "  # until it is READY again; a run saves at the notice, and goes on with --resume auto",
     ),
 )
-GO_TO_TPU = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE"
-DOCKER_RUN = "docker run --privileged --net=host --shm-size=16G IMAGE"
+SSH = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE"
+GO_TO_TPU = f"{SSH}  # creating one: docs/tpu_vm.md"
+DOCKER_RUN = "docker run --privileged --net=host --shm-size=16G --ulimit memlock=-1 IMAGE"
 SURROUNDINGS = {  # name: variables of which one says so. Kaggle first: its image is made from Colab's
     "Kaggle": ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_DATA_PROXY_TOKEN"),
     "Colab": ("COLAB_RELEASE_TAG", "COLAB_BACKEND_VERSION"),
@@ -230,11 +232,14 @@ def check_chips(chips: list, wants_tpu: bool, where: str) -> Check:
         kinds = ", ".join(sorted(set(chips))) or "no TPU is attached"
         found = f"{len(chips) or 'none'} on the PCI bus (vendor {TPU_VENDOR}): {kinds}"
         fix = GO_TO_TPU if where == "container" else GET_TPU.get(where, GO_TO_TPU)
+        if "v2/v3" in chips:
+            newer = "gcloud compute tpus accelerator-types list --zone ZONE  # what else there is: docs/tpu_vm.md"
+            return judge("tpu chips", False, f"{found}; these scripts know v4 and later", newer, wants_tpu)
         return judge("tpu chips", bool(chips), found, fix)
     return Check("tpu chips", "skip", f"none on the PCI bus (vendor {TPU_VENDOR})")
 
 
-def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_found: bool, where: str = "") -> Check:
+def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_found: bool) -> Check:
     """Which device torch_xla will choose in a program started from this shell, and why."""
     chosen, fix = environment.get("PJRT_DEVICE"), f"export PJRT_DEVICE={'TPU' if chips else 'CPU'}"
     if chosen is not None:
@@ -248,14 +253,15 @@ def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_fou
         fix = f"{PIP} install {SUPPORTED_PAIRS[0].pip}"
     if device == "cpu":
         return Check("pjrt device", "ok", f"CPU as asked for (without --device cpu {chosen}: {why})")
+    if device == "tpu" and not chips:
+        return Check("pjrt device", "skip", "no TPU chip was found: see tpu chips")
     if chosen == "TPU":
         why = f"TPU: {why}" if chips else f"{why}, but this machine has no TPU chip"
         return judge("pjrt device", bool(chips), why, fix)
     if chosen != "CPU":
         return Check("pjrt device", "fail", f"{why}; expected TPU or CPU", fix)
-    if chips or device == "tpu":
-        finding = f"programs would silently run on the CPU: {why}"
-        return Check("pjrt device", "fail", finding, fix if chips else check_chips(chips, True, where).fix)
+    if chips:
+        return Check("pjrt device", "fail", f"programs would silently run on the CPU: {why}", fix)
     fix = f"{PYTHON} setup_tpu.py --device cpu  # if the CPU is what you want"
     return Check("pjrt device", "warn", f"programs will run on the CPU: {why}", fix)
 
@@ -282,6 +288,20 @@ def check_device_nodes(dev_root: Path, chips: list, uid: int, where: str) -> Che
     names = ", ".join(closed or map(str, nodes))
     finding = f"user {uid} may not open {names}" if closed else f"{names} open to user {uid}"
     return judge("device nodes", not closed, finding, fix)
+
+
+def check_locked_memory(dev_root: Path, chips: list, allowed: int, where: str) -> Check:
+    """libtpu locks the memory that it gives to chips behind /dev/vfio (Google's documentation of GKE; not tried).
+
+    allowed: bytes, of RLIMIT_MEMLOCK; -1 is any number of them. A login and a systemd service often have a few MiB.
+    """
+    if not chips or not list(dev_root.glob("vfio/[0-9]*")):
+        return Check("locked memory", "skip", "no TPU chip behind /dev/vfio")
+    found = "without limit" if allowed == resource.RLIM_INFINITY else f"up to {allowed / 2**20:,.4g} MiB"
+    finding = f"programs may lock memory {found}, expected at least 1 GiB"
+    shell = "sudo prlimit --memlock=unlimited:unlimited --pid $$  # in a systemd unit: LimitMEMLOCK=infinity"
+    good = allowed == resource.RLIM_INFINITY or allowed >= GIB
+    return judge("locked memory", good, finding, GET_TPU.get(where, shell), serious=False)
 
 
 def check_holder(proc_root: Path, lock_file: Path, chips: list, uid: int, wants_tpu: bool, where: str) -> Check:
@@ -356,8 +376,9 @@ def check_cloud(environment: Mapping, base_url: str, chips: list, where: str, wa
     elif where in SURROUNDINGS:
         fix = f"export {needed}"
     metadata = judge("metadata", not lacking or is_alone, finding, fix)
-    if not wants_tpu and not knows_tpu:
-        metadata = Check("metadata", "skip", "not needed without a TPU")
+    if not knows_tpu and not (wants_tpu and chips):
+        why = "not needed without a TPU" if chips else "no TPU chip on the PCI bus"
+        metadata = Check("metadata", "skip", why)
     place = where or ("TPU VM" if knows_tpu else "a plain machine")
     place = "Kubernetes" if place == "GKE" and not names and not index else place
     notices = check_notices(base_url if wants_tpu else "")
@@ -382,7 +403,7 @@ def check_hosts(names: list, index: str, where: str) -> Check:
         return Check("hosts", "ok", finding)
     said = ", ".join(f"index {names.index(name)}, {name} ({why})" for name, why in silent.items())
     finding = f"{hosts}, this is index {index}; silent, or behind a firewall: {said}"
-    fix = "kubectl get pods -o wide" if where == "GKE" else f"{GO_TO_TPU} --worker={names.index(next(iter(silent)))}"
+    fix = "kubectl get pods -o wide" if where == "GKE" else f"{SSH} --worker={names.index(next(iter(silent)))}"
     return Check("hosts", "warn", finding, fix)
 
 
@@ -439,15 +460,20 @@ def check_memory(proc_root: Path, sys_root: Path, least_gib: float) -> Check:
     return judge("memory", good, f"{finding}, expected {least_gib:g} free", "ps aux --sort=-rss | head")
 
 
-def check_shared_memory(dev_root: Path, least_gib: float, wants_tpu: bool, where: str) -> Check:
-    """Data-loader workers hand over batches through /dev/shm; docker's default of 64 MB ends them with a bus error."""
+def check_shared_memory(dev_root: Path, least_gib: float, where: str) -> Check:
+    """Data-loader workers hand over batches through /dev/shm; docker's default of 64 MB ends them with a bus error.
+
+    A warning: of these scripts only a copy with example_data.py's workers has any.
+    """
     folder = dev_root / "shm"
     size = shutil.disk_usage(folder).total / GIB if folder.is_dir() else 0
-    found = (f"is {size:.2f} GiB" if size else "does not exist") + f", expected at least {least_gib:g}"
+    found = (
+        f"is {size:.2f} GiB" if size else "does not exist"
+    ) + f", expected at least {least_gib:g} for data-loader workers"
     fix = DOCKER_RUN if where == "container" else f"sudo mount -o remount,size=16G {folder}"
     if where == "GKE":
         fix = f"in the pod's YAML: a volume emptyDir: {{medium: Memory}}, mounted at {folder}"
-    return judge("shared memory", size >= least_gib, f"{folder} {found}", fix, wants_tpu)
+    return judge("shared memory", size >= least_gib, f"{folder} {found}", fix, serious=False)
 
 
 def check_container(proc_root: Path, sys_root: Path, where: str, wants_tpu: bool) -> Check:
@@ -743,13 +769,14 @@ def look(
             yield check_package(name, installed, name in needed)
         yield check_tensorflow(installed, wants_tpu)
         yield asked_libtpu.result()
-        yield check_pjrt_device(device, environment, chips, libtpu is not None, where)
+        yield check_pjrt_device(device, environment, chips, libtpu is not None)
         yield check_chips(chips, wants_tpu, where)
         yield check_device_nodes(dev_root, chips, uid, where)
+        yield check_locked_memory(dev_root, chips, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], where)
         yield holder
         yield from asked_cloud.result()[0]
         yield check_memory(proc_root, sys_root, least_gib=2)
-        yield check_shared_memory(dev_root, 1, wants_tpu, where)
+        yield check_shared_memory(dev_root, 1, where)
         yield check_container(proc_root, sys_root, where, wants_tpu)
         yield check_environment(environment)
         yield flags

@@ -402,7 +402,8 @@ def test_missing_hosts_are_named_with_the_command(index, missing):
     _, err = process.communicate()
     assert process.returncode == 1
     assert f"host {index} of 3 waited 2 s for {missing}" in err
-    assert "--worker=all --command='python3 tests/distributed_hosts.py" in err and "Traceback" not in err
+    assert re.search(r"--worker=all --command='cd \S+ && \S*python\S* tests/distributed_hosts.py", err)
+    assert "Traceback" not in err
 
 
 # ------------------------------------------------------------------------------------------------------- both scripts

@@ -358,6 +358,7 @@ def test_the_pods_of_the_page_are_started_right(machine, tmp_path, manifest):
     job = manifest["spec"] if manifest["kind"] == "Job" else manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod, count = job["template"]["spec"], job.get("parallelism", 1)
     (container,) = pod["containers"]
+    assert container["securityContext"]["privileged"] and pod["terminationGracePeriodSeconds"] == 120
     check_options([*container["command"][1:], *container["args"]], tmp_path)
     assert job.get("completions", 1) == count and pod["restartPolicy"] == "Never"  # podFailurePolicy wants it
     (given_up,) = (rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "FailJob")

@@ -3,8 +3,11 @@
 import contextlib
 import json
 import os
+import shlex
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +110,25 @@ def test_a_process_that_is_gone_is_told_at_once():
         run(lambda p: p._links[0].close() if p.index == 1 else None)
         (found, _) = run(lambda p: outcome(p.gather, 1) if p.index == 0 else None)
         assert type(found) is WireError and "process 1 (127.0.0.1) has ended or closed the connection" in str(found)
+
+
+def test_the_command_for_all_workers_is_this_one_again(tmp_path, monkeypatch):
+    """Its folder, its Python and its words, through gcloud's shell and the worker's own."""
+    folder = tmp_path / "it's a folder"
+    python = folder / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$PWD" "$0" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--run_dir", "two words"])
+    line = str(peers_module._missing(0, Meeting([HOME, HOME]), [1], 2, "")).splitlines()[-1]
+    (command,) = [word for word in shlex.split(line) if word.startswith("--command=")]
+    shell = ["bash", "-c", command.removeprefix("--command=")]
+    said = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True).stdout.splitlines()
+    assert said == [str(folder), ".venv/bin/python", "train.py", "--run_dir", "two words"]
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3.11")
+    assert " && /usr/bin/python3.11 train.py" in peers_module._own_command()
 
 
 # ---------------------------------------------------------------------------------------------------------- strangers

@@ -11,7 +11,7 @@ import pytest
 from processes import ROOT, Script
 from test_docs import commands_in, is_run
 
-from config import DistributedMnistConfig, MnistConfig
+from config import DistributedMnistConfig, MnistConfig, TransformerConfig
 from tpu_utils.options import parse_command_line
 
 PAGE = ROOT / "docs" / "tpu_vm.md"
@@ -19,7 +19,10 @@ HERE = {  # commands of the page that no other test file runs: the start of each
     r"gcloud compute tpus tpu-vm ssh .*(apt-get|setup_tpu)": "test_the_setup",
     r"gcloud compute tpus tpu-vm ssh .*distributed_mnist_tpu": "test_training_lines",
     r"gcloud compute tpus tpu-vm ssh .*train.service": "test_the_service",
-    r"until ": "test_the_loop",
+    r"gcloud compute tpus tpu-vm ssh .*transformer_tpu": "test_the_line_for_several_hosts",
+    r"gcloud compute tpus tpu-vm ssh .*nohup": "test_the_calibration",
+    r"until gcloud": "test_the_watch_over_several_hosts",
+    r"until .venv": "test_the_loop",
     r"python3 -m pip install --user uv|mkdir -p .venv|ln -sf": "test_libpython",
 }
 
@@ -74,11 +77,15 @@ def test_the_setup(vm):
     assert vm(f"git init -q {origin} && {git} add . && {git} commit -qm first").returncode == 0
     pip, doctor = vm.tool("venv/pip", "cat $4; exit $FAILS"), vm.tool("venv/python", "exit $FAILS")
     vm.tool("python3.11", f"mkdir -p $3/bin && cp {pip} {doctor} $3/bin")
-    command = on_the_vm("apt-get").replace("REPOSITORY", str(origin))
-    for _ in range(2):
+    command = on_the_vm("apt-get").replace("GIT_URL", str(origin))
+    for text in ("first", "second"):
+        with (origin / "requirements.txt").open("a") as file:
+            file.write(f"# {text}\n")
+        assert vm(f"{git} commit -qam {text}").returncode == 0
         done = vm(command, FAILS="0")
         assert done.returncode == 0, done.stderr
-        assert "torch_xla[tpu,pallas]==2.9.0" in done.stdout  # pip was given the clone's requirements.txt
+        assert "torch_xla[tpu,pallas]==2.9.0" in done.stdout  # pip was given the clone's requirements.txt,
+        assert f"# {text}" in done.stdout  # and that of today
     assert [call for call in vm.calls() if "apt-get" in call][1].endswith("install -y python3.11-venv libpython3.11")
     assert vm(command, FAILS="1").returncode == 1
     vm.tool("python3.11", "exit 1")
@@ -111,15 +118,17 @@ def test_the_service(vm):
     python.symlink_to(vm.tool("python", ""))
     done = vm(on_the_vm("train.service"))
     assert done.returncode == 0, done.stderr
-    assert vm.calls()[1:] == [f"sudo systemctl {verb}" for verb in ("daemon-reload", "enable train", "restart train")]
+    verbs = ("daemon-reload", "enable train", "reset-failed train", "restart train")
+    assert vm.calls()[1:] == [f"sudo systemctl {verb}" for verb in verbs]
     text = (vm.folder / "units/train.service").read_text()
     unit = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     assert (unit["Restart"], unit["RestartPreventExitStatus"], unit["User"]) == ("on-failure", "2", "somebody")
     launcher, script, *words = unit["ExecStart"].split()
     assert (launcher, unit["WorkingDirectory"]) == (str(python), str(vm.home / "tpu-examples"))
     assert (ROOT / script).exists()
-    parse_command_line(DistributedMnistConfig, "", words)
-    assert "--resume auto" in unit["ExecStart"]
+    parse_command_line(DistributedMnistConfig, "", [word.replace("BUCKET", "bucket") for word in words])
+    assert "--run_dir gs://" in unit["ExecStart"] and "--resume auto" in unit["ExecStart"]
+    assert unit["LimitMEMLOCK"] == "infinity"
     if shutil.which("systemd-analyze"):  # exits with 0 whatever it says
         said = vm(f"systemd-analyze verify {vm.folder}/units/train.service")
         assert said.stderr == "" == said.stdout
@@ -138,7 +147,7 @@ def test_the_service(vm):
 )
 def test_the_loop(vm, codes, attempts):
     """It goes on until 0, gives up on 2, and does not start again what somebody stopped."""
-    (loop,) = [command for command in commands_in(PAGE) if command.startswith("until ")]
+    (loop,) = [command for command in commands_in(PAGE) if command.startswith("until .venv")]
     words = re.search(r"until .venv/bin/python simple_mnist_tpu.py (.*?);", loop)[1].split()
     parse_command_line(MnistConfig, "", words)
     vm.tool("sleep", "")
@@ -148,6 +157,47 @@ def test_the_loop(vm, codes, attempts):
     assert vm(loop).returncode == 0
     assert sum(call.startswith("python") for call in vm.calls()) == attempts
     assert all("--resume auto" in call for call in vm.calls() if call.startswith("python"))
+
+
+def test_the_line_for_several_hosts():
+    _, script, *words = on_the_vm("transformer_tpu.py").partition(" && ")[2].split()
+    config = parse_command_line(TransformerConfig, "", [word.replace("BUCKET", "bucket") for word in words])
+    assert (script, config.preset, config.model_size) == ("transformer_tpu.py", "distributed", "1558M")
+
+
+def test_the_calibration(vm):
+    """ssh comes back while it runs: nothing of it holds the streams of the shell that started it."""
+    go = f"until [ -e {vm.folder}/go ]; do /bin/sleep 0.05; done; echo measured; echo > {vm.folder}/gone"
+    python = vm.home / "tpu-examples/.venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(vm.tool("python", go))
+    assert vm(on_the_vm("nohup")).returncode == 0  # it would not return before `go` is there
+    (vm.folder / "go").touch()
+    assert vm(f"until [ -e {vm.folder}/gone ]; do /bin/sleep 0.05; done").returncode == 0
+    assert vm.calls() == ["python calibrate_tpu.py"]
+    assert (vm.home / "tpu-examples/calibration.log").read_text() == "measured\n"
+
+
+@pytest.mark.parametrize("restarts, times", [("0 0 0", 0), ("0 2 0", 1), ("1 1 1", 1)])
+def test_the_watch_over_several_hosts(vm, restarts, times):
+    """One host that had to start again: all are killed and started. A connection that fails restarts nobody."""
+    hosts = range(3)
+    for host, count in zip(hosts, restarts.split(), strict=True):
+        (vm.folder / f"state{host}").write_text("activating" if count == "2" else "active")
+        (vm.folder / f"restarts{host}").write_text(count)
+    here = f"cd {vm.folder}"
+    vm.tool("systemctl", f"{here}; if [ $1 = is-active ]; then cat state$H; else echo NRestarts=$(cat restarts$H); fi")
+    vm.tool("sudo", f"{here}; case $2 in reset-failed) echo 0 > restarts$H;; kill) exit 1;; esac")
+    calls = f"$(grep -c ^gcloud {vm.folder}/calls)"
+    worst = 'for H in 0 1 2; do H=$H bash -c "${command#--command=}" || code=1; done; exit $code'
+    vm.tool("gcloud", f'[ {calls} -le 2 ] && exit 255; command="${{@: -1}}"; code=0; export H; {worst}')
+    sleeps = f"$(grep -c ^sleep {vm.folder}/calls)"  # the training is done after the third minute
+    vm.tool("sleep", f"{here}; if [ {sleeps} = 3 ]; then for H in 0 1 2; do echo inactive > state$H; done; fi")
+    (watch,) = [command for command in commands_in(PAGE) if command.startswith("until gcloud")]
+    assert vm(watch).returncode == 0
+    verbs = [call.removeprefix("sudo systemctl ") for call in vm.calls() if call.startswith("sudo")]
+    assert verbs == ["kill --signal KILL train", "reset-failed train", "restart train"] * len(hosts) * times
+    assert sum(call.startswith("sleep 60") for call in vm.calls()) == 3
 
 
 def test_libpython(vm):
@@ -170,7 +220,10 @@ def test_gcloud_knows_every_command_and_option(tmp_path):
     """It reads a command line before it asks who you are; with a settings folder of its own it knows nobody."""
     if not shutil.which("gcloud"):
         pytest.skip("gcloud is not installed")
-    for command in [command for command in commands_in(PAGE) if command.startswith("gcloud")]:
+    (tmp_path / "secret").write_text("it reads this one")
+    pages = [PAGE.with_name(name) for name in (PAGE.name, "colab_kaggle_gke.md", "many_devices.md")]
+    commands = [command for page in pages for command in commands_in(page)]
+    for command in [command for command in commands if command.startswith("gcloud")]:
         environment = dict(os.environ, CLOUDSDK_CONFIG=str(tmp_path), CLOUDSDK_CORE_DISABLE_PROMPTS="1")
         environment.update(CLOUDSDK_CORE_PROJECT="nobodys", CLOUDSDK_COMPUTE_ZONE="us-west4-a")
         settings = dict(capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)

@@ -212,11 +212,18 @@ def _gather_links(listener: Listener, meeting: Meeting, seconds: float) -> list[
 
 def _missing(index: int, meeting: Meeting, missing: list[int], seconds: float, found: str) -> DeviceError:
     names = ", ".join(f"host {i} ({meeting.addresses[i]})" for i in missing)
-    command = f"--worker=all --command={shlex.quote(shlex.join(['python3', *sys.argv]))}"
+    command = f"--worker=all --command={shlex.quote(_own_command())}"
     return DeviceError(
         f"host {index} of {len(meeting.addresses)} waited {seconds:g} s for {names}: {found}; start the same command "
         f"on all workers:\n  gcloud compute tpus tpu-vm ssh NAME --zone ZONE {command}"
     )
+
+
+def _own_command() -> str:
+    """What started this process, for the shell of another host: ssh begins in the home folder, without the venv."""
+    folder, python = Path.cwd(), Path(sys.executable)  # the venv's own link, not the interpreter behind it
+    python = python.relative_to(folder) if python.is_relative_to(folder) else python
+    return f"cd {shlex.quote(str(folder))} && {shlex.join([str(python), *sys.argv])}"
 
 
 class Peers:

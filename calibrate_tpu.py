@@ -1,5 +1,5 @@
 """How far are the compiler's estimates from the clock, on the TPU that is
-attached? The first hour on a TPU VM, as one command.
+attached? What to run first on a TPU VM, as one command.
 
 Run:     python calibrate_tpu.py                  # whatever is attached
          python calibrate_tpu.py --device cpu     # rehearsal without a TPU

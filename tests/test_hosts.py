@@ -12,6 +12,7 @@ import re
 import shlex
 import socket
 import threading
+import time
 
 import pytest
 import requests
@@ -271,12 +272,12 @@ def test_one_task_for_each_host_is_an_index_too(machine):
 # ---------------------------------------------------------------------------------------------- the metadata server
 
 
-@pytest.mark.parametrize("code", [429, 500, 503])
+@pytest.mark.parametrize("code", [403, 408, 429, 500, 503])
 def test_a_server_that_fails_is_not_taken_for_none(machine, server, code):
     """The hosts of a pod would each train alone."""
     chips = machine("v5e", 4, {}, FOUR)
     server.code = code
-    with pytest.raises(DeviceError, match=f"the metadata server answers {code} to tpu-env; start again"):
+    with pytest.raises(DeviceError, match=f"the metadata server answers {code} to tpu-env, and nothing else says"):
         settle_hosts(chips)
 
 
@@ -294,23 +295,34 @@ def test_a_page_that_is_not_googles_is_no_metadata(machine, server):
     assert settle_hosts(chips) == (0, ["localhost"])
 
 
-def test_a_server_that_does_not_answer_is_given_up(machine, monkeypatch):
-    """It takes the call and says nothing."""
-    assert hosts_module.SILENT_SECONDS <= 2
+@pytest.mark.parametrize("number", [8, 4])
+def test_silence_is_no_metadata_only_where_a_host_is_a_slice_by_itself(machine, monkeypatch, number):
+    """The server takes the call and says nothing. With 4 chips a host may be one of several, and never trains alone."""
+    assert hosts_module.SILENT_SECONDS <= 2 and hosts_module.KNOWN_SECONDS >= 20
     monkeypatch.setattr(hosts_module, "SILENT_SECONDS", 0.1)
-    chips = machine("v5e", 4, {}, None)
+    monkeypatch.setattr(hosts_module, "KNOWN_SECONDS", 0.2)
+    chips = machine("v5e", number, {}, None)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as silent:
         monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{silent.getsockname()[1]}")
+        if number == 4:
+            with pytest.raises(DeviceError, match=r"does not answer .* nothing else says whether this host is one of"):
+                settle_hosts(chips)
+            return
         assert settle_hosts(chips) == (0, ["localhost"])
     assert os.environ["TPU_SKIP_MDS_QUERY"] == "1", "or torch_xla would wait for it, with no limit"
 
 
-def test_a_name_that_cannot_be_looked_up_in_time_is_given_up(machine, monkeypatch):
+def test_a_late_answer_is_waited_for(machine, server, monkeypatch):
     monkeypatch.setattr(hosts_module, "SILENT_SECONDS", 0.1)
-    chips, go_on = machine("v5e", 4, {}, {}), threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: go_on.wait() and [])
-    assert settle_hosts(chips) == (0, ["localhost"])
-    go_on.set()
+    chips, answer = machine("v5e", 4, {}, FOUR), Answer.do_GET
+    monkeypatch.setattr(Answer, "do_GET", lambda self: time.sleep(0.4) or answer(self))
+    assert settle_hosts(chips) == (2, IPS)
+
+
+def test_not_to_ask_and_nothing_said_is_refused_on_a_host_that_may_be_one_of_several(machine):
+    chips = machine("v5e", 4, {"TPU_SKIP_MDS_QUERY": "1"}, None)
+    with pytest.raises(InputError, match="nothing says whether this host with 4 chips is one of several; unset it"):
+        settle_hosts(chips)
 
 
 # ------------------------------------------------------------------------------------------------------ pods have names

@@ -41,7 +41,8 @@ def settle_hosts(chips: list[Generation], environment: MutableMapping[str, str] 
     said, names = in_environment(environment), ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
     # hosts of a larger slice have 4 chips each, of any generation; with 1 or 8 a host is a slice
     alone = said.addresses is not None or len(chips) in (1, 8)
-    if environment.get("TPU_SKIP_MDS_QUERY") and chips and not alone and not said.kind:
+    unknown = chips and not alone and not said.kind and not said.index
+    if environment.get("TPU_SKIP_MDS_QUERY") and unknown:
         raise InputError(
             f"TPU_SKIP_MDS_QUERY is set, but nothing says whether this host with {len(chips)} chips is one of several; "
             "unset it on a TPU VM; where this is the only host set TPU_WORKER_ID=0 TPU_WORKER_HOSTNAMES=localhost"

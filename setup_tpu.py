@@ -340,7 +340,8 @@ def find_surroundings(root: Path, environment: Mapping) -> str:
 def ask_metadata(url: str) -> str:
     """Raises OSError, which URLError and HTTPError are, for a server that is absent, silent, or has no such key."""
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    with urllib.request.urlopen(request, timeout=2) as reply:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on the VM's own link
+    with direct.open(request, timeout=2) as reply:
         return reply.read().decode(errors="replace")
 
 
@@ -759,7 +760,7 @@ def look(
         asked_bucket = pool.submit(check_bucket, options.bucket, installed, environment, limit)
         flags = check_xla_flags(environment, installed, limit)
         usable = {k: v for k, v in environment.items() if k != "XLA_FLAGS" or flags.status == "ok"}
-        if wants_tpu:
+        if chips:  # torch_xla's import asks for the slice wherever there are some
             usable.update(asked_cloud.result()[1])
         asked_work = pool.submit(check_work, device, usable, installed, limit, chips)
         asked_aot = pool.submit(check_aot, options.aot, usable, installed, limit)

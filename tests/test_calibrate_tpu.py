@@ -355,8 +355,8 @@ def test_another_machine_begins_anew(tmp_path, capsys):
 def test_which_slice_this_is_by_the_environment(tmp_path, monkeypatch, chips, named, slice_name, devices):
     pci_tree(tmp_path, *chips)
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    for name in ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    monkeypatch.delenv("TPU_WORKER_ID", raising=False)
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", named)
     machine = find_machine("auto", tmp_path)
     assert (machine.slice, machine.num_devices, machine.device) == (slice_name, devices, "tpu")

@@ -317,7 +317,9 @@ class Checkpoints:
             if saved is None:
                 return None
             found = {"step": saved.step, "run": saved.run_id, "values": saved.values, "tensors": saved.index()}
-            return found | {"files": read_marker(saved.folder)["files"]}
+            if self._in_bucket:  # the others fetch what they need by these sums
+                found["files"] = read_marker(saved.folder)["files"]
+            return found
 
         with self._peers.patient():
             found = self._peers.from_first(load)

@@ -39,8 +39,8 @@ def settle_hosts(chips: list[Generation], environment: MutableMapping[str, str] 
     metadata server fails.
     """
     said, names = in_environment(environment), ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
-    # hosts of a larger slice have 4 chips each, of any generation; with 1 or 8 a host is a slice
-    alone = said.addresses is not None or len(chips) in (1, 8)
+    # hosts of a larger slice have 4 chips each, of any generation; with others a host is a slice by itself
+    alone = said.addresses is not None or len(chips) != 4
     unknown = chips and not alone and not said.kind and not said.index
     if environment.get("TPU_SKIP_MDS_QUERY") and unknown:
         raise InputError(

@@ -103,12 +103,14 @@ def estimate(bench: Bench, step: Step) -> dict[str, Any]:
 
 
 def run_step(bench: Bench, step: Step) -> dict[str, Any]:
-    """The step, run: the median over log intervals of 8 steps, without the first, and their range."""
+    """The step, run: the median over log intervals, without the first, and their range."""
     left_out(bench, step)
     asked = bench.figures(f"estimate {step.name}")
     if asked and not asked["fits"]:
         raise Cannot(f"does not fit {bench.machine.slice}: {asked['reason']}")
-    summary, lines = bench.train(f"step {step.name}", step.script, f"{step.options} --log_every=8 --save_every=100000")
+    every = 8 if bench.machine.device == "tpu" else 5  # a rehearsal has fewer steps
+    options = f"{step.options} --log_every={every} --save_every=100000"
+    summary, lines = bench.train(f"step {step.name}", step.script, options)
     timed = [line for line in lines if line["kind"] == "train" and line["step_seconds"] is not None][1:]
     if len(timed) < 3:
         raise TrainingError(f"{len(timed)} intervals were timed; expected 3 or more")

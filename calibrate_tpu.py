@@ -117,6 +117,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=CALIBRATION.parent, help="folder of what it writes")
     parser.add_argument("--time_limit", type=float, default=3600, metavar="SECONDS", help="for each process")
     options = parser.parse_args()
+    if not options.time_limit > 0:  # nan is not
+        parser.error(f"--time_limit {options.time_limit:g}: expected more than 0 seconds")
     try:
         return calibrate(options.device, options.output.absolute(), options.time_limit, Path("/"))
     except KeyboardInterrupt:

@@ -28,7 +28,7 @@ from tpu_calibration.peaks import least_sent
 from tpu_calibration.steps import STEPS
 from tpu_compiler.calibration import read_calibration
 from tpu_compiler.report import Report
-from tpu_utils.errors import DeviceError, InputError
+from tpu_utils.errors import DeviceError, InputError, run_script
 from tpu_utils.options import without_effect
 
 GIB = 2**30
@@ -336,6 +336,24 @@ def test_another_machine_begins_anew(tmp_path, capsys):
     assert bench.Bench(dataclasses.replace(machine, commit="another"), tmp_path, 60).measurements == {}
     assert len(list(tmp_path.glob("calibration_before_*.json"))) == 1
     assert "another chip, version or commit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--output=/dev/null"], "/dev/null cannot be written: Not a directory; name another --output"),
+        (["--time_limit=0"], "--time_limit 0: expected more than 0 seconds"),
+        (["--time_limit=nan"], "--time_limit nan: expected more than 0 seconds"),
+    ],
+)
+def test_bad_options_are_refused_in_one_message(monkeypatch, tmp_path, capsys, arguments, said):
+    options = ["calibrate_tpu.py", "--device=cpu", f"--output={tmp_path}", *arguments]
+    monkeypatch.setattr(sys, "argv", options)
+    try:
+        code = run_script(calibrate_tpu.main)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and said in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- which machine it is

@@ -110,11 +110,14 @@ class Bench:
     """The machine, the output folder, and what is measured so far."""
 
     def __init__(self, machine: Machine, folder: Path, time_limit: float):
-        """Raises InputError when another calibration works in the folder."""
+        """Raises InputError when the folder cannot be written, or another calibration works there."""
         self.machine, self.folder, self.time_limit, self.measurements = machine, folder, time_limit, {}
         self.file, self.runs = folder / CALIBRATION.name, folder / "runs"
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / "lock").open("w")
+        try:
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("w")
+        except OSError as error:
+            raise InputError(f"{folder} cannot be written: {error.strerror}; name another --output") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -16,9 +16,9 @@ from tpu_compiler.hardware import Generation
 from tpu_utils.errors import DeviceError, InputError
 
 SILENT_SECONDS = 2.0
-"""A metadata server that has not answered by then is taken for none."""
+"""A metadata server that has not answered by then is taken for none, where this host is a slice by itself."""
 KNOWN_SECONDS = 20.0
-"""How long one is waited for that has answered once: this is a TPU VM, and without it the other hosts are unknown."""
+"""How long it is waited for elsewhere, and once it has answered: without it the other hosts are unknown."""
 TYPE = r"(v|tpu)\d[A-Za-z]{0,7}-\d+"
 """Of an accelerator type: what torch_xla can read (_internal/tpu.py, version). It ends in chips, or cores."""
 

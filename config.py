@@ -361,6 +361,11 @@ class ModelShape:
         return self.embedding_dim // self.num_heads
 
     @property
+    def num_cached_heads(self) -> int:
+        """Of keys and values."""
+        return self.num_heads
+
+    @property
     def num_parameters(self) -> int:
         """Padded vocabulary included, as llm.c counts. Per layer: qkv 3DD+3D, out DD+D, mlp 8DD+5D, two norms 4D."""
         D = self.embedding_dim
@@ -371,6 +376,58 @@ class ModelShape:
     def flops_per_token(self) -> int:
         """Of a training step: 6 N + 12 L D T, both passes, the causal half of attention not taken off (as llm.c)."""
         return 6 * self.num_parameters + 12 * self.num_layers * self.embedding_dim * self.sequence_length
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of rotary positions beyond the context of pre-training, as in its config.json."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class LlamaShape(ModelShape):
+    """Of the Llama family, with Qwen3's differences: what its config.json says."""
+
+    num_kv_heads: int = 0
+    """Heads of keys and values; each serves num_heads / num_kv_heads heads of queries."""
+    mlp_dim: int = 0
+    """Width inside the MLP, of its gate and of its other half alike."""
+    head_width: int = 0
+    """0: embedding_dim / num_heads."""
+    tied_head: bool = False
+    """Whether the output head is the token embedding."""
+    qk_norm: bool = False
+    """Qwen3: RMSNorm of each head's query and key."""
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_width or self.embedding_dim // self.num_heads
+
+    @property
+    def num_cached_heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Padded vocabulary included. Per layer: q and out 2DHK, k and v 2DGK, MLP 3DE, norms 2D, of heads 2K."""
+        D, K = self.embedding_dim, self.head_dim
+        attention = 2 * D * K * (self.num_heads + self.num_kv_heads)
+        per_layer = attention + 3 * D * self.mlp_dim + 2 * D + 2 * K * self.qk_norm
+        return (2 - self.tied_head) * self.padded_vocab_size * D + D + self.num_layers * per_layer
+
+    @property
+    def flops_per_token(self) -> int:
+        """As that of ModelShape, the lookup of a head of its own not counted: it is no product."""
+        lookup = 0 if self.tied_head else self.padded_vocab_size * self.embedding_dim
+        heads = self.num_heads * self.head_dim
+        return 6 * (self.num_parameters - lookup) + 12 * self.num_layers * heads * self.sequence_length
 
 
 # GPT-2: Radford et al. 2019 and llm.c. GPT-3: Brown et al. 2020, table 2.1, with llm.c's head counts, at 2,048 tokens.
@@ -386,10 +443,19 @@ MODEL_SIZES: dict[str, ModelShape] = {
     "gpt3_1.3B": ModelShape(24, 16, 2048, 2048),
     "gpt3_2.7B": ModelShape(32, 32, 2560, 2048),
     "gpt3_6.7B": ModelShape(32, 32, 4096, 2048),
+    # Hugging Face's config.json of each; contexts are those of training, not the longest that they can read
+    "llama_tiny": LlamaShape(2, 4, 128, 64, 50257, num_kv_heads=2, mlp_dim=384, tied_head=True, rope_theta=1e4),
+    "smollm2_135M": LlamaShape(30, 9, 576, 2048, 49152, 3, 1536, tied_head=True, rope_theta=1e5),
+    "llama3_1B": LlamaShape(16, 32, 2048, 8192, 128256, 8, 8192, tied_head=True, rope_scaling=RopeScaling(32.0)),
+    "llama3_3B": LlamaShape(28, 24, 3072, 8192, 128256, 8, 8192, tied_head=True, rope_scaling=RopeScaling(32.0)),
+    "llama3_8B": LlamaShape(32, 32, 4096, 8192, 128256, 8, 14336, rope_scaling=RopeScaling(8.0)),
+    "llama3_70B": LlamaShape(80, 64, 8192, 8192, 128256, 8, 28672, rope_scaling=RopeScaling(8.0)),
+    "qwen3_0.6B": LlamaShape(28, 16, 1024, 4096, 151936, 8, 3072, 128, True, True, 1e6, norm_eps=1e-6),
+    "qwen3_8B": LlamaShape(36, 32, 4096, 4096, 151936, 8, 12288, 128, False, True, 1e6, norm_eps=1e-6),
 }
 BYTE_VOCAB_SIZE = 257  # the 256 bytes and the token that stands before every document
 SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1}
-DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "tokens": 50257}
+DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE}  # tokens: that of the model's size
 
 
 @dataclass(frozen=True)
@@ -411,6 +477,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     model_size: Literal[
         "tiny", "124M", "350M", "774M", "1558M",
         "gpt3_125M", "gpt3_350M", "gpt3_760M", "gpt3_1.3B", "gpt3_2.7B", "gpt3_6.7B",
+        "llama_tiny", "smollm2_135M", "llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "qwen3_0.6B", "qwen3_8B",
     ] = "tiny"  # fmt: skip
     """Layers, heads, width and context of a published model; each can be set by itself below."""
     num_layers: Annotated[int, Range("[0, inf)")] = 0
@@ -422,7 +489,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     sequence_length: Annotated[int, Range("[0, inf)")] = 0
     """Context: the longest sequence, in tokens."""
     vocab_size: Annotated[int, Range("[0, inf)")] = 0
-    """0: 64 for synthetic, 257 for text (bytes), 50257 for tokens (GPT-2)."""
+    """0: 64 for synthetic, 257 for text (bytes), that of model_size for tokens."""
     num_steps: Annotated[int, Range("[1, 10000000]")] = 500
     """Optimizer steps of the run."""
     gradient_accumulation_steps: Annotated[int, Range("[1, inf)")] = 1
@@ -517,8 +584,9 @@ class TransformerConfig(HostOptions, TrainConfig):
     def shape(self) -> ModelShape:
         own = ("num_layers", "num_heads", "embedding_dim", "sequence_length")
         changes = {name: getattr(self, name) for name in own if getattr(self, name)}
-        vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE[self.dataset]
-        return dataclasses.replace(MODEL_SIZES[self.model_size], **changes, vocab_size=vocab_size)
+        published = MODEL_SIZES[self.model_size]
+        vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(self.dataset, published.vocab_size)
+        return dataclasses.replace(published, **changes, vocab_size=vocab_size)
 
 
 # An option that a command line gives although it changes nothing is refused: field -> (the field that decides, and its
@@ -619,7 +687,15 @@ def check_transformer(config: TransformerConfig) -> list[str]:
     """What does not go together in a transformer's configuration, whatever the devices and the data."""
     problems, shape = [], config.shape
     smallest = SMALLEST_VOCAB_SIZE[config.dataset]
-    if shape.embedding_dim % shape.num_heads:
+    if isinstance(shape, LlamaShape):
+        if shape.num_heads % shape.num_kv_heads:
+            problems.append(
+                f"num_heads ({shape.num_heads}) must be divisible by the {shape.num_kv_heads} heads of keys and values "
+                f"of {config.model_size}"
+            )
+        if config.dropout:
+            problems.append(f"dropout is {config.dropout}, but {config.model_size} has none; leave it out")
+    if shape.embedding_dim % shape.num_heads and not getattr(shape, "head_width", 0):
         divide = [heads for heads in range(1, 1025) if shape.embedding_dim % heads == 0]
         near = [heads for heads in divide if heads < shape.num_heads][-1:]
         near += [heads for heads in divide if heads > shape.num_heads][:1]

@@ -46,7 +46,8 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 import numpy as np
 import torch
 
-from gpt import GPT, LAYER_MATRICES, parameter_shapes, split_layers, stack_layers
+from gpt import GPT, LAYER_MATRICES, parameter_shapes
+from layers import split_layers, stack_layers
 from operations import losses
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.saved import Saved, check_alike

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from config import TrainConfig
+from config import LlamaShape, TrainConfig
 from llmc_files import GPT2_VOCAB_SIZE, read_header
 from token_data import BYTE_VOCAB_SIZE, END_OF_DOCUMENT_BYTE, gpt2_encoding
 from tpu_utils.environment import choose_device, command_line
@@ -83,17 +83,26 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 
+import llama
 from convert_llmc import read_model, read_run
-from gpt import GPT, block, split_layers
+from gpt import GPT, block
+from layers import Decoder, split_layers
+from llama import Llama, for_each_query
 from operations import causal_attention, layer_norm
 from tpu_utils.device import start_device
 from tpu_utils.graphs import graphs_compiled
 from tpu_utils.saved import load_model
 
 
-def run_layers(model: GPT, tokens_BT, positions_T, attention_of_layer):
+def run_layers(model: Decoder, tokens_BT, positions_T, attention_of_layer):
     """Logits (B, T, V): the model's forward pass with an attention of its own in each layer."""
     cast, layers = model.cast()
+    if isinstance(model, Llama):
+        x = F.embedding(tokens_BT, model.token_embedding).to(model.compute_dtype)
+        place = llama.angles(positions_T.float(), model.frequencies)
+        for layer, weights in enumerate(layers):
+            x = llama.block(x, weights, model.shape, attention_of_layer(layer), place=place)
+        return model.head(x, cast)
     x = F.embedding(tokens_BT, model.token_embedding) + model.position_embedding.index_select(0, positions_T)
     x = x.to(model.compute_dtype)
     for layer, weights in enumerate(layers):
@@ -102,25 +111,25 @@ def run_layers(model: GPT, tokens_BT, positions_T, attention_of_layer):
 
 
 class Cache:
-    """Keys and values of every layer, (L, B, T, H, K), for the whole context; `position` is the next one to fill."""
+    """Keys and values of every layer, (L, B, T, G, K), for the whole context; `position` is the next one to fill."""
 
-    def __init__(self, model: GPT, batch: int, device):
+    def __init__(self, model: Decoder, batch: int, device):
         shape = model.shape
-        size = (shape.num_layers, batch, shape.sequence_length, shape.num_heads, shape.head_dim)
+        size = (shape.num_layers, batch, shape.sequence_length, shape.num_cached_heads, shape.head_dim)
         self.keys, self.values = (torch.zeros(size, dtype=model.compute_dtype).to(device) for _ in range(2))
         self.position = torch.zeros(1, dtype=torch.int32).to(device)
         self.everywhere = torch.arange(shape.sequence_length, dtype=torch.int32).to(device)
 
 
 @torch_xla.compile(full_graph=True, name="prefill")
-def prefill(model: GPT, cache: Cache, tokens_BT, length):
+def prefill(model: Decoder, cache: Cache, tokens_BT, length):
     """Fill the cache from the prompt, padded to the whole context. Logits (B, V) after its last token."""
     kept = []
 
     def attention_of_layer(_):
         def attention(q, k, v):
             kept.append((k, v))
-            return causal_attention(q, k, v)
+            return causal_attention(q, for_each_query(k, q.shape[2]), for_each_query(v, q.shape[2]))
 
         return attention
 
@@ -134,7 +143,7 @@ def prefill(model: GPT, cache: Cache, tokens_BT, length):
 
 
 @torch_xla.compile(full_graph=True, name="decode")
-def decode(model: GPT, cache: Cache, token_B):
+def decode(model: Decoder, cache: Cache, token_B):
     """Logits (B, V) after one more token; the cache and its position move on by one."""
     here = (cache.everywhere == cache.position)[:, None, None]  # (T, 1, 1); what lies after it is of no request yet
     seen = cache.everywhere <= cache.position
@@ -144,9 +153,9 @@ def decode(model: GPT, cache: Cache, token_B):
         def attention(q, k, v):
             keys.append(torch.where(here, k, cache.keys[layer]))
             values.append(torch.where(here, v, cache.values[layer]))
-            scores = torch.einsum("bthk,bshk->bhts", q.float(), keys[-1].float())
-            p = scores.masked_fill(~seen, -1e30).softmax(-1).to(v.dtype)
-            return torch.einsum("bhts,bshk->bthk", p, values[-1])
+            k, v = (for_each_query(x[-1], q.shape[2]) for x in (keys, values))
+            p = torch.einsum("bthk,bshk->bhts", q.float(), k.float()).masked_fill(~seen, -1e30).softmax(-1)
+            return torch.einsum("bhts,bshk->bthk", p.to(v.dtype), v)
 
         return attention
 
@@ -168,7 +177,7 @@ def choose(logits_BV, noise_BV, temperature: float, top_k: int):
     return (logits_BV / temperature + noise_BV).argmax(-1)
 
 
-def generate(model: GPT, prompt: list[int], config: GenerateConfig, device) -> list[int]:
+def generate(model: Decoder, prompt: list[int], config: GenerateConfig, device) -> list[int]:
     """num_tokens token numbers that follow the prompt. Raises InputError when they do not fit the context."""
     T, V = model.shape.sequence_length, model.shape.vocab_size
     if not prompt:
@@ -196,7 +205,7 @@ def generate(model: GPT, prompt: list[int], config: GenerateConfig, device) -> l
     return torch.cat(found).tolist()
 
 
-def load(config: GenerateConfig) -> tuple[GPT, str]:
+def load(config: GenerateConfig) -> tuple[Decoder, str]:
     """The model on the host, and what its tokens are: "text" (bytes), "tokens" (GPT-2's) or "numbers" (others)."""
     if config.llmc:
         shape, tensors = read_model(Path(config.llmc))
@@ -204,7 +213,8 @@ def load(config: GenerateConfig) -> tuple[GPT, str]:
         model.load_state_dict(split_layers({name: tensor.float() for name, tensor in tensors.items()}))
         return model, kind_of_tokens("tokens", shape.vocab_size)
     trained, saved = read_run(Path(config.run_dir), config.checkpoint)
-    model = GPT(trained.shape, torch.bfloat16 if trained.precision == "bfloat16" else torch.float32)
+    kind = Llama if isinstance(trained.shape, LlamaShape) else GPT
+    model = kind(trained.shape, torch.bfloat16 if trained.precision == "bfloat16" else torch.float32)
     load_model(model, saved.part("model"))
     return model, kind_of_tokens(trained.dataset, trained.shape.vocab_size)
 

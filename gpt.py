@@ -4,26 +4,15 @@ Shape suffixes: B batch, T time, D embedding width, H heads, K head_dim, V padde
 """
 
 import math
-import re
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-import torch_xla.distributed.spmd as xs
-from functorch.compile import default_partition, min_cut_rematerialization_partition
-from torch_xla.experimental import scan
-from torch_xla.utils.checkpoint import checkpoint
 
 from config import ModelShape
 from dropout import dropout, layer_keys, positions
+from layers import Decoder
 from operations import causal_attention, layer_norm
-
-# On a mesh torch_xla 2.9 ties the gradients of a scanned layer to the sharding of its inputs by a jax function that
-# needs torchax, and that flax (torch_xla/experimental/scan.py, _backward_shard_alike). PARTITION in transformer_tpu.py
-# places every gradient and GPT.keep every activation, so there is nothing left to tie.
-scan.shard_as = lambda a, b: (a, b)
-
-BATCH = ("data", "fsdp")  # the mesh axes that the batch axis is sharded over
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -49,34 +38,9 @@ def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def is_matrix(name: str) -> bool:
-    """Embeddings and weights of linear layers: the only parameters with weight decay."""
-    return re.search(r"_(embedding|weight)(\.\d+)?$", name) is not None and "ln" not in name
-
-
-# One parameter per layer and matrix (`qkv_weight.0`): slices of a stack would need an extra pass over memory to cast,
-# and another to collect gradients, where XLA makes both part of the product. The vectors stay stacked: fewer tensors to
-# trace. --scan_layers, whose loop wants a stack, pays for those passes.
 LAYER_MATRICES = ("qkv_weight", "attention_out_weight", "mlp_in_weight", "mlp_out_weight")
 LAYER_VECTORS = ("ln1_weight", "ln1_bias", "qkv_bias", "attention_out_bias")
 LAYER_VECTORS += ("ln2_weight", "ln2_bias", "mlp_in_bias", "mlp_out_bias")
-
-
-def split_layers(stacked: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """From the names and shapes of parameter_shapes to those of GPT's parameters."""
-    named = {}
-    for name, value in stacked.items():
-        parts = {f"{name}.{layer}": part for layer, part in enumerate(value)}
-        named |= parts if name in LAYER_MATRICES else {name: value}
-    return named
-
-
-def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The other way round."""
-    parts: dict[str, list[torch.Tensor]] = {}
-    for name, value in named.items():
-        parts.setdefault(name.split(".")[0], []).append(value)
-    return {name: torch.stack(found) if name in LAYER_MATRICES else found[0] for name, found in parts.items()}
 
 
 def block(x_BTD, w, num_heads, attention, keep=lambda x: x, p=0.0, place=None):
@@ -103,56 +67,19 @@ def block(x_BTD, w, num_heads, attention, keep=lambda x: x, p=0.0, place=None):
     return keep(x_BTD + dropout(y + w["mlp_out_bias"], p, keys[1], place))
 
 
-class GPT(torch.nn.Module):
+class GPT(Decoder):
     """GPT-2: learned positions, pre-norm, GELU (tanh), one matrix for token embedding and output head.
 
     The head reads `token_embedding` itself, so there is no second weight that a move to the device could untie.
-    compute_dtype: of activations and matrix products. mesh: activations stay sharded along the batch; None: one device.
     dropout: probability, as in GPT-2 on the embeddings and on what attention and MLP add to the residual stream.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        compute_dtype=torch.float32,
-        *,
-        remat=False,
-        scan_layers=False,
-        attention=None,
-        mesh=None,
-        dropout=0.0,
-    ):
-        super().__init__()
-        self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
-        self.remat, self.scan_layers, self.dropout = remat, scan_layers, dropout
-        options = dict(num_heads=shape.num_heads, attention=attention or causal_attention, keep=self.keep, p=dropout)
-        self.block = partial(block, **options)
-        # scan caches its trace by function and shapes; a trace made without gradients must not serve training
-        self._scanned = {grad: partial(self._scan_body) for grad in (True, False)}
-        for name, size in parameter_shapes(shape).items():
-            if name in LAYER_MATRICES:
-                self.register_module(name, torch.nn.ParameterList(torch.empty(size[1:]) for _ in range(size[0])))
-            else:
-                self.register_parameter(name, torch.nn.Parameter(torch.empty(size)))
-
-    def initialise(self, seed: int) -> None:
-        """llm.c's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases and padding 0."""
-        generator = torch.Generator().manual_seed(seed)
-        residual_std = 0.02 / math.sqrt(2 * self.shape.num_layers)
-        for name, parameter in self.named_parameters():
-            if is_matrix(name):
-                torch.nn.init.normal_(parameter, 0.0, residual_std if "_out_" in name else 0.02, generator=generator)
-            else:
-                torch.nn.init.constant_(parameter, float(name.endswith("_weight")))
-        with torch.no_grad():
-            self.token_embedding[self.shape.vocab_size :] = 0.0
-
-    def keep(self, x_BTD):
-        """Hold an activation to its place on the mesh, in both passes; left alone, the partitioner may move it."""
-        return x_BTD if self.mesh is None else xs.mark_sharding_with_gradients(x_BTD, self.mesh, (BATCH, None, None))
-
-    def _scan_body(self, x_BTD, w):
-        return self.block(x_BTD, w), None
+    def __init__(self, shape: ModelShape, compute_dtype=torch.float32, *, attention=None, dropout=0.0, **options):
+        """options: of a Decoder."""
+        super().__init__(shape, parameter_shapes(shape), compute_dtype, **options)
+        self.dropout = dropout
+        attention = attention or causal_attention
+        self.block = partial(block, num_heads=shape.num_heads, attention=attention, keep=self.keep, p=dropout)
 
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         """All parameters in the compute dtype, once a step, and those of each layer.
@@ -164,10 +91,7 @@ class GPT(torch.nn.Module):
         scale = F.pad(torch.ones(2, 1, device=self.qkv_bias.device), (0, 0, 1, 0), value=self.shape.head_dim**-0.5)
         cast["qkv_bias"] = cast["qkv_bias"] * scale
         cast = {name: p if "ln" in name else p.to(self.compute_dtype) for name, p in cast.items()}
-        columns = [cast[n].unbind(0) for n in LAYER_VECTORS]
-        columns += [[cast[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in LAYER_MATRICES]
-        names = LAYER_VECTORS + LAYER_MATRICES
-        return cast, [dict(zip(names, of_one, strict=True)) for of_one in zip(*columns, strict=True)]
+        return cast, self.of_layers(cast, LAYER_VECTORS, LAYER_MATRICES)
 
     def forward(self, tokens_BT, keys_B=None):
         """Logits over the padded vocabulary, (B, T, V), in the compute dtype.
@@ -185,24 +109,6 @@ class GPT(torch.nn.Module):
             x = dropout(x, self.dropout, keys[0], place)
             for layer, w in enumerate(layers):
                 w["dropout_keys"] = keys[1 + 2 * layer : 3 + 2 * layer]
-        x = self.keep(x.to(self.compute_dtype))
-        if self.scan_layers:
-            partition = save_nothing_partition if self.remat else default_partition
-            body = self._scanned[torch.is_grad_enabled()]
-            stacked = {name: torch.stack([w[name] for w in layers]) for name in layers[0]}
-            x, _ = scan.scan(body, x, stacked, partition_fn=partition, is_fn_pure=True)
-        else:
-            for w in layers:
-                if self.remat:  # torch.utils.checkpoint would be undone by common subexpression elimination
-                    run = lambda x, *values: self.block(x, dict(zip(layers[0], values, strict=True)), place=place)  # noqa: E731
-                    x = checkpoint(run, x, *(value.clone() for value in w.values()), preserve_rng_state=False)
-                else:
-                    x = self.block(x, w, place=place)
+        x = self.through_layers(self.keep(x.to(self.compute_dtype)), layers, place)
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
         return F.linear(x, cast["token_embedding"])
-
-
-def save_nothing_partition(*args, **kwargs):
-    """Partition for scan that keeps only the inputs of a layer for the backward pass."""
-    with torch._functorch.config.patch(activation_memory_budget=0.0):
-        return min_cut_rematerialization_partition(*args, **kwargs)

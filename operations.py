@@ -35,6 +35,28 @@ class LayerNorm(torch.autograd.Function):
 layer_norm = LayerNorm.apply
 
 
+class RMSNorm(torch.autograd.Function):
+    """Of x (..., D): as LayerNorm, without a mean and a bias (Zhang and Sennrich 2019)."""
+
+    @staticmethod
+    def forward(ctx, x, weight_D, eps):
+        z = x.float()
+        scale = torch.rsqrt((z * z).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, scale, weight_D)
+        return (z * scale * weight_D).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scale, weight_D = ctx.saved_tensors
+        grad, normal = grad.float(), x * scale
+        dn = grad * weight_D
+        dx = (dn - normal * (dn * normal).mean(-1, keepdim=True)) * scale
+        return dx.to(x.dtype), (grad * normal).sum(tuple(range(x.dim() - 1))), None
+
+
+rms_norm = RMSNorm.apply
+
+
 def row_sums(x_NV, rounded: bool):
     """(N, 1) float32. rounded: as a product with ones, which reads x as bfloat16 on TPU and adds it up in float32; by
     libtpu 0.0.21's estimate for v5e in a third of the time."""

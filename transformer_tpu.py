@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config import TransformerConfig
+from config import LlamaShape, TransformerConfig
 from llmc_files import read_hellaswag
 from token_data import SequenceData, check_files, load_sequences
 from tpu_compiler.hardware import attached_chips, parse_topology
@@ -45,7 +45,9 @@ from torch_xla.experimental import scan
 
 from dropout import batch_keys
 from flash_attention import flash_attention
-from gpt import BATCH, GPT, is_matrix
+from gpt import GPT
+from layers import BATCH, Decoder, is_matrix
+from llama import Llama
 from operations import causal_attention, losses
 from optim import learning_rates, make_optimizer, step_optimizer
 from tpu_utils.device import start_device
@@ -60,7 +62,9 @@ from tpu_utils.run import Run
 PARTITION = {
     "token_embedding": ("tensor", "fsdp"),
     "position_embedding": (None, "fsdp"),
-    r"qkv_weight\.\d+": (None, "tensor", "fsdp"),
+    "head_weight": ("tensor", "fsdp"),
+    r"(qkv|kv|gate_up)_weight\.\d+": (None, "tensor", "fsdp"),
+    r"q_weight\.\d+": ("tensor", "fsdp"),
     "qkv_bias": (None, None, "tensor"),
     r"(attention|mlp)_out_weight\.\d+": ("fsdp", "tensor"),
     r"mlp_in_weight\.\d+": ("tensor", "fsdp"),
@@ -77,14 +81,14 @@ def partition_spec(name: str, tensor: torch.Tensor) -> tuple:
     return next((spec for pattern, spec in PARTITION.items() if re.fullmatch(pattern, name)), (None,) * tensor.dim())
 
 
-def place(model: GPT, tensors) -> None:
+def place(model: Decoder, tensors) -> None:
     """Shard tensors that belong to the model's parameters, in their order, as the table says."""
     if model.mesh is not None:
         for (name, parameter), tensor in zip(model.named_parameters(), tensors, strict=True):
             xs.mark_sharding(tensor, model.mesh, partition_spec(name, parameter))
 
 
-def place_state(model: GPT, optimizer, metrics) -> None:
+def place_state(model: Decoder, optimizer, metrics) -> None:
     """Shard parameters and optimizer state as the table says; what belongs to no axis is whole on every device."""
     if model.mesh is None:
         return
@@ -96,7 +100,7 @@ def place_state(model: GPT, optimizer, metrics) -> None:
         xs.mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
 
 
-def compute_gradients(model: GPT, tokens_BS, accumulation_steps: int, keys_B=None):
+def compute_gradients(model: Decoder, tokens_BS, accumulation_steps: int, keys_B=None):
     """Summed loss of the batch; its gradients are left in parameter.grad. keys_B: of each row, for dropout.
 
     With several steps the forward and backward pass stand in a loop inside the graph, so neither the graph nor the
@@ -238,13 +242,15 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         return run.finish(validation_loss=run.evaluation.get("validation_loss"), loss_floor=data.loss_floor)
 
 
-def build_model(config: TransformerConfig, mesh: xs.Mesh | None, device, initialised: bool) -> GPT:
+def build_model(config: TransformerConfig, mesh: xs.Mesh | None, device, initialised: bool) -> Decoder:
     """The model on the device. initialised: with the weights of a new run. compile_for: shapes without memory."""
     attention = flash_attention if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-    options = dict(remat=config.remat, scan_layers=config.scan_layers, dropout=config.dropout)
-    options |= dict(attention=attention, mesh=mesh)
-    build = partial(GPT, config.shape, dtype, **options)
+    options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
+    if isinstance(config.shape, LlamaShape):
+        build = partial(Llama, config.shape, dtype, **options)
+    else:
+        build = partial(GPT, config.shape, dtype, dropout=config.dropout, **options)
     if config.compile_for:
         from tpu_compiler.compiling import lower_pallas_for  # only here: needs libtpu's compiler
         from tpu_compiler.tracing import without_weights
@@ -258,7 +264,7 @@ def build_model(config: TransformerConfig, mesh: xs.Mesh | None, device, initial
     return model.to(device)
 
 
-def decay_groups(model: GPT) -> list[dict]:
+def decay_groups(model: Decoder) -> list[dict]:
     """Parameter groups: matrices decay, layer norms and biases do not."""
     matrices = [parameter for name, parameter in model.named_parameters() if is_matrix(name)]
     others = [parameter for name, parameter in model.named_parameters() if not is_matrix(name)]
@@ -294,6 +300,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         )
     for name, value, axis, size in (
         ("num_heads", shape.num_heads, "tensor", tensor),
+        ("number of heads of keys and values", shape.num_cached_heads, "tensor", tensor),
         ("padded vocabulary", shape.padded_vocab_size, "tensor", tensor),
         ("embedding_dim", shape.embedding_dim, "fsdp", fsdp),
     ):
@@ -377,7 +384,7 @@ def print_plan(run: Run, data: SequenceData | None, why: str) -> None:
         run.print(f"floor      no model can have an expected loss below {data.loss_floor:.4f} nats per token")
 
 
-def print_placement(run: Run, model: GPT) -> None:
+def print_placement(run: Run, model: Decoder) -> None:
     for name, parameter in model.named_parameters():
         spec = torch_xla._XLAC._get_xla_sharding_spec(parameter) or "one device"
         table = partition_spec(name, parameter)

@@ -10,7 +10,8 @@ from mutations import at_most, make_irregular, mutated, no_hang
 
 import convert_llmc
 from config import ModelShape, TransformerConfig
-from gpt import GPT, split_layers, stack_layers
+from gpt import GPT
+from layers import split_layers, stack_layers
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import InputError, run_script
 

@@ -12,7 +12,8 @@ import convert_llmc
 import generate_tpu
 from config import ModelShape, TransformerConfig
 from generate_tpu import GenerateConfig
-from gpt import GPT, stack_layers
+from gpt import GPT
+from layers import stack_layers
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.graphs import graphs_compiled

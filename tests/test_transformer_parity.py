@@ -5,7 +5,8 @@ import torch
 from processes import run
 
 from config import ModelShape
-from gpt import GPT, is_matrix, parameter_shapes, split_layers
+from gpt import GPT, parameter_shapes
+from layers import is_matrix, split_layers
 from operations import losses
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")

@@ -19,7 +19,8 @@ import token_data
 import transformer_tpu
 from config import TransformerConfig
 from dropout import row_keys
-from gpt import GPT, is_matrix
+from gpt import GPT
+from layers import is_matrix
 from optim import learning_rates
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.graphs import graphs_compiled

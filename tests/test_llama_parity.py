@@ -1,0 +1,125 @@
+"""Llama and Qwen3 against an independent implementation: Hugging Face's, with random weights."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_transformer_parity import relative_error
+
+from config import LlamaShape, RopeScaling
+from hf_layout import sources
+from layers import is_matrix
+from llama import Llama
+from operations import losses
+
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+
+TIED = LlamaShape(3, 4, 64, 512, 300, num_kv_heads=2, mlp_dim=160, tied_head=True, rope_theta=1e4)
+STRETCHED = dataclasses.replace(TIED, tied_head=False, rope_scaling=RopeScaling(8.0, original_context=64))
+QWEN3 = dataclasses.replace(STRETCHED, rope_scaling=None, qk_norm=True, head_width=32, norm_eps=1e-6)
+SHAPES = {"tied": TIED, "stretched": STRETCHED, "qwen3": QWEN3}
+
+
+def hugging_face_model(shape: LlamaShape, seed: int = 0):
+    """Random weights everywhere, norms too, so that no term of the gradient hides behind a one."""
+    kind = "Qwen3" if shape.qk_norm else "Llama"
+    scaling = shape.rope_scaling and {
+        "rope_type": "llama3", "factor": shape.rope_scaling.factor,
+        "low_freq_factor": shape.rope_scaling.low_freq_factor,
+        "high_freq_factor": shape.rope_scaling.high_freq_factor,
+        "original_max_position_embeddings": shape.rope_scaling.original_context,
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=shape.vocab_size, hidden_size=shape.embedding_dim, intermediate_size=shape.mlp_dim,
+        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads, head_dim=shape.head_dim,
+        num_key_value_heads=shape.num_kv_heads, max_position_embeddings=shape.sequence_length,
+        rms_norm_eps=shape.norm_eps, rope_theta=shape.rope_theta, rope_scaling=scaling,
+        tie_word_embeddings=shape.tied_head, attn_implementation="eager",
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.08 + (1.0 if "norm" in name else 0.0))
+    return model
+
+
+def in_our_layout(tensors: dict[str, torch.Tensor], shape: LlamaShape) -> dict[str, torch.Tensor]:
+    return {name: source.join(tensors.__getitem__) for name, source in sources(shape).items()}
+
+
+def our_model(theirs, shape: LlamaShape) -> Llama:
+    model = Llama(shape)
+    model.load_state_dict(in_our_layout(dict(theirs.named_parameters()), shape))
+    return model
+
+
+def batch(shape: LlamaShape, seed: int = 1):
+    size = (2, shape.sequence_length + 1)
+    tokens = torch.randint(shape.vocab_size, size, generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def their_loss(theirs, tokens, targets):
+    logits = theirs(tokens).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+
+def our_loss(ours: Llama, tokens, targets):
+    logits = ours(tokens)
+    return losses(logits, targets, ours.shape.vocab_size).sum() / targets.numel(), logits
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_loss_and_every_gradient(name):
+    shape = SHAPES[name]
+    theirs = hugging_face_model(shape)
+    ours = our_model(theirs, shape)
+    (loss, logits), (found, our_logits) = their_loss(theirs, *batch(shape)), our_loss(ours, *batch(shape))
+    assert relative_error(our_logits[..., : shape.vocab_size], logits) < 1e-4
+    assert abs(found.item() - loss.item()) / loss.item() < 1e-4
+    loss.backward(), found.backward()
+    expected = in_our_layout({name: p.grad for name, p in theirs.named_parameters()}, shape)
+    errors = {name: relative_error(p.grad, expected[name]) for name, p in ours.named_parameters()}
+    assert len(errors) == len(sources(shape)) and max(errors.values()) < 1e-4, errors
+    assert ours.token_embedding.grad[shape.vocab_size :].abs().max() == 0  # padding takes no part
+    assert sum(p.numel() for p in ours.parameters()) == shape.num_parameters
+
+
+def test_their_tensors_come_back_as_they_were():
+    for shape in SHAPES.values():
+        theirs = dict(hugging_face_model(shape).named_parameters())
+        ours = in_our_layout(theirs, shape)
+        back = dict(pair for name, source in sources(shape).items() for pair in source.split(ours[name]))
+        assert back.keys() == theirs.keys()
+        assert all(torch.equal(back[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_ten_adamw_steps_stay_together(name):
+    shape = SHAPES[name]
+    theirs = hugging_face_model(shape, seed=2)
+    ours = our_model(theirs, shape)
+
+    def adamw(model, decays):
+        groups = [(True, 0.1), (False, 0.0)]
+        parameters = list(model.named_parameters())
+        return torch.optim.AdamW(
+            [{"params": [p for n, p in parameters if decays(n, p) == on], "weight_decay": wd} for on, wd in groups],
+            lr=1e-3, betas=(0.9, 0.95),
+        )  # fmt: skip
+
+    optimizers = adamw(theirs, lambda n, p: p.dim() >= 2), adamw(ours, lambda n, p: is_matrix(n))
+    for step in range(10):
+        found = []
+        for model, optimizer, loss_of in zip((theirs, ours), optimizers, (their_loss, our_loss), strict=True):
+            loss, _ = loss_of(model, *batch(shape, seed=10 + step))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            found.append(loss.item())
+        assert abs(found[0] - found[1]) / found[0] < 1e-4, (step, found)
+    expected = in_our_layout(dict(theirs.named_parameters()), shape)
+    errors = {name: relative_error(p, expected[name]) for name, p in ours.named_parameters()}
+    assert max(errors.values()) < 1e-3, errors  # Adam's division turns 1e-7 of gradient into more where it is near 0

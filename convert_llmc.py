@@ -13,8 +13,9 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from config import ModelShape, TransformerConfig
+from config import TransformerConfig
 from llmc_files import HEADER_WORDS, check_size, read_header, write_header
+from model_shapes import ModelShape
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.inputs import open_regular
 

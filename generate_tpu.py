@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from config import LlamaShape, TrainConfig
+from config import TrainConfig
 from llmc_files import GPT2_VOCAB_SIZE, read_header
-from token_data import BYTE_VOCAB_SIZE, END_OF_DOCUMENT_BYTE, gpt2_encoding
+from model_shapes import BYTE_VOCAB_SIZE, LlamaShape
+from token_data import END_OF_DOCUMENT_BYTE, gpt2_encoding
 from tpu_utils.environment import choose_device, command_line
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.inputs import open_regular

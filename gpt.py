@@ -9,9 +9,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from config import ModelShape
 from dropout import dropout, layer_keys, positions
 from layers import Decoder
+from model_shapes import ModelShape
 from operations import causal_attention, layer_norm
 
 

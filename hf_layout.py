@@ -8,8 +8,8 @@ import torch
 
 import gpt
 import llama
-from config import LlamaShape, ModelShape
 from layers import LAYER_MATRICES
+from model_shapes import LlamaShape, ModelShape
 
 GPT2 = {  # ours: theirs, below transformer.h.N
     **{"ln1_weight": "ln_1.weight", "ln1_bias": "ln_1.bias", "ln2_weight": "ln_2.weight", "ln2_bias": "ln_2.bias"},

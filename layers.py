@@ -12,7 +12,7 @@ from functorch.compile import default_partition, min_cut_rematerialization_parti
 from torch_xla.experimental import scan
 from torch_xla.utils.checkpoint import checkpoint
 
-from config import ModelShape
+from model_shapes import ModelShape
 
 # On a mesh torch_xla 2.9 ties the gradients of a scanned layer to the sharding of its inputs by a jax function that
 # needs torchax, and that flax (torch_xla/experimental/scan.py, _backward_shard_alike). PARTITION in transformer_tpu.py

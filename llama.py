@@ -10,8 +10,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from config import LlamaShape
 from layers import Decoder
+from model_shapes import LlamaShape
 from operations import causal_attention, rms_norm
 
 LAYER_MATRICES = ("q_weight", "kv_weight", "attention_out_weight", "gate_up_weight", "mlp_out_weight")

@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from config import BYTE_VOCAB_SIZE
+from model_shapes import BYTE_VOCAB_SIZE
 from tpu_utils.errors import InputError
 from tpu_utils.inputs import file_size, open_regular
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from config import BYTE_VOCAB_SIZE, TransformerConfig
+from config import TransformerConfig
 from llmc_files import check_tokens, open_token_shard
+from model_shapes import BYTE_VOCAB_SIZE
 from tpu_utils.errors import InputError
 from tpu_utils.inputs import open_regular
 

@@ -27,8 +27,9 @@ from pathlib import Path
 
 import numpy as np
 
-from config import LlamaShape, TransformerConfig
+from config import TransformerConfig
 from llmc_files import read_hellaswag
+from model_shapes import LlamaShape
 from token_data import SequenceData, check_files, load_sequences
 from tpu_compiler.hardware import attached_chips, parse_topology
 from tpu_utils.environment import command_line

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from config import ModelShape
+from model_shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,8 +32,9 @@ import torch_xla.debug.metrics as met
 
 import simple_mnist_tpu
 import transformer_tpu
-from config import MnistConfig, ModelShape, TransformerConfig
+from config import MnistConfig, TransformerConfig
 from gpt import GPT
+from model_shapes import ModelShape
 from optim import learning_rates, make_optimizer
 from tpu_utils.metrics import DeviceMetrics
 

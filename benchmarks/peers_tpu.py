@@ -24,7 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import ModelShape, TransformerConfig
+from config import TransformerConfig
+from model_shapes import ModelShape
 from tpu_compiler.environment import check_private_interfaces, prepare_environment
 from tpu_compiler.hardware import GIB, parse_topology
 from tpu_compiler.reading import parse_program, read_cycles, shape_bytes

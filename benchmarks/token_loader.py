@@ -16,8 +16,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from config import MODEL_SIZES
 from llmc_files import write_token_shard
+from model_shapes import MODEL_SIZES
 from token_data import TokenShards
 
 T, ROWS, SHARDS, SHARD_TOKENS = 1024, 512, 4, 20_000_000

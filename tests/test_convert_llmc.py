@@ -9,9 +9,10 @@ import torch
 from mutations import at_most, make_irregular, mutated, no_hang
 
 import convert_llmc
-from config import ModelShape, TransformerConfig
+from config import TransformerConfig
 from gpt import GPT
 from layers import split_layers, stack_layers
+from model_shapes import ModelShape
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import InputError, run_script
 

@@ -10,10 +10,11 @@ from mutations import make_irregular, no_hang
 
 import convert_llmc
 import generate_tpu
-from config import ModelShape, TransformerConfig
+from config import TransformerConfig
 from generate_tpu import GenerateConfig
 from gpt import GPT
 from layers import stack_layers
+from model_shapes import ModelShape
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.graphs import graphs_compiled

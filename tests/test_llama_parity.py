@@ -6,10 +6,10 @@ import pytest
 import torch
 from test_transformer_parity import relative_error
 
-from config import LlamaShape, RopeScaling
 from hf_layout import sources
 from layers import is_matrix
 from llama import Llama
+from model_shapes import LlamaShape, RopeScaling
 from operations import losses
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")

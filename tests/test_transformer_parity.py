@@ -4,9 +4,9 @@ import pytest
 import torch
 from processes import run
 
-from config import ModelShape
 from gpt import GPT, parameter_shapes
 from layers import is_matrix, split_layers
+from model_shapes import ModelShape
 from operations import losses
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")

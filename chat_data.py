@@ -23,7 +23,7 @@ LONGEST_LINE = 1 << 24  # bytes
 MOST_PROBLEMS = 10  # that one message lists
 ROLES = ("system", "user", "assistant")
 
-# Special tokens that a format is made of, and whose it is:
+# Special tokens that a format is made of, and whose it is (auto takes qwen3 for Qwen3-Instruct-2507 too: name chatml):
 #   plain   any tokenizer, of bytes too: "User: Hi\nAssistant: Hello", then the token that ends a document.
 #   chatml  SmolLM2-Instruct, Qwen2.5, Qwen3-Instruct-2507. As their chat_template, but where there is no system message
 #           SmolLM2 adds "You are a helpful AI assistant named SmolLM, trained by Hugging Face", Qwen2.5 its own.
@@ -42,16 +42,26 @@ FORMATS: dict[str, tuple[str, ...]] = {
 }
 
 
+def choose_format(format: str, tokenizer) -> str:
+    """auto: the one with the most special tokens of those whose special tokens the tokenizer has all."""
+    return max(fitting(tokenizer), key=lambda name: len(FORMATS[name])) if format == "auto" else format
+
+
+def fitting(tokenizer) -> list[str]:
+    return [name for name, special in FORMATS.items() if None not in map(tokenizer.token, special)]
+
+
 def special_tokens(format: str, tokenizer) -> list[int]:
     """Those of FORMATS, in its order. Raises InputError for a tokenizer that has not all of them."""
     if format not in FORMATS:
-        raise InputError(f"chat_format is {format!r}; expected one of {', '.join(FORMATS)}")
+        raise InputError(f"chat_format is {format!r}; expected auto, or one of {', '.join(FORMATS)}")
+    if tokenizer.end is None:
+        raise InputError("the tokenizer of the model is unknown, so no token ends an answer; name it with --tokenizer")
     found = [tokenizer.token(name) for name in FORMATS[format]]
     if None in found:
-        fitting = [f for f, names in FORMATS.items() if None not in map(tokenizer.token, names)]
         raise InputError(
             f"chat_format is {format}, but the tokenizer has no token {FORMATS[format][found.index(None)]}; choose "
-            f"{' or '.join(fitting)}, or the tokenizer of the model that the format belongs to"
+            f"{' or '.join(fitting(tokenizer))}, or the tokenizer of the model that the format belongs to"
         )
     return found
 
@@ -116,11 +126,13 @@ def format_chat(messages: list[dict], format: str, tokenizer) -> tuple[list[int]
 
     tokenizer: has encode(text), decode(tokens), token(name) -> int | None, end, begin (int | None). Raises InputError.
     """
+    format = choose_format(format, tokenizer)
     return encode(parts_of(messages, format, tokenizer), format, tokenizer)
 
 
 def prompt_of_chat(messages: list[dict], format: str, tokenizer) -> list[int]:
     """The tokens that an answer follows: the conversation and the header of the answer. Raises InputError."""
+    format = choose_format(format, tokenizer)
     empty = [*messages, {"role": "assistant", "content": ""}]
     parts = list(parts_of(empty, format, tokenizer))
     first = next(number for number in reversed(range(len(parts))) if parts[number][1]) - 1  # its text, then its end
@@ -129,8 +141,9 @@ def prompt_of_chat(messages: list[dict], format: str, tokenizer) -> list[int]:
 
 def stop_tokens(format: str, tokenizer) -> set[int]:
     """Any of these ends an answer."""
-    end = {"plain": [], "llama3": [3]}.get(format, [1])
+    format = choose_format(format, tokenizer)
     special = special_tokens(format, tokenizer)
+    end = {"plain": [], "llama3": [3]}.get(format, [1])
     return {tokenizer.end, *(special[place] for place in end)}
 
 
@@ -201,6 +214,7 @@ def encode_chats(chats: list[tuple[str, list[dict]]], format: str, tokenizer, T:
     A target is its token. A token that is read but is no target is ~token. The first is ~(START + token). Raises
     InputError for a conversation that holds no target any more.
     """
+    format = choose_format(format, tokenizer)
     special_tokens(format, tokenizer)  # refused once, not for every line
     encoded, problems, truncated = [], [], 0
     for where, messages in chats:
@@ -337,7 +351,8 @@ def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, pro
     train = ChatPacks(encoded, T, rows, config.seed, True, **part)
     validation = ChatPacks(encoded_validation, T, eval_rows, shuffle=False, **part)
     description = (
-        f"{len(training):,} conversations to train on, {len(validating):,} to validate, format {config.chat_format}; "
+        f"{len(training):,} conversations to train on, {len(validating):,} to validate, format "
+        f"{choose_format(config.chat_format, tokenizer)}; "
         f"{len(train.tokens):,} tokens in {len(train.counts):,} rows, {train.fill:.1%} full, "
         f"{(train.tokens >= 0).mean():.1%} of them targets; {truncated + truncated_validation} truncated"
     )

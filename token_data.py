@@ -105,12 +105,15 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
 
 
 def split_documents(documents: list[bytes], validation_fraction: float = 0.1) -> tuple[list[bytes], list[bytes]]:
-    """The last part of the bytes is for validation, as in nanoGPT; one document may be split between the two."""
+    """The last part of the bytes is for validation, as in nanoGPT; one document may be split between the two, before a
+    character."""
     total = sum(map(len, documents))
     num_training = total - int(total * validation_fraction)
     training, validation, seen = [], [], 0
     for document in documents:
         here = min(max(num_training - seen, 0), len(document))
+        while 0 < here < len(document) and document[here] & 0xC0 == 0x80:  # inside a character of UTF-8
+            here -= 1
         training += [document[:here]] if here else []
         validation += [document[here:]] if here < len(document) else []
         seen += len(document)
@@ -282,18 +285,3 @@ def check_files(config: TransformerConfig) -> None:
     for name in (config.train_data, config.validation_data):
         if name and not (path := Path(config.data_dir) / name).is_dir():
             open_regular(path, TEXT).close()
-
-
-def gpt2_encoding():
-    """tiktoken's GPT-2 tokenizer. Raises InputError where the package or its vocabulary cannot be had."""
-    try:
-        import tiktoken
-
-        return tiktoken.get_encoding("gpt2")
-    except ImportError as error:
-        raise InputError("the GPT-2 tokenizer needs tiktoken; pip install tiktoken, or use bytes") from error
-    except OSError as error:  # requests' errors are OSErrors
-        raise InputError(
-            f"tiktoken could not download the GPT-2 vocabulary ({type(error).__name__}); fetch it on a machine with "
-            "internet and set TIKTOKEN_CACHE_DIR to that folder, or use bytes"
-        ) from error

@@ -107,8 +107,20 @@ def test_a_format_needs_its_tokens():
         match=r"^chat_format is chatml, but the tokenizer has no token <\|im_start\|>; choose plain or llama3, or the",
     ):
         encode_chats([("x", MESSAGES)] * 2, "chatml", Bytes(SPECIAL[4:]), 100)
-    with pytest.raises(InputError, match="chat_format is 'alpaca'; expected one of plain, chatml, qwen3, llama3"):
+    with pytest.raises(
+        InputError, match="chat_format is 'alpaca'; expected auto, or one of plain, chatml, qwen3, llama3"
+    ):
         stop_tokens("alpaca", PLAIN)
+
+
+def test_auto_takes_the_format_whose_tokens_are_there():
+    for special, format in (([], "plain"), (SPECIAL[:2], "chatml"), (SPECIAL[:4], "qwen3"), (SPECIAL[4:], "llama3")):
+        tokenizer = Bytes(special)
+        assert chat_data.choose_format("auto", tokenizer) == format
+        for function in (format_chat, prompt_of_chat):
+            assert function(MESSAGES, "auto", tokenizer) == function(MESSAGES, format, tokenizer)
+        assert stop_tokens("auto", tokenizer) == stop_tokens(format, tokenizer)
+    assert chat_data.choose_format("plain", ALL) == "plain"
 
 
 def documents_in(rows) -> list[list[int]]:

@@ -130,7 +130,7 @@ def prefill(model: Decoder, cache: Cache, tokens_BT, length):
     def attention_of_layer(_):
         def attention(q, k, v, _):  # a prompt is one document
             kept.append((k, v))
-            return causal_attention(q, for_each_query(k, q.shape[2]), for_each_query(v, q.shape[2]))
+            return causal_attention(q, k, v)
 
         return attention
 

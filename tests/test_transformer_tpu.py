@@ -303,7 +303,6 @@ def test_a_mesh_of_another_size_than_the_slice_is_no_matter_of_the_cpu(slice, na
         (dict(model_size="llama_tiny", dropout=0.1), "dropout is 0.1, but llama_tiny has none"),
         (dict(lora_rank=4), "lora_rank is 4, but adapters are for Llama and Qwen3"),
         (dict(model_size="llama_tiny", lora_rank=4), "initial_weights is empty: adapters of random weights"),
-        (dict(dataset="chat", attention="flash", sequence_length=128), "do not keep packed conversations apart"),
     ],
 )
 def test_configurations_that_cannot_work(changes, message):
@@ -374,7 +373,10 @@ def test_refused_before_anything_compiles(tmp_path, capsys, options, message):
     assert code == 2 and message in capsys.readouterr().err and graphs_compiled() == before
 
 
-@pytest.mark.parametrize("more", [[], ["--scan_layers", "--remat"]])
+PACKED = ["--model_size=llama_tiny", "--num_heads=4", "--vocab_size=512", "--dataset=chat"]
+
+
+@pytest.mark.parametrize("more", [[], ["--scan_layers", "--remat"], PACKED])
 def test_flash_attention_compiles_for_a_tpu(more):
     """Forward and backward kernels of the training step, by the real TPU compiler; no TPU here runs them."""
     options = ["--num_layers=1", "--num_heads=1", "--embedding_dim=128", "--sequence_length=256", "--vocab_size=64"]

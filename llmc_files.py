@@ -18,6 +18,7 @@ TOKEN_FORMATS = {
     GPT2_TOKENS: (1, np.uint16, GPT2_VOCAB_SIZE, "GPT-2"),
     LLAMA3_TOKENS: (7, np.uint32, 128256, "Llama-3"),
 }
+MOST_SHORT_TOKENS = 1 << 16  # the largest vocabulary that words of 16 bits hold
 HELLASWAG_MAGIC, HELLASWAG_VERSION, START_OF_EXAMPLE = 20240522, 1, 65535
 MOST_QUESTIONS, MOST_QUESTION_BYTES = 65536, 65535  # their number and their sizes are words of 16 bits
 
@@ -72,7 +73,7 @@ def open_token_shard(path: Path, vocab_size: int) -> np.ndarray:
                 f"{path}: {name} tokens of version {version}; expected {known_version}; write the shard again"
             )
         check_size(file, HEADER_WORDS * 4 + count * np.dtype(dtype).itemsize, f"{count} {name} tokens")
-        if name == "Llama-3" and vocab_size < full_vocab:
+        if name == "Llama-3" and not recorded and vocab_size < full_vocab:
             raise InputError(
                 f"{path}: {name} tokens (vocabulary {full_vocab}) for a model with vocab_size {vocab_size}; "
                 f"use GPT-2 tokens or --vocab_size {full_vocab}"
@@ -84,15 +85,18 @@ def open_token_shard(path: Path, vocab_size: int) -> np.ndarray:
 
 
 def write_token_shard(path: Path, tokens: np.ndarray, vocab_size: int = 0) -> None:
-    """Write one GPT-2 shard (uint16), which llm.c reads too. Raises InputError for tokens that do not fit.
+    """Write one shard, which llm.c reads too: GPT-2's (uint16), or Llama-3's (uint32) for a vocabulary above 65,536.
+    Raises InputError for tokens that do not fit.
 
     vocab_size: recorded in a word of the header that llm.c leaves 0 and does not read.
     """
-    if len(tokens) and (tokens.min() < 0 or tokens.max() > 65535):
-        raise InputError(f"token {tokens.max()} does not fit the 16 bits of a GPT-2 shard")
+    magic = LLAMA3_TOKENS if vocab_size > MOST_SHORT_TOKENS else GPT2_TOKENS
+    version, dtype, _, name = TOKEN_FORMATS[magic]
+    if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(dtype).max):
+        raise InputError(f"token {tokens.max()} does not fit the {8 * np.dtype(dtype).itemsize} bits of a {name} shard")
     with path.open("wb") as file:
-        write_header(file, GPT2_TOKENS, TOKEN_FORMATS[GPT2_TOKENS][0], len(tokens), vocab_size)
-        file.write(np.asarray(tokens, "<u2").tobytes())
+        write_header(file, magic, version, len(tokens), vocab_size)
+        file.write(np.asarray(tokens, np.dtype(dtype).newbyteorder("<")).tobytes())
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:

@@ -4,6 +4,8 @@ Run:     python prepare_data.py input.txt --output datasets/shakespeare
              bytes, no download
          python prepare_data.py corpus/ --output datasets/c --tokenizer gpt2
              GPT-2 BPE through tiktoken
+         python prepare_data.py corpus/ --output datasets/c --tokenizer Qwen3-0.6B/
+             the tokenizer.json of a model from Hugging Face
          python prepare_data.py hellaswag_val.jsonl --output datasets/ \\
              --tokenizer gpt2 --hellaswag
 
@@ -16,13 +18,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import tyro
 
-from llmc_files import MOST_QUESTION_BYTES, MOST_QUESTIONS, MultipleChoice, write_hellaswag, write_token_shard
-from token_data import END_OF_DOCUMENT_BYTE, gpt2_encoding, read_documents, split_documents
+from llmc_files import (
+    MOST_QUESTION_BYTES,
+    MOST_QUESTIONS,
+    MOST_SHORT_TOKENS,
+    MultipleChoice,
+    write_hellaswag,
+    write_token_shard,
+)
+from token_data import read_documents, split_documents
+from tokenizer import Tokenizer, load_tokenizer
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.inputs import lines_of, open_regular, parse_json
 
@@ -37,8 +47,9 @@ class PrepareConfig:
     """A UTF-8 text file, or a folder of them; with --hellaswag its JSON lines."""
     output: Path
     """Shards become OUTPUT_train_000000.bin, ... and OUTPUT_val_000000.bin, ..."""
-    tokenizer: Literal["bytes", "gpt2"] = "bytes"
-    """bytes: vocabulary 257. gpt2: vocabulary 50257; tiktoken downloads its files once. The files record it."""
+    tokenizer: str = "bytes"
+    """bytes: vocabulary 257. gpt2: vocabulary 50257; tiktoken downloads its files once. Else a tokenizer.json, or the
+    folder that has it and the files which name its end token. The shards record the vocabulary."""
     document_separator: str = ""
     """What divides documents inside a file. Empty: a file is one document."""
     validation_fraction: float = 0.1
@@ -51,22 +62,16 @@ class PrepareConfig:
     """Show the traceback of an error instead of its message alone."""
 
 
-def make_encoder(tokenizer: str) -> tuple[Callable[[bytes], np.ndarray], int]:
-    """(document -> tokens, the token that stands before every document: the last one of the vocabulary)."""
-    if tokenizer == "bytes":
-        return lambda document: np.frombuffer(document, np.uint8), END_OF_DOCUMENT_BYTE
-    encoding = gpt2_encoding()
-    return lambda document: np.array(encoding.encode_ordinary(document.decode()), np.uint16), encoding.eot_token
-
-
-def write_shards(prefix: str, documents: list[bytes], encode: Callable, end_token: int, shard_tokens: int) -> None:
-    """Documents may cross from one shard into the next, as in llm.c."""
-    first = np.array([end_token], np.uint16)
-    tokens = np.concatenate([part for document in documents for part in (first, encode(document))], dtype=np.uint16)
+def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shard_tokens: int) -> None:
+    """The end token stands before every document. Documents may cross from one shard into the next, as in llm.c."""
+    dtype = np.uint16 if tokenizer.vocab_size <= MOST_SHORT_TOKENS else np.uint32
+    first = np.array([tokenizer.end], dtype)
+    parts = [part for document in documents for part in (first, tokenizer.encode_document(document))]
+    tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")  # every token is below the vocabulary
     for number, start in enumerate(range(0, len(tokens), shard_tokens)):
         path = Path(f"{prefix}_{number:06d}.bin")
-        write_token_shard(path, tokens[start : start + shard_tokens], end_token + 1)
-        print(f"{path}: {len(tokens[start : start + shard_tokens]):,} tokens")
+        write_token_shard(path, tokens[start : start + shard_tokens], tokenizer.vocab_size)
+        print(f"{path}: {len(tokens[start : start + shard_tokens]):,} tokens of a vocabulary of {tokenizer.vocab_size}")
 
 
 def read_questions(path: Path, encode: Callable) -> list[MultipleChoice]:
@@ -107,18 +112,23 @@ def main() -> int:
         raise InputError("expected 0 <= validation_fraction < 1, and a shard of at least 2, at most 2147483647 tokens")
     if not config.input.exists():
         raise InputError(f"{config.input}: no such file or folder")
-    encode, end_token = make_encoder(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer)
     config.output.parent.mkdir(parents=True, exist_ok=True)
     if config.hellaswag:
-        questions = read_questions(config.input, encode)
+        if tokenizer.vocab_size > MOST_SHORT_TOKENS:
+            raise InputError(
+                f"tokenizer {config.tokenizer} has a vocabulary of {tokenizer.vocab_size}, but a HellaSwag file of "
+                f"llm.c holds tokens of 16 bits; expected at most {MOST_SHORT_TOKENS}; use --tokenizer gpt2"
+            )
+        questions = read_questions(config.input, tokenizer.encode_document)
         config.output.mkdir(parents=True, exist_ok=True)
-        write_hellaswag(config.output / "hellaswag_val.bin", questions, end_token + 1)
+        write_hellaswag(config.output / "hellaswag_val.bin", questions, tokenizer.vocab_size)
         print(f"{config.output / 'hellaswag_val.bin'}: {len(questions):,} questions")
         return 0
     documents = read_documents(config.input, config.document_separator)
     for kind, part in zip(("train", "val"), split_documents(documents, config.validation_fraction), strict=True):
         if part:
-            write_shards(f"{config.output}_{kind}", part, encode, end_token, config.shard_tokens)
+            write_shards(f"{config.output}_{kind}", part, tokenizer, config.shard_tokens)
     return 0
 
 

@@ -2,7 +2,7 @@
 
 Every source answers batch(step) with int32 (rows, T + 1): tokens and, shifted by one, their targets. A token that is
 read but is no target stands as ~token (negative); padding is ~0. So one array goes up to the device, whatever counts.
-Where a row holds several documents (chat_data.py), the first token of each stands as ~(START + token).
+Where documents share a row (chat_data.py), the first token of each stands as ~(START + token), and padding as ~START.
 A batch depends on nothing but the step, so resuming a run needs no position beside the step.
 """
 
@@ -10,6 +10,7 @@ import functools
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +20,12 @@ from model_shapes import BYTE_VOCAB_SIZE
 from tpu_utils.errors import InputError
 from tpu_utils.inputs import open_regular
 
-START = 1 << 20
-"""Added to the first token of a document, where rows hold several; more than any vocabulary has."""
+if TYPE_CHECKING:
+    from chat_data import ChatPacks
+
 TEXT = "a UTF-8 text file or a folder of them"
 END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; stands before every document
+START = 1 << 20  # added to the first token of a document that shares its row with others; no vocabulary is so large
 
 
 class TokenShards:
@@ -102,12 +105,15 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
 
 
 def split_documents(documents: list[bytes], validation_fraction: float = 0.1) -> tuple[list[bytes], list[bytes]]:
-    """The last part of the bytes is for validation, as in nanoGPT; one document may be split between the two."""
+    """The last part of the bytes is for validation, as in nanoGPT; one document may be split between the two, before a
+    character."""
     total = sum(map(len, documents))
     num_training = total - int(total * validation_fraction)
     training, validation, seen = [], [], 0
     for document in documents:
         here = min(max(num_training - seen, 0), len(document))
+        while 0 < here < len(document) and document[here] & 0xC0 == 0x80:  # inside a character of UTF-8
+            here -= 1
         training += [document[:here]] if here else []
         validation += [document[here:]] if here < len(document) else []
         seen += len(document)
@@ -221,8 +227,8 @@ class MarkovChain:
 class SequenceData:
     """What a language model trains and is validated on. Both sources answer batch(step) for this host."""
 
-    train: TokenShards | TextWindows | MarkovChain
-    validation: TokenShards | TextWindows | MarkovChain
+    train: "TokenShards | TextWindows | MarkovChain | ChatPacks"
+    validation: "TokenShards | TextWindows | MarkovChain | ChatPacks"
     validation_batches: int
     description: str
     fingerprint: int
@@ -234,9 +240,9 @@ class SequenceData:
 def load_sequences(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
     """The data the config names, checked; of several processes each gets its rows. Raises InputError."""
     if config.dataset == "chat":
-        from chat_data import load_chats  # which imports this file
+        from chat_data import load_chats, tokenizer_of  # which import this file
 
-        return load_chats(config, process_index, process_count)
+        return load_chats(config, tokenizer_of(config), process_index, process_count)
     T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
     rows = config.global_batch_size // process_count
     eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
@@ -283,18 +289,3 @@ def check_files(config: TransformerConfig) -> None:
     for name in (config.train_data, config.validation_data):
         if name and not (path := Path(config.data_dir) / name).is_dir():
             open_regular(path, TEXT).close()
-
-
-def gpt2_encoding():
-    """tiktoken's GPT-2 tokenizer. Raises InputError where the package or its vocabulary cannot be had."""
-    try:
-        import tiktoken
-
-        return tiktoken.get_encoding("gpt2")
-    except ImportError as error:
-        raise InputError("the GPT-2 tokenizer needs tiktoken; pip install tiktoken, or use bytes") from error
-    except OSError as error:  # requests' errors are OSErrors
-        raise InputError(
-            f"tiktoken could not download the GPT-2 vocabulary ({type(error).__name__}); fetch it on a machine with "
-            "internet and set TIKTOKEN_CACHE_DIR to that folder, or use bytes"
-        ) from error

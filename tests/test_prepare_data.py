@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 from mutations import DEEP, at_most, make_irregular, mutated_json, no_hang
+from test_tokenizer import trained
 
 import llmc_files
 import prepare_data
 import token_data
+import tokenizer
 from tpu_utils.errors import InputError
 
 
@@ -59,15 +61,40 @@ def test_hellaswag_questions(tmp_path, monkeypatch):
 
 def test_shards_record_the_vocabulary_of_their_tokenizer(tmp_path, monkeypatch):
     class Gpt2:  # stands in for tiktoken's, whose vocabulary is a download
-        eot_token, encode_ordinary = 50256, staticmethod(lambda text: [7] * len(text))
+        encode_ordinary = staticmethod(lambda text: [7] * len(text))
 
-    monkeypatch.setattr(prepare_data, "gpt2_encoding", Gpt2)
+    monkeypatch.setattr(tokenizer, "gpt2_encoding", Gpt2)
     (tmp_path / "in.txt").write_text("words and words " * 20)
     assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "g", "--tokenizer", "gpt2") == 0
     shard = tmp_path / "g_train_000000.bin"
     assert llmc_files.open_token_shard(shard, 50257)[:2].tolist() == [50256, 7]
     with pytest.raises(InputError, match=r"vocabulary of 50257 \(GPT-2\), but vocab_size is 257; .*--vocab_size 50257"):
         llmc_files.open_token_shard(shard, 257)
+
+
+@pytest.mark.parametrize("vocab_size", [300, 65536, 65537, 151936])
+def test_shards_of_a_tokenizer_json(tmp_path, monkeypatch, capsys, vocab_size):
+    """16 bits a token as long as they hold the vocabulary, which may be padded by the model beside the tokenizer."""
+    folder = trained(tmp_path / "model", tokenizer_config={"eos_token": "<|end|>"}, config={"vocab_size": vocab_size})
+    text = "To be ünd not, " * 40 + "\N{SNOWMAN}" * 30  # the division lies inside a character
+    (tmp_path / "in.txt").write_text(text)
+    options = ("--output", tmp_path / "t", "--tokenizer", folder)
+    assert prepare(monkeypatch, tmp_path / "in.txt", *options) == 0
+    paths = [tmp_path / f"t_{kind}_000000.bin" for kind in ("train", "val")]
+    shards = [llmc_files.open_token_shard(path, vocab_size) for path in paths]
+    assert all(shard[0] == 0 for shard in shards), "the end token"
+    assert all(shard.dtype == (np.uint16 if vocab_size <= 65536 else np.uint32) for shard in shards)
+    found = tokenizer.load_tokenizer(str(folder))
+    assert "".join(found.decode(shard[1:].tolist()) for shard in shards) == text
+    source = token_data.TokenShards(str(paths[0]), vocab_size, 16, 2)
+    np.testing.assert_array_equal(source.batch(0)[1], shards[0][16:33])
+    with pytest.raises(InputError, match=rf"a vocabulary of {vocab_size} .*, but vocab_size is 128256"):
+        llmc_files.open_token_shard(paths[0], 128256)
+    capsys.readouterr()
+    (tmp_path / "in.txt").write_text(json.dumps(QUESTION) + "\n")
+    code = prepare(monkeypatch, tmp_path / "in.txt", *options, "--hellaswag")
+    assert code == (0 if vocab_size <= 65536 else 2)
+    assert ("holds tokens of 16 bits; expected at most 65536; use" in capsys.readouterr().err) == (code == 2)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_llama_parity import SHAPES, hugging_face_model
 
 import convert_hf
+import convert_llmc
 import transformer_tpu
 from config import TransformerConfig, as_json
 from gpt import GPT
@@ -252,6 +253,13 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path):
     with pytest.raises(InputError, match="has no adapters; expected a run with --lora_rank"):
         convert_hf.export_adapter(tmp_path / "run", tmp_path / "out", torch.float32)
     assert not (tmp_path / "out").exists()
+
+
+def test_llmc_has_no_llama(tmp_path):
+    save_run(tmp_path / "run", KINDS["tied"], random_weights(KINDS["tied"]))
+    with pytest.raises(InputError, match="of the Llama family; expected a GPT, which llm.c has; see convert_hf.py"):
+        convert_llmc.export(tmp_path / "run", tmp_path / "model.bin", torch.float32)
+    assert not (tmp_path / "model.bin").exists()
 
 
 # ------------------------------------------------------------------------------------------------- what else is written

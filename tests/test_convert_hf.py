@@ -441,6 +441,13 @@ def test_a_head_beside_its_embedding_and_names_without_base_are_read(folders, fo
     assert_same_bits({name: found.read(name) for name in found.names}, wanted)
 
 
+def test_float16_comes_in_without_rounding(folder, tmp_path):
+    rewrite(folder, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
+    convert_hf.import_weights(folder, tmp_path / "run")
+    convert_hf.export(tmp_path / "run", tmp_path / "back", torch.float32)
+    assert_same_bits(tensors_in(tmp_path / "back"), {n: t.float() for n, t in tensors_in(folder).items()})
+
+
 def test_a_context_may_be_shorter_but_not_longer(folders):
     shape = KINDS["gpt2"]
     shorter = open_weights(folders["gpt2"], dataclasses.replace(shape, sequence_length=10))

@@ -2,6 +2,7 @@
 
 Every source answers batch(step) with int32 (rows, T + 1): tokens and, shifted by one, their targets. A token that is
 read but is no target stands as ~token (negative); padding is ~0. So one array goes up to the device, whatever counts.
+Where a row holds several documents (chat_data.py), the first token of each stands as ~(START + token).
 A batch depends on nothing but the step, so resuming a run needs no position beside the step.
 """
 
@@ -18,6 +19,8 @@ from model_shapes import BYTE_VOCAB_SIZE
 from tpu_utils.errors import InputError
 from tpu_utils.inputs import open_regular
 
+START = 1 << 20
+"""Added to the first token of a document, where rows hold several; more than any vocabulary has."""
 TEXT = "a UTF-8 text file or a folder of them"
 END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; stands before every document
 
@@ -233,6 +236,10 @@ class SequenceData:
 
 def load_sequences(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
     """The data the config names, checked; of several processes each gets its rows. Raises InputError."""
+    if config.dataset == "chat":
+        from chat_data import load_chats  # which imports this file
+
+        return load_chats(config, process_index, process_count)
     T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
     rows = config.global_batch_size // process_count
     eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
@@ -273,7 +280,7 @@ def check_files(config: TransformerConfig) -> None:
     """Raises InputError when the files that config names are missing or damaged. Reads little, and imports no torch."""
     if config.compile_for or config.dataset == "synthetic":
         return
-    if config.dataset == "tokens" or not config.train_data:
+    if config.dataset in ("tokens", "chat") or not config.train_data:
         load_sequences(config)
         return
     for name in (config.train_data, config.validation_data):

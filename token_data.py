@@ -2,7 +2,7 @@
 
 Every source answers batch(step) with int32 (rows, T + 1): tokens and, shifted by one, their targets. A token that is
 read but is no target stands as ~token (negative); padding is ~0. So one array goes up to the device, whatever counts.
-Where a row holds several documents (chat_data.py), the first token of each stands as ~(START + token).
+Where documents share a row (chat_data.py), the first token of each stands as ~(START + token), and padding as ~START.
 A batch depends on nothing but the step, so resuming a run needs no position beside the step.
 """
 
@@ -10,6 +10,7 @@ import functools
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,10 +20,12 @@ from model_shapes import BYTE_VOCAB_SIZE
 from tpu_utils.errors import InputError
 from tpu_utils.inputs import open_regular
 
-START = 1 << 20
-"""Added to the first token of a document, where rows hold several; more than any vocabulary has."""
+if TYPE_CHECKING:
+    from chat_data import ChatPacks
+
 TEXT = "a UTF-8 text file or a folder of them"
 END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; stands before every document
+START = 1 << 20  # added to the first token of a document that shares its row with others; no vocabulary is so large
 
 
 class TokenShards:
@@ -224,8 +227,8 @@ class MarkovChain:
 class SequenceData:
     """What a language model trains and is validated on. Both sources answer batch(step) for this host."""
 
-    train: TokenShards | TextWindows | MarkovChain
-    validation: TokenShards | TextWindows | MarkovChain
+    train: "TokenShards | TextWindows | MarkovChain | ChatPacks"
+    validation: "TokenShards | TextWindows | MarkovChain | ChatPacks"
     validation_batches: int
     description: str
     fingerprint: int

@@ -85,7 +85,7 @@ def test_a_leaf_imports_nothing_of_ours(leaf):
     "name",
     [
         *("config.py", "image_data.py", "mnist_data.py", "cifar_data.py", "token_data.py", "llmc_files.py"),
-        "tokenizer.py",
+        *("chat_data.py", "tokenizer.py"),
         *("tpu_utils/environment.py", "tpu_utils/run_dir.py"),  # a command line reads the run that it resumes
     ],
 )
@@ -106,7 +106,7 @@ def test_a_training_script_is_imported_by_nobody_and_mnist_meets_no_language_mod
     scripts = {name.removesuffix(".py") for name in SCRIPTS}
     for path in SOURCES:
         assert not imports_of(path) & scripts, path
-    language = {"token_data", "llmc_files", "gpt", "operations", "transformer_tpu"}
+    language = {"token_data", "chat_data", "llmc_files", "gpt", "operations", "transformer_tpu"}
     for path in [
         ROOT / "image_data.py",
         ROOT / "mnist_data.py",

@@ -362,7 +362,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     """As train_data. Empty with text and chat: the last tenth of train_data."""
     tokenizer: Annotated[str, FREE] = ""
     """chat: tokenizer.json or its folder. Empty: that of initial_weights, else bytes."""
-    chat_format: Literal["auto", "plain", "chatml", "llama3"] = "auto"
+    chat_format: Literal["auto", "plain", "chatml", "qwen3", "llama3"] = "auto"
     """chat: how a conversation becomes text. auto: by the special tokens that the tokenizer has, else plain."""
     document_separator: str = ""
     """text: what divides documents inside a file, for example a blank line. Empty: a file is one document."""

@@ -259,6 +259,7 @@ def decode(model: Decoder, cache: Cache, token_B):
 
     def attention_of_layer(layer):
         def attention(q, k, v, _=None):
+            # all of it is written: by libtpu's estimate a scatter of the new row takes three times as long
             keys, values = torch.where(is_here, k, cache.keys[layer]), torch.where(is_here, v, cache.values[layer])
             cache.keys[layer].copy_(keys)
             cache.values[layer].copy_(values)
@@ -324,25 +325,28 @@ def generate(
     fit the context.
     """
     num_tokens, context = check_lengths(model.shape, prompts, config)
-    B, V = len(prompts), model.shape.vocab_size
-    random = [torch.Generator().manual_seed(config.seed + prompts[:row].count(prompts[row])) for row in range(B)]
-    cache = Cache(model, B, context, device)
-    padded = torch.zeros(B, context, dtype=torch.int32)
-    for row, prompt in zip(padded, prompts, strict=True):
+    seeds = [config.seed + prompts[:row].count(prompt) for row, prompt in enumerate(prompts)]
+    random = [torch.Generator().manual_seed(seed) for seed in seeds]
+    # one row alone is slower on a TPU than two: its products become sums in the vector unit
+    rows = prompts if len(prompts) > 1 else prompts * 2
+    cache = Cache(model, len(rows), context, device)
+    padded = torch.zeros(len(rows), context, dtype=torch.int32)
+    for row, prompt in zip(padded, rows, strict=True):
         row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
-    lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
     logits = prefill(model, cache, padded.to(device), lengths.to(device))
     found: list[list[int]] = [[] for _ in prompts]
-    is_done = [False] * B
+    is_done = [False] * len(prompts)
     while True:
-        uniform = torch.stack([torch.rand(V, generator=generator) for generator in random])
-        token_B = choose(logits.cpu(), uniform, config.temperature, config.top_k, config.top_p)
+        uniform = torch.stack([torch.rand(model.shape.vocab_size, generator=generator) for generator in random])
+        token_B = choose(logits.cpu()[: len(prompts)], uniform, config.temperature, config.top_k, config.top_p)
         for row, token in enumerate(token_B.tolist()):
             if not is_done[row]:
                 found[row].append(token)
                 is_done[row] = len(found[row]) == num_tokens or ends(found[row])
         if all(is_done):
             return found
+        token_B = token_B.expand(len(rows)) if len(prompts) == 1 else token_B
         logits = decode(model, cache, token_B.to(torch.int32).to(device))
 
 

@@ -1,7 +1,6 @@
 """Train or fine-tune a language model on a mesh of TPU devices.
 
-Data, FSDP and tensor parallel. GPT-2 and GPT-3 are in gpt.py, Llama 3 and
-Qwen3 in llama.py.
+Data, FSDP and tensor parallel. The models are in gpt.py and llama.py.
 
 Run:     python transformer_tpu.py
              quick_test: a Markov chain of known entropy

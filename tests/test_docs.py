@@ -31,6 +31,7 @@ NOT_RUN = {  # pattern: reason
     r".*calibrate_tpu.py": "hours of a TPU, minutes of a CPU; test_calibrate_tpu.py runs it whole",
     r".*simple_mnist_tpu.py --preset production --download": "needs a TPU and a network",
     r".*resnet_cifar_tpu.py --preset": "needs CIFAR-10; test_cifar_data.py has small files of its format",
+    r".*Qwen3": "a download from Hugging Face; test_generate_tpu.py and test_prepare_data.py make such folders",
     r".*transformer_tpu.py --preset production --data_dir": "needs a TPU; test_aot_tpu.py compiles this step",
 }
 # so that a training takes seconds; what the reader would wait for is measured in docs/benchmarks.md

@@ -4,7 +4,7 @@ Run:     python prepare_data.py input.txt --output datasets/shakespeare
              bytes, no download
          python prepare_data.py corpus/ --output datasets/c --tokenizer gpt2
              GPT-2 BPE through tiktoken
-         python prepare_data.py corpus/ --output datasets/c --tokenizer DIR/
+         python prepare_data.py corpus/ --output datasets/c --tokenizer Qwen3/
              the tokenizer.json of a model from Hugging Face
          python prepare_data.py hellaswag_val.jsonl --output datasets/ \\
              --tokenizer gpt2 --hellaswag

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from config import TransformerConfig
+from model_shapes import BYTE_VOCAB_SIZE
 from token_data import START, SequenceData
+from tokenizer import Tokenizer, load_tokenizer
 from tpu_utils.errors import InputError
 from tpu_utils.inputs import lines_of, open_regular, parse_json
 
@@ -329,6 +331,19 @@ def check_chats(config: TransformerConfig) -> None:
     """Raises InputError for files that are missing and for lines that are no conversation. Imports no torch."""
     if not config.compile_for:
         read_parts(config)
+
+
+def tokenizer_of(config: TransformerConfig) -> Tokenizer:
+    """That of the options, else that of the initial weights, else bytes. Raises InputError."""
+    beside = Path(config.initial_weights, "tokenizer.json")
+    if config.tokenizer or (config.initial_weights and beside.exists()):
+        return load_tokenizer(config.tokenizer or str(beside))
+    if config.shape.vocab_size != BYTE_VOCAB_SIZE:
+        raise InputError(
+            f"the model has a vocabulary of {config.shape.vocab_size}, and there is no {beside}; expected its tokenizer "
+            f"(or a vocabulary of {BYTE_VOCAB_SIZE}, which is bytes); name it with --tokenizer"
+        )
+    return load_tokenizer("bytes")
 
 
 def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, process_count: int = 1) -> SequenceData:

@@ -37,12 +37,14 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from model_shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape
+from model_shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape, shape_of
 from tpu_compiler.hardware import parse_topology
 from tpu_utils.errors import InputError
 from tpu_utils.fields import check_class, check_types, declaring, marks, nearest, values_in
+from tpu_utils.inputs import parse_object, read_json
 
 
 @dataclass(frozen=True)
@@ -342,20 +344,26 @@ class CifarConfig(DeviceOptions, ImageConfig):
     }
 
 
-SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1}
-DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE}  # tokens: that of the model's size
+SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "chat": 1}
+DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # tokens: of the model's size
+HUGGING_FACE_CONFIG = "a config.json of Hugging Face"
 
 
 @dataclass(frozen=True)
 class TransformerConfig(HostOptions, TrainConfig):
     """What transformer_tpu.py trains, and on which mesh."""
 
-    dataset: Literal["synthetic", "text", "tokens"] = "synthetic"
-    """synthetic: a Markov chain of known entropy. text: UTF-8 bytes. tokens: llm.c shards."""
+    dataset: Literal["synthetic", "text", "tokens", "chat"] = "synthetic"
+    """synthetic: a Markov chain of known entropy. text: UTF-8 bytes. tokens: llm.c shards. chat: conversations in JSON
+    lines, with loss on the answers alone."""
     train_data: str = ""
-    """text: a file or folder. tokens: shards, for example 'fineweb_train_*.bin'. Relative to data_dir."""
+    """text, chat: a file or folder. tokens: shards, for example 'fineweb_train_*.bin'. Relative to data_dir."""
     validation_data: str = ""
-    """As train_data. Empty with text: the last tenth of train_data."""
+    """As train_data. Empty with text and chat: the last tenth of train_data."""
+    tokenizer: Annotated[str, FREE] = ""
+    """chat: tokenizer.json or its folder. Empty: that of initial_weights, else bytes."""
+    chat_format: Literal["auto", "plain", "chatml", "qwen3", "llama3"] = "auto"
+    """chat: how a conversation becomes text. auto: by the special tokens that the tokenizer has, else plain."""
     document_separator: str = ""
     """text: what divides documents inside a file, for example a blank line. Empty: a file is one document."""
     bucketed: bool = False
@@ -368,6 +376,14 @@ class TransformerConfig(HostOptions, TrainConfig):
         "llama_tiny", "smollm2_135M", "llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "qwen3_0.6B", "qwen3_8B",
     ] = "tiny"  # fmt: skip
     """Layers, heads, width and context of a published model; each can be set by itself below."""
+    initial_weights: Annotated[str, FREE] = ""
+    """Folder of Hugging Face with config.json and safetensors (GPT-2, Llama, Qwen3): the model, and where it begins."""
+    model_config: str = ""
+    """A config.json of Hugging Face, in place of model_size. The run keeps its text. Empty: that of initial_weights."""
+    lora_rank: Annotated[int, Range("[0, 4096]")] = 0
+    """Of Llama and Qwen3: freeze the weights, in bfloat16, and train adapters of this rank. 0: train all weights."""
+    lora_alpha: Annotated[float, Range("(0, inf)")] = 32.0
+    """Of LoRA: adapters count lora_alpha / lora_rank."""
     num_layers: Annotated[int, Range("[0, inf)")] = 0
     """Transformer layers. 0: those of model_size, here and in the next three."""
     num_heads: Annotated[int, Range("[0, inf)")] = 0
@@ -375,9 +391,9 @@ class TransformerConfig(HostOptions, TrainConfig):
     embedding_dim: Annotated[int, Range("[0, inf)")] = 0
     """Width of the model."""
     sequence_length: Annotated[int, Range("[0, inf)")] = 0
-    """Context: the longest sequence, in tokens."""
+    """Context: the longest sequence, in tokens. 0 with model_config: what that says, at most 4096."""
     vocab_size: Annotated[int, Range("[0, inf)")] = 0
-    """0: 64 for synthetic, 257 for text (bytes), that of model_size for tokens."""
+    """0: 64 for synthetic, 257 for text and chat (bytes), that of model_size for tokens, that of model_config."""
     num_steps: Annotated[int, Range("[1, 10000000]")] = 500
     """Optimizer steps of the run."""
     gradient_accumulation_steps: Annotated[int, Range("[1, inf)")] = 1
@@ -468,18 +484,33 @@ class TransformerConfig(HostOptions, TrainConfig):
         ),
     }
 
+    def __post_init__(self):
+        config = self.model_config or (self.initial_weights and f"{self.initial_weights}/config.json")
+        if config and not config.startswith("{"):  # in a run it is the text
+            object.__setattr__(self, "model_config", read_model_config(Path(config)))
+        super().__post_init__()
+
     @property
     def shape(self) -> ModelShape:
         own = ("num_layers", "num_heads", "embedding_dim", "sequence_length")
         changes = {name: getattr(self, name) for name in own if getattr(self, name)}
+        if self.model_config:
+            published = shape_of(parse_object(self.model_config.encode(), "model_config", HUGGING_FACE_CONFIG))
+            changes.setdefault("sequence_length", min(published.sequence_length, 4096))
+            return dataclasses.replace(published, **changes)
         published = MODEL_SIZES[self.model_size]
         vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(self.dataset, published.vocab_size)
         return dataclasses.replace(published, **changes, vocab_size=vocab_size)
 
 
+def read_model_config(path: Path) -> str:
+    """The text of a Hugging Face config.json, on one line."""
+    return json.dumps(read_json(path, HUGGING_FACE_CONFIG), sort_keys=True)
+
+
 # An option that a command line gives although it changes nothing is refused: field -> (the field that decides, and its
 # values with which the first has no effect). Values of a preset, and a subclass's own values, are never refused.
-WITHOUT_EFFECT: dict[str, tuple[str, set[str]]] = {
+WITHOUT_EFFECT: dict[str, tuple[str, set]] = {
     "momentum": ("optimizer", {"adam", "adamw"}),
     "adam_beta1": ("optimizer", {"sgd"}),
     "adam_beta2": ("optimizer", {"sgd"}),
@@ -487,12 +518,15 @@ WITHOUT_EFFECT: dict[str, tuple[str, set[str]]] = {
     "decay_factor": ("scheduler", {"constant", "linear", "cosine", "wsd"}),
     "decay_fraction": ("scheduler", {"constant", "linear", "cosine", "step"}),
     "final_learning_rate_fraction": ("scheduler", {"constant", "step"}),
-    "download": ("dataset", {"digits", "synthetic", "stripes", "text", "tokens"}),
+    "download": ("dataset", {"digits", "synthetic", "stripes", "text", "tokens", "chat"}),
     "train_data": ("dataset", {"synthetic"}),
     "validation_data": ("dataset", {"synthetic"}),
-    "hellaswag": ("dataset", {"synthetic"}),
-    "document_separator": ("dataset", {"synthetic", "tokens"}),
-    "bucketed": ("dataset", {"synthetic", "tokens"}),
+    "hellaswag": ("dataset", {"synthetic", "chat"}),
+    "document_separator": ("dataset", {"synthetic", "tokens", "chat"}),
+    "bucketed": ("dataset", {"synthetic", "tokens", "chat"}),
+    "tokenizer": ("dataset", {"synthetic", "text", "tokens"}),
+    "chat_format": ("dataset", {"synthetic", "text", "tokens"}),
+    "lora_alpha": ("lora_rank", {0}),
 }
 
 # Visible sets of fields: what a level means is all here.
@@ -573,7 +607,20 @@ def names_a_place(run_dir: str) -> bool:
 
 def check_transformer(config: TransformerConfig) -> list[str]:
     """What does not go together in a transformer's configuration, whatever the devices and the data."""
-    problems, shape = [], config.shape
+    try:
+        problems, shape = [], config.shape
+    except InputError as error:
+        return [str(error)]
+    if config.model_config:
+        problems += check_model_config(config)
+    if config.lora_rank and not isinstance(shape, LlamaShape):
+        problems.append(f"lora_rank is {config.lora_rank}, but adapters are for Llama and Qwen3; leave it out")
+    if config.lora_rank and not (config.initial_weights or config.compile_for):
+        problems.append(
+            f"lora_rank is {config.lora_rank} but initial_weights is empty: adapters of random weights; name the folder"
+        )
+    if config.attention == "flash" and config.dataset == "chat":
+        problems.append("attention is flash, whose kernels do not keep packed conversations apart; choose plain")
     smallest = SMALLEST_VOCAB_SIZE[config.dataset]
     if isinstance(shape, LlamaShape):
         if shape.num_heads % shape.num_kv_heads:
@@ -608,6 +655,22 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
     if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", config.mesh):
         problems.append(f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSOR such as 2x4x1")
+    return problems
+
+
+def check_model_config(config: TransformerConfig) -> list[str]:
+    """What stands against the config.json that says what the model is."""
+    own = ("num_layers", "num_heads", "embedding_dim", "vocab_size")
+    problems = [
+        f"{name} is {getattr(config, name)}, but config.json says what the model is; leave --{name} out"
+        for name in own
+        if getattr(config, name)
+    ]
+    if config.dataset == "text" and config.shape.vocab_size != BYTE_VOCAB_SIZE:
+        problems.append(
+            f"dataset text is bytes, and the model has a vocabulary of {config.shape.vocab_size}; make tokens with "
+            "prepare_data.py --tokenizer, and give --dataset tokens"
+        )
     return problems
 
 

@@ -122,8 +122,9 @@ class FlashAttention(torch.autograd.Function):
         return flash_backward(*ctx.saved_tensors, grad.contiguous())
 
 
-def flash_attention(q_BTHK, k_BTHK, v_BTHK):
+def flash_attention(q_BTHK, k_BTHK, v_BTHK, starts_BT=None):
     """softmax(q k^T) v under the causal mask, q divided by sqrt(K) before. T a multiple of 128; TPU only. On several
     devices the global mesh, with axes data, fsdp and tensor."""
+    assert starts_BT is None, "config.py refuses flash attention where rows hold several documents"
     qkv_BHTK = (x_BTHK.transpose(1, 2).contiguous() for x_BTHK in (q_BTHK, k_BTHK, v_BTHK))
     return FlashAttention.apply(*qkv_BHTK).transpose(1, 2)

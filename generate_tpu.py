@@ -128,7 +128,7 @@ def prefill(model: Decoder, cache: Cache, tokens_BT, length):
     kept = []
 
     def attention_of_layer(_):
-        def attention(q, k, v):
+        def attention(q, k, v, _):  # a prompt is one document
             kept.append((k, v))
             return causal_attention(q, for_each_query(k, q.shape[2]), for_each_query(v, q.shape[2]))
 
@@ -151,7 +151,7 @@ def decode(model: Decoder, cache: Cache, token_B):
     keys, values = [], []
 
     def attention_of_layer(layer):
-        def attention(q, k, v):
+        def attention(q, k, v, _):  # a prompt is one document
             keys.append(torch.where(here, k, cache.keys[layer]))
             values.append(torch.where(here, v, cache.values[layer]))
             k, v = (for_each_query(x[-1], q.shape[2]) for x in (keys, values))

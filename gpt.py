@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dropout import dropout, layer_keys, positions
-from layers import Decoder
+from layers import Decoder, split_documents
 from model_shapes import ModelShape
 from operations import causal_attention, layer_norm
 
@@ -56,7 +56,7 @@ def block(x_BTD, w, num_heads, attention, keep=lambda x: x, p=0.0, place=None):
     q = (q[0].float() / math.sqrt(D // num_heads)).to(q[0].dtype), q[1]  # fused with the product; the bias is scaled
     qkv = [torch.einsum("btd,hkd->bthk", y, weight) + bias for weight, bias in (q, k, v)]
     out_weight = w["attention_out_weight"].view(D, num_heads, -1)
-    y = torch.einsum("bthk,dhk->btd", attention(*qkv), out_weight) + w["attention_out_bias"]
+    y = torch.einsum("bthk,dhk->btd", attention(*qkv, w.get("starts")), out_weight) + w["attention_out_bias"]
     y = y if keys is None else dropout(y, p, keys[0], place)
     x_BTD = keep(x_BTD + y)
     y = layer_norm(x_BTD, w["ln2_weight"], w["ln2_bias"])
@@ -94,7 +94,7 @@ class GPT(Decoder):
         return cast, self.of_layers(cast, LAYER_VECTORS, LAYER_MATRICES)
 
     def forward(self, tokens_BT, keys_B=None):
-        """Logits over the padded vocabulary, (B, T, V), in the compute dtype.
+        """Logits over the padded vocabulary, (B, T, V), in the compute dtype. packed: documents begin at START.
 
         keys_B: row_keys() of dropout.py, (B,) int32, for dropout. None: an evaluation, nothing is dropped.
         """
@@ -102,7 +102,14 @@ class GPT(Decoder):
             raise ValueError(f"dropout is {self.dropout} and a training step gave no keys; expected row_keys(...)")
         cast, layers = self.cast()
         # the lookup reads float32 rows: the gradients of a frequent token add up in float32
-        x = F.embedding(tokens_BT, self.token_embedding) + self.position_embedding[: tokens_BT.shape[1]]
+        if self.packed:
+            tokens_BT, starts_BT = split_documents(tokens_BT)
+            layers = [w | {"starts": starts_BT} for w in layers]
+            here = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device) - starts_BT
+            at_position = F.embedding(here, self.position_embedding)
+        else:
+            at_position = self.position_embedding[: tokens_BT.shape[1]]
+        x = F.embedding(tokens_BT, self.token_embedding) + at_position
         place = None
         if self.dropout and keys_B is not None:
             keys, place = layer_keys(keys_B, 1 + 2 * len(layers)), positions(x.shape[1:], x.device)

@@ -40,16 +40,28 @@ class Source:
     """GPT-2's Conv1D keeps (in, out)."""
 
     def join(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Our parameter. read: one of theirs by name. Rows of the padding of a vocabulary are 0."""
-        found = [read(name) for name in self.names]
-        flat = torch.cat([(part.t() if self.transposed else part).reshape(-1) for part in found])
-        return torch.nn.functional.pad(flat, (0, math.prod(self.size) - len(flat))).view(self.size)
+        """Our parameter, in the type of theirs. read: one of theirs by name; one at a time is held beside the result.
+
+        Rows of the padding of a vocabulary are 0.
+        """
+        whole = None
+        for number, name in enumerate(self.names):
+            part = read(name)
+            if whole is None:
+                whole = torch.zeros(self.size, dtype=part.dtype, device=part.device)
+            part = part.t() if self.transposed else part
+            self._place(whole, number, part.shape).copy_(part)
+        return whole
+
+    def _place(self, whole: torch.Tensor, number: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Where the value of the number-th of theirs lies in ours, a view of this shape."""
+        return whole.view(len(self.names), -1)[number, : math.prod(shape)].view(shape)
 
     def split(self, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of each of theirs."""
         shape = self.part[::-1] if self.transposed else self.part
-        for name, flat in zip(self.names, value.reshape(len(self.names), -1), strict=True):
-            part = flat[: math.prod(shape)].view(shape)
+        for number, name in enumerate(self.names):
+            part = self._place(value, number, shape)
             yield name, (part.t() if self.transposed else part).contiguous()
 
 

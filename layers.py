@@ -5,14 +5,18 @@ Shape suffixes: B batch, T time, D embedding width; L layers.
 
 import math
 import re
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
+import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from functorch.compile import default_partition, min_cut_rematerialization_partition
 from torch_xla.experimental import scan
 from torch_xla.utils.checkpoint import checkpoint
 
 from model_shapes import ModelShape
+from token_data import START
 
 # On a mesh torch_xla 2.9 ties the gradients of a scanned layer to the sharding of its inputs by a jax function that
 # needs torchax, and that flax (torch_xla/experimental/scan.py, _backward_shard_alike). PARTITION in transformer_tpu.py
@@ -29,8 +33,8 @@ LAYER_MATRICES += ("mlp_in_weight", "gate_up_weight", "mlp_out_weight")
 
 
 def is_matrix(name: str) -> bool:
-    """Embeddings and weights of linear layers: the only parameters with weight decay."""
-    return re.search(r"_(embedding|weight)(\.\d+)?$", name) is not None and "ln" not in name
+    """Embeddings, weights of linear layers and their adapters: the only parameters with weight decay."""
+    return re.search(r"_(embedding|weight|lora_[ab])(\.\d+)?$", name) is not None and "ln" not in name
 
 
 def split_layers(stacked: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -50,11 +54,33 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.stack(found) if name in LAYER_MATRICES else found[0] for name, found in parts.items()}
 
 
+def product(equation: str, x_BTI, weight, adapter=None):
+    """x times a weight, by einsum. adapter: a (rank, I) and b (O, rank), whose product stands beside the weight (Hu et
+    al. 2021, LoRA); x_BTI may have its last axis as two, the output too."""
+    y = torch.einsum(equation, x_BTI, weight)
+    if adapter is None:
+        return y
+    a, b = adapter
+    return y + F.linear(F.linear(x_BTI.flatten(2), a), b).view(y.shape)
+
+
+def split_documents(marked_BT):
+    """Tokens, and the position at which the document of each begins, both (B, T), of rows that hold several documents.
+
+    The first token of a document comes as START + token. Compared, not summed up: a running sum is slow on a TPU.
+    """
+    begins, position = marked_BT >= START, torch.arange(marked_BT.shape[1], dtype=torch.int32, device=marked_BT.device)
+    before = begins[:, None, :] & (position[None, :] <= position[:, None])  # (B, T, T)
+    return marked_BT - START * begins, torch.where(before, position, 0).amax(-1)
+
+
 class Decoder(torch.nn.Module):
     """Layers over a residual stream. A model adds the block of one layer, and forward.
 
     sizes: of every parameter, those of the L layers stacked. compute_dtype: of activations and matrix products.
     mesh: activations stay sharded along the batch; None: one device. block(x_BTD, w, place=None) is set by the model.
+    packed: rows hold several documents, which do not see each other. lora_rank: all that has a size is frozen, in
+    bfloat16, and an adapter of this rank beside each matrix of a layer is trained, times lora_alpha / lora_rank.
     """
 
     def __init__(
@@ -66,10 +92,14 @@ class Decoder(torch.nn.Module):
         remat=False,
         scan_layers=False,
         mesh=None,
+        packed=False,
+        lora_rank=0,
+        lora_alpha=16.0,
     ):
         super().__init__()
         self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
-        self.remat, self.scan_layers = remat, scan_layers
+        self.remat, self.scan_layers, self.packed = remat, scan_layers, packed
+        self.adapter_scale = lora_alpha / lora_rank if lora_rank else 0.0
         # scan caches its trace by function and shapes; a trace made without gradients must not serve training
         self._scanned = {grad: lambda x_BTD, w: (self.block(x_BTD, w), None) for grad in (True, False)}
         for name, size in sizes.items():
@@ -77,13 +107,23 @@ class Decoder(torch.nn.Module):
                 self.register_module(name, torch.nn.ParameterList(torch.empty(size[1:]) for _ in range(size[0])))
             else:
                 self.register_parameter(name, torch.nn.Parameter(torch.empty(size)))
+        if lora_rank:
+            self.to(torch.bfloat16).requires_grad_(False)
+            for name, (layers, *size) in adapter_sizes(sizes, lora_rank).items():
+                self.register_module(name, torch.nn.ParameterList(torch.empty(size) for _ in range(layers)))
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that the optimizer changes, by name."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def initialise(self, seed: int) -> None:
         """llm.c's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases and padding 0."""
         generator = torch.Generator().manual_seed(seed)
         residual_std = 0.02 / math.sqrt(2 * self.shape.num_layers)
         for name, parameter in self.named_parameters():
-            if is_matrix(name):
+            if "_lora_" in name:
+                initialise_adapter(name, parameter, generator)
+            elif is_matrix(name):
                 torch.nn.init.normal_(parameter, 0.0, residual_std if "_out_" in name else 0.02, generator=generator)
             else:
                 torch.nn.init.constant_(parameter, float(name.endswith("_weight")))
@@ -97,7 +137,9 @@ class Decoder(torch.nn.Module):
         return x_BTD if self.mesh is None else xs.mark_sharding_with_gradients(x_BTD, self.mesh, (BATCH, None, None))
 
     def of_layers(self, named: dict[str, torch.Tensor], vectors: tuple[str, ...], matrices: tuple[str, ...]):
-        """The parameters of each layer by name: [{name: of one layer}]."""
+        """The parameters of each layer by name, adapters too: [{name: of one layer}]."""
+        if self.adapter_scale:
+            matrices += tuple(n.removesuffix("weight") + f"lora_{part}" for n in matrices for part in "ab")
         columns = [named[n].unbind(0) for n in vectors]
         columns += [[named[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in matrices]
         return [dict(zip(vectors + matrices, of_one, strict=True)) for of_one in zip(*columns, strict=True)]
@@ -116,6 +158,42 @@ class Decoder(torch.nn.Module):
             else:
                 x_BTD = self.block(x_BTD, w, place=place)
         return x_BTD
+
+
+def adapter_sizes(sizes: dict[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:
+    """Of the adapters of the layers' matrices, stacked: a (L, ..., rank, in), b (L, ..., out, rank)."""
+    found = {}
+    for name, (*axes, outputs, inputs) in ((n, size) for n, size in sizes.items() if n in LAYER_MATRICES):
+        of_matrix = name.removesuffix("weight") + "lora_"
+        found |= {of_matrix + "a": (*axes, rank, inputs), of_matrix + "b": (*axes, outputs, rank)}
+    return found
+
+
+def initialise_adapter(name: str, parameter, generator) -> None:
+    """As the peft library does: a uniform within 1 / sqrt(in), b zero, so that training begins at the base."""
+    bound = parameter.shape[-1] ** -0.5 if "_lora_a" in name else 0.0
+    torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+
+def load_weights(build: Callable, read: Callable, device, partition_spec: Callable, seed: int) -> Decoder:
+    """build() on the device with weights from elsewhere; adapters begin as in a new run. read: by a parameter's name.
+
+    Tensor by tensor, each to its shards at once: the host holds one at a time, in its file's dtype and in the model's.
+    """
+    with torch.device("meta"):
+        model = build()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in list(model.named_parameters()):
+        if "_lora_" in name:
+            initialise_adapter(name, value := torch.empty(parameter.shape), generator)
+        else:
+            value = read(name).to(parameter.dtype)
+        value = torch.nn.Parameter(value.to(device), requires_grad=parameter.requires_grad)
+        if model.mesh is not None:
+            xs.mark_sharding(value, model.mesh, partition_spec(name, parameter))
+        model.load_state_dict({name: value}, strict=False, assign=True)
+        xm.wait_device_ops()  # or the host would hold all that has not been sent yet
+    return model.to(device)
 
 
 def save_nothing_partition(*args, **kwargs):

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from layers import Decoder
+from layers import Decoder, product, split_documents
 from model_shapes import LlamaShape
 from operations import causal_attention, rms_norm
 
@@ -40,7 +40,7 @@ def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
 def rotary_frequencies(shape: LlamaShape) -> torch.Tensor:
     """Radians a position for each pair of a head's values, (K / 2,) float32; stretched as Llama 3.1 does it."""
     K, scaling = shape.head_dim, shape.rope_scaling
-    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32) / K)
+    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32, device="cpu") / K)
     if scaling is None:
         return frequencies
     # waves much shorter than the original context stay, much longer ones are stretched, those between in part
@@ -50,10 +50,13 @@ def rotary_frequencies(shape: LlamaShape) -> torch.Tensor:
     return (1 - share) * frequencies / scaling.factor + share * frequencies
 
 
-def rotate(x_BTHK, cos_TK, sin_TK):
-    """Rotary positions (Su et al. 2021), pairs as Hugging Face has them: value i with value i + K / 2."""
+def rotate(x_BTHK, cos, sin):
+    """Rotary positions (Su et al. 2021), pairs as Hugging Face has them: value i with value i + K / 2.
+
+    cos, sin: (T, K / 2), or (B, T, K / 2) where positions are those in a document.
+    """
     x, y = x_BTHK.float().chunk(2, -1)
-    cos, sin = cos_TK[:, None], sin_TK[:, None]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(x_BTHK.dtype)
 
 
@@ -68,34 +71,45 @@ def for_each_query(x_BTGK, num_heads: int):
 def block(x_BTD, w, shape: LlamaShape, attention, keep=lambda x: x, place=None):
     """One pre-norm layer. w: its parameters by name, as Llama.cast() gives them. place: cos and sin of positions.
 
-    attention: of q (B, T, H, K) divided by sqrt(K), and k, v (B, T, G, K).
+    attention: of q (B, T, H, K) divided by sqrt(K), k and v (B, T, G, K), and the documents' first positions.
     """
     D, H, G, eps = x_BTD.shape[-1], shape.num_heads, shape.num_kv_heads, shape.norm_eps
+    starts_BT = w.get("starts")
+    cos, sin = angles(positions(x_BTD, starts_BT), w["frequencies"]) if place is None else place
     y = rms_norm(x_BTD, w["ln1_weight"], eps)
-    scale = shape.head_dim**-0.5
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
-    q_weight = w["q_weight"] if shape.qk_norm else (w["q_weight"].float() * scale).to(w["q_weight"].dtype)
+    q = product("btd,hkd->bthk", y, w["q_weight"].view(H, -1, D), adapter(w, "q"))
     k_weight, v_weight = w["kv_weight"].view(2, G, -1, D)
-    q = torch.einsum("btd,hkd->bthk", y, q_weight.view(H, -1, D))
-    k, v = (torch.einsum("btd,gkd->btgk", y, weight) for weight in (k_weight, v_weight))
+    k = product("btd,gkd->btgk", y, k_weight, adapter(w, "kv", 0))
+    v = product("btd,gkd->btgk", y, v_weight, adapter(w, "kv", 1))
     if shape.qk_norm:
-        q, k = rms_norm(q, w["q_ln_weight"] * scale, eps), rms_norm(k, w["k_ln_weight"], eps)
-    place = angles(positions(x_BTD), w["frequencies"]) if place is None else place
-    y = attention(rotate(q, *place), rotate(k, *place), v)
-    x_BTD = keep(x_BTD + torch.einsum("bthk,dhk->btd", y, w["attention_out_weight"].view(D, H, -1)))
+        q, k = rms_norm(q, w["q_ln_weight"], eps), rms_norm(k, w["k_ln_weight"], eps)
+    scale = shape.head_dim**-0.5  # of q: part of its rotation, which is in float32
+    y = attention(rotate(q, cos * scale, sin * scale), rotate(k, cos, sin), v, starts_BT)
+    out_weight = w["attention_out_weight"].view(D, H, -1)
+    x_BTD = keep(x_BTD + product("bthk,dhk->btd", y, out_weight, adapter(w, "attention_out")))
     y = rms_norm(x_BTD, w["ln2_weight"], eps)
-    gate, up = (torch.einsum("btd,ed->bte", y, weight) for weight in w["gate_up_weight"])
-    return keep(x_BTD + torch.einsum("bte,de->btd", F.silu(gate) * up, w["mlp_out_weight"]))
+    gate_weight, up_weight = w["gate_up_weight"]
+    gate = product("btd,ed->bte", y, gate_weight, adapter(w, "gate_up", 0))
+    up = product("btd,ed->bte", y, up_weight, adapter(w, "gate_up", 1))
+    y = product("bte,de->btd", F.silu(gate) * up, w["mlp_out_weight"], adapter(w, "mlp_out"))
+    return keep(x_BTD + y)
 
 
-def positions(x_BT):
-    """0 to T - 1, (T,) float32."""
-    return torch.arange(x_BT.shape[1], dtype=torch.float32, device=x_BT.device)
+def adapter(w, matrix: str, part=...):
+    """a and b of a matrix, or of this part of it; None without LoRA."""
+    return (w[f"{matrix}_lora_a"][part], w[f"{matrix}_lora_b"][part]) if f"{matrix}_lora_a" in w else None
+
+
+def positions(x_BT, starts_BT=None):
+    """0 to T - 1, (T,) float32; or counted from the first token of each document, (B, T)."""
+    here = torch.arange(x_BT.shape[1], dtype=torch.float32, device=x_BT.device)
+    return here if starts_BT is None else here - starts_BT
 
 
 def angles(positions_T, frequencies_K):
-    """(cos, sin) of positions, each (T, K / 2) float32."""
-    radians = positions_T[:, None] * frequencies_K
+    """(cos, sin) of positions (T,) or (B, T), each (..., K / 2) float32."""
+    radians = positions_T[..., None] * frequencies_K
     return radians.cos(), radians.sin()
 
 
@@ -109,25 +123,33 @@ class Llama(Decoder):
         """options: of a Decoder."""
         super().__init__(shape, parameter_shapes(shape), compute_dtype, **options)
         attend, H = attention or causal_attention, shape.num_heads
-        grouped = lambda q, k, v: attend(q, for_each_query(k, H), for_each_query(v, H))  # noqa: E731
+        grouped = lambda q, k, v, starts: attend(q, for_each_query(k, H), for_each_query(v, H), starts)  # noqa: E731
         self.block = partial(block, shape=shape, attention=grouped, keep=self.keep)
         self.register_buffer("frequencies", rotary_frequencies(shape), persistent=False)
 
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         """All parameters in the compute dtype, once a step, and those of each layer. Norms stay float32."""
-        cast = {name: p if "ln" in name else p.to(self.compute_dtype) for name, p in self.named_parameters()}
+        cast = {}
+        for name, p in self.named_parameters():
+            p = p * self.adapter_scale if "_lora_b" in name else p
+            cast[name] = p.float() if "ln" in name else p.to(self.compute_dtype)
         vectors = LAYER_VECTORS + (("q_ln_weight", "k_ln_weight") if self.shape.qk_norm else ())
         layers = self.of_layers(cast, vectors, LAYER_MATRICES)
         return cast, [w | {"frequencies": self.frequencies} for w in layers]
 
     def forward(self, tokens_BT):
-        """Logits over the padded vocabulary, (B, T, V), in the compute dtype."""
+        """Logits over the padded vocabulary, (B, T, V), in the compute dtype. packed: documents begin at START."""
         cast, layers = self.cast()
+        starts_BT = None
+        if self.packed:
+            tokens_BT, starts_BT = split_documents(tokens_BT)
+            layers = [w | {"starts": starts_BT} for w in layers]
         # the lookup reads float32 rows: the gradients of a frequent token add up in float32
         x = self.keep(F.embedding(tokens_BT, self.token_embedding).to(self.compute_dtype))
-        x = self.through_layers(x, layers, angles(positions(tokens_BT), self.frequencies))
+        x = self.through_layers(x, layers, angles(positions(tokens_BT, starts_BT), self.frequencies))
         return self.head(x, cast)
 
     def head(self, x_BTD, cast):
+        """Logits of what the last layer gave."""
         x_BTD = rms_norm(x_BTD, cast["final_ln_weight"], self.shape.norm_eps)
         return F.linear(x_BTD, cast["token_embedding" if self.shape.tied_head else "head_weight"])

@@ -81,14 +81,17 @@ class CausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_BTHK, k_BTHK, v_BTHK, chunks):
+    def forward(ctx, q_BTHK, k_BTHK, v_BTHK, chunks, starts_BT):
         T, K, dtype = q_BTHK.shape[1], q_BTHK.shape[3], q_BTHK.dtype
         position = torch.arange(T, device=q_BTHK.device)
         v_and_1 = F.pad(v_BTHK, (0, 1), value=1.0).float()
         kept, out, sums = [], [], []
         for start, end in CausalAttention.slices(T, chunks):
             scores = torch.einsum("bthk,bshk->bhts", positions(q_BTHK, start, end), positions(k_BTHK, 0, end)).float()
-            scores = scores.masked_fill(position[start:end, None] < position[None, :end], -1e30)
+            hidden = position[start:end, None] < position[None, :end]
+            if starts_BT is not None:
+                hidden = (hidden | (position[:end] < starts_BT[:, start:end, None]))[:, None]  # (B, 1, t, s)
+            scores = scores.masked_fill(hidden, -1e30)
             kept.append((scores - scores.amax(-1, keepdim=True)).exp().to(dtype))
             weighted = torch.einsum("bhts,bshk->bthk", kept[-1].float(), positions(v_and_1, 0, end))
             sums.append(weighted[..., K:])
@@ -112,17 +115,18 @@ class CausalAttention(torch.autograd.Function):
             ds = ((de - positions(mean, start, end).transpose(1, 2)) * e).to(e.dtype)
             dq.append(torch.einsum("bhts,bshk->bthk", ds, positions(k_BTHK, 0, end)))
             dk += F.pad(torch.einsum("bhts,bthk->bshk", ds, q_slice), whole)
-        return torch.cat(dq, 1), dk, dv, None
+        return torch.cat(dq, 1), dk, dv, None, None
 
     @staticmethod
     def slices(T, chunks):
         return [(start, start + T // chunks) for start in range(0, T, T // chunks)]
 
 
-def causal_attention(q_BTHK, k_BTHK, v_BTHK, chunks: int | None = None):
+def causal_attention(q_BTHK, k_BTHK, v_BTHK, starts_BT=None, chunks: int | None = None):
     """q is divided by sqrt(K) before. 4 slices of queries, 5/8 of the full square of scores, where they stay multiples
-    of 128 long; else one."""
-    return CausalAttention.apply(q_BTHK, k_BTHK, v_BTHK, chunks or (4 if q_BTHK.shape[1] % 512 == 0 else 1))
+    of 128 long; else one. starts_BT: where the document of each position begins; None: at the row's first token."""
+    chunks = chunks or (4 if q_BTHK.shape[1] % 512 == 0 else 1)
+    return CausalAttention.apply(q_BTHK, k_BTHK, v_BTHK, chunks, starts_BT)
 
 
 class CrossEntropy(torch.autograd.Function):

@@ -239,6 +239,10 @@ class SequenceData:
 
 def load_sequences(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
     """The data the config names, checked; of several processes each gets its rows. Raises InputError."""
+    if config.dataset == "chat":
+        from chat_data import load_chats, tokenizer_of  # which import this file
+
+        return load_chats(config, tokenizer_of(config), process_index, process_count)
     T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
     rows = config.global_batch_size // process_count
     eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
@@ -279,7 +283,7 @@ def check_files(config: TransformerConfig) -> None:
     """Raises InputError when the files that config names are missing or damaged. Reads little, and imports no torch."""
     if config.compile_for or config.dataset == "synthetic":
         return
-    if config.dataset == "tokens" or not config.train_data:
+    if config.dataset in ("tokens", "chat") or not config.train_data:
         load_sequences(config)
         return
     for name in (config.train_data, config.validation_data):

@@ -1,6 +1,7 @@
-"""Train a GPT-2 or GPT-3 language model on a mesh of TPU devices.
+"""Train or fine-tune a language model on a mesh of TPU devices.
 
-Data, FSDP and tensor parallel. The model is in gpt.py.
+Data, FSDP and tensor parallel. GPT-2 and GPT-3 are in gpt.py, Llama 3 and
+Qwen3 in llama.py.
 
 Run:     python transformer_tpu.py
              quick_test: a Markov chain of known entropy
@@ -8,6 +9,8 @@ Run:     python transformer_tpu.py
              bytes of DIR/tinyshakespeare.txt
          python transformer_tpu.py --preset production --data_dir DIR
              GPT-2 124M, llm.c token shards, v5litepod-8
+         python transformer_tpu.py --initial_weights DIR --dataset chat ...
+             Hugging Face's weights, fine-tuned: docs/fine_tuning.md
          CPU_NUM_DEVICES=8 python transformer_tpu.py --mesh 2x2x2
              eight virtual devices without a TPU
 
@@ -47,7 +50,8 @@ from torch_xla.experimental import scan
 from dropout import batch_keys
 from flash_attention import flash_attention
 from gpt import GPT
-from layers import BATCH, Decoder, is_matrix
+from hf_files import open_weights
+from layers import BATCH, Decoder, is_matrix, load_weights
 from llama import Llama
 from operations import causal_attention, losses
 from optim import learning_rates, make_optimizer, step_optimizer
@@ -70,6 +74,12 @@ PARTITION = {
     r"(attention|mlp)_out_weight\.\d+": ("fsdp", "tensor"),
     r"mlp_in_weight\.\d+": ("tensor", "fsdp"),
     "mlp_in_bias": (None, "tensor"),
+    r"q_lora_a\.\d+": (None, "fsdp"),  # an adapter (rank, in) or (out, rank) as its matrix, the rank whole
+    r"q_lora_b\.\d+": ("tensor", None),
+    r"(kv|gate_up)_lora_a\.\d+": (None, None, "fsdp"),
+    r"(kv|gate_up)_lora_b\.\d+": (None, "tensor", None),
+    r"(attention|mlp)_out_lora_a\.\d+": (None, "tensor"),
+    r"(attention|mlp)_out_lora_b\.\d+": ("fsdp", None),
 }
 
 
@@ -83,9 +93,9 @@ def partition_spec(name: str, tensor: torch.Tensor) -> tuple:
 
 
 def place(model: Decoder, tensors) -> None:
-    """Shard tensors that belong to the model's parameters, in their order, as the table says."""
+    """Shard tensors that belong to the parameters that are trained, in their order, as the table says."""
     if model.mesh is not None:
-        for (name, parameter), tensor in zip(model.named_parameters(), tensors, strict=True):
+        for (name, parameter), tensor in zip(model.trained().items(), tensors, strict=True):
             xs.mark_sharding(tensor, model.mesh, partition_spec(name, parameter))
 
 
@@ -95,7 +105,7 @@ def place_state(model: Decoder, optimizer, metrics) -> None:
         return
     for name, parameter in model.named_parameters():
         spec = partition_spec(name, parameter)
-        for tensor in (parameter, *optimizer.state[parameter].values()):  # the step count belongs to no axis
+        for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):  # the step count belongs to no axis
             xs.mark_sharding(tensor, model.mesh, spec if tensor.shape == parameter.shape else (None,) * tensor.dim())
     for tensor in metrics.state_dict().values():
         xs.mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
@@ -108,7 +118,8 @@ def compute_gradients(model: Decoder, tokens_BS, accumulation_steps: int, keys_B
     memory of activations grows with their number. (torch_xla.experimental.gradient_accumulation syncs inside the step;
     this is the loop under torch_xla's scan, which traces a function with its backward pass as it is.)
     """
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    trained = model.trained()
+    names, parameters = zip(*sorted(model.named_parameters(), key=lambda item: item[0] not in trained), strict=True)
 
     def summed_loss(weights, tokens, *keys):
         inputs, targets = inputs_and_targets(tokens)
@@ -117,11 +128,13 @@ def compute_gradients(model: Decoder, tokens_BS, accumulation_steps: int, keys_B
 
     def accumulate(carry, part):  # carry: loss, summed gradients, weights
         # weights come in as arguments: read from the module, views of them trace differently once they were updated
-        weights = [weight.detach().requires_grad_() for weight in carry[-len(names) :]]
+        weights = [weight.detach() for weight in carry[-len(names) :]]
+        for weight in weights[: len(trained)]:
+            weight.requires_grad_()
         loss = summed_loss(weights, *part)
         loss.backward()
         # the weights pass through: zip stops before them
-        sums = zip(carry, [loss.detach(), *(weight.grad for weight in weights)], strict=False)
+        sums = zip(carry, [loss.detach(), *(weight.grad for weight in weights[: len(trained)])], strict=False)
         return [a + b for a, b in sums] + [weight.detach() for weight in weights], []
 
     batch = [tokens_BS] if keys_B is None else [tokens_BS, keys_B]
@@ -129,13 +142,13 @@ def compute_gradients(model: Decoder, tokens_BS, accumulation_steps: int, keys_B
         loss = summed_loss(parameters, *batch)
         loss.backward()
         return loss.detach()
-    zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+    zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in trained.values()]
     place(model, zeros)
     # row i goes to part i % accumulation_steps, so that every part stays sharded over the mesh as the batch is
     stacked = [x.view(-1, accumulation_steps, *x.shape[1:]).transpose(0, 1).contiguous() for x in batch]
     carry = [torch.zeros((), device=tokens_BS.device), *zeros, *(parameter.detach() for parameter in parameters)]
     (loss, *gradients), _ = scan._scan_impl_flat(accumulate, carry, stacked)
-    for parameter, gradient in zip(parameters, gradients, strict=False):
+    for parameter, gradient in zip(trained.values(), gradients, strict=False):
         parameter.grad = gradient
     return loss
 
@@ -146,12 +159,12 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     keys = batch_keys(metrics.step, config.seed, tokens_BS) if config.dropout else None  # a mask for each row and step
     loss = compute_gradients(model, tokens_BS, config.gradient_accumulation_steps, keys)
     count = (tokens_BS[:, 1:] >= 0).sum().float()  # targets: the gradients are of the summed loss, theirs of the mean
-    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for parameter in model.trained().values()]
     place(model, gradients)
     norm = torch.stack([(gradient * gradient).sum() for gradient in gradients]).sum().sqrt() / count
     clip = config.clip_gradient_norm
     factor = ((clip / (norm + 1e-6)).clamp(max=1.0) if clip else 1.0) / count
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+    for parameter, gradient in zip(model.trained().values(), gradients, strict=True):
         parameter.grad = gradient * factor
     rate = rates.index_select(0, metrics.step)
     skipped = step_optimizer(optimizer, rate, torch.isfinite(loss + norm), config.on_nonfinite)
@@ -244,12 +257,14 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
 
 
 def build_model(config: TransformerConfig, mesh: xs.Mesh | None, device, initialised: bool) -> Decoder:
-    """The model on the device. initialised: with the weights of a new run. compile_for: shapes without memory."""
+    """The model on the device. initialised: with weights to begin with. compile_for: shapes without memory."""
     attention = flash_attention if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
+    options["packed"] = config.dataset == "chat"
     if isinstance(config.shape, LlamaShape):
-        build = partial(Llama, config.shape, dtype, **options)
+        adapters = dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
+        build = partial(Llama, config.shape, dtype, **adapters, **options)
     else:
         build = partial(GPT, config.shape, dtype, dropout=config.dropout, **options)
     if config.compile_for:
@@ -259,6 +274,9 @@ def build_model(config: TransformerConfig, mesh: xs.Mesh | None, device, initial
         if config.attention == "flash":
             lower_pallas_for(config.compile_for)
         return without_weights(build, device)
+    if initialised and config.initial_weights:
+        weights = open_weights(Path(config.initial_weights), config.shape)
+        return load_weights(build, weights.read, device, partition_spec, config.seed)
     model = build()
     if initialised:
         model.initialise(config.seed)
@@ -267,9 +285,10 @@ def build_model(config: TransformerConfig, mesh: xs.Mesh | None, device, initial
 
 def decay_groups(model: Decoder) -> list[dict]:
     """Parameter groups: matrices decay, layer norms and biases do not."""
-    matrices = [parameter for name, parameter in model.named_parameters() if is_matrix(name)]
-    others = [parameter for name, parameter in model.named_parameters() if not is_matrix(name)]
-    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    matrices = [parameter for name, parameter in model.trained().items() if is_matrix(name)]
+    others = [parameter for name, parameter in model.trained().items() if not is_matrix(name)]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | None) -> tuple[tuple[int, ...], str]:

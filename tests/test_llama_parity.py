@@ -54,8 +54,8 @@ def our_model(theirs, shape: LlamaShape) -> Llama:
     return model
 
 
-def batch(shape: LlamaShape, seed: int = 1):
-    size = (2, shape.sequence_length + 1)
+def batch(shape: LlamaShape, seed: int = 1, length: int | None = None):
+    size = (2, (length or shape.sequence_length) + 1)
     tokens = torch.randint(shape.vocab_size, size, generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -113,7 +113,7 @@ def test_ten_adamw_steps_stay_together(name):
     for step in range(10):
         found = []
         for model, optimizer, loss_of in zip((theirs, ours), optimizers, (their_loss, our_loss), strict=True):
-            loss, _ = loss_of(model, *batch(shape, seed=10 + step))
+            loss, _ = loss_of(model, *batch(shape, seed=10 + step, length=32))
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -121,5 +121,6 @@ def test_ten_adamw_steps_stay_together(name):
             found.append(loss.item())
         assert abs(found[0] - found[1]) / found[0] < 1e-4, (step, found)
     expected = in_our_layout(dict(theirs.named_parameters()), shape)
-    errors = {name: relative_error(p, expected[name]) for name, p in ours.named_parameters()}
-    assert max(errors.values()) < 1e-3, errors  # Adam's division turns 1e-7 of gradient into more where it is near 0
+    # by norms: where a gradient is near 0, Adam's division makes a whole step of 1e-7 of it
+    errors = {name: ((p - expected[name]).norm() / expected[name].norm()).item() for name, p in ours.named_parameters()}
+    assert max(errors.values()) < 1e-4, errors

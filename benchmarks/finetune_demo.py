@@ -8,7 +8,7 @@ Prints:  every command it runs, then a table: of the answers about held-out word
          how many are right; before fine-tuning and after. Exit code 1 unless all have the format after it.
 
 The chats are made of the text's own words: four tasks for each, such as "Reverse crown." and "nworc". Words of the
-validation set stand in no training chat. Each stage is one command of the scripts, with --resume auto, so a demo that
+validation set stand in no training question. Each stage is one command of the scripts, with --resume auto, so a demo that
 was stopped goes on where it was. Two cores need 7 minutes or so.
 """
 

@@ -340,7 +340,7 @@ def tokenizer_of(config: TransformerConfig) -> Tokenizer:
         return load_tokenizer(config.tokenizer or str(beside))
     if config.shape.vocab_size != BYTE_VOCAB_SIZE:
         raise InputError(
-            f"the model has a vocabulary of {config.shape.vocab_size}, and there is no {beside}; expected its tokenizer "
+            f"the model has a vocabulary of {config.shape.vocab_size}, and {beside} is missing; expected its tokenizer "
             f"(or a vocabulary of {BYTE_VOCAB_SIZE}, which is bytes); name it with --tokenizer"
         )
     return load_tokenizer("bytes")

@@ -10,12 +10,11 @@ Run:     python convert_llmc.py describe gpt2_124M.bin
 import math
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from config import TransformerConfig
 from llmc_files import HEADER_WORDS, check_size, read_header, write_header
-from model_shapes import ModelShape
+from model_shapes import LlamaShape, ModelShape
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.inputs import open_regular
 
@@ -47,12 +46,10 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 import numpy as np
 import torch
 
-from gpt import GPT, LAYER_MATRICES, parameter_shapes
+from gpt import GPT, parameter_shapes
 from layers import split_layers, stack_layers
 from operations import losses
-from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.saved import Saved, check_alike
-from tpu_utils.tensor_files import Kind
+from run_weights import read_run
 
 MODEL_MAGIC, STATE_MAGIC, STATE_VERSION = 20240326, 20240327, 2
 MODEL_VERSIONS = {3: torch.float32, 5: torch.bfloat16}
@@ -173,39 +170,11 @@ def differences(found: DebugState, expected: DebugState) -> dict[str, float]:
     return {n: ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for n, (a, b) in pairs.items()}
 
 
-def read_run(run_dir: Path, checkpoint: str = "newest") -> tuple[TransformerConfig, Saved]:
-    """The configuration and the newest or the best checkpoint of a run of transformer_tpu.py. Raises InputError for any
-    other run, and where there is no such checkpoint."""
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep=1)
-    saved = checkpoints.load_best() if checkpoint == "best" else checkpoints.load("must")
-    if "model/token_embedding" not in saved.entries:
-        raise InputError(f"{run_dir} is not a run of transformer_tpu.py")
-    names = {field.name for field in fields(TransformerConfig)}
-    found = saved.value("config", dict)
-    try:
-        config = TransformerConfig(**{name: value for name, value in found.items() if name in names})
-        check_weights(config.shape, saved)
-    except InputError as error:
-        raise InputError(f"{run_dir}: {error}; expected options and weights that transformer_tpu.py saved") from error
-    return config, saved
-
-
-def check_weights(shape: ModelShape, saved: Saved) -> None:
-    """Raises InputError unless the checkpoint's model has the parameters of this shape; none of it is allocated."""
-    prefix = "model/"
-    found = {path.removeprefix(prefix): e.kind for path, e in saved.entries.items() if path.startswith(prefix)}
-    if shape.num_layers > len(found) or number_of_values(shape) > 2**48:  # neither listed nor known to torch
-        raise InputError(f"the checkpoint is of another model: its {len(found)} tensors are not those of {shape}")
-    wanted = {}
-    for name, size in parameter_shapes(shape).items():
-        layers = {f"{name}.{layer}": size[1:] for layer in range(shape.num_layers)}
-        wanted |= layers if name in LAYER_MATRICES else {name: size}
-    check_alike({name: Kind(tuple(size), torch.float32) for name, size in wanted.items()}, found)
-
-
 def export(run_dir: Path, path: Path, dtype: torch.dtype, checkpoint: str = "newest") -> None:
     """Write the newest or the best checkpoint of a run."""
     config, saved = read_run(run_dir, checkpoint)
+    if isinstance(config.shape, LlamaShape):
+        raise InputError(f"{run_dir} is of the Llama family; expected a GPT, which llm.c has; see convert_hf.py --help")
     write_model(path, config.shape, stack_layers(saved.part("model")), dtype)
     print(f"{path}: step {saved.step}, {config.shape}, {dtype}")
 

@@ -179,8 +179,8 @@ def shape_of(found: dict, name: str = "config.json") -> ModelShape:
         inner = size("n_inner", "width", 4 * shape.embedding_dim)
         if inner != 4 * shape.embedding_dim or shape.embedding_dim % shape.num_heads:
             raise InputError(
-                f"{name}: n_embd {shape.embedding_dim}, n_head {shape.num_heads}, n_inner {inner}; expected a width that"
-                " the heads divide, and an n_inner of 4 times that width"
+                f"{name}: n_embd {shape.embedding_dim}, n_head {shape.num_heads}, n_inner {inner}; expected a width"
+                " that the heads divide, and an n_inner of 4 times that width"
             )
         return shape
     layers, heads = size("num_hidden_layers", "layers"), size("num_attention_heads", "heads")

@@ -12,6 +12,7 @@ SCRIPTS = ["simple_mnist_tpu.py", "distributed_mnist_tpu.py", "resnet_cifar_tpu.
 TOOLS = [
     "generate_tpu.py",
     "convert_llmc.py",
+    "convert_hf.py",
     "prepare_data.py",
     "plot_run.py",
     "aot_tpu.py",
@@ -89,6 +90,8 @@ def test_every_option_has_a_sentence(script):
         (["generate_tpu.py", "--run_dir", "no"], 2, "no holds no complete checkpoint"),
         (["generate_tpu.py", "--llmc", "no.bin"], 2, "no.bin: no such file"),
         (["convert_llmc.py", "describe", "no.bin"], 2, "no.bin: no such file"),
+        (["convert_hf.py", "import", "no", "x"], 2, "no: no such folder"),
+        (["convert_hf.py", "export", "tests", "x", "bf61"], 2, "did you mean bf16?"),
         (["prepare_data.py", "no.txt", "--output", "x"], 2, "no.txt: no such file"),
         (["plot_run.py", "no"], 2, "no is not there"),
         (["calibrate_tpu.py", "--device", "tpu"], 1, "found no TPU chip on this machine"),

@@ -1,7 +1,10 @@
 """Files that survive whatever stops the machine. Imports nothing of this project."""
 
+import contextlib
 import os
+import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +19,27 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     aside.replace(path)
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """A new folder beside target, which gets target's name when the block has ended well: all of it or nothing.
+
+    target is absent or an empty folder. Raises OSError.
+    """
+    target = target.resolve()
+    aside = target.with_name(f".writing_{target.name}")
+    if aside.exists():  # left by a kill
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        sync_folder(aside)
+        aside.rename(target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -144,6 +144,11 @@ class Run:
 
     def _go_on_from(self, saved: Saved) -> None:
         """Raises InputError where the checkpoint belongs to another run, or to another number of steps."""
+        if {path.split("/")[0] for path in saved.entries} == {"model"}:
+            raise CheckpointError(
+                f"{saved.folder} holds weights alone, expected the state of a training too; train from the folder that "
+                "they were imported from: --initial_weights in another --run_dir"
+            )
         config, free = self.config, free_on_resume(type(self.config)) | {"data"}  # words; its CRC-32 must not change
         before = saved.values.get("num_steps")  # absent in older checkpoints: there it cannot change
         if before is not None and (type(before) is not int or not saved.step <= before < 2**53):

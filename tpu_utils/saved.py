@@ -1,8 +1,10 @@
 """A checkpoint as it lies in its folder: checked to the last byte, and read where it is asked for."""
 
+import json
 import math
 import re
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 
 from tpu_utils.errors import CheckpointError, DamagedCheckpoint, InputError
-from tpu_utils.files import checksum_of
+from tpu_utils.files import checksum_of, write_atomically
 from tpu_utils.inputs import file_size, open_regular, parse_json, read_regular
 from tpu_utils.tensor_files import (
     LONGEST_HEADER,
@@ -23,6 +25,7 @@ from tpu_utils.tensor_files import (
     kind_of,
     one_thread,
     parse_index,
+    stream_tensors,
 )
 
 FORMAT = 2
@@ -150,6 +153,28 @@ def read_checkpoint(folder: Path, run_id: str = "") -> Saved:
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"checkpoint {folder} is damaged: {error}") from error
     return Saved(folder, marker["step"], marker["run"], index["values"], entries)
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    run_id: str,
+    values: dict[str, Any],
+    kinds: dict[str, Kind],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+) -> None:
+    """A checkpoint of weights that no run has in memory: (path, tensor) one after another, in the order of kinds.
+
+    folder: a new one. The marker comes last. Raises OSError.
+    """
+    folder.mkdir(parents=True)
+    sums = {WHOLE_FILE: stream_tensors(folder / WHOLE_FILE, kinds, tensors)}
+    index = index_as_json({path: Entry(kind) for path, kind in kinds.items()})
+    content = json.dumps({"format": FORMAT, "step": step, "values": values, "tensors": index}).encode()
+    write_atomically(folder / INDEX_FILE, content)
+    sums[INDEX_FILE] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    marker = {"format": FORMAT, "run": run_id, "step": step, "files": sums}
+    write_atomically(folder / "done", json.dumps(marker).encode())
 
 
 def read_marker(folder: Path) -> dict[str, Any]:

@@ -7,8 +7,10 @@ for more memory than its file has bytes.
 
 import contextlib
 import itertools
+import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +80,40 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int
     with path.open("rb") as file:
         os.fsync(file.fileno())
         return checksum_of(file)
+
+
+def stream_tensors(
+    path: Path,
+    kinds: dict[str, Kind],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    metadata: dict[str, str] | None = None,
+) -> dict[str, int]:
+    """As write_tensors, one tensor after another: takes as many (name, tensor) as kinds has, in its order.
+
+    Raises ValueError for a tensor that is not the next one, OSError.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, kind in kinds.items():
+        begin, end = end, end + kind.num_bytes
+        header[name] = {"dtype": NAMES[kind.dtype], "shape": list(kind.shape), "data_offsets": [begin, end]}
+    content = json.dumps(header).encode()
+    content += b" " * (-len(content) % 8)  # values begin at a multiple of their size
+    front = len(content).to_bytes(8, "little") + content
+    size, checksum = len(front), zlib.crc32(front)
+    with path.open("xb") as file:
+        file.write(front)
+        for wanted, (name, tensor) in zip(kinds.items(), tensors, strict=False):
+            if (name, kind_of(tensor)) != wanted:
+                raise ValueError(f"{name} is {kind_of(tensor)}, expected {wanted[0]} as {wanted[1]}")
+            values = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            file.write(values)
+            size, checksum = size + len(values), zlib.crc32(values, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    if size != len(front) + end:
+        raise ValueError(f"{path.name} has {size} bytes, expected {len(front) + end}")
+    return {"bytes": size, "crc32": checksum}
 
 
 def index_as_json(entries: dict[str, Entry]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ Prints:  every command it runs, then a table: of the answers about held-out word
          how many are right; before fine-tuning and after. Exit code 1 unless all have the format after it.
 
 The chats are made of the text's own words: four tasks for each, such as "Reverse crown." and "nworc". Words of the
-validation set stand in no training question. Each stage is one command of the scripts, with --resume auto, so a demo that
-was stopped goes on where it was. Two cores need 7 minutes or so.
+validation set stand in no training question. Each stage is one command of the scripts, with --resume auto, so a demo
+that was stopped goes on where it was.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def ask(run_dir: Path, words: list[str]) -> list[tuple[str, str, str, bool, bool
     """(task, question, answer, whether it has the format, whether it is right), at temperature 0."""
     asked = [(task, task[1].format(word=word), word) for task in TASKS for word in words]
     printed = run(
-        "generate_tpu.py", "--run_dir", run_dir, "--temperature", "0", "--num_tokens", "40", "--chat_format", "plain",
+        "generate_tpu.py", "--run_dir", run_dir, "--tokenizer", "bytes", "--temperature", "0", "--num_tokens", "40", "--chat_format", "plain",
         "--chat", *(question for _, question, _ in asked),
     )  # fmt: skip
     answers = printed.removesuffix("\n").split("\n---\n")

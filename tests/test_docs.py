@@ -88,7 +88,15 @@ def test_links_lead_somewhere_and_readme_fits():
 def test_a_script_copied_as_readme_says_runs_by_itself(tmp_path):
     copying = [command for command in commands_in(PAGES[0]) if command.startswith(("mkdir", "cp"))]
     assert len(copying) == 2
-    for name in ("simple_mnist_tpu.py", "config.py", "optim.py", "image_data.py", "mnist_data.py", "dropout.py"):
+    for name in (
+        "simple_mnist_tpu.py",
+        "config.py",
+        "model_shapes.py",
+        "optim.py",
+        "image_data.py",
+        "mnist_data.py",
+        "dropout.py",
+    ):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copy(ROOT / "requirements.txt", tmp_path)
     for name in ("tpu_utils", "tpu_compiler"):

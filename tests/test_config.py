@@ -252,7 +252,11 @@ def test_annotations_as_text_are_understood():
         (TransformerConfig, ["--dataset=text", "--download"], "--download has no effect: dataset is text; leave"),
         (TransformerConfig, ["--lora_alpha=8"], "lora_rank is 0; leave --lora_alpha out"),
         (TransformerConfig, ["--tokenizer=gpt2"], "choose --dataset chat, or leave --tokenizer out"),
-        (TransformerConfig, ["--train_data=x.bin"], "choose --dataset text or tokens or chat, or leave --train_data out"),
+        (
+            TransformerConfig,
+            ["--train_data=x.bin"],
+            "choose --dataset text or tokens or chat, or leave --train_data out",
+        ),
         (TransformerConfig, ["--validation_data=x.bin"], "--validation_data has no effect"),
         (TransformerConfig, ["--hellaswag=x.bin"], "--hellaswag has no effect: dataset is synthetic"),
         (

@@ -172,15 +172,12 @@ def open_source(config: GenerateConfig) -> Source:
 
 def tokenizer_of_run(trained: TransformerConfig, run_dir: Path) -> str:
     """What load_tokenizer takes; "" where only the vocabulary can tell."""
-    beside = [folder for folder in (run_dir / TOKENIZER, run_dir) if (folder / "tokenizer.json").exists()]
-    if beside:
-        return str(beside[0])
-    of_dataset = {
-        "text": "bytes",
-        "synthetic": "" if trained.model_config else "numbers",
-        "chat": trained.tokenizer or trained.initial_weights or "bytes",
-    }
-    return of_dataset.get(trained.dataset, trained.tokenizer)
+    if trained.dataset == "text":
+        return "bytes"
+    given = [Path(text) for text in (trained.tokenizer, trained.initial_weights) if text]
+    folders = [run_dir / TOKENIZER, run_dir, *given]  # the run's own first: it may have been moved
+    found = [str(folder) for folder in folders if (folder / "tokenizer.json").exists()] + [trained.tokenizer]
+    return found[0] or ("numbers" if trained.dataset == "synthetic" and not trained.model_config else "")
 
 
 def load(source: Source, device) -> Decoder:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from layers import Decoder, product, split_documents
+from layers import Decoder, find_documents, product
 from model_shapes import LlamaShape
 from operations import causal_attention, rms_norm
 
@@ -142,7 +142,7 @@ class Llama(Decoder):
         cast, layers = self.cast()
         starts_BT = None
         if self.packed:
-            tokens_BT, starts_BT = split_documents(tokens_BT)
+            tokens_BT, starts_BT = find_documents(tokens_BT)
             layers = [w | {"starts": starts_BT} for w in layers]
         # the lookup reads float32 rows: the gradients of a frequent token add up in float32
         x = self.keep(F.embedding(tokens_BT, self.token_embedding).to(self.compute_dtype))

@@ -362,7 +362,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
     config = small_config(tmp_path)
     with pytest.raises(InputError, match=r"x\.jsonl: no such file; expected conversations"):
         chat_data.check_chats(config)
-    chat_data.check_chats(dataclasses.replace(config, compile_for="v5litepod-1"))  # reads no data
     write_chats(tmp_path / "x.jsonl", random_chats(1))
     with pytest.raises(InputError, match=r"^x\.jsonl: 1 conversation; expected 2 or more, or others with --validation"):
         chat_data.check_chats(config)

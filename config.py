@@ -619,8 +619,6 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         problems.append(
             f"lora_rank is {config.lora_rank} but initial_weights is empty: adapters of random weights; name the folder"
         )
-    if config.attention == "flash" and config.dataset == "chat":
-        problems.append("attention is flash, whose kernels do not keep packed conversations apart; choose plain")
     smallest = SMALLEST_VOCAB_SIZE[config.dataset]
     if isinstance(shape, LlamaShape):
         if shape.num_heads % shape.num_kv_heads:

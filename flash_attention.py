@@ -14,7 +14,7 @@ import torch_xla.runtime as xr
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.core import xla_builder
 
-SPEC = (("data", "fsdp"), "tensor", None, None)  # batch and heads are sharded over the mesh, where there is one
+BATCH = ("data", "fsdp")  # batch and heads are sharded over the mesh, where there is one
 
 
 def splash(num_heads: int, length: int, **options):
@@ -29,27 +29,37 @@ def splash(num_heads: int, length: int, **options):
     return jax_splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, **options)
 
 
-def jax_forward(q_BHTK, k_BHTK, v_BHTK):
-    """out (B, H, T, K) and the logarithm of the row sums (B, H, T), float32."""
+def documents(starts_T):
+    """A position sees those of its own document alone, whose number is where it begins."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
+
+    return jax_splash.SegmentIds(starts_T, starts_T)
+
+
+def jax_forward(q_BHTK, k_BGTK, v_BGTK, *starts_BT):
+    """out (B, H, T, K) and the logarithm of the row sums (B, H, T), float32. The kernels read each head of keys and
+    values for the H / G heads of queries that it serves."""
     import jax
 
     kernel = splash(*q_BHTK.shape[1:3], save_residuals=True)
-    out, (logsumexp,) = jax.vmap(kernel)(q_BHTK, k_BHTK, v_BHTK)
+    forward = lambda q, k, v, *starts: kernel(q, k, v, documents(*starts) if starts else None)  # noqa: E731
+    out, (logsumexp,) = jax.vmap(forward)(q_BHTK, k_BGTK, v_BGTK, *starts_BT)
     return out, logsumexp
 
 
-def jax_backward(q_BHTK, k_BHTK, v_BHTK, out, logsumexp, grad):
+def jax_backward(q_BHTK, k_BGTK, v_BGTK, out, logsumexp, grad, *starts_BT):
     """Gradients of q, k and v."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     kernel = splash(*q_BHTK.shape[1:3])
 
-    def backward(q, k, v, out, logsumexp, grad):
-        saved = (q, k, v, None, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
+    def backward(q, k, v, out, logsumexp, grad, *starts):
+        ids = documents(*starts) if starts else None
+        saved = (q, k, v, ids, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
         return splash_attention_kernel._splash_attention_bwd(**kernel.kwargs, res=saved, do=grad)[3:6]
 
-    return jax.vmap(backward)(q_BHTK, k_BHTK, v_BHTK, out, logsumexp, grad)
+    return jax.vmap(backward)(q_BHTK, k_BGTK, v_BGTK, out, logsumexp, grad, *starts_BT)
 
 
 @functools.cache
@@ -67,29 +77,40 @@ def lower(function, *arguments):
     return xla_builder.computation_from_module_proto(function.__name__, hlo.as_serialized_hlo_module_proto())
 
 
+def spec(tensor) -> tuple:
+    """Of (B, H, T, K), (B, H, T) and (B, T)."""
+    return (BATCH, "tensor", None, None)[: tensor.dim()] if tensor.dim() > 2 else (BATCH, None)
+
+
 def run(function, *tensors):
-    """The outputs of a jax function whose tensors all start with axes (B, H): each device runs it on its part."""
+    """The outputs of a jax function, whose axes are (B, H, ...) as those of the first tensor: each device runs it on
+    its part."""
     mesh, full = xs.get_global_mesh(), tensors[0].shape
     assert mesh is not None or not xr.is_spmd(), "flash attention on a mesh needs xs.set_global_mesh"
     if mesh is not None:
-        tensors = [xs.enable_manual_sharding(t, SPEC[: t.dim()], mesh=mesh).global_tensor for t in tensors]
+        tensors = [xs.enable_manual_sharding(t, spec(t), mesh=mesh).global_tensor for t in tensors]
+    parts = [whole // part for whole, part in zip(full, tensors[0].shape, strict=True)]
     computation = lower(function, *((tuple(t.shape), t.dtype) for t in tensors))
     outputs = torch_xla._XLAC._xla_user_computation(f"xla::{function.__name__}", list(tensors), computation)
     if mesh is not None:
+        sizes = [[size * n for size, n in zip(t.shape, parts, strict=False)] for t in outputs]
         outputs = [
-            xs.disable_manual_sharding(t, SPEC[: t.dim()], full[: t.dim()], mesh=mesh).global_tensor for t in outputs
+            xs.disable_manual_sharding(t, spec(t), torch.Size(size), mesh=mesh).global_tensor
+            for t, size in zip(outputs, sizes, strict=True)
         ]
     return tuple(outputs)
 
 
 # custom_op: torch_xla's scan traces a layer with tensors that have shapes alone
 @torch.library.custom_op("tpu_utils::flash_forward", mutates_args=())
-def flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return run(jax_forward, q, k, v)
+def flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return run(jax_forward, q, k, v, *starts)
 
 
 @flash_forward.register_fake
-def _(q, k, v):
+def _(q, k, v, starts):
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -101,30 +122,31 @@ def flash_backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     grad: torch.Tensor,
+    starts: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return run(jax_backward, q, k, v, out, logsumexp, grad)
+    return run(jax_backward, q, k, v, out, logsumexp, grad, *starts)
 
 
 @flash_backward.register_fake
-def _(q, k, v, out, logsumexp, grad):
+def _(q, k, v, out, logsumexp, grad, starts):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *qkv_BHTK):
-        out, logsumexp = flash_forward(*qkv_BHTK)
-        ctx.save_for_backward(*qkv_BHTK, out, logsumexp)
+    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, *starts_BT):
+        out, logsumexp = flash_forward(q_BHTK, k_BGTK, v_BGTK, list(starts_BT))
+        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out, logsumexp, *starts_BT)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return flash_backward(*ctx.saved_tensors, grad.contiguous())
+        *saved, starts = *ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
+        return *flash_backward(*saved, grad.contiguous(), starts), *(None for _ in starts)
 
 
-def flash_attention(q_BTHK, k_BTHK, v_BTHK, starts_BT=None):
+def flash_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None):
     """softmax(q k^T) v under the causal mask, q divided by sqrt(K) before. T a multiple of 128; TPU only. On several
-    devices the global mesh, with axes data, fsdp and tensor."""
-    assert starts_BT is None, "config.py refuses flash attention where rows hold several documents"
-    qkv_BHTK = (x_BTHK.transpose(1, 2).contiguous() for x_BTHK in (q_BTHK, k_BTHK, v_BTHK))
-    return FlashAttention.apply(*qkv_BHTK).transpose(1, 2)
+    devices the global mesh, with axes data, fsdp and tensor. starts_BT: where the document of each position begins."""
+    qkv = (x.transpose(1, 2).contiguous() for x in (q_BTHK, k_BTGK, v_BTGK))
+    return FlashAttention.apply(*qkv, *(() if starts_BT is None else (starts_BT,))).transpose(1, 2)

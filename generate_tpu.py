@@ -236,7 +236,7 @@ def prefill(model: Decoder, cache: Cache, tokens_BT, length_B):
         def attention(q, k, v, _=None):
             cache.keys[layer].copy_(k)
             cache.values[layer].copy_(v)
-            return causal_attention(q, *(llama.for_each_query(x, q.shape[2]) for x in (k, v)))
+            return causal_attention(q, k, v)
 
         return attention
 

@@ -55,9 +55,13 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def product(equation: str, x_BTI, weight, adapter=None):
-    """x times a weight, by einsum. adapter: a (rank, I) and b (O, rank), whose product stands beside the weight (Hu et
-    al. 2021, LoRA); x_BTI may have its last axis as two, the output too."""
-    y = torch.einsum(equation, x_BTI, weight)
+    """x times a weight, by einsum. x_BTI may have its last axis as two, the output too."""
+    return add_adapter(torch.einsum(equation, x_BTI, weight), x_BTI, adapter)
+
+
+def add_adapter(y, x_BTI, adapter=None):
+    """y of x and a weight. adapter: a (rank, I) and b (O, rank), whose product stands beside the weight (Hu et al.
+    2021, LoRA)."""
     if adapter is None:
         return y
     a, b = adapter

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from layers import Decoder, find_documents, product
+from layers import Decoder, add_adapter, find_documents, product
 from model_shapes import LlamaShape
 from operations import causal_attention, rms_norm
 
@@ -60,14 +60,6 @@ def rotate(x_BTHK, cos, sin):
     return torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(x_BTHK.dtype)
 
 
-def for_each_query(x_BTGK, num_heads: int):
-    """Heads of keys or values once for each head of queries that they serve, (B, T, H, K)."""
-    B, T, G, K = x_BTGK.shape
-    if num_heads == G:
-        return x_BTGK
-    return x_BTGK.unsqueeze(3).expand(B, T, G, num_heads // G, K).reshape(B, T, num_heads, K)
-
-
 def block(x_BTD, w, shape: LlamaShape, attention, keep=lambda x: x, place=None):
     """One pre-norm layer. w: its parameters by name, as Llama.cast() gives them. place: cos and sin of positions.
 
@@ -89,9 +81,9 @@ def block(x_BTD, w, shape: LlamaShape, attention, keep=lambda x: x, place=None):
     out_weight = w["attention_out_weight"].view(D, H, -1)
     x_BTD = keep(x_BTD + product("bthk,dhk->btd", y, out_weight, adapter(w, "attention_out")))
     y = rms_norm(x_BTD, w["ln2_weight"], eps)
-    gate_weight, up_weight = w["gate_up_weight"]
-    gate = product("btd,ed->bte", y, gate_weight, adapter(w, "gate_up", 0))
-    up = product("btd,ed->bte", y, up_weight, adapter(w, "gate_up", 1))
+    # one product, so that its gradient is one tensor, as the weight is
+    gate, up = torch.einsum("btd,ced->btce", y, w["gate_up_weight"]).unbind(2)
+    gate, up = add_adapter(gate, y, adapter(w, "gate_up", 0)), add_adapter(up, y, adapter(w, "gate_up", 1))
     y = product("bte,de->btd", F.silu(gate) * up, w["mlp_out_weight"], adapter(w, "mlp_out"))
     return keep(x_BTD + y)
 
@@ -122,9 +114,7 @@ class Llama(Decoder):
     def __init__(self, shape: LlamaShape, compute_dtype=torch.float32, *, attention=None, **options):
         """options: of a Decoder."""
         super().__init__(shape, parameter_shapes(shape), compute_dtype, **options)
-        attend, H = attention or causal_attention, shape.num_heads
-        grouped = lambda q, k, v, starts: attend(q, for_each_query(k, H), for_each_query(v, H), starts)  # noqa: E731
-        self.block = partial(block, shape=shape, attention=grouped, keep=self.keep)
+        self.block = partial(block, shape=shape, attention=attention or causal_attention, keep=self.keep)
         self.register_buffer("frequencies", rotary_frequencies(shape), persistent=False)
 
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:

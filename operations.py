@@ -1,8 +1,8 @@
 """Operations of a language model, written for the TPU: layer norm, causal attention, cross-entropy.
 
 Each keeps its tensors in memory in the compute dtype, computes in float32 inside one fusion, and has a backward pass
-of its own. Shape suffixes: B batch, T time, S keys, D embedding width, H heads, K head_dim, V padded vocabulary,
-N = B * T.
+of its own. Shape suffixes: B batch, T time, S keys, D embedding width, H heads of queries, G heads of keys and values,
+R = H / G, K head_dim, V padded vocabulary, N = B * T.
 """
 
 import torch
@@ -71,50 +71,52 @@ def positions(x_BTHK, start: int, end: int):
 
 
 class CausalAttention(torch.autograd.Function):
-    """softmax(q k^T) v under the causal mask: float32 inside, the dtype of q in memory.
+    """softmax(q k^T) v under the causal mask: float32 inside, the dtype of q in memory. Each of the G heads of keys and
+    values serves R heads of queries: it is read once for all of them, and their gradients add up inside the product.
 
     Each slice of queries sees only the keys up to its end. What is kept of the scores is e = exp(score - maximum); the
     division by the row sums is done on the output, and in the backward pass on its gradient, which have K values a row
     instead of S. The row sums of p * dp are taken as those of out * grad, which are the same (both: Dao et al. 2022,
     FlashAttention, section 3.1), so the gradient of the scores is elementwise, and XLA fuses it into the product
-    before. einsum leaves batch and heads two axes, in a layout of XLA's choice.
+    before. einsum leaves batch and heads axes of their own, in a layout of XLA's choice.
     """
 
     @staticmethod
-    def forward(ctx, q_BTHK, k_BTHK, v_BTHK, chunks, starts_BT):
-        T, K, dtype = q_BTHK.shape[1], q_BTHK.shape[3], q_BTHK.dtype
-        position = torch.arange(T, device=q_BTHK.device)
-        v_and_1 = F.pad(v_BTHK, (0, 1), value=1.0).float()
+    def forward(ctx, q_BTGRK, k_BTGK, v_BTGK, chunks, starts_BT):
+        T, K, dtype = q_BTGRK.shape[1], q_BTGRK.shape[-1], q_BTGRK.dtype
+        position = torch.arange(T, device=q_BTGRK.device)
+        v_and_1 = F.pad(v_BTGK, (0, 1), value=1.0).float()
         kept, out, sums = [], [], []
         for start, end in CausalAttention.slices(T, chunks):
-            scores = torch.einsum("bthk,bshk->bhts", positions(q_BTHK, start, end), positions(k_BTHK, 0, end)).float()
+            q_slice = positions(q_BTGRK, start, end)
+            scores = torch.einsum("btgrk,bsgk->bgrts", q_slice, positions(k_BTGK, 0, end)).float()
             hidden = position[start:end, None] < position[None, :end]
             if starts_BT is not None:
-                hidden = (hidden | (position[:end] < starts_BT[:, start:end, None]))[:, None]  # (B, 1, t, s)
+                hidden = (hidden | (position[:end] < starts_BT[:, start:end, None]))[:, None, None]  # (B, 1, 1, t, s)
             scores = scores.masked_fill(hidden, -1e30)
             kept.append((scores - scores.amax(-1, keepdim=True)).exp().to(dtype))
-            weighted = torch.einsum("bhts,bshk->bthk", kept[-1].float(), positions(v_and_1, 0, end))
+            weighted = torch.einsum("bgrts,bsgk->btgrk", kept[-1].float(), positions(v_and_1, 0, end))
             sums.append(weighted[..., K:])
             out.append((weighted[..., :K] / sums[-1]).to(dtype))
         out, sums = torch.cat(out, 1), torch.cat(sums, 1)
-        ctx.save_for_backward(q_BTHK, k_BTHK, v_BTHK, out, sums, *kept)
+        ctx.save_for_backward(q_BTGRK, k_BTGK, v_BTGK, out, sums, *kept)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q_BTHK, k_BTHK, v_BTHK, out, sums, *kept = ctx.saved_tensors
-        T = q_BTHK.shape[1]
-        grad = (grad / sums).to(q_BTHK.dtype)  # bfloat16 with float32 makes float32
-        mean = (grad * out.float()).sum(-1, keepdim=True)  # of de under p, (B, T, H, 1)
+        q_BTGRK, k_BTGK, v_BTGK, out, sums, *kept = ctx.saved_tensors
+        T = q_BTGRK.shape[1]
+        grad = (grad / sums).to(q_BTGRK.dtype)  # bfloat16 with float32 makes float32
+        mean = (grad * out.float()).sum(-1)  # of de under p, (B, T, G, R)
         dq, dk, dv = [], 0, 0
         for (start, end), e in zip(CausalAttention.slices(T, len(kept)), kept, strict=True):
             whole = (0, 0, 0, 0, 0, T - end)  # keys after the slice get nothing from it
-            grad_slice, q_slice = positions(grad, start, end), positions(q_BTHK, start, end)
-            dv += F.pad(torch.einsum("bhts,bthk->bshk", e, grad_slice), whole)
-            de = torch.einsum("bthk,bshk->bhts", grad_slice, positions(v_BTHK, 0, end))
-            ds = ((de - positions(mean, start, end).transpose(1, 2)) * e).to(e.dtype)
-            dq.append(torch.einsum("bhts,bshk->bthk", ds, positions(k_BTHK, 0, end)))
-            dk += F.pad(torch.einsum("bhts,bthk->bshk", ds, q_slice), whole)
+            grad_slice, q_slice = positions(grad, start, end), positions(q_BTGRK, start, end)
+            dv += F.pad(torch.einsum("bgrts,btgrk->bsgk", e, grad_slice), whole)
+            de = torch.einsum("btgrk,bsgk->bgrts", grad_slice, positions(v_BTGK, 0, end))
+            ds = ((de - positions(mean, start, end).permute(0, 2, 3, 1).unsqueeze(-1)) * e).to(e.dtype)
+            dq.append(torch.einsum("bgrts,bsgk->btgrk", ds, positions(k_BTGK, 0, end)))
+            dk += F.pad(torch.einsum("bgrts,btgrk->bsgk", ds, q_slice), whole)
         return torch.cat(dq, 1), dk, dv, None, None
 
     @staticmethod
@@ -122,11 +124,13 @@ class CausalAttention(torch.autograd.Function):
         return [(start, start + T // chunks) for start in range(0, T, T // chunks)]
 
 
-def causal_attention(q_BTHK, k_BTHK, v_BTHK, starts_BT=None, chunks: int | None = None):
+def causal_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, chunks: int | None = None):
     """q is divided by sqrt(K) before. 4 slices of queries, 5/8 of the full square of scores, where they stay multiples
     of 128 long; else one. starts_BT: where the document of each position begins; None: at the row's first token."""
-    chunks = chunks or (4 if q_BTHK.shape[1] % 512 == 0 else 1)
-    return CausalAttention.apply(q_BTHK, k_BTHK, v_BTHK, chunks, starts_BT)
+    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
+    chunks = chunks or (4 if T % 512 == 0 else 1)
+    out = CausalAttention.apply(q_BTHK.view(B, T, G, H // G, K), k_BTGK, v_BTGK, chunks, starts_BT)
+    return out.view(B, T, H, K)
 
 
 class CrossEntropy(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model_shapes import ModelShape
+from model_shapes import LlamaShape, ModelShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,36 @@ class HuggingFaceGPT(nn.Module):
             transformers.GPT2Config(
                 vocab_size=shape.vocab_size, n_positions=shape.sequence_length, n_embd=shape.embedding_dim,
                 n_layer=shape.num_layers, n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            )
+        )  # fmt: skip
+
+    def tie(self) -> None:
+        self.model.tie_weights()
+
+    def forward(self, tokens_BT):
+        return self.model(tokens_BT, use_cache=False).logits
+
+
+class HuggingFaceLlama(nn.Module):
+    """transformers.LlamaForCausalLM with eager attention, what from_pretrained gives without flash attention."""
+
+    def __init__(self, shape: LlamaShape):
+        import transformers
+
+        super().__init__()
+        scaling = shape.rope_scaling and {
+            "rope_type": "llama3", "factor": shape.rope_scaling.factor,
+            "low_freq_factor": shape.rope_scaling.low_freq_factor,
+            "high_freq_factor": shape.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": shape.rope_scaling.original_context,
+        }  # fmt: skip
+        self.model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=shape.vocab_size, hidden_size=shape.embedding_dim, intermediate_size=shape.mlp_dim,
+                num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads, head_dim=shape.head_dim,
+                num_key_value_heads=shape.num_kv_heads, max_position_embeddings=shape.sequence_length,
+                rms_norm_eps=shape.norm_eps, rope_theta=shape.rope_theta, rope_scaling=scaling,
+                tie_word_embeddings=shape.tied_head, attn_implementation="eager",
             )
         )  # fmt: skip
 
@@ -191,6 +221,61 @@ def jax_gpt_loss(parameters, tokens_BS, num_heads: int, dtype):
         x = x + jax.nn.gelu(y, approximate=True) @ w["mlp_out_weight"] + w["mlp_out_bias"]
     x = layer_norm(x, parameters["final_weight"], parameters["final_bias"])
     logits = (x @ parameters["tokens"].astype(dtype).T).astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
+
+
+def jax_llama_parameters(shape: LlamaShape):
+    """As jax_gpt_parameters; a head is tied or not as the shape says."""
+    import jax
+
+    L, D, V, E = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size, shape.mlp_dim
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = dict(ln1_weight=(D,), q_weight=(D, queries), k_weight=(D, keys), v_weight=(D, keys))
+    sizes |= dict(out_weight=(queries, D), ln2_weight=(D,), gate=(D, E), up=(D, E), mlp_out=(E, D))
+    whole = dict(tokens=(V, D), final_weight=(D,), layers=[sizes] * L)
+    whole |= {} if shape.tied_head else dict(head=(V, D))
+    keys = iter(jax.random.split(jax.random.key(0), 9 * L + 3))
+    return jax.tree.map(
+        lambda size: jax.random.normal(next(keys), size) * 0.02, whole, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def jax_llama_loss(parameters, tokens_BS, shape: LlamaShape, dtype):
+    """Mean loss of a Llama written with jax.numpy alone; products in dtype; norms, softmax and loss in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    def rms_norm(x, weight):
+        z = x.astype(jnp.float32)
+        return (z * jax.lax.rsqrt((z * z).mean(-1, keepdims=True) + shape.norm_eps) * weight).astype(dtype)
+
+    inputs, targets = tokens_BS[:, :-1], tokens_BS[:, 1:]
+    B, T = inputs.shape
+    G, K = shape.num_kv_heads, shape.head_dim
+    mask = jnp.tril(jnp.ones((T, T), bool))
+    # the stretching of rope_scaling changes these K / 2 constants and no operation of the step
+    radians = jnp.arange(T)[:, None] / shape.rope_theta ** (jnp.arange(0, K, 2) / K)
+    cos, sin = jnp.cos(radians)[:, None], jnp.sin(radians)[:, None]
+
+    def rotate(x_BTHK):
+        x, y = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], -1).astype(dtype)
+
+    x = parameters["tokens"][inputs].astype(dtype)
+    for layer in parameters["layers"]:
+        w = {name: value if "ln" in name else value.astype(dtype) for name, value in layer.items()}
+        y = rms_norm(x, w["ln1_weight"])
+        q, k, v = (y @ w[f"{name}_weight"] for name in "qkv")
+        q = rotate(q.reshape(B, T, -1, K)).reshape(B, T, G, -1, K)
+        k, v = rotate(k.reshape(B, T, G, K)), v.reshape(B, T, G, K)
+        scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) / math.sqrt(K)
+        p = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1).astype(dtype)
+        x = x + jnp.einsum("bgrts,bsgk->btgrk", p, v).reshape(B, T, -1) @ w["out_weight"]
+        y = rms_norm(x, w["ln2_weight"])
+        x = x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["mlp_out"]
+    head = parameters["tokens" if shape.tied_head else "head"].astype(dtype)
+    logits = (rms_norm(x, parameters["final_weight"]) @ head.T).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
 

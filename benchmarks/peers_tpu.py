@@ -1,14 +1,15 @@
-"""What the TPU compiler says of one GPT-2 124M step: this project's, and what users would write or pick instead.
+"""What the TPU compiler says of one step: this project's, and what users would write or pick instead.
 
 Run:     python benchmarks/peers_tpu.py                                  # all of them for one v5e: about 15 minutes
          python benchmarks/peers_tpu.py --peers ours jax --topology v5p-8 v6e-1   # one chip of each
+         python benchmarks/peers_tpu.py --peers llama llama_flash llama_jax llama_hugging_face --topology v6e-1
 Prints:  a row for each program: megacycles and milliseconds by the compiler's own estimate, peak memory, seconds to
          compile. Nothing runs on a TPU. libtpu, torch_xla and jax are the same for every row.
 
-8 x 1024 tokens, true GPT-2 shape, AdamW, bfloat16 products, float32 master weights. Operations that the compiler gives
-no estimate for are added by a rule: copies and slices nothing (they run beside the arithmetic); a flash attention layer
-nine products of 2 B H T^2 K operations (two forward, seven backward), without the quarter of blocks that lies above the
-diagonal, at half the matrix rate;
+AdamW, bfloat16 products, float32 master weights. GPT-2 124M, true shape: 8 x 1,024 tokens. llama: Llama 3.2 1B cut to 4
+layers, 4 x 2,048 tokens. Operations that the compiler gives no estimate for are added by a rule: copies and slices
+nothing (they run beside the arithmetic); a flash attention layer nine products of 2 B H T^2 K operations (two forward,
+seven backward), without the blocks of 512 that lie above the diagonal, at the share of the matrix unit that heads fill;
 other custom calls nothing; everything else (sort, scatter) twice the bytes of its result over the memory bandwidth.
 """
 
@@ -25,12 +26,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import TransformerConfig
-from model_shapes import ModelShape
+from model_shapes import MODEL_SIZES, LlamaShape, ModelShape
 from tpu_compiler.environment import check_private_interfaces, prepare_environment
 from tpu_compiler.hardware import GIB, parse_topology
 from tpu_compiler.reading import parse_program, read_cycles, shape_bytes
 
 SHAPE, BATCH = ModelShape(12, 12, 768, 1024, 50257), 8
+LLAMA, LLAMA_BATCH = dataclasses.replace(MODEL_SIZES["llama3_1B"], num_layers=4, sequence_length=2048), 4
 PEERS = {
     "ours": "transformer_tpu.py",
     "ours_flash": "transformer_tpu.py --attention flash",
@@ -38,24 +40,39 @@ PEERS = {
     "jax": "plain JAX",
     "nanogpt": "nanoGPT-style through torch_xla, autocast",
     "hugging_face": "Hugging Face GPT2LMHeadModel through torch_xla, autocast",
+    "llama": "transformer_tpu.py",
+    "llama_flash": "transformer_tpu.py --attention flash",
+    "llama_jax": "plain JAX",
+    "llama_hugging_face": "Hugging Face LlamaForCausalLM, eager attention, through torch_xla, autocast",
 }
+OURS = ("ours", "ours_flash", "ours_6x128", "llama", "llama_flash")
 HIDDEN = {"copy", "slice", "custom-call"}  # copies and slices are started early and awaited late
 
 
-def unpriced_cycles(computations, unpriced, name: str, shape: ModelShape, topology) -> float:
+def problem(name: str) -> tuple[ModelShape, int]:
+    """Model and batch of a program."""
+    if name.startswith("llama"):
+        return LLAMA, LLAMA_BATCH
+    return dataclasses.replace(SHAPE, num_heads=6) if name == "ours_6x128" else SHAPE, BATCH
+
+
+def unpriced_cycles(computations, unpriced, name: str, topology) -> float:
     """What is added to the compiler's estimate, by the rule above."""
     size, hardware = 0, topology.hardware
+    shape, batch = problem(name)
     for operation in computations["ENTRY"]:
         if operation.kind in set(unpriced) - HIDDEN and "estimated_cycles" not in operation.line:
             size += 2 * sum(shape_bytes(operation.type))
     seconds = size / hardware.memory_gb_per_s / 1e9
-    if name == "ours_flash":
-        product = 2 * BATCH * shape.num_heads * shape.sequence_length**2 * shape.head_dim
-        seconds += 9 * 3 / 4 * shape.num_layers * product / (hardware.bf16_tflops * 1e12 / 2)
+    if name.endswith("flash"):
+        product = 2 * batch * shape.num_heads * shape.sequence_length**2 * shape.head_dim
+        computed = (1 + 512 / shape.sequence_length) / 2  # of the square of blocks
+        filled = min(1.0, shape.head_dim / (256 if topology.generation == "v6e" else 128))
+        seconds += 9 * computed * shape.num_layers * product / (hardware.bf16_tflops * 1e12 * filled)
     return seconds * hardware.clock_ghz * 1e9
 
 
-def compile_torch(name: str, topology, shape: ModelShape) -> tuple[str, int]:
+def compile_torch(name: str, topology) -> tuple[str, int]:
     """Optimized program text and the compiler's peak memory of a step through torch_xla."""
     import peers
     import torch
@@ -64,19 +81,21 @@ def compile_torch(name: str, topology, shape: ModelShape) -> tuple[str, int]:
     import transformer_tpu
     from flash_attention import flash_attention
     from gpt import GPT
+    from llama import Llama
     from optim import learning_rates, make_optimizer
     from tpu_compiler.compiling import compile_program, lower_pallas_for
     from tpu_compiler.tracing import trace_step, without_weights
     from tpu_utils.metrics import DeviceMetrics
 
-    device = torch_xla.device()
-    tokens = torch.zeros(BATCH, shape.sequence_length + 1, dtype=torch.int32).to(device)
-    if name.startswith("ours"):
-        if name == "ours_flash":
+    (shape, batch), device = problem(name), torch_xla.device()
+    tokens = torch.zeros(batch, shape.sequence_length + 1, dtype=torch.int32).to(device)
+    if name in OURS:
+        if name.endswith("flash"):
             lower_pallas_for(topology.name)
         config = TransformerConfig(compile_for=topology.name)
-        attention = flash_attention if name == "ours_flash" else None
-        build = partial(GPT, shape, torch.bfloat16, attention=attention)
+        attention = flash_attention if name.endswith("flash") else None
+        kind = Llama if isinstance(shape, LlamaShape) else GPT
+        build = partial(kind, shape, torch.bfloat16, attention=attention)
         model = without_weights(build, device)
         optimizer = make_optimizer(config, transformer_tpu.decay_groups(model))
         rates = learning_rates(config, config.num_steps).to(device)
@@ -84,7 +103,8 @@ def compile_torch(name: str, topology, shape: ModelShape) -> tuple[str, int]:
         step = transformer_tpu.train_step
         arguments = (model, optimizer, rates, metrics, tokens, config)
     else:
-        kind = {"nanogpt": peers.StraightGPT, "hugging_face": peers.HuggingFaceGPT}[name]
+        kinds = dict(nanogpt=peers.StraightGPT, hugging_face=peers.HuggingFaceGPT)
+        kind = (kinds | dict(llama_hugging_face=peers.HuggingFaceLlama))[name]
         model = without_weights(partial(kind, shape), device)
         model.tie()
         optimizer = peers.usual_adamw(model, capturable=True)
@@ -97,7 +117,7 @@ def compile_torch(name: str, topology, shape: ModelShape) -> tuple[str, int]:
     return compiled.text, compiled.peak_bytes
 
 
-def compile_jax(topology, shape: ModelShape) -> tuple[str, int]:
+def compile_jax(name: str, topology) -> tuple[str, int]:
     import jax
     import jax.numpy as jnp
     import peers
@@ -105,12 +125,16 @@ def compile_jax(topology, shape: ModelShape) -> tuple[str, int]:
 
     from tpu_compiler.compiling import compile_only_devices
 
-    sharding = SingleDeviceSharding(compile_only_devices(topology)[0])
-    parameters = jax.eval_shape(partial(peers.jax_gpt_parameters, shape))
+    (shape, batch), sharding = problem(name), SingleDeviceSharding(compile_only_devices(topology)[0])
+    if isinstance(shape, LlamaShape):
+        build, loss_of = peers.jax_llama_parameters, partial(peers.jax_llama_loss, shape=shape, dtype="bfloat16")
+    else:
+        build = peers.jax_gpt_parameters
+        loss_of = partial(peers.jax_gpt_loss, num_heads=shape.num_heads, dtype="bfloat16")
+    parameters = jax.eval_shape(partial(build, shape))
     arguments = parameters, jax.eval_shape(peers.jax_state, parameters)
-    arguments += (jax.ShapeDtypeStruct((BATCH, shape.sequence_length + 1), jnp.int32),)
+    arguments += (jax.ShapeDtypeStruct((batch, shape.sequence_length + 1), jnp.int32),)
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
-    loss_of = partial(peers.jax_gpt_loss, num_heads=shape.num_heads, dtype="bfloat16")
     compiled = (
         jax.jit(partial(peers.jax_step, loss_of, peers.GPT_RECIPE), donate_argnums=(0, 1)).lower(*arguments).compile()
     )
@@ -120,21 +144,20 @@ def compile_jax(topology, shape: ModelShape) -> tuple[str, int]:
 def one(name: str, topology_name: str) -> None:
     """Compile in this process and print the row as JSON."""
     topology = prepare_environment(topology_name)
-    shape = dataclasses.replace(SHAPE, num_heads=6) if name == "ours_6x128" else SHAPE
-    start = time.monotonic()
-    text, peak = compile_jax(topology, shape) if name == "jax" else compile_torch(name, topology, shape)
+    (shape, batch), start = problem(name), time.monotonic()
+    text, peak = compile_jax(name, topology) if name.endswith("jax") else compile_torch(name, topology)
     computations = parse_program(text)
     priced, unpriced = read_cycles(computations)
-    cycles, added = sum(priced.values()), unpriced_cycles(computations, unpriced, name, shape, topology)
+    cycles, added = sum(priced.values()), unpriced_cycles(computations, unpriced, name, topology)
     milliseconds = (cycles + added) / topology.hardware.clock_ghz / 1e6
-    flops = shape.flops_per_token * BATCH * shape.sequence_length
+    flops = shape.flops_per_token * batch * shape.sequence_length
     mfu = flops / (milliseconds / 1e3) / (topology.hardware.bf16_tflops * 1e12)
     print(json.dumps([cycles / 1e6, added / 1e6, milliseconds, mfu, peak / GIB, time.monotonic() - start]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[p for p in PEERS if "llama" not in p])
     parser.add_argument("--topology", nargs="+", default=["v5litepod-1"])
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

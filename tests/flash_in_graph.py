@@ -4,7 +4,8 @@
 
 jax interprets the Pallas kernels, so they are a part of the graph like any other operation. Prints how far flash
 attention, and attention over one slice of queries, are from plain attention: the largest difference of the output and
-of each gradient, relative to the largest value.
+of each gradient, relative to the largest value. Twice: as many heads of keys as of queries in one document a row; half
+as many, with two documents in the first row.
 """
 
 from functools import partial
@@ -26,15 +27,20 @@ if num_devices > 1:
     sizes = (num_devices // 4, 2, 2)
     xs.set_global_mesh(xs.Mesh(np.arange(num_devices), sizes, ("data", "fsdp", "tensor")))
 generator = torch.Generator().manual_seed(0)
-values = [torch.randn(2, 1024, 2, 64, generator=generator) for _ in range(4)]
-values[0] /= 8  # the attentions expect q divided by sqrt(K)
-found = []
-for attention in (causal_attention, flash_attention, partial(causal_attention, chunks=1)):
-    *inputs, grad = (x.to(torch_xla.device()) for x in values)
-    for x in (*inputs, grad) if num_devices > 1 else ():
-        xs.mark_sharding(x, xs.get_global_mesh(), (("data", "fsdp"), None, "tensor", None))
-    out = attention(*(x.requires_grad_() for x in inputs))
-    out.backward(grad)
-    found.append([x.cpu() for x in (out.detach(), *(x.grad for x in inputs))])
-for other in found[1:]:
-    print(*(((x - plain).abs().max() / plain.abs().max()).item() for x, plain in zip(other, found[0], strict=True)))
+starts = torch.zeros(2, 1024, dtype=torch.int32)
+starts[0, 300:] = 300
+for key_heads, documents in ((4, None), (2, starts)):
+    values = [torch.randn(2, 1024, heads, 64, generator=generator) for heads in (4, key_heads, key_heads, 4)]
+    values[0] /= 8  # the attentions expect q divided by sqrt(K)
+    found = []
+    for attention in (causal_attention, flash_attention, partial(causal_attention, chunks=1)):
+        *inputs, grad = (x.to(torch_xla.device()) for x in values)
+        for x in (*inputs, grad) if num_devices > 1 else ():
+            xs.mark_sharding(x, xs.get_global_mesh(), (("data", "fsdp"), None, "tensor", None))
+        out = attention(
+            *(x.requires_grad_() for x in inputs), None if documents is None else documents.to(torch_xla.device())
+        )
+        out.backward(grad)
+        found.append([x.cpu() for x in (out.detach(), *(x.grad for x in inputs))])
+    for other in found[1:]:
+        print(*(((x - plain).abs().max() / plain.abs().max()).item() for x, plain in zip(other, found[0], strict=True)))

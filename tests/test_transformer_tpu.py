@@ -303,7 +303,6 @@ def test_a_mesh_of_another_size_than_the_slice_is_no_matter_of_the_cpu(slice, na
         (dict(model_size="llama_tiny", dropout=0.1), "dropout is 0.1, but llama_tiny has none"),
         (dict(lora_rank=4), "lora_rank is 4, but adapters are for Llama and Qwen3"),
         (dict(model_size="llama_tiny", lora_rank=4), "initial_weights is empty: adapters of random weights"),
-        (dict(dataset="chat", attention="flash", sequence_length=128), "do not keep packed conversations apart"),
     ],
 )
 def test_configurations_that_cannot_work(changes, message):

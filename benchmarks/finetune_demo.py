@@ -79,7 +79,7 @@ def run(*options: str | Path) -> str:
 def ask(run_dir: Path, words: list[str]) -> list[tuple[str, str, str, bool, bool]]:
     """(task, question, answer, whether it has the format, whether it is right), at temperature 0."""
     asked = [(task, task[1].format(word=word), word) for task in TASKS for word in words]
-    greedy = ["--tokenizer", "bytes", "--chat_format", "plain", "--temperature", "0", "--num_tokens", "40"]
+    greedy = ["--chat_format", "plain", "--temperature", "0", "--num_tokens", "40"]
     questions = [question for _, question, _ in asked]
     printed = run("generate_tpu.py", "--run_dir", run_dir, *greedy, "--chat", *questions)
     answers = printed.removesuffix("\n").split("\n---\n")

@@ -328,9 +328,10 @@ def read_parts(config: TransformerConfig) -> tuple[list, list]:
 
 
 def check_chats(config: TransformerConfig) -> None:
-    """Raises InputError for files that are missing and for lines that are no conversation. Imports no torch."""
-    if not config.compile_for:
-        read_parts(config)
+    """Raises InputError for files that are missing, lines that are no conversation, a wrong tokenizer."""
+    tokenizer = tokenizer_of(config)
+    special_tokens(choose_format(config.chat_format, tokenizer), tokenizer)
+    read_parts(config)
 
 
 def tokenizer_of(config: TransformerConfig) -> Tokenizer:

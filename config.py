@@ -36,6 +36,7 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -502,15 +503,28 @@ class TransformerConfig(HostOptions, TrainConfig):
         vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(self.dataset, published.vocab_size)
         return dataclasses.replace(published, **changes, vocab_size=vocab_size)
 
+    @property
+    def flops_per_token(self) -> int:
+        """That of the shape. LoRA: without the gradients of frozen weights, a third of their products; adapters not
+        counted."""
+        return self.shape.flops_per_token - (2 * self.shape.num_multiplied if self.lora_rank else 0)
+
 
 def read_model_config(path: Path) -> str:
     """The text of a Hugging Face config.json, on one line."""
     return json.dumps(read_json(path, HUGGING_FACE_CONFIG), sort_keys=True)
 
 
+class AnyText:
+    """What is not empty."""
+
+    def __contains__(self, value: str) -> bool:
+        return bool(value)
+
+
 # An option that a command line gives although it changes nothing is refused: field -> (the field that decides, and its
 # values with which the first has no effect). Values of a preset, and a subclass's own values, are never refused.
-WITHOUT_EFFECT: dict[str, tuple[str, set]] = {
+WITHOUT_EFFECT: dict[str, tuple[str, Container]] = {
     "momentum": ("optimizer", {"adam", "adamw"}),
     "adam_beta1": ("optimizer", {"sgd"}),
     "adam_beta2": ("optimizer", {"sgd"}),
@@ -527,6 +541,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, set]] = {
     "tokenizer": ("dataset", {"synthetic", "text", "tokens"}),
     "chat_format": ("dataset", {"synthetic", "text", "tokens"}),
     "lora_alpha": ("lora_rank", {0}),
+    "model_size": ("model_config", AnyText()),  # that of initial_weights too
 }
 
 # Visible sets of fields: what a level means is all here.

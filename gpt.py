@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dropout import dropout, layer_keys, positions
-from layers import Decoder, split_documents
+from layers import Decoder, find_documents
 from model_shapes import ModelShape
 from operations import causal_attention, layer_norm
 
@@ -103,7 +103,7 @@ class GPT(Decoder):
         cast, layers = self.cast()
         # the lookup reads float32 rows: the gradients of a frequent token add up in float32
         if self.packed:
-            tokens_BT, starts_BT = split_documents(tokens_BT)
+            tokens_BT, starts_BT = find_documents(tokens_BT)
             layers = [w | {"starts": starts_BT} for w in layers]
             here = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device) - starts_BT
             at_position = F.embedding(here, self.position_embedding)

@@ -68,7 +68,7 @@ def add_adapter(y, x_BTI, adapter=None):
     return y + F.linear(F.linear(x_BTI.flatten(2), a), b).view(y.shape)
 
 
-def split_documents(marked_BT):
+def find_documents(marked_BT):
     """Tokens, and the position at which the document of each begins, both (B, T), of rows that hold several documents.
 
     The first token of a document comes as START + token. Compared, not summed up: a running sum is slow on a TPU.

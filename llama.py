@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from layers import Decoder, add_adapter, product, split_documents
+from layers import Decoder, add_adapter, find_documents, product
 from model_shapes import LlamaShape
 from operations import causal_attention, rms_norm
 
@@ -58,14 +58,6 @@ def rotate(x_BTHK, cos, sin):
     x, y = x_BTHK.float().chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(x_BTHK.dtype)
-
-
-def for_each_query(x_BTGK, num_heads: int):
-    """Heads of keys or values once for each head of queries that they serve, (B, T, H, K)."""
-    B, T, G, K = x_BTGK.shape
-    if num_heads == G:
-        return x_BTGK
-    return x_BTGK.unsqueeze(3).expand(B, T, G, num_heads // G, K).reshape(B, T, num_heads, K)
 
 
 def block(x_BTD, w, shape: LlamaShape, attention, keep=lambda x: x, place=None):
@@ -140,7 +132,7 @@ class Llama(Decoder):
         cast, layers = self.cast()
         starts_BT = None
         if self.packed:
-            tokens_BT, starts_BT = split_documents(tokens_BT)
+            tokens_BT, starts_BT = find_documents(tokens_BT)
             layers = [w | {"starts": starts_BT} for w in layers]
         # the lookup reads float32 rows: the gradients of a frequent token add up in float32
         x = self.keep(F.embedding(tokens_BT, self.token_embedding).to(self.compute_dtype))

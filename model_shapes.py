@@ -42,9 +42,15 @@ class ModelShape:
         return (self.padded_vocab_size + self.sequence_length + 2) * D + self.num_layers * per_layer
 
     @property
+    def num_multiplied(self) -> int:
+        """Parameters that a token meets in a product. As llm.c counts: all of them."""
+        return self.num_parameters
+
+    @property
     def flops_per_token(self) -> int:
         """Of a training step: 6 N + 12 L D T, both passes, the causal half of attention not taken off (as llm.c)."""
-        return 6 * self.num_parameters + 12 * self.num_layers * self.embedding_dim * self.sequence_length
+        heads = self.num_heads * self.head_dim
+        return 6 * self.num_multiplied + 12 * self.num_layers * heads * self.sequence_length
 
 
 @dataclass(frozen=True)
@@ -92,11 +98,9 @@ class LlamaShape(ModelShape):
         return (2 - self.tied_head) * self.padded_vocab_size * D + D + self.num_layers * per_layer
 
     @property
-    def flops_per_token(self) -> int:
-        """As that of ModelShape, the lookup of a head of its own not counted: it is no product."""
-        lookup = 0 if self.tied_head else self.padded_vocab_size * self.embedding_dim
-        heads = self.num_heads * self.head_dim
-        return 6 * (self.num_parameters - lookup) + 12 * self.num_layers * heads * self.sequence_length
+    def num_multiplied(self) -> int:
+        """Without the embedding under a head of its own, which is looked up."""
+        return self.num_parameters - (0 if self.tied_head else self.padded_vocab_size * self.embedding_dim)
 
 
 # GPT-2: Radford et al. 2019 and llm.c. GPT-3: Brown et al. 2020, table 2.1, with llm.c's head counts, at 2,048 tokens.

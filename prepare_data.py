@@ -4,7 +4,7 @@ Run:     python prepare_data.py input.txt --output datasets/shakespeare
              bytes, no download
          python prepare_data.py corpus/ --output datasets/c --tokenizer gpt2
              GPT-2 BPE through tiktoken
-         python prepare_data.py corpus/ --output datasets/c --tokenizer Qwen3-0.6B/
+         python prepare_data.py corpus/ --output datasets/c --tokenizer Qwen3/
              the tokenizer.json of a model from Hugging Face
          python prepare_data.py hellaswag_val.jsonl --output datasets/ \\
              --tokenizer gpt2 --hellaswag
@@ -63,9 +63,11 @@ class PrepareConfig:
 
 
 def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shard_tokens: int) -> None:
-    """The end token stands before every document. Documents may cross from one shard into the next, as in llm.c."""
+    """The end token stands before every document, and what the tokenizer puts in front of a text. Documents may cross
+    from one shard into the next, as in llm.c."""
     dtype = np.uint16 if tokenizer.vocab_size <= MOST_SHORT_TOKENS else np.uint32
-    first = np.array([tokenizer.end], dtype)
+    begin = [] if tokenizer.begin in (None, tokenizer.end) else [tokenizer.begin]
+    first = np.array([tokenizer.end, *begin], dtype)
     parts = [part for document in documents for part in (first, tokenizer.encode_document(document))]
     tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")  # every token is below the vocabulary
     for number, start in enumerate(range(0, len(tokens), shard_tokens)):

@@ -283,7 +283,12 @@ def check_files(config: TransformerConfig) -> None:
     """Raises InputError when the files that config names are missing or damaged. Reads little, and imports no torch."""
     if config.compile_for or config.dataset == "synthetic":
         return
-    if config.dataset in ("tokens", "chat") or not config.train_data:
+    if config.dataset == "chat":
+        from chat_data import check_chats  # which imports this file
+
+        check_chats(config)
+        return
+    if config.dataset == "tokens" or not config.train_data:
         load_sequences(config)
         return
     for name in (config.train_data, config.validation_data):

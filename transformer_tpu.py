@@ -1,7 +1,6 @@
 """Train or fine-tune a language model on a mesh of TPU devices.
 
-Data, FSDP and tensor parallel. GPT-2 and GPT-3 are in gpt.py, Llama 3 and
-Qwen3 in llama.py.
+Data, FSDP and tensor parallel. The models are in gpt.py and llama.py.
 
 Run:     python transformer_tpu.py
              quick_test: a Markov chain of known entropy
@@ -51,8 +50,8 @@ from dropout import batch_keys
 from flash_attention import flash_attention
 from gpt import GPT
 from hf_files import open_weights
-from layers import BATCH, Decoder, is_matrix, load_weights
-from llama import Llama
+from layers import BATCH, Decoder, adapter_sizes, is_matrix, load_weights
+from llama import Llama, parameter_shapes
 from operations import causal_attention, losses
 from optim import learning_rates, make_optimizer, step_optimizer
 from tpu_utils.device import start_device
@@ -213,7 +212,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         part = (sharding.part, sharding.num_parts) if sharding else (0, 1)  # a host reads the rows of its own devices
         data = None if config.compile_for else load_sequences(config, *part)
         tokens_per_step = config.global_batch_size * shape.sequence_length
-        sizes = dict(examples=tokens_per_step, unit="tokens", flops=shape.flops_per_token)
+        sizes = dict(examples=tokens_per_step, unit="tokens", flops=config.flops_per_token)
         # makes and locks the run directory; with --resume reads its newest checkpoint
         found = (data.fingerprint, data.description) if data else (0, "none: nothing runs")
         run.open(device, config.num_steps, *found, **sizes, peers=hosts, sharding=sharding)
@@ -298,7 +297,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
     a third of a device's memory, else the smallest fsdp axis that gets them there; tensor only when asked for.
     """
     shape, batch = config.shape, config.global_batch_size
-    state = 16 * shape.num_parameters
+    state = (2 if config.lora_rank else 16) * shape.num_parameters  # frozen: bfloat16; adapters are few
     if config.mesh != "auto":
         sizes, why = tuple(int(size) for size in config.mesh.split("x")), "as asked"
     else:
@@ -395,8 +394,13 @@ def print_plan(run: Run, data: SequenceData | None, why: str) -> None:
         run.print(
             f"width      {shape.embedding_dim} is no multiple of 128: the matrix unit works as if it were {padded}"
         )
+    if config.lora_rank:
+        sizes = adapter_sizes(parameter_shapes(shape), config.lora_rank)
+        trained = sum(math.prod(size) for size in sizes.values())
+        run.print(f"lora       {trained:,} more in adapters of rank {config.lora_rank}, which alone are trained")
     run.print(
-        f"mfu        {shape.flops_per_token:,} FLOPs a token (6 N + 12 L D T, causal half not taken off) over peak bf16"
+        f"mfu        {config.flops_per_token:,} FLOPs a token ({4 if config.lora_rank else 6} N + 12 L D T, causal "
+        "half not taken off) over peak bf16"
     )
     tokens = config.global_batch_size * shape.sequence_length
     run.print(f"batch      {tokens:,} tokens a step, {config.num_steps} steps")

@@ -6,7 +6,7 @@ Run:     python benchmarks/peers_tpu.py                                  # all o
 Prints:  a row for each program: megacycles and milliseconds by the compiler's own estimate, peak memory, seconds to
          compile. Nothing runs on a TPU. libtpu, torch_xla and jax are the same for every row.
 
-AdamW, bfloat16 products, float32 master weights. GPT-2 124M, true shape: 8 x 1,024 tokens. llama: Llama 3.2 1B cut to 4
+AdamW, bfloat16 products, float32 master weights. GPT-2 124M, true shape: 8 x 1,024 tokens. llama: Llama 3.2 1B with 4
 layers, 4 x 2,048 tokens. Operations that the compiler gives no estimate for are added by a rule: copies and slices
 nothing (they run beside the arithmetic); a flash attention layer nine products of 2 B H T^2 K operations (two forward,
 seven backward), without the blocks of 512 that lie above the diagonal, at the share of the matrix unit that heads fill;

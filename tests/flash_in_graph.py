@@ -27,13 +27,13 @@ if num_devices > 1:
     sizes = (num_devices // 4, 2, 2)
     xs.set_global_mesh(xs.Mesh(np.arange(num_devices), sizes, ("data", "fsdp", "tensor")))
 generator = torch.Generator().manual_seed(0)
-starts = torch.zeros(2, 1024, dtype=torch.int32)
-starts[0, 300:] = 300
-for key_heads, documents in ((4, None), (2, starts)):
-    values = [torch.randn(2, 1024, heads, 64, generator=generator) for heads in (4, key_heads, key_heads, 4)]
+starts = torch.zeros(2, 384, dtype=torch.int32)
+starts[0, 150:] = 150
+for T, query_heads, documents in ((768, 2, None), (384, 4, starts)):  # three blocks of 256, of 128
+    values = [torch.randn(2, T, heads, 64, generator=generator) for heads in (query_heads, 2, 2, query_heads)]
     values[0] /= 8  # the attentions expect q divided by sqrt(K)
     found = []
-    for attention in (causal_attention, flash_attention, partial(causal_attention, chunks=1)):
+    for attention in (partial(causal_attention, chunks=4), flash_attention, partial(causal_attention, chunks=1)):
         *inputs, grad = (x.to(torch_xla.device()) for x in values)
         for x in (*inputs, grad) if num_devices > 1 else ():
             xs.mark_sharding(x, xs.get_global_mesh(), (("data", "fsdp"), None, "tensor", None))

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import at_most, make_irregular, mutated, no_hang
@@ -15,6 +16,7 @@ import chat_data
 from chat_data import ChatPacks, encode_chats, format_chat, prompt_of_chat, read_chats, stop_tokens
 from config import TransformerConfig
 from token_data import START
+from tokenizer import load_tokenizer
 from tpu_utils.errors import InputError
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|begin_of_text|>", "<|start_header_id|>"]
@@ -90,6 +92,35 @@ def test_a_prompt_is_what_stood_before_the_answer_in_training(format):
         assert tokens[: len(prompt)] == prompt and not targets[len(prompt) - 1] and all(targets[len(prompt) : last + 1])
         assert tokens[last] in stop_tokens(format, ALL)
         assert not stop_tokens(format, ALL) & set(tokens[len(prompt) : last])
+
+
+SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # as Llama 3 and Qwen3
+)
+
+
+@pytest.mark.parametrize("format", ["chatml", "qwen3", "llama3"])
+def test_tokens_are_those_of_the_whole_text(tmp_path, format):
+    """Encoded part by part, a conversation has the tokens that the tokenizer makes of its text in one go."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")]
+    splits.append(tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(splits)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = [*SPECIAL[:2], *SPECIAL[4:], "<|endoftext|>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    model.train_from_iterator([EXPECTED[format].replace("<|", " ")] * 9, trainer)
+    model.add_tokens(["<think>", "</think>"])  # as Qwen3 has them: no special tokens
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokens, targets = format_chat(MESSAGES, format, tokenizer)
+    assert tokens == model.encode(EXPECTED[format], add_special_tokens=False).ids
+    answers = tokenizer.decode([token for token, target in zip(tokens, targets, strict=True) if target])
+    assert answers == ANSWERS[format]
+    foreign = [{"role": "user", "content": f"Say {SPECIAL[1]}{SPECIAL[-1]}"}, {"role": "assistant", "content": "No"}]
+    tokens = format_chat(foreign, format, tokenizer)[0]  # special tokens in a text are text
+    assert sum(token in stop_tokens(format, tokenizer) for token in tokens) == 2
 
 
 def test_a_text_cannot_end_an_answer():
@@ -331,7 +362,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
     config = small_config(tmp_path)
     with pytest.raises(InputError, match=r"x\.jsonl: no such file; expected conversations"):
         chat_data.check_chats(config)
-    chat_data.check_chats(dataclasses.replace(config, compile_for="v5litepod-1"))  # reads no data
     write_chats(tmp_path / "x.jsonl", random_chats(1))
     with pytest.raises(InputError, match=r"^x\.jsonl: 1 conversation; expected 2 or more, or others with --validation"):
         chat_data.check_chats(config)

@@ -250,7 +250,13 @@ def test_annotations_as_text_are_understood():
         (MnistConfig, ["--download"], "dataset is digits; choose --dataset mnist, or leave --download out"),
         (CifarConfig, ["--download"], "dataset is stripes; choose --dataset cifar10, or leave --download out"),
         (TransformerConfig, ["--dataset=text", "--download"], "--download has no effect: dataset is text; leave"),
-        (TransformerConfig, ["--train_data=x.bin"], "choose --dataset text or tokens, or leave --train_data out"),
+        (TransformerConfig, ["--lora_alpha=8"], "lora_rank is 0; leave --lora_alpha out"),
+        (TransformerConfig, ["--tokenizer=gpt2"], "choose --dataset chat, or leave --tokenizer out"),
+        (
+            TransformerConfig,
+            ["--train_data=x.bin"],
+            "choose --dataset text or tokens or chat, or leave --train_data out",
+        ),
         (TransformerConfig, ["--validation_data=x.bin"], "--validation_data has no effect"),
         (TransformerConfig, ["--hellaswag=x.bin"], "--hellaswag has no effect: dataset is synthetic"),
         (
@@ -333,6 +339,7 @@ def test_what_shapes_the_computation_is_not_free_on_resume():
     text = shaping | {"train_data", "validation_data", "document_separator", "bucketed", "model_size", "num_layers"}
     text |= {"num_heads", "embedding_dim", "sequence_length", "vocab_size", "num_steps", "gradient_accumulation_steps"}
     text |= {"clip_gradient_norm", "eval_every", "eval_batches", "dropout"}
+    text |= {"model_config", "lora_rank", "lora_alpha", "chat_format"}
     expected = {MnistConfig: mnist, DistributedMnistConfig: mnist, TransformerConfig: text}
     for config_class, names in expected.items():
         assert {field.name for field in dataclasses.fields(config_class)} - free_on_resume(config_class) == names

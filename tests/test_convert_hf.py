@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_llama_parity import SHAPES, hugging_face_model
 
 import convert_hf
+import convert_llmc
 import transformer_tpu
 from config import TransformerConfig, as_json
 from gpt import GPT
@@ -254,6 +255,13 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_llmc_has_no_llama(tmp_path):
+    save_run(tmp_path / "run", KINDS["tied"], random_weights(KINDS["tied"]))
+    with pytest.raises(InputError, match=r"of the Llama family; expected a GPT, which llm.c has"):
+        convert_llmc.export(tmp_path / "run", tmp_path / "model.bin", torch.float32)
+    assert not (tmp_path / "model.bin").exists()
+
+
 # ------------------------------------------------------------------------------------------------- what else is written
 
 
@@ -431,6 +439,13 @@ def test_a_head_beside_its_embedding_and_names_without_base_are_read(folders, fo
     rewrite(gpt2, as_published)
     found = open_weights(gpt2)
     assert_same_bits({name: found.read(name) for name in found.names}, wanted)
+
+
+def test_float16_comes_in_without_rounding(folder, tmp_path):
+    rewrite(folder, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
+    convert_hf.import_weights(folder, tmp_path / "run")
+    convert_hf.export(tmp_path / "run", tmp_path / "back", torch.float32)
+    assert_same_bits(tensors_in(tmp_path / "back"), {n: t.float() for n, t in tensors_in(folder).items()})
 
 
 def test_a_context_may_be_shorter_but_not_longer(folders):

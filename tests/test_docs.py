@@ -31,6 +31,11 @@ NOT_RUN = {  # pattern: reason
     r".*calibrate_tpu.py": "hours of a TPU, minutes of a CPU; test_calibrate_tpu.py runs it whole",
     r".*simple_mnist_tpu.py --preset production --download": "needs a TPU and a network",
     r".*resnet_cifar_tpu.py --preset": "needs CIFAR-10; test_cifar_data.py has small files of its format",
+    r".*Qwen3": "a download from Hugging Face; test_generate_tpu.py and test_prepare_data.py make such folders",
+    r".*transformer_tpu.py --initial_weights": "needs a model of Hugging Face; test_finetune_demo.py fine-tunes one",
+    r".*generate_tpu.py --run_dir runs/mine --chat": "as above",
+    r".*convert_hf.py export runs/(mine|adapters) ": "as above; test_convert_hf.py exports both",
+    r".*finetune_demo.py": "minutes; test_finetune_demo.py runs it whole",
     r".*transformer_tpu.py --preset production --data_dir": "needs a TPU; test_aot_tpu.py compiles this step",
 }
 # so that a training takes seconds; what the reader would wait for is measured in docs/benchmarks.md
@@ -84,7 +89,8 @@ def test_links_lead_somewhere_and_readme_fits():
 def test_a_script_copied_as_readme_says_runs_by_itself(tmp_path):
     copying = [command for command in commands_in(PAGES[0]) if command.startswith(("mkdir", "cp"))]
     assert len(copying) == 2
-    for name in ("simple_mnist_tpu.py", "config.py", "optim.py", "image_data.py", "mnist_data.py", "dropout.py"):
+    names = ("simple_mnist_tpu.py", "config.py", "model_shapes.py", "optim.py", "image_data.py", "mnist_data.py")
+    for name in (*names, "dropout.py"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copy(ROOT / "requirements.txt", tmp_path)
     for name in ("tpu_utils", "tpu_compiler"):

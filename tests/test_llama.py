@@ -8,7 +8,7 @@ from test_llama_parity import QWEN3, STRETCHED, hugging_face_model, in_our_layou
 from test_transformer_parity import relative_error
 
 from gpt import GPT
-from layers import load_weights, split_documents
+from layers import find_documents, load_weights
 from llama import Llama
 from model_shapes import ModelShape
 from token_data import START
@@ -28,7 +28,7 @@ def random_model(shape, **options):
 
 def test_where_documents_begin():
     marked = torch.tensor([[START + 7, 3, START, START + 2, 1], [START + 1, 1, 1, 1, START + 1]])
-    tokens, starts = split_documents(marked)
+    tokens, starts = find_documents(marked)
     assert tokens.tolist() == [[7, 3, 0, 2, 1], [1, 1, 1, 1, 1]]
     assert starts.tolist() == [[0, 0, 2, 3, 3], [0, 0, 0, 0, 4]]
 

@@ -141,4 +141,4 @@ def test_flash_and_plain_attention_agree(num_devices):
     result = run("tests/flash_in_graph.py", PYTHONPATH=".", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(num_devices))
     assert result.returncode == 0, result.stderr
     differences = [float(value) for value in result.stdout.split()]
-    assert len(differences) == 16 and max(differences) < 1e-6, differences
+    assert len(differences) == 16 and max(differences) < 2e-6, differences

@@ -72,7 +72,7 @@ def without_effect(config: TrainConfig, given: Iterable[str]) -> list[str]:
             continue
         works = [value for value in get_args(plain(hints[other])) if value not in values]
         remedy = f"choose --{other} {' or '.join(works)}, or leave" if works else "leave"
-        problems.append(f"--{name} has no effect: {other} is {getattr(config, other)}; {remedy} --{name} out")
+        problems.append(f"--{name} has no effect: {other} is {getattr(config, other)!s:.60}; {remedy} --{name} out")
     return problems
 
 

@@ -1,0 +1,149 @@
+"""A fine-tune on conversations, as users run it: the same losses on one device, on a mesh and in plain PyTorch, of all
+weights and of adapters; resumed, exported, and read by the libraries of others."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import state_in
+from test_llama_parity import TIED, hugging_face_model
+from test_simple_mnist import assert_identical
+from test_transformer_tpu import losses_of, train_all
+
+import convert_hf
+from chat_data import read_chats, tokenizer_of
+from config import TransformerConfig
+from hf_files import open_weights
+from layers import is_matrix, load_weights
+from llama import Llama
+from optim import learning_rates
+from run_weights import read_run
+from token_data import START, load_sequences
+from tpu_utils.saved import load_model
+
+RUN = dict(dataset="chat", train_data="chats.jsonl", sequence_length=96, num_steps=20, global_batch_size=8)
+RUN |= dict(learning_rate=5e-3, warmup_steps=2, log_every=1, save_every=10, eval_every=10, eval_batches=1)
+LORA = dict(lora_rank=4, lora_alpha=8.0)
+ALL_WAYS = ["--mesh=1x2x2", "--gradient_accumulation_steps=2", "--remat", "--scan_layers"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """On one device all, lora and resumed; on four mesh."""
+    folder = tmp_path_factory.mktemp("tuned")
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), random.integers(2, 7))) for _ in range(150)]
+    turns = [
+        [{"role": "user", "content": f"Say {w} twice."}, {"role": "assistant", "content": f"{w} {w}"}] for w in words
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    shape = dict(num_layers=2, sequence_length=128, vocab_size=257)
+    hugging_face_model(TIED.__class__(**{**vars(TIED), **shape})).to(torch.bfloat16).save_pretrained(folder / "base")
+    options = {**RUN, "initial_weights": folder / "base", "data_dir": folder, "device": "cpu"}
+    options = [f"--{name}={value}" for name, value in options.items()]
+    lora = [*options, *(f"--{name}={value}" for name, value in LORA.items())]
+    resumed = ["lora/resumed", *lora, "--resume=must"]
+    # a rate so small that no weight changes: what goes through the shards comes out as it went in
+    still = ["--num_steps=1", "--warmup_steps=0", "--learning_rate=1e-30", "--save_every=1"]
+    train_all(folder, 1, [["all", *options], ["lora", *lora], resumed, ["still", *options, *still]])
+    train_all(
+        folder, 8, [["mesh", *lora, *ALL_WAYS[1:], "--mesh=2x2x2"], ["still_8", *options, *still, "--mesh=2x2x2"]]
+    )
+    return folder
+
+
+def config_of(runs: Path, **changes) -> TransformerConfig:
+    return TransformerConfig(**RUN, initial_weights=str(runs / "base"), data_dir=str(runs), **changes)
+
+
+def plain_pytorch(config: TransformerConfig) -> list[float]:
+    """Losses with each conversation in a row of its own, under plain PyTorch on the CPU."""
+    weights = open_weights(Path(config.initial_weights), config.shape)
+    options = dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
+    model = load_weights(lambda: Llama(config.shape, **options), weights.read, "cpu", None, config.seed)
+    trained = model.trained()
+    groups = [{"params": [p for n, p in trained.items() if is_matrix(n) == on]} for on in (True, False)]
+    groups = [
+        group | {"weight_decay": 0.1 * is_on} for group, is_on in zip(groups, (1, 0), strict=True) if group["params"]
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    data, losses = load_sequences(config).train, []
+    for step, rate in enumerate(learning_rates(config, config.num_steps).tolist()):
+        documents = []
+        for row in data.batch(step).astype(np.int64):
+            begins = np.flatnonzero((row < 0) & (~row >= START))
+            documents += np.split(row, begins[begins > 0])
+        alone = np.full((len(documents), max(map(len, documents))), -1)  # each in a row of its own
+        for line, document in zip(alone, documents, strict=True):
+            line[: len(document)] = np.where((document < 0) & (~document >= START), document + START, document)
+        tokens = torch.from_numpy(np.where(alone < 0, ~alone, alone))
+        logits = model(tokens[:, :-1])[..., : config.shape.vocab_size]
+        targets = torch.from_numpy(np.where(alone < 0, -1, alone))[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-1)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("names, options", [(["all"], {}), (["lora", "mesh"], LORA)])
+def test_packed_conversations_on_any_devices_equal_plain_pytorch_without_packing(runs, names, options):
+    expected = plain_pytorch(config_of(runs, **options))
+    assert expected[-1] < 0.8 * expected[0]
+    for name in names:
+        np.testing.assert_allclose(losses_of(runs / name), expected, rtol=2e-5, err_msg=name)
+
+
+def test_one_graph_and_no_uploads_beside_the_batch(runs):
+    for name in ("all", "lora", "mesh"):
+        summary = json.loads((runs / name / "summary.json").read_text())
+        assert summary["train_graphs"] == 1 and summary["host_to_device_uploads_per_step"] == 0, name
+
+
+def test_a_lora_run_resumes_bit_identical_and_its_checkpoint_has_base_adapters_and_their_moments_alone(runs):
+    states = [state_in(runs / name / "checkpoints" / "step_00000020") for name in ("lora", "resumed")]
+    assert_identical(*states)
+    for name in ("lora", "mesh"):
+        state = state_in(runs / name / "checkpoints" / "step_00000020")
+        adapters = [path for path in state if path.startswith("model/") and "_lora_" in path]
+        moments = [path for path in state if path.endswith("exp_avg_sq")]
+        assert len(adapters) == len(moments) == 2 * 5 * 2, name  # a and b of five matrices of two layers
+        base = open_weights(runs / "base", config_of(runs).shape)
+        assert all(torch.equal(state[f"model/{name}"], base.read(name)) for name in base.names), name
+
+
+def test_a_mesh_exports_the_bytes_that_one_device_does(runs, tmp_path):
+    for name in ("still", "still_8"):
+        convert_hf.export(runs / name, tmp_path / name, torch.bfloat16)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("still", "still_8")]
+    assert files[0] == files[1]
+    base, found = (open_weights(folder) for folder in (runs / "base", tmp_path / "still_8"))
+    assert all(torch.equal(base.read(name), found.read(name)) for name in base.names)
+
+
+def test_peft_has_the_logits_of_the_run_that_trained_the_adapter_on_a_mesh(runs, tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
+    transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+    convert_hf.export_adapter(runs / "mesh", tmp_path / "adapter", torch.float32)
+    convert_hf.export(runs / "mesh", tmp_path / "merged", torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(runs / "base", torch_dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", torch_dtype=torch.float32)
+    config, saved = read_run(runs / "mesh")
+    ours = Llama(config.shape, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
+    load_model(ours, saved.part("model"))
+    (_, messages), *_ = read_chats(runs / "chats.jsonl")
+    tokens = torch.tensor([tokenizer_of(config).encode(messages[0]["content"])])
+    with torch.no_grad():
+        expected = ours(tokens)[..., :257]
+        plain = base.eval()
+        for model in (theirs, merged):
+            torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+        with theirs.disable_adapter():
+            assert (plain(tokens).logits - expected).abs().max() > 0.1  # the adapter is not nothing

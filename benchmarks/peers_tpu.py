@@ -72,7 +72,7 @@ def unpriced_cycles(computations, unpriced, name: str, topology) -> float:
     return seconds * hardware.clock_ghz * 1e9
 
 
-def compile_torch(name: str, topology) -> tuple[str, int]:
+def compile_torch(name: str, topology, options: dict[str, str]) -> tuple[str, int]:
     """Optimized program text and the compiler's peak memory of a step through torch_xla."""
     import peers
     import torch
@@ -113,11 +113,11 @@ def compile_torch(name: str, topology) -> tuple[str, int]:
             optimizer.state[parameter] = {"step": torch.zeros(1).to(device), **zeros}
         step = torch_xla.compile(partial(peers.usual_step, autocast="xla"), full_graph=True)
         arguments = (model, optimizer, tokens)
-    compiled = compile_program(trace_step(step, *arguments, owners=(model, optimizer)), topology)
+    compiled = compile_program(trace_step(step, *arguments, owners=(model, optimizer)), topology, options)
     return compiled.text, compiled.peak_bytes
 
 
-def compile_jax(name: str, topology) -> tuple[str, int]:
+def compile_jax(name: str, topology, options: dict[str, str]) -> tuple[str, int]:
     import jax
     import jax.numpy as jnp
     import peers
@@ -136,16 +136,19 @@ def compile_jax(name: str, topology) -> tuple[str, int]:
     arguments += (jax.ShapeDtypeStruct((batch, shape.sequence_length + 1), jnp.int32),)
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
     compiled = (
-        jax.jit(partial(peers.jax_step, loss_of, peers.GPT_RECIPE), donate_argnums=(0, 1)).lower(*arguments).compile()
+        jax.jit(partial(peers.jax_step, loss_of, peers.GPT_RECIPE), donate_argnums=(0, 1))
+        .lower(*arguments)
+        .compile(options)
     )
     return compiled.as_text(), compiled.memory_analysis().peak_memory_in_bytes
 
 
-def one(name: str, topology_name: str) -> None:
-    """Compile in this process and print the row as JSON."""
+def one(name: str, topology_name: str, *options: str) -> None:
+    """Compile in this process and print the row as JSON. options: of the compiler, NAME=VALUE."""
     topology = prepare_environment(topology_name)
     (shape, batch), start = problem(name), time.monotonic()
-    text, peak = compile_jax(name, topology) if name.endswith("jax") else compile_torch(name, topology)
+    compile_it = compile_jax if name.endswith("jax") else compile_torch
+    text, peak = compile_it(name, topology, dict(option.split("=", 1) for option in options))
     computations = parse_program(text)
     priced, unpriced = read_cycles(computations)
     cycles, added = sum(priced.values()), unpriced_cycles(computations, unpriced, name, topology)
@@ -159,7 +162,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=[p for p in PEERS if "llama" not in p])
     parser.add_argument("--topology", nargs="+", default=["v5litepod-1"])
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE", help="of the compiler")
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         one(*arguments.one)
@@ -176,7 +180,7 @@ def main() -> int:
     failed = False
     for topology in arguments.topology:
         for name in arguments.peers:
-            command = [sys.executable, __file__, "--one", name, topology]
+            command = [sys.executable, __file__, "--one", name, topology, *arguments.options]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 failed = True

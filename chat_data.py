@@ -6,6 +6,7 @@ and the token that ends it. No template of a tokenizer's file is run, because a 
 """
 
 import functools
+import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,7 +152,10 @@ def stop_tokens(format: str, tokenizer) -> set[int]:
 
 def messages_of(line: bytes) -> list[dict[str, str]]:
     """The conversation in a line. Raises ValueError: what is wrong."""
-    record = parse_json(line)
+    try:
+        record = parse_json(line)
+    except json.JSONDecodeError as error:  # whose own text counts lines from the line
+        raise ValueError(f"it is no JSON ({error.msg}, character {error.pos + 1})") from error
     if not isinstance(record, dict):
         raise ValueError(f"it holds {type(record).__name__}, expected a JSON object")
     messages: Any = record.get("messages")
@@ -173,7 +177,7 @@ def messages_of(line: bytes) -> list[dict[str, str]]:
             raise ValueError(f"the content of message {number} is {type(content).__name__}, expected a text")
         content.encode()  # half of a surrogate pair is no text: UnicodeEncodeError is a ValueError
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("it has no message of the assistant, so there is nothing to learn; leave it out")
+        raise ValueError("it has no message of the assistant, so there is nothing to learn")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 

@@ -347,7 +347,7 @@ class CifarConfig(DeviceOptions, ImageConfig):
 
 SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "chat": 1}
 DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # tokens: of the model's size
-HUGGING_FACE_CONFIG = "a config.json of Hugging Face"
+HUGGING_FACE_CONFIG = "a model's config.json in a local folder (hf download NAME --local-dir DIR)"
 
 
 @dataclass(frozen=True)
@@ -486,9 +486,10 @@ class TransformerConfig(HostOptions, TrainConfig):
     }
 
     def __post_init__(self):
-        config = self.model_config or (self.initial_weights and f"{self.initial_weights}/config.json")
-        if config and not config.startswith("{"):  # in a run it is the text
-            object.__setattr__(self, "model_config", read_model_config(Path(config)))
+        for option, path in (("model_config", self.model_config), ("initial_weights", self.initial_weights)):
+            if path and not self.model_config.startswith("{"):  # in a run it is the text
+                path = Path(path) if option == "model_config" else Path(path, "config.json")
+                object.__setattr__(self, "model_config", read_model_config(option, path))
         super().__post_init__()
 
     @property
@@ -510,9 +511,25 @@ class TransformerConfig(HostOptions, TrainConfig):
         return self.shape.flops_per_token - (2 * self.shape.num_multiplied if self.lora_rank else 0)
 
 
-def read_model_config(path: Path) -> str:
-    """The text of a Hugging Face config.json, on one line."""
-    return json.dumps(read_json(path, HUGGING_FACE_CONFIG), sort_keys=True)
+def read_model_config(option: str, path: Path) -> str:
+    """The text of a Hugging Face config.json, on one line. Raises InputError for a model that is not one of ours."""
+    try:
+        found = read_json(path, HUGGING_FACE_CONFIG)
+        shape_of(found, str(path))
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from error
+    return json.dumps(found, sort_keys=True)
+
+
+def check_initial_weights(config: TransformerConfig) -> None:
+    """Raises InputError where the folder is of another model than model_config. A run goes on without its folder."""
+    path = Path(config.initial_weights, "config.json")
+    known = not config.initial_weights or not path.exists()
+    if not known and read_model_config("initial_weights", path) != config.model_config:
+        raise InputError(
+            f"initial_weights is {config.initial_weights}, but its config.json is not that of the run or of "
+            "--model_config; expected the same model"
+        )
 
 
 class AnyText:
@@ -629,10 +646,10 @@ def check_transformer(config: TransformerConfig) -> list[str]:
     if config.model_config:
         problems += check_model_config(config)
     if config.lora_rank and not isinstance(shape, LlamaShape):
-        problems.append(f"lora_rank is {config.lora_rank}, but adapters are for Llama and Qwen3; leave it out")
-    if config.lora_rank and not (config.initial_weights or config.compile_for):
+        problems.append(f"lora_rank is {config.lora_rank}, but adapters are for Llama and Qwen3; choose 0")
+    elif config.lora_rank and not (config.initial_weights or config.compile_for):
         problems.append(
-            f"lora_rank is {config.lora_rank} but initial_weights is empty: adapters of random weights; name the folder"
+            f"lora_rank is {config.lora_rank}, but there are no weights to adapt; choose a folder by --initial_weights"
         )
     smallest = SMALLEST_VOCAB_SIZE[config.dataset]
     if isinstance(shape, LlamaShape):
@@ -679,6 +696,16 @@ def check_model_config(config: TransformerConfig) -> list[str]:
         for name in own
         if getattr(config, name)
     ]
+    longest = shape_of(json.loads(config.model_config)).sequence_length
+    if config.initial_weights and config.sequence_length > longest:
+        problems.append(
+            f"sequence_length is {config.sequence_length}, but {config.initial_weights} reads {longest}; choose "
+            f"{longest} or less"
+        )
+    if config.initial_weights and config.dataset == "synthetic" and not config.compile_for:
+        problems.append(
+            "initial_weights is given, but dataset is synthetic: random tokens; choose --dataset chat or tokens"
+        )
     if config.dataset == "text" and config.shape.vocab_size != BYTE_VOCAB_SIZE:
         problems.append(
             f"dataset text is bytes, and the model has a vocabulary of {config.shape.vocab_size}; make tokens with "

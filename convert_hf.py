@@ -140,6 +140,9 @@ def export(
         if "generation_config.json" not in copied:
             write_json(aside / "generation_config.json", {"_from_model_config": True, **known})
     print(f"{folder}: step {saved.step}, {shape}, {dtype}{', with ' + ', '.join(copied) if copied else ''}")
+    wanted = config.tokenizer or config.initial_weights
+    if wanted and wanted not in ("bytes", "gpt2") and "tokenizer.json" not in copied:
+        print(f"{folder}: without a tokenizer, because {wanted} has no tokenizer.json any more; copy it there by hand")
 
 
 def their_tensors(shape, saved: Saved, scale: float, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:

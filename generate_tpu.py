@@ -15,6 +15,7 @@ Expect:  two graphs, prefill and decode, whatever the length of the prompts.
 
 import math
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -322,7 +323,9 @@ def generate(
     fit the context.
     """
     num_tokens, context = check_lengths(model.shape, prompts, config)
-    seeds = [config.seed + prompts[:row].count(prompt) for row, prompt in enumerate(prompts)]
+    # of the prompt too, or two prompts would draw the same numbers; and equal ones differ
+    drawn = [repr((config.seed, prompt, prompts[:row].count(prompt))) for row, prompt in enumerate(prompts)]
+    seeds = [zlib.crc32(text.encode()) for text in drawn]
     random = [torch.Generator().manual_seed(seed) for seed in seeds]
     # one row alone is slower on a TPU than two: its products become sums in the vector unit
     rows = prompts if len(prompts) > 1 else prompts * 2

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from config import TransformerConfig
+from config import TransformerConfig, check_initial_weights
 from llmc_files import check_tokens, open_token_shard
 from model_shapes import BYTE_VOCAB_SIZE
 from tpu_utils.errors import InputError
@@ -281,6 +281,7 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
 
 def check_files(config: TransformerConfig) -> None:
     """Raises InputError when the files that config names are missing or damaged. Reads little, and imports no torch."""
+    check_initial_weights(config)
     if config.compile_for or config.dataset == "synthetic":
         return
     if config.dataset == "chat":

@@ -394,6 +394,8 @@ def print_plan(run: Run, data: SequenceData | None, why: str) -> None:
         run.print(
             f"width      {shape.embedding_dim} is no multiple of 128: the matrix unit works as if it were {padded}"
         )
+    if config.initial_weights:
+        run.print(f"weights    {config.initial_weights}{', as the run has changed them' if run.first_step else ''}")
     if config.lora_rank:
         sizes = adapter_sizes(parameter_shapes(shape), config.lora_rank)
         trained = sum(math.prod(size) for size in sizes.values())

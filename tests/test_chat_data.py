@@ -265,7 +265,7 @@ def test_a_conversation_is_truncated_at_its_end_and_refused_when_no_answer_is_le
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "no conversation: Expecting property name"),
+        (b"{", "no conversation: it is no JSON (Expecting property name"),
         (b"7", "no conversation: it holds int, expected a JSON object; correct the line, or leave it out"),
         (b"{}", "it has no key, expected messages, or prompt and completion"),
         (b'{"text": "x"}', "it has 'text', expected messages, or prompt and completion"),

@@ -2,12 +2,14 @@
 weights and of adapters; resumed, exported, and read by the libraries of others."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import state_in
+from processes import run
 from test_llama_parity import TIED, hugging_face_model
 from test_simple_mnist import assert_identical
 from test_transformer_tpu import losses_of, train_all
@@ -147,3 +149,29 @@ def test_peft_has_the_logits_of_the_run_that_trained_the_adapter_on_a_mesh(runs,
             torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
         with theirs.disable_adapter():
             assert (plain(tokens).logits - expected).abs().max() > 0.1  # the adapter is not nothing
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume=must", "--initial_weights={other}"], "its config.json is not that of the run"),
+        (["--resume=must", "--lora_rank=8"], "lora_rank is 8, was 4"),
+        (["--initial_weights={base}", "--dataset=synthetic"], "random tokens; choose --dataset chat or tokens"),
+        (["--initial_weights={base}", "--dataset=chat", "--sequence_length=1024"], "reads 128; choose 128 or less"),
+        (["--initial_weights={base}", "--dataset=chat", "--model_size=tiny"], "--model_size has no effect"),
+        (
+            ["--initial_weights={missing}"],
+            "initial_weights: .* no such file; expected a model.s config.json",
+        ),
+    ],
+)
+def test_what_does_not_belong_together_is_refused_before_torch_is_imported(runs, tmp_path, options, message):
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((runs / "base" / "config.json").read_text()) | {"rope_theta": 5e5}
+    (other / "config.json").write_text(json.dumps(config))
+    places = dict(other=other, base=runs / "base", missing=tmp_path / "missing")
+    folder = runs / "lora" if "--resume=must" in options else tmp_path / "run"
+    done = run("transformer_tpu.py", "--run_dir", folder, *(option.format(**places) for option in options))
+    assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").exists()

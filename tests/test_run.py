@@ -99,7 +99,7 @@ OPTIONS = ["--optimizer=adam", "--log_every=1", "--save_every=10", "--no_tensorb
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "line.py").write_text(OWN)
-    for name in ("config.py", "optim.py", "tpu_utils", "tpu_compiler"):
+    for name in ("config.py", "model_shapes.py", "optim.py", "tpu_utils", "tpu_compiler"):
         (folder / name).symlink_to(ROOT / name)
     return folder
 

@@ -32,10 +32,10 @@ NOT_RUN = {  # pattern: reason
     r".*simple_mnist_tpu.py --preset production --download": "needs a TPU and a network",
     r".*resnet_cifar_tpu.py --preset": "needs CIFAR-10; test_cifar_data.py has small files of its format",
     r".*Qwen3": "a download from Hugging Face; test_generate_tpu.py and test_prepare_data.py make such folders",
-    r".*transformer_tpu.py --initial_weights": "needs a model of Hugging Face; test_finetune_demo.py fine-tunes one",
+    r".*transformer_tpu.py --initial_weights": "needs a model of Hugging Face; test_fine_tuning.py fine-tunes one",
     r".*generate_tpu.py --run_dir runs/mine --chat": "as above",
     r".*convert_hf.py export runs/(mine|adapters) ": "as above; test_convert_hf.py exports both",
-    r".*finetune_demo.py": "minutes; test_finetune_demo.py runs it whole",
+    r".*finetune_demo.py": "ten minutes; what it printed stands on the page",
     r".*transformer_tpu.py --preset production --data_dir": "needs a TPU; test_aot_tpu.py compiles this step",
 }
 # so that a training takes seconds; what the reader would wait for is measured in docs/benchmarks.md

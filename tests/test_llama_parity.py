@@ -14,7 +14,7 @@ from operations import losses
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
-TIED = LlamaShape(3, 4, 64, 512, 300, num_kv_heads=2, mlp_dim=160, tied_head=True, rope_theta=1e4)
+TIED = LlamaShape(3, 4, 64, 128, 300, num_kv_heads=2, mlp_dim=160, tied_head=True, rope_theta=1e4)
 STRETCHED = dataclasses.replace(TIED, tied_head=False, rope_scaling=RopeScaling(8.0, original_context=64))
 QWEN3 = dataclasses.replace(STRETCHED, rope_scaling=None, qk_norm=True, head_width=32, norm_eps=1e-6)
 SHAPES = {"tied": TIED, "stretched": STRETCHED, "qwen3": QWEN3}

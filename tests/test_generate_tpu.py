@@ -30,9 +30,9 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 GPT2 = ModelShape(num_layers=2, num_heads=4, embedding_dim=64, sequence_length=256, vocab_size=300)
 SHAPES = {
     "gpt2": GPT2,
-    "tied": dataclasses.replace(TIED, num_layers=2),
-    "stretched": dataclasses.replace(STRETCHED, num_layers=2),
-    "qwen3": dataclasses.replace(QWEN3, num_layers=2),
+    "tied": dataclasses.replace(TIED, num_layers=2, sequence_length=512),
+    "stretched": dataclasses.replace(STRETCHED, num_layers=2, sequence_length=512),
+    "qwen3": dataclasses.replace(QWEN3, num_layers=2, sequence_length=512),
 }
 PROMPTS = [[5, 250, 17], list(range(40, 63)), [299]]
 

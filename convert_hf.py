@@ -84,15 +84,20 @@ from hf_files import (
     write_weights,
 )
 from hf_layout import sources
-from run_weights import PREFIX, adapter_names, read_merged, read_parameter, read_run
+from run_weights import (
+    PREFIX,
+    TOKENIZER,
+    adapter_names,
+    read_merged,
+    read_parameter,
+    read_run,
+    tokenizer_folders,
+)
 from tpu_utils.checkpoint import has_room, room
 from tpu_utils.files import written_aside
 from tpu_utils.run_dir import write_config
 from tpu_utils.saved import Saved, write_checkpoint
 from tpu_utils.tensor_files import Kind, stream_tensors
-
-TOKENIZER = "tokenizer"
-"""The folder in a run that import made, with what belongs to the tokenizer."""
 
 
 def import_weights(folder: Path, run_dir: Path) -> None:
@@ -204,8 +209,7 @@ def special_tokens(config: TransformerConfig) -> dict:
 
 def tokenizer_folder(run_dir: Path, config: TransformerConfig) -> Path:
     """Where the files of the run's tokenizer are: in the run, or where its tokenizer or its weights came from."""
-    given = [Path(text) for text in (config.tokenizer, config.initial_weights) if text]
-    places = [run_dir / TOKENIZER, *(path.parent if path.is_file() else path for path in given)]
+    places = tokenizer_folders(run_dir, config)
     return next((place for place in places if any((place / name).exists() for name in TOKENIZER_FILES)), places[0])
 
 

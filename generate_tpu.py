@@ -116,16 +116,14 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 import torch
 import torch.nn.functional as F
 import torch_xla
-import torch_xla.core.xla_model as xm
 
 import gpt
 import llama
-from convert_hf import TOKENIZER
 from convert_llmc import read_model
 from hf_files import open_weights
-from layers import Decoder, is_matrix, split_layers
+from layers import Decoder, is_matrix, load_weights, split_layers
 from operations import causal_attention, layer_norm
-from run_weights import read_merged, read_run
+from run_weights import read_merged, read_run, tokenizer_folders
 from tpu_utils.device import start_device
 from tpu_utils.graphs import graphs_compiled
 
@@ -175,24 +173,23 @@ def tokenizer_of_run(trained: TransformerConfig, run_dir: Path) -> str:
     """What load_tokenizer takes; "" where only the vocabulary can tell."""
     if trained.dataset == "text":
         return "bytes"
-    given = [Path(text) for text in (trained.tokenizer, trained.initial_weights) if text]
-    folders = [run_dir / TOKENIZER, run_dir, *given]  # the run's own first: it may have been moved
-    found = [str(folder) for folder in folders if (folder / "tokenizer.json").exists()] + [trained.tokenizer]
+    found = [str(folder) for folder in tokenizer_folders(run_dir, trained) if (folder / "tokenizer.json").exists()] + [
+        trained.tokenizer
+    ]
     return found[0] or ("numbers" if trained.dataset == "synthetic" and not trained.model_config else "")
 
 
 def load(source: Source, device) -> Decoder:
     """The model on the device, matrices in the compute dtype. The host holds one parameter at a time."""
-    kind = llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT
-    with torch.device("meta"):
-        model = kind(source.shape, source.dtype)
-    values = {}
-    for name, _ in model.named_parameters():
-        is_large = is_matrix(name) and name != "position_embedding"
-        values[name] = source.read(name).to(source.dtype if is_large else torch.float32).to(device)
-        xm.wait_device_ops()  # or the host would hold all that has not been sent yet
-    model.load_state_dict(values, assign=True)
-    return model.to(device).requires_grad_(False)
+
+    def build() -> Decoder:
+        model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape, source.dtype)
+        for name, parameter in model.named_parameters():
+            if is_matrix(name) and name != "position_embedding":
+                parameter.data = parameter.data.to(source.dtype)
+        return model
+
+    return load_weights(build, source.read, device).requires_grad_(False)
 
 
 class Cache:

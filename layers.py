@@ -179,8 +179,9 @@ def initialise_adapter(name: str, parameter, generator) -> None:
     torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
 
 
-def load_weights(build: Callable, read: Callable, device, partition_spec: Callable, seed: int) -> Decoder:
+def load_weights(build: Callable, read: Callable, device, partition_spec: Callable | None = None, seed=0) -> Decoder:
     """build() on the device with weights from elsewhere; adapters begin as in a new run. read: by a parameter's name.
+    partition_spec: of a name and its parameter, on a mesh.
 
     Tensor by tensor, each to its shards at once: the host holds one at a time, in its file's dtype and in the model's.
     """

@@ -145,8 +145,10 @@ def make_optimizer(config: TrainConfig, parameters) -> torch.optim.Optimizer:
 
     State that is born in step 1 makes step 2 a second graph. The zeros are made on the host and sent, because zeros
     made on the device are a graph of their own; the step count is (1,) because torch_xla turns a host scalar () of 0 or
-    1 into a constant instead of sending it. The step sets param_groups[...]["lr"] from learning_rates().
+    1 into a constant instead of sending it. The step sets param_groups[...]["lr"] from learning_rates(). A group
+    without parameters is left out.
     """
+    parameters = [given for given in parameters if not isinstance(given, dict) or given["params"]]
     common = dict(lr=torch.tensor(config.learning_rate), weight_decay=config.weight_decay)
     if config.optimizer == "sgd":
         optimizer = SGD(parameters, momentum=config.momentum, **common)

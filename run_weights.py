@@ -16,6 +16,8 @@ from tpu_utils.saved import Saved, check_alike
 from tpu_utils.tensor_files import Kind
 
 PREFIX = "model/"
+TOKENIZER = "tokenizer"
+"""The folder in a run that convert_hf.py made, with what belongs to the tokenizer."""
 
 
 def read_run(run_dir: Path, checkpoint: str = "newest") -> tuple[TransformerConfig, Saved]:
@@ -70,3 +72,9 @@ def read_merged(saved: Saved, name: str, scale: float) -> torch.Tensor:
     for whole, down, up in zip(*(t.reshape(-1, *t.shape[-2:]) for t in (value, a, b)), strict=True):
         whole.addmm_(up, down, alpha=scale)
     return value
+
+
+def tokenizer_folders(run_dir: Path, config: TransformerConfig) -> list[Path]:
+    """Where the tokenizer of a run may be: in the run, which may have been moved, or where it came from."""
+    given = [Path(text) for text in (config.tokenizer, config.initial_weights) if text]
+    return [run_dir / TOKENIZER, *(path.parent if path.is_file() else path for path in given)]

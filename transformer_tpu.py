@@ -286,8 +286,7 @@ def decay_groups(model: Decoder) -> list[dict]:
     """Parameter groups: matrices decay, layer norms and biases do not."""
     matrices = [parameter for name, parameter in model.trained().items() if is_matrix(name)]
     others = [parameter for name, parameter in model.trained().items() if not is_matrix(name)]
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
 def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | None) -> tuple[tuple[int, ...], str]:

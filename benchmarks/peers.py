@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model_shapes import LlamaShape, ModelShape
+from model_shapes import LlamaShape, ModelShape, hugging_face_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,21 +96,8 @@ class HuggingFaceLlama(nn.Module):
         import transformers
 
         super().__init__()
-        scaling = shape.rope_scaling and {
-            "rope_type": "llama3", "factor": shape.rope_scaling.factor,
-            "low_freq_factor": shape.rope_scaling.low_freq_factor,
-            "high_freq_factor": shape.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": shape.rope_scaling.original_context,
-        }  # fmt: skip
-        self.model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=shape.vocab_size, hidden_size=shape.embedding_dim, intermediate_size=shape.mlp_dim,
-                num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads, head_dim=shape.head_dim,
-                num_key_value_heads=shape.num_kv_heads, max_position_embeddings=shape.sequence_length,
-                rms_norm_eps=shape.norm_eps, rope_theta=shape.rope_theta, rope_scaling=scaling,
-                tie_word_embeddings=shape.tied_head, attn_implementation="eager",
-            )
-        )  # fmt: skip
+        config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
+        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
     def tie(self) -> None:
         self.model.tie_weights()

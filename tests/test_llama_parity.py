@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from test_transformer_parity import relative_error
+from test_transformer_parity import adamw, relative_error
 
 from hf_layout import sources
 from layers import is_matrix
 from llama import Llama
-from model_shapes import LlamaShape, RopeScaling
+from model_shapes import LlamaShape, RopeScaling, hugging_face_config
 from operations import losses
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
@@ -22,22 +22,9 @@ SHAPES = {"tied": TIED, "stretched": STRETCHED, "qwen3": QWEN3}
 
 def hugging_face_model(shape: LlamaShape, seed: int = 0):
     """Random weights everywhere, norms too, so that no term of the gradient hides behind a one."""
-    kind = "Qwen3" if shape.qk_norm else "Llama"
-    scaling = shape.rope_scaling and {
-        "rope_type": "llama3", "factor": shape.rope_scaling.factor,
-        "low_freq_factor": shape.rope_scaling.low_freq_factor,
-        "high_freq_factor": shape.rope_scaling.high_freq_factor,
-        "original_max_position_embeddings": shape.rope_scaling.original_context,
-    }  # fmt: skip
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=shape.vocab_size, hidden_size=shape.embedding_dim, intermediate_size=shape.mlp_dim,
-        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads, head_dim=shape.head_dim,
-        num_key_value_heads=shape.num_kv_heads, max_position_embeddings=shape.sequence_length,
-        rms_norm_eps=shape.norm_eps, rope_theta=shape.rope_theta, rope_scaling=scaling,
-        tie_word_embeddings=shape.tied_head, attn_implementation="eager",
-    )  # fmt: skip
+    config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.08 + (1.0 if "norm" in name else 0.0))
@@ -100,14 +87,6 @@ def test_ten_adamw_steps_stay_together(name):
     shape = SHAPES[name]
     theirs = hugging_face_model(shape, seed=2)
     ours = our_model(theirs, shape)
-
-    def adamw(model, decays):
-        groups = [(True, 0.1), (False, 0.0)]
-        parameters = list(model.named_parameters())
-        return torch.optim.AdamW(
-            [{"params": [p for n, p in parameters if decays(n, p) == on], "weight_decay": wd} for on, wd in groups],
-            lr=1e-3, betas=(0.9, 0.95),
-        )  # fmt: skip
 
     optimizers = adamw(theirs, lambda n, p: p.dim() >= 2), adamw(ours, lambda n, p: is_matrix(n))
     for step in range(10):

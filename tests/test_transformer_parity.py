@@ -102,17 +102,18 @@ def test_every_gradient(both):
     assert ours.token_embedding.grad[SHAPE.vocab_size :].abs().max() == 0  # padding takes no part
 
 
+def adamw(model, decays):
+    groups = [(True, 0.1), (False, 0.0)]
+    parameters = list(model.named_parameters())
+    return torch.optim.AdamW(
+        [{"params": [p for n, p in parameters if decays(n, p) == on], "weight_decay": wd} for on, wd in groups],
+        lr=1e-3, betas=(0.9, 0.95),
+    )  # fmt: skip
+
+
 def test_ten_adamw_steps_stay_together():
     theirs = hugging_face_model(seed=2)
     ours = our_model(theirs)
-
-    def adamw(model, decays):
-        groups = [(True, 0.1), (False, 0.0)]
-        parameters = list(model.named_parameters())
-        return torch.optim.AdamW(
-            [{"params": [p for n, p in parameters if decays(n, p) == on], "weight_decay": wd} for on, wd in groups],
-            lr=1e-3, betas=(0.9, 0.95),
-        )  # fmt: skip
 
     optimizers = adamw(theirs, lambda n, p: p.dim() >= 2), adamw(ours, lambda n, p: is_matrix(n))
     for step in range(10):

@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from model_shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape, shape_of
+from tpu_compiler.flags import NO_WINDOWED_EINSUM, parse_compiler_options
 from tpu_compiler.hardware import parse_topology
 from tpu_utils.errors import InputError
 from tpu_utils.fields import check_class, check_types, declaring, marks, nearest, values_in
@@ -149,6 +150,10 @@ class SpeedOptions:
     """Float32 matrix products on TPU: default is one bfloat16 pass, high three, highest six. No effect on CPU."""
     prefetch_batches: Annotated[int, Range("[1, inf)"), FREE] = 4
     """Batches sent to the device ahead of the step."""
+    windowed_einsum: Annotated[bool, FREE] = False
+    """Let the TPU compiler gather large sharded weights piece by piece, between small products."""
+    compiler_options: Annotated[str, FREE] = ""
+    """More options of the TPU compiler, "NAME=VALUE NAME=VALUE". Those in LIBTPU_INIT_ARGS stand."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,11 @@ class TrainConfig(
     def __post_init__(self):
         if problems := check(self):
             raise InputError("\n".join(problems))
+
+    @property
+    def tpu_options(self) -> dict[str, str]:
+        """What the TPU compiler is told, {name: value}."""
+        return ({} if self.windowed_einsum else NO_WINDOWED_EINSUM) | parse_compiler_options(self.compiler_options)
 
     @property
     def profile_range(self) -> tuple[int, int]:
@@ -621,6 +631,10 @@ def check(config: TrainConfig) -> list[str]:
         parse_topology(config.compile_for or "v5litepod-1")
     except ValueError as error:
         problems.append(f"compile_for: {error}")
+    try:
+        parse_compiler_options(config.compiler_options)
+    except ValueError as error:
+        problems.append(str(error))
     if isinstance(config, ParallelOptions) and config.shard_parameters and config.strategy == "ddp":
         problems.append("shard_parameters is for strategy spmd; ddp keeps a whole copy per device; drop one of the two")
     if isinstance(config, CifarConfig) and config.depth % 6 != 2:

@@ -68,7 +68,12 @@ def test_every_field_can_be_set_in_both_spellings():
         for option in (f"--{field.name}", "--" + field.name.replace("_", "-")):
             value = getattr(MnistConfig(), field.name)
             argv = [option] if isinstance(value, bool) else [option, str(value) or "x:y"]
-            examples = {"profile_steps": "2:5", "dataset": "mnist", "compile_for": "v5e-8"}
+            examples = {
+                "profile_steps": "2:5",
+                "dataset": "mnist",
+                "compile_for": "v5e-8",
+                "compiler_options": "xla_a=1",
+            }
             if field.name in examples:
                 argv = [option, examples[field.name]]
             argv += COMPANIONS.get(field.name, [])

@@ -5,8 +5,10 @@ Imports no torch, but where prepare_environment() has to tell torch_xla of more 
 
 import os
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
+from tpu_compiler.flags import set_flags, torch_xla_flags
 from tpu_compiler.hardware import Topology, parse_topology
 
 TESTED_VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
@@ -36,9 +38,10 @@ def traceable_topology(name: str, newest: bool | None = None) -> Topology:
     return topology
 
 
-def prepare_environment(compile_for: str) -> Topology:
+def prepare_environment(compile_for: str, options: Mapping[str, str] | None = None) -> Topology:
     """Make this process look like the slice to PyTorch/XLA: call it before the first device is touched. Idempotent.
 
+    options: of the compiler, as a run on the slice has them in LIBTPU_INIT_ARGS; torch_xla's own are added.
     Raises ValueError as traceable_topology does, RuntimeError when a device was touched already.
     """
     topology = traceable_topology(compile_for)
@@ -50,6 +53,7 @@ def prepare_environment(compile_for: str) -> Topology:
         if xr.is_spmd() or sys.modules["torch_xla"]._XLAC._xla_runtime_is_initialized():
             raise RuntimeError("prepare_environment must be called before the first device is touched")
     os.environ.update(wanted)
+    set_flags((options or {}) | torch_xla_flags(topology.generation))
     quiet_libtpu()
     if virtual < topology.num_devices:
         _claim_devices(topology.num_devices)

@@ -12,6 +12,7 @@ import torch_xla.runtime as xr
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import TrainConfig
+from tpu_compiler.flags import flags_in_use
 from tpu_compiler.hardware import attached_chips
 from tpu_utils.environment import choose_device
 from tpu_utils.errors import DeviceError, InputError, first_line, line_of
@@ -94,6 +95,9 @@ def print_banner(config: TrainConfig, device: torch.device) -> None:
         print(f"memory     {memory['bytes_limit'] / 2**30:.2f} GiB per device")
     print(f"versions   torch {torch.__version__}, torch_xla {torch_xla.__version__}, Python {sys.version.split()[0]}")
     print(f"precision  {config.precision}{matmul}", flush=True)
+    if kind == "TPU" or config.compile_for:
+        options = (f"{name}={value}" for name, value in flags_in_use(config.tpu_options).items())
+        print(f"compiler   {' '.join(options) or 'no options'}, and what torch_xla adds", flush=True)
 
 
 def check_model(

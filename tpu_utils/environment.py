@@ -9,6 +9,7 @@ import tyro
 
 from config import TrainConfig
 from tpu_compiler.environment import VersionError, check_private_interfaces, prepare_environment
+from tpu_compiler.flags import check_known, set_flags
 from tpu_compiler.hardware import GOOGLE_PCI_VENDOR, attached_chips
 from tpu_utils.errors import DeviceError, InputError, run_script
 from tpu_utils.hosts import settle_hosts
@@ -45,10 +46,15 @@ def choose_device(config: TrainConfig) -> str:
     Idempotent, and inherited by child processes. Raises DeviceError instead of falling back, InputError where what is
     said of the hosts of this slice contradicts itself.
     """
+    if config.compiler_options:
+        try:
+            check_known(config.tpu_options)
+        except ValueError as error:
+            raise InputError(str(error)) from error
     if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
         try:
             check_private_interfaces()
-            prepare_environment(config.compile_for)
+            prepare_environment(config.compile_for, config.tpu_options)
         except (ValueError, VersionError) as error:
             raise InputError(f"compile_for: {error}") from error
         return "cpu"
@@ -60,6 +66,8 @@ def choose_device(config: TrainConfig) -> str:
             f"preset {config.preset} runs on tpu, but this machine has no TPU chip (PCI vendor {GOOGLE_PCI_VENDOR}); "
             "run it on a TPU VM, or add --device cpu"
         )
+    if chosen == "tpu":
+        set_flags(config.tpu_options)
     if chips:  # for the CPU too: where there are chips, torch_xla's import asks for the accelerator type
         settle_hosts(chips)
     os.environ["PJRT_DEVICE"] = chosen.upper()

@@ -173,7 +173,7 @@ def fake_environment(tmp_path):
 
 @pytest.fixture
 def ask(fake_environment, monkeypatch, capsys):
-    """ask("v5e-1,tpu7x-2"): (exit code, output) of aot_tpu.py with the newest compiler, without the seconds of starts."""
+    """ask("v5e-1,tpu7x-2"): (exit code, output) of aot_tpu.py --compiler newest, without the seconds of starts."""
     changes = {"TPU_LIBRARY_PATH": "/old"}
     monkeypatch.setattr(search, "run_script", lambda command, files: run(*command, **files, **changes).returncode)
     options = ["--compiler", "newest", "--compiler_dir", str(fake_environment), "--placeholders"]

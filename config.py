@@ -426,7 +426,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     remat: Annotated[bool, FREE] = False
     """Keep only the input of each layer for the backward pass, compute the rest again: less memory, more time."""
     scan_layers: Annotated[bool, FREE] = False
-    """Compile one layer and loop over it: smaller graph, slower step."""
+    """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
     """flash: jax 0.7.1's Pallas kernels, TPU only; sequence_length a multiple of 128."""
     eval_every: Annotated[int, Range("[1, inf)")] = 100
@@ -532,13 +532,21 @@ def read_model_config(option: str, path: Path) -> str:
 
 
 def check_initial_weights(config: TransformerConfig) -> None:
-    """Raises InputError where the folder is of another model than model_config. A run goes on without its folder."""
+    """Raises InputError where the folder is of another model than model_config, or a new run finds no weights in it.
+    A run goes on without its folder."""
     path = Path(config.initial_weights, "config.json")
     known = not config.initial_weights or not path.exists()
     if not known and read_model_config("initial_weights", path) != config.model_config:
         raise InputError(
             f"initial_weights is {config.initial_weights}, but its config.json is not that of the run or of "
             "--model_config; expected the same model"
+        )
+    if known or config.compile_for or config.resume != "never":
+        return
+    if not any((path.parent / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        raise InputError(
+            f"initial_weights is {config.initial_weights}, which has no model.safetensors and no index; only "
+            "safetensors are read; transformers writes them: from_pretrained(DIR).save_pretrained(OTHER)"
         )
 
 

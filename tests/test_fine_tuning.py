@@ -173,6 +173,7 @@ def test_peft_has_the_logits_of_the_run_that_trained_the_adapter_on_a_mesh(runs,
     ("options", "message"),
     [
         (["--resume=must", "--initial_weights={other}"], "its config.json is not that of the run"),
+        (["--initial_weights={other}", "--dataset=chat"], "has no model.safetensors and no index"),
         (["--resume=must", "--lora_rank=8"], "lora_rank is 8, was 4"),
         (["--initial_weights={base}", "--dataset=synthetic"], "random tokens; choose --dataset chat or tokens"),
         (["--initial_weights={base}", "--dataset=chat", "--sequence_length=1024"], "reads 128; choose 128 or less"),

@@ -7,6 +7,13 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              one row for each slice
          python aot_tpu.py SCRIPT --topology v5litepod-1 --fit global_batch_size
              the largest value that fits
+         python aot_tpu.py SCRIPT --topology v5litepod-8,v6e-8 --search
+             the fastest setting of each slice; with --price and --tokens the
+             cheapest slice: docs/search.md
+         python aot_tpu.py SCRIPT --topology v5litepod-1 --diff '--remat' ''
+             two sets of options, or two commits, line by line
+         python aot_tpu.py SCRIPT --topology v5e-1,v5e-8 --picture FILE.png
+             roofline, what a step waits for, efficiency over chips
 Exit:    0 fits; 1 does not fit or does not compile; 2 wrong usage.
 
 How: the script runs its normal way on the XLA CPU backend, with as many
@@ -24,14 +31,20 @@ were from their estimates.
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from tpu_compiler import cache
 from tpu_compiler.calibration import CALIBRATION, read_calibration
+from tpu_compiler.deciding import decide, parse_prices, parse_tokens
+from tpu_compiler.difference import compare, take_sides
 from tpu_compiler.environment import check_private_interfaces, traceable_topology
 from tpu_compiler.hardware import parse_topology
 from tpu_compiler.report import format_report, format_table
+from tpu_compiler.roofline import check_picture, draw
 from tpu_compiler.search import ScriptError, compile_script, fit
 
 
@@ -45,16 +58,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
     parser.add_argument("--program", metavar="DIR", help="write the optimized program text of each slice there")
     parser.add_argument("--calibration", metavar="FILE", help=f"default: {CALIBRATION}, when there is one")
+    parser.add_argument("--search", action="store_true", help="try settings one after the other: the fastest that fits")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of --search, all slices together; default: 30")
+    parser.add_argument("--vary_batch", action="store_true", help="--search may change global_batch_size")
+    parser.add_argument("--tokens", metavar="N", help="how many tokens or examples the run is to see, such as 10e9")
+    parser.add_argument(
+        "--price", nargs="+", action="extend", default=[], metavar="CHIP=PRICE", help="of an hour, such as v5e=1.20"
+    )
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="two sets of options, or two commits")
+    parser.add_argument("--picture", metavar="FILE", help="draw the slices into this PNG file")
+    parser.add_argument("--cache", metavar="DIR", help=f"compiles are kept there; default: {cache.default_folder()}")
+    parser.add_argument("--no_cache", action="store_true", help="compile afresh, and keep nothing")
+    argv, sides = take_sides(list(sys.argv[1:] if argv is None else argv))
     arguments, options = parser.parse_known_args(argv)
     try:
+        prices, tokens = parse_prices(arguments.price), parse_tokens(arguments.tokens) if arguments.tokens else None
+        if arguments.picture:
+            check_picture(Path(arguments.picture))
+        if arguments.no_cache:
+            os.environ[cache.VARIABLE] = ""  # children are asked the same way
+        elif arguments.cache or os.environ.get(cache.VARIABLE) != "":
+            folder = Path(arguments.cache or os.environ.get(cache.VARIABLE) or cache.default_folder()).resolve()
+            os.environ[cache.VARIABLE] = str(cache.Cache(folder).folder)
         topologies = [traceable_topology(name).name for name in arguments.topology.split(",")]
         if not Path(arguments.script).is_file():
             raise ValueError(f"no such script: {arguments.script}")
         libtpu = check_private_interfaces()["libtpu"]
         given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
         calibration = read_calibration(Path(given)) if given else None
-        say = (lambda line: print(line, file=sys.stderr)) if arguments.json else print
+        say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
         reports, found = [], True
+        if arguments.search:
+            minutes = arguments.minutes, arguments.vary_batch
+            return decide(arguments.script, topologies, options, say, *minutes, tokens, prices)
+        if sides:
+            print(compare(arguments.script, topologies[0], options, *sides))
+            return 0
         for topology in topologies:
             if arguments.fit:
                 value, best = fit(arguments.script, topology, arguments.fit, options, say)
@@ -70,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         chips = [parse_topology(r.topology).generation if r.compiles else "" for r in reports]
         said = [calibration.sentence(chip, libtpu) for chip in chips]
         reports = [dataclasses.replace(r, calibration=text) for r, text in zip(reports, said, strict=True)]
+    if arguments.picture:
+        draw(reports, Path(arguments.picture))
+        say(f"{arguments.picture}: {len(reports)} slices")
     if arguments.json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
     elif reports:

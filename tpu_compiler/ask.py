@@ -16,11 +16,14 @@ import torch_xla.runtime as xr
 from jax.errors import JaxRuntimeError
 from jax.extend.mlir import ir
 
+from tpu_compiler import compiling
+from tpu_compiler.cache import Cache, cache_of_environment, digest
 from tpu_compiler.compiling import Compiled, compile_program, host_peak_gib, program_inputs
 from tpu_compiler.environment import check_private_interfaces
 from tpu_compiler.hardware import GIB, Topology, parse_topology
 from tpu_compiler.reading import parse_program, read_collectives, read_cycles, shape_bytes
 from tpu_compiler.report import Report, format_report
+from tpu_compiler.rules import moved_bytes, ruled_ms
 from tpu_compiler.search import OUTPUT_VARIABLE, suggest
 from tpu_compiler.tracing import Traced, create_state, trace_step
 from tpu_utils.errors import InputError
@@ -53,7 +56,7 @@ def compile_for(
         prime(optimizer)
     traced = trace_step(step, *args, owners=(model, *optimizers), **kwargs)
     sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
-    result, text = ask_compiler(traced, topology, **sizes, settings=settings)
+    result, text = ask_compiler(traced, topology, **sizes, settings=settings, cache=cache_of_environment())
     if os.environ.get(OUTPUT_VARIABLE):
         folder = Path(os.environ[OUTPUT_VARIABLE])
         (folder / "program.txt").write_text(text)
@@ -96,8 +99,11 @@ def ask_compiler(
     model_flops: float | None = None,
     settings: dict | None = None,
     options: dict[str, str] | None = None,
+    cache: Cache | None = None,
 ) -> tuple[Report, str]:
     """Compile a traced step for a slice: (Report, optimized program text; empty when it does not compile).
+
+    cache: where what the compiler returned is looked up, and kept.
 
     examples (or tokens, with unit="tokens") and model_flops are those of one step over all devices.
     """
@@ -110,10 +116,15 @@ def ask_compiler(
     limit, start = int(hardware.limit_gib * GIB), time.monotonic()
     facts = dict(topology=topology.name, devices=devices, program=program, limit_bytes=limit, model_flops=model_flops)
     facts |= dict(unit=unit, settings=settings or {}, trace_seconds=traced.seconds, versions=check_private_interfaces())
+    name = f"program_{program_key(traced, topology, options)}" if cache else ""
+    compiled = cache.read(name, Compiled) if cache else None
+    facts["from_cache"] = compiled is not None
     try:
-        compiled = compile_program(traced, topology, options)
+        compiled = compiled or compile_program(traced, topology, options)
     except JaxRuntimeError as error:
         return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
+    if cache and not facts["from_cache"]:
+        cache.write(name, compiled)
     computations = parse_program(compiled.text)
     memory = read_memory(compiled, computations, traced.roles)
     peak = sum(memory.values())
@@ -143,11 +154,22 @@ def ask_compiler(
         estimated_per_second=examples / seconds if examples and seconds else None,
         estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,
         operations_without_estimate=dict(unpriced.most_common()),
+        ruled_ms=ruled_ms(computations, topology),
+        moved_bytes=moved_bytes(computations),
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
         compile_seconds=compiled.seconds,
         host_peak_gib=host_peak_gib(),
     )
     return result, compiled.text
+
+
+def program_key(traced: Traced, topology: Topology, options: dict[str, str] | None) -> str:
+    """A hash of all that decides what the compiler returns, compiling.py itself included."""
+    inputs = [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
+    chips = [topology.compiler_name, topology.num_slices, topology.chips_per_host, topology.hardware.compiler_options]
+    variable = sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split())  # options that libtpu has read
+    code = Path(compiling.__file__).read_bytes()
+    return digest(traced.hlo, code, inputs, chips, options or {}, variable, check_private_interfaces())
 
 
 def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) -> dict[str, int]:

@@ -47,7 +47,7 @@ def parse_program(text: str) -> dict[str, list[Operation]]:
     return computations
 
 
-def _times_run(computations: dict[str, list[Operation]]) -> dict[str, int]:
+def times_run(computations: dict[str, list[Operation]]) -> dict[str, int]:
     """How often each computation runs in one step: loop bodies count their trips."""
     times: Counter[str] = Counter()
     waiting = [("ENTRY", 1)]
@@ -83,14 +83,16 @@ def shape_bytes(shape: str, padded: bool = True) -> list[int]:
     return sizes
 
 
-def read_collectives(computations: dict[str, list[Operation]], num_devices: int) -> dict[str, dict[str, float]]:
-    """{kind: {"count", "bytes", "sent_bytes"}} of one step and one device.
+def list_collectives(
+    computations: dict[str, list[Operation]], num_devices: int
+) -> list[tuple[Operation, str, int, int, float]]:
+    """(operation, kind, times it runs, bytes, sent bytes of one) of one step and one device.
 
     bytes is the full tensor: gathered, reduced or exchanged. sent_bytes is the least a device must send for it in a
     group of n: (n - 1) / n of the tensor, twice that for an all-reduce. A reduce-scatter appears as an all-reduce
     inside a computation named %all-reduce-scatter; copies of one collective share a channel and are counted once.
     """
-    times, seen = _times_run(computations), {}
+    times, seen = times_run(computations), {}
     for computation, operations in computations.items():
         for operation in operations:
             kind = operation.kind.removesuffix("-start")
@@ -113,9 +115,14 @@ def read_collectives(computations: dict[str, list[Operation]], num_devices: int)
             share = 1.0 if kind == "collective-permute" else (group - 1) / group * (2 if kind == "all-reduce" else 1)
             if group > 1:
                 channel = operation.find(r"channel_id=(\d+)") or operation.name
-                seen[channel] = (kind, times[computation], size, share * size)
+                seen[channel] = (operation, kind, times[computation], size, share * size)
+    return list(seen.values())
+
+
+def read_collectives(computations: dict[str, list[Operation]], num_devices: int) -> dict[str, dict[str, float]]:
+    """{kind: {"count", "bytes", "sent_bytes"}} of one step and one device, as list_collectives finds them."""
     totals: dict[str, dict[str, float]] = {}
-    for kind, count, size, sent in seen.values():
+    for _, kind, count, size, sent in list_collectives(computations, num_devices):
         total = totals.setdefault(kind, {"count": 0, "bytes": 0, "sent_bytes": 0})
         total["count"] += count
         total["bytes"] += count * size
@@ -123,14 +130,8 @@ def read_collectives(computations: dict[str, list[Operation]], num_devices: int)
     return totals
 
 
-def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Counter]:
-    """({source line: estimated cycles}, {kind: operations without estimate}) of one step on one device.
-
-    Sums estimated_cycles over the schedule: entry, loop bodies times their trips, branches, asynchronous calls. What is
-    inside a fusion belongs to the fusion. A fusion counts for the source line of its last operation. Results of at most
-    4 KiB (one register) without estimate are left out.
-    """
-    times, cycles, unpriced = _times_run(computations), Counter(), Counter()
+def nested_computations(computations: dict[str, list[Operation]]) -> set[str]:
+    """Computations that are part of an operation: what a fusion does inside, what a reduction applies."""
     fused = {o.find(r"calls=%?([\w.\-]+)") for ops in computations.values() for o in ops if o.kind == "fusion"}
     applied = {o.find(r"to_apply=%?([\w.\-]+)") for ops in computations.values() for o in ops if o.kind != "call"}
     nested = {name for name in fused | applied if name}
@@ -142,8 +143,25 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
             for inner in re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", o.line)
         }
         if called <= nested:
-            break
+            return nested
         nested |= called
+
+
+def source_of(operation: Operation) -> str:
+    """file.py:12, or file.py:12 backward."""
+    scope = re.search(r'op_name="([\w\-.]+\.py)_(\d+)( backward)?', operation.line)
+    return f"{scope[1]}:{scope[2]}{scope[3] or ''}" if scope else "added by the compiler"
+
+
+def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Counter]:
+    """({source line: estimated cycles}, {kind: operations without estimate}) of one step on one device.
+
+    Sums estimated_cycles over the schedule: entry, loop bodies times their trips, branches, asynchronous calls. What is
+    inside a fusion belongs to the fusion. A fusion counts for the source line of its last operation. Results of at most
+    4 KiB (one register) without estimate are left out.
+    """
+    times, cycles, unpriced = times_run(computations), Counter(), Counter()
+    nested = nested_computations(computations)
 
     def small(operation: Operation) -> bool:  # scalars of the optimizer: nothing beside a priced operation
         return operation.kind not in WEIGHTY and max(shape_bytes(operation.type, padded=False), default=0) <= 4096
@@ -154,9 +172,7 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
         for operation in operations:
             estimate = operation.find(r'"estimated_cycles":"(\d+)"')
             if estimate:
-                scope = re.search(r'op_name="([\w\-.]+\.py)_(\d+)( backward)?', operation.line)
-                source = f"{scope[1]}:{scope[2]}{scope[3] or ''}" if scope else "added by the compiler"
-                cycles[source] += int(estimate) * times[computation]
+                cycles[source_of(operation)] += int(estimate) * times[computation]
             elif operation.kind not in FREE and "ConcatBitcast" not in operation.line and not small(operation):
                 unpriced[operation.kind.removesuffix("-start")] += times[computation]
     return cycles, unpriced

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from tpu_compiler.hardware import GIB
+from tpu_compiler.rules import RULE
 
 LABEL = "compiler estimate, not measured; excludes collectives"
+KEPT = " (kept from then)"
 COMMUNICATION_LABEL = "lower bound: bytes over link bandwidth, not measured"
 
 
@@ -37,9 +39,13 @@ class Report:
     calibration: str = ""  # what was measured on this chip, as calibration.Calibration.sentence says it
     unit: str = "examples"
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
+    ruled_ms: float = 0.0  # what rules.py adds for them; not in estimated_ms
+    moved_bytes: float = 0.0  # read from and written to main memory by operations
     costliest_lines: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # source line, milliseconds
     trace_seconds: float = 0.0
     compile_seconds: float = 0.0
+    asked_seconds: float = 0.0  # of the script's whole process, when it was asked by compile_script
+    from_cache: bool = False
     host_peak_gib: float = 0.0
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     settings: dict = dataclasses.field(default_factory=dict)
@@ -85,9 +91,11 @@ def format_report(r: Report) -> str:
             "without estimate",
             f"{sum(r.operations_without_estimate.values())} operations{': ' + kinds if kinds else ''}",
         )
+        if r.ruled_ms >= 0.001:
+            row("", f"{r.ruled_ms:.3f} ms more, {RULE}")
         for i, (line, ms) in enumerate(r.costliest_lines):
             row("" if i else "costliest lines", f"{ms:9.3f} ms  {ms / r.estimated_ms:5.1%}  {line}")
-    row("took", f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile, "
+    row("took", f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile{KEPT * r.from_cache}, "
         f"{r.host_peak_gib:.1f} GiB of host memory")  # fmt: skip
     row("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items()))
     return "\n".join(lines)

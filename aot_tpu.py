@@ -45,7 +45,7 @@ from tpu_compiler.environment import check_private_interfaces, traceable_topolog
 from tpu_compiler.hardware import parse_topology
 from tpu_compiler.report import format_report, format_table
 from tpu_compiler.roofline import check_picture, draw
-from tpu_compiler.search import ScriptError, compile_script, fit
+from tpu_compiler.search import ScriptError, compile_script, fit, with_option
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="two sets of options, or two commits")
     parser.add_argument("--picture", metavar="FILE", help="draw the slices into this PNG file")
+    parser.add_argument("--batch_per_device", type=int, metavar="N", help="global_batch_size is N times the devices")
     parser.add_argument("--cache", metavar="DIR", help=f"compiles are kept there; default: {cache.default_folder()}")
     parser.add_argument("--no_cache", action="store_true", help="compile afresh, and keep nothing")
     argv, sides = take_sides(list(sys.argv[1:] if argv is None else argv))
@@ -101,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reports += [best] if best else []
                 found &= best is not None
             else:
-                reports.append(compile_script(arguments.script, topology, options, arguments.program))
+                given = with_batch(options, topology, arguments.batch_per_device)
+                reports.append(compile_script(arguments.script, topology, given, arguments.program))
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, ScriptError) else 2
@@ -117,6 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif reports:
         print(format_report(reports[0]) if len(reports) == 1 else format_table(reports))
     return 0 if found and all(r.fits for r in reports) else 1
+
+
+def with_batch(options: Sequence[str], topology: str, per_device: int | None) -> Sequence[str]:
+    """options with a global batch of so many examples for each device; as they are where none is asked for."""
+    if per_device is None:
+        return options
+    if per_device < 1:
+        raise ValueError(f"--batch_per_device is {per_device}; expected 1 or more")
+    return with_option(options, "global_batch_size", str(per_device * parse_topology(topology).num_devices))
 
 
 if __name__ == "__main__":

@@ -61,13 +61,14 @@ def draw(reports: Sequence[Report], path: Path) -> None:
     scaling = {name: points for name, points in efficiencies(reports).items() if len(points) > 1}
     from matplotlib.figure import Figure  # only when a picture is drawn
 
-    height = max(4.2, 1.6 + 0.5 * len(reports))
+    height = max(4.6, 2.2 + 0.6 * len(reports))
     figure = Figure(figsize=(5.6 * (2 + bool(scaling)), height), layout="constrained")
     panels = figure.subplots(1, 2 + bool(scaling))
     draw_roofline(panels[0], reports)
     draw_bounds(panels[1], reports)
     if scaling:
         draw_scaling(panels[2], scaling)
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle("By the TPU compiler's estimate and published peaks, nothing measured", fontsize=11)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
@@ -124,22 +125,28 @@ def draw_bounds(axes, reports: Sequence[Report]) -> None:
     axes.set_ylim(len(reports) - 0.5, -0.5)
     axes.set_xlim(0, longest * 1.12)
     axes.set_xlabel("milliseconds of a step")
-    axes.set_title("what a step needs at least, and the estimate", fontsize=10)
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=1)
+    axes.set_title("what each resource needs, and the estimate", fontsize=10)
 
 
 def draw_scaling(axes, scaling: dict[str, list[tuple[int, float]]]) -> None:
     counts = sorted({n for points in scaling.values() for n, _ in points})
     for index, (name, points) in enumerate(scaling.items()):
         axes.plot([n for n, _ in points], [100 * e for _, e in points], "o-", color=f"C{index}", label=name)
-        for n, e in points:
-            axes.annotate(f"{e:.0%}", (n, 100 * e), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8)
+        for n, e in points[1:]:
+            axes.annotate(
+                f"{e:.0%}",
+                (n, 100 * e),
+                xytext=(0, 6 if index % 2 == 0 else -14),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
     axes.axhline(100, color="black", linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(n) for n in counts])
     top = max(100 * e for points in scaling.values() for _, e in points)
     axes.set_ylim(0, math.ceil(top / 10) * 10 + 15)
-    axes.set(xlabel="devices", ylabel="examples a second of a device, % of the smallest slice")
+    axes.set(xlabel="devices", ylabel="rate of a device, % of the smallest slice")
     axes.set_title("efficiency, communication not hidden", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower left")

@@ -83,19 +83,18 @@ def compile_script(
         if kept.report:
             return dataclasses.replace(kept.report, from_cache=True)
         if seconds and seconds <= 1.05 * kept.seconds:
-            raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {kept.seconds:.0f} s", 1)
-    start, report = time.monotonic(), None
+            raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {kept.seconds:.0f} s before", 1)
+    start = time.monotonic()
     try:
         report = compile_afresh(script, topology, options, program_dir, seconds)
-        report = dataclasses.replace(report, asked_seconds=time.monotonic() - start)
-        return report
     except subprocess.TimeoutExpired as error:
+        if key:
+            cache.write(key, Answer(None, seconds, watched({}, options)))
         raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {seconds:.0f} s", 1) from error
-    finally:
-        spent = time.monotonic() - start
-        if key and ((report is not None and report.memory) or (seconds and spent >= seconds)):
-            state = watched(report.settings if report else {}, options)
-            cache.write(key, Answer(report, spent, state))
+    report = dataclasses.replace(report, asked_seconds=time.monotonic() - start)
+    if key and report.memory:  # not what the compiler refused for another reason than memory
+        cache.write(key, Answer(report, report.asked_seconds, watched(report.settings, options)))
+    return report
 
 
 def compile_afresh(

@@ -11,17 +11,12 @@ import torch
 import torch.nn.functional as F
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
-from functorch.compile import default_partition, min_cut_rematerialization_partition
+from torch.autograd.graph import saved_tensors_hooks
 from torch_xla.experimental import scan
 from torch_xla.utils.checkpoint import checkpoint
 
 from model_shapes import ModelShape
 from token_data import START
-
-# On a mesh torch_xla 2.9 ties the gradients of a scanned layer to the sharding of its inputs by a jax function that
-# needs torchax, and that flax (torch_xla/experimental/scan.py, _backward_shard_alike). PARTITION in transformer_tpu.py
-# places every gradient and Decoder.keep every activation, so there is nothing left to tie.
-scan.shard_as = lambda a, b: (a, b)
 
 BATCH = ("data", "fsdp")  # the mesh axes that the batch axis is sharded over
 
@@ -104,8 +99,6 @@ class Decoder(torch.nn.Module):
         self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
         self.remat, self.scan_layers, self.packed = remat, scan_layers, packed
         self.adapter_scale = lora_alpha / lora_rank if lora_rank else 0.0
-        # scan caches its trace by function and shapes; a trace made without gradients must not serve training
-        self._scanned = {grad: lambda x_BTD, w: (self.block(x_BTD, w), None) for grad in (True, False)}
         for name, size in sizes.items():
             if name in LAYER_MATRICES:
                 self.register_module(name, torch.nn.ParameterList(torch.empty(size[1:]) for _ in range(size[0])))
@@ -151,10 +144,9 @@ class Decoder(torch.nn.Module):
     def through_layers(self, x_BTD, layers: list[dict[str, torch.Tensor]], place=None):
         """place: what a block shares with all others, where they are not scanned."""
         if self.scan_layers:
-            partition = save_nothing_partition if self.remat else default_partition
-            stacked = {name: torch.stack([w[name] for w in layers]) for name in layers[0]}
-            body = self._scanned[torch.is_grad_enabled()]
-            return scan.scan(body, x_BTD, stacked, partition_fn=partition, is_fn_pure=True)[0]
+            stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
+            run = lambda x, *values: self.block(x, dict(zip(layers[0], values, strict=True)))  # noqa: E731
+            return ScannedLayers.apply(run, self.remat, x_BTD, *stacked)
         for w in layers:
             if self.remat:  # torch.utils.checkpoint would be undone by common subexpression elimination
                 run = lambda x, *values: self.block(x, dict(zip(layers[0], values, strict=True)), place=place)  # noqa: E731
@@ -162,6 +154,63 @@ class Decoder(torch.nn.Module):
             else:
                 x_BTD = self.block(x_BTD, w, place=place)
         return x_BTD
+
+
+class ScannedLayers(torch.autograd.Function):
+    """x through layers of one program: a loop in the graph, which grows with one layer, not with their number.
+
+    torch_xla's own scan with gradients traces a layer by AOTAutograd, which takes einsum apart: its backward pass comes
+    to 2.3 times the cycles by the TPU compiler's estimate. Here both loops are traced as the rest of the step is. The
+    loop back runs a layer again and takes its gradients. What the way forward kept stands in for what autograd would
+    save, and what nothing reads is not in the program.
+    """
+
+    @staticmethod
+    def forward(ctx, run, remat, x_BTD, *stacked):
+        """run(x, *values of one layer). stacked: (L, ...) each. remat: keep the inputs of the layers alone."""
+        ctx.run, ctx.keep = run, (lambda t, x: False) if remat else is_activation
+        ctx.needed = (True, *ctx.needs_input_grad[3:])
+
+        def one_layer(carry, values):
+            if not any(ctx.needs_input_grad):
+                return [run(*carry, *values)], []
+            kept, (x, *weights) = [], leaves([*carry, *values], ctx.needed)
+            hooks = saved_tensors_hooks(lambda t: kept.append(t.detach()) if ctx.keep(t, x) else None, lambda _: None)
+            with torch.enable_grad(), hooks:
+                out = run(x, *weights)
+            return [out.detach()], [x.detach(), *kept]
+
+        (out,), kept = scan._scan_impl_flat(one_layer, [x_BTD], list(stacked))
+        ctx.save_for_backward(*stacked, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        needed, saved = ctx.needed, ctx.saved_tensors
+        stacked, (inputs, *kept) = saved[: len(needed) - 1], saved[len(needed) - 1 :]
+
+        def one_layer(carry, values):
+            (x, *weights), kept = leaves(values[: len(needed)], needed), iter(values[len(needed) :])
+            hooks = saved_tensors_hooks(lambda t: next(kept) if ctx.keep(t, x) else t, lambda t: t)
+            with torch.enable_grad(), hooks:
+                out = ctx.run(x, *weights)
+            wanted = [t for t in (x, *weights) if t.requires_grad]
+            grad_x, *gradients = torch.autograd.grad(out, wanted, carry)
+            return [grad_x], gradients
+
+        (grad,), found = scan._scan_impl_flat(one_layer, [grad], [inputs, *stacked, *kept], reverse=True)
+        found = iter(found)
+        return None, None, grad, *(next(found) if is_needed else None for is_needed in needed[1:])
+
+
+def leaves(tensors, needed) -> list[torch.Tensor]:
+    """The tensors as the beginning of a graph of their own. needed: which of them get a gradient."""
+    return [t.detach().requires_grad_(on) for t, on in zip(tensors, needed, strict=True)]
+
+
+def is_activation(t, x_BTD) -> bool:
+    """Whether autograd saves it of the batch: not a weight or a view of one, and not the input of the layer."""
+    return t is not x_BTD and t.dim() > 2 and t.shape[0] == x_BTD.shape[0]
 
 
 def adapter_sizes(sizes: dict[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:
@@ -199,9 +248,3 @@ def load_weights(build: Callable, read: Callable, device, partition_spec: Callab
         model.load_state_dict({name: value}, strict=False, assign=True)
         xm.wait_device_ops()  # or the host would hold all that has not been sent yet
     return model.to(device)
-
-
-def save_nothing_partition(*args, **kwargs):
-    """Partition for scan that keeps only the inputs of a layer for the backward pass."""
-    with torch._functorch.config.patch(activation_memory_budget=0.0):
-        return min_cut_rematerialization_partition(*args, **kwargs)

@@ -47,7 +47,7 @@ def parse_program(text: str) -> dict[str, list[Operation]]:
     return computations
 
 
-def times_run(computations: dict[str, list[Operation]]) -> dict[str, int]:
+def _times_run(computations: dict[str, list[Operation]]) -> dict[str, int]:
     """How often each computation runs in one step: loop bodies count their trips."""
     times: Counter[str] = Counter()
     waiting = [("ENTRY", 1)]
@@ -92,7 +92,7 @@ def list_collectives(
     group of n: (n - 1) / n of the tensor, twice that for an all-reduce. A reduce-scatter appears as an all-reduce
     inside a computation named %all-reduce-scatter; copies of one collective share a channel and are counted once.
     """
-    times, seen = times_run(computations), {}
+    times, seen = _times_run(computations), {}
     for computation, operations in computations.items():
         for operation in operations:
             kind = operation.kind.removesuffix("-start")
@@ -130,7 +130,7 @@ def read_collectives(computations: dict[str, list[Operation]], num_devices: int)
     return totals
 
 
-def nested_computations(computations: dict[str, list[Operation]]) -> set[str]:
+def _nested(computations: dict[str, list[Operation]]) -> set[str]:
     """Computations that are part of an operation: what a fusion does inside, what a reduction applies."""
     fused = {o.find(r"calls=%?([\w.\-]+)") for ops in computations.values() for o in ops if o.kind == "fusion"}
     applied = {o.find(r"to_apply=%?([\w.\-]+)") for ops in computations.values() for o in ops if o.kind != "call"}
@@ -147,6 +147,12 @@ def nested_computations(computations: dict[str, list[Operation]]) -> set[str]:
         nested |= called
 
 
+def scheduled(computations: dict[str, list[Operation]]) -> list[tuple[str, int, list[Operation]]]:
+    """(name, times it runs in a step, operations) of the computations that are no part of an operation."""
+    times, nested = _times_run(computations), _nested(computations)
+    return [(name, times[name], found) for name, found in computations.items() if name not in nested and times[name]]
+
+
 def source_of(operation: Operation) -> str:
     """file.py:12, or file.py:12 backward."""
     scope = re.search(r'op_name="([\w\-.]+\.py)_(\d+)( backward)?', operation.line)
@@ -160,8 +166,7 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
     inside a fusion belongs to the fusion. A fusion counts for the source line of its last operation. Results of at most
     4 KiB (one register) without estimate are left out.
     """
-    times, cycles, unpriced = times_run(computations), Counter(), Counter()
-    nested = nested_computations(computations)
+    times, cycles, unpriced, nested = _times_run(computations), Counter(), Counter(), _nested(computations)
 
     def small(operation: Operation) -> bool:  # scalars of the optimizer: nothing beside a priced operation
         return operation.kind not in WEIGHTY and max(shape_bytes(operation.type, padded=False), default=0) <= 4096

@@ -10,16 +10,7 @@ result over the memory bandwidth, an update in place twice the bytes of what it 
 import re
 
 from tpu_compiler.hardware import Topology
-from tpu_compiler.reading import (
-    COLLECTIVES,
-    FREE,
-    WEIGHTY,
-    Operation,
-    nested_computations,
-    parse_program,
-    shape_bytes,
-    times_run,
-)
+from tpu_compiler.reading import COLLECTIVES, FREE, WEIGHTY, Operation, scheduled, shape_bytes
 
 RULE = "flash kernels and other operations without estimate counted by rule"
 HIDDEN = {"copy", "slice", "custom-call", *COLLECTIVES}  # copies and slices are started early and awaited late
@@ -28,24 +19,21 @@ FLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 
 def ruled_ms(computations: dict[str, list[Operation]], topology: Topology) -> float:
     """Milliseconds to add to a step's estimate, by the rule above."""
-    times, nested, hardware = times_run(computations), nested_computations(computations), topology.hardware
-    seconds = 0.0
-    for name, operations in computations.items():
-        if name in nested or not times[name]:
-            continue
+    hardware, seconds = topology.hardware, 0.0
+    for _, times, operations in scheduled(computations):
         sizes = {operation.name: operation.type for operation in operations}
         for operation in operations:
             if "estimated_cycles" in operation.line or operation.kind in FREE:
                 continue
             if operation.kind == "custom-call":
-                seconds += times[name] * flash_seconds(operation, topology)
+                seconds += times * flash_seconds(operation, topology)
             elif operation.kind.removesuffix("-start") not in HIDDEN and "ConcatBitcast" not in operation.line:
                 shape = operation.type
                 if operation.kind == "dynamic-update-slice":
                     shape = sizes.get(operand_names(operation)[1], shape)
                 size = sum(shape_bytes(shape))
                 if operation.kind in WEIGHTY or size > 4096:
-                    seconds += times[name] * 2 * size / hardware.memory_gb_per_s / 1e9
+                    seconds += times * 2 * size / hardware.memory_gb_per_s / 1e9
     return seconds * 1e3
 
 
@@ -76,10 +64,8 @@ def moved_bytes(computations: dict[str, list[Operation]]) -> float:
     What lies in on-chip memory (S(1) in its layout) counts nothing. Of an operand that a fusion only slices, what it
     takes counts; of a result that it updates in place, what it writes.
     """
-    times, nested, total = times_run(computations), nested_computations(computations), 0
-    for name, operations in computations.items():
-        if name in nested or not times[name]:
-            continue
+    total = 0
+    for _, times, operations in scheduled(computations):
         types = {operation.name: operation.type for operation in operations}
         for operation in operations:
             if operation.kind in FREE or operation.kind.removesuffix("-start") in ("copy", *COLLECTIVES):
@@ -94,7 +80,7 @@ def moved_bytes(computations: dict[str, list[Operation]]) -> float:
                 read = [written]
             elif operation.kind == "dynamic-update-slice":
                 read, written = read[1:2], sum(read[1:2])
-            total += times[name] * (sum(read) + written)
+            total += times * (sum(read) + written)
     return float(total)
 
 
@@ -124,9 +110,3 @@ def sliced(body: list[Operation], read: list[int], written: int) -> tuple[list[i
     if root and root.kind == "dynamic-update-slice":
         written = min(written, sum(shape_bytes(types.get(operand_names(root)[1], root.type))))
     return read, written
-
-
-def figures_by_rule(text: str, topology: Topology) -> dict[str, float]:
-    """ruled_ms and moved_bytes of an optimized program's text."""
-    computations = parse_program(text)
-    return {"ruled_ms": ruled_ms(computations, topology), "moved_bytes": moved_bytes(computations)}

@@ -39,13 +39,13 @@ from pathlib import Path
 
 from tpu_compiler import cache
 from tpu_compiler.calibration import CALIBRATION, read_calibration
-from tpu_compiler.deciding import decide, parse_prices, parse_tokens
 from tpu_compiler.difference import compare, take_sides
 from tpu_compiler.environment import check_private_interfaces, traceable_topology
 from tpu_compiler.hardware import parse_topology
 from tpu_compiler.report import format_report, format_table
 from tpu_compiler.roofline import check_picture, draw
 from tpu_compiler.search import ScriptError, compile_script, fit, with_option
+from tpu_compiler.verdict import decide, parse_prices, parse_tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,29 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
     parser.add_argument("--program", metavar="DIR", help="write the optimized program text of each slice there")
     parser.add_argument("--calibration", metavar="FILE", help=f"default: {CALIBRATION}, when there is one")
-    parser.add_argument("--search", action="store_true", help="try settings one after the other: the fastest that fits")
-    parser.add_argument("--minutes", type=float, default=30.0, help="of --search, all slices together; default: 30")
-    parser.add_argument("--vary_batch", action="store_true", help="--search may change global_batch_size")
-    parser.add_argument("--tokens", metavar="N", help="how many tokens or examples the run is to see, such as 10e9")
-    parser.add_argument(
-        "--price", nargs="+", action="extend", default=[], metavar="CHIP=PRICE", help="of an hour, such as v5e=1.20"
-    )
-    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="two sets of options, or two commits")
-    parser.add_argument("--picture", metavar="FILE", help="draw the slices into this PNG file")
-    parser.add_argument("--batch_per_device", type=int, metavar="N", help="global_batch_size is N times the devices")
-    parser.add_argument("--cache", metavar="DIR", help=f"compiles are kept there; default: {cache.default_folder()}")
-    parser.add_argument("--no_cache", action="store_true", help="compile afresh, and keep nothing")
+    add_deciding_options(parser)
     argv, sides = take_sides(list(sys.argv[1:] if argv is None else argv))
     arguments, options = parser.parse_known_args(argv)
     try:
         prices, tokens = parse_prices(arguments.price), parse_tokens(arguments.tokens) if arguments.tokens else None
         if arguments.picture:
             check_picture(Path(arguments.picture))
-        if arguments.no_cache:
-            os.environ[cache.VARIABLE] = ""  # children are asked the same way
-        elif arguments.cache or os.environ.get(cache.VARIABLE) != "":
-            folder = Path(arguments.cache or os.environ.get(cache.VARIABLE) or cache.default_folder()).resolve()
-            os.environ[cache.VARIABLE] = str(cache.Cache(folder).folder)
+        if bool(sides) + arguments.search + bool(arguments.fit) > 1:
+            raise ValueError("--search, --diff and --fit are three questions; ask one at a time")
+        if sides and "," in arguments.topology:
+            raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
+        choose_cache(arguments.cache, arguments.no_cache)
         topologies = [traceable_topology(name).name for name in arguments.topology.split(",")]
         if not Path(arguments.script).is_file():
             raise ValueError(f"no such script: {arguments.script}")
@@ -90,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
         reports, found = [], True
         if arguments.search:
-            minutes = arguments.minutes, arguments.vary_batch
-            return decide(arguments.script, topologies, options, say, *minutes, tokens, prices)
+            limits = arguments.minutes, arguments.vary_batch
+            reports = decide(arguments.script, topologies, options, say, *limits, tokens, prices)
+            found, topologies = bool(reports), []
         if sides:
             print(compare(arguments.script, topologies[0], options, *sides))
             return 0
@@ -112,13 +102,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = [calibration.sentence(chip, libtpu) for chip in chips]
         reports = [dataclasses.replace(r, calibration=text) for r, text in zip(reports, said, strict=True)]
     if arguments.picture:
-        draw(reports, Path(arguments.picture))
-        say(f"{arguments.picture}: {len(reports)} slices")
+        try:
+            draw(reports, Path(arguments.picture))
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            found = False
     if arguments.json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
-    elif reports:
+    elif reports and not arguments.search:
         print(format_report(reports[0]) if len(reports) == 1 else format_table(reports))
     return 0 if found and all(r.fits for r in reports) else 1
+
+
+def add_deciding_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--search", action="store_true", help="try settings one after the other: the fastest that fits")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of --search, all slices together; default: 30")
+    parser.add_argument("--vary_batch", action="store_true", help="--search may change global_batch_size")
+    parser.add_argument("--tokens", metavar="N", help="how many tokens or examples the run is to see, such as 10e9")
+    parser.add_argument(
+        "--price", nargs="+", action="extend", default=[], metavar="CHIP=PRICE", help="of an hour, such as v5e=1.20"
+    )
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="two sets of options, or two commits")
+    parser.add_argument("--picture", metavar="FILE", help="draw the slices into this PNG file")
+    parser.add_argument("--batch_per_device", type=int, metavar="N", help="global_batch_size is N times the devices")
+    parser.add_argument("--cache", metavar="DIR", help=f"compiles are kept there; default: {cache.default_folder()}")
+    parser.add_argument("--no_cache", action="store_true", help="compile afresh, and keep nothing")
+
+
+def choose_cache(folder: str | None, none: bool) -> None:
+    """Leave in the environment, from which child processes take it, where compiles are kept. Raises InputError where
+    nothing can be written."""
+    named = os.environ.get(cache.VARIABLE)
+    if none:
+        os.environ[cache.VARIABLE] = ""
+    elif folder or named != "":
+        path = Path(folder or named or cache.default_folder()).resolve()
+        os.environ[cache.VARIABLE] = str(cache.Cache(path).folder)
 
 
 def with_batch(options: Sequence[str], topology: str, per_device: int | None) -> Sequence[str]:

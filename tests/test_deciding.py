@@ -13,7 +13,7 @@ import pytest
 from processes import ROOT, run
 
 import aot_tpu
-from tpu_compiler import cache, deciding, difference, search
+from tpu_compiler import cache, deciding, difference, search, verdict
 from tpu_compiler.cache import Cache
 from tpu_compiler.deciding import Search, ms_per_example, step_ms
 from tpu_compiler.hardware import GIB, parse_topology
@@ -245,9 +245,9 @@ def test_the_search_finds_the_fastest_that_fits_and_says_how_to_run_it():
     again = Search(Compiler(speed, compiler.rules[1]), ["--learning_rate=0.1", "--remat"], lambda _: None, 3600)
     again.run()
     assert [trial.options for trial in again.trials] == [trial.options for trial in found.trials]
-    table = deciding.format_trials(found.trials, best)
+    table = verdict.format_trials(found.trials, best)
     assert "<- best" in table.splitlines()[2] and "counted by rule" in table and "lower bound of communication" in table
-    assert deciding.command_of("script.py", best).startswith("python script.py --learning_rate=0.1 --attention=flash")
+    assert verdict.command_of("script.py", best).startswith("python script.py --learning_rate=0.1 --attention=flash")
 
 
 def test_memory_rules_out_without_a_compile():
@@ -277,7 +277,7 @@ def test_time_ends_the_search_with_the_best_so_far():
 def test_what_the_script_refuses_is_a_row_and_its_own_setting_an_error():
     found = Search(Compiler(speed, refused=lambda now: now["mesh"] == "1x8x1"), [], lambda _: None, 3600)
     assert found.run().changes["attention"] == "flash"
-    assert "refused: the mesh does not divide" in deciding.format_trials(found.trials, found.best)
+    assert "refused: the mesh does not divide" in verdict.format_trials(found.trials, found.best)
     with pytest.raises(search.ScriptError, match="own setting: refused") as caught:
         Search(Compiler(speed, refused=lambda now: True), [], lambda _: None, 3600).run()
     assert caught.value.exit_code == 2
@@ -309,14 +309,14 @@ def test_the_options_of_the_search_are_those_of_the_transformer():
 
 
 def test_the_cheapest_slice_comes_first():
-    prices = deciding.parse_prices(["v5e=1.20", "v6e=2.70"])
+    prices = verdict.parse_prices(["v5e=1.20", "v6e=2.70"])
     slow, fast = a_report(), a_report(topology="v6e-8", estimated_ms=50.0, estimated_per_second=2e4)
     best = {"v6e-8": deciding.Trial({}, [], fast), "v5litepod-8": deciding.Trial({}, [], slow), "v6e-4": None}
-    table = deciding.format_slices(best, 3.6e8, prices).splitlines()
+    table = verdict.format_slices(best, 3.6e8, prices).splitlines()
     assert [line.split()[1] for line in table[2:4]] == ["v5litepod-8", "v6e-8"]
     assert "96.00" in table[2] and "108.00" in table[3]  # 10 hours of 8 chips at 1.20; 5 of 8 at 2.70
     assert "v6e-4: no setting fits" in table
-    assert deciding.format_slices(best, None, {}).splitlines()[2].split()[1] == "v6e-8"
+    assert verdict.format_slices(best, None, {}).splitlines()[2].split()[1] == "v6e-8"
 
 
 @pytest.mark.parametrize(
@@ -332,6 +332,7 @@ def test_the_cheapest_slice_comes_first():
         (["--tokens=many"], "--tokens is 'many'; expected how many"),
         (["--minutes=0"], "--minutes is 0.0; expected more than 0"),
         (["--topology=v5litepod-9"], "nearest is v5litepod-8"),
+        (["--diff", "--a", "--b"], "--search, --diff and --fit are three questions"),
     ],
 )
 def test_wrong_usage_is_one_message(capsys, options, message):

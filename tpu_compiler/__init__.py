@@ -8,7 +8,8 @@ rules      what is added for operations without an estimate, and bytes moved
 report     what the compiler said: as a record, as text, as a table
 cache      compiles and answers kept on disk
 search     a script compiled in a process of its own; the largest value that fits
-deciding   the fastest setting of a slice, the cheapest slice
+deciding   the fastest setting of a slice
+verdict    tables of what was tried, the cheapest slice, the command to run
 difference two option sets or commits, line by line
 roofline   a picture of what bounds a step
 """

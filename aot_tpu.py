@@ -14,6 +14,8 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              two sets of options, or two commits, line by line
          python aot_tpu.py SCRIPT --topology v5e-1,v5e-8 --picture FILE.png
              roofline, what a step waits for, efficiency over chips
+         python aot_tpu.py SCRIPT --topology tpu7x-8 --compiler newest
+             also, or only, by a newer compiler in an environment of its own
 Exit:    0 fits; 1 does not fit or does not compile; 2 wrong usage.
 
 How: the script runs its normal way on the XLA CPU backend, with as many
@@ -40,9 +42,10 @@ from pathlib import Path
 from tpu_compiler import cache
 from tpu_compiler.calibration import CALIBRATION, read_calibration
 from tpu_compiler.difference import compare, take_sides
-from tpu_compiler.environment import check_private_interfaces, traceable_topology
+from tpu_compiler.environment import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
 from tpu_compiler.hardware import parse_topology
-from tpu_compiler.report import format_report, format_table
+from tpu_compiler.newest import NewestError, default_folder, make_environment
+from tpu_compiler.report import format_compilers, format_report, format_table
 from tpu_compiler.roofline import check_picture, draw
 from tpu_compiler.search import ScriptError, compile_script, fit, with_option
 from tpu_compiler.verdict import decide, parse_prices, parse_tokens
@@ -57,6 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
     parser.add_argument("--program", metavar="DIR", help="write the optimized program text of each slice there")
+    parser.add_argument(
+        "--compiler", choices=("installed", "newest"), default="installed",
+        help="newest: ask libtpu 0.0.42.1 too, and show both answers; makes its environment the first time",
+    )  # fmt: skip
+    parser.add_argument("--compiler_dir", metavar="DIR", help="of the newest compiler's environment; default: a cache")
+    parser.add_argument(
+        "--dcn_gb_per_s", type=float, metavar="GB/S", help="what a device sends to other slices; default: as published"
+    )
     parser.add_argument("--calibration", metavar="FILE", help=f"default: {CALIBRATION}, when there is one")
     add_deciding_options(parser)
     argv, sides = take_sides(list(sys.argv[1:] if argv is None else argv))
@@ -70,22 +81,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sides and "," in arguments.topology:
             raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
         choose_cache(arguments.cache, arguments.no_cache)
-        topologies = [traceable_topology(name).name for name in arguments.topology.split(",")]
+        newest = arguments.compiler == "newest"
+        if newest and (sides or arguments.search):
+            raise ValueError("--search and --diff ask the installed compiler; leave --compiler newest out")
+        topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
         if not Path(arguments.script).is_file():
             raise ValueError(f"no such script: {arguments.script}")
         libtpu = check_private_interfaces()["libtpu"]
         given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
         calibration = read_calibration(Path(given)) if given else None
         say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+        if arguments.dcn_gb_per_s is not None and not 0 < arguments.dcn_gb_per_s < 1e6:
+            raise ValueError(f"--dcn_gb_per_s is {arguments.dcn_gb_per_s}; expected a speed above 0")
+        if arguments.compiler_dir and not newest:
+            raise ValueError("--compiler_dir has no effect without --compiler newest")
+        folder = newest and make_environment(Path(arguments.compiler_dir or default_folder()), say)
+        # by each compiler that knows the chip; the scripts are told in their environment which one
+        asked = [(t.name, "") for t in topologies if not t.hardware.newest_only]
+        asked += [(t.name, str(folder)) for t in topologies if newest]
         reports, found = [], True
         if arguments.search:
-            limits = arguments.minutes, arguments.vary_batch
-            reports = decide(arguments.script, topologies, options, say, *limits, tokens, prices)
-            found, topologies = bool(reports), []
+            limits, names = (arguments.minutes, arguments.vary_batch), [t.name for t in topologies]
+            reports = decide(arguments.script, names, options, say, *limits, tokens, prices)
+            found, asked = bool(reports), []
         if sides:
-            print(compare(arguments.script, topologies[0], options, *sides))
+            print(compare(arguments.script, topologies[0].name, options, *sides))
             return 0
-        for topology in topologies:
+        for topology, compiler in asked:
+            os.environ[COMPILER_VARIABLE] = compiler
             if arguments.fit:
                 value, best = fit(arguments.script, topology, arguments.fit, options, say)
                 say(f"{topology}: largest {arguments.fit} that fits is {value}" if best else f"{topology}: none fits")
@@ -96,11 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reports.append(compile_script(arguments.script, topology, given, arguments.program))
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, ScriptError) else 2
+        return error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
+    finally:
+        os.environ.pop(COMPILER_VARIABLE, None)
     if calibration:
         chips = [parse_topology(r.topology).generation if r.compiles else "" for r in reports]
         said = [calibration.sentence(chip, libtpu) for chip in chips]
         reports = [dataclasses.replace(r, calibration=text) for r, text in zip(reports, said, strict=True)]
+    if arguments.dcn_gb_per_s:
+        reports = [dataclasses.replace(r, network_gb_per_s=arguments.dcn_gb_per_s) for r in reports]
     if arguments.picture:
         try:
             draw(reports, Path(arguments.picture))
@@ -109,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = False
     if arguments.json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
+    elif newest and reports:
+        print("\n\n".join(format_compilers([r for r in reports if r.topology == t.name]) for t in topologies))
     elif reports and not arguments.search:
         print(format_report(reports[0]) if len(reports) == 1 else format_table(reports))
     return 0 if found and all(r.fits for r in reports) else 1

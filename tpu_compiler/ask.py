@@ -18,10 +18,11 @@ from jax.extend.mlir import ir
 
 from tpu_compiler import compiling
 from tpu_compiler.cache import Cache, cache_of_environment, digest
-from tpu_compiler.compiling import Compiled, compile_program, host_peak_gib, program_inputs
-from tpu_compiler.environment import check_private_interfaces
+from tpu_compiler.compiling import Compiled, compile_program, compile_with_newest, host_peak_gib, program_inputs
+from tpu_compiler.environment import COMPILER_VARIABLE, check_private_interfaces
 from tpu_compiler.hardware import GIB, Topology, parse_topology
-from tpu_compiler.reading import parse_program, read_collectives, read_cycles, shape_bytes
+from tpu_compiler.newest import environment_versions
+from tpu_compiler.reading import parse_program, read_collectives, read_cycles, read_slice_transfers, shape_bytes
 from tpu_compiler.report import Report, format_report
 from tpu_compiler.rules import moved_bytes, ruled_ms
 from tpu_compiler.search import OUTPUT_VARIABLE, suggest
@@ -103,11 +104,12 @@ def ask_compiler(
 ) -> tuple[Report, str]:
     """Compile a traced step for a slice: (Report, optimized program text; empty when it does not compile).
 
-    cache: where what the compiler returned is looked up, and kept.
-
-    examples (or tokens, with unit="tokens") and model_flops are those of one step over all devices.
+    examples (or tokens, with unit="tokens") and model_flops are those of one step over all devices. cache: where what
+    the compiler returned is looked up, and kept.
     """
     topology = parse_topology(topology) if isinstance(topology, str) else topology
+    newest = Path(os.environ[COMPILER_VARIABLE]) if os.environ.get(COMPILER_VARIABLE) else None
+    versions = check_private_interfaces() | (environment_versions(newest) if newest else {})
     hardware, devices = topology.hardware, traced.partitions * traced.replicas
     program = f"SPMD over {devices} devices" if traced.partitions > 1 else f"{devices} replicas"
     if devices == 1:
@@ -115,11 +117,13 @@ def ask_compiler(
         program = f"one device, {idle} of the slice idle" if idle else "one device"
     limit, start = int(hardware.limit_gib * GIB), time.monotonic()
     facts = dict(topology=topology.name, devices=devices, program=program, limit_bytes=limit, model_flops=model_flops)
-    facts |= dict(unit=unit, settings=settings or {}, trace_seconds=traced.seconds, versions=check_private_interfaces())
-    name = f"program_{program_key(traced, topology, options)}" if cache else ""
+    facts |= dict(unit=unit, settings=settings or {}, trace_seconds=traced.seconds, versions=versions)
+    name = f"program_{program_key(traced, topology, options, versions)}" if cache else ""
     compiled = cache.read(name, Compiled) if cache else None
     facts["from_cache"] = compiled is not None
     try:
+        if compiled is None and newest:
+            compiled = compile_with_newest(newest, traced, topology, options)
         compiled = compiled or compile_program(traced, topology, options)
     except JaxRuntimeError as error:
         return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
@@ -132,7 +136,8 @@ def ask_compiler(
     collectives = read_collectives(computations, devices)
     cycles, unpriced = read_cycles(computations)
     seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
-    peak_flops = devices * hardware.bf16_tflops * 1e12
+    peak_flops = devices * hardware.bf16_tflops * 1e12 / hardware.devices_per_chip
+    to_other_slices = hardware.slice_gb_per_s and hardware.slice_gb_per_s / hardware.devices_per_chip
     sent = sum(kind["sent_bytes"] for kind in collectives.values())
     loops = sum(operation.kind == "while" for operations in computations.values() for operation in operations)
     too_much = f"needs {peak / GIB:.2f} of {limit / GIB:.2f} GiB, over by {(peak - limit) / GIB:.2f} GiB"
@@ -150,6 +155,8 @@ def ask_compiler(
         flops_ratio=compiled.flops * devices / model_flops if model_flops and not loops else None,
         collectives=collectives,
         communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
+        slice_transfers=read_slice_transfers(computations, topology.num_slices),
+        network_gb_per_s=to_other_slices,
         estimated_ms=seconds * 1e3,
         estimated_per_second=examples / seconds if examples and seconds else None,
         estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,
@@ -163,13 +170,13 @@ def ask_compiler(
     return result, compiled.text
 
 
-def program_key(traced: Traced, topology: Topology, options: dict[str, str] | None) -> str:
+def program_key(traced: Traced, topology: Topology, options: dict[str, str] | None, versions: dict[str, str]) -> str:
     """A hash of all that decides what the compiler returns, compiling.py itself included."""
     inputs = [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
     chips = [topology.compiler_name, topology.num_slices, topology.chips_per_host, topology.hardware.compiler_options]
     variable = sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split())  # options that libtpu has read
     code = Path(compiling.__file__).read_bytes()
-    return digest(traced.hlo, code, inputs, chips, options or {}, variable, check_private_interfaces())
+    return digest(traced.hlo, code, inputs, chips, options or {}, variable, versions)
 
 
 def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) -> dict[str, int]:
@@ -196,6 +203,9 @@ def _refused(message: str, traced: Traced, facts: dict) -> Report:
         if counted and float(counted[1]):
             temporary -= int(float(counted[1]) * 2 ** {"B": 0, "K": 10, "M": 20, "G": 30, "T": 40}[counted[2]])
         memory["activations"] = max(0, temporary)
+        peak = sum(memory.values())
+    elif total := re.search(r"the total memory required for HLO temporaries \(([\d.]+)G\) exceeds", message):
+        memory = argument_bytes(traced) | {"activations": int(float(total[1]) * GIB)}  # libtpu 0.0.42 says it so
         peak = sum(memory.values())
     reason = found[0] if found else message.strip().splitlines()[0][:300]
     return Report(

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tpu_compiler.environment import COMPILER_VARIABLE
 from tpu_utils.errors import InputError
 from tpu_utils.inputs import parse_json, read_regular
 
@@ -146,8 +147,10 @@ def question_key(script: str, topology: str, options: Sequence[str]) -> str | No
     if sources is None:
         return None
     packages = sorted(info.name for path in sys.path for info in Path(path).glob("*.dist-info"))  # NAME-VERSION
+    compiler = os.environ.get(COMPILER_VARIABLE, "")  # a newer one, in an environment of its own
+    packages += sorted(info.name for info in Path(compiler).glob("lib/*/site-packages/*.dist-info")) if compiler else []
     variables = {n: v for n, v in os.environ.items() if n.startswith(READ_BY_LIBRARIES) and not n.startswith(OWN)}
-    place = [str(Path(script).resolve()), str(Path.cwd()), sys.version, sys.prefix]
+    place = [compiler, str(Path(script).resolve()), str(Path.cwd()), sys.version, sys.prefix]
     return f"answer_{digest(place, topology, list(options), sources, packages, variables)}"
 
 

@@ -7,6 +7,7 @@ import resource
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax  # after prepare_environment: jax reads its variables when it is imported
 import numpy as np
@@ -18,7 +19,9 @@ from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
 
 from tpu_compiler.environment import check_private_interfaces, quiet_libtpu
 from tpu_compiler.hardware import GIB, Topology, parse_topology
+from tpu_compiler.newest import compile_there
 from tpu_compiler.tracing import Traced
+from tpu_utils.errors import InputError
 
 # PyTorch/XLA notes the innermost Python frame, which while we trace is ours; the scope in op_name tells the user's
 OUR_FRAME = re.compile(r' source_file="[^"]*" source_line=\d+(?: source_end_line=\d+)?(?: source_column=\d+)?')
@@ -39,19 +42,29 @@ class Compiled:
 
 
 def compile_only_devices(topology: Topology) -> list:
-    """libtpu's description of the slice: devices that programs can be compiled for, and nothing else."""
+    """libtpu's description of the slice: devices that programs can be compiled for, and nothing else.
+
+    By increasing number, as PyTorch/XLA counts them (pjrt_computation_client.cpp), not host by host as libtpu does.
+    So it is the first axis of a mesh over all devices that spans slices.
+    """
     options = dict(topology.hardware.compiler_options)
     if topology.num_slices > 1:
         options["num_slices"] = topology.num_slices
-    return topologies.get_topology_desc(
+    described = topologies.get_topology_desc(
         topology.compiler_name, platform="tpu", chips_per_host_bounds=topology.chips_per_host, **options
-    ).devices
+    )
+    return sorted(described.devices, key=lambda device: device.id)
 
 
 def lower_pallas_for(compile_for: str) -> None:
     """From here on, Pallas kernels of this process are lowered for the slice's chips. Call it before tracing."""
     check_private_interfaces()
     quiet_libtpu()
+    if parse_topology(compile_for).hardware.newest_only:
+        raise InputError(
+            f"attention is flash, whose kernels are lowered by libtpu 0.0.21, which does not know {compile_for}; use "
+            "--attention plain"
+        )
     jax.config.update("jax_default_device", compile_only_devices(parse_topology(compile_for))[0])
 
 
@@ -63,10 +76,7 @@ def compile_program(traced: Traced, topology: Topology, options: dict[str, str] 
     """
     check_private_interfaces()
     quiet_libtpu()
-    needed = traced.partitions * traced.replicas
-    if needed not in (1, topology.num_devices):
-        raise ValueError(f"the step was traced for {needed} devices, {topology.name} has {topology.num_devices}")
-    devices = compile_only_devices(topology)[:needed]
+    devices = compile_only_devices(topology)[: _devices_needed(traced, topology)]
     compile_options = _compile_options(traced, devices, options or {})
     start = time.monotonic()
     with program_inputs(traced.hlo) as (module, main), _progress(f"compiling for {topology.name}"):
@@ -94,6 +104,28 @@ def compile_program(traced: Traced, topology: Topology, options: dict[str, str] 
         flops=cost.get("flops", 0.0),
         seconds=time.monotonic() - start,
     )
+
+
+def _devices_needed(traced: Traced, topology: Topology) -> int:
+    needed = traced.partitions * traced.replicas
+    if needed not in (1, topology.num_devices):
+        raise ValueError(f"the step was traced for {needed} devices, {topology.name} has {topology.num_devices}")
+    return needed
+
+
+def compile_with_newest(
+    folder: Path, traced: Traced, topology: Topology, options: dict[str, str] | None = None
+) -> Compiled:
+    """As compile_program, by the newer compiler in folder (newest.make_environment)."""
+    _devices_needed(traced, topology)
+    request = dict(partitions=traced.partitions, replicas=traced.replicas)
+    request |= dict(donated=traced.donated, shardings=traced.shardings)
+    with _progress(f"compiling for {topology.name} by {folder}"):
+        answer, text = compile_there(folder, traced.hlo, topology, options or {}, **request)
+    if "error" in answer:
+        raise jax.errors.JaxRuntimeError(answer["error"])
+    figures = {field.name: answer[field.name] for field in dataclasses.fields(Compiled) if field.name != "text"}
+    return Compiled(text=OUR_FRAME.sub("", text), **figures)
 
 
 @contextlib.contextmanager
@@ -140,4 +172,7 @@ def _progress(doing: str):
 
 
 def host_peak_gib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    """Of this process, or of a child that has ended: the newer compiler is one."""
+    return (
+        max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024 / GIB
+    )

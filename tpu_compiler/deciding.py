@@ -46,8 +46,7 @@ class Trial:
 
 def step_ms(r: Report) -> float:
     """Milliseconds of a step: estimate, operations counted by rule, and the least that communication takes."""
-    between_slices = getattr(r, "slice_lower_bound_ms", None) or 0.0
-    return (r.estimated_ms or 0.0) + r.ruled_ms + r.communication_lower_bound_ms + between_slices
+    return (r.estimated_ms or 0.0) + r.ruled_ms + r.communication_lower_bound_ms + (r.slice_lower_bound_ms or 0.0)
 
 
 def examples_per_step(r: Report) -> float:

@@ -22,6 +22,14 @@ FREE = frozenset(
 # their result says nothing about their cost: counted however small it is
 WEIGHTY = frozenset((*COLLECTIVES, "custom-call", "sort", "reduce", "reduce-window", "convolution", "dot", "fusion"))
 
+# how the compiler calls what goes between slices: our name, and how much of what a device hands over has to leave it
+MEGASCALE = {
+    "ALL_REDUCE": ("all-reduce", lambda slices: 2 * (slices - 1) / slices),
+    "REDUCE_SCATTER": ("reduce-scatter", lambda slices: (slices - 1) / slices),
+    "ALL_TO_ALL": ("all-to-all", lambda slices: (slices - 1) / slices),
+    "ALL_GATHER": ("all-gather", lambda slices: slices - 1),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
@@ -127,6 +135,32 @@ def read_collectives(computations: dict[str, list[Operation]], num_devices: int)
         total["count"] += count
         total["bytes"] += count * size
         total["sent_bytes"] += count * sent
+    return totals
+
+
+def read_slice_transfers(computations: dict[str, list[Operation]], num_slices: int) -> dict[str, dict[str, float]]:
+    """{kind: {"count", "bytes", "sent_bytes"}} of what leaves the slice in one step, for one device.
+
+    Between slices the compiler sends through the host, over the data center network: an operation `send` that names the
+    collective it is a part of and the devices it goes to, one in each slice. What read_collectives finds stays inside
+    a slice. bytes is what is handed to the network; sent_bytes is the least that has to leave the device for it.
+    """
+    times, totals = _times_run(computations), {}
+    for computation, operations in computations.items():
+        for operation in operations:
+            kind = operation.kind == "send" and operation.find(r'_xla_megascale_transfer_type="(\w+)"')
+            if not kind or not times[computation]:
+                continue
+            size = shape_bytes(operation.type, padded=False)[0]
+            # {{100000,200000},...}: numbers of devices, one group after the other; "{1,2}x{0:3}": slices x devices
+            target = operation.find(r'_xla_megascale_target="?\{\{?([\d,:]+)\}') or ""
+            bounds = [[int(n) for n in part.split(":")] for part in target.split(",") if part]
+            slices = sum(part[-1] - part[0] + 1 for part in bounds) or num_slices
+            name, share = MEGASCALE.get(kind, (kind.lower().replace("_", "-"), lambda slices: 1.0))
+            total = totals.setdefault(name, {"count": 0, "bytes": 0, "sent_bytes": 0})
+            total["count"] += times[computation]
+            total["bytes"] += times[computation] * size
+            total["sent_bytes"] += times[computation] * size * share(slices)
     return totals
 
 

@@ -9,6 +9,7 @@ from tpu_compiler.rules import RULE
 LABEL = "compiler estimate, not measured; excludes collectives"
 KEPT = " (kept from then)"
 COMMUNICATION_LABEL = "lower bound: bytes over link bandwidth, not measured"
+NETWORK_LABEL = "lower bound: bytes over the data center network's {:.4g} GB/s a device, not measured"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Report:
     collectives: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     communication_lower_bound_ms: float = 0.0
     communication_label: str = COMMUNICATION_LABEL
+    slice_transfers: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # what leaves the slice
+    network_gb_per_s: float | None = None  # of a device, to other slices; None: no figure is published
     estimated_ms: float | None = None
     estimated_per_second: float | None = None  # examples or tokens, all devices
     estimated_mfu: float | None = None
@@ -49,6 +52,12 @@ class Report:
     host_peak_gib: float = 0.0
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     settings: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def slice_lower_bound_ms(self) -> float | None:
+        """Of what goes between slices in a step; None where the speed of that network is not known."""
+        sent = sum(kind["sent_bytes"] for kind in self.slice_transfers.values())
+        return sent / self.network_gb_per_s / 1e6 if self.network_gb_per_s else None
 
     @property
     def over_bytes(self) -> int:
@@ -81,6 +90,13 @@ def format_report(r: Report) -> str:
         row("collectives", ", ".join(kinds) or "none")
         if kinds:
             row("communication", f"at least {r.communication_lower_bound_ms:.3f} ms ({r.communication_label})")
+        if r.slice_transfers:
+            sent = [f"{int(v['count'])} {k} ({v['sent_bytes'] / 1e6:.1f} MB)" for k, v in r.slice_transfers.items()]
+            unknown = "its speed is not published: give it with --dcn_gb_per_s"
+            label = NETWORK_LABEL.format(r.network_gb_per_s) if r.network_gb_per_s else unknown
+            bound = r.slice_lower_bound_ms
+            row("between slices", f"a device sends {', '.join(sent)}")
+            row("", f"at least {bound:.3f} ms ({label})" if bound is not None else label)
         rate = f", {r.estimated_per_second:,.0f} {r.unit}/s" if r.estimated_per_second else ""
         mfu = f", MFU {r.estimated_mfu:.1%}" if r.estimated_mfu else ""
         row("time per step", f"{r.estimated_ms:.3f} ms{rate}{mfu} ({r.estimate_label})")
@@ -125,5 +141,43 @@ def format_table(reports: Sequence[Report]) -> str:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]
     lines += [f"{r.topology}: {r.reason}" for r in reports if r.reason]
+    for r in reports:
+        sent = sum(kind["sent_bytes"] for kind in r.slice_transfers.values()) / 1e6
+        bound = r.slice_lower_bound_ms
+        at_least = "" if bound is None else f", at least {bound:.2f} ms ({NETWORK_LABEL.format(r.network_gb_per_s)})"
+        lines += [f"{r.topology}: between slices a device sends {sent:.1f} MB{at_least}"] if sent else []
     lines += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
+    return "\n".join([*lines, f"est.: {LABEL}. comm.: {COMMUNICATION_LABEL}."])
+
+
+def format_compilers(reports: Sequence[Report]) -> str:
+    """What several compilers say of one program for one slice, side by side, as a Markdown table. Empty for none."""
+    if not reports:
+        return ""
+
+    def kinds(collectives: dict) -> str:
+        found = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in collectives.items()]
+        return ", ".join(found) or "none"
+
+    rows = [[reports[0].topology, *(f"libtpu {r.versions.get('libtpu', '?')}, jax {r.versions.get('jax', '?')}"
+                                    for r in reports)]]  # fmt: skip
+    rows += [["---"] * len(rows[0])]
+    rows += [["fits", *("yes" if r.fits else f"no: {r.reason}" for r in reports)]]
+    rows += [["GiB of limit", *(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" for r in reports)]]
+    for part in dict.fromkeys(name for r in reports for name in r.memory):
+        rows += [[f"  {part.replace('_', ' ')}", *(f"{r.memory.get(part, 0) / GIB:.3f}" for r in reports)]]
+    for name, text in (
+        ("FLOPs / model", lambda r: f"{r.flops_ratio:.2f}" if r.flops_ratio else "-"),
+        ("est. ms", lambda r: f"{r.estimated_ms:.3f}"),
+        (f"est. {reports[0].unit}/s", lambda r: f"{r.estimated_per_second:,.0f}" if r.estimated_per_second else "-"),
+        ("est. MFU", lambda r: f"{r.estimated_mfu:.1%}" if r.estimated_mfu else "-"),
+        ("no estimate", lambda r: str(sum(r.operations_without_estimate.values()))),
+        ("collectives", lambda r: kinds(r.collectives)),
+        ("comm. ms >=", lambda r: f"{r.communication_lower_bound_ms:.2f}"),
+        ("between slices", lambda r: kinds(r.slice_transfers)),
+        ("compile s", lambda r: f"{r.compile_seconds:.0f}"),
+    ):
+        rows += [[name, *(text(r) if r.compiles else "-" for r in reports)]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
     return "\n".join([*lines, f"est.: {LABEL}. comm.: {COMMUNICATION_LABEL}."])

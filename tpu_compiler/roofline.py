@@ -39,7 +39,7 @@ def bounds(r: Report) -> dict[str, float]:
     return {
         "compute": flops_per_device(r) / (hardware.bf16_tflops / shared * 1e9),
         "memory": r.moved_bytes / (hardware.memory_gb_per_s / shared * 1e6),
-        "links": r.communication_lower_bound_ms,
+        "links": r.communication_lower_bound_ms + (r.slice_lower_bound_ms or 0.0),
         "estimate": (r.estimated_ms or 0.0) + r.ruled_ms,
     }
 

@@ -100,7 +100,8 @@ def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
         row = [trial.words + (" <- best" if trial is best else "")]
         if trial.fits:
             seconds = step_ms(r) / 1e3
-            peak = r.devices * parse_topology(r.topology).hardware.bf16_tflops * 1e12
+            hardware = parse_topology(r.topology).hardware
+            peak = r.devices * hardware.bf16_tflops / hardware.devices_per_chip * 1e12
             mfu = f"{r.model_flops / seconds / peak:.1%}" if r.model_flops else "-"
             row += [f"{step_ms(r):.4g}", f"{r.estimated_ms:.4g}", f"{r.ruled_ms:.3g}"]
             row += [f"{r.communication_lower_bound_ms:.3g}", f"{examples_per_step(r) / seconds:,.0f}", mfu]

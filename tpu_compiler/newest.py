@@ -1,0 +1,136 @@
+"""A newer compiler as second opinion: an environment of its own, and the child process that compiles there.
+
+torch_xla 2.9.0 pins libtpu 0.0.21. Newer ones understand its programs too, and some chips only they know. Imports
+neither torch nor jax. Programs, requests and answers pass through files, as bytes and JSON.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tpu_compiler.environment import LIBTPU_VARIABLES
+from tpu_compiler.hardware import GIB, Topology
+from tpu_utils.errors import InputError, TrainingError
+from tpu_utils.files import written_aside
+from tpu_utils.inputs import read_json
+
+REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements-newest-compiler.txt"
+CHILD = Path(__file__).with_name("newest_child.py")
+VERSIONS = "versions.json"  # in the environment's folder, written last
+SIZES = "downloads 0.34 GB, takes 1.3 GB of disk"
+NEEDED_GIB = 2.0
+
+
+class NewestError(TrainingError):
+    """The environment cannot be made, or its compiler ended without an answer."""
+
+
+def default_folder() -> Path:
+    """One for each set of pins. Raises InputError when the list of pins is not there."""
+    if not REQUIREMENTS.is_file():
+        raise InputError(f"--compiler newest: {REQUIREMENTS} is missing; copy it beside aot_tpu.py")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "tpu_compiler" / f"newest-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
+
+
+def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
+    """The folder with the newer compiler in it, made when it is not there: all of it or nothing. say: is told before.
+
+    Raises InputError for a folder of something else, a full disk or too old a Python, NewestError where pip fails.
+    """
+    folder = folder.absolute()
+    if (folder / VERSIONS).is_file():
+        environment_versions(folder)
+        return folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} holds something else than a newer compiler; give an empty folder as --compiler_dir")
+    if sys.version_info < (3, 11):
+        raise InputError(f"--compiler newest: jax 0.10.2 needs Python 3.11; found {sys.version.split()[0]}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free / GIB
+        if free < NEEDED_GIB:
+            raise InputError(f"{folder.parent} has {free:.1f} GiB free; expected {NEEDED_GIB}; give --compiler_dir")
+        with folder.with_name(folder.name + ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it: then it is there when we get here
+            if not (folder / VERSIONS).is_file():
+                say(f"making an environment for {', '.join(sorted(_pins()))} in {folder}: once, {SIZES}")
+                with written_aside(folder) as aside:
+                    _install(aside)
+    except OSError as error:
+        raise InputError(f"--compiler newest: {error}; give a folder that can be written as --compiler_dir") from error
+    return folder
+
+
+def _pins() -> list[str]:
+    return re.findall(r"^(?:jax|libtpu)==\S+", REQUIREMENTS.read_text(), re.M)
+
+
+def _install(folder: Path) -> None:
+    venv.create(folder, with_pip=True)
+    command = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
+    done = subprocess.run([*command, "-r", str(REQUIREMENTS)], capture_output=True, text=True)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()[-300:]]
+        raise NewestError(f"--compiler newest: pip cannot install {REQUIREMENTS.name}: {said[-1]}")
+    versions = dict(pin.split("==") for pin in _pins())
+    (folder / VERSIONS).write_text(json.dumps(versions))
+
+
+def environment_versions(folder: Path) -> dict[str, str]:
+    """{"jax": ..., "libtpu": ...} of an environment. Raises InputError for a folder that is none."""
+    found = read_json(folder / VERSIONS, "the versions of a newer compiler")
+    if set(found) != {"jax", "libtpu"} or not all(re.fullmatch(r"[\w.+]{1,40}", str(v)) for v in found.values()):
+        raise InputError(
+            f"{folder / VERSIONS} holds {found!r:.100}; expected versions of jax and libtpu; delete {folder}"
+        )
+    return found
+
+
+def compile_there(
+    folder: Path, hlo: bytes, topology: Topology, options: dict[str, str], **request: Any
+) -> tuple[dict[str, Any], str]:
+    """(answer, program text) of the newer compiler. answer: error, its words; or the figures of compiling.Compiled.
+
+    request: partitions, replicas, donated, shardings of the program. Raises NewestError when there is no answer.
+    """
+    slices = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
+    request |= dict(topology=topology.compiler_name, chips_per_host=topology.chips_per_host, options=options)
+    request["slice"] = dict(topology.hardware.compiler_options) | slices
+    # torch_xla's import leaves the path of its own libtpu there
+    ours = ("PYTHON", "TPU_LIBRARY_PATH", "PTXLA_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    with tempfile.TemporaryDirectory() as work:
+        (Path(work) / "program.pb").write_bytes(hlo)
+        (Path(work) / "request.json").write_text(json.dumps(request))
+        command = [str(folder / "bin" / "python"), "-P", str(CHILD), work]
+        try:
+            done = subprocess.run(command, env=LIBTPU_VARIABLES | environment, capture_output=True, text=True)
+        except OSError as error:
+            raise NewestError(
+                f"the newer compiler does not start: {error}; delete {folder} to make it again"
+            ) from error
+        written = Path(work) / "answer.json"
+        if done.returncode or not written.is_file():
+            print(done.stderr[-2000:], file=sys.stderr)
+            raise NewestError(f"the newer compiler ended with code {done.returncode}; its own message is above")
+        answer = json.loads(written.read_text())
+        return answer, "" if "error" in answer else (Path(work) / "program.txt").read_text()

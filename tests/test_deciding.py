@@ -1,6 +1,7 @@
 """Deciding by the compiler: what is kept on disk, the search, two programs side by side, the picture."""
 
 import dataclasses
+import gzip
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutations import make_irregular, mutated, mutated_json, no_hang
 from processes import ROOT, run
 
 import aot_tpu
@@ -55,6 +57,23 @@ def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path):
     path.symlink_to("answer_3.json.gz")
     assert kept.read("answer_1", Report) is None
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".writing")]
+
+
+def test_whatever_an_entry_holds_it_is_read_or_left(tmp_path):
+    kept, report = Cache(tmp_path), a_report(costliest_lines=[("a.py:1", 2.5)], settings={"mesh": "8x1x1"})
+    kept.write("answer_1", report)
+    path = tmp_path / "answer_1.json.gz"
+    whole = path.read_bytes()
+    entry = json.loads(gzip.decompress(whole))
+    contents = [*mutated(whole, 150), *(gzip.compress(text, 1) for text in mutated_json(entry, 300))]
+    contents += [gzip.compress(text, 1) for text in (b"[" * 10**6, b'{"format": 1, "format": 1}', b"\xff", b"NaN")]
+    for content in contents:
+        path.write_bytes(content)
+        assert isinstance(kept.read("answer_1", Report), Report | None)
+    for kind in ("FIFO", "folder"):
+        make_irregular(path, kind)
+        with no_hang():
+            assert kept.read("answer_1", Report) is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 from tpu_compiler.hardware import GIB, parse_topology
 from tpu_compiler.reading import list_collectives, parse_program, read_cycles, source_of
 from tpu_compiler.report import LABEL, Report
+from tpu_compiler.rules import ruled_ms
 from tpu_compiler.search import ScriptError, compile_script, option_name, with_option
 
 MOST_LINES = 25
@@ -90,13 +91,14 @@ def format_difference(names: tuple[str, str], a: tuple[Report, str], b: tuple[Re
     """Memory by role, milliseconds and collectives by source line of two compiled programs, the largest difference
     first."""
     reports, programs = (a[0], b[0]), (parse_program(a[1]), parse_program(b[1]))
-    clock = parse_topology(reports[0].topology).hardware.clock_ghz
+    topology = parse_topology(reports[0].topology)
+    clock = topology.hardware.clock_ghz
     lines = [f"{reports[0].topology}: A is {names[0]}", f"{' ' * len(reports[0].topology)}  B is {names[1]}", ""]
     roles = [{name: size / GIB for name, size in r.memory.items()} | {"all": r.peak_bytes / GIB} for r in reports]
     lines += table("memory per device, GiB", *roles, ".3f")
     totals = []
-    for r in reports:
-        totals.append({"estimate": r.estimated_ms, "counted by rule": r.ruled_ms})
+    for r, program in zip(reports, programs, strict=True):  # an older commit's report has no figure by rule
+        totals.append({"estimate": r.estimated_ms, "counted by rule": ruled_ms(program, topology)})
         totals[-1]["communication, at least"] = r.communication_lower_bound_ms
     lines += table("milliseconds of a step", *totals, ".3f")
     cycles = [{line: c / clock / 1e6 for line, c in read_cycles(p)[0].items()} for p in programs]

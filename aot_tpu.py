@@ -7,6 +7,8 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              one row for each slice
          python aot_tpu.py SCRIPT --topology v5litepod-1 --fit global_batch_size
              the largest value that fits
+         python aot_tpu.py MODULE --topology v5litepod-1 --inputs 'tokens=int32[8,1024]' [options of a module]
+             any torch.nn.Module, no script: docs/any_module.md
 Exit:    0 fits; 1 does not fit or does not compile; 2 wrong usage.
 
 How: the script runs its normal way on the XLA CPU backend, with as many
@@ -31,15 +33,19 @@ from pathlib import Path
 from tpu_compiler.calibration import CALIBRATION, read_calibration
 from tpu_compiler.environment import check_private_interfaces, traceable_topology
 from tpu_compiler.hardware import parse_topology
+from tpu_compiler.modules import HELP, compile_module, names_a_module, option_parser
 from tpu_compiler.report import format_report, format_table
 from tpu_compiler.search import ScriptError, compile_script, fit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog=f"{HELP}\n\n{option_parser().format_help().strip()}",
     )
-    parser.add_argument("script", help="a training script that takes --compile_for")
+    parser.add_argument("script", help="a training script that takes --compile_for, or a module")
     parser.add_argument("--topology", required=True, help="slices, separated by commas")
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
@@ -48,14 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, options = parser.parse_known_args(argv)
     try:
         topologies = [traceable_topology(name).name for name in arguments.topology.split(",")]
-        if not Path(arguments.script).is_file():
+        is_module = names_a_module(arguments.script)
+        if not is_module and not Path(arguments.script).is_file():
             raise ValueError(f"no such script: {arguments.script}")
         libtpu = check_private_interfaces()["libtpu"]
         given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
         calibration = read_calibration(Path(given)) if given else None
         say = (lambda line: print(line, file=sys.stderr)) if arguments.json else print
         reports, found = [], True
-        for topology in topologies:
+        if is_module:
+            if arguments.fit:
+                raise ValueError(f"--fit is for scripts, and {arguments.script} is a module; change its --inputs")
+            reports = compile_module(arguments.script, options, topologies, arguments.program)
+        for topology in topologies if not is_module else ():
             if arguments.fit:
                 value, best = fit(arguments.script, topology, arguments.fit, options, say)
                 say(f"{topology}: largest {arguments.fit} that fits is {value}" if best else f"{topology}: none fits")
@@ -63,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found &= best is not None
             else:
                 reports.append(compile_script(arguments.script, topology, options, arguments.program))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, ScriptError) else 2
     if calibration:

@@ -19,7 +19,15 @@ from jax.extend.mlir import ir
 from tpu_compiler.compiling import Compiled, compile_program, host_peak_gib, program_inputs
 from tpu_compiler.environment import check_private_interfaces
 from tpu_compiler.hardware import GIB, Topology, parse_topology
-from tpu_compiler.reading import parse_program, read_collectives, read_cycles, shape_bytes
+from tpu_compiler.reading import (
+    group_modules,
+    parse_program,
+    read_collectives,
+    read_cycles,
+    read_largest_results,
+    read_modules,
+    shape_bytes,
+)
 from tpu_compiler.report import Report, format_report
 from tpu_compiler.search import OUTPUT_VARIABLE, suggest
 from tpu_compiler.tracing import Traced, create_state, trace_step
@@ -55,15 +63,20 @@ def compile_for(
     sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
     result, text = ask_compiler(traced, topology, **sizes, settings=settings)
     if os.environ.get(OUTPUT_VARIABLE):
-        folder = Path(os.environ[OUTPUT_VARIABLE])
-        (folder / "program.txt").write_text(text)
-        (folder / "traced.hlo.pb").write_bytes(traced.hlo)
-        (folder / "inputs.json").write_text(json.dumps({"roles": traced.roles, "donated": traced.donated}))
-        (folder / "report.json").write_text(json.dumps(dataclasses.asdict(result), indent=2, default=str))
-        return result.exit_code
+        return hand_over(traced, result, text)
     print(format_report(result), flush=True)
     if result.over_bytes:
         print(suggest(result, sys.argv[0], sys.argv[1:]), flush=True)
+    return result.exit_code
+
+
+def hand_over(traced: Traced, result: Report, text: str) -> int:
+    """Write the answer where the process that asked, compile_script, looks for it. Returns the exit code."""
+    folder = Path(os.environ[OUTPUT_VARIABLE])
+    (folder / "program.txt").write_text(text)
+    (folder / "traced.hlo.pb").write_bytes(traced.hlo)
+    (folder / "inputs.json").write_text(json.dumps({"roles": traced.roles, "donated": traced.donated}))
+    (folder / "report.json").write_text(json.dumps(dataclasses.asdict(result), indent=2, default=str))
     return result.exit_code
 
 
@@ -119,7 +132,7 @@ def ask_compiler(
     peak = sum(memory.values())
     fits = peak <= limit  # libtpu 0.0.21 leaves the arguments out of its own check
     collectives = read_collectives(computations, devices)
-    cycles, unpriced = read_cycles(computations)
+    (cycles, unpriced), modules = read_cycles(computations), read_modules(computations)
     seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
     peak_flops = devices * hardware.bf16_tflops * 1e12
     sent = sum(kind["sent_bytes"] for kind in collectives.values())
@@ -144,6 +157,9 @@ def ask_compiler(
         estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,
         operations_without_estimate=dict(unpriced.most_common()),
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
+        costliest_modules=[(module, c / hardware.clock_ghz / 1e6) for module, c in modules.most_common()],
+        module_groups=[(name, n, c / hardware.clock_ghz / 1e6) for name, n, c in group_modules(modules)[:10]],
+        largest_results=read_largest_results(computations),
         compile_seconds=compiled.seconds,
         host_peak_gib=host_peak_gib(),
     )

@@ -75,8 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 reports.append(compile_script(arguments.script, topology, options, arguments.program))
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, ScriptError) else 2
+        code = error.exit_code if isinstance(error, ScriptError) else 2
+        if not (isinstance(error, ScriptError) and is_module and code == 2):  # there the child has said all
+            print(f"error: {error}", file=sys.stderr)
+        return code
     if calibration:
         chips = [parse_topology(r.topology).generation if r.compiles else "" for r in reports]
         said = [calibration.sentence(chip, libtpu) for chip in chips]

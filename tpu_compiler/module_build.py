@@ -43,7 +43,8 @@ def build(question: Question, notes: list[str]) -> torch.nn.Module:
             except Exception as error:
                 raise InputError(
                     f"{question.target} cannot be built: {type(error).__name__}: {first_line(error)} "
-                    f"{place_of(error)}; expected a class or a function that returns a torch.nn.Module; --arguments gives it arguments"
+                    f"{place_of(error)}; expected a class or a function that returns a torch.nn.Module; --arguments "
+                    "gives it arguments"
                 ) from error
             notes.append(f"built with its weights on the host: without memory it says {first_line(on_meta):.80}")
     if not isinstance(model, torch.nn.Module):
@@ -55,14 +56,20 @@ def build(question: Question, notes: list[str]) -> torch.nn.Module:
     return model
 
 
-def of_python(question: Question) -> Callable[[], torch.nn.Module]:
-    """What FILE.py:NAME or package.module:NAME names, with --arguments. The file's own folder comes first on the path,
-    and what lies beside aot_tpu.py is not in the way of the user's modules of the same name."""
-    place, _, name = question.target.rpartition(":")
-    for module_name, module in list(sys.modules.items()):
-        if "." not in module_name and Path(getattr(module, "__file__", None) or "/").parent == ROOT:
-            del sys.modules[module_name]  # config, optim, layers: this process has what it needs of them
+def step_aside() -> None:
+    """Make way for modules of the user's that have the names of ours: config, layers, optim.
+
+    This process has imported what it needs of them. The user's folder comes first where Python looks for modules.
+    """
+    for name, module in list(sys.modules.items()):
+        if "." not in name and Path(getattr(module, "__file__", None) or "/").parent == ROOT:
+            del sys.modules[name]
     sys.path[0] = str(Path.cwd())
+
+
+def of_python(question: Question) -> Callable[[], torch.nn.Module]:
+    """What FILE.py:NAME or package.module:NAME names, with --arguments."""
+    place, _, name = question.target.rpartition(":")
     with no_network(question.target):
         try:
             if place.endswith(".py"):

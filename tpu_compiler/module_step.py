@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)  # of a script it is the script's folder
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # of a script it is the script's folder
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
 
 import numpy as np
@@ -35,7 +36,7 @@ from optim import make_optimizer, step_optimizer
 from tpu_compiler.ask import ask_compiler, hand_over
 from tpu_compiler.environment import prepare_environment
 from tpu_compiler.hardware import Topology
-from tpu_compiler.module_build import build, place_of, to_device
+from tpu_compiler.module_build import build, place_of, step_aside, to_device
 from tpu_compiler.modules import Question, parse_question
 from tpu_compiler.report import Report
 from tpu_compiler.tracing import settle, trace_step
@@ -53,6 +54,7 @@ def main() -> int:
     parser.add_argument("--compile_for", required=True)
     given, options = parser.parse_known_args()
     question = parse_question(given.target, options, given.compile_for)
+    step_aside()
     return answer(question, given.at, prepare_environment(given.compile_for))
 
 
@@ -60,6 +62,8 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     notes: list[str] = []
     model = build(question, notes)
     args, kwargs = meta_inputs(question, model)
+    if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in model.parameters()):
+        probe(question, lambda: model(*args, **kwargs))  # a lazy module learns its shapes from its first inputs
     model.train(question.mode == "train")
     cache_length = 0
     if question.mode == "decode":
@@ -390,7 +394,8 @@ def recomputed(forward: Callable) -> Callable:
             structure[:] = [made, [None if isinstance(r, torch.Tensor) else (r,) for r in results]]
             return tuple(r for r in results if isinstance(r, torch.Tensor))
 
-        tensors = iter(checkpoint(flat, *leaves))
+        # a call on each, without effect: by it trace_step learns which block its backward pass belongs to
+        tensors = iter([t.requires_grad_() if t.requires_grad else t for t in checkpoint(flat, *leaves)])
         made, constants = structure
         return tree_unflatten([next(tensors) if c is None else c[0] for c in constants], made)
 
@@ -482,11 +487,11 @@ def decode_inputs(question: Question, model: torch.nn.Module, inputs: dict) -> t
     if not (hasattr(model, "get_output_embeddings") and hasattr(config, "num_hidden_layers")):
         raise InputError(
             f"mode is decode, and {question.target} is a {type(model).__name__}; expected a causal model of "
-            "transformers, whose static cache is known; ask about another by --mode forward, with its cache among --inputs"
+            "transformers, whose static cache is known; ask about another by --mode forward, with its cache among "
+            "--inputs"
         )
-    if getattr(config, "is_encoder_decoder", False) or not any(
-        m in type(model).__name__ for m in ("CausalLM", "LMHead")
-    ):
+    causal = any(word in type(model).__name__ for word in ("CausalLM", "LMHead"))
+    if getattr(config, "is_encoder_decoder", False) or not causal:
         raise InputError(f"mode is decode, and {type(model).__name__} is not a causal language model; expected one")
     if len(inputs) != 1 or tokens.dim() != 2 or tokens.is_floating_point():
         raise InputError("mode decode takes one input, such as input_ids=int32[BATCH,LENGTH_OF_THE_CACHE]")

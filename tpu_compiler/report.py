@@ -118,7 +118,8 @@ def format_table(reports: Sequence[Report]) -> str:
     """Several slices side by side, as a Markdown table."""
     unit, levels = reports[0].unit, any(r.level for r in reports)
     header = ["slice", *(["level"] if levels else []), "devices", "fits", "GiB of limit", "FLOPs / model",
-              "collectives MB", "comm. ms >=", "est. ms", f"est. {unit}/s", "est. MFU", "no estimate", "compile s"]  # fmt: skip
+              "collectives MB", "comm. ms >=", "est. ms", f"est. {unit}/s", "est. MFU", "no estimate",
+              "compile s"]  # fmt: skip
     rows = [header, ["---"] * len(header)]
     for r in reports:
         row = [r.topology, *([r.level] if levels else []), str(r.devices), "yes" if r.fits else "no"]

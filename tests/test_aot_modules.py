@@ -196,7 +196,7 @@ def test_a_full_disk_is_told_before_anything_is_compiled(monkeypatch, tmp_path):
         modules.make_folder(str(tmp_path / "programs"))
 
 
-# ----------------------------------------------------------------------------------------------------- building a module
+# ---------------------------------------------------------------------------------------------------- building a module
 
 
 @pytest.fixture
@@ -262,9 +262,8 @@ def test_a_configuration_of_hugging_face(mine, nets):
     assert type(model).__name__ == "GPT2LMHeadModel" and len(model.transformer.h) == 2
     assert model.config._attn_implementation == "eager" and "eager attention" in notes[0]
     assert model.lm_head.weight.dtype == torch.float32
-    assert (
-        type(module_build.build(question(f"hf:{folder}:GPT2Model", "--inputs", "int32[1]"), [])).__name__ == "GPT2Model"
-    )
+    model = module_build.build(question(f"hf:{folder}:GPT2Model", "--inputs", "int32[1]"), [])
+    assert type(model).__name__ == "GPT2Model"
     for target, options, message in (
         (f"hf:{folder}:GPT2", [], "names the class 'GPT2'; expected one of "),
         (f"hf:{folder}", ["--arguments", "n_layers=2"], r"gpt2 has no field 'n_layers'; did you mean n_layer\?"),
@@ -292,9 +291,7 @@ def test_what_xla_cannot_trace_is_named_with_its_line(mine, capfd):
     line = NETS.splitlines().index("            if x.sum() > 0:  # READS") + 1
     with pytest.raises(InputError, match=rf"it reads the value of a tensor on the host .*nets.py:{line} \(if x.sum"):
         probed(f"{mine}:reads", "--inputs", "float32[4,4]")
-    with pytest.raises(
-        InputError, match=r"XLA has no operation for aten::linalg_eig, which runs on the host at .*nets.py"
-    ):
+    with pytest.raises(InputError, match=r"XLA has no operation for aten::linalg_eig, .* at .*nets.py"):
         probed(f"{mine}:lacks", "--inputs", "float32[4,4]")
     with pytest.raises(InputError, match=r"fails with these inputs: RuntimeError: .*nets.py"):
         probed(f"{mine}:Block", "--inputs", "float32[8,5]", "--arguments", "width=4")
@@ -321,7 +318,7 @@ def test_losses_are_made_of_the_outputs_shape():
     assert notes[0] == "loss: cross_entropy of the output [8, 10], dimension 1 the classes"
     with pytest.raises(InputError, match=r"returns no \.loss"):
         targets_of(torch.zeros(8, 10), "--loss", "own")
-    with pytest.raises(InputError, match="mode is decode.*is a Linear; expected a causal model of transformers"):
+    with pytest.raises(InputError, match=r"mode is decode.*is a Linear; expected a causal model of transformers"):
         module_step.decode_inputs(asked, torch.nn.Linear(1, 1), {})
 
 
@@ -436,6 +433,7 @@ def test_decoding_shows_its_cache_and_what_binds_it(forked, nets, capsys):
     assert r.fits and r.decode["expected_ms"] >= r.decode["memory_ms"] > r.decode["matrix_ms"] > 0
     assert r.estimated_per_second == pytest.approx(4 / r.decode["expected_ms"] * 1e3)
     assert r.memory["inputs"] >= r.decode["cache_bytes"]
+    assert any(line.startswith("modeling_gpt2.py:") for line, _ in r.costliest_lines), r.costliest_lines
 
 
 def test_state_of_batch_normalisation(forked, capsys, nets):

@@ -23,11 +23,14 @@ MODES = ("train", "forward", "decode")
 LEVELS = ("conservative", "balanced", "aggressive")
 PRECISIONS = dict(float32="conservative", bfloat16="balanced")
 DTYPES = ("float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-HELP = """A module: FILE.py:NAME or package.module:NAME, a class or a function that returns a module; or
-hf:config.json, a configuration of Hugging Face's (or the folder it is in), with :CLASS for another class of that model.
+HELP = """A module: FILE.py:NAME or package.module:NAME, a class or a function that
+returns a module; or hf:config.json, a configuration of Hugging Face's (or the
+folder it is in), with :CLASS for another class of that model.
 
-  python aot_tpu.py torchvision.models:resnet50 --inputs 'float32[64,3,224,224]' --topology v5litepod-1
-  python aot_tpu.py hf:config.json --inputs 'input_ids=int32[8,1024]' --mode decode --topology v5litepod-1"""
+  python aot_tpu.py torchvision.models:resnet50 --topology v5litepod-1 \\
+      --inputs 'float32[64,3,224,224]'
+  python aot_tpu.py hf:config.json --topology v5litepod-1 --mode decode \\
+      --inputs 'input_ids=int32[8,1024]'"""
 
 
 @dataclasses.dataclass(frozen=True)

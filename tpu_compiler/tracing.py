@@ -229,13 +229,19 @@ def _record_source_lines(module_name: Callable[[], str]):
     PyTorch/XLA's own metadata names the innermost frame (somewhere in torch) and nothing at all for the backward pass,
     which runs on autograd's thread: there, each node reopens the line of its forward operation.
     """
+    library, tools = sysconfig.get_path("purelib"), str(Path(__file__).parent)
+    torchs = tuple(f"{library}/{name}/" for name in ("torch", "torch_xla", "functorch"))
     not_ours = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), __file__)
     open_scope = torch_xla._XLAC.profiler.scope_pusher  # closed when the object dies
 
     def user_line() -> str:
-        frame = sys._getframe(2)
-        while frame and frame.f_code.co_filename.startswith((*not_ours, "<")):
+        frame, theirs = sys._getframe(2), None
+        while frame and (file := frame.f_code.co_filename).startswith((*not_ours, "<")):
+            if not theirs and file.startswith(library) and not file.startswith(torchs):
+                theirs = frame  # the innermost line of a package that is not torch's
             frame = frame.f_back
+        if theirs and frame and frame.f_code.co_filename.startswith(tools):
+            frame = theirs  # nobody's script called the module: module_step.py did
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "unknown"
 
     class SourceLines(TorchFunctionMode):

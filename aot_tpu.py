@@ -7,7 +7,7 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              one row for each slice
          python aot_tpu.py SCRIPT --topology v5litepod-1 --fit global_batch_size
              the largest value that fits
-         python aot_tpu.py MODULE --inputs 'x=int32[8,1024]' --topology v5litepod-1
+         python aot_tpu.py MODULE --inputs 'x=int32[8,1024]' --topology v5e-1
              any torch.nn.Module, no script: docs/any_module.md
 Exit:    0 fits; 1 does not fit or does not compile; 2 wrong usage.
 

@@ -376,9 +376,9 @@ def asked(capsys, *arguments, code=0):
 
 
 def test_a_training_step_at_two_levels(forked, nets, capsys, tmp_path):
-    tokens = 8 * 128
+    tokens = 2 * 16
     plain, least = asked(
-        *(capsys, f"{nets}/nets.py:Net", "--inputs", "tokens=int32[8,128]", "--topology", "v5litepod-1"),
+        *(capsys, f"{nets}/nets.py:Net", "--inputs", "tokens=int32[2,16]", "--topology", "v5litepod-1"),
         *("--level", "conservative,aggressive", "--program", tmp_path, "--optimizer", "sgd"),
     )
     weights = (2 * 8 * 128 * 128 + 256 * 128) * 4
@@ -400,7 +400,7 @@ def test_a_training_step_at_two_levels(forked, nets, capsys, tmp_path):
 
 def test_a_sharded_step(forked, nets, capsys):
     (r,) = asked(
-        *(capsys, f"{nets}/nets.py:Net", "--inputs", "tokens=int32[8,128]", "--topology", "v5litepod-4"),
+        *(capsys, f"{nets}/nets.py:Net", "--inputs", "tokens=int32[4,16]", "--topology", "v5litepod-4"),
         *("--mesh", "data=2,fsdp=2", "--shard", "layers.*.weight=fsdp", "--optimizer", "sgd"),
     )
     weights = (2 * 8 * 128 * 128 / 2 + 256 * 128) * 4

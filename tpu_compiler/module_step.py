@@ -74,9 +74,9 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     if level != "conservative" and question.mode != "train":
         model = model.to(torch.bfloat16)
         args, kwargs = ([to_bfloat16(a) for a in args], {name: to_bfloat16(a) for name, a in kwargs.items()})
-        notes.append(f"{level} {question.mode}: weights and inputs in bfloat16, no float32 masters to keep")
+        notes.append("weights and inputs in bfloat16, no float32 masters to keep")
     if level == "conservative":
-        notes.append("conservative: float32 tensors, which a TPU multiplies in one pass of bfloat16 by default")
+        notes.append("float32 tensors, which a TPU multiplies in one pass of bfloat16 by default")
     sizes = sizes_of(question, args, kwargs)
 
     mesh = make_mesh(question, topology)
@@ -374,13 +374,11 @@ def recompute_blocks(model: torch.nn.Module, notes: list[str]) -> None:
         why = (
             f"{counting[0]} has BatchNorm, whose averages would move twice" if counting else "it has no repeated blocks"
         )
-        notes.append(f"aggressive: nothing is recomputed, as balanced: {why}")
+        notes.append(f"nothing is recomputed, so this is balanced: {why}")
         return
     for _, block in blocks:
         block.forward = recomputed(block.forward)
-    notes.append(
-        f"aggressive: {len(blocks)} blocks ({blocks[0][0]} to {blocks[-1][0]}) are recomputed in the backward pass"
-    )
+    notes.append(f"{len(blocks)} blocks ({blocks[0][0]} to {blocks[-1][0]}) are recomputed in the backward pass")
 
 
 def recomputed(forward: Callable) -> Callable:

@@ -72,6 +72,11 @@ def lacks():
     return Lacks(4, 4)
 
 
+class Mixed(nn.Linear):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, super().forward(x))  # float32 beside bfloat16
+
+
 def downloads():
     import urllib.request
 
@@ -300,6 +305,20 @@ def test_what_xla_cannot_trace_is_named_with_its_line(mine, capfd):
     assert "Unexpected Execution" not in capfd.readouterr().err
     output, flops = probed(f"{mine}:Net", "--inputs", "tokens=int32[8,16]", "--arguments", "width=4")
     assert output["logits"].shape == (8, 16, 256) and flops == 2 * 8 * 16 * (2 * 2 * 4 * 16 + 2 * 4 * 256)
+
+
+def test_weights_are_cast_where_autocast_mixes_types(mine):
+    """And stay float32, with float32 gradients."""
+    device, notes = torch_xla.device(), []
+    asked = question(f"{mine}:Mixed", "--inputs", "float32[4,4]", "--arguments", "in_features=4,out_features=4")
+    model = module_build.to_device(module_build.build(asked, []), device)
+    inputs = [torch.empty(1, 4, 4, device=device)]
+    forward = module_step.forward_of(asked, "balanced", model, inputs, {}, notes)
+    assert re.match("bfloat16: weights cast in each step, because under torch.autocast", notes[0]), notes
+    output = forward(model, inputs, {})
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert model.weight.dtype == model.weight.grad.dtype == torch.float32
 
 
 def test_losses_are_made_of_the_outputs_shape():

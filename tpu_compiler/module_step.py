@@ -217,7 +217,8 @@ def shard(
     inputs = {str(place): a for place, a in enumerate(args)} | kwargs
     for name, tensor in inputs.items():
         if isinstance(tensor, torch.Tensor) and tensor.dim():
-            mark(question, mesh, tensor, axes_of(name, batch), f"the input {name}")
+            one_for_all = question.mode == "decode" and name == "position"
+            mark(question, mesh, tensor, axes_of(name, {} if one_for_all else batch), f"the input {name}")
     for name, parameter in model.named_parameters():
         axes = axes_of(name, {})
         count += bool(axes)

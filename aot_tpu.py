@@ -16,6 +16,8 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              roofline, what a step waits for, efficiency over chips
          python aot_tpu.py SCRIPT --topology tpu7x-8 --compiler newest
              also, or only, by a newer compiler in an environment of its own
+         python aot_tpu.py MODULE --inputs 'x=int32[8,1024]' --topology v5e-1
+             any torch.nn.Module, no script: docs/any_module.md
 Exit:    0 fits; 1 does not fit or does not compile; 2 wrong usage.
 
 How: the script runs its normal way on the XLA CPU backend, with as many
@@ -44,6 +46,7 @@ from tpu_compiler.calibration import CALIBRATION, read_calibration
 from tpu_compiler.difference import compare, take_sides
 from tpu_compiler.environment import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
 from tpu_compiler.hardware import parse_topology
+from tpu_compiler.modules import HELP, compile_module, names_a_module, option_parser
 from tpu_compiler.newest import NewestError, default_folder, make_environment
 from tpu_compiler.report import format_compilers, format_report, format_table
 from tpu_compiler.roofline import check_picture, draw
@@ -53,9 +56,12 @@ from tpu_compiler.verdict import decide, parse_prices, parse_tokens
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog=f"{HELP}\n\n{option_parser().format_help().strip()}",
     )
-    parser.add_argument("script", help="a training script that takes --compile_for")
+    parser.add_argument("script", help="a training script that takes --compile_for, or a module")
     parser.add_argument("--topology", required=True, help="slices, separated by commas")
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
@@ -85,7 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if newest and (sides or arguments.search):
             raise ValueError("--search and --diff ask the installed compiler; leave --compiler newest out")
         topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
-        if not Path(arguments.script).is_file():
+        is_module = names_a_module(arguments.script)
+        if is_module and (sides or arguments.search or arguments.fit):
+            raise ValueError(
+                f"--fit, --search and --diff are for scripts, and {arguments.script} is a module; change its options"
+            )
+        if not is_module and not Path(arguments.script).is_file():
             raise ValueError(f"no such script: {arguments.script}")
         libtpu = check_private_interfaces()["libtpu"]
         given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
@@ -100,6 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = [(t.name, "") for t in topologies if not t.hardware.newest_only]
         asked += [(t.name, str(folder)) for t in topologies if newest]
         reports, found = [], True
+        if is_module:
+            names = [t.name for t in topologies]
+            reports, asked = compile_module(arguments.script, options, names, arguments.program), []
         if arguments.search:
             limits, names = (arguments.minutes, arguments.vary_batch), [t.name for t in topologies]
             reports = decide(arguments.script, names, options, say, *limits, tokens, prices)
@@ -117,9 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 given = with_batch(options, topology, arguments.batch_per_device)
                 reports.append(compile_script(arguments.script, topology, given, arguments.program))
-    except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
+    except (ValueError, RuntimeError, OSError) as error:
+        code = error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
+        if not (isinstance(error, ScriptError) and is_module and code == 2):  # there the child has said all
+            print(f"error: {error}", file=sys.stderr)
+        return code
     finally:
         os.environ.pop(COMPILER_VARIABLE, None)
     if calibration:

@@ -106,7 +106,7 @@ def test_a_script_copied_as_readme_says_runs_by_itself(tmp_path):
 def checkout(tmp_path_factory):
     """The project in a folder of its own, which the commands of all pages share, in their order."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("*.py", "tpu_utils", "tpu_compiler"):
+    for name in ("*.py", "tpu_utils", "tpu_compiler", "benchmarks"):
         for path in ROOT.glob(name):
             (folder / path.name).symlink_to(path)
     (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 400)

@@ -22,7 +22,16 @@ from tpu_compiler.compiling import Compiled, compile_program, compile_with_newes
 from tpu_compiler.environment import COMPILER_VARIABLE, check_private_interfaces
 from tpu_compiler.hardware import GIB, Topology, parse_topology
 from tpu_compiler.newest import environment_versions
-from tpu_compiler.reading import parse_program, read_collectives, read_cycles, read_slice_transfers, shape_bytes
+from tpu_compiler.reading import (
+    group_modules,
+    parse_program,
+    read_collectives,
+    read_cycles,
+    read_largest_results,
+    read_modules,
+    read_slice_transfers,
+    shape_bytes,
+)
 from tpu_compiler.report import Report, format_report
 from tpu_compiler.rules import moved_bytes, ruled_ms
 from tpu_compiler.search import OUTPUT_VARIABLE, suggest
@@ -59,15 +68,20 @@ def compile_for(
     sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
     result, text = ask_compiler(traced, topology, **sizes, settings=settings, cache=cache_of_environment())
     if os.environ.get(OUTPUT_VARIABLE):
-        folder = Path(os.environ[OUTPUT_VARIABLE])
-        (folder / "program.txt").write_text(text)
-        (folder / "traced.hlo.pb").write_bytes(traced.hlo)
-        (folder / "inputs.json").write_text(json.dumps({"roles": traced.roles, "donated": traced.donated}))
-        (folder / "report.json").write_text(json.dumps(dataclasses.asdict(result), indent=2, default=str))
-        return result.exit_code
+        return hand_over(traced, result, text)
     print(format_report(result), flush=True)
     if result.over_bytes:
         print(suggest(result, sys.argv[0], sys.argv[1:]), flush=True)
+    return result.exit_code
+
+
+def hand_over(traced: Traced, result: Report, text: str) -> int:
+    """Write the answer where the process that asked, compile_script, looks for it. Returns the exit code."""
+    folder = Path(os.environ[OUTPUT_VARIABLE])
+    (folder / "program.txt").write_text(text)
+    (folder / "traced.hlo.pb").write_bytes(traced.hlo)
+    (folder / "inputs.json").write_text(json.dumps({"roles": traced.roles, "donated": traced.donated}))
+    (folder / "report.json").write_text(json.dumps(dataclasses.asdict(result), indent=2, default=str))
     return result.exit_code
 
 
@@ -134,7 +148,7 @@ def ask_compiler(
     peak = sum(memory.values())
     fits = peak <= limit  # libtpu 0.0.21 leaves the arguments out of its own check
     collectives = read_collectives(computations, devices)
-    cycles, unpriced = read_cycles(computations)
+    (cycles, unpriced), modules = read_cycles(computations), read_modules(computations)
     seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
     peak_flops = devices * hardware.bf16_tflops * 1e12 / hardware.devices_per_chip
     to_other_slices = hardware.slice_gb_per_s and hardware.slice_gb_per_s / hardware.devices_per_chip
@@ -164,6 +178,9 @@ def ask_compiler(
         ruled_ms=ruled_ms(computations, topology),
         moved_bytes=moved_bytes(computations),
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
+        costliest_modules=[(module, c / hardware.clock_ghz / 1e6) for module, c in modules.most_common()],
+        module_groups=[(name, n, c / hardware.clock_ghz / 1e6) for name, n, c in group_modules(modules)[:10]],
+        largest_results=read_largest_results(computations),
         compile_seconds=compiled.seconds,
         host_peak_gib=host_peak_gib(),
     )

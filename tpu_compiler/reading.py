@@ -193,6 +193,55 @@ def source_of(operation: Operation) -> str:
     return f"{scope[1]}:{scope[2]}{scope[3] or ''}" if scope else "added by the compiler"
 
 
+def module_of(operation: Operation) -> str:
+    """layers.3.mlp, or layers.3.mlp backward; "" for what no module's forward caused."""
+    scope = re.search(r'op_name="[\w\-.]+\.py_\d+( backward)? in <([^<>"]*)>', operation.line)
+    return f"{scope[2]}{scope[1] or ''}" if scope else ""
+
+
+def read_modules(computations: dict[str, list[Operation]]) -> Counter:
+    """{module: estimated cycles} of one step on one device, added up as read_cycles does.
+
+    An operation counts for the innermost module that was running. What none caused (the loss, the optimizer, what the
+    compiler adds) is left out.
+    """
+    times, nested, cycles = _times_run(computations), _nested(computations), Counter()
+    for name, operations in computations.items():
+        for operation in operations if name not in nested else ():
+            estimate, module = operation.find(r'"estimated_cycles":"(\d+)"'), module_of(operation)
+            if estimate and module and times[name]:
+                cycles[module] += int(estimate) * times[name]
+    return cycles
+
+
+def group_modules(cycles: Counter) -> list[tuple[str, int, int]]:
+    """(name with * for numbers, how many modules, their cycles together), the costliest first."""
+    groups: dict[str, list[int]] = {}
+    for module, count in cycles.items():
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^. ])", "*", module), []).append(count)
+    return sorted(((name, len(c), sum(c)) for name, c in groups.items()), key=lambda row: -row[2])
+
+
+def read_largest_results(computations: dict[str, list[Operation]], count: int = 10) -> list[tuple[int, str, str, str]]:
+    """(bytes with the padding of tiles, kind, source line, module) of the largest results in a device's main memory.
+
+    Not the largest live buffers: which results share memory, and when, is not in the program's text. Inputs are not
+    temporaries and are left out, as is what overwrites its operand or is part of another operation.
+    """
+    times, nested, found = _times_run(computations), _nested(computations), []
+    for name, operations in computations.items():
+        if name in nested or not times[name]:
+            continue
+        for operation in operations:
+            if operation.kind in FREE or operation.kind in ("dynamic-update-slice", "copy-start"):
+                continue
+            arrays = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", operation.type)
+            sizes = [shape_bytes(array)[0] for array in arrays if "S(1)" not in array]  # S(1): on-chip memory
+            if sizes:
+                found.append((max(sizes), operation.kind, source_of(operation), module_of(operation)))
+    return sorted(found, key=lambda row: -row[0])[:count]
+
+
 def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Counter]:
     """({source line: estimated cycles}, {kind: operations without estimate}) of one step on one device.
 

@@ -93,9 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
         is_module = names_a_module(arguments.script)
         if is_module and (sides or arguments.search or arguments.fit):
-            raise ValueError(
-                f"--fit, --search and --diff are for scripts, and {arguments.script} is a module; change its options"
-            )
+            question = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
+            raise ValueError(f"{question} is for scripts, and {arguments.script} is a module; change its options")
         if not is_module and not Path(arguments.script).is_file():
             raise ValueError(f"no such script: {arguments.script}")
         libtpu = check_private_interfaces()["libtpu"]

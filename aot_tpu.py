@@ -7,8 +7,17 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              one row for each slice
          python aot_tpu.py SCRIPT --topology v5litepod-1 --fit global_batch_size
              the largest value that fits
+         python aot_tpu.py SCRIPT --topology v5litepod-8,v6e-8 --search
+             the fastest setting of each slice; with --price and --tokens the
+             cheapest slice: docs/search.md
+         python aot_tpu.py SCRIPT --topology v5litepod-1 --diff '--remat' ''
+             two sets of options, or two commits, line by line
+         python aot_tpu.py SCRIPT --topology v5e-1,v5e-8 --picture FILE.png
+             roofline, what a step waits for, efficiency over chips
          python aot_tpu.py SCRIPT --topology tpu7x-8 --compiler newest
              also, or only, by a newer compiler in an environment of its own
+         python aot_tpu.py MODULE --inputs 'x=int32[8,1024]' --topology v5e-1
+             any torch.nn.Module, no script: docs/any_module.md
 Exit:    0 fits; 1 does not fit or does not compile; 2 wrong usage.
 
 How: the script runs its normal way on the XLA CPU backend, with as many
@@ -29,21 +38,30 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from tpu_compiler import cache
 from tpu_compiler.calibration import CALIBRATION, read_calibration
+from tpu_compiler.difference import compare, take_sides
 from tpu_compiler.environment import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
 from tpu_compiler.hardware import parse_topology
+from tpu_compiler.modules import HELP, compile_module, names_a_module, option_parser
 from tpu_compiler.newest import NewestError, default_folder, make_environment
 from tpu_compiler.report import format_compilers, format_report, format_table
-from tpu_compiler.search import ScriptError, compile_script, fit
+from tpu_compiler.roofline import check_picture, draw
+from tpu_compiler.search import ScriptError, compile_script, fit, with_option
+from tpu_compiler.verdict import decide, parse_prices, parse_tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog=f"{HELP}\n\n{option_parser().format_help().strip()}",
     )
-    parser.add_argument("script", help="a training script that takes --compile_for")
+    parser.add_argument("script", help="a training script that takes --compile_for, or a module")
     parser.add_argument("--topology", required=True, help="slices, separated by commas")
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
@@ -57,16 +75,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--dcn_gb_per_s", type=float, metavar="GB/S", help="what a device sends to other slices; default: as published"
     )
     parser.add_argument("--calibration", metavar="FILE", help=f"default: {CALIBRATION}, when there is one")
+    add_deciding_options(parser)
+    argv, sides = take_sides(list(sys.argv[1:] if argv is None else argv))
     arguments, options = parser.parse_known_args(argv)
     try:
+        prices, tokens = parse_prices(arguments.price), parse_tokens(arguments.tokens) if arguments.tokens else None
+        if arguments.picture:
+            check_picture(Path(arguments.picture))
+        if bool(sides) + arguments.search + bool(arguments.fit) > 1:
+            raise ValueError("--search, --diff and --fit are three questions; ask one at a time")
+        if sides and "," in arguments.topology:
+            raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
+        choose_cache(arguments.cache, arguments.no_cache)
         newest = arguments.compiler == "newest"
+        if newest and (sides or arguments.search):
+            raise ValueError("--search and --diff ask the installed compiler; leave --compiler newest out")
         topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
-        if not Path(arguments.script).is_file():
+        is_module = names_a_module(arguments.script)
+        if is_module and (sides or arguments.search or arguments.fit):
+            question = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
+            raise ValueError(f"{question} is for scripts, and {arguments.script} is a module; change its options")
+        if not is_module and not Path(arguments.script).is_file():
             raise ValueError(f"no such script: {arguments.script}")
         libtpu = check_private_interfaces()["libtpu"]
         given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
         calibration = read_calibration(Path(given)) if given else None
-        say = (lambda line: print(line, file=sys.stderr)) if arguments.json else print
+        say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
         if arguments.dcn_gb_per_s is not None and not 0 < arguments.dcn_gb_per_s < 1e6:
             raise ValueError(f"--dcn_gb_per_s is {arguments.dcn_gb_per_s}; expected a speed above 0")
         if arguments.compiler_dir and not newest:
@@ -76,6 +110,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked = [(t.name, "") for t in topologies if not t.hardware.newest_only]
         asked += [(t.name, str(folder)) for t in topologies if newest]
         reports, found = [], True
+        if is_module:
+            names = [t.name for t in topologies]
+            reports, asked = compile_module(arguments.script, options, names, arguments.program), []
+        if arguments.search:
+            limits, names = (arguments.minutes, arguments.vary_batch), [t.name for t in topologies]
+            reports = decide(arguments.script, names, options, say, *limits, tokens, prices)
+            found, asked = bool(reports), []
+        if sides:
+            print(compare(arguments.script, topologies[0].name, options, *sides))
+            return 0
         for topology, compiler in asked:
             os.environ[COMPILER_VARIABLE] = compiler
             if arguments.fit:
@@ -84,10 +128,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reports += [best] if best else []
                 found &= best is not None
             else:
-                reports.append(compile_script(arguments.script, topology, options, arguments.program))
-    except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
+                given = with_batch(options, topology, arguments.batch_per_device)
+                reports.append(compile_script(arguments.script, topology, given, arguments.program))
+    except (ValueError, RuntimeError, OSError) as error:
+        code = error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
+        if not (isinstance(error, ScriptError) and is_module and code == 2):  # there the child has said all
+            print(f"error: {error}", file=sys.stderr)
+        return code
     finally:
         os.environ.pop(COMPILER_VARIABLE, None)
     if calibration:
@@ -96,13 +143,54 @@ def main(argv: Sequence[str] | None = None) -> int:
         reports = [dataclasses.replace(r, calibration=text) for r, text in zip(reports, said, strict=True)]
     if arguments.dcn_gb_per_s:
         reports = [dataclasses.replace(r, network_gb_per_s=arguments.dcn_gb_per_s) for r in reports]
+    if arguments.picture:
+        try:
+            draw(reports, Path(arguments.picture))
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            found = False
     if arguments.json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
     elif newest and reports:
         print("\n\n".join(format_compilers([r for r in reports if r.topology == t.name]) for t in topologies))
-    elif reports:
+    elif reports and not arguments.search:
         print(format_report(reports[0]) if len(reports) == 1 else format_table(reports))
     return 0 if found and all(r.fits for r in reports) else 1
+
+
+def add_deciding_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--search", action="store_true", help="try settings one after the other: the fastest that fits")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of --search, all slices together; default: 30")
+    parser.add_argument("--vary_batch", action="store_true", help="--search may change global_batch_size")
+    parser.add_argument("--tokens", metavar="N", help="how many tokens or examples the run is to see, such as 10e9")
+    parser.add_argument(
+        "--price", nargs="+", action="extend", default=[], metavar="CHIP=PRICE", help="of an hour, such as v5e=1.20"
+    )
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="two sets of options, or two commits")
+    parser.add_argument("--picture", metavar="FILE", help="draw the slices into this PNG file")
+    parser.add_argument("--batch_per_device", type=int, metavar="N", help="global_batch_size is N times the devices")
+    parser.add_argument("--cache", metavar="DIR", help=f"compiles are kept there; default: {cache.default_folder()}")
+    parser.add_argument("--no_cache", action="store_true", help="compile afresh, and keep nothing")
+
+
+def choose_cache(folder: str | None, none: bool) -> None:
+    """Leave in the environment, from which child processes take it, where compiles are kept. Raises InputError where
+    nothing can be written."""
+    named = os.environ.get(cache.VARIABLE)
+    if none:
+        os.environ[cache.VARIABLE] = ""
+    elif folder or named != "":
+        path = Path(folder or named or cache.default_folder()).resolve()
+        os.environ[cache.VARIABLE] = str(cache.Cache(path).folder)
+
+
+def with_batch(options: Sequence[str], topology: str, per_device: int | None) -> Sequence[str]:
+    """options with a global batch of so many examples for each device; as they are where none is asked for."""
+    if per_device is None:
+        return options
+    if per_device < 1:
+        raise ValueError(f"--batch_per_device is {per_device}; expected 1 or more")
+    return with_option(options, "global_batch_size", str(per_device * parse_topology(topology).num_devices))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ Prints:  a row for each program: megacycles and milliseconds by the compiler's o
          compile. Nothing runs on a TPU. libtpu, torch_xla and jax are the same for every row.
 
 AdamW, bfloat16 products, float32 master weights. GPT-2 124M, true shape: 8 x 1,024 tokens. llama: Llama 3.2 1B with 4
-layers, 4 x 2,048 tokens. Operations that the compiler gives no estimate for are added by a rule: copies and slices
-nothing (they run beside the arithmetic); a flash attention layer nine products of 2 B H T^2 K operations (two forward,
-seven backward), without the blocks of 512 that lie above the diagonal, at the share of the matrix unit that heads fill;
-other custom calls nothing; everything else (sort, scatter) twice the bytes of its result over the memory bandwidth.
+layers, 4 x 2,048 tokens. Operations that the compiler gives no estimate for are added by the
+rule of tpu_compiler/rules.py.
 """
 
 import argparse
@@ -29,7 +27,8 @@ from config import TransformerConfig
 from model_shapes import MODEL_SIZES, LlamaShape, ModelShape
 from tpu_compiler.environment import check_private_interfaces, prepare_environment
 from tpu_compiler.hardware import GIB, parse_topology
-from tpu_compiler.reading import parse_program, read_cycles, shape_bytes
+from tpu_compiler.reading import parse_program, read_cycles
+from tpu_compiler.rules import ruled_ms
 
 SHAPE, BATCH = ModelShape(12, 12, 768, 1024, 50257), 8
 LLAMA, LLAMA_BATCH = dataclasses.replace(MODEL_SIZES["llama3_1B"], num_layers=4, sequence_length=2048), 4
@@ -46,7 +45,6 @@ PEERS = {
     "llama_hugging_face": "Hugging Face LlamaForCausalLM, eager attention, through torch_xla, autocast",
 }
 OURS = ("ours", "ours_flash", "ours_6x128", "llama", "llama_flash")
-HIDDEN = {"copy", "slice", "custom-call"}  # copies and slices are started early and awaited late
 
 
 def problem(name: str) -> tuple[ModelShape, int]:
@@ -54,22 +52,6 @@ def problem(name: str) -> tuple[ModelShape, int]:
     if name.startswith("llama"):
         return LLAMA, LLAMA_BATCH
     return dataclasses.replace(SHAPE, num_heads=6) if name == "ours_6x128" else SHAPE, BATCH
-
-
-def unpriced_cycles(computations, unpriced, name: str, topology) -> float:
-    """What is added to the compiler's estimate, by the rule above."""
-    size, hardware = 0, topology.hardware
-    shape, batch = problem(name)
-    for operation in computations["ENTRY"]:
-        if operation.kind in set(unpriced) - HIDDEN and "estimated_cycles" not in operation.line:
-            size += 2 * sum(shape_bytes(operation.type))
-    seconds = size / hardware.memory_gb_per_s / 1e9
-    if name.endswith("flash"):
-        product = 2 * batch * shape.num_heads * shape.sequence_length**2 * shape.head_dim
-        computed = (1 + 512 / shape.sequence_length) / 2  # of the square of blocks
-        filled = min(1.0, shape.head_dim / (256 if topology.generation == "v6e" else 128))
-        seconds += 9 * computed * shape.num_layers * product / (hardware.bf16_tflops * 1e12 * filled)
-    return seconds * hardware.clock_ghz * 1e9
 
 
 def compile_torch(name: str, topology, options: dict[str, str]) -> tuple[str, int]:
@@ -150,8 +132,9 @@ def one(name: str, topology_name: str, *options: str) -> None:
     compile_it = compile_jax if name.endswith("jax") else compile_torch
     text, peak = compile_it(name, topology, dict(option.split("=", 1) for option in options))
     computations = parse_program(text)
-    priced, unpriced = read_cycles(computations)
-    cycles, added = sum(priced.values()), unpriced_cycles(computations, unpriced, name, topology)
+    priced, _ = read_cycles(computations)
+    cycles = sum(priced.values())
+    added = ruled_ms(computations, topology) * topology.hardware.clock_ghz * 1e6
     milliseconds = (cycles + added) / topology.hardware.clock_ghz / 1e6
     flops = shape.flops_per_token * batch * shape.sequence_length
     mfu = flops / (milliseconds / 1e3) / (topology.hardware.bf16_tflops * 1e12)

@@ -383,7 +383,7 @@ def assert_is_meant_for(r, script, preset):
 def forked(monkeypatch):
     """compile_script() without the seconds of a start."""
 
-    def run_script(command, variables):
+    def run_script(command, variables, seconds=None):
         done = run(*command, **variables)
         print(done.stderr, end="", file=sys.stderr)
         return done.returncode

@@ -36,6 +36,7 @@ NOT_RUN = {  # pattern: reason
     r".*generate_tpu.py --run_dir runs/mine --chat": "as above",
     r".*convert_hf.py export runs/(mine|adapters) ": "as above; test_convert_hf.py exports both",
     r".*finetune_demo.py": "ten minutes; what it printed stands on the page",
+    r".*--preset production --topology v5litepod-8 --search": "half an hour; what it printed stands on the page",
     r".*transformer_tpu.py --preset production --data_dir": "needs a TPU; test_aot_tpu.py compiles this step",
 }
 # so that a training takes seconds; what the reader would wait for is measured in docs/benchmarks.md
@@ -105,7 +106,7 @@ def test_a_script_copied_as_readme_says_runs_by_itself(tmp_path):
 def checkout(tmp_path_factory):
     """The project in a folder of its own, which the commands of all pages share, in their order."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("*.py", "tpu_utils", "tpu_compiler"):
+    for name in ("*.py", "tpu_utils", "tpu_compiler", "benchmarks"):
         for path in ROOT.glob(name):
             (folder / path.name).symlink_to(path)
     (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 400)
@@ -122,7 +123,7 @@ def data_dir(command: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_run(page, checkout, monkeypatch, capsys):
-    def forked(command, variables):
+    def forked(command, variables, seconds=None):
         done = Script(*command, folder=checkout, **variables)
         assert done.wait() in (0, 1, 2), done.text("err")
         return done.returncode

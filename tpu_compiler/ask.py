@@ -16,12 +16,24 @@ import torch_xla.runtime as xr
 from jax.errors import JaxRuntimeError
 from jax.extend.mlir import ir
 
+from tpu_compiler import compiling
+from tpu_compiler.cache import Cache, cache_of_environment, digest
 from tpu_compiler.compiling import Compiled, compile_program, compile_with_newest, host_peak_gib, program_inputs
 from tpu_compiler.environment import COMPILER_VARIABLE, check_private_interfaces
 from tpu_compiler.hardware import GIB, Topology, parse_topology
 from tpu_compiler.newest import environment_versions
-from tpu_compiler.reading import parse_program, read_collectives, read_cycles, read_slice_transfers, shape_bytes
+from tpu_compiler.reading import (
+    group_modules,
+    parse_program,
+    read_collectives,
+    read_cycles,
+    read_largest_results,
+    read_modules,
+    read_slice_transfers,
+    shape_bytes,
+)
 from tpu_compiler.report import Report, format_report
+from tpu_compiler.rules import moved_bytes, ruled_ms
 from tpu_compiler.search import OUTPUT_VARIABLE, suggest
 from tpu_compiler.tracing import Traced, create_state, trace_step
 from tpu_utils.errors import InputError
@@ -54,17 +66,22 @@ def compile_for(
         prime(optimizer)
     traced = trace_step(step, *args, owners=(model, *optimizers), **kwargs)
     sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
-    result, text = ask_compiler(traced, topology, **sizes, settings=settings)
+    result, text = ask_compiler(traced, topology, **sizes, settings=settings, cache=cache_of_environment())
     if os.environ.get(OUTPUT_VARIABLE):
-        folder = Path(os.environ[OUTPUT_VARIABLE])
-        (folder / "program.txt").write_text(text)
-        (folder / "traced.hlo.pb").write_bytes(traced.hlo)
-        (folder / "inputs.json").write_text(json.dumps({"roles": traced.roles, "donated": traced.donated}))
-        (folder / "report.json").write_text(json.dumps(dataclasses.asdict(result), indent=2, default=str))
-        return result.exit_code
+        return hand_over(traced, result, text)
     print(format_report(result), flush=True)
     if result.over_bytes:
         print(suggest(result, sys.argv[0], sys.argv[1:]), flush=True)
+    return result.exit_code
+
+
+def hand_over(traced: Traced, result: Report, text: str) -> int:
+    """Write the answer where the process that asked, compile_script, looks for it. Returns the exit code."""
+    folder = Path(os.environ[OUTPUT_VARIABLE])
+    (folder / "program.txt").write_text(text)
+    (folder / "traced.hlo.pb").write_bytes(traced.hlo)
+    (folder / "inputs.json").write_text(json.dumps({"roles": traced.roles, "donated": traced.donated}))
+    (folder / "report.json").write_text(json.dumps(dataclasses.asdict(result), indent=2, default=str))
     return result.exit_code
 
 
@@ -97,10 +114,12 @@ def ask_compiler(
     model_flops: float | None = None,
     settings: dict | None = None,
     options: dict[str, str] | None = None,
+    cache: Cache | None = None,
 ) -> tuple[Report, str]:
     """Compile a traced step for a slice: (Report, optimized program text; empty when it does not compile).
 
-    examples (or tokens, with unit="tokens") and model_flops are those of one step over all devices.
+    examples (or tokens, with unit="tokens") and model_flops are those of one step over all devices. cache: where what
+    the compiler returned is looked up, and kept.
     """
     topology = parse_topology(topology) if isinstance(topology, str) else topology
     newest = Path(os.environ[COMPILER_VARIABLE]) if os.environ.get(COMPILER_VARIABLE) else None
@@ -113,19 +132,23 @@ def ask_compiler(
     limit, start = int(hardware.limit_gib * GIB), time.monotonic()
     facts = dict(topology=topology.name, devices=devices, program=program, limit_bytes=limit, model_flops=model_flops)
     facts |= dict(unit=unit, settings=settings or {}, trace_seconds=traced.seconds, versions=versions)
+    name = f"program_{program_key(traced, topology, options, versions)}" if cache else ""
+    compiled = cache.read(name, Compiled) if cache else None
+    facts["from_cache"] = compiled is not None
     try:
-        if newest:
+        if compiled is None and newest:
             compiled = compile_with_newest(newest, traced, topology, options)
-        else:
-            compiled = compile_program(traced, topology, options)
+        compiled = compiled or compile_program(traced, topology, options)
     except JaxRuntimeError as error:
         return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
+    if cache and not facts["from_cache"]:
+        cache.write(name, compiled)
     computations = parse_program(compiled.text)
     memory = read_memory(compiled, computations, traced.roles)
     peak = sum(memory.values())
     fits = peak <= limit  # libtpu 0.0.21 leaves the arguments out of its own check
     collectives = read_collectives(computations, devices)
-    cycles, unpriced = read_cycles(computations)
+    (cycles, unpriced), modules = read_cycles(computations), read_modules(computations)
     seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
     peak_flops = devices * hardware.bf16_tflops * 1e12 / hardware.devices_per_chip
     to_other_slices = hardware.slice_gb_per_s and hardware.slice_gb_per_s / hardware.devices_per_chip
@@ -152,11 +175,25 @@ def ask_compiler(
         estimated_per_second=examples / seconds if examples and seconds else None,
         estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,
         operations_without_estimate=dict(unpriced.most_common()),
+        ruled_ms=ruled_ms(computations, topology),
+        moved_bytes=moved_bytes(computations),
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
+        costliest_modules=[(module, c / hardware.clock_ghz / 1e6) for module, c in modules.most_common()],
+        module_groups=[(name, n, c / hardware.clock_ghz / 1e6) for name, n, c in group_modules(modules)[:10]],
+        largest_results=read_largest_results(computations),
         compile_seconds=compiled.seconds,
         host_peak_gib=host_peak_gib(),
     )
     return result, compiled.text
+
+
+def program_key(traced: Traced, topology: Topology, options: dict[str, str] | None, versions: dict[str, str]) -> str:
+    """A hash of all that decides what the compiler returns, compiling.py itself included."""
+    inputs = [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
+    chips = [topology.compiler_name, topology.num_slices, topology.chips_per_host, topology.hardware.compiler_options]
+    variable = sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split())  # options that libtpu has read
+    code = Path(compiling.__file__).read_bytes()
+    return digest(traced.hlo, code, inputs, chips, options or {}, variable, versions)
 
 
 def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) -> dict[str, int]:

@@ -91,8 +91,10 @@ def shape_bytes(shape: str, padded: bool = True) -> list[int]:
     return sizes
 
 
-def read_collectives(computations: dict[str, list[Operation]], num_devices: int) -> dict[str, dict[str, float]]:
-    """{kind: {"count", "bytes", "sent_bytes"}} of one step and one device.
+def list_collectives(
+    computations: dict[str, list[Operation]], num_devices: int
+) -> list[tuple[Operation, str, int, int, float]]:
+    """(operation, kind, times it runs, bytes, sent bytes of one) of one step and one device.
 
     bytes is the full tensor: gathered, reduced or exchanged. sent_bytes is the least a device must send for it in a
     group of n: (n - 1) / n of the tensor, twice that for an all-reduce. A reduce-scatter appears as an all-reduce
@@ -121,9 +123,14 @@ def read_collectives(computations: dict[str, list[Operation]], num_devices: int)
             share = 1.0 if kind == "collective-permute" else (group - 1) / group * (2 if kind == "all-reduce" else 1)
             if group > 1:
                 channel = operation.find(r"channel_id=(\d+)") or operation.name
-                seen[channel] = (kind, times[computation], size, share * size)
+                seen[channel] = (operation, kind, times[computation], size, share * size)
+    return list(seen.values())
+
+
+def read_collectives(computations: dict[str, list[Operation]], num_devices: int) -> dict[str, dict[str, float]]:
+    """{kind: {"count", "bytes", "sent_bytes"}} of one step and one device, as list_collectives finds them."""
     totals: dict[str, dict[str, float]] = {}
-    for kind, count, size, sent in seen.values():
+    for _, kind, count, size, sent in list_collectives(computations, num_devices):
         total = totals.setdefault(kind, {"count": 0, "bytes": 0, "sent_bytes": 0})
         total["count"] += count
         total["bytes"] += count * size
@@ -157,14 +164,8 @@ def read_slice_transfers(computations: dict[str, list[Operation]], num_slices: i
     return totals
 
 
-def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Counter]:
-    """({source line: estimated cycles}, {kind: operations without estimate}) of one step on one device.
-
-    Sums estimated_cycles over the schedule: entry, loop bodies times their trips, branches, asynchronous calls. What is
-    inside a fusion belongs to the fusion. A fusion counts for the source line of its last operation. Results of at most
-    4 KiB (one register) without estimate are left out.
-    """
-    times, cycles, unpriced = _times_run(computations), Counter(), Counter()
+def _nested(computations: dict[str, list[Operation]]) -> set[str]:
+    """Computations that are part of an operation: what a fusion does inside, what a reduction applies."""
     fused = {o.find(r"calls=%?([\w.\-]+)") for ops in computations.values() for o in ops if o.kind == "fusion"}
     applied = {o.find(r"to_apply=%?([\w.\-]+)") for ops in computations.values() for o in ops if o.kind != "call"}
     nested = {name for name in fused | applied if name}
@@ -176,8 +177,79 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
             for inner in re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", o.line)
         }
         if called <= nested:
-            break
+            return nested
         nested |= called
+
+
+def scheduled(computations: dict[str, list[Operation]]) -> list[tuple[str, int, list[Operation]]]:
+    """(name, times it runs in a step, operations) of the computations that are no part of an operation."""
+    times, nested = _times_run(computations), _nested(computations)
+    return [(name, times[name], found) for name, found in computations.items() if name not in nested and times[name]]
+
+
+def source_of(operation: Operation) -> str:
+    """file.py:12, or file.py:12 backward."""
+    scope = re.search(r'op_name="([\w\-.]+\.py)_(\d+)( backward)?', operation.line)
+    return f"{scope[1]}:{scope[2]}{scope[3] or ''}" if scope else "added by the compiler"
+
+
+def module_of(operation: Operation) -> str:
+    """layers.3.mlp, or layers.3.mlp backward; "" for what no module's forward caused."""
+    scope = re.search(r'op_name="[\w\-.]+\.py_\d+( backward)? in <([^<>"]*)>', operation.line)
+    return f"{scope[2]}{scope[1] or ''}" if scope else ""
+
+
+def read_modules(computations: dict[str, list[Operation]]) -> Counter:
+    """{module: estimated cycles} of one step on one device, added up as read_cycles does.
+
+    An operation counts for the innermost module that was running. What none caused (the loss, the optimizer, what the
+    compiler adds) is left out.
+    """
+    times, nested, cycles = _times_run(computations), _nested(computations), Counter()
+    for name, operations in computations.items():
+        for operation in operations if name not in nested else ():
+            estimate, module = operation.find(r'"estimated_cycles":"(\d+)"'), module_of(operation)
+            if estimate and module and times[name]:
+                cycles[module] += int(estimate) * times[name]
+    return cycles
+
+
+def group_modules(cycles: Counter) -> list[tuple[str, int, int]]:
+    """(name with * for numbers, how many modules, their cycles together), the costliest first."""
+    groups: dict[str, list[int]] = {}
+    for module, count in cycles.items():
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^. ])", "*", module), []).append(count)
+    return sorted(((name, len(c), sum(c)) for name, c in groups.items()), key=lambda row: -row[2])
+
+
+def read_largest_results(computations: dict[str, list[Operation]], count: int = 10) -> list[tuple[int, str, str, str]]:
+    """(bytes with the padding of tiles, kind, source line, module) of the largest results in a device's main memory.
+
+    Not the largest live buffers: which results share memory, and when, is not in the program's text. Inputs are not
+    temporaries and are left out, as is what overwrites its operand or is part of another operation.
+    """
+    times, nested, found = _times_run(computations), _nested(computations), []
+    for name, operations in computations.items():
+        if name in nested or not times[name]:
+            continue
+        for operation in operations:
+            if operation.kind in FREE or operation.kind in ("dynamic-update-slice", "copy-start"):
+                continue
+            arrays = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", operation.type)
+            sizes = [shape_bytes(array)[0] for array in arrays if "S(1)" not in array]  # S(1): on-chip memory
+            if sizes:
+                found.append((max(sizes), operation.kind, source_of(operation), module_of(operation)))
+    return sorted(found, key=lambda row: -row[0])[:count]
+
+
+def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Counter]:
+    """({source line: estimated cycles}, {kind: operations without estimate}) of one step on one device.
+
+    Sums estimated_cycles over the schedule: entry, loop bodies times their trips, branches, asynchronous calls. What is
+    inside a fusion belongs to the fusion. A fusion counts for the source line of its last operation. Results of at most
+    4 KiB (one register) without estimate are left out.
+    """
+    times, cycles, unpriced, nested = _times_run(computations), Counter(), Counter(), _nested(computations)
 
     def small(operation: Operation) -> bool:  # scalars of the optimizer: nothing beside a priced operation
         return operation.kind not in WEIGHTY and max(shape_bytes(operation.type, padded=False), default=0) <= 4096
@@ -188,9 +260,7 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
         for operation in operations:
             estimate = operation.find(r'"estimated_cycles":"(\d+)"')
             if estimate:
-                scope = re.search(r'op_name="([\w\-.]+\.py)_(\d+)( backward)?', operation.line)
-                source = f"{scope[1]}:{scope[2]}{scope[3] or ''}" if scope else "added by the compiler"
-                cycles[source] += int(estimate) * times[computation]
+                cycles[source_of(operation)] += int(estimate) * times[computation]
             elif operation.kind not in FREE and "ConcatBitcast" not in operation.line and not small(operation):
                 unpriced[operation.kind.removesuffix("-start")] += times[computation]
     return cycles, unpriced

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from tpu_compiler.hardware import GIB
+from tpu_compiler.rules import RULE
 
 LABEL = "compiler estimate, not measured; excludes collectives"
+KEPT = " (kept from then)"
 COMMUNICATION_LABEL = "lower bound: bytes over link bandwidth, not measured"
 NETWORK_LABEL = "lower bound: bytes over the data center network's {:.4g} GB/s a device, not measured"
 
@@ -40,9 +42,20 @@ class Report:
     calibration: str = ""  # what was measured on this chip, as calibration.Calibration.sentence says it
     unit: str = "examples"
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
+    ruled_ms: float = 0.0  # what rules.py adds for them; not in estimated_ms
+    moved_bytes: float = 0.0  # read from and written to main memory by operations
     costliest_lines: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # source line, milliseconds
+    costliest_modules: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # layers.3.mlp, milliseconds
+    module_groups: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)  # layers.*.mlp, how many, ms
+    # bytes, kind, source line, module; not the live buffers: which results share memory is not in the program's text
+    largest_results: list[tuple[int, str, str, str]] = dataclasses.field(default_factory=list)
+    level: str = ""  # conservative, balanced or aggressive, of a module without a script
+    notes: list[str] = dataclasses.field(default_factory=list)  # what was chosen for such a module
+    decode: dict = dataclasses.field(default_factory=dict)  # what one token costs, and what binds it
     trace_seconds: float = 0.0
     compile_seconds: float = 0.0
+    asked_seconds: float = 0.0  # of the script's whole process, when it was asked by compile_script
+    from_cache: bool = False
     host_peak_gib: float = 0.0
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     settings: dict = dataclasses.field(default_factory=dict)
@@ -65,7 +78,7 @@ class Report:
 def format_report(r: Report) -> str:
     """The report as text, a fact a line."""
     verdict = "compiles and fits" if r.fits else "does not fit" if r.peak_bytes > r.limit_bytes else "does not compile"
-    lines = [f"{r.topology}: {verdict} ({r.program})"]
+    lines = [f"{r.topology}: {verdict} ({r.program}{f', {r.level}' if r.level else ''})"]
 
     def row(name: str, text: str) -> None:
         lines.append(f"  {name:<18} {text}")
@@ -94,6 +107,18 @@ def format_report(r: Report) -> str:
         rate = f", {r.estimated_per_second:,.0f} {r.unit}/s" if r.estimated_per_second else ""
         mfu = f", MFU {r.estimated_mfu:.1%}" if r.estimated_mfu else ""
         row("time per step", f"{r.estimated_ms:.3f} ms{rate}{mfu} ({r.estimate_label})")
+        if d := r.decode:
+            cache = f"key-value cache {d['cache_bytes'] / GIB:.3f} GiB for {d['cache_length']:,} tokens a sequence"
+            row("decoding", f"{cache}, {d['read_bytes'] / GIB:.3f} GiB read per token and device")
+            bounds = f"memory {d['memory_ms']:.3f} ms at its bandwidth, matrix unit {d['matrix_ms']:.3f} ms at its peak"
+            row("", f"bound by the {d['bound_by']}: {bounds}; tokens/s: of the longest time, {d['expected_ms']:.3f} ms")
+            above = d["expected_ms"] / max(d["memory_ms"], d["matrix_ms"])
+            if above > 1.5:
+                row(
+                    "",
+                    f"the estimate is {above:.1f} x that bound: what takes the time is the program, "
+                    "see costliest lines",
+                )
         if r.calibration:
             row("calibration", r.calibration)
         kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())
@@ -101,9 +126,21 @@ def format_report(r: Report) -> str:
             "without estimate",
             f"{sum(r.operations_without_estimate.values())} operations{': ' + kinds if kinds else ''}",
         )
+        if r.ruled_ms >= 0.001:
+            row("", f"{r.ruled_ms:.3f} ms more, {RULE}")
         for i, (line, ms) in enumerate(r.costliest_lines):
             row("" if i else "costliest lines", f"{ms:9.3f} ms  {ms / r.estimated_ms:5.1%}  {line}")
-    row("took", f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile, "
+        for i, (name, count, ms) in enumerate(r.module_groups):
+            several = f" ({count} modules)" if count > 1 else ""
+            row("" if i else "costliest modules", f"{ms:9.3f} ms  {ms / r.estimated_ms:5.1%}  {name}{several}")
+        large = [result for result in r.largest_results if result[0] >= 1e6]
+        for i, (size, kind, line, module) in enumerate(large[:5]):
+            where = f"{kind}, {line}{f', {module}' if module else ''}"
+            row("" if i else "largest results", f"{size / 1e6:9.1f} MB  {where}")
+    for i, note in enumerate(r.notes):
+        row("" if i else "chosen", note)
+    kept = KEPT * r.from_cache
+    row("took", f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile{kept}, "
         f"{r.host_peak_gib:.1f} GiB of host memory")  # fmt: skip
     row("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items()))
     return "\n".join(lines)
@@ -111,12 +148,13 @@ def format_report(r: Report) -> str:
 
 def format_table(reports: Sequence[Report]) -> str:
     """Several slices side by side, as a Markdown table."""
-    unit = reports[0].unit
-    header = ["slice", "devices", "fits", "GiB of limit", "FLOPs / model", "collectives MB", "comm. ms >=", "est. ms",
-              f"est. {unit}/s", "est. MFU", "no estimate", "compile s"]  # fmt: skip
+    unit, levels = reports[0].unit, any(r.level for r in reports)
+    header = ["slice", *(["level"] if levels else []), "devices", "fits", "GiB of limit", "FLOPs / model",
+              "collectives MB", "comm. ms >=", "est. ms", f"est. {unit}/s", "est. MFU", "no estimate",
+              "compile s"]  # fmt: skip
     rows = [header, ["---"] * len(header)]
     for r in reports:
-        row = [r.topology, str(r.devices), "yes" if r.fits else "no"]
+        row = [r.topology, *([r.level] if levels else []), str(r.devices), "yes" if r.fits else "no"]
         row.append(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-")
         if r.compiles:
             row += [f"{r.flops_ratio:.2f}" if r.flops_ratio else "-"]
@@ -132,12 +170,14 @@ def format_table(reports: Sequence[Report]) -> str:
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]
-    lines += [f"{r.topology}: {r.reason}" for r in reports if r.reason]
+    lines += [f"{r.topology}{f' {r.level}' if levels else ''}: {r.reason}" for r in reports if r.reason]
     for r in reports:
         sent = sum(kind["sent_bytes"] for kind in r.slice_transfers.values()) / 1e6
         bound = r.slice_lower_bound_ms
         at_least = "" if bound is None else f", at least {bound:.2f} ms ({NETWORK_LABEL.format(r.network_gb_per_s)})"
         lines += [f"{r.topology}: between slices a device sends {sent:.1f} MB{at_least}"] if sent else []
+    said = [f"{r.level}: {note}" for r in reports for note in r.notes]
+    lines += list(dict.fromkeys(said))
     lines += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
     return "\n".join([*lines, f"est.: {LABEL}. comm.: {COMMUNICATION_LABEL}."])
 

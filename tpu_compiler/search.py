@@ -1,5 +1,6 @@
 """Several compiles of a training script, each in a process of its own: a process can only look like one slice."""
 
+import dataclasses
 import json
 import math
 import os
@@ -7,9 +8,11 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tpu_compiler.cache import cache_of_environment, question_key, state_of, watched
 from tpu_compiler.hardware import GIB
 from tpu_compiler.report import Report
 
@@ -22,6 +25,19 @@ class ScriptError(RuntimeError):
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class OutOfTimeError(ScriptError):
+    """The script was stopped before the compiler had answered."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a script answered to a question, as the cache keeps it."""
+
+    report: Report | None  # None: it was stopped after so many seconds
+    seconds: float
+    watched: dict[str, str]  # state of the files and folders that it names
 
 
 def option_name(option: str) -> str:
@@ -40,17 +56,60 @@ def with_option(options: Sequence[str], name: str, value: str | None) -> list[st
     return kept if value is None else [*kept, f"--{name}", value]
 
 
-def run_script(command: Sequence[str], variables: dict[str, str]) -> int:
-    """Exit code of `python COMMAND` with these environment variables. What it prints on stdout is dropped."""
+def run_script(command: Sequence[str], variables: dict[str, str], seconds: float | None = None) -> int:
+    """Exit code of `python COMMAND` with these environment variables. What it prints on stdout is dropped.
+
+    Raises subprocess.TimeoutExpired when it had to be stopped after so many seconds.
+    """
     environment = os.environ | variables
     environment.pop("XLA_USE_SPMD", None)  # xr.use_spmd() of this process leaves it there
-    return subprocess.run([sys.executable, *command], env=environment, stdout=subprocess.DEVNULL).returncode
+    command = [sys.executable, *command]
+    return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=seconds).returncode
 
 
-def compile_script(script: str, topology: str, options: Sequence[str], program_dir: str | None = None) -> Report:
-    """Run a training script up to its first step for one slice. Raises ScriptError when it does not get there."""
+def compile_script(
+    script: str,
+    topology: str,
+    options: Sequence[str],
+    program_dir: str | None = None,
+    seconds: float | None = None,
+) -> Report:
+    """What compile_afresh returns, from the cache when the same was asked before. With program_dir only the program's
+    compile is kept, not its trace."""
+    cache = cache_of_environment()
+    key = question_key(script, topology, options) if cache and not program_dir else None
+    kept = cache.read(key, Answer) if key else None
+    if kept and all(state_of(text) == state for text, state in kept.watched.items()):
+        if kept.report:
+            return dataclasses.replace(kept.report, from_cache=True)
+        if seconds and seconds <= 1.05 * kept.seconds:
+            raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {kept.seconds:.0f} s before", 1)
+    start = time.monotonic()
+    try:
+        report = compile_afresh(script, topology, options, program_dir, seconds)
+    except subprocess.TimeoutExpired as error:
+        if key:
+            cache.write(key, Answer(None, seconds, watched({}, options)))
+        raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {seconds:.0f} s", 1) from error
+    report = dataclasses.replace(report, asked_seconds=time.monotonic() - start)
+    if key and report.memory:  # not what the compiler refused for another reason than memory
+        cache.write(key, Answer(report, report.asked_seconds, watched(report.settings, options)))
+    return report
+
+
+def compile_afresh(
+    script: str,
+    topology: str,
+    options: Sequence[str],
+    program_dir: str | None = None,
+    seconds: float | None = None,
+) -> Report:
+    """Run a training script up to its first step for one slice. Raises ScriptError when it does not get there, and
+    subprocess.TimeoutExpired when it takes more than so many seconds."""
+    limit = {} if seconds is None else {"seconds": seconds}
     with tempfile.TemporaryDirectory() as folder:
-        code = run_script([script, *with_option(options, "compile_for", topology)], {OUTPUT_VARIABLE: folder})
+        command = [script, *with_option(options, "compile_for", topology)]
+        code = run_script(command, {OUTPUT_VARIABLE: folder}, **limit)
         written = Path(folder, "report.json")
         if not written.exists():
             if code < 0:
@@ -60,7 +119,8 @@ def compile_script(script: str, topology: str, options: Sequence[str], program_d
             else:
                 cause = f"ended with code {code} before its first step; its own message is above"
             raise ScriptError(f"{script} for {topology} {cause}", 2 if code == 2 else 1)
-        report = Report(**json.loads(written.read_text()))
+        known = {field.name for field in dataclasses.fields(Report)}  # another commit's report may have others
+        report = Report(**{name: v for name, v in json.loads(written.read_text()).items() if name in known})
         if report.topology != topology:
             raise ScriptError(
                 f"{script} was asked for {topology} and compiled for {report.topology}: expected a script that takes "

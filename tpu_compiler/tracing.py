@@ -4,11 +4,13 @@ Every private interface of torch_xla that this needs is in this file.
 """
 
 import collections
+import contextlib
 import dataclasses
 import gc
 import re
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -172,7 +174,7 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
     xlac._set_ir_debug(True)  # operations remember the scope they were recorded in
     try:
         implementation.sync = torch_xla.sync = take_program
-        with _record_source_lines():
+        with _name_modules(owners) as module_name, _record_source_lines(module_name):
             result = step(*args, **kwargs)  # kept alive: what the caller would hold is an output of the program
         take_program()
         del result
@@ -187,25 +189,66 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
     return programs[0]
 
 
-def _record_source_lines():
+@contextlib.contextmanager
+def _name_modules(owners: Sequence):
+    """Within: a function that says which module's forward is running on this thread, such as layers.3.mlp."""
+    names, running = {}, threading.local()
+    for owner in owners:
+        # compile_for holds the models of a step in a list, whose numbers nobody knows
+        roots = owner if isinstance(owner, torch.nn.ModuleList) else [owner]
+        for root in roots:
+            if isinstance(root, torch.nn.Module):
+                names |= {id(module): name or type(root).__name__ for name, module in root.named_modules()}
+
+    def enter(module, _) -> None:
+        running.__dict__.setdefault("names", []).append(names.get(id(module)))
+
+    def leave(*_) -> None:
+        if running.__dict__.get("names"):
+            running.names.pop()
+
+    def module_name() -> str:
+        return next((name for name in reversed(running.__dict__.get("names", ())) if name), "")
+
+    hooks = [
+        torch.nn.modules.module.register_module_forward_pre_hook(enter),
+        torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield module_name
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _record_source_lines(module_name: Callable[[], str]):
     """A mode in which every operation is recorded under `file.py:line` of the user's code that caused it.
+
+    What a module's forward caused is recorded under `file.py:line in <layers.3.mlp>`.
 
     PyTorch/XLA's own metadata names the innermost frame (somewhere in torch) and nothing at all for the backward pass,
     which runs on autograd's thread: there, each node reopens the line of its forward operation.
     """
+    library, tools = sysconfig.get_path("purelib"), str(Path(__file__).parent)
+    torchs = tuple(f"{library}/{name}/" for name in ("torch", "torch_xla", "functorch"))
     not_ours = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), __file__)
     open_scope = torch_xla._XLAC.profiler.scope_pusher  # closed when the object dies
 
     def user_line() -> str:
-        frame = sys._getframe(2)
-        while frame and frame.f_code.co_filename.startswith((*not_ours, "<")):
+        frame, theirs = sys._getframe(2), None
+        while frame and (file := frame.f_code.co_filename).startswith((*not_ours, "<")):
+            if not theirs and file.startswith(library) and not file.startswith(torchs):
+                theirs = frame  # the innermost line of a package that is not torch's
             frame = frame.f_back
+        if theirs and frame and frame.f_code.co_filename.startswith(tools):
+            frame = theirs  # nobody's script called the module: module_step.py did
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "unknown"
 
     class SourceLines(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            line = user_line()
-            scope = open_scope(line)
+            line, module = user_line(), module_name()
+            inside = f" in <{module}>" if module else ""
+            scope = open_scope(line + inside)
             try:
                 result = func(*args, **(kwargs or {}))
             finally:
@@ -217,7 +260,7 @@ def _record_source_lines():
                     node.metadata["line"] = line
                     nodes += [parent for parent, _ in node.next_functions if parent is not None]
                     scopes = []
-                    node.register_prehook(lambda *_, s=scopes: s.append(open_scope(f"{line} backward")))
+                    node.register_prehook(lambda *_, s=scopes: s.append(open_scope(f"{line} backward{inside}")))
                     node.register_hook(lambda *_, s=scopes: s.clear())
             return result
 

@@ -1,0 +1,221 @@
+"""What the compiler said, kept on disk: a compile of minutes is asked for once. No torch, no jax.
+
+Two kinds of entry, each one file of compressed JSON, checked when it is read; a damaged one is as good as none:
+program_KEY   what the compiler returned for a traced program. KEY: hash of the program, the roles, donation and
+              shardings of its inputs, slice, compiler options, versions and FORMAT. A trace is the same, byte for byte,
+              in every process.
+answer_KEY    the report a script gave to a question, which saves the trace too. KEY: hash of every Python file that the
+              script could import from its own folder, this project or PYTHONPATH, of its options, the folder it ran in,
+              every installed package and the variables that XLA and Python read. The entry also holds the state of
+              each file and folder that the script's settings name: where one has changed, it does not count.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import io
+import json
+import os
+import sys
+import tempfile
+import time
+import types
+import typing
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tpu_compiler.environment import COMPILER_VARIABLE
+from tpu_utils.errors import InputError
+from tpu_utils.inputs import parse_json, read_regular
+
+FORMAT = 1
+VARIABLE = "AOT_TPU_CACHE"
+"""Names the folder; empty: no cache."""
+MOST_BYTES = 2 << 30
+"""Of all entries together: the ones that were not read for the longest time go first."""
+LARGEST_TEXT = 1 << 30
+MOST_FILES = 20_000
+"""That are looked at to know whether a script has changed. Where there are more, only programs are kept."""
+READ_BY_LIBRARIES = ("XLA", "TPU_", "LIBTPU", "JAX", "PJRT", "PT_", "TORCH", "PYTHON", "CPU_NUM_DEVICES")
+OWN = ("AOT_TPU", "PYTHONHASHSEED", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY")
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+class Cache:
+    """Entries in one folder, which several processes may use at once."""
+
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES):
+        """Raises InputError where nothing can be written."""
+        self.folder, self.most_bytes = folder, most_bytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.NamedTemporaryFile(dir=folder, suffix=".writing") as probe:
+                probe.write(b"\0" * 4096)
+        except OSError as error:
+            raise InputError(
+                f"the compile cache cannot be written: {folder}: {error.strerror}; expected a folder with room; name "
+                f"another one by --cache or {VARIABLE}, or give --no_cache"
+            ) from error
+
+    def read(self, name: str, kind: type) -> Any:
+        """The entry as an instance of a dataclass. None where there is none, or none that can be used."""
+        path = self.folder / f"{name}.json.gz"
+        try:
+            content = read_regular(path, "an entry of the compile cache", LARGEST_TEXT, follow=False)
+            with gzip.open(io.BytesIO(content)) as file:
+                text = file.read(LARGEST_TEXT + 1)
+            entry = parse_json(text) if len(text) <= LARGEST_TEXT else None
+            values = entry.get("values") if isinstance(entry, dict) and entry.get("format") == FORMAT else None
+            if not isinstance(values, dict) or entry.get("name") != name:
+                return None
+            found = from_json(kind, values)
+            os.utime(path)  # used just now
+            return found
+        except (InputError, OSError, EOFError, ValueError, zlib.error):
+            return None
+
+    def write(self, name: str, record: Any) -> None:
+        """Keep a dataclass. Written aside and renamed; a full disk costs the entry alone, and is said."""
+        entry = {"format": FORMAT, "name": name, "values": dataclasses.asdict(record)}
+        aside = None
+        try:
+            content = gzip.compress(json.dumps(entry, default=str).encode(), 5, mtime=0)
+            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".writing", delete=False) as file:
+                aside = Path(file.name)
+                file.write(content)
+            aside.replace(self.folder / f"{name}.json.gz")
+            self._trim()
+        except OSError as error:
+            if aside:
+                aside.unlink(missing_ok=True)
+            print(f"warning: not kept in the compile cache: {self.folder}: {error.strerror}", file=sys.stderr)
+
+    def _trim(self) -> None:
+        entries = []
+        for path in self.folder.iterdir():
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # another process was faster
+                continue
+            if path.name.endswith(".json.gz"):
+                entries.append((status.st_mtime, status.st_size, path))
+            elif path.name.endswith(".writing") and status.st_mtime < time.time() - 3600:  # left by a kill
+                path.unlink(missing_ok=True)
+        size = sum(size for _, size, _ in entries)
+        for _, entry_size, path in sorted(entries):
+            if size <= self.most_bytes:
+                break
+            path.unlink(missing_ok=True)
+            size -= entry_size
+
+
+def default_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aot_tpu"
+
+
+def cache_of_environment() -> Cache | None:
+    """The cache that the variable names, by default the user's. None: it says there is none, or the default one cannot
+    be written. Raises InputError for a named one that cannot be written."""
+    named = os.environ.get(VARIABLE)
+    if named == "":
+        return None
+    try:
+        return Cache(Path(named) if named else default_folder())
+    except InputError as error:
+        if named:
+            raise
+        print(f"warning: {error}", file=sys.stderr)
+        return None
+
+
+def digest(*parts: Any) -> str:
+    """A hash of bytes and of what JSON can say, each part with its length before it."""
+    total = hashlib.sha256()
+    for part in (FORMAT, *parts):
+        content = part if isinstance(part, bytes) else json.dumps(part, sort_keys=True).encode()
+        total.update(len(content).to_bytes(8, "little") + content)
+    return total.hexdigest()[:40]
+
+
+def question_key(script: str, topology: str, options: Sequence[str]) -> str | None:
+    """The name of the answer to a question. None where it cannot be known what the script would import."""
+    folders = [Path(script).resolve().parent, PROJECT]
+    folders += [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+    sources = python_files(list(dict.fromkeys(folders)))
+    if sources is None:
+        return None
+    packages = sorted(info.name for path in sys.path for info in Path(path).glob("*.dist-info"))  # NAME-VERSION
+    compiler = os.environ.get(COMPILER_VARIABLE, "")  # a newer one, in an environment of its own
+    packages += sorted(info.name for info in Path(compiler).glob("lib/*/site-packages/*.dist-info")) if compiler else []
+    variables = {n: v for n, v in os.environ.items() if n.startswith(READ_BY_LIBRARIES) and not n.startswith(OWN)}
+    place = [compiler, str(Path(script).resolve()), str(Path.cwd()), sys.version, sys.prefix]
+    return f"answer_{digest(place, topology, list(options), sources, packages, variables)}"
+
+
+def python_files(folders: Sequence[Path]) -> dict[str, str] | None:
+    """{path: hash} of every Python file below these folders. None for more than MOST_FILES files of any kind.
+
+    Left out are hidden folders, those of environments and packages, and links to folders.
+    """
+    found, seen = {}, 0
+    for folder in folders:
+        for place, inner, files in os.walk(folder):
+            inner[:] = [n for n in inner if not n.startswith(".") and n not in ("__pycache__", "site-packages")]
+            inner[:] = [n for n in inner if not Path(place, n, "pyvenv.cfg").exists()]
+            seen += len(files) + len(inner)
+            if seen > MOST_FILES:
+                return None
+            for path in (Path(place, name) for name in files if name.endswith(".py")):
+                try:
+                    found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+                except OSError as error:  # a link to nothing, or not ours to read
+                    found[str(path)] = str(error.strerror)
+    return found
+
+
+def watched(settings: dict, options: Sequence[str]) -> dict[str, str]:
+    """{text: state} of every text in the settings and options of a script that names, or could name, a file or folder.
+
+    State: size and time of the file; of a folder those of what is directly in it; empty where nothing is there.
+    """
+    texts = [option.partition("=")[2] or option for option in options] + [v for v in settings.values() if v]
+    return {text: state_of(text) for text in texts if isinstance(text, str) and not text.startswith("{")}
+
+
+def state_of(text: str) -> str:
+    try:
+        path = Path(text)
+        places = [path, *sorted(path.iterdir())] if path.is_dir() else [path]
+        return digest([[p.name, (s := p.stat()).st_size, s.st_mtime_ns] for p in places[: MOST_FILES // 10]])
+    except (OSError, ValueError):
+        return ""
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """value as kind: a dataclass, or a type of its fields. Raises ValueError where it is of another type."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        names = {field.name for field in dataclasses.fields(kind)}
+        if not isinstance(value, dict) or set(value) != names:
+            raise ValueError(f"expected the fields of {kind.__name__}")
+        return kind(**{name: from_json(hints[name], v) for name, v in value.items()})
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and types.NoneType in inner:
+            return None
+        return from_json(next(k for k in inner if k is not types.NoneType), value)
+    if kind is typing.Any:
+        return value
+    expected = {float: (int, float), tuple: (list,)}.get(origin or kind, (origin or kind,))
+    if not isinstance(value, expected) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{value!r:.40} is no {kind}")
+    if origin is dict:
+        return {key: from_json(inner[1], v) for key, v in value.items()}
+    if origin is list:
+        return [from_json(inner[0], v) for v in value]
+    if origin is tuple:
+        kinds = inner[:1] * len(value) if inner[1:] == (Ellipsis,) else inner
+        return tuple(from_json(k, v) for k, v in zip(kinds, value, strict=True))
+    return value

@@ -114,11 +114,7 @@ def format_report(r: Report) -> str:
             row("", f"bound by the {d['bound_by']}: {bounds}; tokens/s: of the longest time, {d['expected_ms']:.3f} ms")
             above = d["expected_ms"] / max(d["memory_ms"], d["matrix_ms"])
             if above > 1.5:
-                row(
-                    "",
-                    f"the estimate is {above:.1f} x that bound: what takes the time is the program, "
-                    "see costliest lines",
-                )
+                row("", f"the estimate is {above:.1f} x that bound: the program takes the time, see costliest lines")
         if r.calibration:
             row("calibration", r.calibration)
         kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())

@@ -21,9 +21,10 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
 Exit:    0 fits; 1 does not fit or does not compile; 2 wrong usage.
 
 How: the script runs its normal way on the XLA CPU backend, with as many
-virtual devices as the slice has, up to its first step. That step is traced, not
-executed. libtpu's compiler compiles the traced program, with its shardings, for
-the named slice. Everything in the report is read from the compiled program.
+virtual devices as the slice has (8 for more than 64), up to its first step.
+That step is traced, not executed. libtpu's compiler compiles the traced
+program, with its shardings, for the named slice. Everything in the report is
+read from the compiled program.
 
 Trust: compiles or not, memory, FLOPs, kinds, counts and bytes of collectives.
 Milliseconds and MFU are sums of the compiler's own cost model over its
@@ -65,7 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--topology", required=True, help="slices, separated by commas")
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
-    parser.add_argument("--program", metavar="DIR", help="write the optimized program text of each slice there")
+    parser.add_argument(
+        "--program",
+        metavar="DIR",
+        help="write the optimized program text of each slice there, of the newest compiler in DIR/newest",
+    )
     parser.add_argument(
         "--compiler", choices=("installed", "newest"), default="installed",
         help="newest: ask libtpu 0.0.42.1 too, and show both answers; makes its environment the first time",
@@ -128,8 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reports += [best] if best else []
                 found &= best is not None
             else:
+                place = arguments.program and str(Path(arguments.program, "newest" if compiler else ""))
                 given = with_batch(options, topology, arguments.batch_per_device)
-                reports.append(compile_script(arguments.script, topology, given, arguments.program))
+                reports.append(compile_script(arguments.script, topology, given, place))
     except (ValueError, RuntimeError, OSError) as error:
         code = error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
         if not (isinstance(error, ScriptError) and is_module and code == 2):  # there the child has said all

@@ -64,6 +64,16 @@ def table(reports: dict[tuple[str, str], Report]) -> str:
     return "\n".join(lines)
 
 
+def commands(models: list[str]) -> str:
+    """Of each row of the table; the batch grows with the slice."""
+    lines = []
+    for model in models:
+        options, sequences = MODELS[model]
+        line = f"aot_tpu.py transformer_tpu.py --topology SLICE {options} --global_batch_size CHIPSx{sequences}"
+        lines.append(f"{model}: python {line}")
+    return "\n".join(lines)
+
+
 def picture(reports: dict[tuple[str, str], Report], file: Path) -> None:
     """Estimated computation beside the bound of communication, for each model and slice that fits."""
     models = [model for model in MODELS if any(name == model for name, _ in reports)]
@@ -100,7 +110,7 @@ def main() -> int:
         for topology in SLICES:
             if report := asked(model, topology, arguments.folder):
                 reports[model, topology] = report
-    print(table(reports))
+    print(table(reports), commands(arguments.models or list(MODELS)), sep="\n\n")
     picture(reports, arguments.folder / "any_slice.png")
     return 0
 

@@ -17,7 +17,15 @@ from tpu_compiler.report import Report, format_report, format_table
 from tpu_utils.errors import InputError
 
 TINY = ROOT / "tests" / "tiny_training.py"
-SMALL = "--num_layers=1 --embedding_dim=256 --num_heads=2 --sequence_length=16".split()
+LLAMA = "--dataset=tokens --model_size=llama_tiny --precision=bfloat16 --attention=flash --scan_layers --remat".split()
+LLAMA += ["--sequence_length=256"]
+SMALL = "--num_layers=1 --embedding_dim=256 --num_heads=2 --sequence_length=16 --global_batch_size=128".split()
+OTHERS = [
+    ("transformer_tpu.py", ("--mesh=8x4x2", "--gradient_accumulation_steps=2", "--dropout=0.1", *SMALL)),
+    ("resnet_cifar_tpu.py", ("--preset=distributed",)),
+    ("distributed_mnist_tpu.py", ("--preset=production", "--global_batch_size=1280", "--shard_parameters")),
+    ("distributed_mnist_tpu.py", ("--preset=production", "--global_batch_size=1280", "--strategy=ddp")),
+]
 # python -c TRACED N FILE SCRIPT ...: the program that the script traces, with eight virtual devices for more than N
 TRACED = """
 import runpy, sys
@@ -62,8 +70,9 @@ def asked(*arguments, **variables):
     "script, options",
     [
         (TINY, ("--shard_parameters",)),
-        (ROOT / "transformer_tpu.py", ("--mesh=4x16x1", "--global_batch_size=64", *SMALL)),
+        (ROOT / "transformer_tpu.py", ("--mesh=8x8x1", "--global_batch_size=128", *LLAMA)),
         (TINY, ("--strategy", "ddp")),
+        *(pytest.param(ROOT / name, options, marks=pytest.mark.slow) for name, options in OTHERS),
     ],
 )
 def test_eight_virtual_devices_trace_the_program_of_as_many_as_there_are(script, options):

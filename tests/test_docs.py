@@ -35,6 +35,8 @@ NOT_RUN = {  # pattern: reason
     r".*transformer_tpu.py --initial_weights": "needs a model of Hugging Face; test_fine_tuning.py fine-tunes one",
     r".*generate_tpu.py --run_dir runs/mine --chat": "as above",
     r".*convert_hf.py export runs/(mine|adapters) ": "as above; test_convert_hf.py exports both",
+    r".*--compiler newest": "a download of 0.34 GB; test_any_slice.py has it, marked slow",
+    r"nice .*any_slice.py": "hours of compiling",
     r".*finetune_demo.py": "ten minutes; what it printed stands on the page",
     r".*--preset production --topology v5litepod-8 --search": "half an hour; what it printed stands on the page",
     r".*transformer_tpu.py --preset production --data_dir": "needs a TPU; test_aot_tpu.py compiles this step",

@@ -12,6 +12,8 @@ from tpu_compiler.flags import set_flags, torch_xla_flags
 from tpu_compiler.hardware import Topology, parse_topology
 
 TESTED_VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
+MOST_DEVICES = 127
+"""Of one process: autograd counts its devices in 8 bits."""
 MOST_VIRTUAL_DEVICES = 64
 """Of a slice that is traced with as many virtual CPU devices as it has; a larger one is traced with VIRTUAL_DEVICES."""
 VIRTUAL_DEVICES = 8

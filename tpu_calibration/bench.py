@@ -74,7 +74,8 @@ def find_machine(device: str, root: Path) -> Machine:
         )
     name, each = family(chip)
     try:
-        topology = parse_topology(f"{name}-{len(chips) * each}") if chip.limit_gib else None  # None: not by libtpu
+        # none: the libtpu of PyTorch/XLA cannot estimate its step
+        topology = None if chip.newest_only else parse_topology(f"{name}-{len(chips) * each}")
     except ValueError:  # no slice has so many chips
         topology = None
     devices = len(chips) * chip.devices_per_chip

@@ -394,6 +394,7 @@ def asked(capsys, *arguments, code=0):
     return [Report(**report) for report in json.loads(capsys.readouterr().out)]
 
 
+@pytest.mark.slow
 def test_a_training_step_at_two_levels(forked, nets, capsys, tmp_path):
     tokens = 2 * 16
     plain, least = asked(
@@ -445,6 +446,7 @@ def test_what_cannot_be_sharded(forked, nets, capfd, options, message):
     assert message in said and said.count("error: ") == 1, said
 
 
+@pytest.mark.slow
 def test_decoding_shows_its_cache_and_what_binds_it(forked, nets, capsys):
     command = [f"hf:{nets}", "--inputs", "input_ids=int32[4,128]", "--mode", "decode", "--topology", "v5litepod-1"]
     (r,) = asked(capsys, *command)

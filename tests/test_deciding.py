@@ -186,6 +186,7 @@ def test_what_was_stopped_is_not_tried_again_in_as_little_time(asked):
     assert search.compile_script(str(TINY), "v5litepod-8", [], seconds=60).fits
 
 
+@pytest.mark.slow
 def test_a_program_is_compiled_once_by_two_processes(tmp_path):
     """For real: the second process traces the same program and takes what the compiler said from the disk; a damaged
     entry is compiled again."""
@@ -360,6 +361,7 @@ def test_wrong_usage_is_one_message(capsys, options, message):
     assert message in said.err and len(said.err.splitlines()) == 1 and not said.out
 
 
+@pytest.mark.slow
 def test_a_search_for_real_and_again_from_the_cache(tmp_path, capsys, monkeypatch):
     def forked(command, variables, seconds=None):
         done = run(*command, **variables)

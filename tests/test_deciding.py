@@ -399,6 +399,8 @@ def test_flash_kernels_are_nine_products():
     assert ruled_ms(computations, v5e) == pytest.approx(wanted * 1e3)
     v6e = parse_topology("v6e-1")
     assert flash_seconds(computations["ENTRY"][0], v6e) == pytest.approx(2 * 0.75 * product / (918e12 * 0.25))
+    one_row = parse_program(text.replace("bf16[8,12,1024,64]{3,2,1,0}", "bf16[12,1024,64]{2,1,0}"))  # no axis for it
+    assert ruled_ms(one_row, v5e) == pytest.approx(wanted * 1e3 / 8)
 
 
 LOOP = """

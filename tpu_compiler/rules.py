@@ -7,6 +7,7 @@ calls neither, and collectives have a bound of their own. Everything else (sort,
 result over the memory bandwidth, an update in place twice the bytes of what it writes.
 """
 
+import math
 import re
 
 from tpu_compiler.hardware import Topology
@@ -40,16 +41,16 @@ def ruled_ms(computations: dict[str, list[Operation]], topology: Topology) -> fl
 def flash_seconds(operation: Operation, topology: Topology) -> float:
     """Of one attention kernel of flash_attention.py on one device; 0.0 for any other custom call."""
     products = next((n for kernel, n in FLASH_PRODUCTS.items() if kernel in operation.name), 0)
-    queries = operation.find(r"operand_layout_constraints=\{.*?(?:bf16|f32)\[(\d+,\d+,\d+,\d+)\]")
+    queries = operation.find(r"operand_layout_constraints=\{.*?(?:bf16|f32)\[(\d+(?:,\d+){2,3})\]")
     if not products or not queries:
         return 0.0
-    batch, heads, length, width = map(int, queries.split(","))
+    *batch_and_heads, length, width = map(int, queries.split(","))  # one row a device has no axis
     block = int(operation.find(r"_block_q(?:_dkv|_dq)?_(\d+)") or 512)
     computed = (1 + block / length) / 2  # of the square of blocks
     filled = min(1.0, width / (256 if topology.generation in ("v6e", "TPU7x") else 128))
     hardware = topology.hardware
     peak = hardware.bf16_tflops / hardware.devices_per_chip * 1e12
-    return products * computed * 2 * batch * heads * length**2 * width / (peak * filled)
+    return products * computed * 2 * math.prod(batch_and_heads) * length**2 * width / (peak * filled)
 
 
 def operand_names(operation: Operation) -> list[str]:

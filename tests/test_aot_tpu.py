@@ -299,6 +299,7 @@ def test_compiles_what_a_scanned_and_accumulated_step_runs():
     assert r.memory["inputs"] < r.memory["parameters"] and r.loops and r.flops_ratio is None
 
 
+@pytest.mark.slow
 def test_a_transformer_is_sharded_as_its_table_says():
     """Parameters and optimizer state alike, also where the traced step only reads them before it replaces them."""
     options = ("--mesh=2x4x1", "--num_layers=1", "--num_heads=4", "--embedding_dim=512", "--sequence_length=128")

@@ -379,7 +379,14 @@ def test_refused_before_anything_compiles(tmp_path, capsys, options, message):
 PACKED = ["--model_size=llama_tiny", "--num_heads=4", "--vocab_size=512", "--dataset=chat"]
 
 
-@pytest.mark.parametrize("more", [[], ["--scan_layers", "--remat"], pytest.param(PACKED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["--scan_layers", "--remat"],
+        pytest.param(PACKED, marks=pytest.mark.slow),
+    ],
+)
 def test_flash_attention_compiles_for_a_tpu(more):
     """Forward and backward kernels of the training step, by the real TPU compiler; no TPU here runs them."""
     options = ["--num_layers=1", "--num_heads=1", "--embedding_dim=128", "--sequence_length=256", "--vocab_size=64"]

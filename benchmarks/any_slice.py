@@ -76,7 +76,7 @@ def commands(models: list[str]) -> str:
 
 def picture(reports: dict[tuple[str, str], Report], file: Path) -> None:
     """Estimated computation beside the bound of communication, for each model and slice that fits."""
-    models = [model for model in MODELS if any(name == model for name, _ in reports)]
+    models = [model for model in MODELS if any(name == model and r.compiles for (name, _), r in reports.items())]
     figure = Figure(figsize=(11, 2.6 * len(models)), layout="constrained")
     for number, model in enumerate(models):
         rows = [(topology, r) for (name, topology), r in reports.items() if name == model and r.compiles]

@@ -1,6 +1,7 @@
 """Asks the real TPU compiler about a training step, with no TPU attached. The command line is aot_tpu.py.
 
 hardware   TPU generations and slices: the one table; no torch, no jax
+flags      the compiler's options, and the variable from which libtpu takes them
 tracing    runs a step's Python once and takes the program it would execute
 compiling  hands that program to libtpu's compiler and makes the report; compile_for() is what a script calls
 newest     an environment with a newer compiler, asked as a second opinion; newest_child runs there

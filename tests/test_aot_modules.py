@@ -12,7 +12,7 @@ import torch_xla
 from processes import ROOT, run
 
 import aot_tpu
-from tpu_compiler import module_build, module_step, modules, reading, search
+from tpu_compiler import module_build, module_decode, module_inputs, module_step, module_trace, modules, reading, search
 from tpu_compiler.report import Report
 from tpu_utils.errors import InputError
 
@@ -286,10 +286,10 @@ def test_a_configuration_of_hugging_face(mine, nets):
 def probed(target, *options):
     asked = question(target, *options)
     model = module_build.build(asked, [])
-    args, kwargs = module_step.meta_inputs(asked, model)
+    args, kwargs = module_inputs.meta_inputs(asked, model)
     model = module_build.to_device(model, torch_xla.device())
-    args, kwargs = (module_step.to_device_inputs(inputs, torch_xla.device()) for inputs in (args, kwargs))
-    return module_step.probe(asked, lambda: model(*args, **kwargs))
+    args, kwargs = (module_inputs.to_device_inputs(inputs, torch_xla.device()) for inputs in (args, kwargs))
+    return module_trace.probe(asked, lambda: model(*args, **kwargs))
 
 
 def test_what_xla_cannot_trace_is_named_with_its_line(mine, capfd):
@@ -338,7 +338,7 @@ def test_losses_are_made_of_the_outputs_shape():
     with pytest.raises(InputError, match=r"returns no \.loss"):
         targets_of(torch.zeros(8, 10), "--loss", "own")
     with pytest.raises(InputError, match=r"mode is decode.*is a Linear; expected a causal model of transformers"):
-        module_step.decode_inputs(asked, torch.nn.Linear(1, 1), {})
+        module_decode.decode_inputs(asked, torch.nn.Linear(1, 1), {})
 
 
 def test_recomputed_blocks_give_the_same_gradients():

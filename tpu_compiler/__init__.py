@@ -6,7 +6,7 @@ tracing    runs a step's Python once and takes the program it would execute
 compiling  hands that program to libtpu's compiler and makes the report; compile_for() is what a script calls
 newest     an environment with a newer compiler, asked as a second opinion; newest_child runs there
 reading    memory, collectives and cycles out of a compiled program's text
-modules    the options of a question about any module; module_build and module_step answer it in a child process
+modules    the options of a question about any module; module_step and what it imports answer it in a child process
 rules      what is added for operations without an estimate, and bytes moved
 report     what the compiler said: as a record, as text, as a table
 cache      compiles and answers kept on disk

@@ -1,0 +1,126 @@
+"""One token of each sequence with a key-value cache, for causal models of transformers: --mode decode."""
+
+import dataclasses
+import math
+
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+
+from tpu_compiler.ask import ask_compiler, hand_over
+from tpu_compiler.cache import cache_of_environment
+from tpu_compiler.hardware import Topology
+from tpu_compiler.module_inputs import batch_axes, mark, settings_of
+from tpu_compiler.module_trace import in_words, model_flops, probe
+from tpu_compiler.modules import Question
+from tpu_compiler.report import Report
+from tpu_compiler.tracing import settle, trace_step
+from tpu_utils.errors import InputError
+
+
+def decode_inputs(question: Question, model: torch.nn.Module, inputs: dict) -> tuple[list, dict, int]:
+    """One token of each sequence, its position, and the length of the cache: that of the input."""
+    tokens = next((a for a in inputs.values() if isinstance(a, torch.Tensor)), None)
+    config = getattr(model, "config", None)
+    if not (hasattr(model, "get_output_embeddings") and hasattr(config, "num_hidden_layers")):
+        raise InputError(
+            f"mode is decode, and {question.target} is a {type(model).__name__}; expected a causal model of "
+            "transformers, whose static cache is known; ask about another by --mode forward, with its cache among "
+            "--inputs"
+        )
+    causal = any(word in type(model).__name__ for word in ("CausalLM", "LMHead"))
+    if getattr(config, "is_encoder_decoder", False) or not causal:
+        raise InputError(f"mode is decode, and {type(model).__name__} is not a causal language model; expected one")
+    if len(inputs) != 1 or tokens.dim() != 2 or tokens.is_floating_point():
+        raise InputError("mode decode takes one input, such as input_ids=int32[BATCH,LENGTH_OF_THE_CACHE]")
+    batch, length = tokens.shape
+    kwargs = dict(tokens=torch.empty(batch, 1, dtype=tokens.dtype, device="meta"))
+    return [], kwargs | dict(position=torch.empty(1, dtype=torch.int64, device="meta")), length
+
+
+def cache_of(model: torch.nn.Module, length: int):
+    from transformers import StaticCache
+
+    return StaticCache(config=model.config, max_cache_len=length)
+
+
+def decode_forward(model, cache, tokens, position):
+    return model(
+        input_ids=tokens,
+        past_key_values=cache,
+        cache_position=position,
+        position_ids=position.view(1, 1),
+        use_cache=True,
+    ).logits
+
+
+@torch_xla.compile(full_graph=True, name="decode_step")
+def decode_step(model, cache, tokens, position):
+    with torch.no_grad():
+        return decode_forward(model, cache, tokens, position)[:, -1].argmax(-1)
+
+
+def answer_decode(
+    question: Question,
+    level: str,
+    topology: Topology,
+    model: torch.nn.Module,
+    inputs: dict,
+    length: int,
+    notes: list[str],
+) -> int:
+    cache = cache_of(model, length)
+    _, counted = probe(question, lambda: decode_forward(model, cache, **inputs))  # makes the tensors of the cache
+    flops = model_flops(counted, question, notes)
+    held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    mesh = xs.get_global_mesh()
+    for tensor in held if mesh else ():
+        mark(question, mesh, tensor, batch_axes(mesh), "the key-value cache")
+    settle()
+    owners = (torch.nn.ModuleList([model]),)
+    traced = in_words(question, lambda: trace_step(decode_step, model, cache, **inputs, owners=owners))
+    batch = inputs["tokens"].shape[0]
+    result, text = ask_compiler(
+        traced,
+        topology,
+        examples=batch,
+        unit="tokens",
+        model_flops=flops,
+        settings=settings_of(question),
+        cache=cache_of_environment(),
+    )
+    cache_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    if result.compiles:
+        result = dataclasses.replace(result, decode=what_binds(result, topology, model, cache_bytes, length, flops))
+        seconds = result.decode["expected_ms"] / 1e3
+        result = dataclasses.replace(result, estimated_per_second=batch / seconds)
+    notes.append(f"decode: one token of {batch} sequences, key-value cache for {length} tokens of each")
+    return hand_over(traced, dataclasses.replace(result, level=level, notes=notes), text)
+
+
+def what_binds(
+    result: Report, topology: Topology, model: torch.nn.Module, cache_bytes: int, length: int, flops: float | None
+) -> dict:
+    """What a step must read at the chip's memory bandwidth, against the matrix unit's peak and the compiler's estimate.
+
+    Of an embedding that is no output layer too, a row for each sequence is read: it is left out.
+    """
+    hardware, devices = topology.hardware, topology.num_devices
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    unread = 0 if tied else embedding.weight.numel() * embedding.weight.element_size()
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    parameters = result.memory["parameters"] * (1 - unread / whole)
+    mesh = xs.get_global_mesh()
+    sizes = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True)) if mesh else {}
+    parts = math.prod(sizes[axis] for axis in batch_axes(mesh).get(0, ())) if mesh else 1
+    read = parameters + cache_bytes / parts
+    memory_ms = read / hardware.memory_gb_per_s / 1e6 * hardware.devices_per_chip
+    matrix_ms = (flops or 0) / devices / hardware.bf16_tflops / 1e9 * hardware.devices_per_chip
+    times = {"memory": memory_ms, "matrix unit": matrix_ms}
+    bound = max(times, key=times.get)
+    expected = max(result.estimated_ms or 0, memory_ms, matrix_ms)
+    return dict(
+        cache_bytes=cache_bytes, cache_length=length, read_bytes=int(read), memory_ms=memory_ms, matrix_ms=matrix_ms,
+        bound_by=bound, expected_ms=expected,
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""Of a question about a module: its inputs, the mesh, and how parameters and inputs are sharded over it."""
+
+import fnmatch
+import inspect
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+from tpu_compiler.hardware import Topology
+from tpu_compiler.modules import Question
+from tpu_utils.errors import InputError
+from tpu_utils.fields import nearest
+
+BATCH_AXES = ("data", "dp", "batch", "fsdp")
+"""Axes of a mesh over which the inputs' first dimension is sharded when --shard does not say."""
+
+
+def meta_inputs(question: Question, model: torch.nn.Module) -> tuple[list, dict]:
+    """The inputs as forward takes them, tensors without memory. Raises InputError for a name it does not take."""
+    signature = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in signature)
+    args, kwargs = [], {}
+    for given in question.inputs:
+        value = (
+            torch.empty(given.shape, dtype=getattr(torch, given.dtype), device="meta") if given.dtype else given.value
+        )
+        if not given.name:
+            args.append(value)
+        elif given.name in names or takes_all:
+            kwargs[given.name] = value
+        else:
+            raise InputError(
+                f"inputs: forward of {question.target} takes no {given.name!r}; expected one of {', '.join(names)}"
+                f"{nearest(given.name, names)}"
+            )
+    return args, kwargs
+
+
+def to_device_inputs(inputs, device):
+    def move(value):
+        return torch.empty_like(value, device=device) if isinstance(value, torch.Tensor) else value
+
+    return {n: move(v) for n, v in inputs.items()} if isinstance(inputs, dict) else [move(v) for v in inputs]
+
+
+def to_bfloat16(value):
+    return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def sizes_of(question: Question, args: list, kwargs: dict) -> dict:
+    """examples of a step and their unit: tokens where the first tensor has whole numbers of (batch, time)."""
+    first = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+    if first.dim() == 2 and not first.is_floating_point():
+        return dict(examples=first.numel(), unit="tokens")
+    return dict(examples=first.shape[0] if first.dim() else 1)
+
+
+def settings_of(question: Question) -> dict:
+    inputs = [f"{i.name}={i.dtype}{list(i.shape)}" if i.dtype else f"{i.name}={i.value!r}" for i in question.inputs]
+    fields = dict(target=question.target, inputs=inputs, mode=question.mode, mesh=question.mesh)
+    return fields | (dict(optimizer=question.optimizer, loss=question.loss) if question.mode == "train" else {})
+
+
+def make_mesh(question: Question, topology: Topology) -> xs.Mesh | None:
+    count, sizes = topology.num_devices, question.mesh
+    asked = math.prod(sizes.values())
+    if sizes and asked != count:
+        said = ",".join(f"{name}={size}" for name, size in sizes.items())
+        raise InputError(
+            f"mesh: {said} has {asked} devices and {topology.name} has {count}; expected sizes whose product is {count}"
+        )
+    if count == 1:
+        return None
+    sizes = sizes or {"data": count}
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(count), tuple(sizes.values()), tuple(sizes))
+    xs.set_global_mesh(mesh)
+    return mesh
+
+
+def batch_axes(mesh: xs.Mesh) -> dict[int, tuple[str, ...]]:
+    axes = tuple(axis for axis in mesh.axis_names if axis in BATCH_AXES)
+    return {0: axes} if axes else {}
+
+
+def mark(
+    question: Question, mesh: xs.Mesh, tensor: torch.Tensor, axes: Mapping[int, tuple[str, ...]], name: str
+) -> None:
+    """Shard a tensor. Raises InputError where a dimension is not there, or cannot be divided."""
+    sizes = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
+    for dimension, along in axes.items():
+        parts = math.prod(sizes[axis] for axis in along)
+        if dimension >= tensor.dim():
+            raise InputError(f"shard: {name} has the shape {list(tensor.shape)}, and so no dimension {dimension}")
+        if tensor.shape[dimension] % parts:
+            raise InputError(
+                f"shard: dimension {dimension} of {name}, {list(tensor.shape)}, cannot be divided by {parts} "
+                f"({' x '.join(along)}); expected a multiple of {parts}; shard another dimension "
+                f"(AXIS@NUMBER) or none (-)"
+            )
+    xs.mark_sharding(tensor, mesh, tuple(axes.get(dimension) for dimension in range(tensor.dim())))
+
+
+def shard(
+    question: Question, mesh: xs.Mesh, model: torch.nn.Module, args: list, kwargs: dict, notes: list[str]
+) -> None:
+    """Mark parameters and inputs as --shard says. Raises InputError for a pattern that matches nothing."""
+    unused, count = {placement.pattern for placement in question.placements}, 0
+    batch = batch_axes(mesh)
+
+    def axes_of(name: str, default: dict) -> dict[int, tuple[str, ...]]:
+        for placement in question.placements:
+            if fnmatch.fnmatchcase(name, placement.pattern):
+                unused.discard(placement.pattern)
+                return {dimension: (axis,) for dimension, axis in placement.axes.items()}
+        return default
+
+    names = [name for name, _ in model.named_parameters()]
+    inputs = {str(place): a for place, a in enumerate(args)} | kwargs
+    for name, tensor in inputs.items():
+        if isinstance(tensor, torch.Tensor) and tensor.dim():
+            one_for_all = question.mode == "decode" and name == "position"
+            mark(question, mesh, tensor, axes_of(name, {} if one_for_all else batch), f"the input {name}")
+    for name, parameter in model.named_parameters():
+        axes = axes_of(name, {})
+        count += bool(axes)
+        mark(question, mesh, parameter, axes, name)
+    for buffer in model.buffers():
+        mark(question, mesh, buffer, {}, "")
+    for pattern in unused:
+        raise InputError(
+            f"shard: {pattern!r} matches no parameter of {question.target}; it has {', '.join(names[:8])}"
+            f"{', ...' if len(names) > 8 else ''}{nearest(pattern, names)}"
+        )
+    sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.axis_names, mesh.mesh_shape, strict=True))
+    over = " x ".join(batch.get(0, ())) or "no axis"
+    notes.append(f"mesh {sizes}: {count} of {len(names)} parameters sharded, the inputs' first dimension over {over}")

@@ -1,0 +1,88 @@
+"""Of a question about a module: its forward pass traced without being run, and why it cannot be."""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+import torch
+import torch_xla
+import torch_xla.debug.metrics as met
+from torch.utils.flop_counter import FlopCounterMode
+
+from tpu_compiler.module_build import place_of
+from tpu_compiler.modules import Question
+from tpu_utils.errors import InputError, first_line
+
+
+def probe(question: Question, run: Callable) -> tuple[object, int]:
+    """(what run() returns, with shapes and no values; FLOPs of its products and convolutions, of all devices).
+
+    Raises InputError for what XLA cannot trace.
+    """
+
+    def counted() -> tuple[object, int]:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            result = run()
+        return result, counter.get_total_flops()
+
+    return in_words(question, counted)
+
+
+def model_flops(forward: int, question: Question, notes: list[str]) -> float | None:
+    """FLOPs of a step from those of the forward pass: three times as many for training."""
+    times = 3 if question.mode == "train" else 1
+    said = ", times 3 for a training step" if times == 3 else ""
+    notes.append(f"model FLOPs: {forward:.3g}, the products and convolutions of the forward pass{said}")
+    return float(forward * times) or None
+
+
+def in_words(question: Question, run: Callable):
+    """run(), whose failure is the module's, and said so. Nothing is executed within."""
+    met.clear_counters()
+    allowed = torch_xla._XLAC._get_allow_execution()
+    torch_xla._XLAC._set_allow_execution(False)
+    try:
+        with quiet_errors():
+            result = run()
+    except InputError:
+        raise
+    except Exception as error:
+        if fallen := fallen_back():
+            raise InputError(f"{question.target} cannot run as one XLA program: {fallen} {place_of(error)}") from error
+        raise InputError(
+            f"{question.target} fails with these inputs: {type(error).__name__}: {first_line(error)} {place_of(error)}"
+        ) from error
+    finally:
+        torch_xla._XLAC._set_allow_execution(allowed)
+    if (fallen := fallen_back()) and "reads" not in fallen:
+        raise InputError(f"{question.target} cannot run as one XLA program: {fallen}")
+    return result
+
+
+def fallen_back() -> str:
+    """What torch_xla left to the host since its counters were cleared, in words; "" for nothing."""
+    names = [name.removeprefix("aten::") for name in met.counter_names() if name.startswith("aten::")]
+    lacking = [name for name in names if name not in ("_local_scalar_dense", "item", "is_nonzero")]
+    if lacking:
+        return f"XLA has no operation for {', '.join(f'aten::{name}' for name in lacking)}, which runs on the host"
+    return "it reads the value of a tensor on the host (an if, .item(), .tolist() or print)" if names else ""
+
+
+@contextlib.contextmanager
+def quiet_errors() -> Iterator[None]:
+    """PyTorch/XLA writes pages about an execution that is refused to stderr; shown only when nothing was raised."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            file.seek(0)
+            sys.stderr.write(file.read().decode(errors="replace"))
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)

@@ -152,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.picture:
         try:
             draw(reports, Path(arguments.picture))
+            say(f"drawn: {arguments.picture}")
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             found = False

@@ -434,6 +434,7 @@ def test_a_sharded_step(forked, nets, capsys):
     "options, message",
     [
         (["--shard", "blocks.*=data"], "'blocks.*' matches no parameter of"),
+        (["--shard", "blocks.*=data", "--topology", "v5litepod-1"], "'blocks.*' matches no parameter of"),
         (["--shard", "embed.weight=data@2"], "has the shape [256, 128], and so no dimension 2"),
         (["--shard", "*=data", "--arguments", "width=6"], "cannot be divided by 4 (data); expected a multiple of 4"),
         (["--mesh", "data=8"], "data=8 has 8 devices and v5litepod-4 has 4"),

@@ -89,9 +89,11 @@ def batch_axes(mesh: xs.Mesh) -> dict[int, tuple[str, ...]]:
 
 
 def mark(
-    question: Question, mesh: xs.Mesh, tensor: torch.Tensor, axes: Mapping[int, tuple[str, ...]], name: str
+    question: Question, mesh: xs.Mesh | None, tensor: torch.Tensor, axes: Mapping[int, tuple[str, ...]], name: str
 ) -> None:
-    """Shard a tensor. Raises InputError where a dimension is not there, or cannot be divided."""
+    """Shard a tensor, where there is a mesh. Raises InputError where a dimension is not there, or cannot be divided."""
+    if mesh is None:
+        return
     sizes = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
     for dimension, along in axes.items():
         parts = math.prod(sizes[axis] for axis in along)
@@ -107,11 +109,12 @@ def mark(
 
 
 def shard(
-    question: Question, mesh: xs.Mesh, model: torch.nn.Module, args: list, kwargs: dict, notes: list[str]
+    question: Question, mesh: xs.Mesh | None, model: torch.nn.Module, args: list, kwargs: dict, notes: list[str]
 ) -> None:
-    """Mark parameters and inputs as --shard says. Raises InputError for a pattern that matches nothing."""
+    """Mark parameters and inputs as --shard says. Raises InputError for a pattern that matches nothing, on one device
+    too."""
     unused, count = {placement.pattern for placement in question.placements}, 0
-    batch = batch_axes(mesh)
+    batch = batch_axes(mesh) if mesh else {}
 
     def axes_of(name: str, default: dict) -> dict[int, tuple[str, ...]]:
         for placement in question.placements:
@@ -137,6 +140,8 @@ def shard(
             f"shard: {pattern!r} matches no parameter of {question.target}; it has {', '.join(names[:8])}"
             f"{', ...' if len(names) > 8 else ''}{nearest(pattern, names)}"
         )
+    if mesh is None:
+        return
     sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.axis_names, mesh.mesh_shape, strict=True))
     over = " x ".join(batch.get(0, ())) or "no axis"
     notes.append(f"mesh {sizes}: {count} of {len(names)} parameters sharded, the inputs' first dimension over {over}")

@@ -82,8 +82,7 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     device = torch_xla.device()
     model = to_device(model, device)
     args, kwargs = to_device_inputs(args, device), to_device_inputs(kwargs, device)
-    if mesh:
-        shard(question, mesh, model, args, kwargs, notes)
+    shard(question, mesh, model, args, kwargs, notes)
     if question.mode == "decode":
         return answer_decode(question, level, topology, model, kwargs, cache_length, notes)
     forward = forward_of(question, level, model, args, kwargs, notes)

@@ -85,7 +85,7 @@ def draw_roofline(axes, reports: Sequence[Report]) -> None:
     for r in reports:
         hardware = parse_topology(r.topology).hardware
         ridges.append(hardware.bf16_tflops * 1e3 / hardware.memory_gb_per_s)
-    low = min(p[0] for p in points) / 4
+    low = min(min(p[0] for p in points), *ridges) / 4
     high = max(max(p[0] for p in points), *ridges) * 8
     for index, kind in enumerate(kinds):
         hardware = next(

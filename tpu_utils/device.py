@@ -90,7 +90,10 @@ def print_banner(config: TrainConfig, device: torch.device) -> None:
     memory = device_memory(device)
     matmul = f", float32 matrix products at {config.matmul_precision} precision" if kind == "TPU" else ""
     unit = "host" if xr.is_spmd() or used == 1 else "process"
-    print(f"device     {name}, {used} of {count} devices, {unit} {xr.process_index()} of {xr.process_count()}")
+    if config.compile_for:
+        print(f"device     none: traced on the CPU, compiled for {config.compile_for}")
+    else:
+        print(f"device     {name}, {used} of {count} devices, {unit} {xr.process_index()} of {xr.process_count()}")
     if memory:
         print(f"memory     {memory['bytes_limit'] / 2**30:.2f} GiB per device")
     print(f"versions   torch {torch.__version__}, torch_xla {torch_xla.__version__}, Python {sys.version.split()[0]}")

@@ -425,6 +425,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     """Print where every parameter lies."""
     remat: Annotated[bool, FREE] = False
     """Keep only the input of each layer for the backward pass, compute the rest again: less memory, more time."""
+    remat_keep: Annotated[Literal["inputs", "attention"], FREE] = "inputs"
+    """What remat keeps of a layer. attention: what attention gave too, so that it does not run again."""
     scan_layers: Annotated[bool, FREE] = False
     """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
@@ -576,6 +578,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, Container]] = {
     "tokenizer": ("dataset", {"synthetic", "text", "tokens"}),
     "chat_format": ("dataset", {"synthetic", "text", "tokens"}),
     "lora_alpha": ("lora_rank", {0}),
+    "remat_keep": ("remat", {False}),
     "model_size": ("model_config", AnyText()),  # that of initial_weights too
 }
 

@@ -134,19 +134,22 @@ def _(q, k, v, out, logsumexp, grad, starts):
 
 class FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BHTK, k_BGTK, v_BGTK, *starts_BT):
-        out, logsumexp = flash_forward(q_BHTK, k_BGTK, v_BGTK, list(starts_BT))
+    def forward(ctx, kept, q_BHTK, k_BGTK, v_BGTK, *starts_BT):
+        out, logsumexp = kept or flash_forward(q_BHTK, k_BGTK, v_BGTK, list(starts_BT))
+        if kept == []:
+            kept.extend((out, logsumexp))
         ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out, logsumexp, *starts_BT)
-        return out
+        return out.detach()
 
     @staticmethod
     def backward(ctx, grad):
         *saved, starts = *ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
-        return *flash_backward(*saved, grad.contiguous(), starts), *(None for _ in starts)
+        return None, *flash_backward(*saved, grad.contiguous(), starts), *(None for _ in starts)
 
 
-def flash_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None):
+def flash_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, kept: list | None = None):
     """softmax(q k^T) v under the causal mask, q divided by sqrt(K) before. T a multiple of 128; TPU only. On several
-    devices the global mesh, with axes data, fsdp and tensor. starts_BT: where the document of each position begins."""
+    devices the global mesh, with axes data, fsdp and tensor. starts_BT: where the document of each position begins.
+    kept: a list; an empty one gets the output and the logarithm of the row sums, of a filled one they are taken."""
     qkv = (x.transpose(1, 2).contiguous() for x in (q_BTHK, k_BTGK, v_BTGK))
-    return FlashAttention.apply(*qkv, *(() if starts_BT is None else (starts_BT,))).transpose(1, 2)
+    return FlashAttention.apply(kept, *qkv, *(() if starts_BT is None else (starts_BT,))).transpose(1, 2)

@@ -43,7 +43,7 @@ LAYER_VECTORS = ("ln1_weight", "ln1_bias", "qkv_bias", "attention_out_bias")
 LAYER_VECTORS += ("ln2_weight", "ln2_bias", "mlp_in_bias", "mlp_out_bias")
 
 
-def block(x_BTD, w, num_heads, attention, keep=lambda x: x, p=0.0, place=None):
+def block(x_BTD, w, num_heads, attention, keep=lambda x: x, p=0.0, place=None, kept=None):
     """One pre-norm transformer layer. w: its parameters by name, as GPT.cast() gives them (biases of q scaled).
 
     With dropout p: w["dropout_keys"] (2, B) for its two places, and positions() where layers share them.
@@ -56,7 +56,7 @@ def block(x_BTD, w, num_heads, attention, keep=lambda x: x, p=0.0, place=None):
     q = (q[0].float() / math.sqrt(D // num_heads)).to(q[0].dtype), q[1]  # fused with the product; the bias is scaled
     qkv = [torch.einsum("btd,hkd->bthk", y, weight) + bias for weight, bias in (q, k, v)]
     out_weight = w["attention_out_weight"].view(D, num_heads, -1)
-    y = torch.einsum("bthk,dhk->btd", attention(*qkv, w.get("starts")), out_weight) + w["attention_out_bias"]
+    y = torch.einsum("bthk,dhk->btd", attention(*qkv, w.get("starts"), kept), out_weight) + w["attention_out_bias"]
     y = y if keys is None else dropout(y, p, keys[0], place)
     x_BTD = keep(x_BTD + y)
     y = layer_norm(x_BTD, w["ln2_weight"], w["ln2_bias"])

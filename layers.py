@@ -3,6 +3,7 @@
 Shape suffixes: B batch, T time, D embedding width; L layers.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch.autograd.graph import saved_tensors_hooks
 from torch_xla.experimental import scan
-from torch_xla.utils.checkpoint import checkpoint
 
 from model_shapes import ModelShape
 from token_data import START
@@ -77,7 +77,8 @@ class Decoder(torch.nn.Module):
     """Layers over a residual stream. A model adds the block of one layer, and forward.
 
     sizes: of every parameter, those of the L layers stacked. compute_dtype: of activations and matrix products.
-    mesh: activations stay sharded along the batch; None: one device. block(x_BTD, w, place=None) is set by the model.
+    mesh: activations stay sharded along the batch; None: one device. block(x_BTD, w, place=None, kept=None) is set by
+    the model. remat: a layer runs again in the backward pass; remat_keep: "inputs", or "attention" beside them.
     packed: rows hold several documents, which do not see each other. lora_rank: all that has a size is frozen, in
     bfloat16, and an adapter of this rank beside each matrix of a layer is trained, times lora_alpha / lora_rank.
     """
@@ -89,6 +90,7 @@ class Decoder(torch.nn.Module):
         compute_dtype=torch.float32,
         *,
         remat=False,
+        remat_keep="inputs",
         scan_layers=False,
         mesh=None,
         packed=False,
@@ -97,6 +99,7 @@ class Decoder(torch.nn.Module):
     ):
         super().__init__()
         self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
+        self.kept_by_layer = remat_keep if remat else "positions"
         self.remat, self.scan_layers, self.packed = remat, scan_layers, packed
         self.adapter_scale = lora_alpha / lora_rank if lora_rank else 0.0
         for name, size in sizes.items():
@@ -143,17 +146,69 @@ class Decoder(torch.nn.Module):
 
     def through_layers(self, x_BTD, layers: list[dict[str, torch.Tensor]], place=None):
         """place: what a block shares with all others, where they are not scanned."""
+        shared = {} if self.scan_layers else {"place": place}
+
+        def run(x, values, **options):
+            return self.block(x, dict(zip(layers[0], values, strict=True)), **options, **shared)
+
         if self.scan_layers:
             stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
-            run = lambda x, *values: self.block(x, dict(zip(layers[0], values, strict=True)))  # noqa: E731
-            return ScannedLayers.apply(run, self.remat, x_BTD, *stacked)
+            return ScannedLayers.apply(run, self.kept_by_layer, x_BTD, *stacked)
         for w in layers:
-            if self.remat:  # torch.utils.checkpoint would be undone by common subexpression elimination
-                run = lambda x, *values: self.block(x, dict(zip(layers[0], values, strict=True)), place=place)  # noqa: E731
-                x_BTD = checkpoint(run, x_BTD, *(value.clone() for value in w.values()), preserve_rng_state=False)
+            if self.remat:
+                x_BTD = RematLayer.apply(run, self.kept_by_layer, x_BTD, *w.values())
             else:
-                x_BTD = self.block(x_BTD, w, place=place)
+                x_BTD = run(x_BTD, w.values())
         return x_BTD
+
+
+def forward_layer(run, keep: str, needed, x_BTD, *values):
+    """(output, [what is kept]) of run(x, values). keep: inputs: nothing beside x. attention: its output and row sums;
+    the kernel of flash attention does not run again. positions: all that autograd saves and that has values for
+    each position.
+    """
+    kept, (x, *values) = [], leaves([x_BTD, *values], needed)
+    if keep == "positions":
+        hooks = saved_tensors_hooks(lambda t: kept.append(t.detach()) if of_positions(t, x) else None, lambda _: None)
+        with torch.enable_grad(), hooks:
+            return run(x, values).detach(), kept
+    with torch.no_grad():
+        return run(x, values, **({"kept": kept} if keep == "attention" else {})), kept
+
+
+def backward_layer(run, keep: str, needed, grad_BTD, x_BTD, *rest):
+    """(gradient of x, [those of the values that need one]). rest: the values, then what forward_layer kept, which
+    stands in for what the layer, run again, would save."""
+    (x, *values), kept = leaves([x_BTD, *rest[: len(needed) - 1]], needed), list(rest[len(needed) - 1 :])
+    saved = iter(kept)
+    hooks = saved_tensors_hooks(lambda t: next(saved) if of_positions(t, x) else t, lambda t: t)
+    with torch.enable_grad(), hooks if keep == "positions" else contextlib.nullcontext():
+        out = run(x, values, **({"kept": kept} if keep == "attention" else {}))
+    grad_x, *gradients = torch.autograd.grad(out, [t for t in (x, *values) if t.requires_grad], grad_BTD)
+    return grad_x, gradients
+
+
+class RematLayer(torch.autograd.Function):
+    """A layer that is run again in the backward pass.
+
+    torch.utils.checkpoint would be undone by common subexpression elimination: the barrier keeps the two apart, as in
+    torch_xla's checkpoint, which has no choice of what is kept.
+    """
+
+    @staticmethod
+    def forward(ctx, run, keep, x_BTD, *values):
+        ctx.run, ctx.keep, ctx.needed = run, keep, (True, *ctx.needs_input_grad[3:])
+        out, kept = forward_layer(run, keep, ctx.needed, x_BTD, *values)
+        ctx.save_for_backward(x_BTD, *values, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        behind = [t.clone() for t in (grad, *ctx.saved_tensors)]  # in place: of a weight itself it would stay
+        xm.optimization_barrier_(behind)
+        found, gradients = backward_layer(ctx.run, ctx.keep, ctx.needed, *behind)
+        gradients = iter(gradients)
+        return None, None, found, *(next(gradients) if is_needed else None for is_needed in ctx.needed[1:])
 
 
 class ScannedLayers(torch.autograd.Function):
@@ -161,25 +216,20 @@ class ScannedLayers(torch.autograd.Function):
 
     torch_xla's own scan with gradients traces a layer by AOTAutograd, which takes einsum apart: its loops come to 1.6
     times the cycles (GPT-2 124M, v5e, libtpu 0.0.21's estimate). Here both loops are traced as the rest of the step
-    is. The loop back runs a layer again and takes its gradients. What the way forward kept stands in for what autograd
-    would save, and what nothing reads is not in the program. Scores of attention are computed again: to write them
-    into a stack takes longer.
+    is. The loop back runs a layer again and takes its gradients; what nothing reads is not in the program. Scores of
+    attention are computed again: to write them into a stack takes longer.
     """
 
     @staticmethod
-    def forward(ctx, run, remat, x_BTD, *stacked):
-        """run(x, *values of one layer). stacked: (L, ...) each. remat: keep the inputs of the layers alone."""
-        ctx.run, ctx.keep = run, (lambda t, x: False) if remat else of_positions
-        ctx.needed = (True, *ctx.needs_input_grad[3:])
+    def forward(ctx, run, keep, x_BTD, *stacked):
+        """stacked: (L, ...) each."""
+        ctx.run, ctx.keep, ctx.needed = run, keep, (True, *ctx.needs_input_grad[3:])
 
         def one_layer(carry, values):
             if not any(ctx.needs_input_grad):
-                return [run(*carry, *values)], []
-            kept, (x, *weights) = [], leaves([*carry, *values], ctx.needed)
-            hooks = saved_tensors_hooks(lambda t: kept.append(t.detach()) if ctx.keep(t, x) else None, lambda _: None)
-            with torch.enable_grad(), hooks:
-                out = run(x, *weights)
-            return [out.detach()], [x.detach(), *kept]
+                return [run(*carry, values)], []
+            out, kept = forward_layer(run, keep, ctx.needed, *carry, *values)
+            return [out], [carry[0].detach(), *kept]
 
         (out,), kept = scan._scan_impl_flat(one_layer, [x_BTD], list(stacked))
         ctx.save_for_backward(*stacked, *kept)
@@ -187,21 +237,16 @@ class ScannedLayers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        needed, saved = ctx.needed, ctx.saved_tensors
-        stacked, (inputs, *kept) = saved[: len(needed) - 1], saved[len(needed) - 1 :]
+        saved, count = ctx.saved_tensors, len(ctx.needed) - 1
+        stacked, (inputs, *kept) = saved[:count], saved[count:]
 
         def one_layer(carry, values):
-            (x, *weights), kept = leaves(values[: len(needed)], needed), iter(values[len(needed) :])
-            hooks = saved_tensors_hooks(lambda t: next(kept) if ctx.keep(t, x) else t, lambda t: t)
-            with torch.enable_grad(), hooks:
-                out = ctx.run(x, *weights)
-            wanted = [t for t in (x, *weights) if t.requires_grad]
-            grad_x, *gradients = torch.autograd.grad(out, wanted, carry)
+            grad_x, gradients = backward_layer(ctx.run, ctx.keep, ctx.needed, *carry, *values)
             return [grad_x], gradients
 
         (grad,), found = scan._scan_impl_flat(one_layer, [grad], [inputs, *stacked, *kept], reverse=True)
         found = iter(found)
-        return None, None, grad, *(next(found) if is_needed else None for is_needed in needed[1:])
+        return None, None, grad, *(next(found) if is_needed else None for is_needed in ctx.needed[1:])
 
 
 def leaves(tensors, needed) -> list[torch.Tensor]:

@@ -60,7 +60,7 @@ def rotate(x_BTHK, cos, sin):
     return torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(x_BTHK.dtype)
 
 
-def block(x_BTD, w, shape: LlamaShape, attention, keep=lambda x: x, place=None):
+def block(x_BTD, w, shape: LlamaShape, attention, keep=lambda x: x, place=None, kept=None):
     """One pre-norm layer. w: its parameters by name, as Llama.cast() gives them. place: cos and sin of positions.
 
     attention: of q (B, T, H, K) divided by sqrt(K), k and v (B, T, G, K), and the documents' first positions.
@@ -77,7 +77,7 @@ def block(x_BTD, w, shape: LlamaShape, attention, keep=lambda x: x, place=None):
     if shape.qk_norm:
         q, k = rms_norm(q, w["q_ln_weight"], eps), rms_norm(k, w["k_ln_weight"], eps)
     scale = shape.head_dim**-0.5  # of q: part of its rotation, which is in float32
-    y = attention(rotate(q, cos * scale, sin * scale), rotate(k, cos, sin), v, starts_BT)
+    y = attention(rotate(q, cos * scale, sin * scale), rotate(k, cos, sin), v, starts_BT, kept)
     out_weight = w["attention_out_weight"].view(D, H, -1)
     x_BTD = keep(x_BTD + product("bthk,dhk->btd", y, out_weight, adapter(w, "attention_out")))
     y = rms_norm(x_BTD, w["ln2_weight"], eps)

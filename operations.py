@@ -82,11 +82,11 @@ class CausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_BTGRK, k_BTGK, v_BTGK, chunks, starts_BT):
+    def forward(ctx, q_BTGRK, k_BTGK, v_BTGK, chunks, starts_BT, kept=None):
         T, K, dtype = q_BTGRK.shape[1], q_BTGRK.shape[-1], q_BTGRK.dtype
         position = torch.arange(T, device=q_BTGRK.device)
         v_and_1 = F.pad(v_BTGK, (0, 1), value=1.0).float()
-        kept, out, sums = [], [], []
+        exps, out, sums = [], [], []
         for start, end in CausalAttention.slices(T, chunks):
             q_slice = positions(q_BTGRK, start, end)
             scores = torch.einsum("btgrk,bsgk->bgrts", q_slice, positions(k_BTGK, 0, end)).float()
@@ -94,22 +94,26 @@ class CausalAttention(torch.autograd.Function):
             if starts_BT is not None:
                 hidden = (hidden | (position[:end] < starts_BT[:, start:end, None]))[:, None, None]  # (B, 1, 1, t, s)
             scores = scores.masked_fill(hidden, -1e30)
-            kept.append((scores - scores.amax(-1, keepdim=True)).exp().to(dtype))
-            weighted = torch.einsum("bgrts,bsgk->btgrk", kept[-1].float(), positions(v_and_1, 0, end))
+            exps.append((scores - scores.amax(-1, keepdim=True)).exp().to(dtype))
+            if kept:
+                continue
+            weighted = torch.einsum("bgrts,bsgk->btgrk", exps[-1].float(), positions(v_and_1, 0, end))
             sums.append(weighted[..., K:])
             out.append((weighted[..., :K] / sums[-1]).to(dtype))
-        out, sums = torch.cat(out, 1), torch.cat(sums, 1)
-        ctx.save_for_backward(q_BTGRK, k_BTGK, v_BTGK, out, sums, *kept)
-        return out
+        out, sums = kept or (torch.cat(out, 1), torch.cat(sums, 1))
+        if kept == []:
+            kept.extend((out, sums))
+        ctx.save_for_backward(q_BTGRK, k_BTGK, v_BTGK, out, sums, *exps)
+        return out.detach()
 
     @staticmethod
     def backward(ctx, grad):
-        q_BTGRK, k_BTGK, v_BTGK, out, sums, *kept = ctx.saved_tensors
+        q_BTGRK, k_BTGK, v_BTGK, out, sums, *exps = ctx.saved_tensors
         T = q_BTGRK.shape[1]
         grad = (grad / sums).to(q_BTGRK.dtype)  # bfloat16 with float32 makes float32
         mean = (grad * out.float()).sum(-1)  # of de under p, (B, T, G, R)
         dq, dk, dv = [], 0, 0
-        for (start, end), e in zip(CausalAttention.slices(T, len(kept)), kept, strict=True):
+        for (start, end), e in zip(CausalAttention.slices(T, len(exps)), exps, strict=True):
             whole = (0, 0, 0, 0, 0, T - end)  # keys after the slice get nothing from it
             grad_slice, q_slice = positions(grad, start, end), positions(q_BTGRK, start, end)
             dv += F.pad(torch.einsum("bgrts,btgrk->bsgk", e, grad_slice), whole)
@@ -117,20 +121,21 @@ class CausalAttention(torch.autograd.Function):
             ds = ((de - positions(mean, start, end).permute(0, 2, 3, 1).unsqueeze(-1)) * e).to(e.dtype)
             dq.append(torch.einsum("bgrts,bsgk->btgrk", ds, positions(k_BTGK, 0, end)))
             dk += F.pad(torch.einsum("bgrts,btgrk->bsgk", ds, q_slice), whole)
-        return torch.cat(dq, 1), dk, dv, None, None
+        return torch.cat(dq, 1), dk, dv, None, None, None
 
     @staticmethod
     def slices(T, chunks):
         return [(start, start + T // chunks) for start in range(0, T, T // chunks)]
 
 
-def causal_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, chunks: int | None = None):
+def causal_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, kept: list | None = None, chunks: int | None = None):
     """q is divided by sqrt(K) before. 4 slices of queries, 5/8 of the full square of scores, where they stay multiples
     of 128 long, 8 of them (9/16) from 2,048 positions on; else one. starts_BT: where the document of each position
-    begins; None: at the row's first token."""
+    begins; None: at the row's first token. kept: a list; an empty one gets the output and the row sums, of a filled one
+    they are taken."""
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     chunks = chunks or (1 if T % 512 else 4 if T < 2048 else 8)
-    out = CausalAttention.apply(q_BTHK.view(B, T, G, H // G, K), k_BTGK, v_BTGK, chunks, starts_BT)
+    out = CausalAttention.apply(q_BTHK.view(B, T, G, H // G, K), k_BTGK, v_BTGK, chunks, starts_BT, kept)
     return out.view(B, T, H, K)
 
 

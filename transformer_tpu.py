@@ -260,7 +260,7 @@ def build_model(config: TransformerConfig, mesh: xs.Mesh | None, device, initial
     attention = flash_attention if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
-    options["packed"] = config.dataset == "chat"
+    options |= dict(remat_keep=config.remat_keep, packed=config.dataset == "chat")
     if isinstance(config.shape, LlamaShape):
         adapters = dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
         build = partial(Llama, config.shape, dtype, **adapters, **options)

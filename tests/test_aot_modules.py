@@ -163,6 +163,7 @@ def test_what_a_module_is_asked():
         (["--inputs", "x=float32[4]", "--mesh", "fsdp=4", "--shard", "*=fdsp"], r"axis 'fdsp'.*did you mean fsdp\?"),
         (["--inputs", "x=float32[4]", "--shard", "weight"], "names the axis|not understood"),
         (["--inputs", "x=float32[4]", "--arguments", "10"], "expected NAME=VALUE"),
+        (["--inputs", "x=float32[4]", "--mode", "forwrd"], r"'forwrd'.*did you mean forward\?"),
         (["--inputs", "x=float32[4]", "--mood", "train"], r"--mood is no option of a module.*did you mean --mode\?"),
     ],
 )

@@ -109,6 +109,7 @@ def test_topologies(name, compiler_name, devices):
         ("v5p-10", "slice of 10 cores; expected one of 8, 16"),
         ("v5p-9", "nearest is v5p-8"),
         ("v6e:3x3", "nearest is v6e:2x4"),
+        ("v5litpod-8", "did you mean v5litepod-8?"),
         ("v9-8", "expected a TPU slice such as v5litepod-8"),
         ("", "not understood"),
     ],
@@ -259,6 +260,7 @@ def test_replicas_reduce_each_gradient_once():
     assert r.collectives["all-reduce"]["bytes"] == pytest.approx(8 * 128 * 128 * 4 + 5 * 128 * 4, rel=0.01)
 
 
+@pytest.mark.slow
 def test_over_the_limit_with_the_compilers_figures():
     batch = 2**23  # (batch, 512) float32 between the layers
     r = compiled(TINY, "--compile_for", "v5litepod-1", "--placeholders", "--global_batch_size", str(batch))[

@@ -135,7 +135,8 @@ def test_ten_adamw_steps_stay_together():
     assert max(errors.values()) < 1e-3, errors  # Adam's division turns 1e-7 of gradient into more where it is near 0
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [1, 4])
 def test_flash_and_plain_attention_agree(num_devices):
     """Outputs and gradients, grouped heads and packed documents too, on one device and on a mesh of fsdp and tensor
     axes: jax's kernels are independent."""

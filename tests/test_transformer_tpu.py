@@ -49,6 +49,7 @@ def losses_of(run_dir: Path) -> np.ndarray:
     return np.array([line["loss"] for line in read_lines(run_dir) if line["kind"] == "train"])
 
 
+REMAT = ["--remat", "--remat_keep=attention"]
 ONE_DEVICE = {
     "plain": [],
     "accumulated": ["--gradient_accumulation_steps=4"],
@@ -60,8 +61,8 @@ ONE_DEVICE_SLOW = {"scanned": ["--scan_layers"], "remat": ["--remat"]}
 EIGHT_DEVICES = {
     "1x8x1": ["--mesh=1x8x1"],
     "accumulated": ["--mesh=2x2x2", "--gradient_accumulation_steps=4"],
-    "scanned_remat": ["--mesh=2x2x2", "--scan_layers", "--remat"],
-    "llama": ["--model_size=llama_tiny", "--mesh=2x2x2", "--gradient_accumulation_steps=2", "--remat"],
+    "scanned_remat": ["--mesh=2x2x2", "--scan_layers", *REMAT],
+    "llama": ["--model_size=llama_tiny", "--mesh=2x2x2", "--gradient_accumulation_steps=2", *REMAT],
 }
 DROPOUT = {
     "dropped": ["--dropout=0.2"],

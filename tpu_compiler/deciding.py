@@ -61,6 +61,8 @@ def ms_per_example(r: Report) -> float:
 def with_change(options: Sequence[str], name: str, value: Any) -> list[str]:
     """options with a field of the script set to value."""
     kept = with_option(with_option(options, name, None), f"no_{name}", None)
+    if name == "remat" and not value:
+        kept = with_option(kept, "remat_keep", None)  # without effect, and refused
     if isinstance(value, bool):
         return [*kept, f"--{name}" if value else f"--no_{name}"]
     return [*kept, f"--{name}={value}"]
@@ -84,6 +86,8 @@ def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str
         )
     if isinstance(settings.get("remat"), bool):
         found.append(("remat", [False, True]))
+    if "remat_keep" in settings:
+        found.append(("remat_keep", ["inputs", "attention"]))
     if devices > 1 and re.fullmatch(r"auto|\d+x\d+x\d+", str(settings.get("mesh"))):
         half = devices // 2
         meshes = [(devices, 1, 1), (1, devices, 1), (2, half, 1), (half, 2, 1), (half, 1, 2)]
@@ -101,7 +105,7 @@ def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str
 
 def needs_as_much(setting: dict, other: dict) -> bool:
     """Whether a setting needs at least the memory of another: the same, but for more at a time or more that is kept."""
-    more = {"gradient_accumulation_steps": -1, "remat": -1, "global_batch_size": 1}
+    more = {"gradient_accumulation_steps": -1, "remat": -1, "global_batch_size": 1}  # remat_keep: it must be the same
     return all(
         setting.get(name) == other.get(name)
         or (name in more and more[name] * setting.get(name, 0) >= more[name] * other.get(name, 0))
@@ -131,6 +135,8 @@ class Search:
             for name, values in candidates(settings, devices, vary_batch):
                 for value in values:
                     changes = (self.best.changes if self.best else {}) | {name: value}
+                    if not changes.get("remat", settings.get("remat")):
+                        changes.pop("remat_keep", None)  # without effect, and refused
                     changes = {n: v for n, v in changes.items() if settings.get(n) != v}
                     if not self.ended and all(changes != trial.changes for trial in self.trials):
                         self.attempt(changes, settings)

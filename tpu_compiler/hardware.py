@@ -1,6 +1,7 @@
 """TPU generations and the slices they are rented in. Nothing here imports torch, jax or a module of this project."""
 
 import dataclasses
+import difflib
 import math
 import re
 from pathlib import Path
@@ -112,7 +113,10 @@ def parse_topology(name: str) -> Topology:
     match = re.fullmatch(rf"(?:(\d+)x)?{kinds}(?:-(\d+)|:(\d+(?:x\d+){{1,2}}))", name.strip().lower())
     generation = match and {"v5litepod": "v5e", "tpu7x": "TPU7x"}.get(match[2], match[2])
     if not match or generation not in GENERATIONS or match[1] in ("0", "00"):
-        raise ValueError(f"topology {name!r} not understood; expected a TPU slice such as {accepted}")
+        kind, dash, size = name.strip().lower().partition("-")
+        near = difflib.get_close_matches(kind, [*GENERATIONS, "v5litepod", "tpu7x"], 1, 0.75) if dash else []
+        hint = f"; did you mean {near[0].lower()}-{size}?" if near and near[0].lower() != kind else ""
+        raise ValueError(f"topology {name!r} not understood; expected a TPU slice such as {accepted}{hint}")
     hardware, num_slices = GENERATIONS[generation], int(match[1] or 1)
     shapes = SHAPES_3D if hardware.cores_in_name == 2 else SHAPES_2D
     shapes = {1: "1x1x1"} | shapes if hardware.devices_per_chip == 2 else shapes  # a chip alone is rented too

@@ -74,7 +74,8 @@ def names_a_module(target: str) -> bool:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise InputError(message)
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        raise InputError(message + (nearest(wrong[1], re.findall(r"\w+", wrong[2])) if wrong else ""))
 
 
 def option_parser() -> argparse.ArgumentParser:

@@ -85,6 +85,8 @@ def format_report(r: Report) -> str:
 
     if r.reason:
         row("compiler", r.reason)
+    if r.settings.get("compiler_options"):
+        row("compiler options", r.settings["compiler_options"])
     if r.memory:
         row("memory per device", f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f} GiB" + (
             f", over by {r.over_bytes / GIB:.2f} GiB" if r.over_bytes else ""))  # fmt: skip

@@ -31,7 +31,7 @@ from tpu_utils.environment import choose_device
 from tpu_utils.errors import DeviceError, InputError, run_script
 from tpu_utils.hosts import settle_hosts
 from tpu_utils.options import parse_command_line
-from tpu_utils.peers import Meeting
+from tpu_utils.peers import Meeting, read_secret
 
 GKE = dict(TPU_SKIP_MDS_QUERY="true", VBAR_CONTROL_SERVICE_URL="unix:///var/run/tpu-plugin/vbar.sock")
 ONE = dict(TPU_WORKER_ID="0", TPU_WORKER_HOSTNAMES="localhost", TPU_HOST_BOUNDS="1,1,1")
@@ -323,6 +323,31 @@ def test_not_to_ask_and_nothing_said_is_refused_on_a_host_that_may_be_one_of_sev
     chips = machine("v5e", 4, {"TPU_SKIP_MDS_QUERY": "1"}, None)
     with pytest.raises(InputError, match="nothing says whether this host with 4 chips is one of several; unset it"):
         settle_hosts(chips)
+
+
+@pytest.mark.parametrize(
+    "change, secret",
+    [
+        ({"peers-secret": "0123456789abcdef"}, b"0123456789abcdef"),
+        ({}, b""),  # the slice was made without one
+        ({"peers-secret": "short"}, "peers-secret of the VM's metadata holds 5 bytes, expected at least 16"),
+        (503, "the metadata server answers 503 to peers-secret; start again"),
+        ("portal", "to peers-secret; start again"),  # a page of somebody's, which others may know too
+        (None, r"does not answer \(.*refused.* to peers-secret; start again"),
+    ],
+)
+def test_the_secret_of_the_slice_is_read_or_the_run_ends(machine, server, change, secret):
+    """Without it this host would let in whoever calls, and not be let in by the others."""
+    machine("v5e", 4, {}, None if change is None else FOUR | (change if isinstance(change, dict) else {}))
+    if change == "portal":
+        server.pages, server.flavor = {"peers-secret": "<html>Please log in</html>"}, "portal"
+    elif change == 503:
+        server.pages["peers-secret"], server.code = "0123456789abcdef", change
+    if isinstance(secret, bytes):
+        assert read_secret("") == secret
+        return
+    with pytest.raises((InputError, DeviceError), match=secret):
+        read_secret("")
 
 
 # ------------------------------------------------------------------------------------------------------ pods have names

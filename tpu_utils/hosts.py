@@ -117,38 +117,52 @@ def in_metadata(alone: bool) -> Said | None:
         ) from error
 
 
-def ask_metadata(key: str, alone: bool) -> str | None:
-    """An attribute of the VM, or None: there is no such attribute (404), or no such server. By its address: looking up
-    a name has no timeout of its own.
+class Reply(NamedTuple):
+    """Of the metadata server to one question."""
 
-    alone: silence too means that there is none. Else, and for a server that fails, raises DeviceError.
-    """
+    code: int
+    """Of HTTP; 0: there was none."""
+    value: bytes
+    why: str
+    """In words, where code is not 200."""
+    nobody: bool = False
+    """Certainly no such server: nothing is there, or somebody else's page. Silence proves nothing."""
+
+
+def ask_server(key: str, seconds: float) -> Reply:
+    """An attribute of the VM. By the server's address: looking up a name has no timeout of its own."""
     host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"  # metadata.google.internal
-    link, there, code = http.client.HTTPConnection(host, timeout=SILENT_SECONDS), False, 0  # it knows no proxies
+    link, there = http.client.HTTPConnection(host, timeout=SILENT_SECONDS), False  # it knows no proxies
     try:
         link.connect()
         there = True
-        link.sock.settimeout(SILENT_SECONDS if alone else KNOWN_SECONDS)
+        link.sock.settimeout(seconds)
         link.request("GET", f"/computeMetadata/v1/instance/attributes/{key}", headers={"Metadata-Flavor": "Google"})
         answer = link.getresponse()
-        google = answer.headers.get("Metadata-Flavor") == "Google"  # not a portal's page
-        code, found = answer.status, answer.read(2**20).decode(errors="replace")
-        if code == 404 or (code == 200 and not google):
-            return None
-        if code == 200:
-            return found
-        found = f"answers {code}"
+        google, value = answer.headers.get("Metadata-Flavor") == "Google", answer.read(2**20)
+        if answer.status == 200 and not google:  # a portal's page
+            return Reply(0, b"", "is not Google's, which answers", nobody=True)
+        return Reply(answer.status, value, f"answers {answer.status}")
     except (OSError, http.client.HTTPException) as error:
         # refused, no route, no such name: nobody is there. Later, or without a word: it may be late
-        if not there and not isinstance(error, TimeoutError):
-            return None
-        found = f"does not answer ({error or type(error).__name__})"
+        nobody = not there and not isinstance(error, TimeoutError)
+        return Reply(0, b"", f"does not answer ({error or type(error).__name__})", nobody)
     finally:
         link.close()
-    if alone and code < 429:
+
+
+def ask_metadata(key: str, alone: bool) -> str | None:
+    """An attribute of the VM, or None: there is no such attribute (404), or no such server.
+
+    alone: silence too means that there is none. Else, and for a server that fails, raises DeviceError.
+    """
+    reply = ask_server(key, SILENT_SECONDS if alone else KNOWN_SECONDS)
+    if reply.code == 200:
+        return reply.value.decode(errors="replace")
+    if reply.nobody or reply.code == 404 or (alone and reply.code < 429):
         return None
     raise DeviceError(
-        f"the metadata server {found} to {key}, and nothing else says whether this host is one of several; start "
+        f"the metadata server {reply.why} to {key}, and nothing else says whether this host is one of several; start "
         "again, or where it is the only one set TPU_WORKER_ID=0 TPU_WORKER_HOSTNAMES=localhost"
     )
 

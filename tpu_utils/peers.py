@@ -4,7 +4,6 @@ They talk through process 0, in JSON and in the bytes of tensors (wire.py), and 
 """
 
 import contextlib
-import http.client
 import json
 import os
 import secrets
@@ -12,8 +11,6 @@ import shlex
 import socket
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +24,7 @@ from tpu_compiler.hardware import attached_chips
 from tpu_utils import errors
 from tpu_utils.environment import choose_device
 from tpu_utils.errors import DeviceError, InputError, TrainingError
-from tpu_utils.hosts import settle_hosts
+from tpu_utils.hosts import KNOWN_SECONDS, ask_server, settle_hosts
 from tpu_utils.inputs import open_regular
 from tpu_utils.wire import Link, Listener, ProofError, WireError, connect
 
@@ -88,19 +85,12 @@ def _long_enough(secret: bytes, where: str) -> bytes:
 def _secret_in_metadata() -> bytes:
     if os.environ.get("TPU_SKIP_MDS_QUERY"):
         return b""
-    host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
-    url = f"http://{host}/computeMetadata/v1/instance/attributes/{SECRET_ATTRIBUTE}"
-    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on the VM's own link
-    try:
-        with direct.open(request, timeout=10) as answer:
-            return _long_enough(answer.read(4096).strip(), f"{SECRET_ATTRIBUTE} of the VM's metadata")
-    except urllib.error.HTTPError as error:
-        if error.code == 404:  # the slice was made without one
-            return b""
-        raise DeviceError(f"the metadata server answered {error.code} to {SECRET_ATTRIBUTE}; start again") from error
-    except (OSError, http.client.HTTPException) as error:  # without the others' secret it could not meet them
-        raise DeviceError(f"the metadata server does not answer: {error}; run on a TPU VM") from error
+    reply = ask_server(SECRET_ATTRIBUTE, KNOWN_SECONDS)
+    if reply.code == 404:  # the slice was made without one
+        return b""
+    if reply.code != 200:  # without the others' secret it could not meet them
+        raise DeviceError(f"the metadata server {reply.why} to {SECRET_ATTRIBUTE}; start again on a TPU VM")
+    return _long_enough(reply.value[:4096].strip(), f"{SECRET_ATTRIBUTE} of the VM's metadata")
 
 
 def wait_for_peers(index: int, addresses: list[str], seconds: float, port: int = 12356, secret: bytes = b"") -> "Peers":

@@ -9,6 +9,8 @@ Run:     python generate_tpu.py --run_dir RUN --prompt "ROMEO:" --num_tokens 40
              a question to a model that was trained on conversations
          python generate_tpu.py --llmc gpt2_124M.bin --prompt "Hello"
              from llm.c weights; needs tiktoken and its GPT-2 vocabulary
+         python generate_tpu.py --onnx OUT --prompt "Hello"
+             from a folder of export_onnx.py, by onnxruntime, without torch
 
 Expect:  two graphs, prefill and decode, whatever the length of the prompts.
 """
@@ -43,6 +45,8 @@ class GenerateConfig:
     """A folder of Hugging Face instead: config.json, safetensors, tokenizer.json."""
     llmc: str = ""
     """llm.c's weights instead."""
+    onnx: str = ""
+    """A folder that export_onnx.py wrote instead: by onnxruntime, on the host, sampled as the page in web/ does."""
     tokenizer: str = ""
     """bytes, gpt2, numbers, a tokenizer.json or its folder. Empty: that of the run or folder, else by the size of the
     vocabulary: 257 are bytes, 50257 GPT-2's, others take token numbers such as '3 17 5'."""
@@ -74,8 +78,11 @@ class GenerateConfig:
     """Show the traceback of an error instead of its message alone."""
 
     def __post_init__(self):
-        if bool(self.run_dir) + bool(self.llmc) + bool(self.hf) != 1:
-            raise InputError("give one of --run_dir, --hf and --llmc")
+        if bool(self.run_dir) + bool(self.llmc) + bool(self.hf) + bool(self.onnx) != 1:
+            raise InputError("give one of --run_dir, --hf, --llmc and --onnx")
+        fixed = dict(tokenizer="", context=0, precision="auto", device="auto")
+        if self.onnx and (given := [name for name, value in fixed.items() if getattr(self, name) != value]):
+            raise InputError(f"{given[0]} has no effect with --onnx, whose folder says it; leave it out")
         if not self.run_dir and self.checkpoint != "newest":
             raise InputError("checkpoint is best, but only a --run_dir has checkpoints; leave it out")
         if self.chat and self.prompt not in ((), ("",)):
@@ -99,6 +106,8 @@ class GenerateConfig:
 
 def check_source(config: GenerateConfig) -> None:
     """Raises InputError when there is nothing to sample from, DeviceError when there is no such device."""
+    if config.onnx:
+        return
     choose_device(config.for_device)
     if config.llmc:
         with open_regular(Path(config.llmc), "an llm.c GPT-2 model") as file:
@@ -112,6 +121,10 @@ def check_source(config: GenerateConfig) -> None:
 
 if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
     config = command_line(GenerateConfig, __doc__, check_source)
+    if config.onnx:
+        import onnx_generate
+
+        sys.exit(run_script(lambda: onnx_generate.main(config), answers=True))
 
 import torch
 import torch.nn.functional as F
@@ -231,7 +244,7 @@ def prefill(model: Decoder, cache: Cache, tokens_BT, length_B):
     is_last = (cache.everywhere == length_B[:, None] - 1)[:, :, None]
 
     def attention_of_layer(layer):
-        def attention(q, k, v, _=None):
+        def attention(q, k, v, *_):
             cache.keys[layer].copy_(k)
             cache.values[layer].copy_(v)
             return causal_attention(q, k, v)
@@ -253,7 +266,7 @@ def decode(model: Decoder, cache: Cache, token_B):
     is_seen = (cache.everywhere <= cache.position[:, None])[:, None, None]
 
     def attention_of_layer(layer):
-        def attention(q, k, v, _=None):
+        def attention(q, k, v, *_):
             # all of it is written: by libtpu's estimate a scatter of the new row takes three times as long
             keys, values = torch.where(is_here, k, cache.keys[layer]), torch.where(is_here, v, cache.values[layer])
             cache.keys[layer].copy_(keys)

@@ -18,7 +18,16 @@ from torch.utils._pytree import tree_map
 from tpu_utils.saved import read_checkpoint
 
 # the longest first: of two workers none is left alone with one of them at the end
-LONGEST = ("aot_tpu", "transformer_tpu", "distributed", "simple_mnist", "storage", "transformer_parity", "nonfinite")
+LONGEST = (
+    "cluster_tpu",
+    "aot_tpu",
+    "transformer_tpu",
+    "distributed",
+    "simple_mnist",
+    "storage",
+    "transformer_parity",
+    "nonfinite",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -13,6 +13,8 @@ TOOLS = [
     "generate_tpu.py",
     "convert_llmc.py",
     "convert_hf.py",
+    "export_onnx.py",
+    "cluster_tpu.py",
     "prepare_data.py",
     "plot_run.py",
     "aot_tpu.py",
@@ -92,6 +94,9 @@ def test_every_option_has_a_sentence(script):
         (["convert_llmc.py", "describe", "no.bin"], 2, "no.bin: no such file"),
         (["convert_hf.py", "import", "no", "x"], 2, "no: no such folder"),
         (["convert_hf.py", "export", "tests", "x", "bf61"], 2, "did you mean bf16?"),
+        (["export_onnx.py", "no", "x"], 2, "no: no such folder"),
+        (["export_onnx.py", "tests", "docs"], 2, "docs is there already and is no export"),
+        (["generate_tpu.py", "--onnx", "no"], 2, "no/model.json: no such file"),
         (["prepare_data.py", "no.txt", "--output", "x"], 2, "no.txt: no such file"),
         (["plot_run.py", "no"], 2, "no is not there"),
         (["calibrate_tpu.py", "--device", "tpu"], 1, "found no TPU chip on this machine"),
@@ -121,7 +126,7 @@ def test_a_tool_says_nothing_but_its_answer(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("command", ["setup_tpu.py --device cpu", "config.py"])
+@pytest.mark.parametrize("command", [pytest.param("setup_tpu.py --device cpu", marks=pytest.mark.slow), "config.py"])
 def test_a_reader_that_stops_early_is_no_error(command):
     shell = f"{sys.executable} {command} | head -1"
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=600)

@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("script", ["simple", "distributed"])
+@pytest.mark.parametrize("script", [pytest.param("simple", marks=pytest.mark.slow), "distributed"])
 def test_another_model_on_colour_images_is_one_graph_and_evaluated_as_plain_pytorch_does(trained, script, cell):
     """And uploads nothing beside the batches, but for the seed of torch's own dropout."""
     run_dir, (kind, dtype) = trained(script) / cell / "whole", CELLS[cell]
@@ -64,7 +64,7 @@ def test_another_model_on_colour_images_is_one_graph_and_evaluated_as_plain_pyto
 
 
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("script", ["simple", "distributed"])
+@pytest.mark.parametrize("script", [pytest.param("simple", marks=pytest.mark.slow), "distributed"])
 def test_a_resumed_run_ends_bit_identical_with_the_program_of_the_run_before(trained, script, cell):
     whole, resumed = (trained(script) / cell / name for name in ("whole", "resumed"))
     last = f"checkpoints/step_{STEPS:08}"
@@ -72,6 +72,7 @@ def test_a_resumed_run_ends_bit_identical_with_the_program_of_the_run_before(tra
     assert summary_in(resumed)["train_graphs"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 def test_on_a_mesh_batch_norm_is_over_the_global_batch_and_dropout_the_same(trained, cell):
     one, four = (trained(script) / cell / "whole" for script in ("simple", "distributed"))

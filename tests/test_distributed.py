@@ -313,6 +313,7 @@ def test_ddp_stopped_and_resumed(ladder, tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in ("torch", "xla"))
 
 
+@pytest.mark.slow
 def test_torchrun_stopped_and_resumed(ladder, tmp_path):
     """The signal reaches torchrun alone, which hands it on to the replicas and waits for them."""
     run_dir = tmp_path / "run"

@@ -24,6 +24,9 @@ NOT_RUN = {  # pattern: reason
     r"docker ": "needs a container daemon; .ci/build_image builds and runs the image without one",
     r"python3 -m venv": "CI runs both commands of README's first screen as they stand",
     r".*setup_tpu.py --device tpu": "needs a TPU; test_setup_tpu.py has pretended ones",
+    r"npm ": "a download; .ci/browser runs it",
+    r"python3 (web/serve.py|-m http.server)": "servers that do not end; test_web.py has both",
+    r".*benchmarks/web.py": "needs an exported model and Chromium; what it printed stands on the page",
     r".*setup_tpu.py --bucket": "needs a bucket; test_setup_tpu.py answers for one",
     r".*gs://BUCKET": "needs a bucket; test_storage.py runs the scripts against emulators",
     r".*(bucket_emulator.py|STORAGE_EMULATOR_HOST)": "a server and its port; test_storage.py uses both",
@@ -37,6 +40,9 @@ NOT_RUN = {  # pattern: reason
     r".*convert_hf.py export runs/(mine|adapters) ": "as above; test_convert_hf.py exports both",
     r".*--compiler newest": "a download of 0.34 GB; test_any_slice.py has it, marked slow",
     r"nice .*any_slice.py": "hours of compiling",
+    r".*cluster_tpu.py (run|list|logs|stop|top)": "needs a cluster, or Ray; test_cluster_tpu.py has real nodes",
+    r"(.venv/bin/pip|export|ray|TPU_CLUSTER_QUOTA=\S+ ray) ": "as above",
+    r".*benchmarks/cluster.py": "minutes of a cluster",
     r".*finetune_demo.py": "ten minutes; what it printed stands on the page",
     r".*--preset production --topology v5litepod-8 --search": "half an hour; what it printed stands on the page",
     r".*transformer_tpu.py --preset production --data_dir": "needs a TPU; test_aot_tpu.py compiles this step",
@@ -108,7 +114,7 @@ def test_a_script_copied_as_readme_says_runs_by_itself(tmp_path):
 def checkout(tmp_path_factory):
     """The project in a folder of its own, which the commands of all pages share, in their order."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("*.py", "tpu_utils", "tpu_compiler", "benchmarks"):
+    for name in ("*.py", "tpu_utils", "tpu_compiler", "tpu_cluster", "benchmarks"):
         for path in ROOT.glob(name):
             (folder / path.name).symlink_to(path)
     (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 400)

@@ -54,7 +54,9 @@ def test_batches_are_a_pure_function_of_seed_and_step():
     assert torch.equal(state[0], after[0]) and (state[1] == after[1]).all() and state[2] == after[2]
 
 
-@pytest.mark.parametrize("kind", ["dataset", "loader", "hugging_face"])
+@pytest.mark.parametrize(
+    "kind", ["loader", *(pytest.param(k, marks=pytest.mark.slow) for k in ("dataset", "hugging_face"))]
+)
 def test_a_run_on_what_others_read_resumes_bit_identical(tmp_path, monkeypatch, kind):
     crop = Compose([PILToTensor(), RandomCrop(8)])
     train, test = FakeData(64, (3, 12, 12), 5, crop), FakeData(40, (3, 8, 8), 5, PILToTensor(), random_offset=999)

@@ -10,7 +10,7 @@ from processes import ROOT
 
 SCRIPTS = {"simple_mnist_tpu.py": (210, 60), "resnet_cifar_tpu.py": (210, 65), "distributed_mnist_tpu.py": (310, 85)}
 SCRIPTS |= {"transformer_tpu.py": (430, 85)}
-FOLDERS = (".", "tpu_utils", "tpu_compiler", "tpu_calibration")
+FOLDERS = (".", "tpu_utils", "tpu_compiler", "tpu_calibration", "tpu_cluster")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 OURS = {str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__") for path in SOURCES}
 

@@ -71,6 +71,7 @@ def test_an_error_that_nobody_can_read_keeps_its_exit_code(tmp_path, how):
     assert run("-c", BREAK, how, "1,2", *TINY, "--run_dir", tmp_path).returncode == 2
 
 
+@pytest.mark.slow
 def test_outputs_that_are_closed_at_the_start_stay_out_of_the_runs_files(tmp_path):
     """A file that the run opens would otherwise get the number of stdout or stderr, and what the runtime prints."""
     command = [sys.executable, "simple_mnist_tpu.py", *TINY, "--run_dir", str(tmp_path / "run")]

@@ -27,7 +27,9 @@ def events(run_dir):
     return found
 
 
-@pytest.mark.parametrize("script", ["simple_mnist_tpu.py", "distributed_mnist_tpu.py"])
+@pytest.mark.parametrize(
+    "script", ["simple_mnist_tpu.py", pytest.param("distributed_mnist_tpu.py", marks=pytest.mark.slow)]
+)
 def test_a_finished_run_shows_what_it_misread_and_what_it_was(tmp_path, script):
     options = ["--run_dir", tmp_path / "run", "--device", "cpu", "--preset", "quick_test", "--learning_rate", "4e-3"]
     result = run(script, *options, "--num_epochs", "3", "--warmup_steps", "2")

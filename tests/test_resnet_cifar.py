@@ -31,7 +31,8 @@ def runs(tmp_path_factory):
 
     def train(devices):
         options = ["--device=cpu", f"--num_virtual_devices={devices}", f"--run_dir={folder / str(devices)}"]
-        done = run("resnet_cifar_tpu.py", *SMALL, *options)
+        # a third of the time to compile, the same float32
+        done = run("resnet_cifar_tpu.py", *SMALL, *options, XLA_FLAGS="--xla_backend_optimization_level=0")
         assert done.returncode == 0, done.stderr
         return folder / str(devices)
 

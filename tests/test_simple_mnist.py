@@ -117,7 +117,12 @@ def numbers(run_dir):
 
 
 @pytest.mark.parametrize(
-    "number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+    "number, code",
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -9),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in ((signal.SIGINT, 130), (signal.SIGHUP, 129))),
+    ],
 )
 def test_stopped_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, number, code):
     run_dir = tmp_path / "run"

@@ -259,6 +259,7 @@ def test_a_stop_during_evaluation_lets_it_end_then_saves(tmp_path, capsys, monke
     assert lines[-1]["step"] == 22 and "saved after step 22" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_all_hosts_of_a_transformer_stop_after_the_same_step_and_one_writes(tmp_path):
     """And go on together with the options of the run, to another number of steps, and with one best evaluation."""
     port, run_dir = free_port(), tmp_path / "run"

@@ -39,6 +39,8 @@ NOT_RUN = {  # pattern: reason
     r".*generate_tpu.py --run_dir runs/mine --chat": "as above",
     r".*convert_hf.py export runs/(mine|adapters) ": "as above; test_convert_hf.py exports both",
     r".*--compiler newest": "a download of 0.34 GB; test_any_slice.py has it, marked slow",
+    r".*aot_tpu.py .*--fit": "16 compiles, minutes; test_aot_tpu.py finds the largest with written answers",
+    r".*setup_tpu.py --(aot|json)": "test_setup_tpu.py runs both in one",
     r"nice .*any_slice.py": "hours of compiling",
     r".*cluster_tpu.py (run|list|logs|stop|top)": "needs a cluster, or Ray; test_cluster_tpu.py has real nodes",
     r"(.venv/bin/pip|export|ray|TPU_CLUSTER_QUOTA=\S+ ray) ": "as above",

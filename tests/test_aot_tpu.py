@@ -350,6 +350,8 @@ def compile_preset(script, preset, folder):
     options = ["--preset", preset, "--compile_for", PRESET_SLICES[script][preset]]
     if script != "transformer_tpu.py":
         options += ["--data_dir", "nowhere" if preset == "production" else folder]
+        # how a convolution is divided is searched until it is this good: a ResNet of 8 layers takes 12 s instead of 70
+        options += ["--compiler_options", "xla_jf_convolution_performance_target=0.9"]
     return compiled(ROOT / script, *options)
 
 

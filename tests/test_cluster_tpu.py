@@ -289,7 +289,21 @@ def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
         os.kill(pid, signal.SIGKILL)
 
     def in_a_save() -> bool:
-        return any(not (folder / "done").exists() for folder in checkpoints.glob("step_*"))
+        half = any(not (folder / "done").exists() for folder in checkpoints.glob("step_*"))
+        return half or any(checkpoints.glob(".writing_*"))
+
+    def kill_in_a_save(pid: int) -> None:
+        """Halted where a save was seen, and killed if that is still under way: a save takes milliseconds."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if in_a_save():
+                os.kill(pid, signal.SIGSTOP)
+                while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                    pass
+                if in_a_save():
+                    return kill_process(pid)
+                os.kill(pid, signal.SIGCONT)
+        raise AssertionError("no save was met")
 
     cluster.wait_for(lambda: any(run["name"] == "killed" for run in cluster.state()["running"]))
     plain_run = ["run", "show.py", "--plain", "--env", "MY_SECONDS", "--chips", 4]
@@ -301,11 +315,7 @@ def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
         process.kill()
         process.communicate()
     cluster.wait_for(lambda: step() >= 5)
-    scripts = pids_of(cluster, host_of(cluster, "killed"), "--run_dir")
-    deadline = time.monotonic() + 20
-    while not in_a_save() and time.monotonic() < deadline:  # no pause: a save takes milliseconds
-        pass
-    comes_back(kill_process, scripts)
+    comes_back(kill_in_a_save, pids_of(cluster, host_of(cluster, "killed"), "--run_dir"))
     comes_back(kill_process, pids_of(cluster, host_of(cluster, "killed"), "HostProcess"))
     lost = host_of(cluster, "killed")
     comes_back(cluster.kill, [lost])
@@ -318,6 +328,21 @@ def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
     done = run(*words, "--run_dir", tmp_path / "reference", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=2)
     assert done.returncode == 0, done.stderr
     same(tmp_path / "killed", tmp_path / "reference")
+
+
+@pytest.mark.slow
+def test_a_killed_driver_ends_its_run_and_gives_its_chips_back(cluster, show):
+    options = ["run", "show.py", "--plain", "--name", "driven", "--chips", 4, "--env", "MY_SECONDS"]
+    client = cluster.start(*options, folder=show, MY_SECONDS=300)
+    cluster.wait_for(lambda: host_of(cluster, "driven"))
+    drivers = [pid for pid, args in cluster.children("head").items() if "-m tpu_cluster.driver" in args]
+    os.kill(drivers[-1], signal.SIGKILL)  # the only run that there is
+    out, err = client.communicate(timeout=100)
+    assert client.returncode == 1, (out, err)
+    cluster.wait_for(lambda: not host_of(cluster, "driven"))
+    cluster.wait_for(lambda: not any(run["name"] == "driven" for run in cluster.state()["running"]))
+    again = cluster.run(*options, folder=show, MY_SECONDS=0)
+    assert again.returncode == 0, (again.stdout, again.stderr)
 
 
 @pytest.mark.slow

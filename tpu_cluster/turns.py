@@ -8,6 +8,7 @@ file among Ray's logs, which Ray's dashboard hands out: so `top` needs no proces
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ PROTOCOL = 1
 """Between drivers and the queue. One that speaks another is refused: two queues would give chips away twice."""
 SILENT_SECONDS = 45.0
 SETTLE_SECONDS = 6.0
+LOOK_SECONDS = 5.0
+"""Between two looks at who is silent where nobody asks: `top` shows no run that is gone."""
 MOST_EVENTS = 2000
 
 
@@ -233,9 +236,22 @@ def queue_of_cluster():
             logs = Path(ray._private.worker._global_node.get_logs_dir_path())
             restarted = ray.get_runtime_context().was_current_actor_reconstructed
             super().__init__(live_hosts, logs / STATE_FILE, os.environ.get(QUOTA_VARIABLE, ""), restarted)
+            self.one_at_a_time = threading.RLock()
+            threading.Thread(target=self.look, daemon=True).start()
 
-        def alive(self) -> bool:
-            return True
+        def look(self) -> None:
+            while True:
+                time.sleep(LOOK_SECONDS)
+                with self.one_at_a_time:
+                    self.update(self.clock())
+
+        def ask(self, *arguments) -> dict:
+            with self.one_at_a_time:
+                return super().ask(*arguments)
+
+        def release(self, name: str) -> None:
+            with self.one_at_a_time:
+                super().release(name)
 
     actor = ray.remote(Actor).options(
         name=NAME,

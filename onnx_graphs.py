@@ -46,14 +46,15 @@ def export_graph(
 
 @contextlib.contextmanager
 def quiet():
-    """Without the exporter's reports of its progress."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Without the exporter's reports of its progress, and what onnxruntime's quantization tells the root logger."""
+    levels = {logger: logger.level for logger in (logging.getLogger("torch.onnx"), logging.getLogger())}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def simplify(model: onnx.ModelProto) -> None:

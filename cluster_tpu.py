@@ -32,6 +32,7 @@ from pathlib import Path
 from tpu_cluster.deciding import PARTS, Request
 from tpu_compiler.hardware import attached_chips, parse_topology
 from tpu_utils.errors import InputError, run_script
+from tpu_utils.fields import parse_arguments
 
 ADDRESS_VARIABLE, STORAGE_VARIABLE = "RAY_ADDRESS", "TPU_CLUSTER_STORAGE"
 
@@ -73,7 +74,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     top = commands.add_parser("top", parents=[shared], help="who has which chips, who waits")
     top.add_argument("--json", action="store_true")
     commands.add_parser("print", help="the commands and files that create a slice", add_help=False)
-    return parser.parse_args(argv)
+    return parse_arguments(parser, argv)
 
 
 def check_ray() -> None:

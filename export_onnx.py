@@ -24,6 +24,7 @@ from pathlib import Path
 
 from onnx_files import FORMAT, MODEL_JSON, OPSET, needed
 from tpu_utils.errors import InputError, TrainingError, run_script
+from tpu_utils.fields import parse_arguments
 
 WEIGHTS = ("float32", "float16", "int8")
 LARGEST_ERROR = {"float32": 1e-4, "float16": 2e-2, "int8": 0.5}
@@ -43,7 +44,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--script", type=Path, default=Path(__file__).with_name("simple_mnist_tpu.py"), metavar="FILE",
                         help="of an image classifier: the script with its class ConvNet")  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    given = parser.parse_args(arguments)
+    given = parse_arguments(parser, arguments)
     try:
         check_arguments(given)
     except InputError as error:
@@ -289,7 +290,7 @@ def main(given: argparse.Namespace) -> int:
     if is_export(earlier):
         shutil.rmtree(earlier)
     size = sum(entry["bytes"] for entry in model["files"].values())
-    print(f"exported   {given.out}: {len(model['files'])} files, {size / 1e6:,.1f} MB, {given.weights} weights")
+    print(f"exported   {given.out}: {', '.join(sorted(model['files']))}: {size / 1e6:,.1f} MB, {given.weights} weights")
     return 0
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from config import CifarConfig, DistributedMnistConfig, MnistConfig, TransformerConfig, presets_of
-from tpu_cluster.slices import Slice, check_image, check_version, check_zone, find_slice, near
+from tpu_cluster.slices import Slice, check_image, check_version, check_zone, find_slice
 from tpu_utils.errors import InputError
-from tpu_utils.fields import hints_of, plain
+from tpu_utils.fields import hints_of, nearest, plain
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINING = {
@@ -101,12 +101,12 @@ def read_request(arguments: list[str], description: str) -> Request:
     for word in plain:
         name = word.partition("=")[0]
         if name.startswith("-") and name not in options:
-            raise InputError(f"unknown option {word!r:.80}{near(name, options)} (the script's own come after --)")
+            raise InputError(f"unknown option {word!r:.80}{nearest(name, options)} (the script's own come after --)")
     request, unknown = known.parse_known_args(plain, Request())
     if unknown:
         raise InputError(f"{unknown[0]!r:.80} is one word too many before --; the script comes after it")
     if request.kind not in KINDS:
-        meant = near(request.kind.replace("_", "-"), KINDS)
+        meant = nearest(request.kind.replace("_", "-"), KINDS)
         raise InputError(f"{request.kind!r:.80} cannot be printed; expected one of {', '.join(KINDS)}{meant}")
     request.words, request.warnings = arguments[place + 1 :], []
     problems = [*check_script(request), *check_places(request), *check_names(request), *check_kind(request)]
@@ -123,7 +123,7 @@ def check_script(request: Request) -> list[str]:
     request.words[0] = request.words[0].removeprefix("./")
     script, *words = request.words
     if not re.fullmatch(r"\w[\w-]*(/\w[\w-]*)*\.py", script, re.ASCII) or not (ROOT / script).is_file():
-        meant = near(script, [path.name for path in sorted(ROOT.glob("*.py"))])
+        meant = nearest(script, [path.name for path in sorted(ROOT.glob("*.py"))])
         if "python" in script and words:
             meant = "; leave it out, what runs the script is added"
         return [f"no script {script!r:.80} in this project; expected its path from the project's folder{meant}"]
@@ -148,10 +148,10 @@ def check_training(script: str, words: list[str]) -> Iterator[str]:
             continue
         field, value = option[2:].replace("-", "_"), value if equals else following
         if field.removeprefix("no_") not in [*fields, "help"]:
-            yield f"{script} has no option {option!r:.80}{near(f'--{field}', [f'--{name}' for name in fields])}"
+            yield f"{script} has no option {option!r:.80}{nearest(f'--{field}', [f'--{name}' for name in fields])}"
         elif field in choices and value not in choices[field]:
             expected = f"expected one of {', '.join(choices[field])}"
-            yield f"{script} {option} {value!r:.80}; {expected}{near(value, choices[field])}"
+            yield f"{script} {option} {value!r:.80}; {expected}{nearest(value, choices[field])}"
 
 
 def check_places(request: Request) -> list[str]:

@@ -4,11 +4,11 @@ Sizes and shapes of slices are in tpu_compiler/hardware.py. Imports no torch and
 """
 
 import dataclasses
-import difflib
 import math
 import re
 
 from tpu_compiler.hardware import GENERATIONS, SHAPES_2D, SHAPES_3D, Topology, parse_topology
+from tpu_utils.fields import nearest
 from tpu_utils.hosts import family
 
 
@@ -99,17 +99,12 @@ def slice_names() -> list[str]:
     return names
 
 
-def near(word: str, names: list[str] | tuple[str, ...]) -> str:
-    found = difflib.get_close_matches(word, names, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
-
-
 def find_slice(name: str, by_xpk: bool) -> Slice:
     """Raises ValueError with what was found, what is there, and what is nearest."""
     try:
         topology = parse_topology(name)
     except ValueError as error:
-        meant = "" if "nearest" in str(error) else near(name.lower(), slice_names())
+        meant = "" if re.search("nearest|did you mean", str(error)) else nearest(name.lower(), slice_names())
         said = str(error).replace("topology", "--slice", 1).replace(", or 2xv5litepod-16 for two slices", "")
         raise ValueError(said + meant) from error
     if topology.num_slices > 1:
@@ -133,12 +128,12 @@ def check_zone(zone: str, generation: str, whatever: bool) -> tuple[str, str]:
     there = f"zones of the US with {generation}: {', '.join(known)}"
     if not re.fullmatch(ZONE, zone):
         letter = " is a region; a zone ends in a letter" if re.fullmatch(r"[a-z]+-[a-z]+\d+", zone) else " is no zone"
-        return f"--zone {zone!r:.80}{letter}; {there}{near(zone, everywhere)}", ""
+        return f"--zone {zone!r:.80}{letter}; {there}{nearest(zone, everywhere)}", ""
     if zone in known:
         return "", ""
     look = f"ask: gcloud compute tpus accelerator-types list --zone {zone}"
     if (zone in everywhere or zone.startswith("us-")) and not whatever:
-        instead = "" if zone in everywhere else near(zone, known)
+        instead = "" if zone in everywhere else nearest(zone, known)
         return f"--zone {zone} is not known to have {generation}; {there}; --any_zone prints it anyway{instead}", ""
     return "", f"the table here does not know whether {zone} has {generation} ({there}); {look}"
 
@@ -152,7 +147,7 @@ def check_version(version: str, generation: str) -> tuple[str, str]:
     if versions.get(version, generation) != generation and version != RENTED["v4"].version:  # that one fits several
         return f"--runtime_version {version} is for {versions[version]}, the slice is {generation}; {expected}", ""
     if version not in versions:
-        return "", f"runtime version {version} is not known here; {expected}{near(version, list(versions))}"
+        return "", f"runtime version {version} is not known here; {expected}{nearest(version, list(versions))}"
     return "", ""
 
 

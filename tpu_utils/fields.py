@@ -3,6 +3,7 @@
 A class of somebody's own is read the same way: it redeclares a field, or adds one, and registers nothing.
 """
 
+import argparse
 import ast
 import dataclasses
 import difflib
@@ -12,7 +13,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -150,3 +151,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """'; did you mean X?' where one of the names is near."""
     found = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """What the parser understands. An unknown option ends the process with exit code 2 and the name that is nearest."""
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        names = [f"--{name}" for name in vars(given)]
+        parser.error(f"unknown argument {unknown[0]}{nearest(unknown[0].partition('=')[0], names)}")
+    return given

@@ -74,7 +74,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     top = commands.add_parser("top", parents=[shared], help="who has which chips, who waits")
     top.add_argument("--json", action="store_true")
     commands.add_parser("print", help="the commands and files that create a slice", add_help=False)
-    return parse_arguments(parser, argv)
+    return parse_arguments(parser, argv, " (the script's own options come after --)")
 
 
 def check_ray() -> None:
@@ -129,6 +129,18 @@ def check_run(arguments: argparse.Namespace, folder: Path) -> dict[str, str]:
     return {name: os.environ[name] for name in arguments.env}
 
 
+def check_alone(arguments: argparse.Namespace, request: Request, chips_here: int) -> None:
+    """Raises InputError for what this machine without a cluster cannot do. chips_here: its TPU chips."""
+    if arguments.detach:
+        raise InputError("--detach needs a shared cluster: name it by --address http://HEAD:8265 or RAY_ADDRESS")
+    if request.hosts > 1:
+        raise InputError(
+            f"--slice {request.kind} has {request.hosts} hosts, and this machine is one; name a cluster by --address"
+        )
+    if chips_here and chips_here < request.chips:
+        raise InputError(f"this machine has {chips_here} TPU chips, and {request.chips} were asked for")
+
+
 def run(arguments: argparse.Namespace, options: list[str]) -> int:
     folder = Path(arguments.working_dir).resolve()
     variables = check_run(arguments, folder)
@@ -142,6 +154,8 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
     alone = not arguments.address
     chips_here = [chip.name for chip in attached_chips()]
     request = request_of(arguments, 1)
+    if alone:
+        check_alone(arguments, request, len(chips_here))
     cluster = None if alone else Cluster(arguments.address)
     hosts = cluster.check_wish(request) if cluster else []
     storage = arguments.storage or ("runs" if alone else "")
@@ -160,7 +174,7 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
         if asked:
             say("admission", admit(folder / arguments.script, options, asked))
         else:
-            say("admission", "not asked: the hosts have no TPU; --slice v5litepod-4 names one to ask about")
+            say("admission", "not asked: the hosts have no TPU, and no --slice names one to ask about")
     kept = "" if arguments.plain else storage or "given"
     request_fields = {name: value for name, value in vars(request).items() if name != "avoid"}
     packages = {name: found for name, found in versions().items() if name != "python"}  # a laptop may have another

@@ -60,7 +60,10 @@ def check_arguments(given: argparse.Namespace) -> None:
             found = "a file" if given.source.exists() else "no such folder"
             raise InputError(f"{given.source}: {found}; expected a run or a folder of Hugging Face, as --help says")
         if given.out.exists() and (not given.out.is_dir() or (any(given.out.iterdir()) and not is_export(given.out))):
-            raise InputError(f"{given.out} is there already and is no export; expected a new folder; choose another")
+            raise InputError(
+                f"{given.out} is there already and is no export, or holds a file of another; expected a new folder; "
+                "choose another"
+            )
         if given.out.resolve() in (given.source.resolve(), *given.source.resolve().parents):
             raise InputError(f"{given.out} holds {given.source}; expected a folder beside it; choose another")
         for path in (given.out.with_name(name) for name in aside(given.out)):
@@ -68,8 +71,10 @@ def check_arguments(given: argparse.Namespace) -> None:
                 raise InputError(f"{path} is there and is no export; the new one needs this name for a while; move it")
     except OSError as error:
         raise InputError(f"{error.filename}: {error.strerror}; expected a folder, as --help says") from error
-    if given.context < 0 or given.chunk < 1:
-        raise InputError(f"context is {given.context}, chunk is {given.chunk}; expected 0 or more, and 1 or more")
+    if given.context < 0:
+        raise InputError(f"context is {given.context}; expected 1 or more, or 0 for the model's own")
+    if given.chunk < 1:
+        raise InputError(f"chunk is {given.chunk}; expected 1 or more")
 
 
 def aside(out: Path) -> tuple[str, str]:
@@ -226,6 +231,8 @@ def export_classifier(given: argparse.Namespace, folder: Path) -> dict:
     model, size = build_classifier(given, saved)
     if given.weights != "float32":
         raise InputError(f"weights is {given.weights}; image classifiers are small, and exported in float32 alone")
+    if given.context:
+        raise InputError(f"context is {given.context}; an image classifier has none; leave it out")
     model, path = Pixels(model).eval().requires_grad_(False), folder / "classifier.onnx"
     image = torch.rand(1, 1, size, size, generator=torch.Generator().manual_seed(0))
     expected = model(image)

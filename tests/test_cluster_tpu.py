@@ -52,6 +52,7 @@ def command(*arguments, **variables) -> subprocess.CompletedProcess:
         (["run", "setup_tpu.py", "--retries", "-1"], "--retries is -1"),
         (["run", "setup_tpu.py", "--working_dir", "tests"], "no such script"),
         (["run", "setup_tpu.py", "--plain", "--slice", "v5litepod-16"], "has 4 hosts, and this machine is one"),
+        (["run", "setup_tpu.py", "--plain", "--detach"], "--detach needs a shared cluster"),
         (["run", "setup_tpu.py", "--plain", "--address", "http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
         (["run", "setup_tpu.py", "--plain", "--address", "http://[x"], "is not understood"),
         (["list"], "name it by --address"),
@@ -66,6 +67,16 @@ def test_bad_input_is_one_message(arguments, message, monkeypatch, capsys):
     assert run_script(lambda: cluster_tpu.main(arguments)) == 2
     said = capsys.readouterr().err
     assert message in said and said.startswith("error: ") and len(said.splitlines()) == 1
+
+
+def test_a_typo_gets_the_nearest_option(capsys):
+    import cluster_tpu
+
+    with pytest.raises(SystemExit) as ended:
+        cluster_tpu.main(["run", "setup_tpu.py", "--chisp", "2"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "did you mean --chips? (the script's own options come after --)" in said
 
 
 def test_without_ray_it_says_how_to_get_it(tmp_path):

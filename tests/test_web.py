@@ -758,6 +758,8 @@ def test_the_server_gives_these_files_to_this_machine_alone(address, models):
     assert ask(address, "/", host="evil.example:80").status == 403
     done = run(ROOT / "web" / "serve.py", "--port", "99999", cold=True)
     assert done.returncode == 2 and "port 99999 cannot be used" in done.stderr and "Traceback" not in done.stderr
+    done = run(ROOT / "web" / "serve.py", "--models", "exportd", cold=True)
+    assert done.returncode == 2 and "--models exportd: no such folder" in done.stderr
 
 
 def test_it_runs_from_pythons_own_server_with_one_thread(browser, models):

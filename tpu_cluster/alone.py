@@ -6,7 +6,6 @@ import shutil
 import tempfile
 
 from tpu_cluster.driver import Driver, Spec
-from tpu_utils.errors import InputError
 
 QUIET = {
     "RAY_AUTH_MODE": "token",  # of this run's own; no other user of this machine has it
@@ -19,14 +18,6 @@ QUIET = {
 
 def run_alone(spec: Spec, variables: dict[str, str], chips_here: int) -> int:
     """Exit code of the run. chips_here: TPU chips of this machine; 0: as many virtual devices as it asks for."""
-    request = spec.request
-    if request["hosts"] > 1:
-        raise InputError(
-            f"--slice {request['kind']} has {request['hosts']} hosts, and this machine is one; name a cluster by "
-            "--address"
-        )
-    if chips_here and chips_here < request["chips"]:
-        raise InputError(f"this machine has {chips_here} TPU chips, and {request['chips']} were asked for")
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]  # of another cluster
     os.environ |= QUIET | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -39,7 +30,7 @@ def run_alone(spec: Spec, variables: dict[str, str], chips_here: int) -> int:
             include_dashboard=False,
             num_cpus=2,
             num_gpus=0,
-            resources={"TPU": chips_here or request["chips"]},
+            resources={"TPU": chips_here or spec.request["chips"]},
             object_store_memory=100 << 20,
             log_to_driver=False,
             logging_level="ERROR",

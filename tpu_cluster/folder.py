@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LEFT_OUT = (".git", ".venv*", "venv", "__pycache__", ".pytest_cache", ".ruff_cache", "*.egg-info", "/runs", "/data")
-LEFT_OUT += ("/datasets", "/calibration", "/checkpoints", "node_modules")
+LEFT_OUT += ("/datasets", "/exported", "/calibration", "/checkpoints", "node_modules")
 """Never uploaded, in the syntax of .gitignore; a .gitignore or .rayignore in the folder adds to it."""
 MOST_MIB = 64
 MOST_FILES = 20_000

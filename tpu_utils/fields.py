@@ -153,10 +153,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """What the parser understands. An unknown option ends the process with exit code 2 and the name that is nearest."""
+def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str], hint: str = "") -> argparse.Namespace:
+    """What the parser understands. An unknown argument ends the process with exit code 2, the name that is nearest, and
+    the hint."""
     given, unknown = parser.parse_known_args(arguments)
     if unknown:
         names = [f"--{name}" for name in vars(given)]
-        parser.error(f"unknown argument {unknown[0]}{nearest(unknown[0].partition('=')[0], names)}")
+        parser.error(f"unknown argument {unknown[0]}{nearest(unknown[0].partition('=')[0], names)}{hint}")
     return given

@@ -81,6 +81,9 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
     parser.add_argument("--models", default=str(WEB / "models"), help="folder of exported folders (default web/models)")
     arguments = parser.parse_args()
+    if not Path(arguments.models).is_dir() and arguments.models != parser.get_default("models"):
+        print(f"--models {arguments.models}: no such folder; expected one that holds exported folders", file=sys.stderr)
+        return 2
     try:
         server = make_server(Path(arguments.models), arguments.port)
     except (OSError, OverflowError) as error:

@@ -379,7 +379,9 @@ def test_by_keyboard_alone(page, address):
     assert page.evaluate(active) == "num-tokens"
     page.keyboard.type("2")
     page.keyboard.press("Enter")
-    assert finished(page) == "Done, 2 tokens." and page.inner_text("#generated") != before
+    assert finished(page) == "Done, 2 tokens."
+    again = page.inner_text("#generated")  # the same seed; the first was stopped somewhere
+    assert before.startswith(again) or again.startswith(before)
     assert re.fullmatch(r"[\d.]+ tokens/s, 2 tokens, \d threads?", page.inner_text("#speed"))
 
 

@@ -17,15 +17,21 @@ from torch_xla.core import xla_builder
 BATCH = ("data", "fsdp")  # batch and heads are sharded over the mesh, where there is one
 
 
-def splash(num_heads: int, length: int, **options):
-    """jax's kernels for one sequence; blocks that lie wholly above the diagonal are skipped."""
+def splash(num_heads: int, length: int, head_dim: int, **options):
+    """jax's kernels for one sequence; blocks that lie wholly above the diagonal are skipped.
+
+    Heads that do not fill 128 lanes are handed over with the positions along the lanes: the products before and after
+    then fill the matrix unit, and q, k and v take half the memory.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
 
     size = next(size for size in (512, 256, 128) if length % size == 0)
     names = ("block_q", "block_kv", "block_kv_compute", "block_q_dq", "block_kv_dq")
     names += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
     mask = jax_splash.MultiHeadMask([jax_splash.CausalMask((length, length))] * num_heads)
-    blocks = jax_splash.BlockSizes(**dict.fromkeys(names, size))
+    minor = jax_splash.QKVLayout.SEQ_MINOR if head_dim % 128 else jax_splash.QKVLayout.HEAD_DIM_MINOR
+    layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), minor)
+    blocks = jax_splash.BlockSizes(**dict.fromkeys(names, size), **layouts)
     return jax_splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, **options)
 
 
@@ -41,7 +47,7 @@ def jax_forward(q_BHTK, k_BGTK, v_BGTK, *starts_BT):
     values for the H / G heads of queries that it serves."""
     import jax
 
-    kernel = splash(*q_BHTK.shape[1:3], save_residuals=True)
+    kernel = splash(*q_BHTK.shape[1:], save_residuals=True)
     forward = lambda q, k, v, *starts: kernel(q, k, v, documents(*starts) if starts else None)  # noqa: E731
     out, (logsumexp,) = jax.vmap(forward)(q_BHTK, k_BGTK, v_BGTK, *starts_BT)
     return out, logsumexp
@@ -52,7 +58,7 @@ def jax_backward(q_BHTK, k_BGTK, v_BGTK, out, logsumexp, grad, *starts_BT):
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-    kernel = splash(*q_BHTK.shape[1:3])
+    kernel = splash(*q_BHTK.shape[1:])
 
     def backward(q, k, v, out, logsumexp, grad, *starts):
         ids = documents(*starts) if starts else None

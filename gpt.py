@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dropout import dropout, layer_keys, positions
 from layers import Decoder, find_documents
 from model_shapes import ModelShape
-from operations import causal_attention, layer_norm
+from operations import add_bias, causal_attention, layer_norm
 
 
 def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -54,7 +54,8 @@ def block(x_BTD, w, num_heads, attention, keep=lambda x: x, p=0.0, place=None, k
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
     q, k, v = zip(w["qkv_weight"].view(3, num_heads, -1, D), w["qkv_bias"].view(3, num_heads, -1), strict=True)
     q = (q[0].float() / math.sqrt(D // num_heads)).to(q[0].dtype), q[1]  # fused with the product; the bias is scaled
-    qkv = [torch.einsum("btd,hkd->bthk", y, weight) + bias for weight, bias in (q, k, v)]
+    add = torch.add if attention is causal_attention else add_bias  # XLA sums up in its products, not in a kernel
+    qkv = [add(torch.einsum("btd,hkd->bthk", y, weight), bias) for weight, bias in (q, k, v)]
     out_weight = w["attention_out_weight"].view(D, num_heads, -1)
     y = torch.einsum("bthk,dhk->btd", attention(*qkv, w.get("starts"), kept), out_weight) + w["attention_out_bias"]
     y = y if keys is None else dropout(y, p, keys[0], place)

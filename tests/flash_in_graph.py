@@ -4,8 +4,8 @@
 
 jax interprets the Pallas kernels, so they are a part of the graph like any other operation. Prints how far flash
 attention, and attention over one slice of queries, are from plain attention: the largest difference of the output and
-of each gradient, relative to the largest value. Twice: as many heads of keys as of queries in one document a row; half
-as many, with two documents in the first row.
+of each gradient, relative to the largest value. Twice: as many heads of keys as of queries in one document a row, heads
+of 64; half as many, with two documents in the first row, heads of 128.
 """
 
 from functools import partial
@@ -29,9 +29,9 @@ if num_devices > 1:
 generator = torch.Generator().manual_seed(0)
 starts = torch.zeros(2, 384, dtype=torch.int32)
 starts[0, 150:] = 150
-for T, query_heads, documents in ((768, 2, None), (384, 4, starts)):  # three blocks of 256, of 128
-    values = [torch.randn(2, T, heads, 64, generator=generator) for heads in (query_heads, 2, 2, query_heads)]
-    values[0] /= 8  # the attentions expect q divided by sqrt(K)
+for T, K, query_heads, documents in ((768, 64, 2, None), (384, 128, 4, starts)):  # three blocks of 256, of 128
+    values = [torch.randn(2, T, heads, K, generator=generator) for heads in (query_heads, 2, 2, query_heads)]
+    values[0] /= K**0.5  # the attentions expect q divided by sqrt(K)
     found = []
     for attention in (partial(causal_attention, chunks=4), flash_attention, partial(causal_attention, chunks=1)):
         *inputs, grad = (x.to(torch_xla.device()) for x in values)

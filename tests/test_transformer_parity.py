@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import torch_xla
 from processes import run
 
 from gpt import GPT, parameter_shapes
 from layers import is_matrix, split_layers
 from model_shapes import ModelShape
-from operations import causal_attention, losses
+from operations import add_bias, causal_attention, losses
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
@@ -133,6 +134,19 @@ def test_ten_adamw_steps_stay_together():
     expected = in_our_layout(dict(theirs.named_parameters()))
     errors = {name: relative_error(p, expected[name]) for name, p in ours.named_parameters()}
     assert max(errors.values()) < 1e-3, errors  # Adam's division turns 1e-7 of gradient into more where it is near 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_of_a_bias_is_the_sum_over_positions(dtype):
+    """Of bfloat16 by a product with ones, which adds up in float32 and rounds once."""
+    values = torch.randn(4, 256, 3, 8, generator=torch.Generator().manual_seed(0)) + 1.0  # sums of about 1,024
+    x, bias, grad = torch.zeros(4, 256, 3, 8, dtype=dtype), torch.ones(3, 8, dtype=dtype), values.to(dtype)
+    expected = grad.double().sum((0, 1))
+    x, bias, grad = (t.to(torch_xla.device()) for t in (x, bias, grad))
+    out = add_bias(x, bias.requires_grad_())
+    out.backward(grad)
+    assert out.cpu().eq(1).all() and bias.grad.dtype == dtype
+    assert relative_error(bias.grad.cpu().double(), expected) < (2**-8 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.slow

@@ -45,6 +45,8 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
     if not products or not queries:
         return 0.0
     *batch_and_heads, length, width = map(int, queries.split(","))  # one row a device has no axis
+    if "q_layout_2" in operation.name:  # SEQ_MINOR of jax's splash attention
+        length, width = width, length
     block = int(operation.find(r"_block_q(?:_dkv|_dq)?_(\d+)") or 512)
     computed = (1 + block / length) / 2  # of the square of blocks
     filled = min(1.0, width / (256 if topology.generation in ("v6e", "TPU7x") else 128))

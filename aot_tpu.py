@@ -52,7 +52,7 @@ from tpu_compiler.newest import NewestError, default_folder, make_environment
 from tpu_compiler.report import format_compilers, format_report, format_table
 from tpu_compiler.roofline import check_picture, draw
 from tpu_compiler.search import ScriptError, compile_script, fit, with_option
-from tpu_compiler.verdict import decide, parse_prices, parse_tokens
+from tpu_compiler.verdict import decide, parse_only, parse_prices, parse_tokens
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, options = parser.parse_known_args(argv)
     try:
         prices, tokens = parse_prices(arguments.price), parse_tokens(arguments.tokens) if arguments.tokens else None
+        only = parse_only(arguments.only, arguments.vary_batch)
+        if arguments.only and not arguments.search:
+            raise ValueError("--only has no effect without --search")
         if arguments.picture:
             check_picture(Path(arguments.picture))
         if bool(sides) + arguments.search + bool(arguments.fit) > 1:
@@ -119,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             names = [t.name for t in topologies]
             reports, asked = compile_module(arguments.script, options, names, arguments.program), []
         if arguments.search:
-            limits, names = (arguments.minutes, arguments.vary_batch), [t.name for t in topologies]
+            limits, names = (arguments.minutes, arguments.vary_batch, only), [t.name for t in topologies]
             reports = decide(arguments.script, names, options, say, *limits, tokens, prices)
             found, asked = bool(reports), []
         if sides:
@@ -169,6 +172,7 @@ def add_deciding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="try settings one after the other: the fastest that fits")
     parser.add_argument("--minutes", type=float, default=30.0, help="of --search, all slices together; default: 30")
     parser.add_argument("--vary_batch", action="store_true", help="--search may change global_batch_size")
+    parser.add_argument("--only", metavar="OPTION,...", help="--search changes nothing else, such as mesh")
     parser.add_argument("--tokens", metavar="N", help="how many tokens or examples the run is to see, such as 10e9")
     parser.add_argument(
         "--price", nargs="+", action="extend", default=[], metavar="CHIP=PRICE", help="of an hour, such as v5e=1.20"

@@ -304,6 +304,15 @@ def test_what_the_script_refuses_is_a_row_and_its_own_setting_an_error():
     assert caught.value.exit_code == 2
 
 
+def test_only_one_option_is_changed_when_asked():
+    found = Search(Compiler(speed), [], lambda _: None, 3600)
+    assert found.run(only=verdict.parse_only("mesh", False)).changes == {"mesh": "1x8x1"}
+    assert all(trial.changes.keys() <= {"mesh"} for trial in found.trials) and len(found.trials) == 5
+    alone = Search(Compiler(speed), [], lambda _: None, 3600)
+    alone.run(only=["shard_parameters"])
+    assert len(alone.trials) == 1 and "8 device(s) the script has none of the options to try" in alone.ended
+
+
 def test_only_options_that_the_script_has():
     assert deciding.candidates({"global_batch_size": 64, "learning_rate": 0.1}, 8, False) == []
     assert [name for name, _ in deciding.candidates({"global_batch_size": 64}, 8, True)] == ["global_batch_size"]
@@ -321,6 +330,7 @@ def test_the_options_of_the_search_are_those_of_the_transformer():
 
     settings = as_json(parse_command_line(TransformerConfig, "", ["--preset=production", "--device=cpu"]))
     tried = deciding.candidates(settings | {"mesh": "8x1x1"}, 8, True)
+    assert {name for name, _ in tried} <= set(deciding.FIELDS)
     wanted = {"attention", "compiler_options", "gradient_accumulation_steps", "remat", "mesh", "scan_layers"}
     assert {name for name, _ in tried} == wanted | {"global_batch_size", "remat_keep"}
     for name, values in tried:
@@ -352,6 +362,8 @@ def test_the_cheapest_slice_comes_first():
         (["--price", "v6e=1", "--tokens=1e9"], "--price says nothing of v5e"),
         (["--price", "v5e=1"], "--price is given without --tokens"),
         (["--tokens=many"], "--tokens is 'many'; expected how many"),
+        (["--only=mesh,colour"], "--only says 'colour'; expected of attention, compiler_options, "),
+        (["--only=global_batch_size"], "with --vary_batch also global_batch_size"),
         (["--minutes=0"], "--minutes is 0.0; expected more than 0"),
         (["--topology=v5litepod-9"], "nearest is v5litepod-8"),
         (["--diff", "--a", "--b"], "--search, --diff and --fit are three questions"),

@@ -21,6 +21,9 @@ BETTER = 0.999
 """What is not at least this much faster replaces nothing."""
 COMPILER_OPTIONS = ("xla_tpu_scoped_vmem_limit_kib=32768", "xla_tpu_scoped_vmem_limit_kib=65536")
 """On-chip memory that one fusion may use; 16384 by default."""
+FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "mesh")
+FIELDS += ("shard_parameters", "windowed_einsum", "scan_layers", "global_batch_size")
+"""All that candidates() may try."""
 LABEL = f"compiler estimate, {RULE}, and the lower bound of communication; not measured"
 Compile = Callable[[list[str], float], Report]
 """(options, seconds it may take) -> report. Raises ScriptError."""
@@ -123,16 +126,19 @@ class Search:
         self.spent = self.longest = 0.0  # seconds of compiling; what is kept counts as it did then
         self.ended = ""
 
-    def run(self, vary_batch: bool = False) -> Trial | None:
-        """The fastest setting that fits, None when none does. One field at a time from the best so far, until a whole
-        round changes nothing or the time is over. Raises ScriptError where the script itself fails."""
+    def run(self, vary_batch: bool = False, only: Sequence[str] = FIELDS) -> Trial | None:
+        """The fastest setting that fits, None when none does. One field of `only` at a time from the best so far, until
+        a whole round changes nothing or the time is over. Raises ScriptError where the script itself fails."""
         first = self.attempt({}, {})
         if first.report is None:
             raise ScriptError(f"the script's own setting: {first.said}", 2 if "refused" in first.said else 1)
         settings, devices = first.report.settings, first.report.devices
+        tried = [(name, values) for name, values in candidates(settings, devices, vary_batch) if name in only]
+        if not tried:
+            self.ended = f"on {devices} device(s) the script has none of the options to try: {', '.join(only)}"
         while not self.ended:
             before = self.best
-            for name, values in candidates(settings, devices, vary_batch):
+            for name, values in tried:
                 for value in values:
                     changes = (self.best.changes if self.best else {}) | {name: value}
                     if not changes.get("remat", settings.get("remat")):

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tpu_compiler.deciding import LABEL, Search, Trial, examples_per_step, ms_per_example, step_ms
+from tpu_compiler.deciding import FIELDS, LABEL, Search, Trial, examples_per_step, ms_per_example, step_ms
 from tpu_compiler.hardware import GENERATIONS, GIB, parse_topology
 from tpu_compiler.report import Report
 from tpu_compiler.search import compile_script
@@ -40,6 +40,16 @@ def parse_tokens(text: str) -> float:
     return count
 
 
+def parse_only(text: str | None, vary_batch: bool) -> tuple[str, ...]:
+    """'mesh,remat' -> the fields that a search may change; None: all. Raises ValueError for what it never changes."""
+    names = FIELDS if text is None else tuple(text.split(","))
+    known = [name for name in FIELDS if vary_batch or name != "global_batch_size"]
+    if unknown := [name for name in names if name not in known and text is not None]:
+        more = "" if vary_batch else "; with --vary_batch also global_batch_size"
+        raise ValueError(f"--only says {unknown[0]!r:.60}; expected of {', '.join(known)}, with commas between{more}")
+    return names
+
+
 def decide(
     script: str,
     topologies: Sequence[str],
@@ -47,6 +57,7 @@ def decide(
     say: Callable[[str], None],
     minutes: float,
     vary_batch: bool,
+    only: Sequence[str],
     tokens: float | None,
     prices: dict[str, float],
 ) -> list[Report]:
@@ -70,7 +81,7 @@ def decide(
         say(f"{topology}: searching; each line is one setting, in milliseconds a step")
         ask = partial(ask_script, script, topology)
         found = Search(ask, options, say, left / (len(topologies) - place))
-        best[topology] = found.run(vary_batch)
+        best[topology] = found.run(vary_batch, only)
         left -= found.spent
         fresh = [trial.report for trial in found.trials if trial.report and not trial.report.from_cache]
         ended = f"; {found.ended}" if found.ended else ""

@@ -159,6 +159,76 @@ def test_loops_count_their_trips():
     assert unpriced == {"all-reduce": 5, "sort": 1}
 
 
+def test_the_innermost_scope_counts():
+    """A loop in the graph, or a backward pass in Python, opens scopes inside others."""
+    text = "backward in <Net>.9/xla__scan/call.17/layers.py_40 in <Net backward>.8/gpt.py_57 in <blocks.3>.12/aten__mul"
+    program = PROGRAM.replace("backward.3/aten__mul", text)
+    fusion = reading.parse_program(program)["ENTRY"][-1]
+    assert reading.source_of(fusion) == "gpt.py:57" and reading.module_of(fusion) == "blocks.3"
+    loop = reading.parse_program(PROGRAM.replace("train.py_12 backward.3", "xla__scan/call.6/a.py_5 backward.2"))
+    assert reading.source_of(loop["ENTRY"][-1]) == "a.py:5 backward" and reading.module_of(loop["ENTRY"][-1]) == ""
+
+
+REPEATED = """
+import torch
+from torch_xla.utils.checkpoint import checkpoint
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.sin() * 2  # OWN
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return Doubled.apply(x.tanh()).cos()  # LAYER
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.layer = torch.nn.Parameter(torch.zeros(8)), Layer()
+
+    def forward(self, x):
+        return checkpoint(self.layer, x + self.weight)
+"""
+
+
+TRACE = """
+import re, sys
+import torch, torch_xla
+sys.path.append(sys.argv[1])
+from net import Net
+from tpu_compiler.tracing import trace_step
+
+net = Net().to(torch_xla.device())
+x = torch.zeros(4, 8).to(torch_xla.device())
+traced = trace_step(lambda: (net(x).sum().backward(), net.weight.grad), owners=[net])
+for scope, name in re.findall(rb"(net\\.py_\\d+[^/]*?)\\.\\d+/aten__(\\w+)", traced.hlo):
+    print(scope.decode(), name.decode())
+"""
+
+
+def test_what_runs_in_a_backward_pass_has_its_own_lines(tmp_path):
+    """A backward pass written in Python under its lines; what is computed again under those of the forward pass."""
+    (tmp_path / "net.py").write_text(REPEATED)
+    (tmp_path / "trace.py").write_text(TRACE)
+    done = run(tmp_path / "trace.py", ROOT, PJRT_DEVICE="CPU")
+    assert done.returncode == 0, done.stderr
+    own, layer = (
+        next(n for n, text in enumerate(REPEATED.splitlines(), 1) if mark in text) for mark in ("# OWN", "# LAYER")
+    )
+    scopes = done.stdout.splitlines()
+    assert f"net.py_{own} in <layer backward> sin" in scopes, scopes
+    assert f"net.py_{layer} backward in <layer> sin" in scopes, scopes  # of cos
+    assert f"net.py_{layer} in <layer> tanh" in scopes, scopes  # the second time: nothing needs the first
+
+
 # ---------------------------------------------------------------------------------------------------- the real compiler
 
 

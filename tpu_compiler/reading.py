@@ -187,16 +187,23 @@ def scheduled(computations: dict[str, list[Operation]]) -> list[tuple[str, int, 
     return [(name, times[name], found) for name, found in computations.items() if name not in nested and times[name]]
 
 
+def _scope(operation: Operation) -> tuple[str, str, str, str]:
+    """(file, line, " backward", module) of the innermost scope that it was recorded in; empty what there is none of."""
+    path = operation.find(r'op_name=("[^"]*)') or ""
+    scopes = re.findall(r'["/]([\w\-.]+\.py)_(\d+)( backward)?(?: in <([^<>"]*)>)?', path)
+    return scopes[-1] if scopes else ("",) * 4
+
+
 def source_of(operation: Operation) -> str:
     """file.py:12, or file.py:12 backward."""
-    scope = re.search(r'op_name="([\w\-.]+\.py)_(\d+)( backward)?', operation.line)
-    return f"{scope[1]}:{scope[2]}{scope[3] or ''}" if scope else "added by the compiler"
+    file, line, backward, _ = _scope(operation)
+    return f"{file}:{line}{backward}" if file else "added by the compiler"
 
 
 def module_of(operation: Operation) -> str:
     """layers.3.mlp, or layers.3.mlp backward; "" for what no module's forward caused."""
-    scope = re.search(r'op_name="[\w\-.]+\.py_\d+( backward)? in <([^<>"]*)>', operation.line)
-    return f"{scope[2]}{scope[1] or ''}" if scope else ""
+    *_, backward, module = _scope(operation)  # recorded in a backward pass, the module is already named so
+    return module.removesuffix(" backward") + backward if module and backward else module
 
 
 def read_modules(computations: dict[str, list[Operation]]) -> Counter:

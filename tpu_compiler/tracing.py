@@ -174,7 +174,7 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
     xlac._set_ir_debug(True)  # operations remember the scope they were recorded in
     try:
         implementation.sync = torch_xla.sync = take_program
-        with _name_modules(owners) as module_name, _record_source_lines(module_name):
+        with _name_modules(owners) as running, _record_source_lines(running):
             result = step(*args, **kwargs)  # kept alive: what the caller would hold is an output of the program
         take_program()
         del result
@@ -189,10 +189,20 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
     return programs[0]
 
 
+class _Running(threading.local):
+    """Which modules' forward is running on this thread, the innermost last; None for one that has no name."""
+
+    def __init__(self):
+        self.names: list[str | None] = []
+
+    def module(self) -> str:
+        return next((name for name in reversed(self.names) if name), "")
+
+
 @contextlib.contextmanager
 def _name_modules(owners: Sequence):
-    """Within: a function that says which module's forward is running on this thread, such as layers.3.mlp."""
-    names, running = {}, threading.local()
+    """Within: a _Running that hooks keep right, with names such as layers.3.mlp."""
+    names, running = {}, _Running()
     for owner in owners:
         # compile_for holds the models of a step in a list, whose numbers nobody knows
         roots = owner if isinstance(owner, torch.nn.ModuleList) else [owner]
@@ -201,33 +211,32 @@ def _name_modules(owners: Sequence):
                 names |= {id(module): name or type(root).__name__ for name, module in root.named_modules()}
 
     def enter(module, _) -> None:
-        running.__dict__.setdefault("names", []).append(names.get(id(module)))
+        running.names.append(names.get(id(module)))
 
     def leave(*_) -> None:
-        if running.__dict__.get("names"):
+        if running.names:
             running.names.pop()
-
-    def module_name() -> str:
-        return next((name for name in reversed(running.__dict__.get("names", ())) if name), "")
 
     hooks = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
     ]
     try:
-        yield module_name
+        yield running
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _record_source_lines(module_name: Callable[[], str]):
-    """A mode in which every operation is recorded under `file.py:line` of the user's code that caused it.
+@contextlib.contextmanager
+def _record_source_lines(running: _Running):
+    """Within, every operation is recorded under `file.py:line` of the user's code that caused it.
 
     What a module's forward caused is recorded under `file.py:line in <layers.3.mlp>`.
 
     PyTorch/XLA's own metadata names the innermost frame (somewhere in torch) and nothing at all for the backward pass,
-    which runs on autograd's thread: there, each node reopens the line of its forward operation.
+    which runs on autograd's thread: there, each node reopens the line of its forward operation. Inside that, a backward
+    pass written in Python is recorded under its own lines, and a layer that it computes again under the layer's.
     """
     library, tools = sysconfig.get_path("purelib"), str(Path(__file__).parent)
     torchs = tuple(f"{library}/{name}/" for name in ("torch", "torch_xla", "functorch"))
@@ -246,7 +255,7 @@ def _record_source_lines(module_name: Callable[[], str]):
 
     class SourceLines(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            line, module = user_line(), module_name()
+            line, module = user_line(), running.module()
             inside = f" in <{module}>" if module else ""
             scope = open_scope(line + inside)
             try:
@@ -259,9 +268,26 @@ def _record_source_lines(module_name: Callable[[], str]):
                 if "line" not in node.metadata:  # noted there: to hold the node would keep what it saved alive
                     node.metadata["line"] = line
                     nodes += [parent for parent, _ in node.next_functions if parent is not None]
+                    node.metadata["module"] = f"{module} backward" if module else None
                     scopes = []
                     node.register_prehook(lambda *_, s=scopes: s.append(open_scope(f"{line} backward{inside}")))
                     node.register_hook(lambda *_, s=scopes: s.clear())
             return result
 
-    return SourceLines()
+    python_node = torch.autograd.function.BackwardCFunction
+    real_apply = python_node.apply
+
+    def apply(node, *gradients):
+        running.names.append(node.metadata.get("module"))
+        try:
+            with SourceLines():
+                return real_apply(node, *gradients)
+        finally:
+            running.names.pop()
+
+    try:
+        python_node.apply = apply
+        with SourceLines():
+            yield
+    finally:
+        python_node.apply = real_apply

@@ -256,15 +256,19 @@ def recomputed(forward: Callable) -> Callable:
     def run(*args, **kwargs):
         leaves, layout = tree_flatten((args, kwargs))
         structure = []  # of the result: autograd sees tensors one by one
+        # checkpoint gives its result no gradient where no input has one, as in the first block; so one always has
+        needs_gradient = torch.zeros((), device=torch_xla.device(), requires_grad=True)
 
-        def flat(*leaves):
+        def flat(_, *leaves):
             args, kwargs = tree_unflatten(list(leaves), layout)
             results, made = tree_flatten(forward(*args, **kwargs))
             structure[:] = [made, [None if isinstance(r, torch.Tensor) else (r,) for r in results]]
             return tuple(r for r in results if isinstance(r, torch.Tensor))
 
         # a call on each, without effect: by it trace_step learns which block its backward pass belongs to
-        tensors = iter([t.requires_grad_() if t.requires_grad else t for t in checkpoint(flat, *leaves)])
+        tensors = iter(
+            [t.requires_grad_() if t.requires_grad else t for t in checkpoint(flat, needs_gradient, *leaves)]
+        )
         made, constants = structure
         return tree_unflatten([next(tensors) if c is None else c[0] for c in constants], made)
 

@@ -266,9 +266,8 @@ def recomputed(forward: Callable) -> Callable:
             return tuple(r for r in results if isinstance(r, torch.Tensor))
 
         # a call on each, without effect: by it trace_step learns which block its backward pass belongs to
-        tensors = iter(
-            [t.requires_grad_() if t.requires_grad else t for t in checkpoint(flat, needs_gradient, *leaves)]
-        )
+        results = checkpoint(flat, needs_gradient, *leaves)
+        tensors = iter([t.requires_grad_() if t.requires_grad else t for t in results])
         made, constants = structure
         return tree_unflatten([next(tensors) if c is None else c[0] for c in constants], made)
 

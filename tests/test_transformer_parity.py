@@ -160,9 +160,10 @@ def test_flash_and_plain_attention_agree(num_devices):
     assert len(differences) == 16 and max(differences) < 2e-6, differences
 
 
-def test_many_slices_of_queries_and_grouped_heads_are_the_whole_square():
-    """Of 1,024 positions there are 8 slices: against PyTorch's own attention."""
-    values = [torch.randn(1, 1024, heads, 8, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2)]
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_many_slices_of_queries_and_grouped_heads_are_the_whole_square(length):
+    """Six slices that are not all as long, and eight: against PyTorch's own attention."""
+    values = [torch.randn(1, length, heads, 8, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2)]
     ours, theirs = ([x.clone().requires_grad_() for x in values] for _ in range(2))
     found = causal_attention(ours[0] * 8**-0.5, *ours[1:])
     q, k, v = (x.transpose(1, 2) for x in theirs)

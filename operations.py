@@ -146,6 +146,7 @@ class CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def slices(T, chunks):
+        """(first, end) of the queries of each; of 6 the last four are half as long."""
         ends = [T * end // 8 for end in (2, 4, 5, 6, 7, 8)] if chunks == 6 else range(T // chunks, T + 1, T // chunks)
         return list(zip((0, *ends), ends, strict=False))
 

@@ -29,11 +29,12 @@ read from the compiled program.
 Trust: compiles or not, memory, FLOPs, kinds, counts and bytes of collectives.
 Milliseconds and MFU are sums of the compiler's own cost model over its
 schedule: good for comparing two programs, never a measurement. Where
-calibrate_tpu.py has measured steps on such a chip, the report says how far they
+tools.calibrate has measured steps on such a chip, the report says how far they
 were from their estimates.
 """
 
 import argparse
+import ast
 import dataclasses
 import json
 import os
@@ -45,14 +46,14 @@ from pathlib import Path
 from tpu_compiler import cache
 from tpu_compiler.calibration import CALIBRATION, read_calibration
 from tpu_compiler.difference import compare, take_sides
-from tpu_compiler.environment import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
-from tpu_compiler.hardware import parse_topology
 from tpu_compiler.modules import HELP, compile_module, names_a_module, option_parser
 from tpu_compiler.newest import NewestError, default_folder, make_environment
 from tpu_compiler.report import format_compilers, format_report, format_table
 from tpu_compiler.roofline import check_picture, draw
 from tpu_compiler.search import ScriptError, compile_script, fit, with_option
 from tpu_compiler.verdict import decide, parse_only, parse_prices, parse_tokens
+from tpu_utils.hardware import parse_topology
+from tpu_utils.virtual_slice import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_module and (sides or arguments.search or arguments.fit):
             question = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
             raise ValueError(f"{question} is for scripts, and {arguments.script} is a module; change its options")
-        if not is_module and not Path(arguments.script).is_file():
-            raise ValueError(f"no such script: {arguments.script}")
+        if not is_module:
+            check_script(Path(arguments.script))
         libtpu = check_private_interfaces()["libtpu"]
         given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
         calibration = read_calibration(Path(given)) if given else None
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.compiler_dir and not newest:
             raise ValueError("--compiler_dir has no effect without --compiler newest")
         folder = newest and make_environment(Path(arguments.compiler_dir or default_folder()), say)
-        # by each compiler that knows the chip; the scripts are told in their environment which one
+        # every compiler that knows the chip is asked; a script finds the one to use in COMPILER_VARIABLE
         asked = [(t.name, "") for t in topologies if not t.hardware.newest_only]
         asked += [(t.name, str(folder)) for t in topologies if newest]
         reports, found = [], True
@@ -141,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reports.append(compile_script(arguments.script, topology, given, place))
     except (ValueError, RuntimeError, OSError) as error:
         code = error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
-        if not (isinstance(error, ScriptError) and is_module and code == 2):  # there the child has said all
+        if not (isinstance(error, ScriptError) and is_module and code == 2):  # the child process has printed why
             print(f"error: {error}", file=sys.stderr)
         return code
     finally:
@@ -184,9 +185,27 @@ def add_deciding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no_cache", action="store_true", help="compile afresh, and keep nothing")
 
 
+def check_script(path: Path) -> None:
+    """Raises ValueError for a file that is not there, and for one that only defines: it would end without a step."""
+    if not path.is_file():
+        raise ValueError(f"no such script: {path}")
+    try:
+        statements = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return  # Python itself says where, when it runs the file
+    names = [s.name for s in statements if isinstance(s, ast.FunctionDef | ast.ClassDef)]
+    defines = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign
+    texts = [s for s in statements if isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)]
+    if names and all(isinstance(s, defines) or s in texts for s in statements):
+        raise ValueError(
+            f"{path} is no script: it only defines {', '.join(names)}; expected a training script, or {path}:NAME of a "
+            "class or a function in it that returns a module"
+        )
+
+
 def choose_cache(folder: str | None, none: bool) -> None:
-    """Leave in the environment, from which child processes take it, where compiles are kept. Raises InputError where
-    nothing can be written."""
+    """Put the folder of the compile cache into the environment, from which child processes take it. Raises InputError
+    if it cannot be written."""
     named = os.environ.get(cache.VARIABLE)
     if none:
         os.environ[cache.VARIABLE] = ""
@@ -196,7 +215,7 @@ def choose_cache(folder: str | None, none: bool) -> None:
 
 
 def with_batch(options: Sequence[str], topology: str, per_device: int | None) -> Sequence[str]:
-    """options with a global batch of so many examples for each device; as they are where none is asked for."""
+    """options with global_batch_size = per_device x devices; unchanged where per_device is None."""
     if per_device is None:
         return options
     if per_device < 1:

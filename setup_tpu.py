@@ -464,7 +464,7 @@ def check_memory(proc_root: Path, sys_root: Path, least_gib: float) -> Check:
 def check_shared_memory(dev_root: Path, least_gib: float, where: str) -> Check:
     """Data-loader workers hand over batches through /dev/shm; docker's default of 64 MB ends them with a bus error.
 
-    A warning: of these scripts only a copy with example_data.py's workers has any.
+    A warning: of these scripts only a copy with the workers of images.examples has any.
     """
     folder = dev_root / "shm"
     size = shutil.disk_usage(folder).total / GIB if folder.is_dir() else 0
@@ -700,7 +700,7 @@ def child_work(_: str) -> None:
 
 def child_aot(target: str) -> None:
     """Trace the training step on as many virtual CPU devices as the slice has, and compile it with the TPU compiler."""
-    from tpu_compiler.environment import prepare_environment
+    from tpu_utils.virtual_slice import prepare_environment
 
     topology = prepare_environment(target)  # before torch_xla is imported
     import torch_xla.runtime as xr
@@ -807,7 +807,7 @@ def parse_arguments(arguments: list) -> argparse.Namespace:
     if options.time_limit <= 0:
         parser.error(f"--time_limit {options.time_limit:g}: expected more than 0 seconds")
     if options.aot:
-        look_up = "import sys; sys.path.insert(0, sys.argv[1]); from tpu_compiler.environment import *; "
+        look_up = "import sys; sys.path.insert(0, sys.argv[1]); from tpu_utils.virtual_slice import *; "
         look_up += "prepare_environment(sys.argv[2])"
         _, died = run_child(["-c", look_up, HERE, options.aot], os.environ, options.time_limit)
         near = difflib.get_close_matches(options.aot, re.split("[ ,]+", died.partition(";")[2]), n=1)

@@ -57,8 +57,8 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
     import torch
 
     from tpu_utils.checkpoint import Checkpoints
-    from tpu_utils.state import HostCopy, shards_by_path
-    from tpu_utils.tensor_files import Kind, write_tensors
+    from tpu_utils.checkpoint.state import HostCopy, shards_by_path
+    from tpu_utils.checkpoint.tensor_files import Kind, write_tensors
 
     checkpoints = Checkpoints(folder, 3, run_id="ours")
     rows = megabytes * 2**20 // 4 // 64 // 2
@@ -143,9 +143,11 @@ def change_header(content: bytes, draw: random.Random) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[8 + length :]
 
 
-def read_all(checkpoints) -> tuple[int, dict]:
+def read_all(folder: Path) -> tuple[int, dict]:
     """The step that is resumed, and shape and type of every tensor in it, all of them read."""
-    saved = checkpoints.load_for_resume("must")
+    from tpu_utils.checkpoint.loading import CheckpointReader
+
+    saved = CheckpointReader(folder, run_id="ours").load_for_resume("must")
     files = saved.files()
     found = {path: files.read(path) for path in saved.entries}
     saved.value("config", dict), saved.value("evaluation", dict)
@@ -159,7 +161,7 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
     intact = folder / "intact"
     checkpoints = make_checkpoints(intact, megabytes=4)
     names = sorted(path.name for path in checkpoints.path(20).iterdir())
-    _, kinds = read_all(checkpoints)
+    _, kinds = read_all(checkpoints.folder)
     outcomes = {"fell back": 0, "harmless": 0, "refused": 0}
     size = sum(path.stat().st_size for path in checkpoints.path(20).iterdir())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -177,10 +179,10 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
         if victim.name != "done" and draw.random() < 0.8:
             with contextlib.suppress(ValueError, AttributeError):
                 mark(target / "step_00000020")
-        checkpoints.folder, said = target, io.StringIO()
+        said = io.StringIO()
         with contextlib.redirect_stderr(said):
             try:
-                step, found = read_all(checkpoints)
+                step, found = read_all(target)
             except CheckpointError as error:
                 expect("\n" not in str(error) and len(str(error)) > 30, f"{number}: {error!r}")
                 outcomes["refused"] += 1
@@ -209,7 +211,7 @@ def attack_old_pickles(count: int, draw: random.Random, folder: Path) -> str:
         place.write_bytes(code)
         mark(checkpoints.path(20))
         with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(CheckpointError):
-            read_all(checkpoints)
+            read_all(target)
         expect(not owned.exists(), f"{place.name} ran code")
         shutil.rmtree(target)
     return "nothing was unpickled"
@@ -256,10 +258,10 @@ def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
             victim.write_bytes(victim.read_bytes()[:-1])
         with contextlib.redirect_stderr(io.StringIO()):
             try:
-                step, _ = read_all(checkpoints)
+                step, _ = read_all(target)
                 expect(what != 3, f"{number}: swapped folders were resumed from")
                 checkpoints.save(step + 1, {}, VALUES)
-                good, _ = read_all(checkpoints)
+                good, _ = read_all(target)
                 expect(good == step + 1, f"{number}: {good} is resumed after a save of {step + 1}")
             except CheckpointError as error:
                 expect(what == 3, f"{number}: {error}")
@@ -273,9 +275,9 @@ def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
 def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
     """Listings with names that lead elsewhere, in front of the run's own code that fetches them."""
     from config import MnistConfig
-    from tpu_utils import storage
-    from tpu_utils.checkpoint import Checkpoints
+    from tpu_utils.checkpoint.loading import CheckpointReader
     from tpu_utils.errors import CheckpointError, InputError
+    from tpu_utils.remote import storage
 
     class Blob:
         generation, crc32c = 1, None
@@ -327,8 +329,8 @@ def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
         before = {path for path in folder.rglob("*") if not path.is_relative_to(run_dir)}
         with contextlib.redirect_stderr(io.StringIO()):
             try:
-                mirror = storage.Mirror(config, run_dir)
-                Checkpoints(run_dir / "checkpoints", 3, mirror=mirror, run_id="ours").load("must")
+                mirror = storage.Mirror(config.run_dir, config.resume, run_dir)
+                CheckpointReader(run_dir / "checkpoints", mirror=mirror, run_id="ours").load("must")
             except (InputError, CheckpointError) as error:
                 expect(len(str(error)) > 30, f"{number}: {error!r}")
         after = {path for path in folder.rglob("*") if not path.is_relative_to(run_dir)}
@@ -340,9 +342,9 @@ def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
 
 def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
     """Strangers on the port while hosts wait, and a host of the run that says what it should not."""
-    from tpu_utils import wire
     from tpu_utils.errors import TrainingError
-    from tpu_utils.peers import Meeting, Peers
+    from tpu_utils.remote import wire
+    from tpu_utils.remote.meeting import LinkedPeers, Meeting
 
     def frame(content: bytes) -> bytes:
         return struct.pack(">Q", len(content)) + content
@@ -369,7 +371,7 @@ def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
     for _ in range(count):
         one, two = socket.socketpair()
         link._socket, own._socket = one, two
-        peers = Peers(1, 2, Meeting([HOME] * 2, secret), [own])
+        peers = LinkedPeers(1, Meeting([HOME] * 2, secret), [own])
         content = json.dumps(altered(draw.choice(talk), draw)).encode()
         said = frame(content) if draw.random() < 0.5 else mutated(frame(content), draw)
         one.sendall(said)
@@ -389,11 +391,11 @@ def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
 
 
 def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
-    """metrics.jsonl at a resume, HellaSwag and token files, and whole run folders that plot_run.py draws."""
+    """metrics.jsonl at a resume, HellaSwag and token files, and whole run folders that tools.plot_run draws."""
     import numpy as np
 
-    import plot_run
-    from llmc_files import MultipleChoice, open_token_shard, read_hellaswag, write_hellaswag, write_token_shard
+    from language.llmc_files import MultipleChoice, open_token_shard, read_hellaswag, write_hellaswag, write_token_shard
+    from tools import plot_run
     from tpu_utils.errors import InputError
     from tpu_utils.log import RunLog
 

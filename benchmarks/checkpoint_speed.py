@@ -33,6 +33,7 @@ import torch_xla.runtime as xr
 from safetensors.torch import load_file, save_file
 
 from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.checkpoint.loading import CheckpointReader
 
 
 def on_device(values: int, tensors: int, devices: int) -> dict[str, torch.Tensor]:
@@ -52,8 +53,8 @@ def seconds(function, *arguments) -> float:
     return time.perf_counter() - started
 
 
-def restore(checkpoints: Checkpoints, saved, state: dict[str, torch.Tensor]) -> None:
-    checkpoints.restore(saved, {"model": state})
+def restore(reader: CheckpointReader, saved, state: dict[str, torch.Tensor]) -> None:
+    reader.restore(saved, {"model": state})
     torch_xla.sync(wait=True)
 
 
@@ -71,7 +72,7 @@ def measure(megabytes: int, tensors: int, repeats: int, devices: int, folder: Pa
     plain = folder / "plain.safetensors"
     ways = "raw write + fsync|bare write|bare read|write|check|restore|blocking, bare|blocking, ours".split("|")
     found = {name: [] for name in ways}
-    checkpoints = Checkpoints(folder / "checkpoints", 2)
+    checkpoints, reader = Checkpoints(folder / "checkpoints", 2), CheckpointReader(folder / "checkpoints")
     for repeat in range(repeats + 1):  # the first one warms up
         row = {"raw write + fsync": seconds(raw_write, folder / "raw", content)}
         started = time.perf_counter()
@@ -88,9 +89,9 @@ def measure(megabytes: int, tensors: int, repeats: int, devices: int, folder: Pa
         checkpoints.wait()
         row["write"] = time.perf_counter() - started
         started = time.perf_counter()
-        saved = checkpoints.load_for_resume("must")
+        saved = reader.load_for_resume("must")
         row["check"] = time.perf_counter() - started
-        row["restore"] = seconds(restore, checkpoints, saved, state)
+        row["restore"] = seconds(restore, reader, saved, state)
         for name, value in row.items():
             found[name] += [value] if repeat else []
     return found

@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-import export_onnx
-from generate_tpu import GenerateConfig, open_source
-from onnx_cached import CachedModel
-from onnx_generate import OnnxModel
+from browser import export
+from browser.onnx_cached import CachedModel
+from browser.onnx_generate import OnnxModel
+from tools.generate import GenerateConfig, open_source
 
 WINDOWS, TOKENS = 40, 100
 
@@ -29,8 +29,8 @@ class Eager:
     """The same steps in PyTorch, eager."""
 
     def __init__(self, run_dir: str, context: int):
-        self.model = CachedModel(export_onnx.load(open_source(GenerateConfig(run_dir=run_dir))))
-        _, _, _, self.keys, self.values = export_onnx.example(self.model.model.shape, context, 1)
+        self.model = CachedModel(export.load(open_source(GenerateConfig(run_dir=run_dir))))
+        _, _, _, self.keys, self.values = export.example(self.model.model.shape, context, 1)
         self.position = 0
 
     def read(self, tokens: list[int]) -> np.ndarray:
@@ -79,10 +79,10 @@ def main(run_dir: str, text: str) -> int:
         )
 
     row("PyTorch, eager", "float32", "-", Eager(run_dir, context))
-    for weights in export_onnx.WEIGHTS:
+    for weights in export.WEIGHTS:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "out")
-            export_onnx.main(export_onnx.parse([run_dir, str(out), f"--weights={weights}"]))
+            export.main(export.parse([run_dir, str(out), f"--weights={weights}"]))
             size = sum(path.stat().st_size for path in out.iterdir()) / 1e6
             row("onnxruntime", weights, f"{size:.2f}", OnnxModel(out))
     return 0

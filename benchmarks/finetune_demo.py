@@ -81,7 +81,7 @@ def ask(run_dir: Path, words: list[str]) -> list[tuple[str, str, str, bool, bool
     asked = [(task, task[1].format(word=word), word) for task in TASKS for word in words]
     greedy = ["--chat_format", "plain", "--temperature", "0", "--num_tokens", "40"]
     questions = [question for _, question, _ in asked]
-    printed = run("generate_tpu.py", "--run_dir", run_dir, *greedy, "--chat", *questions)
+    printed = run("tools.generate", "--run_dir", run_dir, *greedy, "--chat", *questions)
     answers = printed.removesuffix("\n").split("\n---\n")
     if len(answers) != len(asked):  # an untrained model can say the line that divides answers
         answers = (answers + [""] * len(asked))[: len(asked)]
@@ -123,13 +123,13 @@ def main() -> int:
     if options.until == "pretrained":
         return 0
     if not weights.exists():
-        run("convert_hf.py", "export", pretrained, weights)
+        run("tools.convert_hf", "export", pretrained, weights)
     of_chats = ["--dataset=chat", f"--data_dir={work}", "--train_data=chats.jsonl", "--validation_data=held_out.jsonl"]
     lora = [f"--lora_rank={options.lora_rank}"] if options.lora_rank else []
     tuned = work / (f"lora_{options.lora_rank}" if lora else "finetuned")
     start = ["--initial_weights", weights]
     run("transformer_tpu.py", *start, *of_chats, *FINE_TUNING, *BOTH, *lora, "--run_dir", tuned)
-    run("plot_run.py", pretrained, tuned, "--output", work / f"{tuned.name}.png")
+    run("tools.plot_run", pretrained, tuned, "--output", work / f"{tuned.name}.png")
     asked = held_out[:ASKED_WORDS]
     found = {"before": ask(pretrained, asked), tuned.name: ask(tuned, asked)}
     table(found)

@@ -26,9 +26,9 @@ import torch_xla.core.xla_model as xm
 
 import simple_mnist_tpu
 from config import MnistConfig
-from image_data import TrainBatches
-from mnist_data import load_digits
-from optim import make_optimizer
+from images.arrays import TrainBatches
+from images.mnist import load_digits
+from tpu_utils.optim import make_optimizer
 
 ROUNDS, EPOCHS = 5, 6
 

@@ -30,7 +30,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from tpu_utils.saved import read_checkpoint  # noqa: E402
+from tpu_utils.checkpoint.saved import read_checkpoint  # noqa: E402
 
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
 MNIST += ["--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_batch_size=60"]  # 66 steps, 6 evaluations
@@ -42,7 +42,7 @@ RESNET = ["--depth=8", "--width=2", "--num_epochs=6", "--global_batch_size=372",
 RESNET += ["--save_every=5", "--keep_checkpoints=1"]
 VARIANTS = {
     "simple": ["simple_mnist_tpu.py", *MNIST],
-    "ddp_1": ["distributed_mnist_tpu.py", *MNIST, "--strategy=ddp"],
+    "ddp_1": ["ddp_mnist_tpu.py", *MNIST],
     "spmd_4": ["distributed_mnist_tpu.py", *MNIST, "--num_virtual_devices=4"],
     "spmd_8": ["distributed_mnist_tpu.py", *MNIST, "--num_virtual_devices=8"],
     "fsdp_4": ["distributed_mnist_tpu.py", *MNIST, "--num_virtual_devices=4", "--shard_parameters"],

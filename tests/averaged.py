@@ -14,16 +14,16 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 
 from config import MnistConfig
-from optim import learning_rates, make_optimizer, update_average
-from tpu_utils.device import start_device
+from tpu_utils.average import update_average
+from tpu_utils.graphs import one_graph
 from tpu_utils.loader import BatchSharding
 from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.optim import learning_rates, make_optimizer
 from tpu_utils.run import Run
 
 STEPS, DECAY = 16, 0.6
@@ -38,11 +38,16 @@ def build() -> nn.Module:
 
 
 class Data:
+    num_steps, description = STEPS, "noise"
+
+    def fingerprint(self):
+        return 0
+
     def batch(self, index):
         return np.random.default_rng(index).standard_normal((16, 8)).astype(np.float32)
 
 
-@torch_xla.compile(full_graph=True, name="averaged")
+@one_graph
 def train_step(model, average, optimizer, rates, metrics, x):
     loss = (model(x) * model.temperature - 1).square().mean()
     loss.backward()
@@ -56,12 +61,12 @@ def train_step(model, average, optimizer, rates, metrics, x):
 def train(run_dir, resume: str, seen: list | None = None) -> int:
     """seen: gets the model's state after each step, on the host."""
     options = dict(device="cpu", run_dir=str(run_dir), resume=resume, save_every=8, log_every=4, tensorboard=False)
-    config = MnistConfig(**options, learning_rate=0.05, eval_batch_size=16)
-    with Run(config) as run:
-        num_devices = int(os.environ.get("CPU_NUM_DEVICES", 1))
-        device = start_device(config, join=xr.use_spmd if num_devices > 1 else lambda: None)
+    config = MnistConfig(**options, learning_rate=0.05, eval_batch_size=16, global_batch_size=16)
+    num_devices = int(os.environ.get("CPU_NUM_DEVICES", 1))
+    with Run(config, train_step, join=xr.use_spmd if num_devices > 1 else lambda: None) as run:
+        device = run.device
         mesh = xs.Mesh(np.arange(num_devices), (num_devices,), ("data",)) if num_devices > 1 else None
-        run.open(device, STEPS, 0, "noise", examples=16, sharding=mesh and BatchSharding(mesh, ("data",)))
+        run.open(Data(), Data(), sharding=mesh and BatchSharding(mesh, ("data",)))
         model = build()
         average = copy.deepcopy(model).to(device).eval()
         model.to(device)
@@ -76,10 +81,9 @@ def train(run_dir, resume: str, seen: list | None = None) -> int:
                 xs.mark_sharding(
                     tensor, mesh, ("data" if over else None,)[: tensor.dim()] + (None,) * (tensor.dim() - 1)
                 )
-        run.restore(model=model, average=average, optimizer=optimizer, metrics=metrics)
+        run.track(model=model, average=average, optimizer=optimizer, metrics=metrics)
         for step, (x,) in run.steps(Data()):
-            with run.one_graph("train", step, x):
-                train_step(model, average, optimizer, rates, metrics, x)
+            train_step(model, average, optimizer, rates, metrics, x)
             if seen is not None:
                 seen.append({name: value.cpu().clone() for name, value in model.state_dict().items()})
             if run.log_due(step):

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tpu_utils import storage
+from tpu_utils.remote import storage
 
 storage.REQUEST_SECONDS = 40.0
 storage.LOG_SECONDS = 0.5

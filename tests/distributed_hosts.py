@@ -14,12 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import DistributedMnistConfig, resolve
-from image_data import TrainBatches
-from mnist_data import load_dataset
+from config import DistributedMnistConfig
+from images.arrays import TrainBatches
+from images.mnist import load_dataset
 from tpu_utils.errors import InputError, run_script
-from tpu_utils.hosts import settle_hosts
-from tpu_utils.peers import wait_for_peers
+from tpu_utils.options import resolve
+from tpu_utils.remote.hosts import settle_hosts
+from tpu_utils.remote.meeting import wait_for_peers
 
 
 def main() -> int:

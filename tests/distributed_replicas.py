@@ -1,10 +1,10 @@
-"""Run the DDP step of distributed_mnist_tpu.py on N replicas without N devices; test_distributed.py starts this.
+"""Run the DDP step of ddp_mnist_tpu.py on N replicas without N devices; test_distributed.py starts this.
 
 XLA's CPU client cannot run a program that torch_xla replicated: each replica compiles a module of its own, and the
 client pairs collectives by module. So: trace FOLDER N ... the program, for real, at world size N, then: run FOLDER, in
 a process of its own, executes that one program on N CPU replicas through jax's client.
 
-    python tests/distributed_replicas.py trace FOLDER NUM_REPLICAS NUM_STEPS MODEL [options of distributed_mnist_tpu.py]
+    python tests/distributed_replicas.py trace FOLDER NUM_REPLICAS NUM_STEPS MODEL [options of ddp_mnist_tpu.py]
     python tests/distributed_replicas.py run FOLDER
 """
 
@@ -27,17 +27,17 @@ def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: l
     import torch_xla
     from torch_xla._internal import pjrt
 
-    import distributed_mnist_tpu as script
-    from config import DistributedMnistConfig
-    from image_data import TrainBatches
-    from mnist_data import load_dataset
-    from optim import learning_rates, make_optimizer
+    import ddp_mnist_tpu as script
+    from config import DdpMnistConfig
+    from images.arrays import TrainBatches
+    from images.mnist import load_dataset
     from tpu_compiler.tracing import alias_id
     from tpu_utils.loader import send
     from tpu_utils.metrics import DeviceMetrics
+    from tpu_utils.optim import learning_rates, make_optimizer
     from tpu_utils.options import parse_command_line
 
-    config = parse_command_line(DistributedMnistConfig, "", options)
+    config = parse_command_line(DdpMnistConfig, "", options)
     dataset = load_dataset(config)
     pjrt.initialize_multiprocess(0, 1)  # what torch_xla.launch does first: this process is replica 0 of num_replicas
     dist.init_process_group("xla", store=dist.HashStore(), rank=0, world_size=num_replicas)
@@ -86,14 +86,14 @@ def run(folder: Path) -> None:
     """Writes curve.json: the losses of all steps, and how far the weights of the replicas are apart at the end."""
     import jax
 
-    from config import DistributedMnistConfig
-    from image_data import TrainBatches
-    from mnist_data import load_dataset
+    from config import DdpMnistConfig
+    from images.arrays import TrainBatches
+    from images.mnist import load_dataset
     from tpu_utils.options import parse_command_line
 
     described = json.loads((folder / "state.json").read_text())
     n, num_steps = described["replicas"], described["num_steps"]
-    config = parse_command_line(DistributedMnistConfig, "", described["options"])
+    config = parse_command_line(DdpMnistConfig, "", described["options"])
     with np.load(folder / "inputs.npz", allow_pickle=False) as file:
         values = [file[f"arr_{i}"] for i in range(len(file.files))]
     jax.config.update("jax_platforms", "cpu")

@@ -17,8 +17,8 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from flash_attention import flash_attention
-from operations import causal_attention
+from language.flash_attention import flash_attention
+from language.operations import causal_attention
 
 splash_attention.make_splash_mha = partial(splash_attention.make_splash_mha, interpret=True)
 num_devices = xr.global_runtime_device_count()

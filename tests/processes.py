@@ -58,10 +58,19 @@ def _child(arguments: list[str], environment: dict[str, str], folder: str, out: 
         sys.argv = ["-c", *arguments[2:]]
         sys.path.insert(0, folder)
         exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif is_module(arguments[0]):
+        sys.argv = arguments
+        sys.path.insert(0, folder)
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def is_module(name: str) -> bool:
+    """tools.generate is run as `python -m tools.generate`, with or without the -m."""
+    return not name.endswith(".py") and not name.startswith("-")
 
 
 class Script:
@@ -71,9 +80,9 @@ class Script:
     """
 
     def __init__(self, *arguments, folder: Path = ROOT, output: Path | None = None, **environment):
-        made = Path(tempfile.mkdtemp(prefix="script_"))
-        self._texts = {name: output or made / name for name in ("out", "err")}
-        self.arguments = [str(argument) for argument in arguments]
+        self._made = tempfile.TemporaryDirectory(prefix="script_", ignore_cleanup_errors=True)  # gone with this object
+        self._texts = {name: output or Path(self._made.name, name) for name in ("out", "err")}
+        self.arguments = [str(argument) for argument in (arguments[1:] if arguments[0] == "-m" else arguments)]
         settings = self.arguments, environment_with(environment), str(folder), *map(str, self._texts.values())
         self._process = _forking.Process(target=_child, args=settings, daemon=True)
         self._process.start()
@@ -116,7 +125,8 @@ def start(*arguments, **environment) -> Script:
 
 def run(*arguments, timeout: float = 600, cold: bool = False, **environment) -> subprocess.CompletedProcess:
     """`python ARGUMENTS` in the repository, its output as text. cold: by a Python that has imported nothing yet."""
-    if cold or arguments[0] == "-m":
+    if cold:
+        arguments = ("-m", *arguments) if is_module(str(arguments[0])) else arguments
         command = [sys.executable, *map(str, arguments)]
         settings = dict(cwd=ROOT, env=environment_with(environment), capture_output=True, text=True)
         return subprocess.run(command, timeout=timeout, **settings)

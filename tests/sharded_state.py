@@ -20,12 +20,13 @@ import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from run_files import reader_of
 
-import tpu_utils.state
+import tpu_utils.checkpoint.state
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.errors import run_script
 from tpu_utils.graphs import graphs_compiled
-from tpu_utils.peers import wait_for_peers
+from tpu_utils.remote.meeting import wait_for_peers
 
 BATCH = ("data", "fsdp")
 SPECS = {  # shape, type, sharded over: all axes, some with equal copies on the others, unevenly, nothing
@@ -69,12 +70,12 @@ def save(checkpoints: Checkpoints, sizes: tuple[int, ...], index: int = 0, count
 
 
 def load(checkpoints: Checkpoints, sizes: tuple[int, ...]) -> None:
-    saved = checkpoints.load_for_resume("must")
+    saved = reader_of(checkpoints).load_for_resume("must")
     zeros = {name: torch.zeros_like(tensor) for name, tensor in values().items()}
     targets = {"model": placed(zeros, sizes), "optimizer": [placed(zeros, sizes)]}
     before = {name: torch_xla._XLAC._get_xla_sharding_spec(t) for name, t in targets["model"].items()}
     graphs = graphs_compiled()
-    checkpoints.restore(saved, targets)
+    reader_of(checkpoints).restore(saved, targets)
     torch_xla.sync()
     print(f"graphs {graphs_compiled() - graphs}")
     for tensors in (targets["model"], targets["optimizer"][0]):
@@ -98,7 +99,7 @@ def main() -> int:
         save(checkpoints, sizes, index, count) if action.startswith("save") else load(checkpoints, sizes)
     else:
         if action == "save_a_shard_less":
-            tpu_utils.state._is_mine = lambda shard: shard.replica_id == 0 and shard.indices[0].start == 0
+            tpu_utils.checkpoint.state._is_mine = lambda shard: shard.replica_id == 0 and shard.indices[0].start == 0
         save(Checkpoints(Path(folder), 3), sizes)
     return 0
 

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from dropout import Dropout, replace_dropout
-from image_data import ImageDataset
+from images.arrays import ImageDataset
+from tpu_utils.dropout import Dropout, replace_dropout
 
 CLASSES = 5
 

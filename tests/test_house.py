@@ -1,18 +1,47 @@
-"""The house: who imports whom, how long things are, one word for one thing."""
+"""The house: which street imports which, how long things are, what a copy takes, one word for one thing."""
 
 import ast
 import re
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 from processes import ROOT
 
-SCRIPTS = {"simple_mnist_tpu.py": (210, 60), "resnet_cifar_tpu.py": (210, 65), "distributed_mnist_tpu.py": (310, 85)}
-SCRIPTS |= {"transformer_tpu.py": (430, 85)}
-FOLDERS = (".", "tpu_utils", "tpu_compiler", "tpu_calibration", "tpu_cluster")
-SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
-OURS = {str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__") for path in SOURCES}
+LENGTHS = {"simple_mnist_tpu": 140, "distributed_mnist_tpu": 190, "ddp_mnist_tpu": 190, "resnet_cifar_tpu": 190}
+LENGTHS |= {"transformer_tpu": 300}
+IMAGE_SCRIPT, TOOLS = {"config", "images", "tpu_utils"}, {"config", "images", "language", "tpu_compiler", "tpu_utils"}
+MAY_IMPORT = {
+    "tpu_utils": set(),
+    "config": {"tpu_utils"},
+    "images": {"config", "tpu_utils"},
+    "language": {"config", "tpu_utils"},
+    "tpu_compiler": {"config", "tpu_utils"},
+    "tools": TOOLS,
+    "cluster": {"config", "language", "tpu_compiler", "tpu_utils"},
+    "browser": {"language", "tpu_utils"},
+    **{script: IMAGE_SCRIPT for script in LENGTHS if script != "transformer_tpu"},
+    "transformer_tpu": {"language", "tpu_utils"},
+    "aot_tpu": {"tpu_compiler", "tpu_utils"},
+    "setup_tpu": {"tpu_compiler", "tpu_utils"},
+}
+"""Every street, and those it may import; a file on the top level is a street of its own."""
+NEIGHBOURS = ("browser", "cluster")
+SOURCES = sorted(ROOT.glob("*.py"))
+SOURCES += [
+    path
+    for street in MAY_IMPORT
+    for path in sorted((ROOT / street).rglob("*.py"))
+    if "tests" not in path.relative_to(ROOT).parts
+]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+OURS = {name_of(path): path for path in SOURCES}
 
 
 @cache
@@ -20,119 +49,184 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT).with_suffix("")).replace("/", ".").removesuffix(".__init__")
-
-
 def imports_of(path: Path, everywhere: bool = True) -> set[str]:
-    """Modules that a file imports: anywhere in it, or as it is imported itself, without what is for a type checker."""
-    nodes = list(ast.walk(tree_of(path))) if everywhere else list(tree_of(path).body)
-    if not everywhere:
-        nodes += [inner for node in nodes if isinstance(node, ast.If | ast.Try) for inner in ast.walk(node)]
-        checked = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-        left_out = {inner for node in checked for inner in ast.walk(node)}
-        nodes = [node for node in nodes if node not in left_out]
+    """Names that a file imports: anywhere in it, or as it is imported itself, without what is for a type checker."""
+    nodes, waiting = [], list(tree_of(path).body)
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if not for_types and (everywhere or not later):
+            waiting += ast.iter_child_nodes(node)
     found = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: an import says where from"
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-def test_no_import_circle():
-    graph = {name_of(path): (imports_of(path, everywhere=False) & OURS) - {name_of(path)} for path in SOURCES}
-    left = dict(graph)
-    while free := [name for name, wanted in left.items() if not wanted & left.keys()]:
-        for name in free:
-            del left[name]
-    assert not left, f"these import each other: {left}"
+def ours_of(name: str, everywhere: bool = True) -> set[str]:
+    """Our modules that a module imports; of a package and a module in it, the module."""
+    found = imports_of(OURS[name], everywhere) & OURS.keys() - {name}
+    return {one for one in found if not any(other.startswith(f"{one}.") for other in {*found, name})}
 
 
-RUN_WHAT_THEY_READ = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "torch.distributed.checkpoint"}
-RUN_WHAT_THEY_READ |= {"torch_xla.experimental.distributed_checkpoint", "torch.load", "torch.save", "torch.package"}
-RUN_WHAT_THEY_READ |= {f"dist.{name}" for name in ("broadcast_object_list", "all_gather_object", "gather_object")}
-RUN_WHAT_THEY_READ |= {f"dist.{name}" for name in ("scatter_object_list", "send_object_list", "recv_object_list")}
+def street_of(name: str) -> str:
+    return name.partition(".")[0]
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "tests", "benchmarks"])
-def test_nothing_here_runs_what_it_reads(folder):
-    """Files and messages are data: no pickle, in the tests and benchmarks neither."""
-    for path in sorted((ROOT / folder).glob("*.py")):
-        nodes = list(ast.walk(tree_of(path)))
-        used = imports_of(path) | {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
-        assert not used & RUN_WHAT_THEY_READ, path.name
-        for call in (ast.unparse(node) for node in nodes if isinstance(node, ast.Call)):
-            assert not call.startswith("np.load(") or "allow_pickle=False" in call, (path.name, call)
+def closure_of(name: str) -> set[str]:
+    """Our modules that are imported with this one, it included; with a module its packages."""
+    seen, waiting = set(), [name]
+    while waiting:
+        if (one := waiting.pop()) not in seen:
+            seen.add(one)
+            waiting += [*ours_of(one, everywhere=False), *({one.rpartition(".")[0]} & OURS.keys())]
+    return seen
 
 
-@pytest.mark.parametrize(
-    "leaf",
-    [
-        "tpu_utils/files.py",
-        "tpu_utils/clock.py",
-        "tpu_utils/errors.py",
-        "tpu_utils/fields.py",
-        "tpu_compiler/hardware.py",
-    ],
-)
+# -------------------------------------------------------------------------------------------------------------- streets
+
+
+def test_eight_files_on_the_top_level_and_no_street_that_is_not_named():
+    assert sorted(path.stem for path in ROOT.glob("*.py")) == sorted(
+        name for name in OURS if name.endswith("_tpu") or name == "config"
+    )
+    assert len(list(ROOT.glob("*.py"))) == 8
+    folders = {path.parent.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*.py")}
+    assert {name for name in folders if not name.startswith(".")} - {"tests", "benchmarks", "runs"} <= MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("street", MAY_IMPORT)
+def test_a_street_imports_no_other_than_it_may(street):
+    """Wherever in a file the import stands."""
+    for name in (name for name in OURS if street_of(name) == street):
+        found = {street_of(other) for other in ours_of(name)} - {street}
+        assert found <= MAY_IMPORT[street], f"{name} imports {found - MAY_IMPORT[street]}"
+
+
+def test_no_circle_of_files_or_streets():
+    """Imports inside functions counted."""
+    streets = {}
+    for name in OURS:
+        streets.setdefault(street_of(name), set()).update(
+            {street_of(other) for other in ours_of(name)} - {street_of(name)}
+        )
+    for graph in ({name: ours_of(name) for name in OURS}, streets):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            pytest.fail(f"these import each other: {error.args[1]}")
+
+
+def test_a_name_means_one_file():
+    names = [path.stem for path in SOURCES if path.stem not in ("__init__", "__main__")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_what_knows_other_hosts_or_the_compiler_is_imported_where_it_is_needed_alone():
+    for script in LENGTHS:
+        found = closure_of(script)
+        assert not any(street_of(name) == "tpu_compiler" for name in found), script
+        assert not any(name.startswith("tpu_utils.remote") for name in found), script
+
+
+@pytest.mark.parametrize("script", LENGTHS)
+def test_a_copy_is_two_files_and_two_folders(script):
+    """tools.copy_example takes these. Imported at the start of an image script: few modules, and none of the others."""
+    found = closure_of(script)
+    beside = {street_of(name) for name in found} - {script}
+    data = "language" if script == "transformer_tpu" else "images"
+    assert beside == {"config", "tpu_utils", data}
+    if data == "images":
+        modules, lines = (28, 5000) if script == "simple_mnist_tpu" else (29, 5120)
+        assert len(found) <= modules
+        assert sum(len(OURS[name].read_text().splitlines()) for name in found) <= lines
+
+
+@pytest.mark.parametrize("leaf", ["clock", "compiler_flags", "errors", "fields", "hardware"])
 def test_a_leaf_imports_nothing_of_ours(leaf):
-    assert not imports_of(ROOT / leaf) & OURS
+    assert not ours_of(f"tpu_utils.{leaf}")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("config.py", "image_data.py", "mnist_data.py", "cifar_data.py", "token_data.py", "llmc_files.py"),
-        *("chat_data.py", "tokenizer.py", "model_shapes.py"),
-        *("tpu_utils/environment.py", "tpu_utils/run_dir.py"),  # a command line reads the run that it resumes
-    ],
-)
+BEFORE_TORCH = ["config", "language.transformer_options", "setup_tpu", "tpu_utils.environment", "tpu_utils.run_dir"]
+BEFORE_TORCH += [f"images.{name}" for name in ("arrays", "mnist", "cifar")]
+BEFORE_TORCH += [
+    f"language.{name}" for name in ("token_data", "llmc_files", "chat_data", "tokenizer", "shapes", "questions")
+]
+
+
+@pytest.mark.parametrize("name", BEFORE_TORCH)
 def test_what_comes_before_torch_imports_none_of_it(name):
     """With all that these import in turn, as they are imported."""
-    seen, waiting = set(), [ROOT / name]
-    while waiting:
-        path = waiting.pop()
-        for module in imports_of(path, everywhere=False):
-            assert module.split(".")[0] not in ("torch", "torch_xla", "jax", "torchvision", "sklearn"), (path, module)
-            if module in OURS and module not in seen:
-                seen.add(module)
-                file = ROOT / (module.replace(".", "/") + ".py")
-                waiting.append(file if file.exists() else ROOT / module / "__init__.py")
+    for module in closure_of(name):
+        roots = {other.split(".")[0] for other in imports_of(OURS[module], everywhere=False)}
+        assert not roots & {"torch", "torch_xla", "jax", "torchvision", "sklearn"}, module
 
 
-def test_a_training_script_is_imported_by_nobody_and_mnist_meets_no_language_model():
-    scripts = {name.removesuffix(".py") for name in SCRIPTS}
-    for path in SOURCES:
-        assert not imports_of(path) & scripts, path
-    language = {"token_data", "chat_data", "llmc_files", "gpt", "operations", "transformer_tpu"}
-    for path in [
-        ROOT / "image_data.py",
-        ROOT / "mnist_data.py",
-        ROOT / "simple_mnist_tpu.py",
-        *(ROOT / "tpu_utils").glob("*.py"),
-    ]:
-        assert not imports_of(path) & language, path
+@pytest.mark.parametrize("street", NEIGHBOURS)
+def test_a_neighbour_could_move_out(street):
+    """It has its own words, requirements and tests, and nobody else imports it."""
+    assert all((ROOT / street / name).exists() for name in ("README.md", "requirements.txt", "tests"))
+    assert not [name for name in OURS if street_of(name) != street and street in map(street_of, ours_of(name))]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_reads_like_an_example(name):
-    most_lines, train_lines = SCRIPTS[name]
-    assert len((ROOT / name).read_text().splitlines()) <= most_lines
-    from_utils = [
-        alias.name
-        for node in ast.walk(tree_of(ROOT / name))
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("tpu_utils")
-        for alias in node.names
-    ]
-    assert len(from_utils) <= 16, from_utils
-    for node in ast.walk(tree_of(ROOT / name)):
+def test_a_training_script_is_imported_by_nobody():
+    assert not [name for name in OURS if imports_of(OURS[name]) & LENGTHS.keys()]
+
+
+# -------------------------------------------------------------------------------------------------------------- scripts
+
+
+@pytest.mark.parametrize("script", LENGTHS)
+def test_a_script_reads_like_an_example(script):
+    tree = tree_of(ROOT / f"{script}.py")
+    assert len(OURS[script].read_text().splitlines()) <= LENGTHS[script]
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1
-            assert length <= (train_lines if node.name == "train" else 60), f"{node.name} has {length} lines"
+            assert length <= 60, f"{node.name} has {length} lines"
             if node.name == "train":
                 assert depth_of(node) <= 4, "the with statement of the run, then at most three levels"
+
+
+@pytest.mark.parametrize("script", LENGTHS)
+def test_a_script_shows_no_private_interface(script):
+    for node in ast.walk(tree_of(OURS[script])):
+        names = [node.attr] if isinstance(node, ast.Attribute) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        assert not [name for name in names if re.search(r"(^|\.)_[^_]", name)], f"line {node.lineno}: {names}"
+
+
+@pytest.mark.parametrize("script", LENGTHS)
+def test_train_is_about_training(script):
+    """A statement is for guarantees where it makes the Run, calls a method of `run`, or a check_ or print_ function;
+    all others, and the header of the loop over the steps, are training. Counted in lines of code, comments left out."""
+    source = OURS[script].read_text().splitlines()
+    (train,) = [
+        node for node in tree_of(OURS[script]).body if isinstance(node, ast.FunctionDef) and node.name == "train"
+    ]
+    lines = {"guarantees": 0, "training": 0}
+    for node in ast.walk(train):
+        if not isinstance(node, ast.stmt) or node is train or isinstance(getattr(node, "value", None), ast.Constant):
+            continue
+        last = node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno
+        code = [line for line in source[node.lineno - 1 : last] if line.strip() and not line.strip().startswith("#")]
+        lines["guarantees" if is_for_guarantees(node) else "training"] += len(code)
+    assert lines["guarantees"] <= min(12, lines["training"]), lines
+
+
+def is_for_guarantees(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.For):
+        return False
+    own = [node for name, node in ast.iter_fields(statement) if name not in ("body", "orelse")]
+    parts = [part for one in own for part in (one if isinstance(one, list) else [one]) if isinstance(part, ast.AST)]
+    calls = [ast.unparse(node.func) for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)]
+    return any(re.match(r"Run$|run\.|check_|print_", call) for call in calls)
 
 
 def depth_of(node: ast.AST) -> int:
@@ -142,10 +236,34 @@ def depth_of(node: ast.AST) -> int:
     return max((1 + depth_of(block) for block in blocks), default=0)
 
 
+# ---------------------------------------------------------------------------------------------------- files are data
+
+RUN_WHAT_THEY_READ = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "torch.distributed.checkpoint"}
+RUN_WHAT_THEY_READ |= {"torch_xla.experimental.distributed_checkpoint", "torch.load", "torch.save", "torch.package"}
+RUN_WHAT_THEY_READ |= {f"dist.{name}" for name in ("broadcast_object_list", "all_gather_object", "gather_object")}
+RUN_WHAT_THEY_READ |= {f"dist.{name}" for name in ("scatter_object_list", "send_object_list", "recv_object_list")}
+
+
+@pytest.mark.parametrize("folder", [*MAY_IMPORT, "tests", "benchmarks"])
+def test_nothing_here_runs_what_it_reads(folder):
+    """Files and messages are data: no pickle, in the tests and benchmarks neither."""
+    for path in [ROOT / f"{folder}.py"] if (ROOT / f"{folder}.py").exists() else sorted((ROOT / folder).rglob("*.py")):
+        nodes = list(ast.walk(tree_of(path)))
+        used = imports_of(path) | {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+        assert not used & RUN_WHAT_THEY_READ, path.name
+        for call in (ast.unparse(node) for node in nodes if isinstance(node, ast.Call)):
+            assert not call.startswith("np.load(") or "allow_pickle=False" in call, (path.name, call)
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+
+PAGES = [ROOT / "README.md", ROOT / "CLAUDE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [ROOT / street / "README.md" for street in NEIGHBOURS]
+
+
 def test_one_term_for_one_thing():
     """A tensor is sharded, sliced along an axis; a file is truncated."""
-    pages = [*SOURCES, ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.py")]
-    for path in pages:
+    for path in [*SOURCES, *PAGES, *sorted((ROOT / "benchmarks").glob("*.py"))]:
         text = re.sub(r"min_cut_\w+|\"cut\"", "", path.read_text())  # PyTorch's name; the marker's of checkpoints
         assert not re.search(r"\bcuts?\b|\bcutting\b", text), f"{path.name}: sharded, sliced or truncated?"
         assert not re.search(r"\bknobs?\b", text), path.name
@@ -153,5 +271,5 @@ def test_one_term_for_one_thing():
 
 
 def test_no_path_of_one_machine():
-    for path in [*SOURCES, ROOT / "README.md", ROOT / "CLAUDE.md", *(ROOT / "docs").glob("*.md")]:
+    for path in [*SOURCES, *PAGES]:
         assert not re.search(r"(?<![\w.~])/(work|root|home)/", path.read_text()), path.name

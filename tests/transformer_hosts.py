@@ -12,10 +12,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import transformer_tpu
-from config import TransformerConfig
+from language.transformer_options import TransformerConfig
 from tpu_utils.errors import run_script
 from tpu_utils.options import parse_command_line
-from tpu_utils.peers import wait_for_peers
+from tpu_utils.remote.meeting import wait_for_peers
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ import shutil
 import sys
 
 import transformer_tpu
-from config import TransformerConfig
+from language.transformer_options import TransformerConfig
 from tpu_utils.errors import run_script
 from tpu_utils.options import parse_command_line
 

@@ -1,4 +1,4 @@
-"""What a training script calls to ask the TPU compiler about its step: compile_for()."""
+"""Traces a step, compiles it with the TPU compiler and reports: compile_for()."""
 
 import dataclasses
 import json
@@ -19,8 +19,6 @@ from jax.extend.mlir import ir
 from tpu_compiler import compiling
 from tpu_compiler.cache import Cache, cache_of_environment, digest
 from tpu_compiler.compiling import Compiled, compile_program, compile_with_newest, host_peak_gib, program_inputs
-from tpu_compiler.environment import COMPILER_VARIABLE, check_private_interfaces
-from tpu_compiler.hardware import GIB, Topology, parse_topology
 from tpu_compiler.newest import environment_versions
 from tpu_compiler.reading import (
     group_modules,
@@ -37,6 +35,8 @@ from tpu_compiler.rules import moved_bytes, ruled_ms
 from tpu_compiler.search import OUTPUT_VARIABLE, suggest
 from tpu_compiler.tracing import Traced, create_state, trace_step
 from tpu_utils.errors import InputError
+from tpu_utils.hardware import GIB, Topology, parse_topology
+from tpu_utils.virtual_slice import COMPILER_VARIABLE, check_private_interfaces
 
 
 def compile_for(
@@ -59,7 +59,7 @@ def compile_for(
         return 0  # all replicas run the same program; the first one compiles it
     everything, settings, mesh = [*args, *kwargs.values()], dict(settings or {}), xs.get_global_mesh()
     if mesh is not None and "mesh" in settings:
-        settings["mesh"] = "x".join(map(str, mesh.mesh_shape))  # what auto came to
+        settings["mesh"] = "x".join(map(str, mesh.mesh_shape))  # the mesh that auto chose
     model = torch.nn.ModuleList(a for a in everything if isinstance(a, torch.nn.Module))
     optimizers = [a for a in everything if isinstance(a, torch.optim.Optimizer)]
     for optimizer in optimizers:
@@ -76,7 +76,7 @@ def compile_for(
 
 
 def hand_over(traced: Traced, result: Report, text: str) -> int:
-    """Write the answer where the process that asked, compile_script, looks for it. Returns the exit code."""
+    """Write the answer into the folder that compile_script, in the parent process, reads. Returns the exit code."""
     folder = Path(os.environ[OUTPUT_VARIABLE])
     (folder / "program.txt").write_text(text)
     (folder / "traced.hlo.pb").write_bytes(traced.hlo)
@@ -86,7 +86,7 @@ def hand_over(traced: Traced, result: Report, text: str) -> int:
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that is missing, so that the report counts it, and say so: a run would not get past step 2."""
+    """Create missing optimizer state, so that the report counts it. Warns: a run would stop at step 2 (new graph)."""
     kind = type(optimizer).__name__
     remedy = "create it before the first step, as make_optimizer of optim.py does"
     try:
@@ -243,7 +243,7 @@ def argument_bytes(traced: Traced) -> dict[str, int]:
             sharding = next((str(a.attr) for a in attributes if a.name == "mhlo.sharding"), marked)
             tiles = re.search(r"devices=\[([\d,]+)\]", sharding)
             if tiles:
-                counts = [int(t) for t in tiles[1].split(",")][: len(kind.shape)]  # a last extra one is replication
+                counts = [int(t) for t in tiles[1].split(",")][: len(kind.shape)]  # an extra last number: replicas
                 size = math.ceil(size / math.prod(counts))
             memory[role] += size
     return memory

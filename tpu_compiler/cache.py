@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.environment import COMPILER_VARIABLE
 from tpu_utils.errors import InputError
-from tpu_utils.inputs import parse_json, read_regular
+from tpu_utils.files import parse_json, read_regular
+from tpu_utils.virtual_slice import COMPILER_VARIABLE
 
 FORMAT = 1
 VARIABLE = "AOT_TPU_CACHE"
@@ -37,7 +37,7 @@ MOST_BYTES = 2 << 30
 """Of all entries together: the ones that were not read for the longest time go first."""
 LARGEST_TEXT = 1 << 30
 MOST_FILES = 20_000
-"""That are looked at to know whether a script has changed. Where there are more, only programs are kept."""
+"""Limit of the search for Python files that a script may import. Above it only program_KEY entries are kept."""
 READ_BY_LIBRARIES = ("XLA", "TPU_", "LIBTPU", "JAX", "PJRT", "PT_", "TORCH", "PYTHON", "CPU_NUM_DEVICES")
 OWN = ("AOT_TPU", "PYTHONHASHSEED", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY")
 PROJECT = Path(__file__).resolve().parent.parent
@@ -77,7 +77,7 @@ class Cache:
             return None
 
     def write(self, name: str, record: Any) -> None:
-        """Keep a dataclass. Written aside and renamed; a full disk costs the entry alone, and is said."""
+        """Store a dataclass: a temporary file, then renamed. A full disk loses this entry alone, with a warning."""
         entry = {"format": FORMAT, "name": name, "values": dataclasses.asdict(record)}
         aside = None
         try:
@@ -116,8 +116,8 @@ def default_folder() -> Path:
 
 
 def cache_of_environment() -> Cache | None:
-    """The cache that the variable names, by default the user's. None: it says there is none, or the default one cannot
-    be written. Raises InputError for a named one that cannot be written."""
+    """The cache in the folder that VARIABLE names, by default the user's. None if VARIABLE is empty, or the default
+    folder cannot be written. Raises InputError if a named folder cannot be written."""
     named = os.environ.get(VARIABLE)
     if named == "":
         return None
@@ -131,7 +131,7 @@ def cache_of_environment() -> Cache | None:
 
 
 def digest(*parts: Any) -> str:
-    """A hash of bytes and of what JSON can say, each part with its length before it."""
+    """A hash of the parts, bytes or JSON values, each preceded by its length."""
     total = hashlib.sha256()
     for part in (FORMAT, *parts):
         content = part if isinstance(part, bytes) else json.dumps(part, sort_keys=True).encode()
@@ -140,7 +140,7 @@ def digest(*parts: Any) -> str:
 
 
 def question_key(script: str, topology: str, options: Sequence[str]) -> str | None:
-    """The name of the answer to a question. None where it cannot be known what the script would import."""
+    """The name of the entry for a script's report. None where there are too many files that it could import."""
     folders = [Path(script).resolve().parent, PROJECT]
     folders += [Path(path).resolve() for path in os.environ.get("PYTHONPATH", "").split(":") if path]
     sources = python_files(list(dict.fromkeys(folders)))

@@ -5,19 +5,19 @@ import statistics
 from pathlib import Path
 
 from tpu_utils.errors import InputError
-from tpu_utils.inputs import read_json
+from tpu_utils.files import read_json
 
 CALIBRATION = Path("calibration/calibration.json")
-"""Where calibrate_tpu.py leaves it, seen from where it was started."""
+"""Where tools.calibrate writes it, relative to the folder in which it was started."""
 SHORTEST_MS = 1.0
-"""Of an estimate that is compared: what is shorter takes as long as the host needs to send it off."""
+"""Shorter estimates are not compared: such a step takes as long as the host needs to dispatch it."""
 
 MOST = 1e6
-"""Of a ratio: above it nothing was measured that a report should quote."""
+"""A ratio must be below this; a larger one is no sound measurement, and is refused."""
 
 
 def is_held_up(figures: dict[str, float]) -> bool:
-    """Whether a step's time is in good part that of its host or its data: of such a one nothing is compared."""
+    """Whether host work and waiting for data take over 70 % of a step; then it says nothing of the estimate."""
     return figures["host_ms"] + figures["data_wait_ms"] > 0.7 * figures["ms"]
 
 
@@ -31,20 +31,20 @@ class Calibration:
     ratios: dict[str, float]
 
     def sentence(self, chip: str, libtpu: str) -> str:
-        """What it says of an estimate for this chip; empty when it was made on another one, or compares nothing."""
+        """How far estimates for this chip are from measurements; "" if measured on another chip, or without ratios."""
         if chip != self.chip or not self.ratios:
             return ""
         ratios = sorted(self.ratios.values())
         text = f"measured on {chip}: {statistics.median(ratios):.2f} x the estimate (n = {len(ratios)})"
         text += f", from {ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else ""
-        # the clock waits for collectives, the estimate leaves them out
+        # a measured step includes its collectives, an estimate does not
         text += f", on {self.num_devices} devices, collectives included" if self.num_devices > 1 else ""
         return text + ("" if libtpu == self.libtpu else f", with libtpu {self.libtpu}")
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Raises InputError for anything but what calibrate_tpu.py writes."""
-    expected = "a calibration of calibrate_tpu.py"
+    """Raises InputError for anything but what tools.calibrate writes."""
+    expected = "a calibration of tools.calibrate"
     found = read_json(path, expected)
     machine, ratios = found.get("machine"), found.get("ratios")
     versions = machine.get("versions") if isinstance(machine, dict) else None

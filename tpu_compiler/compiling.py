@@ -17,13 +17,13 @@ from jax.experimental import topologies
 from jax.extend.mlir import hlo_to_stablehlo, ir
 from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
 
-from tpu_compiler.environment import check_private_interfaces, quiet_libtpu
-from tpu_compiler.hardware import GIB, Topology, parse_topology
 from tpu_compiler.newest import compile_there
 from tpu_compiler.tracing import Traced
 from tpu_utils.errors import InputError
+from tpu_utils.hardware import GIB, Topology, parse_topology
+from tpu_utils.virtual_slice import check_private_interfaces, quiet_libtpu
 
-# PyTorch/XLA notes the innermost Python frame, which while we trace is ours; the scope in op_name tells the user's
+# removed: PyTorch/XLA records the innermost Python frame, ours while we trace; op_name's scope has the user's line
 OUR_FRAME = re.compile(r' source_file="[^"]*" source_line=\d+(?: source_end_line=\d+)?(?: source_column=\d+)?')
 
 
@@ -42,10 +42,10 @@ class Compiled:
 
 
 def compile_only_devices(topology: Topology) -> list:
-    """libtpu's description of the slice: devices that programs can be compiled for, and nothing else.
+    """libtpu's devices of a slice that is not attached: programs can be compiled for them, but not run.
 
-    By increasing number, as PyTorch/XLA counts them (pjrt_computation_client.cpp), not host by host as libtpu does.
-    So it is the first axis of a mesh over all devices that spans slices.
+    Sorted by id, as in PyTorch/XLA (pjrt_computation_client.cpp); libtpu lists them host by host. So the first axis of
+    a mesh over all devices is the one that spans slices.
     """
     options = dict(topology.hardware.compiler_options)
     if topology.num_slices > 1:
@@ -172,7 +172,7 @@ def _progress(doing: str):
 
 
 def host_peak_gib() -> float:
-    """Of this process, or of a child that has ended: the newer compiler is one."""
+    """Peak host memory of this process, or of a child process that has ended, such as the newer compiler."""
     return (
         max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024 / GIB
     )

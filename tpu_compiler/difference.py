@@ -9,18 +9,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tpu_compiler.hardware import GIB, parse_topology
 from tpu_compiler.reading import list_collectives, parse_program, read_cycles, source_of
 from tpu_compiler.report import LABEL, Report
 from tpu_compiler.rules import ruled_ms
 from tpu_compiler.search import ScriptError, compile_script, option_name, with_option
+from tpu_utils.hardware import GIB, parse_topology
 
 MOST_LINES = 25
 """Of a table; the rest is summed up in one row."""
 
 
 def take_sides(argv: list[str]) -> tuple[list[str], tuple[str, str] | None]:
-    """The command line without --diff A B, and the two, which may begin with dashes."""
+    """(argv without --diff A B, (A, B)). argparse would take an A or B that begins with dashes for an option."""
     if "--diff" not in argv:
         return argv, None
     place = argv.index("--diff")
@@ -53,7 +53,7 @@ def compare(script: str, topology: str, options: Sequence[str], a: str, b: str) 
 
 @contextlib.contextmanager
 def side(script: str, options: Sequence[str], name: str) -> Iterator[tuple[Path, list[str]]]:
-    """The script and the options of one side, a commit's script in a folder of its own while the block runs."""
+    """The script and options of one side. A commit is checked out as a git worktree while the block runs."""
     if not name or name.startswith("-"):
         for word in shlex.split(name):
             if word.startswith("--"):
@@ -102,7 +102,7 @@ def format_difference(names: tuple[str, str], a: tuple[Report, str], b: tuple[Re
     roles = [{name: size / GIB for name, size in r.memory.items()} | {"all": r.peak_bytes / GIB} for r in reports]
     lines += table("memory per device, GiB", *roles, ".3f")
     totals = []
-    for r, program in zip(reports, programs, strict=True):  # an older commit's report has no figure by rule
+    for r, program in zip(reports, programs, strict=True):  # ruled_ms anew: an older commit's report may lack it
         totals.append({"estimate": r.estimated_ms, "counted by rule": ruled_ms(program, topology)})
         totals[-1]["communication, at least"] = r.communication_lower_bound_ms
     lines += table("milliseconds of a step", *totals, ".3f")

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from tpu_compiler.modules import Question
-from tpu_compiler.tracing import without_weights
 from tpu_utils.errors import InputError, first_line
 from tpu_utils.fields import nearest
-from tpu_utils.inputs import read_json
+from tpu_utils.files import read_json
+from tpu_utils.virtual_slice import without_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 OF_A_RUN = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
@@ -25,7 +25,7 @@ OF_A_RUN = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
 
 
 class NetworkAsked(BaseException):
-    """Not an Exception: libraries try again for minutes after one of those."""
+    """A BaseException, because libraries catch an Exception and retry for minutes."""
 
 
 def build(question: Question, notes: list[str]) -> torch.nn.Module:
@@ -57,9 +57,9 @@ def build(question: Question, notes: list[str]) -> torch.nn.Module:
 
 
 def step_aside() -> None:
-    """Make way for modules of the user's that have the names of ours: config, layers, optim.
+    """Let the user's modules win over our top-level ones of the same name, such as config.
 
-    This process has imported what it needs of them. The user's folder comes first where Python looks for modules.
+    This process has imported ours already. They leave sys.modules, and sys.path begins with the user's folder.
     """
     for name, module in list(sys.modules.items()):
         if "." not in name and Path(getattr(module, "__file__", None) or "/").parent == ROOT:
@@ -120,6 +120,11 @@ def of_hugging_face(question: Question, notes: list[str]) -> Callable[[], torch.
     """hf:PLACE or hf:PLACE:CLASS, of a config.json; --arguments replace its fields. No code of the folder is run."""
     place, _, class_name = question.target.removeprefix("hf:").partition(":")
     path = Path(place) / "config.json" if Path(place).is_dir() else Path(place)
+    if not path.exists():
+        raise InputError(
+            f"{path}: no such file; expected a config.json of Hugging Face's, or its folder, on this machine: "
+            "nothing is downloaded"
+        )
     fields = read_json(path, "a config.json of Hugging Face's")
     try:
         import transformers
@@ -157,7 +162,7 @@ def of_hugging_face(question: Question, notes: list[str]) -> Callable[[], torch.
 
 @contextlib.contextmanager
 def no_network(target: str) -> Iterator[None]:
-    """Within, whoever opens a connection ends the question, with what it asked for. Raises InputError."""
+    """Inside this context a network connection raises InputError, which names the URL or address."""
 
     def refuse(*arguments, **_) -> None:
         frame, wanted = sys._getframe(1), ""
@@ -186,14 +191,14 @@ def no_network(target: str) -> Iterator[None]:
 
 
 def place_of(error: BaseException) -> str:
-    """at FILE:LINE (text) of the last line it passed that is neither torch's nor ours; "" without one."""
+    """The innermost frame outside torch and this package, as `at FILE:LINE (text)`; "" if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if not re.search(r"/(torch|torch_xla|tpu_compiler)/|^<", f.filename)]
     return f"at {others[-1].filename}:{others[-1].lineno} ({others[-1].line})" if others else ""
 
 
 def to_device(model: torch.nn.Module, device) -> torch.nn.Module:
-    """The module on the device, still without memory. What shared a parameter or a buffer shares it again."""
+    """The module on the device, still without memory. Tied parameters and buffers are tied again."""
     holders: dict[int, list] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):

@@ -1,4 +1,4 @@
-"""One token of each sequence with a key-value cache, for causal models of transformers: --mode decode."""
+"""--mode decode: one decoding step with a key-value cache, for causal models of Hugging Face transformers."""
 
 import dataclasses
 import math
@@ -9,17 +9,17 @@ import torch_xla.distributed.spmd as xs
 
 from tpu_compiler.ask import ask_compiler, hand_over
 from tpu_compiler.cache import cache_of_environment
-from tpu_compiler.hardware import Topology
 from tpu_compiler.module_inputs import batch_axes, mark, settings_of
 from tpu_compiler.module_trace import in_words, model_flops, probe
 from tpu_compiler.modules import Question
 from tpu_compiler.report import Report
 from tpu_compiler.tracing import settle, trace_step
 from tpu_utils.errors import InputError
+from tpu_utils.hardware import Topology
 
 
 def decode_inputs(question: Question, model: torch.nn.Module, inputs: dict) -> tuple[list, dict, int]:
-    """One token of each sequence, its position, and the length of the cache: that of the input."""
+    """(args, kwargs, cache length = input length). A step has one token of each sequence, and its position."""
     tokens = next((a for a in inputs.values() if isinstance(a, torch.Tensor)), None)
     config = getattr(model, "config", None)
     if not (hasattr(model, "get_output_embeddings") and hasattr(config, "num_hidden_layers")):
@@ -70,7 +70,7 @@ def answer_decode(
     notes: list[str],
 ) -> int:
     cache = cache_of(model, length)
-    _, counted = probe(question, lambda: decode_forward(model, cache, **inputs))  # makes the tensors of the cache
+    _, counted = probe(question, lambda: decode_forward(model, cache, **inputs))  # creates the cache's tensors
     flops = model_flops(counted, question, notes)
     held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     mesh = xs.get_global_mesh()
@@ -101,9 +101,9 @@ def answer_decode(
 def what_binds(
     result: Report, topology: Topology, model: torch.nn.Module, cache_bytes: int, length: int, flops: float | None
 ) -> dict:
-    """What a step must read at the chip's memory bandwidth, against the matrix unit's peak and the compiler's estimate.
+    """What bounds a step: memory bandwidth, by reading weights and cache, or the matrix unit; and the time to expect.
 
-    Of an embedding that is no output layer too, a row for each sequence is read: it is left out.
+    An embedding that is not tied to the output layer does not count: only one row of it for each sequence is read.
     """
     hardware, devices = topology.hardware, topology.num_devices
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

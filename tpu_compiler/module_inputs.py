@@ -1,4 +1,4 @@
-"""Of a question about a module: its inputs, the mesh, and how parameters and inputs are sharded over it."""
+"""For a module without a script: its inputs, the mesh, and how parameters and inputs are sharded over it."""
 
 import fnmatch
 import inspect
@@ -10,10 +10,10 @@ import torch
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
-from tpu_compiler.hardware import Topology
 from tpu_compiler.modules import Question
 from tpu_utils.errors import InputError
 from tpu_utils.fields import nearest
+from tpu_utils.hardware import Topology
 
 BATCH_AXES = ("data", "dp", "batch", "fsdp")
 """Axes of a mesh over which the inputs' first dimension is sharded when --shard does not say."""
@@ -53,7 +53,7 @@ def to_bfloat16(value):
 
 
 def sizes_of(question: Question, args: list, kwargs: dict) -> dict:
-    """examples of a step and their unit: tokens where the first tensor has whole numbers of (batch, time)."""
+    """examples of a step and their unit: tokens where the first tensor holds integers of shape (batch, time)."""
     first = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
     if first.dim() == 2 and not first.is_floating_point():
         return dict(examples=first.numel(), unit="tokens")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # of a script it is the script's folder
+    sys.path[0] = str(ROOT)  # Python puts a script's own folder there
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
 
 import torch
@@ -22,11 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch_xla.utils.checkpoint import checkpoint
 
 from config import TrainConfig
-from optim import make_optimizer, step_optimizer
 from tpu_compiler.ask import ask_compiler, hand_over
 from tpu_compiler.cache import cache_of_environment
-from tpu_compiler.environment import prepare_environment
-from tpu_compiler.hardware import Topology
 from tpu_compiler.module_build import build, step_aside, to_device
 from tpu_compiler.module_decode import answer_decode, decode_inputs
 from tpu_compiler.module_inputs import (
@@ -44,6 +41,9 @@ from tpu_compiler.module_trace import in_words, model_flops, probe
 from tpu_compiler.modules import Question, parse_question
 from tpu_compiler.tracing import trace_step
 from tpu_utils.errors import InputError, first_line, run_script
+from tpu_utils.hardware import Topology
+from tpu_utils.optim import make_optimizer, step_optimizer
+from tpu_utils.virtual_slice import prepare_environment
 
 
 def main() -> int:
@@ -154,14 +154,17 @@ def forward_step(forward, model, args, kwargs):
 
 
 def main_output(output) -> tuple[str, torch.Tensor | None]:
-    """(its name, the tensor) that a loss is made of: logits, last_hidden_state, or the first one of floats."""
+    """(its name, the tensor) that a loss is made of: logits, last_hidden_state, or the first one of floats, whose name
+    says which of how many outputs it is."""
     for name in ("logits", "last_hidden_state"):
         value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
         if isinstance(value, torch.Tensor):
             return name, value
-    leaves = list(output.values()) if isinstance(output, Mapping) else tree_leaves(output)
-    floats = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
-    return "the output", next(floats, None)
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    for number, leaf in enumerate(leaves, 1):
+        if leaf.is_floating_point():
+            return "the output" if len(leaves) == 1 else f"output {number} of {len(leaves)}", leaf
+    return "the output", None
 
 
 def own_loss(output):
@@ -189,9 +192,14 @@ def choose_loss(
     shape = list(found.shape)
     kind = question.loss
     if kind == "auto":
-        kind = "cross_entropy" if name == "logits" or (name == "the output" and found.dim() in (2, 4)) else "mse"
+        of_classes = name == "logits" or (name != "last_hidden_state" and found.dim() in (2, 4))
+        kind = "cross_entropy" if of_classes else "mse"
     if kind == "cross_entropy" and found.dim() < 2:
         raise InputError(f"loss is cross_entropy and {name} has the shape {shape}; expected (batch, classes) or more")
+    if " of " in name:
+        notes.append(
+            f"{name} alone is in the loss: nothing is computed for the others; --loss own, if there is a .loss"
+        )
     if kind == "mse":
         notes.append(f"loss: mse of {name} {shape} and targets of its shape")
         return lambda output, targets: F.mse_loss(main_output(output)[1].float(), targets), torch.empty(
@@ -211,7 +219,7 @@ def choose_loss(
 
 
 def optimizer_of(question: Question, model: torch.nn.Module, topology: Topology) -> torch.optim.Optimizer:
-    """As the training scripts make it, its state there, and sharded as its parameters."""
+    """The optimizer of the training scripts. Its state exists already, and is sharded like the parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise InputError(f"{question.target} has no parameter to train; expected --mode forward")
@@ -226,7 +234,7 @@ def optimizer_of(question: Question, model: torch.nn.Module, topology: Topology)
 
 
 def recompute_blocks(model: torch.nn.Module, notes: list[str]) -> None:
-    """Keep the inputs of repeated blocks alone, and compute the rest again in the backward pass."""
+    """Activation checkpointing: keep only the inputs of repeated blocks, recompute the rest in the backward pass."""
     blocks: list[tuple[str, torch.nn.Module]] = []
     for name, module in model.named_modules():
         children = (
@@ -255,8 +263,8 @@ def recompute_blocks(model: torch.nn.Module, notes: list[str]) -> None:
 def recomputed(forward: Callable) -> Callable:
     def run(*args, **kwargs):
         leaves, layout = tree_flatten((args, kwargs))
-        structure = []  # of the result: autograd sees tensors one by one
-        # checkpoint gives its result no gradient where no input has one, as in the first block; so one always has
+        structure = []  # pytree of the result: checkpoint passes flat tensors
+        # checkpoint's result requires a gradient only if an input does; the first block's inputs do not, so add one
         needs_gradient = torch.zeros((), device=torch_xla.device(), requires_grad=True)
 
         def flat(_, *leaves):
@@ -265,7 +273,7 @@ def recomputed(forward: Callable) -> Callable:
             structure[:] = [made, [None if isinstance(r, torch.Tensor) else (r,) for r in results]]
             return tuple(r for r in results if isinstance(r, torch.Tensor))
 
-        # a call on each, without effect: by it trace_step learns which block its backward pass belongs to
+        # requires_grad_() changes nothing; it is a torch call, at which trace_step ties the backward node to its block
         results = checkpoint(flat, needs_gradient, *leaves)
         tensors = iter([t.requires_grad_() if t.requires_grad else t for t in results])
         made, constants = structure

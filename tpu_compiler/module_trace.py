@@ -1,4 +1,4 @@
-"""Of a question about a module: its forward pass traced without being run, and why it cannot be."""
+"""For a module without a script: traces its forward pass without running it, or says why it cannot be traced."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ def model_flops(forward: int, question: Question, notes: list[str]) -> float | N
 
 
 def in_words(question: Question, run: Callable):
-    """run(), whose failure is the module's, and said so. Nothing is executed within."""
+    """Return run(), with execution on the device forbidden. An error becomes an InputError about the module."""
     met.clear_counters()
     allowed = torch_xla._XLAC._get_allow_execution()
     torch_xla._XLAC._set_allow_execution(False)
@@ -62,7 +62,7 @@ def in_words(question: Question, run: Callable):
 
 
 def fallen_back() -> str:
-    """What torch_xla left to the host since its counters were cleared, in words; "" for nothing."""
+    """The operations that torch_xla ran on the host since its counters were cleared, in words; "" for none."""
     names = [name.removeprefix("aten::") for name in met.counter_names() if name.startswith("aten::")]
     lacking = [name for name in names if name not in ("_local_scalar_dense", "item", "is_nonzero")]
     if lacking:
@@ -72,7 +72,7 @@ def fallen_back() -> str:
 
 @contextlib.contextmanager
 def quiet_errors() -> Iterator[None]:
-    """PyTorch/XLA writes pages about an execution that is refused to stderr; shown only when nothing was raised."""
+    """Hold back stderr, where PyTorch/XLA writes pages about a refused execution. Shown only if nothing was raised."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:

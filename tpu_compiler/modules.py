@@ -249,7 +249,7 @@ def compile_module(
 
 
 def make_folder(program_dir: str) -> None:
-    """The folder of --program, there and with room for a program, before anything is compiled. Raises InputError."""
+    """Make the folder of --program. Raises InputError, before anything is compiled, if it has no room for 1 MiB."""
     probe = Path(program_dir, f".room_{os.getpid()}")
     try:
         Path(program_dir).mkdir(parents=True, exist_ok=True)

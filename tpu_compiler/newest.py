@@ -18,11 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.environment import LIBTPU_VARIABLES
-from tpu_compiler.hardware import GIB, Topology
 from tpu_utils.errors import InputError, TrainingError
-from tpu_utils.files import written_aside
-from tpu_utils.inputs import read_json
+from tpu_utils.files import read_json, written_aside
+from tpu_utils.hardware import GIB, Topology
+from tpu_utils.virtual_slice import LIBTPU_VARIABLES
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements-newest-compiler.txt"
 CHILD = Path(__file__).with_name("newest_child.py")
@@ -36,7 +35,7 @@ class NewestError(TrainingError):
 
 
 def default_folder() -> Path:
-    """One for each set of pins. Raises InputError when the list of pins is not there."""
+    """One folder for each set of pinned versions. Raises InputError where the requirements file is missing."""
     if not REQUIREMENTS.is_file():
         raise InputError(f"--compiler newest: {REQUIREMENTS} is missing; copy it beside aot_tpu.py")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -44,7 +43,7 @@ def default_folder() -> Path:
 
 
 def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
-    """The folder with the newer compiler in it, made when it is not there: all of it or nothing. say: is told before.
+    """The folder of the newer compiler, which is installed there once, whole or not at all. say: announces the install.
 
     Raises InputError for a folder of something else, a full disk or too old a Python, NewestError where pip fails.
     """
@@ -108,7 +107,7 @@ def environment_versions(folder: Path) -> dict[str, str]:
 def compile_there(
     folder: Path, hlo: bytes, topology: Topology, options: dict[str, str], **request: Any
 ) -> tuple[dict[str, Any], str]:
-    """(answer, program text) of the newer compiler. answer: error, its words; or the figures of compiling.Compiled.
+    """(answer, program text) of the newer compiler. answer: {"error": message}, or the numbers of compiling.Compiled.
 
     request: partitions, replicas, donated, shardings of the program. Raises NewestError when there is no answer.
     """

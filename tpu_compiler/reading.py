@@ -19,10 +19,10 @@ FREE = frozenset(
 )
 
 
-# their result says nothing about their cost: counted however small it is
+# operations whose result can be small although they are costly: counted whatever its size
 WEIGHTY = frozenset((*COLLECTIVES, "custom-call", "sort", "reduce", "reduce-window", "convolution", "dot", "fusion"))
 
-# how the compiler calls what goes between slices: our name, and how much of what a device hands over has to leave it
+# the compiler's names for transfers between slices: (our name, the share of the bytes that has to leave the device)
 MEGASCALE = {
     "ALL_REDUCE": ("all-reduce", lambda slices: 2 * (slices - 1) / slices),
     "REDUCE_SCATTER": ("reduce-scatter", lambda slices: (slices - 1) / slices),
@@ -77,7 +77,7 @@ def _times_run(computations: dict[str, list[Operation]]) -> dict[str, int]:
 
 
 def shape_bytes(shape: str, padded: bool = True) -> list[int]:
-    """Bytes of each array in an HLO type, one or a tuple: in the hardware's tiles, or as counted by hand."""
+    """Bytes of each array in an HLO type, which may be a tuple: padded to the tiles of its layout, or not."""
     sizes = []
     for dtype, dims, layout in re.findall(r"(\w+)\[([\d,]*)\](\{[^}]*\})?", shape):
         dims = [int(d) for d in dims.split(",") if d]
@@ -182,13 +182,13 @@ def _nested(computations: dict[str, list[Operation]]) -> set[str]:
 
 
 def scheduled(computations: dict[str, list[Operation]]) -> list[tuple[str, int, list[Operation]]]:
-    """(name, times it runs in a step, operations) of the computations that are no part of an operation."""
+    """(name, times it runs in a step, operations) of the computations that are not inside a fusion or a reduction."""
     times, nested = _times_run(computations), _nested(computations)
     return [(name, times[name], found) for name, found in computations.items() if name not in nested and times[name]]
 
 
 def _scope(operation: Operation) -> tuple[str, str, str, str]:
-    """(file, line, " backward", module) of the innermost scope that it was recorded in; empty what there is none of."""
+    """(file, line, " backward", module) of the innermost scope in its op_name; "" for what is missing."""
     path = operation.find(r'op_name=("[^"]*)') or ""
     scopes = re.findall(r'["/]([\w\-.]+\.py)_(\d+)( backward)?(?: in <([^<>"]*)>)?', path)
     return scopes[-1] if scopes else ("",) * 4
@@ -202,7 +202,7 @@ def source_of(operation: Operation) -> str:
 
 def module_of(operation: Operation) -> str:
     """layers.3.mlp, or layers.3.mlp backward; "" for what no module's forward caused."""
-    *_, backward, module = _scope(operation)  # recorded in a backward pass, the module is already named so
+    *_, backward, module = _scope(operation)  # of autograd.Function.backward the module is already named so
     return module.removesuffix(" backward") + backward if module and backward else module
 
 

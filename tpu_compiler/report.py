@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from tpu_compiler.hardware import GIB
 from tpu_compiler.rules import RULE
+from tpu_utils.hardware import GIB
 
 LABEL = "compiler estimate, not measured; excludes collectives"
 KEPT = " (kept from then)"
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def slice_lower_bound_ms(self) -> float | None:
-        """Of what goes between slices in a step; None where the speed of that network is not known."""
+        """Least time to send a step's bytes to other slices; None where the speed of that network is not known."""
         sent = sum(kind["sent_bytes"] for kind in self.slice_transfers.values())
         return sent / self.network_gb_per_s / 1e6 if self.network_gb_per_s else None
 

@@ -5,10 +5,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_compiler.deciding import examples_per_step, step_ms
-from tpu_compiler.hardware import parse_topology
+from tpu_compiler.fastest import examples_per_step, step_ms
 from tpu_compiler.report import Report
 from tpu_utils.files import write_atomically
+from tpu_utils.hardware import parse_topology
 
 COLOURS = {"compute": "#2b8a3e", "memory": "#2b7bba", "links": "#d7301f", "estimate": "#9d9d9d"}
 LABELS = {
@@ -28,14 +28,14 @@ def check_picture(path: Path) -> None:
 
 
 def flops_per_device(r: Report) -> float:
-    """Of a step: the model's where they are known, for a loop's body is counted once in the compiled ones."""
+    """FLOPs of a step on a device. The model's if larger: the compiler counts the body of a loop only once."""
     return max(r.model_flops / r.devices if r.model_flops else 0.0, r.flops)
 
 
 def bounds(r: Report) -> dict[str, float]:
     """Milliseconds of a step that each resource of a device needs at its published peak, and the estimate."""
     hardware = parse_topology(r.topology).hardware
-    shared = hardware.devices_per_chip  # of a chip's peak
+    shared = hardware.devices_per_chip  # devices share a chip's peak
     return {
         "compute": flops_per_device(r) / (hardware.bf16_tflops / shared * 1e9),
         "memory": r.moved_bytes / (hardware.memory_gb_per_s / shared * 1e6),

@@ -1,17 +1,17 @@
-"""What the compiler gives no estimate for, counted by rule; and bytes that operations move. Text alone, no torch.
+"""Time, by rule, of operations without a compiler estimate; and bytes that operations move. Reads HLO text, no torch.
 
-The rule: a flash attention layer is nine products of 2 B H T^2 K operations (two in the forward kernel, four in that of
-the gradients of keys and values, three in that of the queries'), without the blocks that lie above the diagonal, at the
-share of the matrix unit that heads fill. Copies and slices count nothing (they run beside the arithmetic), other custom
-calls neither, and collectives have a bound of their own. Everything else (sort, scatter) counts twice the bytes of its
-result over the memory bandwidth, an update in place twice the bytes of what it writes.
+The rule: a flash attention layer is nine matmuls of 2 B H T^2 K FLOPs: two in the forward kernel, four in the kernel
+for the gradients of K and V, three in that for Q. Blocks above the diagonal are skipped. The peak is scaled by how much
+of the matrix unit a head's width fills. Copies and slices cost nothing, because they overlap with arithmetic. Neither
+do other custom calls, and collectives have their own bound. Everything else (sort, scatter) costs twice the bytes of
+its result over the memory bandwidth; an update in place costs twice the bytes that it writes.
 """
 
 import math
 import re
 
-from tpu_compiler.hardware import Topology
 from tpu_compiler.reading import COLLECTIVES, FREE, WEIGHTY, Operation, scheduled, shape_bytes
+from tpu_utils.hardware import Topology
 
 RULE = "flash kernels and other operations without estimate counted by rule"
 HIDDEN = {"copy", "slice", "custom-call", *COLLECTIVES}  # copies and slices are started early and awaited late
@@ -39,16 +39,16 @@ def ruled_ms(computations: dict[str, list[Operation]], topology: Topology) -> fl
 
 
 def flash_seconds(operation: Operation, topology: Topology) -> float:
-    """Of one attention kernel of flash_attention.py on one device; 0.0 for any other custom call."""
+    """Seconds of one attention kernel of flash_attention.py on one device; 0.0 for any other custom call."""
     products = next((n for kernel, n in FLASH_PRODUCTS.items() if kernel in operation.name), 0)
     queries = operation.find(r"operand_layout_constraints=\{.*?(?:bf16|f32)\[(\d+(?:,\d+){2,3})\]")
     if not products or not queries:
         return 0.0
-    *batch_and_heads, length, width = map(int, queries.split(","))  # one row a device has no axis
+    *batch_and_heads, length, width = map(int, queries.split(","))  # no batch axis where a device has one row
     if "q_layout_2" in operation.name:  # SEQ_MINOR of jax's splash attention
         length, width = width, length
     block = int(operation.find(r"_block_q(?:_dkv|_dq)?_(\d+)") or 512)
-    computed = (1 + block / length) / 2  # of the square of blocks
+    computed = (1 + block / length) / 2  # share of the T x T scores: blocks on or below the diagonal
     filled = min(1.0, width / (256 if topology.generation in ("v6e", "TPU7x") else 128))
     hardware = topology.hardware
     peak = hardware.bf16_tflops / hardware.devices_per_chip * 1e12
@@ -56,7 +56,7 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
 
 
 def operand_names(operation: Operation) -> list[str]:
-    """Of optimized text, where operands are named: %fusion.12."""
+    """Names of the operands in optimized HLO text, such as fusion.12."""
     inside = operation.line.partition(f" {operation.kind}(")[2]
     return re.findall(r"%([\w.\-]+)", inside.partition("), ")[0])
 
@@ -64,8 +64,8 @@ def operand_names(operation: Operation) -> list[str]:
 def moved_bytes(computations: dict[str, list[Operation]]) -> float:
     """Bytes that one device's operations read from main memory and write to it in one step, copies left out.
 
-    What lies in on-chip memory (S(1) in its layout) counts nothing. Of an operand that a fusion only slices, what it
-    takes counts; of a result that it updates in place, what it writes.
+    Arrays in on-chip memory, S(1) in their layout, do not count. If a fusion only slices an operand, only the slice
+    counts; if it updates its result in place, only the bytes that it writes.
     """
     total = 0
     for _, times, operations in scheduled(computations):
@@ -94,7 +94,7 @@ def in_memory(shape: str) -> int:
 
 
 def sliced(body: list[Operation], read: list[int], written: int) -> tuple[list[int], int]:
-    """Of a fusion: bytes read of each operand, and bytes written."""
+    """(bytes read of each operand, bytes written) by a fusion. read, written: the whole arrays."""
     types, users = {operation.name: operation.type for operation in body}, {}
     for operation in body:
         for place, operand in enumerate(operand_names(operation)):

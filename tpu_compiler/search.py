@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tpu_compiler.cache import cache_of_environment, question_key, state_of, watched
-from tpu_compiler.hardware import GIB
 from tpu_compiler.report import Report
+from tpu_utils.hardware import GIB
 
 OUTPUT_VARIABLE = "AOT_TPU_OUTPUT"  # a folder: compile_for writes its files there and prints nothing
 
@@ -61,7 +61,8 @@ def run_script(command: Sequence[str], variables: dict[str, str], seconds: float
 
     Raises subprocess.TimeoutExpired when it had to be stopped after so many seconds.
     """
-    environment = os.environ | variables
+    above = [str(Path(__file__).resolve().parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(path for path in above if path)}
     environment.pop("XLA_USE_SPMD", None)  # xr.use_spmd() of this process leaves it there
     command = [sys.executable, *command]
     return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=seconds).returncode
@@ -74,8 +75,8 @@ def compile_script(
     program_dir: str | None = None,
     seconds: float | None = None,
 ) -> Report:
-    """What compile_afresh returns, from the cache when the same was asked before. With program_dir only the program's
-    compile is kept, not its trace."""
+    """compile_afresh(), or its report from the cache. With program_dir the script traces again, because a cached report
+    has no program text; the compile itself may still come from the cache."""
     cache = cache_of_environment()
     key = question_key(script, topology, options) if cache and not program_dir else None
     kept = cache.read(key, Answer) if key else None
@@ -92,7 +93,7 @@ def compile_script(
             cache.write(key, Answer(None, seconds, watched({}, options)))
         raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {seconds:.0f} s", 1) from error
     report = dataclasses.replace(report, asked_seconds=time.monotonic() - start)
-    if key and report.memory:  # not what the compiler refused for another reason than memory
+    if key and report.memory:  # a refusal for another reason than memory is not kept
         cache.write(key, Answer(report, report.asked_seconds, watched(report.settings, options)))
     return report
 
@@ -108,7 +109,7 @@ def compile_afresh(
     subprocess.TimeoutExpired when it takes more than so many seconds."""
     limit = {} if seconds is None else {"seconds": seconds}
     with tempfile.TemporaryDirectory() as folder:
-        command = [script, *with_option(options, "compile_for", topology)]
+        command = ["-m", "tpu_compiler.of_script", script, *with_option(options, "compile_for", topology)]
         code = run_script(command, {OUTPUT_VARIABLE: folder}, **limit)
         written = Path(folder, "report.json")
         if not written.exists():
@@ -190,7 +191,7 @@ def memory_savers(r: Report) -> list[tuple[str, str]]:
         found.append(("recompute activations in the backward pass", "--remat"))
     if accumulation_steps := settings.get("gradient_accumulation_steps"):
         found.append(("accumulate more, smaller batches", f"--gradient_accumulation_steps={2 * accumulation_steps}"))
-    if settings.get("shard_parameters") is False and settings.get("strategy") != "ddp" and r.devices > 1:
+    if settings.get("shard_parameters") is False and r.devices > 1:
         found.append(("shard parameters and optimizer state", "--shard_parameters"))
     mesh = re.fullmatch(r"(\d+)x(\d+)x(\d+)", str(settings.get("mesh")))
     if mesh and int(mesh[1]) > 1:
@@ -199,7 +200,7 @@ def memory_savers(r: Report) -> list[tuple[str, str]]:
 
 
 def suggest(r: Report, script: str, options: Sequence[str]) -> str:
-    """What would make a step fit that does not: every line compiled, none guessed."""
+    """Text: changes that could make the step fit, each compiled to see whether it does."""
     lines = [f"over the limit by {r.over_bytes / GIB:.2f} GiB; compiling what could help:"]
 
     def attempt(name: str, changed: Sequence[str]) -> bool:

@@ -32,37 +32,19 @@ class Traced:
     hlo: bytes  # serialized HloModuleProto
     roles: tuple[str, ...]  # "parameters", "optimizer_state" or "inputs"
     donated: tuple[bool, ...]  # the inputs whose buffer the step overwrites
-    # as marked, "" where nothing is: the program itself forgets that of a placeholder which is only read
+    # as marked, "" if unmarked; the traced HLO itself lacks the sharding of a placeholder that is only read
     shardings: tuple[str, ...]
     partitions: int = 1  # SPMD devices
     replicas: int = 1  # DDP replicas
     seconds: float = 0.0
 
 
-def without_weights(build: Callable, device):
-    """build() with parameters that have shape and dtype but no memory, neither on the host nor on the device.
-
-    They can be marked with a sharding like others (torch_xla's own placeholders cannot), as long as nothing reads them.
-    Tie shared weights after this call, as after a move to the device.
-    """
-    with torch.device("meta"):
-        model = build()
-    model = model.to_empty(device=device)
-
-    def renew(module: torch.nn.Module) -> None:
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensor.data = torch.empty_like(tensor)  # nn.Parameter made a view, and a view and its base are two inputs
-
-    # children first, in the order of Module.to: the program lists its outputs in the order they were made
-    return model.apply(renew)
-
-
 def create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Give an optimizer that has no state yet the one its first step would create, and return those tensors.
 
-    What it creates is found out by one step of a twin on tensors without memory. Shapes, types and devices are right,
-    the values are zeros: nothing runs with them. Sharded as their parameters. Raises ValueError where the step needs
-    values.
+    A copy of the optimizer takes one step on fake tensors, which shows the shapes, dtypes and devices of its state. The
+    values are zeros, because nothing runs with them; shardings are those of the parameters. Raises ValueError if the
+    step reads a value.
     """
     twin, parameters, created = object.__new__(type(optimizer)), {}, []
     if any(optimizer.state.values()):
@@ -70,7 +52,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     with FakeTensorMode():
         groups = [dict(group, params=[]) for group in optimizer.param_groups]
         for group, real in zip(groups, optimizer.param_groups, strict=True):
-            # a learning rate on the device is read back by some optimizers; what it is changes no state
+            # some optimizers read a learning rate on the device back; the state does not depend on its value
             group.update({name: 0.5 for name, value in group.items() if isinstance(value, torch.Tensor)})
             for parameter in real["params"]:
                 fake = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
@@ -190,7 +172,7 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
 
 
 class _Running(threading.local):
-    """Which modules' forward is running on this thread, the innermost last; None for one that has no name."""
+    """Names of the modules whose forward runs on this thread, the innermost last; None for a module without a name."""
 
     def __init__(self):
         self.names: list[str | None] = []
@@ -201,10 +183,10 @@ class _Running(threading.local):
 
 @contextlib.contextmanager
 def _name_modules(owners: Sequence):
-    """Within: a _Running that hooks keep right, with names such as layers.3.mlp."""
+    """Yields a _Running that forward hooks keep up to date, with names such as layers.3.mlp."""
     names, running = {}, _Running()
     for owner in owners:
-        # compile_for holds the models of a step in a list, whose numbers nobody knows
+        # compile_for wraps the models of a step in a ModuleList, whose indices the user does not know
         roots = owner if isinstance(owner, torch.nn.ModuleList) else [owner]
         for root in roots:
             if isinstance(root, torch.nn.Module):
@@ -235,8 +217,8 @@ def _record_source_lines(running: _Running):
     What a module's forward caused is recorded under `file.py:line in <layers.3.mlp>`.
 
     PyTorch/XLA's own metadata names the innermost frame (somewhere in torch) and nothing at all for the backward pass,
-    which runs on autograd's thread: there, each node reopens the line of its forward operation. Inside that, a backward
-    pass written in Python is recorded under its own lines, and a layer that it computes again under the layer's.
+    which runs on autograd's thread. So a hook on each autograd node reopens the scope of its forward operation. A
+    backward() written in Python is recorded under its own lines, a layer that it recomputes under the layer's lines.
     """
     library, tools = sysconfig.get_path("purelib"), str(Path(__file__).parent)
     torchs = tuple(f"{library}/{name}/" for name in ("torch", "torch_xla", "functorch"))
@@ -250,7 +232,7 @@ def _record_source_lines(running: _Running):
                 theirs = frame  # the innermost line of a package that is not torch's
             frame = frame.f_back
         if theirs and frame and frame.f_code.co_filename.startswith(tools):
-            frame = theirs  # nobody's script called the module: module_step.py did
+            frame = theirs  # no user script is on the stack: module_step.py called the module
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "unknown"
 
     class SourceLines(TorchFunctionMode):
@@ -265,7 +247,7 @@ def _record_source_lines(running: _Running):
             nodes = [t.grad_fn for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
             while nodes:
                 node = nodes.pop()
-                if "line" not in node.metadata:  # noted there: to hold the node would keep what it saved alive
+                if "line" not in node.metadata:  # in metadata: holding the node would keep its saved tensors alive
                     node.metadata["line"] = line
                     nodes += [parent for parent, _ in node.next_functions if parent is not None]
                     node.metadata["module"] = f"{module} backward" if module else None

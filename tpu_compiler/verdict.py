@@ -5,10 +5,10 @@ import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tpu_compiler.deciding import FIELDS, LABEL, Search, Trial, examples_per_step, ms_per_example, step_ms
-from tpu_compiler.hardware import GENERATIONS, GIB, parse_topology
+from tpu_compiler.fastest import FIELDS, LABEL, Search, Trial, examples_per_step, ms_per_example, step_ms
 from tpu_compiler.report import Report
 from tpu_compiler.search import compile_script
+from tpu_utils.hardware import GENERATIONS, GIB, parse_topology
 
 
 def parse_prices(texts: Sequence[str]) -> dict[str, float]:

@@ -1,23 +1,37 @@
-"""What several training scripts call. A reader of one script opens run.py and needs no other file of this folder.
+"""What every training script calls. A reader of one script opens run.py and needs no other file of this folder.
 
-run           Run: what every run has and no reader came for; imports most of the others
+run           Run: run directory, log, checkpoints, stop signals, behind a script's loop; imports most of the others
 device        start_device, and what a run says it runs on
-hosts         which hosts the slice has, and which this is: by metadata (TPU VM) or environment (GKE, Colab, Kaggle)
-peers         the processes of one run: meeting at the start, agreeing later; wire: proved connections between them
+checks        check_model: model, evaluation and training step, tried in plain PyTorch before anything is compiled
+graphs        @one_graph: a second graph of a step stops the run; counters of graphs and transfers
 metrics       values of each step that stay on the device until a log line
 loader        batches on their way to the device, ahead of the step
+optim         learning rates, optimizers whose state is there before step 1, the average of the weights
+dropout       masks hashed on the device
+replicas      a process for each device, with DistributedDataParallel
 log           metrics.jsonl, TensorBoard, progress lines, summary
-checkpoint    the folder of checkpoints, and the thread that writes them; saved: one of them, checked and read;
+checkpoint/   the folder of checkpoints, and the thread that writes them; saved: one of them, checked and read;
               state: tensors to the host and back; tensor_files: safetensors and their index
-storage       a run directory in a bucket
-graphs        one graph for each kind of step, transfers counted
+resume        where a run begins: at step 0, or after a checkpoint
+run_dir       the run directory and its lock
+peers         the processes of a run; here: a run of one process
+remote/       for pods and gs:// alone. hosts: which hosts the slice has; meeting: how they meet and what they agree on;
+              wire: proved connections between them; storage: a run directory in a bucket
 clock         where the seconds go, and the watchdog
 stop          signals and notices of the VM that end a run early
-run_dir       the run directory and its lock
 profile       traces of some steps
-pictures      what a finished MNIST run misread
-inputs        files that come from outside: regular ones alone, read in bounds; imports errors, nothing else of ours
-options       the command line of a configuration; on a resumption the run's own options
-fields        what the fields of a configuration class say of themselves: types, bounds, sentences
-files, errors, environment    leaves: no torch, no module of this project
+options       frozen configurations, presets, the command line; on a resumption the run's own options
+fields        what the fields of a configuration class say of themselves: types, bounds, marks, sentences
+environment   what must be settled before torch_xla is imported: options, files, device, hosts
+virtual_slice this process as a TPU slice, for the compiler
+hardware      TPU generations and slices: the one table
+compiler_flags  options of the TPU compiler, and the variable that libtpu reads
+files         opened only if regular, read up to a size limit, written atomically
+errors        what can end a run, and its exit code
 """
+
+import time
+
+STARTED = time.perf_counter()
+"""When this package was first imported. Scripts do that before they import torch, which takes seconds. The age of the
+process is not used: it includes what a shell did before it became Python by exec."""

@@ -2,25 +2,17 @@
 
 import contextlib
 import faulthandler
-import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch_xla
 
-# The base of xp.Trace and xp.StepTrace. Those would also name the operations after them, hence make another graph while
-# a trace runs, and the latter syncs at its end. Without a running trace it does nothing.
+# The base class of xp.Trace and xp.StepTrace. Those also push a scope that names the operations inside, which would
+# make another graph, and StepTrace syncs at its end. TraceMe does neither; without a running trace it does nothing.
 TraceMe = torch_xla._XLAC.profiler.TraceMe
-
-
-def process_age() -> float:
-    """Seconds that this process lives: the interpreter and seconds of imports are a part of a run too."""
-    started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # clock ticks after boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
 
 
 class Goodput:
@@ -30,13 +22,14 @@ class Goodput:
     In a trace of --profile_steps a phase is an event on the host, `phase evaluation` and so on.
     """
 
-    def __init__(self, age: float = 0.0):
-        """age: seconds before now that belong to start_up, process_age() in a script."""
+    def __init__(self, start: float | None = None):
+        """start: when start_up began, by time.perf_counter(); None: now."""
         phases = ("start_up", "compile", "data_wait", "step", "evaluation", "checkpoint", "other")
         self.seconds = dict.fromkeys(phases, 0.0)  # others are added as they come
         self.busy = 0.0
         """CPU seconds of this thread in phase step: what the host had to do, without waiting for the device."""
-        self._stack, self._since, self._cpu = ["start_up"], time.perf_counter() - age, time.thread_time()
+        now = time.perf_counter()
+        self._stack, self._since, self._cpu = ["start_up"], now if start is None else start, time.thread_time()
         self.changes = 0
 
     @property

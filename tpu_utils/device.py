@@ -2,34 +2,35 @@
 
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch_xla
 import torch_xla.backends
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from torch.utils.flop_counter import FlopCounterMode
 
-from config import TrainConfig
-from tpu_compiler.flags import flags_in_use
-from tpu_compiler.hardware import attached_chips
+from tpu_utils.compiler_flags import flags_in_use
 from tpu_utils.environment import choose_device
-from tpu_utils.errors import DeviceError, InputError, first_line, line_of
+from tpu_utils.errors import DeviceError, first_line
+from tpu_utils.hardware import attached_chips
+
+if TYPE_CHECKING:
+    from config import TrainConfig
 
 
-def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -> torch.device:
-    """Choose, start and seed the XLA device; set the precision of matrix products.
+def start_device(config: "TrainConfig", join: Callable[[], Any] = lambda: None) -> tuple[torch.device, Any]:
+    """Choose, start and seed the XLA device; set the precision of matrix products. Returns it, and what join returned.
 
-    join: makes this process part of something larger, xr.use_spmd or a process group. It is called when the
-    environment is settled and no device has been touched: neither may come later.
+    join: xr.use_spmd, or what joins a process group. It is called after the environment is settled and before a device
+    is touched.
     Call it before anything touches a device: PJRT_DEVICE is read once. Raises DeviceError instead of falling back.
     """
     chosen = choose_device(config)
     if config.matmul_precision != "default":
         torch_xla.backends.set_mat_mul_precision(config.matmul_precision)
     try:
-        join()
+        joined = join()
         device = torch_xla.device()
     except RuntimeError as error:
         raise DeviceError(
@@ -41,30 +42,12 @@ def start_device(config: TrainConfig, join: Callable[[], None] = lambda: None) -
         )
     torch.manual_seed(config.seed)
     xm.set_rng_state(config.seed)
-    return device
+    return device, joined
 
 
 def devices_used() -> int:
     """Devices of all hosts that this run computes on."""
     return xr.global_runtime_device_count() if xr.is_spmd() else xr.world_size()
-
-
-def check_replicated(model: torch.nn.Module) -> None:
-    """Raises InputError for layers whose statistics would be those of one replica's part of the batch."""
-    kinds = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.instancenorm._InstanceNorm)
-    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds) and module.training]
-    found = [
-        f"{name} ({type(module).__name__})"
-        for name, module in norms
-        if isinstance(module, kinds[0]) or module.track_running_stats
-    ]
-    if found and xr.world_size() > 1:
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise InputError(
-            f"strategy ddp has {xr.world_size()} replicas, and in each {', '.join(found[:3])}{more} would have the "
-            "statistics of its own part of the batch, and buffers unlike the others'; use --strategy spmd, where "
-            "they are over the global batch, or a norm over each example, such as GroupNorm"
-        )
 
 
 def peak_flops(num_devices: int) -> float | None:
@@ -81,7 +64,7 @@ def device_memory(device: torch.device) -> dict[str, int] | None:
     return {name: int(value) for name, value in xm.get_memory_info(device).items()}
 
 
-def print_banner(config: TrainConfig, device: torch.device) -> None:
+def print_banner(config: "TrainConfig", device: torch.device) -> None:
     """What this run runs on, before anything is compiled."""
     count, kind = xr.global_runtime_device_count(), xr.device_type()
     chips = attached_chips() if kind == "TPU" else []
@@ -101,64 +84,3 @@ def print_banner(config: TrainConfig, device: torch.device) -> None:
     if kind == "TPU" or config.compile_for:
         options = (f"{name}={value}" for name, value in flags_in_use(config.tpu_options).items())
         print(f"compiler   {' '.join(options) or 'no options'}, and what torch_xla adds", flush=True)
-
-
-def check_model(
-    build: Callable[[], torch.nn.Module],
-    images: np.ndarray,
-    labels: np.ndarray,
-    num_classes: int | None,
-    regression: bool = False,
-) -> int:
-    """Run the model both ways on a few examples, by PyTorch and without memory, before anything is compiled.
-
-    Returns the FLOPs of the matrix work in the forward and backward pass of one example. images, labels: of the
-    training set, as a batch has them. num_classes: of labels that are classes. regression: the script's loss is of
-    targets that are floats, so num_classes is None; a loss of classes would truncate them. Raises InputError when the
-    model does not take such images, or does not have an output for each class.
-    """
-    shape = f"{images.dtype} {images.shape}"
-    if regression != (num_classes is None):
-        kind, loss = ("targets", "classes") if num_classes is None else ("classes", "targets")
-        raise InputError(
-            f"labels are {labels.dtype}, {kind}, but the loss of this script is of {loss}; expected whole numbers from "
-            "0 on for classes, floats for a regression; convert the labels, or change the loss and the accuracy, and "
-            f"give check_model regression={not regression}"
-        )
-    try:
-        with torch.device("meta"):
-            model = build()
-            inputs = torch.from_numpy(images).to("meta")
-        with FlopCounterMode(display=False) as counter:
-            outputs = model(inputs)
-            if isinstance(outputs, torch.Tensor):
-                outputs.sum().backward()
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:  # torchvision asserts sizes
-        if "meta tensors" in str(error):
-            raise InputError(
-                f"the model reads a tensor at {line_of(error)}; expected none of .item(), print(tensor), if on a "
-                "tensor in forward: inside a compiled step nothing is read"
-            ) from error
-        raise InputError(
-            f"the model does not take a batch of images {shape}: {first_line(error)}; expected one for "
-            "the images of the data set, pictures with channels first; change one of them; --debug shows the line"
-        ) from error
-    if not isinstance(outputs, torch.Tensor):
-        raise InputError(
-            f"the model returns {type(outputs).__name__} for images {shape}; expected a tensor of logits; return "
-            "that, of a Hugging Face model output.logits"
-        )
-    found, kind = f"the model returns {tuple(outputs.shape)} for images {shape}", f"labels {labels.shape}"
-    if num_classes is not None and (outputs.ndim < 2 or outputs.shape[1] < num_classes):
-        raise InputError(
-            f"{found}, but labels go up to {num_classes - 1}; expected logits for {num_classes} classes along axis 1 "
-            "(labels that begin at 1: subtract 1)"
-        )
-    if num_classes is not None and outputs.shape[:1] + outputs.shape[2:] != labels.shape:
-        raise InputError(
-            f"{found}, but {kind}; expected a label for each row of logits; reshape the labels (one-hot: argmax(1))"
-        )
-    if num_classes is None and outputs.shape != labels.shape and outputs.squeeze().shape == labels.squeeze().shape:
-        # a loss would compare each with each
-        raise InputError(f"{found}, but {kind}; expected the same shape; reshape one of the two")
-    return counter.get_total_flops() // len(images)

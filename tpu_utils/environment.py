@@ -3,22 +3,23 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import tyro
-
-from config import TrainConfig
-from tpu_compiler.environment import VersionError, check_private_interfaces, prepare_environment
-from tpu_compiler.flags import check_known, set_flags
-from tpu_compiler.hardware import GOOGLE_PCI_VENDOR, attached_chips
+from tpu_utils.compiler_flags import check_known, set_flags
 from tpu_utils.errors import DeviceError, InputError, run_script
-from tpu_utils.hosts import settle_hosts
-from tpu_utils.options import parse_command_line
+from tpu_utils.hardware import GOOGLE_PCI_VENDOR, attached_chips
+from tpu_utils.options import Options, parse_command_line
+from tpu_utils.peers import Peers
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from config import TrainConfig
+
+Config = TypeVar("Config")
+UNDER_COMPILER = "AOT_TPU_SCRIPT"
+"""Set where tpu_compiler/of_script.py runs the script."""
 
 
-def command_line(config_class: type[Options], description: str, check: Callable[[Options], object]) -> Options:
+def command_line(config_class: type[Config], description: str, check: Callable[[Config], object]) -> Config:
     """The options of this process; or it ends here, with help or with one message.
 
     Call it above the imports of torch and torch_xla, which take seconds: a wrong option, a wrong data file or a missing
@@ -27,12 +28,18 @@ def command_line(config_class: type[Options], description: str, check: Callable[
     found = []
 
     def read() -> int:
-        if issubclass(config_class, TrainConfig):
+        if issubclass(config_class, Options):
             found.append(parse_command_line(config_class, description))
             choose_device(found[0])
         else:
-            found.append(tyro.cli(config_class, description=description, use_underscores=True))
+            import tyro  # only here, as in options.py
+
+            found.append(tyro.cli(config_class, prog=own_name(), description=description, use_underscores=True))
         check(found[0])
+        if getattr(found[0], "compile_for", "") and UNDER_COMPILER not in os.environ:
+            from tpu_utils.virtual_slice import become_compiler  # only here: a run on a device needs none of it
+
+            become_compiler()
         return 0
 
     if code := run_script(read):
@@ -40,23 +47,27 @@ def command_line(config_class: type[Options], description: str, check: Callable[
     return found[0]
 
 
-def choose_device(config: TrainConfig) -> str:
+def own_name() -> str | None:
+    """`python -m tools.generate` for a tool; None for a script, which is called by its file."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name}" if spec else None
+
+
+def choose_device(config: "TrainConfig") -> str:
     """Settle "tpu" or "cpu", and how many devices, in the environment: it is read once, when a device is first touched.
 
-    Idempotent, and inherited by child processes. Raises DeviceError instead of falling back, InputError where what is
-    said of the hosts of this slice contradicts itself.
+    Idempotent, and inherited by child processes. Raises DeviceError instead of falling back, InputError if environment
+    and metadata contradict each other about the hosts of this slice.
     """
     if config.compiler_options:
         try:
             check_known(config.tpu_options)
         except ValueError as error:
             raise InputError(str(error)) from error
-    if config.compile_for:  # traced on virtual CPU devices, compiled for the slice
-        try:
-            check_private_interfaces()
-            prepare_environment(config.compile_for, config.tpu_options)
-        except (ValueError, VersionError) as error:
-            raise InputError(f"compile_for: {error}") from error
+    if config.compile_for:
+        from tpu_utils.virtual_slice import pretend_slice
+
+        pretend_slice(config)
         return "cpu"
     chosen, chips = config.device, attached_chips()
     if chosen == "auto":
@@ -69,6 +80,8 @@ def choose_device(config: TrainConfig) -> str:
     if chosen == "tpu":
         set_flags(config.tpu_options)
     if chips:  # for the CPU too: where there are chips, torch_xla's import asks for the accelerator type
+        from tpu_utils.remote.hosts import settle_hosts  # only here: a machine without a TPU has no other hosts
+
         settle_hosts(chips)
     os.environ["PJRT_DEVICE"] = chosen.upper()
     if num_virtual_devices := getattr(config, "num_virtual_devices", 0):
@@ -78,3 +91,18 @@ def choose_device(config: TrainConfig) -> str:
             )
         os.environ["CPU_NUM_DEVICES"] = str(num_virtual_devices)
     return chosen
+
+
+def meet_hosts(config: "TrainConfig") -> Peers:
+    """This process among those of the run, one for each host of the TPU slice; one alone on the CPU.
+
+    Call it before the device is started. Raises DeviceError naming the hosts that are missing.
+    """
+    if choose_device(config) != "tpu":
+        return Peers()
+    from tpu_utils.remote.hosts import settle_hosts
+    from tpu_utils.remote.meeting import read_secret, wait_for_peers
+
+    index, addresses = settle_hosts(attached_chips())
+    secret = read_secret(config.peers_secret) if len(addresses) > 1 else b""
+    return wait_for_peers(index, addresses, config.peers_timeout, secret=secret)

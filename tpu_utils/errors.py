@@ -1,4 +1,4 @@
-"""What can end a run, the exit code it ends with, and output that cannot. Imports nothing of this project."""
+"""Errors that can end a run, their exit codes, and output that never raises. Imports nothing of this project."""
 
 import contextlib
 import errno
@@ -46,14 +46,14 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class Output(io.FileIO):
-    """An output that never fails: what a closed terminal, a reader that left or a full disk refuses is lost."""
+    """An output stream that never raises: what a closed terminal, a closed pipe or a full disk refuses is dropped."""
 
     lost: OSError | None = None
-    """The last refusal, but for that of a reader that left: it has what it wanted."""
+    """The error of the last failed write. A closed pipe does not count: its reader has what it wanted."""
 
     def write(self, data) -> int:
         try:
-            return super().write(data) or len(data)  # None: the reader does not keep up, and must not be waited for
+            return super().write(data) or len(data)  # None: a full non-blocking pipe; drop it, do not wait
         except BrokenPipeError:
             return len(data)
         except OSError as error:
@@ -66,7 +66,7 @@ def never_fail_to_print() -> None:
 
     Leaves a sys.stdout or sys.stderr alone that is not the interpreter's own, such as a notebook's.
     """
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # it was closed, and a file of the run would get its number
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # 0, 1 or 2 was closed: no file of the run may get that
         os.set_inheritable(number, True)
     os.close(number)
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -85,21 +85,27 @@ def never_fail_to_print() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, without the lines that only its authors read; its kind if it is silent."""
+    """The first line of another library's error message; the name of the error's class if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def is_own(file: str) -> bool:
+    """Whether this source file is neither Python's own nor that of an installed package."""
+    return "site-packages" not in file and not file.startswith((os.__file__.removesuffix("os.py"), "<"))
+
+
 def line_of(error: BaseException) -> str:
-    """FILE:LINE (text) of the last line it passed that is not of an installed package."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    """FILE:LINE (text) of the innermost line of the traceback that is not Python's or an installed package's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if is_own(frame.filename)] or frames
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
 
 
 def run_script(main: Callable[[], int], answers: bool = False) -> int:
     """Exit code of main: its own, 2 for an InputError, 1 for a TrainingError, each as a message without a traceback.
 
-    Output that nobody takes ends nothing: what main is for is in files. answers: it is what main prints, so a disk that
-    is too full for it is an error.
+    Lost output is no error, because the results are in files. answers: the result is what main prints, so losing it to
+    a full disk is an error.
     """
     never_fail_to_print()
     try:
@@ -111,6 +117,7 @@ def run_script(main: Callable[[], int], answers: bool = False) -> int:
     except (InputError, TrainingError, OSError) as error:  # OSError: the disk or the network gave up
         if "--debug" in sys.argv:
             raise
-        print(f"error: {error}", file=sys.stderr)
-        too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # no disk, but what the user gave
+        where = f", at {line_of(error)}" if isinstance(error, FileNotFoundError) else ""  # by whom else is not known
+        print(f"error: {error}{where}", file=sys.stderr)
+        too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a path that the user gave
         return 2 if isinstance(error, InputError) or too_long else 1

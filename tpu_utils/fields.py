@@ -1,6 +1,6 @@
-"""What the fields of a configuration class say of themselves: types, marks, sentences. Imports nothing of this project.
+"""Reads the fields of a configuration class: types, marks (metadata of Annotated), docstrings. Imports nothing of ours.
 
-A class of somebody's own is read the same way: it redeclares a field, or adds one, and registers nothing.
+A subclass of your own is read the same way: it redeclares or adds fields, and registers nothing.
 """
 
 import argparse
@@ -17,7 +17,37 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+FREE = "may differ between a run and its resumption without changing a single bit of what it computes"
+"""A mark. Fields that set how the work is divided over devices have it too: with those, results agree to about 1e-7."""
 SUPPORTED = "bool, int, float, str, Literal[...], one of these | None, or a tuple of these such as tuple[int, ...]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """A mark: the numbers a field may have, as an interval: "[1, inf)" is 1 or more, "(0, 1]" above 0 and up to 1."""
+
+    interval: str
+
+    def __contains__(self, value: float) -> bool:
+        low, high = (float(bound) for bound in self.interval[1:-1].split(","))
+        above = value >= low if self.interval[0] == "[" else value > low
+        return above and (value <= high if self.interval[-1] == "]" else value < high)
+
+    def __str__(self) -> str:
+        low, high = (bound.strip() for bound in self.interval[1:-1].split(","))
+        if high == "inf":
+            return f"{low} or more" if self.interval[0] == "[" else f"a finite number above {low}"
+        return f"{low} {'<=' if self.interval[0] == '[' else '<'} x {'<=' if self.interval[-1] == ']' else '<'} {high}"
+
+
+class NoEffect:
+    """A mark: the field has no effect while `other` has one of `values`; without values: any but "" and None."""
+
+    def __init__(self, other: str, *values: Any):
+        self.other, self.values = other, values
+
+    def __contains__(self, value: Any) -> bool:
+        return value in self.values if self.values else value not in ("", None)
 
 
 @functools.cache
@@ -28,7 +58,7 @@ def hints_of(kind: type) -> dict[str, Any]:
 
 @functools.cache
 def declaring(kind: type) -> dict[str, type]:
-    """Every field, and the class that declares it; of several the nearest to this one, whose default is the field's."""
+    """For each field the class that declares it: of several, the first in the MRO, whose default is the field's."""
     nearest_last = reversed(kind.__mro__)
     declared = {name: base for base in nearest_last for name in inspect.get_annotations(base)}
     return {field.name: declared[field.name] for field in dataclasses.fields(kind)}
@@ -41,7 +71,7 @@ def plain(hint: Any) -> Any:
 
 @functools.cache
 def marks(kind: type, name: str) -> tuple:
-    """What stands beside a field's type in Annotated[type, ...]. One that is redeclared without keeps its parent's."""
+    """The metadata of a field in Annotated[type, ...]. A field redeclared without Annotated keeps its parent's."""
     for base in kind.__mro__:
         if name in inspect.get_annotations(base) and hasattr(hint := hints_of(base)[name], "__metadata__"):
             return hint.__metadata__
@@ -49,7 +79,7 @@ def marks(kind: type, name: str) -> tuple:
 
 
 def field_doc(kind: type, name: str) -> str:
-    """The sentence below a field. One that is redeclared without keeps its parent's."""
+    """The docstring below a field. A field redeclared without one keeps its parent's."""
     return next((docs[name] for base in kind.__mro__ if name in (docs := field_docs(base))), "")
 
 
@@ -70,30 +100,30 @@ def field_docs(kind: type) -> dict[str, str]:
 
 def is_supported(kind: Any) -> bool:
     """Whether a command line and JSON can both hold values of this type."""
-    parts = get_args(kind)
+    inner = get_args(kind)
     if get_origin(kind) is Literal:
-        return all(isinstance(part, str | int) for part in parts)
+        return all(isinstance(one, str | int) for one in inner)
     if get_origin(kind) in (Union, types.UnionType):
-        return all(part is types.NoneType or is_supported(part) for part in parts)
+        return all(one is types.NoneType or is_supported(one) for one in inner)
     if get_origin(kind) is tuple:
-        return all(part is Ellipsis or part in (bool, int, float, str) for part in parts)
+        return all(one is Ellipsis or one in (bool, int, float, str) for one in inner)
     return kind in (bool, int, float, str)
 
 
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value is of a supported type. numpy's numbers are numbers, and a bool is none."""
-    parts = get_args(kind)
+    inner = get_args(kind)
     if get_origin(kind) is Literal:
-        return value in parts
+        return value in inner
     if get_origin(kind) in (Union, types.UnionType):
-        return any(value is None if part is types.NoneType else fits(value, part) for part in parts)
+        return any(value is None if one is types.NoneType else fits(value, one) for one in inner)
     if get_origin(kind) is tuple:
         if not isinstance(value, tuple):
             return False
-        parts = (parts[0],) * len(value) if parts[1:] == (Ellipsis,) else parts
-        return len(value) == len(parts) and all(map(fits, value, parts))
+        inner = (inner[0],) * len(value) if inner[1:] == (Ellipsis,) else inner
+        return len(value) == len(inner) and all(map(fits, value, inner))
     if kind in (int, float):
-        if kind is float and isinstance(value, int) and abs(value) > sys.float_info.max:  # of JSON
+        if kind is float and isinstance(value, int) and abs(value) > sys.float_info.max:  # an int of JSON
             return False
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     return isinstance(value, kind)
@@ -106,7 +136,7 @@ def type_name(kind: Any) -> str:
 
 
 def values_in(value: Any) -> tuple:
-    """What a tuple holds, or the value itself; of None nothing."""
+    """The items of a tuple, or (value,); () for None."""
     return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
@@ -118,8 +148,18 @@ def check_types(config: Any) -> list[str]:
         if not fits(value, kind):
             problems.append(f"{name} is {value!r:.60}; expected {type_name(kind)}")
         elif any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in values_in(value)):
-            problems.append(f"{name} is {value!r:.60}; expected UTF-8 text")  # bytes of the command line, escaped
+            problems.append(f"{name} is {value!r:.60}; expected UTF-8 text")  # non-UTF-8 bytes of the command line
     return problems
+
+
+def check_ranges(config: Any) -> list[str]:
+    """Numbers outside the bounds of their field, as sentences."""
+    return [
+        f"{name} is {value}; expected {allowed}".replace(" x ", f" {name} ")
+        for name, value in dataclasses.asdict(config).items()
+        for allowed in marks(type(config), name)
+        if isinstance(allowed, Range) and not all(number in allowed for number in values_in(value))
+    ]
 
 
 @functools.cache

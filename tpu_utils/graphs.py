@@ -1,17 +1,18 @@
-"""One graph for each kind of step, held; transfers between host and device, counted."""
+"""@one_graph: a second graph of a step stops the run. Counters of graphs, and of transfers between host and device."""
 
-import ast
-import linecache
+import contextlib
+import functools
+import inspect
 import re
-import types
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 
+from tpu_utils.clock import Goodput
 from tpu_utils.errors import RecompileError, first_line, line_of
 
 
@@ -30,105 +31,191 @@ def graphs_compiled() -> int:
     return sum(met.counter_value(name) or 0 for name in ("UncachedCompile", "PersistentCacheHit"))
 
 
-class CompileWatch:
-    """Attributes every graph compiled from now on to a kind of step ("train", "eval").
+class FirstStep(Exception):
+    """Raised in place of the first step of a run with --compile_for; tpu_compiler/of_script.py compiles that step."""
 
-    compiled(kind) counts; check() stops the run at a kind's second graph.
+    def __init__(self, step: Callable, arguments: tuple, keywords: dict[str, Any], facts: dict[str, Any]):
+        """facts: of the run, as tpu_compiler's compile_for() takes them."""
+        super().__init__("the first step, which python -m tpu_compiler.of_script compiles")
+        self.step, self.arguments, self.keywords, self.facts = step, arguments, keywords, facts
+
+
+class OneGraph:
+    """A step decorated by one_graph(). A run that it was given to lets it compile one program."""
+
+    def __init__(self, function: Callable, each_shape: bool = False, couples_examples: bool = False):
+        functools.update_wrapper(self, function)
+        self.each_shape, self.couples_examples = each_shape, couples_examples
+        self.watch, self.signature = None, inspect.signature(function)
+        self.compiled = torch_xla.compile(function, full_graph=True, name=function.__name__)
+        """The step without the watch, for a call outside of a run."""
+
+    def __call__(self, *arguments, **keywords):
+        if self.watch is None:
+            raise RuntimeError(
+                f"{self.__name__} is no step of a run; expected Run(config, {self.__name__}, ...), and this call "
+                "inside its with statement"
+            )
+        if self.watch.is_plain:
+            return self.__wrapped__(*arguments, **keywords)
+        return self.watch.call(self, arguments, keywords)
+
+
+def one_graph(function: Callable | None = None, **options: bool) -> OneGraph:
+    """Decorator of a step: torch_xla.compile(full_graph=True), and a second graph stops the run and says what changed.
+
+    each_shape: one graph for each set of shapes that its tensors come in. couples_examples: the loss is no mean over
+    examples, as in contrastive learning, so check_model() does not expect it.
+    """
+    return OneGraph(function) if function else functools.partial(OneGraph, **options)
+
+
+class StepWatch:
+    """Raises RecompileError when a step of the run compiles a second graph. The first one is the training step.
+
+    on_step(compiled): called after each training step.
     """
 
-    def __init__(self):
-        self._total = graphs_compiled()
-        self._inputs: dict[str, list[str]] = {}
-        self._numbers: dict[str, dict[tuple, Any]] = {}
-        self._changed: dict[str, set[tuple]] = {}
-        self._state: dict[str, int] | None = None
-        self._graphs: dict[str, int] = {}
-        self._calls: dict[str, int] = {}
-        self._held: dict[str, list[dict[str, Held]]] = {}
+    def __init__(self, steps: Sequence[OneGraph], goodput: Goodput):
+        self.steps, self._goodput, self.is_plain = steps, goodput, False
+        """is_plain: steps are called as they are written, by PyTorch alone."""
+        for step in steps:
+            step.watch = self
+        self.begin()
 
-    def compiled(self, kind: str) -> int:
-        """Graphs compiled for all kinds of step whose name starts so."""
-        return sum(count for name, count in self._graphs.items() if name.startswith(kind))
+    def begin(
+        self,
+        first_step: int = 0,
+        on_step: Callable[[bool], None] = lambda compiled: None,
+        before_first: Callable[[OneGraph, tuple, dict], None] | None = None,
+    ) -> None:
+        """Attribute every graph compiled from now on to a step. first_step: training steps done before. before_first:
+        gets the training step and its arguments, before it is compiled."""
+        self._first_step, self._on_step, self._total = first_step, on_step, graphs_compiled()
+        self._before_first, self._around_next, self._was_traced = before_first, [], False
+        self._seen: dict[tuple, Seen] = {}
+        self._facts: dict[str, Any] | None = None
 
-    def seen(self, kind: str) -> bool:
-        return kind in self._graphs
+    def ask(self, **facts: Any) -> None:
+        """The next call of a step does not run it: it raises FirstStep, with these facts."""
+        self._facts = facts
 
-    def before(self, kind: str, caller: types.FrameType) -> None:
-        """Call it right before a step of this kind: looks at what its caller's modules and optimizers hold, in two
-        calls."""
-        if self._state is None:
-            self._state = _state_sizes(caller)
-        self._calls[kind] = self._calls.get(kind, 0) + 1
-        if self._calls[kind] <= 2:
-            self._held.setdefault(kind, []).append(_held_by_modules(caller))
+    def name_uploads(self, count: Callable[[], int], say: Callable[[str], None]) -> None:
+        """Say of the next training step which of its lines send values to the device; once. count: sent so far."""
+        if not self._was_traced:
+            from tpu_utils.uploads import lines_that_upload  # only for a step that does
 
-    def check(self, kind: str, step: int, inputs: Sequence[torch.Tensor], caller: types.FrameType) -> int:
-        """Call it right after a step of this kind. Returns the graphs it compiled. Raises RecompileError.
+            self._was_traced = True
+            self._around_next.append(lines_that_upload(count, say))
 
-        caller: the frame that calls the step. Reads counters of the host and the caller's Python numbers: those that
-        changed are what may have become part of the program.
-        """
-        shapes = [_shape_of(t) for t in inputs]
-        before, self._inputs[kind] = self._inputs.get(kind, shapes), shapes
-        total, first = graphs_compiled(), kind not in self._graphs
+    def end(self) -> None:
+        for step in self.steps:
+            step.watch = None
+
+    def graphs(self, training: bool) -> int:
+        """Compiled for the training step, or for all others."""
+        first = self.steps[:1]
+        return sum(seen.graphs for seen in self._seen.values() if (seen.step in first) == training)
+
+    def call(self, step: OneGraph, arguments: tuple, keywords: dict[str, Any]) -> Any:
+        """step(*arguments, **keywords). Raises RecompileError."""
+        if self._facts is not None:
+            raise FirstStep(step.compiled, arguments, keywords, self._facts)
+        named = step.signature.bind(*arguments, **keywords).arguments
+        inputs = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        shapes = {name: _shape_of(value) for name, value in inputs.items()}
+        key = (step, *shapes.items()) if step.each_shape else (step,)
+        is_first, seen = key not in self._seen, self._seen.setdefault(key, Seen(step))
+        seen.calls += 1
+        if is_first:
+            seen.state = _state_sizes(named)
+        if seen.calls <= 2:
+            seen.held.append(_held_by_modules(named))
+        is_training = step is self.steps[0]
+        if is_first and is_training and self._before_first:
+            self._before_first(step, arguments, keywords)
+        number = self._first_step + sum(other.calls for other in self._seen.values() if other.step is step)
+        call = f"step {number}" if is_training else f"call {number - self._first_step}"
+        around = self._around_next.pop() if is_training and self._around_next else contextlib.nullcontext()
+        with self._goodput.phase("compile" if is_first else self._goodput.current), around:
+            try:
+                result = step.compiled(*arguments, **keywords)
+            except RuntimeError as error:
+                raise_if_read(error, step.__name__, call)
+                raise
+        total, numbers = graphs_compiled(), _numbers_in(named)
         new, self._total = total - self._total, total
-        self._graphs[kind] = self._graphs.get(kind, 0) + new
-        numbers = _numbers_in(caller)
-        numbers_before, self._numbers[kind] = self._numbers.get(kind, numbers), numbers
-        different = {name for name, value in numbers.items() if numbers_before.get(name, value) != value}
-        always, self._changed[kind] = self._changed.get(kind, set()), different  # step itself, and other counters
-        if self._graphs[kind] <= 1:
-            return new
-        names = {id(value): name for name, value in caller.f_locals.items()}
+        seen.graphs += new
+        if seen.graphs > 1:
+            raise RecompileError(
+                f"{call} compiled graph {seen.graphs} of {step.__name__}, expected 1: "
+                f"{'; '.join(self._reasons(seen, is_first, named, shapes, numbers))}"
+            )
+        changed = {name for name, value in numbers.items() if seen.numbers.get(name, value) != value}
+        seen.shapes, seen.numbers, seen.changed = shapes, numbers, changed
+        if is_training:
+            self._on_step(bool(new))
+        return result
+
+    def _reasons(self, seen: "Seen", is_first: bool, named: dict, shapes: dict, numbers: dict) -> list[str]:
         reasons = [
-            f"{names.get(id(t), f'input {i}')} was {a}, is {b}"
-            for i, (t, a, b) in enumerate(zip(inputs, before, shapes, strict=True))
-            if a != b
+            f"{name} was {seen.shapes[name]}, is {s}" for name, s in shapes.items() if seen.shapes.get(name, s) != s
         ]
-        calls, held = self._calls.get(kind, 0), self._held.get(kind, [])
-        in_modules = _reasons_in_modules(calls, held, _held_by_modules(caller))
+        in_modules = _reasons_in_modules(seen.calls, seen.held, _held_by_modules(named))
         reasons += in_modules
-        if first:
-            reasons = [
+        if is_first:
+            return [
                 "this is its first call, so operations on device tensors before it became a graph of their own; "
                 "do them inside the step, or on the host before the tensor is sent",
                 *in_modules,
             ]
-        elif born := {n: size for n, size in _state_sizes(caller).items() if size > (self._state or {}).get(n, size)}:
-            reasons = [
-                f"{name} has {size} tensors of state and had {self._state[name]} before its first step: state that is "
+        if born := {n: size for n, size in _state_sizes(named).items() if size > seen.state.get(n, size)}:
+            return [
+                f"{name} has {size} tensors of state and had {seen.state[name]} before its first step: state that is "
                 "created inside a step makes the next one another program; create it before, as make_optimizer of "
-                f"optim.py does: for each parameter {name}.state[parameter] = {{name: zeros made on the host, sent to "
-                "the device}"
+                f"tpu_utils/optim.py does: for each parameter {name}.state[parameter] = {{name: zeros made on the "
+                "host, sent to the device}"
                 for name, size in born.items()
             ]
-        elif not reasons:
-            values = [
-                f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {numbers_before[name]!r} -> {value!r}"
-                for name, value in numbers.items()
-                if name in different - always
-            ]
-            reasons = [
-                "no input changed its shape or dtype, so look for a Python number that is part of the program "
-                "(0, 1, sizes, positions and dims are; make it a tensor on the device), for an operation on device "
-                "tensors between the steps (move it into the step), or for state that was created inside the step; "
-                "numbers among the variables there (one written in the call itself is not seen) that changed now, "
-                f"and not before: {', '.join(values) or 'none'}"
-            ]
-        raise RecompileError(
-            f"step {step} compiled graph {self._graphs[kind]} of the {kind} step, expected 1, called at "
-            f"{_statement_at(caller)}: {'; '.join(reasons)}"
-        )
+        values = [
+            f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {seen.numbers[name]!r} -> {value!r}"
+            for name, value in numbers.items()
+            if seen.numbers.get(name, value) != value and name not in seen.changed
+        ]
+        return reasons or [
+            "no argument changed its shape or dtype, so look for a Python number that is part of the program "
+            "(0, 1, sizes, positions and dims are; make it a tensor on the device), for an operation on device "
+            "tensors between the steps (move it into the step), or for state that was created inside the step; "
+            f"numbers among the arguments that changed now, and not before: {', '.join(values) or 'none'}"
+        ]
 
 
-def raise_if_read(error: RuntimeError, kind: str, step: int) -> None:
+@dataclass
+class Seen:
+    """What was seen of a step, or of one of its sets of shapes."""
+
+    step: OneGraph
+    calls: int = 0
+    graphs: int = 0
+    shapes: dict[str, str] = field(default_factory=dict)
+    """Shapes of the last call's tensors, by the names of the step's parameters."""
+    numbers: dict[tuple, Any] = field(default_factory=dict)
+    """Python numbers of the last call, and which of them that call changed."""
+    changed: set[tuple] = field(default_factory=set)
+    state: dict[str, int] = field(default_factory=dict)
+    """Tensors in the state of each optimizer before the first call."""
+    held: list[dict[str, "Held"]] = field(default_factory=list)
+    """What modules held before each of the first two calls."""
+
+
+def raise_if_read(error: RuntimeError, name: str, call: str) -> None:
     """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads."""
     if not any(said in str(error) for said in ("Unexpected execution", "tensor_data")):
         return
     raise RecompileError(
-        f"the {kind} step reads a tensor inside the compiled function in step {step}, at {line_of(error)}; expected "
+        f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "
         "none of .item(), print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; "
-        "an optimizer of torch.optim reads its step size: use make_optimizer of optim.py (torch_xla says: "
+        "an optimizer of torch.optim reads its step size: use make_optimizer of tpu_utils/optim.py (torch_xla says: "
         f"{first_line(error)})"
     ) from error
 
@@ -140,13 +227,13 @@ class Held:
     kind: str
     shape: str
     operation: str
-    """By what torch_xla is still to compute it; prim::Constant is a scalar of 0 or 1 from the host. "": it is there."""
+    """The pending operation that would compute it; prim::Constant: a host scalar of 0 or 1. "": it has its data."""
 
 
-def _held_by_modules(frame: types.FrameType) -> dict[str, Held]:
-    """Parameters and buffers of the modules among a function's variables, by path, each once."""
+def _held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
+    """Parameters and buffers of the modules among a step's arguments, by path, each once."""
     found, seen = {}, set()
-    for name, module in frame.f_locals.items():
+    for name, module in named.items():
         if not isinstance(module, torch.nn.Module):
             continue
         named = [("buffer", *pair) for pair in module.named_buffers(name)]
@@ -161,7 +248,7 @@ def _held_by_modules(frame: types.FrameType) -> dict[str, Held]:
 def _pending_operation(tensor: torch.Tensor) -> str:
     text = torch_xla._XLAC._get_xla_tensor_debug_info(getattr(tensor, "global_tensor", tensor))
     line = next(line for line in text.splitlines() if line.startswith("IR: "))
-    operation = re.search(r"\w+::\w+", line.rpartition("] ")[2])  # behind the scope in brackets; none: IR: None
+    operation = re.search(r"\w+::\w+", line.rpartition("] ")[2])  # after [scope]; no match: "IR: None"
     return operation[0] if operation and operation[0] != "xla::device_data" else ""
 
 
@@ -197,15 +284,15 @@ PENDING = (
 CREATED = "was created in a step, so the next one has an input more: register it in __init__, in its final shape"
 RESHAPED = "in the step after: give it its final shape and dtype in __init__, and write into it"
 CONSTANT = (
-    "is a scalar, and of 0 or 1 torch_xla makes a constant instead of sending it: give its module to run.restore(), "
+    "is a scalar, and of 0 or 1 torch_xla makes a constant instead of sending it: give its module to run.track(), "
     "which sends it, or give it the shape (1,)"
 )
 
 
-def _numbers_in(frame: types.FrameType) -> dict[tuple, Any]:
-    """Python numbers among a function's variables, in tuples and lists there, and in optimizers' groups, by path."""
+def _numbers_in(named: dict[str, Any]) -> dict[tuple, Any]:
+    """Python numbers among a step's arguments, in tuples and lists there, and in optimizers' groups, by path."""
     found = {}
-    for name, value in frame.f_locals.items():
+    for name, value in named.items():
         if isinstance(value, (int, float)):  # bool is an int
             found[name,] = value
         elif isinstance(value, (tuple, list)):
@@ -218,22 +305,10 @@ def _numbers_in(frame: types.FrameType) -> dict[tuple, Any]:
     return found
 
 
-def _state_sizes(frame: types.FrameType) -> dict[str, int]:
-    """Tensors in the state of each optimizer among a function's variables."""
-    found = {name: value for name, value in frame.f_locals.items() if isinstance(value, torch.optim.Optimizer)}
+def _state_sizes(named: dict[str, Any]) -> dict[str, int]:
+    """Tensors in the state of each optimizer among a step's arguments."""
+    found = {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
     return {
         name: sum(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
         for name, optimizer in found.items()
     }
-
-
-def _statement_at(frame: types.FrameType) -> str:
-    """file:line and the text of the call of the step: the last statement inside the with block that the frame is at."""
-    path, here = frame.f_code.co_filename, frame.f_lineno
-    tree = ast.parse("".join(linecache.getlines(path)))
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With) and node.lineno <= here <= node.end_lineno]
-    if not blocks:  # without its source, for example typed into a prompt
-        return f"{path}:{here}"
-    last = max(blocks, key=lambda block: block.lineno).body[-1]
-    text = ast.unparse(last)
-    return f"{path}:{last.lineno} ({text if len(text) <= 120 else text[:117] + '...'})"

@@ -19,9 +19,9 @@ from tpu_utils.graphs import transfers_to_device
 class BatchSharding:
     """Shards axis 0 of every tensor of a batch over mesh axes. A host reads `part` of `num_parts` of the rows.
 
-    An xs.ShardingSpec is for one rank alone and leaves tensors of other ranks replicated without a word (xla_spec).
-    Where another mesh axis repeats the rows, torch_xla 2.9 cannot put them together from several hosts (runtime check:
-    "Minibatch sharding only supports sharding along the batch dimension"): there every host reads the whole batch.
+    An xs.ShardingSpec fits tensors of one number of axes, and silently leaves others replicated (xla_spec).
+    If rows are replicated over another mesh axis, torch_xla 2.9 cannot assemble them from several hosts (runtime check:
+    "Minibatch sharding only supports sharding along the batch dimension"): then every host reads the whole batch.
     """
 
     def __init__(self, mesh: xs.Mesh, axes: tuple[str, ...]):
@@ -35,8 +35,8 @@ class BatchSharding:
         return xs.ShardingSpec(self._mesh, spec, minibatch=self.minibatch).xla_spec(tensor)
 
 
-def send(batch, device: torch.device, sharding: BatchSharding | None) -> list[torch.Tensor]:
-    """A batch on the device: one host array, or several in a tuple. In one transfer, or sharded in one for each."""
+def send(batch, device: torch.device, sharding: BatchSharding | None = None) -> list[torch.Tensor]:
+    """Send a batch, a host array or a tuple of them: in one transfer, or when it is sharded in one for each array."""
     arrays = batch if isinstance(batch, tuple | list) else (batch,)
     tensors = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
     return xm.send_cpu_data_to_device(tensors, device, sharding)

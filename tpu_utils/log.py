@@ -10,8 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tpu_utils.files import write_atomically
-from tpu_utils.inputs import lines_of, open_regular, parse_json
+from tpu_utils.errors import InputError
+from tpu_utils.files import lines_of, open_regular, parse_json, write_atomically
 
 SHORT = {  # how a value stands in a train line
     "loss": "loss {:.4f}",
@@ -23,14 +23,18 @@ LONGEST_LINE = 1 << 20  # bytes of a line in metrics.jsonl; the scripts' have a 
 LARGEST_STEP = 1 << 53  # larger whole numbers are not exact in every reader of JSON
 
 
+BEST_IS_LARGEST = {"accuracy": True, "validation_loss": False}
+"""Evaluations are compared by the first of these fields that they have; True: the largest value is the best."""
+
+
 class RunLog:
     """metrics.jsonl, TensorBoard, the progress bar and the printed lines of a run.
 
     On resume, lines and events after first_step are dropped: they will be written again. Damaged lines are dropped too,
-    and named in one warning; one that a kill left unfinished at the end goes without. The others keep every byte.
-    silent: of several processes all but the first; it writes and prints nothing.
-    before: how many steps the run was to have, where they were others than now. Raises InputError when metrics.jsonl is
-    there and is no regular file.
+    and named in one warning; an unfinished last line, left by a kill, is dropped silently. The others keep every byte.
+    silent: write and print nothing; set on all processes but the first.
+    before: num_steps before the resumption, where it was another. Raises InputError when metrics.jsonl is there and is
+    no regular file.
     """
 
     def __init__(
@@ -77,15 +81,15 @@ class RunLog:
         """A train line. values: loss and whatever else is to be seen. speed: of Speed.measure()."""
         self.write("train", step, **values, **speed)
         shown = {name: value for name, value in values.items() if value or name != "skipped_steps"}
-        parts = [SHORT.get(name, f"{name} {{:.4g}}").format(value) for name, value in shown.items()]
+        columns = [SHORT.get(name, f"{name} {{:.4g}}").format(value) for name, value in shown.items()]
         if speed["step_seconds"] is not None:
             rate = next(name for name in speed if name.endswith("_per_second"))
-            parts.append(f"{speed['step_seconds'] * 1e3:.1f} ms/step")
-            parts.append(f"{speed[rate]:.0f} {rate.removesuffix('_per_second')}/s")
-            parts.append(f"data wait {speed['data_wait_seconds'] * 1e3:.1f} ms")
+            columns.append(f"{speed['step_seconds'] * 1e3:.1f} ms/step")
+            columns.append(f"{speed[rate]:.0f} {rate.removesuffix('_per_second')}/s")
+            columns.append(f"data wait {speed['data_wait_seconds'] * 1e3:.1f} ms")
         if speed["mfu"] is not None:
-            parts.append(f"mfu {speed['mfu']:.1%}")
-        self._print("  ".join([f"step {step:6d}/{self._bar.total}", *parts]))
+            columns.append(f"mfu {speed['mfu']:.1%}")
+        self._print("  ".join([f"step {step:6d}/{self._bar.total}", *columns]))
 
     def evaluation(self, step: int, **fields: float) -> None:
         self.write("eval", step, **fields)
@@ -164,6 +168,24 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None
             yield number, line, record if whole else None
 
 
+def better(best: dict[str, Any] | None, step: int, fields: dict[str, float]) -> dict[str, Any] | None:
+    """The better of the best evaluation so far and this one: its step, the field that was compared, and its value.
+
+    Of equal values the earlier is the best; one that is not finite never is. Raises InputError without such a field.
+    """
+    name = next((name for name in BEST_IS_LARGEST if name in fields), None)
+    if name is None:
+        raise InputError(
+            f"keep_best needs an evaluation with {' or '.join(BEST_IS_LARGEST)}; found {', '.join(fields)}; log one of "
+            "the two, or give --no_keep_best"
+        )
+    value, sign = float(fields[name]), 1 if BEST_IS_LARGEST[name] else -1
+    known = best is not None and best["field"] == name
+    if not math.isfinite(value) or (known and sign * value <= sign * best["value"]):
+        return best
+    return {"step": step, "field": name, "value": value}
+
+
 class DamagedLines:
     """Counts the damaged lines of a file, for one warning."""
 
@@ -201,7 +223,7 @@ def _lines_to_keep(path: Path, first_step: int, num_steps: int) -> bytearray:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """The last lines of every script: results, graphs, what should not have been, and where the seconds went."""
+    """The last lines of every script: results, graphs, skipped updates, unexpected uploads, seconds of each phase."""
     known = ("steps", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step", "seconds")
     known += ("skipped_steps", "best_step", "hbm_peak_bytes")
     results = [
@@ -221,9 +243,9 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["host_to_device_uploads_per_step"]:
         uploads = f"{summary['host_to_device_uploads_per_step']:.3g}"
         print(
-            f"uploads    {uploads} a step beside the batch; expected 0: something "
-            "in the step sends a value each time, such as a Python number, or the seed of torch's dropout (nn.Dropout, "
-            "F.dropout)"
+            f"uploads    {uploads} a step beside the batch: the numbers are right, but each step waits for what is "
+            "sent. After the first log line such a line names the code; causes are a Python number that changes, the "
+            "seed of torch's dropout or of another draw, and nn.LSTM"
         )
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
     print(f"seconds    {summary['seconds']:.1f}: {split}", flush=True)

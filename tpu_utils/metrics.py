@@ -1,6 +1,8 @@
 """Values of each step that stay on the device until a log line, and the throughput between two log lines."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -10,8 +12,8 @@ from tpu_utils.loader import DeviceLoader
 
 
 class DeviceMetrics:
-    """The values of the last `capacity` steps in one device tensor (capacity, len(names) + 1) float32, the step count
-    and how many updates were skipped so far, which is also the last column: exact up to 2 ** 24.
+    """A ring on the device: values of the last `capacity` steps, (capacity, len(names) + 1) float32. Beside it the step
+    count, and the count of skipped updates, which is also the last column of the ring: exact up to 2 ** 24.
 
     record() is traced into the compiled step and read() is the only transfer to the host, so logging every n steps
     costs one small read every n steps. Capacity is the number of steps between two reads.
@@ -40,8 +42,8 @@ class DeviceMetrics:
         self.step.add_(1)
 
     def read(self, first_step: int, last_step: int) -> dict[str, np.ndarray]:
-        """The values of steps first_step to last_step - 1, at most capacity, oldest first; with none of them it only
-        brings skipped_steps up to date. Waits for the device."""
+        """The values of steps first_step to last_step - 1, at most capacity, oldest first; first_step == last_step only
+        updates skipped_steps. Waits for the device."""
         values = self.values.cpu().numpy()
         self.skipped_steps = int(values[(last_step - 1) % self.capacity, -1])
         rows = values[np.arange(first_step, last_step) % self.capacity]
@@ -54,6 +56,16 @@ class DeviceMetrics:
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
         self.skipped_steps = int(state["skipped"])
+
+
+def labels_that_count(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """1.0 for each label that counts in an evaluation, in the shape of labels (B, ...); 0.0 for those of padding, and
+    for classes of -100, which cross_entropy ignores too. mask: (B,), 0 for the padding of a batch."""
+    counted = mask.view(-1, *[1] * (labels.dim() - 1)).expand(labels.shape)
+    if labels.is_floating_point():
+        return counted
+    # a tensor: compared with a Python number both sides become 64-bit
+    return counted * (labels != torch.full((1,), -100, dtype=labels.dtype, device=labels.device))
 
 
 def first_not_finite(values: dict[str, np.ndarray]) -> int | None:
@@ -73,25 +85,40 @@ class Speed:
 
     def __init__(self, goodput: Goodput, loader: DeviceLoader, unit: str, flops: float | None, peak: float | None):
         """unit: what is counted, examples or tokens. flops: of one of them. peak: FLOP/s of all devices, or None."""
-        self._goodput, self._loader, self._unit, self._flops, self._peak = goodput, loader, unit, flops, peak
+        self._goodput, self.loader, self._unit, self._flops, self._peak = goodput, loader, unit, flops, peak
         self.uploads_per_step: float | None = None
         """Transfers to the device beside the batches, per step since the last measurement; None before the first."""
+        self.count_of_step = 0
+        """Examples or tokens of the step under way."""
+        self._started = False
 
     def start(self) -> None:
         """Count from now."""
+        self._started = True
         self._goodput.total()  # settles the running phase
         self._steps, self._count, self._seconds, self._busy = 0, 0, dict(self._goodput.seconds), self._goodput.busy
-        self._uploads = self._loader.uploads_beside_batches()
+        self._uploads = self.loader.uploads_beside_batches()
 
-    def add(self, count: int) -> None:
-        """One more step, of so many examples or tokens. Not for a step that compiled: its time is compile's."""
-        self._steps, self._count = self._steps + 1, self._count + count
+    @contextlib.contextmanager
+    def uploads_left_out(self) -> Iterator[None]:
+        """Around what is no step, such as an evaluation."""
+        before = self.loader.uploads_beside_batches()
+        yield
+        if self._started:
+            self._uploads += self.loader.uploads_beside_batches() - before
+
+    def step_done(self, compiled: bool) -> None:
+        """Call it after each step; the first starts the count. compiled: the step was compiled, and is not counted."""
+        if not self._started:
+            self.start()
+        elif not compiled:
+            self._steps, self._count = self._steps + 1, self._count + self.count_of_step
 
     def measure(self) -> dict[str, float | None]:
         """Fields of a train line for the steps since start() or the last measure(). All None when there were none.
 
-        host_seconds: what the loop's own thread computed for a step. As long as the step itself: the device waits for
-        the host.
+        host_seconds: CPU time of the loop's thread for a step. If it is as long as the step, the device waits for the
+        host.
         """
         steps, count, before, uploads_before = self._steps, self._count, self._seconds, self._uploads
         busy = self._busy

@@ -1,311 +1,47 @@
-"""The processes of one run: how the hosts of a slice meet before the TPU starts, and what they agree on later.
+"""The processes of one run, as a run knows them. Imports no torch.
 
-They talk through process 0, in JSON and in the bytes of tensors (wire.py), and never through the devices.
+Peers is a run of one process. LinkedPeers of remote/meeting.py is a run of several, which must agree on some things.
 """
 
 import contextlib
-import json
-import os
-import secrets
-import shlex
-import socket
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-from config import TrainConfig
-from tpu_compiler.hardware import attached_chips
-from tpu_utils import errors
-from tpu_utils.environment import choose_device
-from tpu_utils.errors import DeviceError, InputError, TrainingError
-from tpu_utils.hosts import KNOWN_SECONDS, ask_server, settle_hosts
-from tpu_utils.inputs import open_regular
-from tpu_utils.wire import Link, Listener, ProofError, WireError, connect
-
-ANSWER_SECONDS = 1800.0
-"""How long a process waits for what another one has to say, which may be busy with a save or a compile."""
-TRANSFER_SECONDS = 86400.0
-"""The same while a checkpoint moves. A process that ends is noticed at once, a dead machine by keepalive."""
-SECRET_ATTRIBUTE = "peers-secret"
-"""Of the VM's metadata: gcloud compute tpus tpu-vm create ... --metadata-from-file peers-secret=FILE."""
-
-
-@dataclass
-class Meeting:
-    """Where the processes of a run meet, and how they know each other."""
-
-    addresses: list[str]
-    """Of processes 0, 1, ...; process 0 listens."""
-    secret: bytes = b""
-    port: int = 0
-    """To listen on; 0: any."""
-    anyone: bool = False
-    """Whether a caller may have another address than these; it has to know the secret in any case."""
-
-
-def meet_hosts(config: TrainConfig) -> "Peers":
-    """This process among those of the run, one for each host of the TPU slice; one alone on the CPU.
-
-    Call it before start_device. Raises DeviceError naming the hosts that are missing.
-    """
-    index, addresses = settle_hosts(attached_chips()) if choose_device(config) == "tpu" else (0, ["localhost"])
-    secret = read_secret(config.peers_secret) if len(addresses) > 1 else b""
-    return wait_for_peers(index, addresses, config.peers_timeout, secret=secret)
-
-
-def read_secret(file: str) -> bytes:
-    """The secret in this file, or where there is none the attribute peers-secret of the VM's metadata, or nothing.
-
-    Raises InputError for a file that others may read, or with fewer than 16 bytes.
-    """
-    if not file:
-        return _secret_in_metadata()
-    try:
-        with open_regular(Path(file), "a secret") as opened:
-            mode, secret = os.fstat(opened.fileno()).st_mode & 0o777, opened.read(4096).strip()
-    except (OSError, ValueError) as error:
-        raise InputError(f"peers_secret {file} cannot be read: {error}") from error
-    if mode & 0o077:
-        raise InputError(f"peers_secret {file} has mode {mode:o}, so others may read it; chmod 600 {shlex.quote(file)}")
-    return _long_enough(secret, f"peers_secret {file}")
-
-
-def _long_enough(secret: bytes, where: str) -> bytes:
-    if len(secret) < 16:
-        raise InputError(f"{where} holds {len(secret)} bytes, expected at least 16; openssl rand -hex 32 > FILE")
-    return secret
-
-
-def _secret_in_metadata() -> bytes:
-    if os.environ.get("TPU_SKIP_MDS_QUERY"):
-        return b""
-    reply = ask_server(SECRET_ATTRIBUTE, KNOWN_SECONDS)
-    if reply.code == 404:  # the slice was made without one
-        return b""
-    if reply.code != 200:  # without the others' secret it could not meet them
-        raise DeviceError(f"the metadata server {reply.why} to {SECRET_ATTRIBUTE}; start again on a TPU VM")
-    return _long_enough(reply.value[:4096].strip(), f"{SECRET_ATTRIBUTE} of the VM's metadata")
-
-
-def wait_for_peers(index: int, addresses: list[str], seconds: float, port: int = 12356, secret: bytes = b"") -> "Peers":
-    """Meet the other hosts before the TPU is started: it would wait for them for ever, without a word.
-
-    Host 0 listens on its own address in the slice, to the slice's addresses alone. Raises DeviceError naming the hosts
-    that are missing.
-    """
-    count = len(addresses)
-    if count == 1:
-        return Peers()
-    known = "a secret" if secret else "no secret (docs/many_devices.md)"
-    print(
-        f"host       {index} of {count}, waiting up to {seconds:g} s for the others at {addresses[0]}:{port}, "
-        f"with {known}",
-        flush=True,
-    )
-    meeting = Meeting(addresses, secret, port)
-    return Peers(index, count, meeting, _meet(index, meeting, seconds, port))
-
-
-def meet_replicas(index: int, count: int, seconds: float) -> "Peers":
-    """The processes that torchrun has started, one for each device. Process 0 tells the others where it listens, and a
-    secret made for this run, through torchrun's own store: on one machine nothing but loopback is listened on."""
-    store = dist.distributed_c10d._get_default_store()
-    if index == 0:
-        address = "127.0.0.1" if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else os.environ["MASTER_ADDR"]
-        meeting = Meeting([address] * count, secrets.token_bytes(32), anyone=True)
-        listener = _listen(meeting, 0)
-        store.set("peers", json.dumps({"address": address, "port": listener.port, "secret": meeting.secret.hex()}))
-        return Peers(0, count, meeting, _gather_links(listener, meeting, seconds))
-    found = json.loads(store.get("peers"))
-    meeting = Meeting([found["address"]] * count, bytes.fromhex(found["secret"]), anyone=True)
-    return Peers(index, count, meeting, _meet(index, meeting, seconds, found["port"]))
-
-
-def _meet(index: int, meeting: Meeting, seconds: float, port: int) -> list[Link]:
-    """Process 0: the links to all others. Any other process: the one to process 0."""
-    deadline, found = time.monotonic() + seconds, "no answer"
-    if index == 0:
-        _wait_for_names(meeting, deadline, seconds)
-        return _gather_links(_listen(meeting, port), meeting, max(1.0, round(deadline - time.monotonic())))
-    while True:
-        try:
-            link = connect(meeting.addresses[0], port, index, meeting.secret, "process 0", ANSWER_SECONDS)
-            break
-        except ProofError as error:
-            raise DeviceError(
-                f"{meeting.addresses[0]}:{port} does not know the secret of this run; give all hosts the same "
-                "--peers_secret, and see which program listens there"
-            ) from error
-        except WireError as error:
-            found = str(error)
-        if time.monotonic() > deadline:
-            raise _missing(index, meeting, [0], seconds, found)
-        time.sleep(0.1)
-    link.seconds = max(1.0, deadline - time.monotonic()) + 10  # host 0 may have started to wait a little later
-    try:
-        missing = link.receive()  # [] once all are there
-    except WireError as error:
-        raise _missing(index, meeting, [0], seconds, str(error)) from error
-    if missing != []:
-        named = (
-            [i for i in missing if type(i) is int and 0 < i < len(meeting.addresses)] if type(missing) is list else []
-        )
-        raise _missing(index, meeting, named, seconds, "host 0 has not heard of them")
-    link.seconds = ANSWER_SECONDS
-    return [link]
-
-
-def _wait_for_names(meeting: Meeting, deadline: float, seconds: float) -> None:
-    """Until the addresses of all hosts are known, which alone may call: a pod has its name only when it runs."""
-    for index, address in enumerate(meeting.addresses):
-        while True:
-            try:
-                socket.getaddrinfo(address, 0)
-                break
-            except socket.gaierror as error:
-                if time.monotonic() > deadline:
-                    raise _missing(0, meeting, [index], seconds, f"no such name: {error.strerror}") from error
-            time.sleep(0.5)
-
-
-def _listen(meeting: Meeting, port: int) -> Listener:
-    own = meeting.addresses[0]
-    try:
-        allowed = (
-            None if meeting.anyone else {info[4][0] for a in meeting.addresses for info in socket.getaddrinfo(a, 0)}
-        )
-        return Listener(own, port, len(meeting.addresses), meeting.secret, allowed, ANSWER_SECONDS)
-    except OSError as error:
-        raise DeviceError(
-            f"this host cannot listen on {own}:{port}, its own address in the slice: {error.strerror or error}; is "
-            "another run waiting there, or the address that of another machine? (in a container: --net=host)"
-        ) from error
-
-
-def _gather_links(listener: Listener, meeting: Meeting, seconds: float) -> list[Link]:
-    links = listener.wait(seconds)
-    missing = listener.missing()
-    for link in links or listener.links():
-        with contextlib.suppress(WireError):  # one that is gone again is found at its first message
-            link.send(missing)
-    listener.close()
-    if links is None:
-        raise _missing(0, meeting, missing, seconds, "; ".join(listener.turned_away) or "they did not call")
-    return links
-
-
-def _missing(index: int, meeting: Meeting, missing: list[int], seconds: float, found: str) -> DeviceError:
-    names = ", ".join(f"host {i} ({meeting.addresses[i]})" for i in missing)
-    command = f"--worker=all --command={shlex.quote(_own_command())}"
-    return DeviceError(
-        f"host {index} of {len(meeting.addresses)} waited {seconds:g} s for {names}: {found}; start the same command "
-        f"on all workers:\n  gcloud compute tpus tpu-vm ssh NAME --zone ZONE {command}"
-    )
-
-
-def _own_command() -> str:
-    """What started this process, for the shell of another host: ssh begins in the home folder, without the venv."""
-    folder, python = Path.cwd(), Path(sys.executable)  # the venv's own link, not the interpreter behind it
-    python = python.relative_to(folder) if python.is_relative_to(folder) else python
-    return f"cd {shlex.quote(str(folder))} && {shlex.join([str(python), *sys.argv])}"
+if TYPE_CHECKING:
+    import torch
 
 
 class Peers:
-    """What the processes of one run must agree on, through the hosts' network and never through the devices.
+    """The processes of a run, and what they must agree on. In this class there is one process.
 
-    index, count: of this process. One process needs no more. All processes make the same calls in the same order.
+    index: of this process. count: of all. All processes make the same calls in the same order.
     """
 
-    def __init__(self, index: int = 0, count: int = 1, meeting: Meeting | None = None, links: list[Link] | None = None):
-        self.index, self.count, self._meeting, self._links = index, count, meeting, links or []
+    index, count = 0, 1
 
     def with_own_links(self) -> "Peers":
-        """The same processes over connections of their own, for a thread: it would mix its messages with the others'.
+        """The same processes over new connections, for a thread: on shared ones messages of two threads would mix.
 
         All processes must call it.
         """
-        if self.count == 1:
-            return self
-        listener = _listen(self._meeting, self._meeting.port) if self.index == 0 else None
-        port = self.from_first(lambda: listener.port)
-        if listener:
-            links = _gather_links(listener, self._meeting, ANSWER_SECONDS)
-        else:
-            links = _meet(self.index, self._meeting, ANSWER_SECONDS, port)
-        return Peers(self.index, self.count, self._meeting, links)
+        return self
 
-    @contextlib.contextmanager
-    def patient(self) -> Iterator[None]:
-        """Around calls that wait while another process moves a checkpoint over the network or a slow disk."""
-        before = [link.seconds for link in self._links]
-        try:
-            for link in self._links:
-                link.seconds = TRANSFER_SECONDS
-            yield
-        finally:
-            for link, seconds in zip(self._links, before, strict=True):
-                link.seconds = seconds
-
-    def _from_hub(self, value: Any) -> Any:
-        """What process 0 gives, on all of them."""
-        if self.index > 0:
-            return self._links[0].receive()
-        for link in self._links:
-            link.send(value)
-        return value
+    def patient(self) -> contextlib.AbstractContextManager:
+        """Allow more time to the calls inside: another process moves a checkpoint over the network or a slow disk."""
+        return contextlib.nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
-        """What every process gave, of JSON, in the order of their indices, on all of them."""
-        if self.index > 0:
-            self._links[0].send(value)
-            values = self._links[0].receive()
-        else:
-            values = self._from_hub([value, *(link.receive() for link in self._links)])
-        if type(values) is not list or len(values) != self.count:
-            raise WireError(f"process 0 gave {type(values).__name__}, expected a list of {self.count}")
-        return values
+        """All-gather on the hosts: the JSON values that the processes gave, in the order of their indices."""
+        return [value]
 
     def largest(self, value: int) -> int:
         """The largest value that any process gave."""
-        values = self.gather(value)
-        if any(type(each) is not int for each in values):
-            raise WireError(f"the processes gave {values}, expected integers")
-        return max(values)
+        return value
 
     def from_first(self, function: Callable[[], Any]) -> Any:
-        """What function returned on the first process, the only one to call it, and JSON can hold; its exception is
-        raised on all."""
-        if self.count == 1:
-            return function()
-        if self.index == 0:
-            try:
-                value = function()
-            except Exception as error:  # whatever it is: the others wait to hear
-                self._from_hub({"error": type(error).__name__, "message": str(error)})
-                raise
-            return self._from_hub({"value": value})["value"]
-        outcome = self._from_hub(None)
-        if type(outcome) is dict and outcome.keys() == {"value"}:
-            return outcome["value"]
-        if type(outcome) is dict and outcome.keys() == {"error", "message"}:
-            kind = getattr(errors, str(outcome["error"]), None)
-            if isinstance(kind, type) and issubclass(kind, InputError | TrainingError):
-                raise kind(str(outcome["message"]))
-            raise TrainingError(f"process 0: {outcome['error']}: {outcome['message']}")
-        raise WireError("process 0 gave neither a value nor an error")
+        """Broadcast: only the first process calls function; all return its result, which JSON must be able to hold, or
+        raise its exception."""
+        return function()
 
-    def tensor_from_first(self, tensor: torch.Tensor) -> None:
-        """The first process's values into this tensor, on the host and contiguous, of one shape and type on all."""
-        if self.count == 1 or not tensor.numel():
-            return
-        content = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-        if self.index > 0:
-            self._links[0].receive_into(content)
-        for link in self._links if self.index == 0 else []:
-            link.send_bytes(content)
+    def tensor_from_first(self, tensor: "torch.Tensor") -> None:
+        """Broadcast the first process's values into this host tensor, contiguous, of one shape and type on all."""

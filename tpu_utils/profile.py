@@ -1,19 +1,22 @@
 """Traces of some steps, for TensorBoard's profile tab."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as xp
 
-from config import TrainConfig
 from tpu_utils.clock import TraceMe
 from tpu_utils.errors import InputError
+
+if TYPE_CHECKING:
+    from config import TrainConfig
 
 
 class Profile:
     """Traces the steps of config.profile_steps into run_dir/tensorboard (xplane, read by the xprof plugin)."""
 
-    def __init__(self, config: TrainConfig, run_dir: Path, first_step: int, num_steps: int):
+    def __init__(self, config: "TrainConfig", run_dir: Path, first_step: int, num_steps: int):
         self._first, self._last = config.profile_range
         self._folder, self._running, self._step = run_dir / "tensorboard", False, None
         if config.profile_steps and not first_step < self._first < self._last <= num_steps + 1:

@@ -4,17 +4,20 @@ import datetime
 import fcntl
 import json
 import os
+import re
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from config import TrainConfig
 from tpu_utils.errors import InputError, SaveError
-from tpu_utils.files import write_atomically
-from tpu_utils.inputs import parse_object, read_json
-from tpu_utils.storage import open_bucket_dir, read_object
+from tpu_utils.files import parse_object, read_json, write_atomically
+from tpu_utils.peers import Peers
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+    from tpu_utils.remote.storage import Mirror
 
 OPTIONS = "the options of a run, as a training script wrote them; check --run_dir, or give all options with --preset"
 MOST_BYTES = 1 << 20
@@ -102,7 +105,13 @@ def _holder(name: Path) -> str:
         return "another process"
 
 
-def open_run_dir(config: TrainConfig, lock: RunLock | None = None) -> Path:
+def names_a_place(run_dir: str) -> bool:
+    """Whether it is a local folder or gs://BUCKET/FOLDER, and no other address."""
+    folder_in_bucket = r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?"
+    return not re.match(r"\w+:/", run_dir) or re.fullmatch(folder_in_bucket, run_dir) is not None
+
+
+def open_run_dir(config: "TrainConfig", lock: RunLock | None = None) -> Path:
     """The run directory, made, locked and proved writable; of a gs:// directory the local folder that a Mirror uploads.
 
     Raises InputError where it cannot be written, is in use by another run, or already holds one.
@@ -112,6 +121,8 @@ def open_run_dir(config: TrainConfig, lock: RunLock | None = None) -> Path:
     if config.compile_for:
         return run_dir  # nothing runs, nothing is written
     if config.run_dir.startswith("gs://"):
+        from tpu_utils.remote.storage import open_bucket_dir  # only here: nothing else needs the storage's client
+
         run_dir = open_bucket_dir(config.run_dir, config.resume)
         if lock:
             lock.acquire(run_dir)
@@ -136,6 +147,49 @@ def open_run_dir(config: TrainConfig, lock: RunLock | None = None) -> Path:
     return run_dir
 
 
+class RunDir:
+    """The directory of a run, as its processes use it."""
+
+    def __init__(self, peers: Peers):
+        self._peers, self._lock, self.folder = peers, RunLock(), Path()
+        self.mirror: Mirror | None = None
+        """Keeps a bucket equal to the folder, where run_dir is a gs:// address."""
+        self.run_id = ""
+        """Of the run in the folder; "": there is none yet, or config.json is damaged."""
+
+    def open(self, config: "TrainConfig") -> None:
+        """Make and lock it. Raises InputError, on all processes, as open_run_dir does."""
+        self.folder = Path(self._peers.from_first(lambda: str(open_run_dir(config, self._lock))))
+        if config.run_dir.startswith("gs://") and not config.compile_for:
+            from tpu_utils.remote.storage import Mirror  # only here
+
+            self.mirror = Mirror(config.run_dir, config.resume, self.folder, self._peers)
+            self.folder = self.mirror.folder  # each process has its own
+        self.run_id = self._peers.from_first(lambda: run_id_in(self.folder))
+
+    def check(self) -> None:
+        """Raises SaveError, on all processes, when the path no longer leads to the folder that was locked."""
+        self._peers.from_first(self.check_own)
+
+    def check_own(self) -> None:
+        """As check(), in this process alone."""
+        self._lock.check(self.folder)
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+def check_same_options(config: "TrainConfig", peers: Peers) -> None:
+    """Raises InputError, on all processes, where some found the options of the run to resume and others did not."""
+    found = peers.gather(bool(config.options_from))
+    if len(set(found)) > 1:
+        raise InputError(
+            f"process {found.index(True)} reads its options from config.json of run_dir {config.run_dir}, but "
+            f"process {found.index(False)} finds none there; give a folder that all hosts share, or gs://, or the "
+            "same options with --preset on all of them"
+        )
+
+
 def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]) -> None:
     """Raises InputError if a field that shapes the computation is not what the checkpoint was made with.
 
@@ -157,13 +211,15 @@ def read_config(run_dir: str) -> tuple[str, dict[str, Any] | None]:
     """
     name = f"{run_dir.rstrip('/')}/config.json"
     if run_dir.startswith("gs://"):
+        from tpu_utils.remote.storage import read_object  # only here
+
         content = read_object(run_dir, "config.json", OPTIONS, MOST_BYTES)
         return name, None if content is None else parse_object(content, name, OPTIONS)
     return name, read_json(Path(name), OPTIONS, MOST_BYTES) if os.path.lexists(name) else None
 
 
 def run_id_in(run_dir: Path) -> str:
-    """Of the run that a directory holds; its checkpoints name it too. "" for none, or when config.json is damaged."""
+    """The id of the run in a directory, which its checkpoints name too; "" for none, or if config.json is damaged."""
     try:
         run_id = read_json(run_dir / "config.json", "the options of a run").get("run_id")
     except InputError:

@@ -1,0 +1,294 @@
+"""What users would write or pick instead of transformer_tpu.py and simple_mnist_tpu.py, for the other benchmarks.
+
+Same model, same batch, same recipe; written the usual way for each library.
+"""
+
+import dataclasses
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from language.shapes import LlamaShape, ModelShape, hugging_face_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """AdamW; what has two dimensions or more decays. clip: largest norm of the gradient, None: it is only computed."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float | None
+
+
+GPT_RECIPE, MNIST_RECIPE = Recipe(6e-4, (0.9, 0.95), 0.1, 1.0), Recipe(1e-3, (0.9, 0.999), 0.0, None)
+
+# ---------------------------------------------------------------------------------------------------------- PyTorch
+
+
+class Block(nn.Module):
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        D = shape.embedding_dim
+        self.num_heads = shape.num_heads
+        self.ln1, self.ln2 = nn.LayerNorm(D), nn.LayerNorm(D)
+        self.qkv, self.attention_out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.mlp_in, self.mlp_out = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x_BTD):
+        B, T, D = x_BTD.shape
+        q, k, v = (y.view(B, T, self.num_heads, -1).transpose(1, 2) for y in self.qkv(self.ln1(x_BTD)).split(D, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTD = x_BTD + self.attention_out(y.transpose(1, 2).reshape(B, T, D))
+        return x_BTD + self.mlp_out(F.gelu(self.mlp_in(self.ln2(x_BTD)), approximate="tanh"))
+
+
+class StraightGPT(nn.Module):
+    """GPT-2 the way nanoGPT and most others write it: modules, scaled_dot_product_attention, a tied head."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        D = shape.embedding_dim
+        self.tokens, self.positions = nn.Embedding(shape.padded_vocab_size, D), nn.Embedding(shape.sequence_length, D)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.final_ln, self.head = nn.LayerNorm(D), nn.Linear(D, shape.padded_vocab_size, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Again after a move to an XLA device, which copies each module's parameter apart."""
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens_BT):
+        x = self.tokens(tokens_BT) + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.final_ln(x))
+
+
+class HuggingFaceGPT(nn.Module):
+    """transformers.GPT2LMHeadModel without dropout; its vocabulary is not padded."""
+
+    def __init__(self, shape: ModelShape):
+        import transformers
+
+        super().__init__()
+        self.model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=shape.vocab_size, n_positions=shape.sequence_length, n_embd=shape.embedding_dim,
+                n_layer=shape.num_layers, n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            )
+        )  # fmt: skip
+
+    def tie(self) -> None:
+        self.model.tie_weights()
+
+    def forward(self, tokens_BT):
+        return self.model(tokens_BT, use_cache=False).logits
+
+
+class HuggingFaceLlama(nn.Module):
+    """transformers.LlamaForCausalLM with eager attention, what from_pretrained gives without flash attention."""
+
+    def __init__(self, shape: LlamaShape):
+        import transformers
+
+        super().__init__()
+        config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
+        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+    def tie(self) -> None:
+        self.model.tie_weights()
+
+    def forward(self, tokens_BT):
+        return self.model(tokens_BT, use_cache=False).logits
+
+
+def usual_step(model, optimizer, tokens_BS, autocast=None):
+    """A step as the guides show it. autocast: a device type for bfloat16 autocast, None for float32."""
+    optimizer.zero_grad()
+    with torch.autocast(autocast or "cpu", torch.bfloat16, enabled=autocast is not None):
+        logits = model(tokens_BS[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten().long())
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), GPT_RECIPE.clip)
+    optimizer.step()
+    return loss.detach(), norm
+
+
+def usual_adamw(model, recipe: Recipe = GPT_RECIPE, **options) -> torch.optim.AdamW:
+    decays = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decays, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, **options)
+
+
+# -------------------------------------------------------------------------------------------------------------- JAX
+
+
+def jax_adamw(recipe: Recipe, parameters, gradients, state):
+    """(parameters, state, norm of the gradient) after one update. state: (step, means, squares)."""
+    import jax
+    import jax.numpy as jnp
+
+    step, means, squares = state
+    step = step + 1
+    leaves = jax.tree.leaves(gradients)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in leaves))
+    if recipe.clip:
+        gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, recipe.clip / (norm + 1e-6)), gradients)
+    beta1, beta2 = recipe.betas
+    means = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, means, gradients)
+    squares = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, squares, gradients)
+    correction1, correction2 = (1 - jnp.float32(beta) ** step for beta in recipe.betas)
+
+    def update(p, m, v):
+        decay = recipe.weight_decay if p.ndim >= 2 else 0.0
+        change = (m / correction1) / (jnp.sqrt(v / correction2) + 1e-8)
+        return p * (1 - recipe.learning_rate * decay) - recipe.learning_rate * change
+
+    return jax.tree.map(update, parameters, means, squares), (step, means, squares), norm
+
+
+def jax_step(loss_of, recipe: Recipe, parameters, state, *batch):
+    """(parameters, state, norm, loss): to be jitted with donated parameters and state."""
+    import jax
+
+    loss, gradients = jax.value_and_grad(loss_of)(parameters, *batch)
+    return *jax_adamw(recipe, parameters, gradients, state), loss
+
+
+def jax_state(parameters):
+    import jax
+    import jax.numpy as jnp
+
+    zeros = partial(jax.tree.map, jnp.zeros_like)
+    return jnp.zeros((), jnp.float32), zeros(parameters), zeros(parameters)
+
+
+def jax_gpt_parameters(shape: ModelShape):
+    import jax
+
+    L, D, V, T = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size, shape.sequence_length
+    sizes = dict(ln1_weight=(D,), ln1_bias=(D,), qkv_weight=(D, 3 * D), qkv_bias=(3 * D,), out_weight=(D, D))
+    sizes |= dict(out_bias=(D,), ln2_weight=(D,), ln2_bias=(D,), mlp_in_weight=(D, 4 * D), mlp_in_bias=(4 * D,))
+    sizes |= dict(mlp_out_weight=(4 * D, D), mlp_out_bias=(D,))
+    whole = dict(tokens=(V, D), positions=(T, D), final_weight=(D,), final_bias=(D,), layers=[sizes] * L)
+    keys = iter(jax.random.split(jax.random.key(0), 12 * L + 4))
+    return jax.tree.map(
+        lambda size: jax.random.normal(next(keys), size) * 0.02, whole, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def jax_gpt_loss(parameters, tokens_BS, num_heads: int, dtype):
+    """Mean loss of a GPT-2 written with jax.numpy alone; products in dtype, softmax and loss in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    def layer_norm(x, weight, bias):
+        z = x.astype(jnp.float32)
+        z = (z - z.mean(-1, keepdims=True)) * jax.lax.rsqrt(z.var(-1, keepdims=True) + 1e-5)
+        return (z * weight + bias).astype(dtype)
+
+    inputs, targets = tokens_BS[:, :-1], tokens_BS[:, 1:]
+    B, T = inputs.shape
+    mask = jnp.tril(jnp.ones((T, T), bool))
+    x = (parameters["tokens"][inputs] + parameters["positions"][:T]).astype(dtype)
+    for layer in parameters["layers"]:
+        w = {name: value if "ln" in name else value.astype(dtype) for name, value in layer.items()}
+        y = layer_norm(x, w["ln1_weight"], w["ln1_bias"]) @ w["qkv_weight"] + w["qkv_bias"]
+        q, k, v = (part.reshape(B, T, num_heads, -1) for part in jnp.split(y, 3, axis=-1))
+        scores = jnp.einsum("bthk,bshk->bhts", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
+        p = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1).astype(dtype)
+        y = jnp.einsum("bhts,bshk->bthk", p, v).reshape(B, T, -1)
+        x = x + y @ w["out_weight"] + w["out_bias"]
+        y = layer_norm(x, w["ln2_weight"], w["ln2_bias"]) @ w["mlp_in_weight"] + w["mlp_in_bias"]
+        x = x + jax.nn.gelu(y, approximate=True) @ w["mlp_out_weight"] + w["mlp_out_bias"]
+    x = layer_norm(x, parameters["final_weight"], parameters["final_bias"])
+    logits = (x @ parameters["tokens"].astype(dtype).T).astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
+
+
+def jax_llama_parameters(shape: LlamaShape):
+    """As jax_gpt_parameters; a head is tied or not as the shape says."""
+    import jax
+
+    L, D, V, E = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size, shape.mlp_dim
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = dict(ln1_weight=(D,), q_weight=(D, queries), k_weight=(D, keys), v_weight=(D, keys))
+    sizes |= dict(out_weight=(queries, D), ln2_weight=(D,), gate=(D, E), up=(D, E), mlp_out=(E, D))
+    whole = dict(tokens=(V, D), final_weight=(D,), layers=[sizes] * L)
+    whole |= {} if shape.tied_head else dict(head=(V, D))
+    keys = iter(jax.random.split(jax.random.key(0), 9 * L + 3))
+    return jax.tree.map(
+        lambda size: jax.random.normal(next(keys), size) * 0.02, whole, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def jax_llama_loss(parameters, tokens_BS, shape: LlamaShape, dtype):
+    """Mean loss of a Llama written with jax.numpy alone; products in dtype; norms, softmax and loss in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    def rms_norm(x, weight):
+        z = x.astype(jnp.float32)
+        return (z * jax.lax.rsqrt((z * z).mean(-1, keepdims=True) + shape.norm_eps) * weight).astype(dtype)
+
+    inputs, targets = tokens_BS[:, :-1], tokens_BS[:, 1:]
+    B, T = inputs.shape
+    G, K = shape.num_kv_heads, shape.head_dim
+    mask = jnp.tril(jnp.ones((T, T), bool))
+    # the stretching of rope_scaling changes these K / 2 constants and no operation of the step
+    radians = jnp.arange(T)[:, None] / shape.rope_theta ** (jnp.arange(0, K, 2) / K)
+    cos, sin = jnp.cos(radians)[:, None], jnp.sin(radians)[:, None]
+
+    def rotate(x_BTHK):
+        x, y = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], -1).astype(dtype)
+
+    x = parameters["tokens"][inputs].astype(dtype)
+    for layer in parameters["layers"]:
+        w = {name: value if "ln" in name else value.astype(dtype) for name, value in layer.items()}
+        y = rms_norm(x, w["ln1_weight"])
+        q, k, v = (y @ w[f"{name}_weight"] for name in "qkv")
+        q = rotate(q.reshape(B, T, -1, K)).reshape(B, T, G, -1, K)
+        k, v = rotate(k.reshape(B, T, G, K)), v.reshape(B, T, G, K)
+        scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) / math.sqrt(K)
+        p = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1).astype(dtype)
+        x = x + jnp.einsum("bgrts,bsgk->btgrk", p, v).reshape(B, T, -1) @ w["out_weight"]
+        y = rms_norm(x, w["ln2_weight"])
+        x = x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["mlp_out"]
+    head = parameters["tokens" if shape.tied_head else "head"].astype(dtype)
+    logits = (rms_norm(x, parameters["final_weight"]) @ head.T).astype(jnp.float32)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
+
+
+def jax_cnn_parameters(image_size: int, channels: int, hidden_dim: int):
+    import jax
+
+    C, features = channels, 2 * channels * (image_size // 4) ** 2
+    sizes = dict(conv1=(3, 3, 1, C), conv2=(3, 3, C, 2 * C), conv3=(3, 3, 2 * C, 2 * C))
+    sizes |= dict(hidden=(features, hidden_dim), head=(hidden_dim, 10))
+    keys = iter(jax.random.split(jax.random.key(0), len(sizes)))
+    weights = {name: jax.random.normal(next(keys), size) * 0.05 for name, size in sizes.items()}
+    return weights | {f"{name}_bias": jax.numpy.zeros(size[-1]) for name, size in sizes.items()}
+
+
+def jax_cnn_loss(w, images, labels):
+    """Mean loss of simple_mnist_tpu's ConvNet in jax.numpy, NHWC."""
+    import jax
+    import jax.numpy as jnp
+
+    x = images[..., None].astype(jnp.float32) / 85 - 1
+    for name, stride in (("conv1", 1), ("conv2", 2), ("conv3", 2)):
+        x = jax.lax.conv_general_dilated(
+            x, w[name], (stride, stride), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        x = jax.nn.relu(x + w[f"{name}_bias"])
+    x = jax.nn.relu(x.reshape(len(x), -1) @ w["hidden"] + w["hidden_bias"])
+    logits = x @ w["head"] + w["head_bias"]
+    return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]).mean()

@@ -1,0 +1,316 @@
+"""Export a trained model to ONNX: text in a browser, on a host without PyTorch.
+
+Run:     python -m browser.export RUN_DIR OUT
+             the newest checkpoint of a run of transformer_tpu.py, or of
+             simple_mnist_tpu.py or distributed_mnist_tpu.py
+         python -m browser.export HF_DIR OUT --weights int8
+             a folder of Hugging Face (GPT-2, Llama, Qwen3)
+         python -m browser.onnx_generate --onnx OUT --prompt "ROMEO:"
+             text of it by onnxruntime; browser/page/ is the page that does so
+
+Expect:  a folder with the graphs, weights.bin, the tokenizer and model.json,
+         written after onnxruntime gave PyTorch's logits with it.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+from importlib import util
+from importlib.metadata import version
+from pathlib import Path
+
+from browser.onnx_files import FORMAT, MODEL_JSON, OPSET, needed
+from tpu_utils.errors import InputError, TrainingError, run_script
+from tpu_utils.fields import parse_arguments
+
+WEIGHTS = ("float32", "float16", "int8")
+LARGEST_ERROR = {"float32": 1e-4, "float16": 2e-2, "int8": 0.5}
+"""Largest allowed error of a logit, relative to the largest logit: the export against PyTorch in float32."""
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Raises InputError for what can be known to be wrong before torch is imported."""
+    parser = argparse.ArgumentParser(
+        prog="python -m browser.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="RUN_DIR|HF_DIR")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder, or an earlier export, which is replaced")
+    parser.add_argument("--weights", choices=WEIGHTS, default="float32", help="how they are stored; default: float32")
+    parser.add_argument("--context", type=int, default=0, metavar="N", help="tokens of the cache; default: the model's")
+    parser.add_argument("--chunk", type=int, default=64, metavar="N", help="tokens of a prompt at once; default: 64")
+    parser.add_argument("--checkpoint", choices=("newest", "best"), default="newest", help="of a run")
+    parser.add_argument("--tokenizer", default="", help="bytes, gpt2, numbers, a tokenizer.json or its folder")
+    script = Path(__file__).parent.with_name("simple_mnist_tpu.py")
+    parser.add_argument("--script", type=Path, default=script, metavar="FILE", help="of an image classifier: the one "
+                        "with its class ConvNet")  # fmt: skip
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    given = parse_arguments(parser, arguments)
+    try:
+        check_arguments(given)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    return given
+
+
+def check_arguments(given: argparse.Namespace) -> None:
+    needed("onnx", "onnxruntime", "onnxscript")
+    try:
+        if not given.source.is_dir():
+            found = "a file" if given.source.exists() else "no such folder"
+            raise InputError(f"{given.source}: {found}; expected a run or a folder of Hugging Face, as --help says")
+        if given.out.exists() and (not given.out.is_dir() or (any(given.out.iterdir()) and not is_export(given.out))):
+            raise InputError(
+                f"{given.out} is there already and is no export, or holds a file of another; expected a new folder; "
+                "choose another"
+            )
+        if given.out.resolve() in (given.source.resolve(), *given.source.resolve().parents):
+            raise InputError(f"{given.out} holds {given.source}; expected a folder beside it; choose another")
+        for path in (given.out.with_name(name) for name in aside(given.out)):
+            if os.path.lexists(path) and not is_export(path):
+                raise InputError(f"{path} is there and is no export; the new one needs this name for a while; move it")
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; expected a folder, as --help says") from error
+    if given.context < 0:
+        raise InputError(f"context is {given.context}; expected 1 or more, or 0 for the model's own")
+    if given.chunk < 1:
+        raise InputError(f"chunk is {given.chunk}; expected 1 or more")
+
+
+def aside(out: Path) -> tuple[str, str]:
+    """(name of the new export while it is written, name of the old one while it is replaced)."""
+    return f"{out.name}.new", f".replaced_{out.name}"
+
+
+def is_export(folder: Path) -> bool:
+    """Whether the folder may be replaced: browser.export wrote it, and it holds no other file."""
+    try:
+        told = json.loads((folder / MODEL_JSON).read_text())
+        return told["format"] == FORMAT and {path.name for path in folder.iterdir()} <= {MODEL_JSON, *told["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
+    given = parse(sys.argv[1:])
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # all is computed on the host; left unset, torch_xla warns
+
+import torch
+
+from browser.onnx_cached import CachedModel
+from browser.onnx_files import is_count, open_export, open_session
+from browser.onnx_graphs import export_graph, quantize, share_weights, store_half
+from language import gpt, llama
+from language.hf_files import TOKENIZER_FILES
+from language.shapes import LlamaShape
+from language.sources import Source, open_source
+from language.tokenizer import Bytes, FromFile, Numbers
+from tpu_utils.checkpoint.loading import CheckpointReader
+from tpu_utils.checkpoint.saved import check_alike
+from tpu_utils.checkpoint.tensor_files import Kind
+from tpu_utils.files import written_aside
+
+INPUTS, OUTPUTS = ("tokens", "position", "length", "keys", "values"), ("logits", "new_keys", "new_values")
+
+
+def load(source: Source) -> torch.nn.Module:
+    """The model on the CPU, computing in float32. What a run or folder has in bfloat16 is widened."""
+    with torch.device("meta"):
+        model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape)
+    if isinstance(model, llama.Llama):
+        model.frequencies = llama.rotary_frequencies(source.shape)
+    for name, parameter in list(model.named_parameters()):
+        value = source.read(name)
+        value = value.to(source.dtype).float() if parameter.dim() > 1 else value.float()
+        model.load_state_dict({name: torch.nn.Parameter(value)}, strict=False, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def example(shape, context: int, count: int) -> tuple[torch.Tensor, ...]:
+    """Example inputs of a step: count tokens, none of them padding, on an empty cache."""
+    rows = torch.zeros(shape.num_layers, 1, context, shape.num_cached_heads, shape.head_dim)
+    tokens = torch.arange(count, dtype=torch.int32)[None] % shape.vocab_size
+    numbers = (torch.full((1,), n, dtype=torch.int32) for n in (0, count))
+    return tokens, *numbers, rows, rows.clone()
+
+
+def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
+    """Write everything but model.json, and return that."""
+    is_run = (given.source / "checkpoints").is_dir()
+    which = {"run_dir": str(given.source), "checkpoint": given.checkpoint} if is_run else {"hf": str(given.source)}
+    source = open_source(**which, tokenizer=given.tokenizer)
+    shape = source.shape
+    context = given.context or shape.sequence_length
+    if context > shape.sequence_length:
+        raise InputError(f"context is {context}, but the model reads {shape.sequence_length} tokens; lower --context")
+    chunk = min(given.chunk, context)
+    tokenizer = write_tokenizer(source, given, folder)
+    model = CachedModel(load(source))
+    for name, count in (("prefill", chunk), ("decode", 1)):
+        export_graph(model, example(shape, context, count), INPUTS, OUTPUTS, folder / f"{name}.onnx")
+        if given.weights == "int8":
+            quantize(folder / f"{name}.onnx")
+        if given.weights == "float16":
+            store_half(folder / f"{name}.onnx")
+    share_weights([folder / "prefill.onnx", folder / "decode.onnx"], folder / "weights.bin")
+    error = check_language_model(model, folder, context, chunk)
+    print(f"checked    logits of prefill and decode within {error:.1e} of PyTorch's in float32, of the largest")
+    if not error <= LARGEST_ERROR[given.weights]:
+        raise TrainingError(
+            f"onnxruntime's logits are {error:.1e} of the largest away from PyTorch's; expected "
+            f"{LARGEST_ERROR[given.weights]} at most with {given.weights}; nothing was written"
+        )
+    return dict(
+        kind="language_model",
+        family="gpt2" if not isinstance(shape, LlamaShape) else "qwen3" if shape.qk_norm else "llama",
+        weights=given.weights,
+        context=context,
+        chunk=chunk,
+        vocab_size=shape.vocab_size,
+        num_layers=shape.num_layers,
+        num_cached_heads=shape.num_cached_heads,
+        head_dim=shape.head_dim,
+        start=source.start,
+        stops=sorted(source.tokenizer.stops),
+        tokenizer=tokenizer,
+    )
+
+
+def write_tokenizer(source: Source, given: argparse.Namespace, folder: Path) -> str:
+    """ "bytes", "numbers" or "tokenizer.json", which is copied with the files beside it that belong to it."""
+    if isinstance(source.tokenizer, Bytes):
+        return "bytes"
+    if isinstance(source.tokenizer, Numbers):
+        return "numbers"
+    if not isinstance(source.tokenizer, FromFile):
+        raise InputError("the tokenizer is tiktoken's gpt2, which has no file to take along; give a --tokenizer file")
+    for name in TOKENIZER_FILES:
+        path = source.tokenizer.path.parent / name
+        if name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json") and path.is_file():
+            shutil.copyfile(path, folder / name)
+    return "tokenizer.json"
+
+
+def check_language_model(model: CachedModel, folder: Path, context: int, chunk: int) -> float:
+    """Largest difference of a logit, relative to the largest logit, of a padded prefill and three decoding steps."""
+    shape, generator = model.model.shape, torch.Generator().manual_seed(0)
+    sessions = {name: open_session(folder / f"{name}.onnx") for name in ("prefill", "decode")}
+    _, _, _, keys, values = example(shape, context, 1)
+    length, position, worst = max(1, chunk - 1), 0, 0.0
+    for name, count in (("prefill", length), ("decode", 1), ("decode", 1), ("decode", 1)):
+        if position + count > context:
+            break
+        tokens = torch.zeros(1, chunk if name == "prefill" else 1, dtype=torch.int32)
+        tokens[0, :count] = torch.randint(shape.vocab_size, (count,), generator=generator)
+        numbers = (torch.full((1,), n, dtype=torch.int32) for n in (position, count))
+        inputs = tokens, *numbers, keys, values
+        logits, new_keys, new_values = model(*inputs)
+        found = sessions[name].run(list(OUTPUTS), {n: t.numpy() for n, t in zip(INPUTS, inputs, strict=True)})
+        worst = max(worst, float((logits - torch.from_numpy(found[0])).abs().max() / logits.abs().max()))
+        for rows, new in ((keys, new_keys), (values, new_values)):
+            rows[:, :, position : position + count] = new[:, :, :count]
+        position += count
+    return worst
+
+
+class Pixels(torch.nn.Module):
+    """Wraps a classifier of images (B, H, W) from 0 to 255, so that it takes (B, 1, H, W) from 0 to 1."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, image):
+        return self.model(image[:, 0] * 255)
+
+
+def export_classifier(given: argparse.Namespace, folder: Path) -> dict:
+    """Write everything but model.json, and return that."""
+    saved = CheckpointReader(given.source / "checkpoints").load("must")
+    model, size = build_classifier(given, saved)
+    if given.weights != "float32":
+        raise InputError(f"weights is {given.weights}; image classifiers are small, and exported in float32 alone")
+    if given.context:
+        raise InputError(f"context is {given.context}; an image classifier has none; leave it out")
+    model, path = Pixels(model).eval().requires_grad_(False), folder / "classifier.onnx"
+    image = torch.rand(1, 1, size, size, generator=torch.Generator().manual_seed(0))
+    expected = model(image)
+    export_graph(model, (image,), ("image",), ("logits",), path)
+    (found,) = open_session(path).run(["logits"], {"image": image.numpy()})
+    error = float((expected - torch.from_numpy(found)).abs().max() / expected.abs().max())
+    print(f"checked    logits within {error:.1e} of PyTorch's, of the largest")
+    if not error <= LARGEST_ERROR["float32"]:
+        raise TrainingError(f"onnxruntime's logits are {error:.1e} away from PyTorch's; nothing was written")
+    pixels = dict(layout="NCHW", mean=[0.0], std=[1.0])  # the graph has the model's own normalisation inside
+    classes = [str(number) for number in range(expected.shape[1])]
+    return dict(kind="image_classifier", image_size=[size, size], channels=1, classes=classes, **pixels)
+
+
+def build_classifier(given: argparse.Namespace, saved) -> tuple[torch.nn.Module, int]:
+    """The model of a run of the digits scripts with its weights, and the side of its images. Raises InputError."""
+    config = saved.value("config", dict)
+    kinds = {path.removeprefix("model/"): e.kind for path, e in saved.entries.items() if path.startswith("model/")}
+    expected = "a run of simple_mnist_tpu.py or distributed_mnist_tpu.py, or --script with its class ConvNet"
+    spec = util.spec_from_file_location("exported_script", given.script)
+    if spec is None or not given.script.is_file():
+        raise InputError(f"{given.script}: no such script; expected {expected}")
+    script = util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    channels, hidden = config.get("channels"), config.get("hidden_dim")
+    weight = kinds.get("hidden.weight")
+    if not (is_count(channels) and is_count(hidden) and weight and hasattr(script, "ConvNet")):
+        raise InputError(f"{given.source} is of another model than {given.script}'s ConvNet; expected {expected}")
+    size = 4 * round((weight.shape[1] / (2 * channels)) ** 0.5)
+    with torch.device("meta"):
+        model = script.ConvNet(size, channels, hidden)
+    wanted = {name: Kind(tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
+    check_alike(wanted, kinds)
+    values = {name: saved.files().read(f"model/{name}") for name in wanted}
+    model.load_state_dict(values, assign=True)
+    return model, size
+
+
+def main(given: argparse.Namespace) -> int:
+    is_run = (given.source / "checkpoints").is_dir()
+    if not is_run and not (given.source / "config.json").is_file():
+        raise InputError(f"{given.source} has neither checkpoints nor a config.json; expected a run or a folder of "
+                         "Hugging Face")  # fmt: skip
+    step = CheckpointReader(given.source / "checkpoints").load("must") if is_run else None
+    is_text = step is None or "model/token_embedding" in step.entries
+    source = f"run {given.source.resolve().name}" if is_run else f"Hugging Face folder {given.source.resolve().name}"
+    new, earlier = (given.out.with_name(name) for name in aside(given.out))
+    if is_export(new):  # an earlier export stopped before it renamed this
+        shutil.rmtree(new)
+    with written_aside(new) as folder:
+        facts = (export_language_model if is_text else export_classifier)(given, folder)
+        packages = ("torch", "onnx", "onnxscript", "onnxruntime")
+        model = dict(format=FORMAT, **facts, opset=OPSET, versions={name: version(name) for name in packages})
+        model |= dict(source=source, files=describe(folder))
+        (folder / MODEL_JSON).write_text(json.dumps(model, indent=1))
+        open_export(folder)  # checks it as every reader does
+    if is_export(given.out):
+        if is_export(earlier):  # an earlier export stopped before it deleted this
+            shutil.rmtree(earlier)
+        given.out.rename(earlier)
+    new.rename(given.out)
+    if is_export(earlier):
+        shutil.rmtree(earlier)
+    size = sum(entry["bytes"] for entry in model["files"].values())
+    print(f"exported   {given.out}: {', '.join(sorted(model['files']))}: {size / 1e6:,.1f} MB, {given.weights} weights")
+    return 0
+
+
+def describe(folder: Path) -> dict[str, dict]:
+    """{file: {"bytes", "sha256"}} of all files there."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            found[path.name] = {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(lambda: main(given)))

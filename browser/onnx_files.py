@@ -1,0 +1,166 @@
+"""A folder that browser.export wrote, checked before a graph of it is loaded. Imports no torch.
+
+Files are data. model.json says what there is; sizes and hashes are those it names; a graph has only operators of the
+list below, reads no other file, and has the inputs and outputs that model.json says.
+"""
+
+import hashlib
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tpu_utils.errors import InputError
+from tpu_utils.files import open_regular, read_json, read_regular
+
+FORMAT, MODEL_JSON, OPSET = "tpu-examples-onnx-1", "model.json", 20
+EXPECTED = "a folder of browser.export"
+LARGEST_GRAPH = 1 << 28  # bytes
+MOST_NUMBERS = 1 << 31  # of a cache
+INSTALL = "pip install -r browser/requirements.txt"
+
+
+def needed(*packages: str) -> None:
+    """Raises InputError unless the packages are installed."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise InputError(f"needs {', '.join(missing)}, not installed; {INSTALL}")
+
+
+def is_count(value: Any, least: int = 1, most: int = 1 << 24) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def open_export(folder: Path) -> dict[str, Any]:
+    """model.json, after all files of the folder were checked. Raises InputError."""
+    path = folder / MODEL_JSON
+    model = read_json(path, EXPECTED)
+    kind, files = model.get("kind"), model.get("files")
+
+    def check(is_right: bool, name: str, expected: str) -> None:
+        if not is_right:
+            raise InputError(f"{path}: {name} is {model.get(name)!r:.80}; expected {expected}; export it again")
+
+    check(model.get("format") == FORMAT, "format", FORMAT)
+    check(kind in ("language_model", "image_classifier"), "kind", "language_model or image_classifier")
+    check(model.get("opset") == OPSET, "opset", str(OPSET))
+    wanted = {"prefill.onnx", "decode.onnx", "weights.bin"} if kind == "language_model" else {"classifier.onnx"}
+    check(isinstance(files, dict) and wanted <= set(files) and len(files) < 10, "files", ", ".join(sorted(wanted)))
+    if kind == "language_model":
+        for name in ("context", "chunk", "vocab_size", "num_layers", "num_cached_heads", "head_dim"):
+            check(is_count(model.get(name)), name, "a number of 1 or more")
+        vocabulary = model["vocab_size"]
+        rows = model["num_layers"] * model["context"] * model["num_cached_heads"] * model["head_dim"]
+        check(rows <= MOST_NUMBERS, "context", f"a cache of {MOST_NUMBERS:,} numbers at most")
+        check(model["chunk"] <= model["context"], "chunk", "at most the context")
+        start, stops = model.get("start"), model.get("stops")
+        check(start is None or is_count(start, 0, vocabulary - 1), "start", "a token of the vocabulary, or null")
+        check(
+            isinstance(stops, list) and all(is_count(token, 0, vocabulary - 1) for token in stops),
+            "stops", "tokens of the vocabulary",
+        )  # fmt: skip
+        check(model.get("tokenizer") in ("bytes", "numbers", "tokenizer.json"), "tokenizer", "bytes, numbers or a file")
+        check(model["tokenizer"] != "tokenizer.json" or "tokenizer.json" in files, "files", "a tokenizer.json too")
+        check(model["tokenizer"] != "bytes" or vocabulary == 257, "vocab_size", "257 with bytes")
+    else:
+        size = model.get("image_size")
+        check(
+            isinstance(size, list) and len(size) == 2 and all(is_count(n, 1, 4096) for n in size),
+            "image_size",
+            "two sizes",
+        )
+        check(model.get("channels") in (1, 3), "channels", "1 or 3")
+        check(isinstance(model.get("classes"), list) and 0 < len(model["classes"]) < 10**5, "classes", "names")
+        check(model.get("layout") in ("NCHW", "NHWC"), "layout", "NCHW or NHWC")
+    for name, told in files.items():
+        check_file(folder, name, told)
+    for name in files:
+        if name.endswith(".onnx"):
+            check_graph(folder / name, model)
+    return model
+
+
+def check_file(folder: Path, name: str, told: Any) -> None:
+    """Raises InputError unless the file has the size and hash that model.json tells."""
+    if not re.fullmatch(r"\w[\w.-]{0,100}", name, re.ASCII) or not isinstance(told, dict):
+        raise InputError(f"{folder / MODEL_JSON}: files has {name!r:.80}; expected names of files in the folder")
+    path = folder / name
+    with open_regular(path, EXPECTED, follow=False) as file:
+        size = path.stat().st_size
+        if size != told.get("bytes"):
+            raise InputError(f"{path} has {size:,} bytes; expected {told.get('bytes')!r:.40}; copy it again")
+        if hashlib.file_digest(file, "sha256").hexdigest() != told.get("sha256"):
+            raise InputError(
+                f"{path} is not the file that {MODEL_JSON} was written with: another SHA-256; copy it again"
+            )
+
+
+def check_graph(path: Path, model: dict[str, Any]) -> None:
+    """Raises InputError unless the graph is one that browser.export writes for this model."""
+    import onnx
+
+    content = read_regular(path, EXPECTED, LARGEST_GRAPH, follow=False)
+    try:
+        found = onnx.ModelProto.FromString(content)
+    except Exception as error:  # protobuf's errors have no common class
+        raise InputError(f"{path} is no ONNX graph; expected {EXPECTED}; copy it again") from error
+    opsets = {(entry.domain, entry.version) for entry in found.opset_import}
+    if not opsets <= {("", OPSET), ("com.microsoft", 1)} or found.functions:
+        raise InputError(f"{path} needs {sorted(opsets)!r:.100}; expected opset {OPSET} and no functions of its own")
+    strange = sorted({f"{n.domain}:{n.op_type}" for n in found.graph.node if n.domain or n.op_type not in OPERATORS})
+    if strange:
+        raise InputError(f"{path} has {', '.join(strange)[:100]}; expected operators that browser.export writes")
+    weights = path.with_name("weights.bin")
+    size = weights.stat().st_size if weights.exists() else 0
+    for tensor in [*found.graph.initializer, *(s.values for s in found.graph.sparse_initializer)]:
+        told = {entry.key: entry.value for entry in tensor.external_data}
+        if told or tensor.data_location == onnx.TensorProto.EXTERNAL:
+            numbers = told.get("offset", ""), told.get("length", "")
+            if told.get("location") != "weights.bin" or not all(
+                n.isascii() and n.isdigit() and len(n) < 16 for n in numbers
+            ):
+                raise InputError(f"{path}: {tensor.name:.60} is in {told.get('location')!r:.60}; expected weights.bin")
+            if sum(map(int, numbers)) > size:
+                raise InputError(f"{path}: {tensor.name:.60} ends behind {weights}; copy both again")
+    for values, wanted in zip((found.graph.input, found.graph.output), shapes(path.name, model), strict=True):
+        types = {value.name: value.type.tensor_type for value in values}
+        told = {name: (kind.elem_type, [axis.dim_value for axis in kind.shape.dim]) for name, kind in types.items()}
+        if told != wanted:
+            raise InputError(f"{path} has {told!r:.200}; {MODEL_JSON} says {wanted!r:.200}; export it again")
+
+
+def shapes(name: str, model: dict[str, Any]) -> tuple[dict, dict]:
+    """({input: (type, shape)}, {output: (type, shape)}) of a graph; 1 is float32, 6 is int32."""
+    if model["kind"] == "image_classifier":
+        (height, width), channels = model["image_size"], model["channels"]
+        image = [1, channels, height, width] if model["layout"] == "NCHW" else [1, height, width, channels]
+        return {"image": (1, image)}, {"logits": (1, [1, len(model["classes"])])}
+    count = model["chunk"] if name == "prefill.onnx" else 1
+    cache = [model["num_layers"], 1, model["context"], model["num_cached_heads"], model["head_dim"]]
+    rows = [*cache[:2], count, *cache[3:]]
+    numbers = {"tokens": (6, [1, count]), "position": (6, [1]), "length": (6, [1])}
+    return numbers | {"keys": (1, cache), "values": (1, cache)}, {
+        "logits": (1, [1, model["vocab_size"]]),
+        "new_keys": (1, rows),
+        "new_values": (1, rows),
+    }
+
+
+def open_session(path: Path, threads: int = 0):
+    """onnxruntime's session of a graph. threads: 0 takes one for each core."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # errors
+    try:
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors have no common class
+        raise InputError(f"{path} cannot be loaded: {str(error).splitlines()[0][:200]}; export it again") from error
+
+
+OPERATORS = frozenset(
+    "Add Cast Concat Conv Cos DequantizeLinear Div DynamicQuantizeLinear Expand Gather Gelu Gemm Less MatMul "
+    "MatMulInteger Min Mul Reciprocal ReduceMean Relu Reshape Sigmoid Sin Slice Softmax Split Sqrt Squeeze Sub "
+    "Transpose Unsqueeze Where".split()
+)
+"""Of the default domain: what browser.export writes for GPT-2, Llama, Qwen3 and ConvNet, in three kinds of weights."""

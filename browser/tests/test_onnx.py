@@ -1,0 +1,287 @@
+"""Exported models: onnxruntime's numbers are PyTorch's, and no damage of a folder is a crash or a hang."""
+
+# ruff: noqa: E402
+
+import dataclasses
+import hashlib
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from mutations import make_irregular, mutated, mutated_json, no_hang
+from processes import run
+from test_llama_parity import QWEN3, STRETCHED, hugging_face_model
+from test_tokenizer import trained
+
+for package in ("onnx", "onnxruntime", "onnxscript"):
+    pytest.importorskip(package, reason="pip install -r requirements-dev.txt brings onnx, onnxruntime and onnxscript")
+
+from browser import export as exporting
+from browser import onnx_files, onnx_generate
+from browser.onnx_files import MODEL_JSON, open_export
+from browser.onnx_generate import Mulberry32, OnnxConfig, OnnxModel, choose
+from language.run_weights import PREFIX
+from language.sources import open_source
+from tpu_utils.errors import InputError
+
+
+def hugging_face_folder(folder, shape):
+    """Random weights, and a tokenizer whose vocabulary is the model's."""
+    trained(folder, begins=True)
+    hugging_face_model(dataclasses.replace(shape, num_layers=2, sequence_length=256)).save_pretrained(folder)
+    return folder
+
+
+def export(source, out, *options):
+    assert exporting.main(exporting.parse([str(source), str(out), *options])) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return hugging_face_folder(tmp_path_factory.mktemp("source"), QWEN3)
+
+
+@pytest.fixture(scope="module")
+def exported(source, tmp_path_factory):
+    return export(source, tmp_path_factory.mktemp("onnx") / "model", "--context=128", "--chunk=8")
+
+
+def greedy(model, prompt, count):
+    config = OnnxConfig(onnx="x", temperature=0.0, num_tokens=count)
+    return onnx_generate.generate(model, prompt, config)
+
+
+@pytest.mark.slow
+def test_a_prompt_in_chunks_and_token_by_token_has_pytorchs_logits(source, exported):
+    model = OnnxModel(exported)
+    ours = exporting.load(open_source(hf=str(source)))
+    tokens = torch.randint(ours.shape.vocab_size, (1, 40), generator=torch.Generator().manual_seed(1))
+    expected = ours(tokens)[0, :, : ours.shape.vocab_size]
+    found = model.read(tokens[0, :21].tolist())  # two chunks and a part
+    np.testing.assert_allclose(found, expected[20], atol=1e-4 * expected.abs().max().item())
+    for at in range(21, 40):
+        found = model.read([int(tokens[0, at])])
+        np.testing.assert_allclose(found, expected[at], atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_said(exported):
+    model = OnnxModel(exported)
+    with pytest.raises(InputError, match="has 120 tokens and 10 are to follow, but the context is 128"):
+        greedy(model, [1] * 120, 10)
+    assert len(greedy(model, [1] * 120, 9)) == 9  # the last token needs no place
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        greedy(model, [10**6], 1)
+
+
+def test_random_numbers_and_choices_are_those_that_the_page_is_held_to():
+    """Of mulberry32 by its author's JavaScript, run by node 20: seeds 0 and 4294967295."""
+    random = Mulberry32(0)
+    assert [random.next() for _ in range(3)] == [0.26642920868471265, 0.0003297457005828619, 0.2232720274478197]
+    assert Mulberry32(2**32 - 1).next() == Mulberry32(-1).next() == 0.8964226141106337
+    logits = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
+    assert choose(logits, 0.5, 0.0, 0, 1.0) == 1  # the first of the largest
+    assert [choose(logits, u, 1.0, 2, 1.0) for u in (0.0, 0.49, 0.51, 0.999)] == [1, 1, 2, 2]
+    assert {choose(logits, u, 1.0, 0, 0.39) for u in np.linspace(0, 0.999, 50)} == {1}
+    found = np.bincount([choose(logits, u, 1.0, 0, 1.0) for u in (np.arange(4000) + 0.5) / 4000], minlength=4) / 4000
+    p = np.exp(logits - 3.0)
+    np.testing.assert_allclose(found, p / p.sum(), atol=1e-3)
+
+
+@pytest.mark.slow
+def test_no_damage_of_a_folder_is_a_crash(exported, tmp_path):
+    """100 folders: bytes changed with and without a model.json that agrees, fields of it, files of another kind."""
+    told = json.loads((exported / MODEL_JSON).read_text())
+    contents = {path.name: path.read_bytes() for path in exported.iterdir()}
+    folder = tmp_path / "damaged"
+
+    def attempt(name, content, agree):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(exported, folder)
+        (folder / name).write_bytes(content)
+        if agree:  # whoever made the folder says so
+            entry = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+            (folder / MODEL_JSON).write_text(json.dumps(told | {"files": told["files"] | {name: entry}}))
+        try:
+            greedy(OnnxModel(folder), [1, 2], 2)
+        except InputError as error:
+            assert str(folder) in str(error), error
+            return 1
+        return 0
+
+    refused = 0
+    with no_hang(300):
+        for seed, (name, agree) in enumerate((n, a) for n in sorted(contents) if n.endswith(".onnx") for a in (0, 1)):
+            refused += sum(attempt(name, damaged, agree) for damaged in mutated(contents[name], 15, seed))
+        refused += sum(attempt("weights.bin", d, False) for d in mutated(contents["weights.bin"], 10, 9))
+        refused += sum(attempt(MODEL_JSON, damaged, False) for damaged in mutated_json(told, 30, 5))
+    assert refused >= 75, refused  # what was left changed a name, or a number of a weight
+    for name in ("decode.onnx", "weights.bin", MODEL_JSON):
+        for kind in ("FIFO", "folder", "character device", "nothing"):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(exported, folder)
+            make_irregular(folder / name, kind)
+            with no_hang(), pytest.raises(InputError):
+                open_export(folder)
+
+
+@pytest.mark.slow
+def test_a_foreign_graph_is_refused(exported, tmp_path):
+    import onnx
+    from onnx import helper
+
+    def changed(change):
+        folder = tmp_path / "changed"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(exported, folder)
+        model = onnx.load(folder / "decode.onnx", load_external_data=False)
+        change(model)
+        content = model.SerializeToString()
+        (folder / "decode.onnx").write_bytes(content)
+        told = json.loads((folder / MODEL_JSON).read_text())
+        told["files"]["decode.onnx"] = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        (folder / MODEL_JSON).write_text(json.dumps(told))
+        return folder
+
+    def outside(model):
+        tensor = next(t for t in model.graph.initializer if t.external_data)
+        next(e for e in tensor.external_data if e.key == "location").value = "../../etc/passwd"
+
+    def behind(model):
+        tensor = next(t for t in model.graph.initializer if t.external_data)
+        next(e for e in tensor.external_data if e.key == "offset").value = str(10**12)
+
+    for change, said in (
+        (outside, "expected weights.bin"),
+        (behind, "ends behind"),
+        (lambda m: m.graph.node.append(helper.make_node("Loop", [], [])), ":Loop; expected operators"),
+        (lambda m: setattr(m.graph.node[0], "domain", "evil"), "evil:"),
+        (lambda m: setattr(m.opset_import[0], "version", 99), "99"),
+        (lambda m: m.graph.input[0].type.tensor_type.shape.dim.add(dim_value=3), "model.json says"),
+    ):
+        with pytest.raises(InputError, match=said):
+            open_export(changed(change))
+
+
+def test_only_what_an_export_wrote_is_replaced(tmp_path):
+    told = {"format": onnx_files.FORMAT, "files": {"weights.bin": {}}}
+    (tmp_path / MODEL_JSON).write_text(json.dumps(told))
+    (tmp_path / "weights.bin").write_bytes(b"")
+    assert exporting.is_export(tmp_path)
+    (tmp_path / "mine.txt").write_text("mine")
+    assert not exporting.is_export(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.new", ".replaced_model"])
+def test_a_folder_with_a_name_that_an_export_needs_is_left_alone(source, tmp_path, capsys, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine.txt").write_text("mine")
+    with pytest.raises(SystemExit) as ended:
+        exporting.parse([str(source), str(tmp_path / "model")])
+    assert ended.value.code == 2 and f"{name} is there and is no export" in capsys.readouterr().err
+    assert (tmp_path / name / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "left", [[".replaced_model", "model.new"], [".replaced_model", "model"], ["model", "model.new"]]
+)
+def test_a_killed_export_is_repeated(source, exported, tmp_path, left):
+    """Wherever it was killed: before, between and after the two renamings."""
+    for name in left:
+        shutil.copytree(exported, tmp_path / name)
+    export(source, tmp_path / "model", "--context=128", "--chunk=8")
+    open_export(tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "..", "a/b", "a" * 400, ""])
+def test_a_name_of_a_file_is_one_in_the_folder(tmp_path, name):
+    with pytest.raises(InputError):
+        onnx_files.check_file(tmp_path, name, {"bytes": 1, "sha256": ""})
+
+
+def test_mistakes_before_anything_is_loaded(source, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    for arguments, said in (
+        (["nowhere", "out"], "nowhere: no such folder"),
+        ([str(source), str(tmp_path / "full")], "is there already and is no export"),
+        ([str(source), str(source)], "is there already and is no export"),
+        ([str(source), "out", "--chunk", "0"], "chunk is 0"),
+        ([str(source), "out", "--weights", "int4"], "invalid choice"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            exporting.parse(arguments)
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+    with pytest.raises(InputError, match="context is 9999, but the model reads 256 tokens"):
+        export(source, tmp_path / "new", "--context=9999")
+    assert not list(tmp_path.glob("*new*"))  # nothing half-written is left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights, bound", [("float16", 5e-3), ("int8", 0.1)])
+def test_stored_smaller_it_is_smaller_and_near(source, exported, tmp_path, weights, bound):
+    folder = export(source, tmp_path / weights, "--context=128", "--chunk=8", f"--weights={weights}")
+    size, whole = ((f / "weights.bin").stat().st_size for f in (folder, exported))
+    assert size < {"float16": 0.55, "int8": 0.45}[weights] * whole
+    found, expected = (OnnxModel(f).read(list(range(20))) for f in (folder, exported))
+    assert 0 < np.abs(found - expected).max() < bound * np.abs(expected).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "hf"])  # browser/tests/test_page.py does llama too
+def test_200_greedy_tokens_are_those_of_xla(tmp_path, kind):
+    """By both command lines, as a user would."""
+    if kind == "hf":
+        source, given = hugging_face_folder(tmp_path / "hf", STRETCHED), "--hf"
+    else:
+        (tmp_path / "input.txt").write_text("To be, or not to be: that is the question.\n" * 400)
+        size = [
+            "--embedding_dim=64",
+            "--num_layers=2",
+            "--sequence_length=256",
+            "--global_batch_size=4",
+            "--eval_batches=1",
+        ]
+        source, given = tmp_path / "run", "--run_dir"
+        data = ["--dataset=text", "--data_dir", tmp_path, "--train_data=input.txt", "--run_dir", source]
+        done = run("transformer_tpu.py", "--device=cpu", *data, *size, "--num_steps=30", "--warmup_steps=2")
+        assert done.returncode == 0, done.stderr
+    done = run("browser.export", source, tmp_path / "out")
+    assert done.returncode == 0 and "of PyTorch's in float32" in done.stdout, done.stderr
+    options = ["--temperature=0", "--num_tokens=200", "--prompt", "ROMEO: to be", "question"]
+    by_xla = run("tools.generate", given, source, *options)
+    by_onnx = run("browser.onnx_generate", "--onnx", tmp_path / "out", *options)
+    assert by_onnx.returncode == by_xla.returncode == 0, by_onnx.stderr + by_xla.stderr
+    assert by_onnx.stdout == by_xla.stdout and len(by_onnx.stdout) > 200
+    again = run("browser.export", source, tmp_path / "out")  # an earlier export is replaced
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.slow
+def test_digits_are_read_as_in_pytorch(tmp_path):
+    done = run("distributed_mnist_tpu.py", "--device=cpu", "--num_epochs=3", "--run_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    done = run("browser.export", tmp_path / "run", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    from browser.onnx_files import open_session
+    from config import MnistConfig
+    from images.mnist import load_dataset
+    from simple_mnist_tpu import ConvNet
+    from tpu_utils.checkpoint.loading import CheckpointReader
+
+    facts, data = open_export(tmp_path / "out"), load_dataset(MnistConfig(dataset="digits"))
+    images, saved = data.test_images[:30], CheckpointReader(tmp_path / "run" / "checkpoints").load("must")
+    config = saved.value("config", dict)
+    model = ConvNet(images.shape[1], config["channels"], config["hidden_dim"])
+    model.load_state_dict({n: saved.files().read(PREFIX + n) for n in model.state_dict()})
+    expected = model(torch.from_numpy(images)).detach().numpy()
+    session = open_session(tmp_path / "out" / "classifier.onnx")
+    pixels = (images[:, None] / 255).astype(np.float32)
+    found = np.concatenate([session.run(["logits"], {"image": image[None]})[0] for image in pixels])
+    assert facts["image_size"] == [*images.shape[1:]] and (found.argmax(1) == expected.argmax(1)).all()
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())

@@ -1,0 +1,788 @@
+"""The page in headless Chromium: tokens and digits as on the host, refusals, focus, no request elsewhere."""
+
+import dataclasses
+import http.client
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import torch_xla
+from chromium import GENERATE, WEB, chromium, isolated_server, load_folder, loaded, missing, plain_server, until
+from mutations import mutated, mutated_json
+from onnx_stub import write_classifier, write_language_model, write_model_json
+from processes import run
+from test_tokenizer import trained
+
+from images.mnist import load_digits, load_mnist
+from language import decoding, sources
+from language.tokenizer import load_tokenizer
+from simple_mnist_tpu import ConvNet
+from tools import generate
+from tools.generate import GenerateConfig
+from tpu_utils.checkpoint.saved import read_checkpoint
+
+needs = pytest.mark.skipif(bool(missing()), reason=f"THE PAGE IN browser/page/ WAS NOT TESTED: {missing()}")
+pytestmark = needs
+onnxruntime = pytest.importorskip("onnxruntime", reason="pip install -r requirements-dev.txt brings onnxruntime")
+
+GREEDY = dict(numTokens=200, temperature=0, topK=0, topP=1, seed=0)
+SAMPLED = [
+    dict(numTokens=60, temperature=0.9, topK=0, topP=1, seed=7),
+    dict(numTokens=60, temperature=1.3, topK=20, topP=0.8, seed=4294967295),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The folder that the isolated server has for models."""
+    folder = tmp_path_factory.mktemp("models")
+    for kind in ("good", "nan", "slow", "endless", "endless_later"):
+        write_language_model(folder / kind, kind)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(models):
+    with isolated_server(models) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser, address):
+    """A page of its own; whatever it asks for, and its errors, are looked at when the test is over."""
+    context = browser.new_context(viewport=dict(width=1000, height=900), service_workers="block")
+    opened, asked, errors = context.new_page(), [], []
+    context.on("request", lambda request: asked.append(request.url))
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.asked = asked
+    yield opened
+    context.close()
+    assert asked and not [url for url in asked if not url.startswith((address, "data:", "blob:"))]
+    assert not errors
+
+
+# ---------------------------------------------------------------------------------------- the same numbers as the host
+
+
+class Random:
+    """mulberry32, in whole numbers of 32 bits."""
+
+    def __init__(self, seed: int):
+        self.state = seed % 2**32
+
+    def next(self) -> float:
+        self.state = (self.state + 0x6D2B79F5) % 2**32
+        t = (self.state ^ (self.state >> 15)) * (self.state | 1) % 2**32
+        t = ((t + (t ^ (t >> 7)) * (t | 61)) % 2**32) ^ t
+        return (t ^ (t >> 14)) / 2**32
+
+
+def choose(logits: np.ndarray, options: dict, uniform: float) -> int:
+    if options["temperature"] == 0:
+        return int(logits.argmax())
+    order = np.lexsort((np.arange(len(logits)), -logits))
+    order = order[: options["topK"]] if options["topK"] else order
+    weights = np.exp((logits[order].astype(np.float64) - np.float64(logits[order[0]])) / options["temperature"])
+    running = np.cumsum(weights)
+    if options["topP"] < 1:
+        running = running[: int(np.argmax(running >= options["topP"] * running[-1])) + 1]
+    return int(order[np.argmax(running > uniform * running[-1])])
+
+
+def on_host(folder, prompt: list[int], options: dict) -> list[int]:
+    """The tokens by onnxruntime in Python, written from the format alone."""
+    model = json.loads((folder / "model.json").read_text())
+    sessions = {name: onnxruntime.InferenceSession(folder / f"{name}.onnx") for name in ("prefill", "decode")}
+    cache = np.zeros(
+        (2, model["num_layers"], 1, model["context"], model["num_cached_heads"], model["head_dim"]), np.float32
+    )
+
+    def step(name: str, tokens: list[int], position: int) -> np.ndarray:
+        padded = np.zeros((1, model["chunk"] if name == "prefill" else 1), np.int32)
+        padded[0, : len(tokens)] = tokens
+        numbers = dict(position=np.array([position], np.int32), length=np.array([len(tokens)], np.int32))
+        given = dict(tokens=padded, keys=cache[0], values=cache[1], **numbers)
+        logits, *fresh = sessions[name].run(["logits", "new_keys", "new_values"], given)
+        for kept, new in zip(cache, fresh, strict=True):
+            kept[:, :, position : position + len(tokens)] = new[:, :, : len(tokens)]
+        return logits[0]
+
+    prompt = ([] if model["start"] is None else [model["start"]]) + prompt
+    for at in range(0, len(prompt), model["chunk"]):
+        logits = step("prefill", prompt[at : at + model["chunk"]], at)
+    random, found = Random(options["seed"]), []
+    while True:
+        token = choose(logits, options, random.next())
+        if token in model["stops"]:
+            return found
+        found.append(token)
+        if len(found) == options["numTokens"]:
+            return found
+        logits = step("decode", [token], len(prompt) + len(found) - 1)
+
+
+def in_page(page, name: str, prompt: str, options: list[dict], threads: int = 0) -> list[dict]:
+    return page.evaluate(GENERATE, [f"models/{name}", prompt, options, threads])
+
+
+def test_a_graph_gives_the_same_tokens_as_on_the_host(page, address, models):
+    page.goto(address)
+    options = [GREEDY, *SAMPLED]
+    found = in_page(page, "good", "A question", options)
+    assert [one["threads"] for one in found] == [min(8, page.evaluate("navigator.hardwareConcurrency"))] * 3
+    for one, wanted in zip(found, options, strict=True):
+        assert one["tokens"] == on_host(models / "good", list(b"A question"), wanted)
+        assert one["text"] == bytes(one["tokens"]).decode(errors="replace") and one["count"] == len(one["tokens"])
+    assert len({str(one["tokens"]) for one in found}) == 3
+
+
+def test_sampling_is_that_of_the_host(page, address):
+    """Ties, zeros of both signs, minus infinity, whole vocabularies."""
+    page.goto(address)
+    random = np.random.default_rng(0)
+    cases, expected = [], []
+    for number in range(60):
+        size = int(random.choice([1, 2, 5, 300, 5000]))
+        logits = np.round(random.normal(size=size) * 4, int(random.integers(0, 3))).astype(np.float32)
+        logits[random.random(size) < 0.1] = -0.0
+        logits[1:][random.random(size - 1) < 0.1] = -np.inf
+        options = dict(temperature=float(random.choice([0, 0.5, 1, 3])), topK=int(random.choice([0, 1, 4])))
+        options["topP"] = float(random.choice([1, 0.9, 0.1]))
+        cases.append([[None if np.isinf(x) else float(x) for x in logits], options, number])
+        expected.append(choose(logits, options, Random(number).next()))
+    found = page.evaluate(
+        """async (cases) => {
+          const { choose, Random } = await import("/sampling.js");
+          return cases.map(([logits, options, seed]) =>
+            choose(Float32Array.from(logits, (x) => x ?? -Infinity), options, new Random(seed).next()));
+        }""",
+        cases,
+    )
+    assert found == expected
+    draws = page.evaluate(
+        """async () => {
+          const { Random } = await import("/sampling.js");
+          return [0, 1, 2 ** 32 - 1].map((seed) => {
+            const random = new Random(seed);
+            return Array.from({ length: 50 }, () => random.next());
+          });
+        }"""
+    )
+    for seed, numbers in zip((0, 1, 2**32 - 1), draws, strict=True):
+        random = Random(seed)
+        assert numbers == [random.next() for _ in range(50)] and min(numbers) >= 0 and max(numbers) < 1
+
+
+# how Llama 3 and Qwen3 split a text into words
+PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+PATTERN += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def of_sentencepiece(folder: Path) -> Path:
+    """A tokenizer.json as Llama 2's: no pre-tokenizer, spaces as a letter, bytes of what it has no letter for."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    normal, decode = tokenizers.normalizers, tokenizers.decoders
+    made.normalizer = normal.Sequence([normal.Prepend("\u2581"), normal.Replace(" ", "\u2581")])
+    made.decoder = decode.Sequence(
+        [decode.Replace("\u2581", " "), decode.ByteFallback(), decode.Fuse(), decode.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    made.train_from_iterator(["to be or not to be, that is the question " * 9], trainer)
+    folder.mkdir()
+    content = json.loads(made.to_str())
+    content["added_tokens"] = content["added_tokens"][:3]  # the bytes are words like others
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte-level", "as Llama 3's", "as Llama 2's"])
+def test_tokenizers_are_those_of_the_host(page, address, tmp_path, kind):
+    if kind == "as Llama 2's":
+        folder = of_sentencepiece(tmp_path / "tokenizer")
+    elif kind != "bytes":
+        folder = trained(tmp_path / "tokenizer", begins=True)
+    if kind == "as Llama 3's":
+        content = json.loads((folder / "tokenizer.json").read_text())
+        split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+        content["normalizer"] = {"type": "NFC"}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    ours = load_tokenizer("bytes" if kind == "bytes" else str(folder))
+    random = np.random.default_rng(0)
+    letters = [*"abeot hnqsu,.:'\n\t  019", *"caf\u00e9 \u4f60 \U0001f600 don't to be <|end|> </s> e\u0301".split()]
+    texts = [*TEXTS, "", " ", *("".join(random.choice(letters, int(random.integers(1, 30)))) for _ in range(60))]
+    tokens = [[int(x) for x in random.integers(0, ours.vocab_size, int(random.integers(0, 30)))] for _ in range(60)]
+    page.goto(address)
+    encoded, decoded = page.evaluate(
+        """async ([kind, content, texts, tokens]) => {
+          const { makeTokenizer } = await import("/tokenizer.js");
+          const tokenizer = await makeTokenizer({ tokenizer: kind }, new TextEncoder().encode(content));
+          return [texts.map((text) => tokenizer.encode(text)), tokens.map((some) => tokenizer.decode(some))];
+        }""",
+        ["bytes" if kind == "bytes" else "tokenizer.json",
+         "" if kind == "bytes" else (folder / "tokenizer.json").read_text(), texts, tokens],
+    )  # fmt: skip
+    for text, found in zip(texts, encoded, strict=True):
+        assert found == ours.encode(text), text
+    for some, found in zip(tokens, decoded, strict=True):
+        assert found == ours.decode(some), some
+
+
+def small_source(kind: str, folder: Path) -> Path:
+    """A run or a Hugging Face folder of a language model with a context of 256, as browser.export takes it."""
+    if kind == "hf":
+        from test_llama_parity import TIED, hugging_face_model  # transformers takes seconds to import
+
+        trained(folder, begins=True)
+        hugging_face_model(dataclasses.replace(TIED, num_layers=2, sequence_length=256)).save_pretrained(folder)
+        return folder
+    folder.mkdir()
+    (folder / "input.txt").write_text("To be, or not to be: that is the question.\n" * 400)
+    size = {"gpt": ["--embedding_dim=64"], "llama": ["--model_size=llama_tiny"]}[kind]
+    size += ["--num_layers=2", "--sequence_length=256", "--global_batch_size=4", "--eval_batches=1"]
+    data = ["--dataset=text", "--data_dir", folder, "--train_data=input.txt", "--run_dir", folder / "run"]
+    done = run("transformer_tpu.py", "--device=cpu", *data, *size, "--num_steps=30", "--warmup_steps=2")
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def export(source: Path, folder: Path, *options: str) -> Path:
+    done = run("browser.export", source, folder, *options)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+TEXTS = [
+    "ROMEO: to be",
+    " question",
+    "The  naive\tcaf\u00e9\n\n\U0001f600 12345 don't",
+    "a<|end|>b <|im_start|>",
+    "\u4f60\u597d",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "llama", "hf"])
+def test_the_same_tokens_in_browser_and_on_host_and_by_xla(page, address, models, tmp_path, kind):
+    """200 greedy tokens in float32 three ways, sampled ones two ways; texts are the same tokens in both tokenizers."""
+    source = small_source(kind, tmp_path / kind)
+    exported = export(source, models / kind)
+    config = GenerateConfig(**{"hf" if kind == "hf" else "run_dir": str(source)}, temperature=0.0, num_tokens=200)
+    opened = generate.source_of(config)
+    begins = [] if opened.start is None else [opened.start]
+    encode = opened.tokenizer.encode
+    by_xla = decoding.generate(
+        sources.load(opened, torch_xla.device()), [begins + encode(TEXTS[0])], config, torch_xla.device()
+    )[0]
+
+    page.goto(address)
+    found = in_page(page, kind, TEXTS[0], [GREEDY, *SAMPLED])
+    stops = opened.tokenizer.stops
+    assert len(by_xla) == 200 and not stops & {*by_xla}
+    assert found[0]["tokens"] == by_xla
+    for one, wanted in zip(found, [GREEDY, *SAMPLED], strict=True):
+        assert one["tokens"] == on_host(exported, encode(TEXTS[0]), wanted)
+        whole = opened.tokenizer.decode(encode(TEXTS[0]) + one["tokens"])
+        assert TEXTS[0] + one["text"] == whole
+    options = [GREEDY | {"numTokens": 3}]
+    for text in TEXTS[1:]:
+        assert in_page(page, kind, text, options)[0]["tokens"] == on_host(exported, encode(text), options[0]), text
+
+
+@pytest.mark.slow
+def test_thirty_digits_are_read_as_in_pytorch(page, address, models, mnist_dir, tmp_path):
+    options = ["--dataset=mnist", "--data_dir", mnist_dir, "--num_epochs=1", "--warmup_steps=2", "--channels=8"]
+    done = run("simple_mnist_tpu.py", "--device=cpu", *options, "--run_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    export(tmp_path / "run", models / "trained")
+    images = load_mnist(mnist_dir, download=False).test_images[:30]
+    saved = read_checkpoint(max((tmp_path / "run" / "checkpoints").glob("step_*")))
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    model = ConvNet(28, config["channels"], config["hidden_dim"])
+    model.load_state_dict(saved.part("model"))
+    with torch.no_grad():
+        expected = model(torch.tensor(images)).argmax(1).tolist()
+    page.goto(f"{address}?model=models/trained")
+    assert "ready" in loaded(page)
+    assert [digit for digit, _ in read_in_page(page, images)] == expected
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def status(page) -> str:
+    return page.inner_text("#text-status")
+
+
+def finished(page) -> str:
+    """What the text panel says at the end."""
+    until(page, lambda: status(page).startswith("Done") or page.is_visible("#text-problem"))
+    return status(page) or page.inner_text("#text-problem")
+
+
+def test_by_keyboard_alone(page, address):
+    """Focus goes to what can be used, and is seen; a status is said once, not for every token."""
+    page.goto(f"{address}?model=models/slow")
+    assert loaded(page) == "slow is ready: a language model."
+    page.evaluate(
+        """() => {
+          globalThis.said = [];
+          const status = document.getElementById("text-status");
+          const all = { childList: true, characterData: true, subtree: true };
+          new MutationObserver(() => said.push(status.textContent)).observe(status, all);
+        }"""
+    )
+    active = "document.activeElement.id"
+    order = ["folder", "prompt", "num-tokens", "temperature", "top-k", "top-p", "seed", "generate"]
+    for name in order:
+        page.keyboard.press("Tab")
+        assert page.evaluate(active) == name
+        seen = page.evaluate(
+            """(name) => {
+              const shown = name === "folder" ? document.querySelector(".button") : document.activeElement;
+              const style = getComputedStyle(shown);
+              return style.outlineStyle + style.outlineWidth;
+            }""",
+            name,
+        )
+        assert seen == "solid3px", name
+        if name == "prompt":
+            page.keyboard.press("Control+a")
+            page.keyboard.type("to be")
+        if name == "num-tokens":
+            page.keyboard.type("100")  # what is focused by Tab is selected
+    page.keyboard.press("Enter")
+    until(page, lambda: page.inner_text("#generated"))
+    assert page.evaluate(active) == "stop", "Generate is disabled, the focus went on"
+    page.keyboard.press("Enter")
+    assert re.fullmatch(r"Done, \d+ tokens: stopped.", finished(page))
+    assert page.evaluate(active) == "generate" and page.inner_text("#given") == "to be"
+    count = int(re.search(r"\d+", status(page))[0])
+    assert 1 <= count < 100
+    assert page.evaluate("said") == ["Generating", f"Done, {count} tokens: stopped."]
+    before = page.inner_text("#generated")
+
+    for _ in range(5):  # a second time, although a step of the first is still under way
+        page.keyboard.press("Shift+Tab")
+    assert page.evaluate(active) == "num-tokens"
+    page.keyboard.type("2")
+    page.keyboard.press("Enter")
+    assert finished(page) == "Done, 2 tokens."
+    again = page.inner_text("#generated")  # the same seed; the first was stopped somewhere
+    assert before.startswith(again) or again.startswith(before)
+    assert re.fullmatch(r"[\d.]+ tokens/s, 2 tokens, \d threads?", page.inner_text("#speed"))
+
+
+def test_a_form_says_what_it_expects(page, address):
+    page.goto(f"{address}?model=models/good")
+    assert "ready" in loaded(page)
+    assert page.inner_text("#text-model").startswith("good: gpt2, float32, context 256, ")
+    for name, value, told in (
+        ("num-tokens", "0", "Tokens is 0; expected a whole number from 1"),
+        ("temperature", "-1", "Temperature is -1; expected a number, 0 or more"),
+        ("temperature", "", "Temperature is empty or no number; expected"),
+        ("top-k", "1.5", "Top-k is 1.5; expected a whole number"),
+        ("top-p", "0", "Top-p is 0; expected above 0, at most 1"),
+        ("seed", "4294967296", "Seed is 4294967296; expected a whole number from 0"),
+        ("num-tokens", "251", "the prompt has 7 tokens and 251 are to follow, but the context is 256; shorten the "
+         "prompt, or ask for at most 250 tokens"),
+    ):  # fmt: skip
+        before = page.input_value(f"#{name}")
+        page.fill(f"#{name}", value)
+        page.click("#generate")
+        until(page, lambda: page.is_visible("#text-problem"))
+        assert told in page.inner_text("#text-problem"), name
+        page.fill(f"#{name}", before)
+    page.fill("#num-tokens", "5")
+    page.click("#generate")
+    assert finished(page).startswith("Done, 5 tokens")
+    assert page.is_hidden("#text-problem")
+
+
+def test_what_a_folder_says_is_text_and_no_script_runs(page, address, models):
+    """Neither of a folder nor of a page that somebody has changed: the policy forbids it."""
+    page.add_init_script(
+        """globalThis.broken = [];
+        addEventListener("securitypolicyviolation", (event) => broken.push(event.violatedDirective));"""
+    )
+    html = "<img src=x onerror=ran=1><script>ran=1</script>"
+    folder = shutil.copytree(models / "good", models / "html", dirs_exist_ok=True)
+    model = json.loads((folder / "model.json").read_text()) | dict(source=html, family=html)
+    write_model_json(folder, model)
+    page.goto(f"{address}?model=models/html")
+    assert "ready" in loaded(page)
+    page.fill("#prompt", html)
+    page.click("#generate")
+    assert finished(page).startswith("Done")
+    assert page.inner_text("#text-model").count(html) == 2 and page.inner_text("#given") == html
+    assert page.evaluate("document.querySelectorAll('img, main script').length") == 0
+    assert not page.evaluate("broken")
+    done = page.evaluate(
+        """async () => {
+          await new Promise((resolve) => setTimeout(resolve)); // a driver may eval until its first wait
+          const script = document.createElement("script"), button = document.createElement("button");
+          script.textContent = "globalThis.ran = 1";
+          button.setAttribute("onclick", "globalThis.ran = 1");
+          document.body.append(script, button);
+          button.click();
+          const style = document.createElement("style");
+          style.textContent = "body { display: none }";
+          document.body.append(style);
+          const refused = [];
+          const elsewhere = () => fetch("https://example.com/"), data = () => import("data:text/javascript,1");
+          for (const way of [() => (0, eval)("1"), () => new Function("return 1")(), elsewhere, data]) {
+            try { await way(); } catch (error) { refused.push(error.name); }
+          }
+          return [globalThis.ran ?? "nothing ran", refused, getComputedStyle(document.body).display];
+        }"""
+    )
+    assert done == ["nothing ran", ["EvalError", "EvalError", "TypeError", "TypeError"], "block"]
+    assert set(page.evaluate("broken")) >= {
+        "script-src-elem",
+        "script-src-attr",
+        "script-src",
+        "connect-src",
+        "style-src-elem",
+    }
+    meta = re.search(r'Content-Security-Policy" content="(.*?)"', (WEB / "index.html").read_text())[1]
+    assert meta in (WEB.parent / "serve.py").read_text().replace('"\n    "', ""), "one policy, in both places"
+
+
+CONTRAST = """() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  const light = (text) => {
+    const [r, g, b] = parse(text).map((c) => linear(c / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+  };
+  const isClear = (one) => parse(getComputedStyle(one).backgroundColor)[3] === 0;
+  const hasText = (one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+  const found = [], check = (one, ground) => {
+    const [a, b] = [light(getComputedStyle(one).color), light(getComputedStyle(ground).backgroundColor)];
+    const ratio = Math.max(a, b) / Math.min(a, b);
+    if (ratio < 4.5) found.push(`${one.tagName} ${one.id} ${one.textContent.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  };
+  for (const one of document.querySelectorAll("body *")) {
+    if (!hasText(one) && !["INPUT", "TEXTAREA"].includes(one.tagName)) continue;
+    let ground = one;
+    while (isClear(ground)) ground = ground.parentElement;
+    check(one, ground);
+  }
+  check(document.querySelector("#classes li"), document.querySelector("#classes .bar"));
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_read_by_everybody(page, address, models, scheme):
+    """Contrast of 4.5 in both schemes, disabled or not; nothing beside 360 pixels; every control has a name."""
+    page.emulate_media(color_scheme=scheme)
+    page.goto(address)
+    assert page.evaluate(CONTRAST) == []
+    assert load_folder(page, models / "good") == "good is ready: a language model."
+    page.fill("#num-tokens", "0")
+    page.click("#generate")
+    assert "Tokens is 0" in finished(page)
+    assert page.evaluate(CONTRAST) == []
+    page.set_viewport_size(dict(width=360, height=700))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll("input, textarea, button, canvas, progress, [tabindex]")]
+          .filter((one) => !one.labels?.length && !one.getAttribute("aria-label") && !one.textContent.trim())
+          .filter((one) => !one.getAttribute("aria-hidden"))
+          .map((one) => one.outerHTML)"""
+    )
+    assert nameless == []
+
+
+# -------------------------------------------------------------------------------------------------------------- digits
+
+READ = """async ([side, images]) => {
+  const element = (id) => document.getElementById(id), said = () => element("digits-status").textContent, found = [];
+  const context = element("ink").getContext("2d"), size = 280 / side;
+  for (const values of images) {
+    element("clear").click();
+    if (said()) throw new Error(said());
+    values.forEach((value, place) => {
+      context.fillStyle = `rgb(${value}, ${value}, ${value})`;
+      if (value) context.fillRect((place % side) * size, Math.floor(place / side) * size, size, size);
+    });
+    element("read").click();
+    while (!said()) await new Promise((resolve) => setTimeout(resolve));
+    const { data } = element("seen").getContext("2d").getImageData(0, 0, side, side);
+    const seen = Array.from(data).filter((_, place) => place % 4 === 0);
+    found.push([said(), document.querySelector("#classes li.best").innerText, seen]);
+  }
+  return found;
+}"""
+SEEN = "Array.from(document.getElementById('seen').getContext('2d').getImageData(0, 0, 8, 8).data)"
+
+
+def read_in_page(page, images: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """(what the model reads, the image that it got) of each image, rendered on the paper and read by the button."""
+    found = []
+    for said, best, seen in page.evaluate(READ, [images.shape[1], images.reshape(len(images), -1).tolist()]):
+        digit, share = re.fullmatch(r"The model reads (\d), with ([\d.]+ %).", said).groups()
+        assert best.split(maxsplit=1) == [digit, share]
+        found.append((int(digit), np.array(seen).reshape(images.shape[1:])))
+    return found
+
+
+def nearest_mean(images: np.ndarray, labels: np.ndarray, folder, mean: float, std: float, layout: str):
+    """A classifier that reads digits by their distance to the mean of each class: its function, written to folder."""
+    x = ((images / 255 - mean) / std).reshape(len(images), -1).astype(np.float32)
+    means = np.stack([x[labels == digit].mean(0) for digit in range(10)])
+    table, offset = means.T.copy(), -(means**2).sum(1) / 2
+    write_classifier(folder, table, offset.astype(np.float32), images.shape[1], mean, std, layout)
+    return lambda images: (((images / 255 - mean) / std).reshape(len(images), -1) @ table + offset).argmax(1)
+
+
+def test_digits_are_read_as_on_the_host(page, address, models):
+    """Thirty test digits rendered on the paper; then one drawn by keyboard and one by mouse."""
+    digits = load_digits()
+    read = nearest_mean(digits.train_images, digits.train_labels, models / "digits", 0.3, 0.35, "NHWC")
+    page.goto(f"{address}?model=models/digits")
+    assert loaded(page) == "digits is ready: a model that reads digits."
+    test, expected = digits.test_images[:30], read(digits.test_images[:30])
+    found = read_in_page(page, test)
+    for got, seen in found:
+        assert got == read(seen[None])[0]
+    assert sum(got == wanted for (got, _), wanted in zip(found, expected, strict=True)) >= 28
+
+    page.click("#clear")
+    page.click("#read")
+    until(page, lambda: page.inner_text("#digits-status") == "There is nothing drawn yet.")
+    page.focus("#pen")
+    page.keyboard.press(" ")
+    assert page.inner_text("#digits-status") == "Pen down"
+    for _ in range(10):
+        page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    until(page, lambda: page.inner_text("#digits-status").startswith("The model reads 1,"))
+    page.keyboard.press("Delete")
+    assert page.inner_text("#digits-status") == "Cleared" and not any(page.evaluate(SEEN))
+    box = page.locator("#pen").bounding_box()
+    at = [(box["x"] + box["width"] * (0.5 + 0.22 * np.cos(a)), box["y"] + box["height"] * (0.5 + 0.35 * np.sin(a)))
+          for a in np.linspace(0, 2 * np.pi, 40)]  # fmt: skip
+    page.mouse.move(*at[0])
+    page.mouse.down()
+    for x, y in at[1:]:
+        page.mouse.move(x, y)
+    page.mouse.up()
+    until(page, lambda: page.inner_text("#digits-status").startswith("The model reads 0,"))
+
+
+def test_a_digit_of_mnist_is_scaled_and_centred_as_it_was(page, address, models, mnist_dir):
+    """Rendered on the paper, images of MNIST come back exactly: there is one way to scale and centre them."""
+    mnist = load_mnist(mnist_dir, download=False)
+    read = nearest_mean(mnist.train_images, mnist.train_labels, models / "mnist", 0.1307, 0.3081, "NCHW")
+    page.goto(f"{address}?model=models/mnist")
+    assert "ready" in loaded(page)
+    for image, (got, seen) in zip(mnist.test_images, read_in_page(page, mnist.test_images[:30]), strict=False):
+        assert got == read(image[None])[0] and (seen == image).all()
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def forged(folder, model: dict) -> None:
+    """As if model.json had always said so: hashes of what is there."""
+    write_model_json(folder, {name: value for name, value in model.items() if name != "files"})
+
+
+def damages(good, other):
+    """(name, what to do to a copy of a good folder, what the page says); the first ones need no worker to see it."""
+    model = json.loads((good / "model.json").read_text())
+    graph = (good / "decode.onnx").read_bytes()
+    yield "no model.json", lambda to: (to / "model.json").unlink(), "has no model.json"
+    yield "no weights", lambda to: (to / "weights.bin").unlink(), "has no weights.bin"
+    for content, said in (
+        (b"{", "is no JSON"),
+        (b"[]", "format is nothing"),
+        (b" " * 2**21, "more than 1048576 bytes"),
+    ):
+        yield f"json {content[:3]}", lambda to, it=content: (to / "model.json").write_bytes(it), said
+    for name, value, said in (
+        ("format", "other", 'format is "other"; expected "tpu-examples-onnx-1"'),
+        ("kind", "toString", 'kind is "toString"'),
+        ("context", 2**40, "context is 1099511627776"),
+        ("context", 2**24, "the cache of keys and values needs 2,147 MB; expected at most 1,074 MB: export with"),
+        ("stops", [257], "token 257 is outside the vocabulary of 257"),
+        ("tokenizer", "../tokenizer.json", "expected bytes, numbers or tokenizer.json"),
+    ):
+        yield f"{name} {value}", lambda to, it=(name, value): forged(to, model | dict([it])), said
+    large = model["files"] | {"weights.bin": model["files"]["weights.bin"] | dict(bytes=2**31)}
+    large = json.dumps(model | dict(files=large))
+    other_file = json.dumps(model | dict(files=model["files"] | {"run.js": model["files"]["weights.bin"]}))
+    yield "another", lambda to: (to / "model.json").write_text(other_file), 'names a file "run.js"'
+    yield "large", lambda to: (to / "model.json").write_text(large), "2147483648; expected 1 to 2147483647"
+    for name in ("decode.onnx", "weights.bin"):
+        flip = bytearray((good / name).read_bytes())
+        flip[len(flip) // 2] ^= 1
+        yield f"{name} altered", lambda to, n=name, it=bytes(flip): (to / n).write_bytes(it), f"{name} has SHA-256"
+        yield f"{name} short", lambda to, n=name, it=bytes(flip[:-9]): (to / n).write_bytes(it), "model.json says"
+
+    def replaced(content, name="decode.onnx"):
+        return lambda to: ((to / name).write_bytes(content), forged(to, model))
+
+    yield "an opset to come", replaced((other / "opset.onnx").read_bytes()), "decode.onnx cannot be loaded"
+    yield "another size", lambda to: forged(to, model | dict(vocab_size=300)), "outputs are logits float32 [1,257]"
+    yield "half a graph", replaced(graph[: len(graph) // 2]), "decode.onnx cannot be loaded"
+    yield "a graph of another", replaced((good / "prefill.onnx").read_bytes()), "files of two models are mixed"
+    yield "weights outside", replaced((other / "outside.onnx").read_bytes()), "decode.onnx cannot be loaded"
+    yield "few weights", replaced((good / "weights.bin").read_bytes()[:1000], "weights.bin"), "cannot be loaded"
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    import onnx
+    import onnx_stub
+
+    folder = tmp_path_factory.mktemp("others")
+    onnx.save(onnx_stub.graph("good", 1, 256, 99), folder / "opset.onnx")
+    (folder / "outside.onnx").write_bytes(
+        onnx_stub.graph("good", 1, 256, 18).SerializeToString().replace(b"weights.bin", b"/etc/passwd")
+    )
+    return folder
+
+
+@pytest.mark.parametrize("which", ["first", pytest.param("last", marks=pytest.mark.slow)])
+def test_a_damaged_folder_gets_a_message(page, address, models, others, tmp_path, which):
+    page.goto(address)
+    cases = list(damages(models / "good", others))
+    first = 2 + [name for name, *_ in cases].index("an opset to come")
+    for number, (name, damage, said) in enumerate(cases[:first] if which == "first" else cases[first:]):
+        folder = shutil.copytree(models / "good", tmp_path / str(number))
+        damage(folder)
+        told = load_folder(page, folder)
+        assert said in told, (name, told)
+        assert page.is_disabled("#generate") and page.is_visible("#loader-problem"), name
+
+
+def test_an_address_leads_to_models_alone_and_numbers_are_looked_at(page, address):
+    page.goto(f"{address}?model=models/../page.js")
+    assert "expected models/NAME" in loaded(page)
+    page.goto(f"{address}?model=models/absent")
+    assert "models/absent/model.json: the server answered 404" in loaded(page)
+    page.goto(f"{address}?model=models/nan")
+    assert "ready" in loaded(page)
+    page.click("#generate")
+    assert finished(page) == "the model gave NaN for token 0"
+    page.route("**/*.wasm", lambda route: route.fulfill(status=404))
+    page.goto(f"{address}?model=models/good")
+    assert "onnxruntime-web is not beside the page: run npm ci --ignore-scripts --prefix browser/page" in loaded(page)
+
+
+def test_a_load_that_never_ends_is_cancelled(page, address):
+    page.goto(f"{address}?model=models/endless")
+    until(page, lambda: "Starting the model" in page.inner_text("#loader-status"))
+    page.click("#cancel")
+    assert loaded(page) == "Loading was cancelled."
+
+
+@pytest.mark.slow
+def test_a_model_that_never_answers_is_ended(page, address):
+    page.goto(f"{address}?model=models/endless_later")
+    assert "ready" in loaded(page)
+    page.click("#generate")
+    until(page, lambda: page.inner_text("#generated"))
+    page.click("#stop")
+    assert re.fullmatch(r"Done, \d tokens: stopped.", finished(page)), "at once for the page"
+    until(page, lambda: page.is_visible("#text-problem"))
+    assert "did not stop within 5 seconds and was ended; load it again" in page.inner_text("#text-problem")
+    assert page.is_disabled("#generate")
+
+
+@pytest.mark.slow
+def test_a_hundred_damaged_folders(page, address, models, tmp_path):
+    """Each is refused with a message, or harmless; half of them with hashes that fit the damage."""
+    page.goto(address)
+    good = models / "good"
+    model = json.loads((good / "model.json").read_text())
+    names = ("prefill.onnx", "decode.onnx", "model.json", "weights.bin")
+    made = {name: mutated((good / name).read_bytes(), 40, seed=1) for name in names}
+    made["model.json"] = mutated_json(model, 40, seed=1)
+    folder, refused = shutil.copytree(good, tmp_path / "damaged"), 0
+    for number in range(100):
+        name = names[number % 4]
+        shutil.copytree(good, folder, dirs_exist_ok=True)
+        (folder / name).write_bytes(next(made[name]))
+        if number % 8 < 4 and name != "model.json":
+            forged(folder, model)
+        told = load_folder(page, folder)
+        if page.is_visible("#loader-problem"):
+            refused += 1
+            assert 20 < len(told) < 700 and "\n" not in told, told
+        else:
+            assert told == "damaged is ready: a language model."
+            page.click("#generate")
+            assert finished(page)
+    assert 70 < refused < 100
+
+
+# --------------------------------------------------------------------------------------------------------- the servers
+
+
+def ask(address: str, path: str, host: str = "") -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(address.removeprefix("http://").rstrip("/"), timeout=20)
+    connection.putrequest("GET", path, skip_host=bool(host))
+    if host:
+        connection.putheader("Host", host)
+    connection.endheaders()
+    answer = connection.getresponse()
+    answer.content = answer.read()
+    connection.close()
+    return answer
+
+
+def test_the_server_gives_these_files_to_this_machine_alone(address, models):
+    answer = ask(address, "/")
+    assert answer.status == 200 and answer.headers["Cross-Origin-Embedder-Policy"] == "require-corp"
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    (models.parent / "secret").write_text("x")
+    for path in ("/models/", "/models/good/", "/models/good/..", "/models/../secret", "/models/%2e%2e/secret"):
+        assert ask(address, path).status == 404, path
+    for path in ("/../README.md", "/%2e%2e/README.md", "/node_modules/", "//etc/passwd"):
+        assert ask(address, path).status == 404, path
+    assert ask(address, "/models/good/model.json").content == (models / "good" / "model.json").read_bytes()
+    assert ask(address, "/", host="evil.example:80").status == 403
+    done = run("browser.serve", "--port", "99999", cold=True)
+    assert done.returncode == 2 and "port 99999 cannot be used" in done.stderr and "Traceback" not in done.stderr
+    done = run("browser.serve", "--models", "exportd", cold=True)
+    assert done.returncode == 2 and "--models exportd: no such folder" in done.stderr
+
+
+def test_it_runs_from_pythons_own_server_with_one_thread(browser, models):
+    with plain_server() as plain:
+        opened = browser.new_page()
+        opened.goto(plain)
+        assert load_folder(opened, models / "good") == "good is ready: a language model."
+        assert opened.inner_text("#text-model").endswith("1 thread. From a stub.")
+        opened.fill("#num-tokens", "3")
+        opened.click("#generate")
+        assert finished(opened).startswith("Done, 3 tokens")
+        opened.close()
+
+
+def test_what_is_beside_the_page_is_pinned():
+    wanted = json.loads((WEB / "package.json").read_text())["dependencies"]
+    lock = json.loads((WEB / "package-lock.json").read_text())["packages"]
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in wanted.values())
+    for name, package in lock.items():
+        assert not name or package["integrity"].startswith("sha512-"), name
+    for name, version in wanted.items():
+        assert lock[f"node_modules/{name}"]["version"] == version
+        assert json.loads((WEB / "node_modules" / name / "package.json").read_text())["version"] == version

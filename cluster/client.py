@@ -1,0 +1,223 @@
+"""Talks to the head of a shared cluster, by HTTP alone: Ray's Jobs API, its State API, and the file of the queue."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import re
+import shlex
+import socket
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.deciding import Host, Request, candidates
+from cluster.driver import SECRETS_MODULE, Spec
+from cluster.folder import check_folder
+from cluster.turns import STATE_FILE, host_of, wish
+from tpu_utils.errors import InputError, PassingError, first_line
+
+REACH_SECONDS = 5.0
+START_SECONDS = 120.0
+"""How long submit() tries again while the head is still starting."""
+STOP_SECONDS = 600
+"""How long a script may take to save and end after `stop`; then Ray kills it."""
+ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
+HERE = Path(__file__).resolve().parent
+
+
+class Cluster:
+    """A shared cluster at http://HEAD:8265. Raises InputError where nobody answers there, or not the right version."""
+
+    def __init__(self, address: str):
+        self.address = address if "://" in address else f"http://{address}"
+        try:
+            parts = urllib.parse.urlsplit(self.address)
+            port = parts.port or (443 if parts.scheme == "https" else 8265)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError("expected http://")
+        except ValueError as error:
+            raise InputError(
+                f"address {address!r} is not understood; expected the head's dashboard, http://HEAD:8265"
+            ) from error
+        self.address = f"{parts.scheme}://{parts.netloc if parts.port else f'{parts.netloc}:{port}'}"
+        try:
+            socket.create_connection((parts.hostname, port), REACH_SECONDS).close()
+        except OSError as error:
+            raise InputError(
+                f"nobody answers at {self.address} ({error}); expected the dashboard of a running head; check "
+                "--address or RAY_ADDRESS, and that the head was started with --dashboard-host=0.0.0.0"
+            ) from error
+        import ray
+        from ray.job_submission import JobSubmissionClient
+
+        logging.disable(logging.WARNING)  # Ray's own talk of packages and sockets
+        try:
+            self.jobs = JobSubmissionClient(self.address)
+            there = self.jobs._do_request("GET", "/api/version")
+            found = there.json().get("ray_version") if there.status_code == 200 else f"code {there.status_code}"
+        except ray.exceptions.AuthenticationError as error:
+            raise InputError(
+                f"the cluster at {self.address} refuses this token, or wants one: set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN or ~/.ray/auth_token to the cluster's own"
+            ) from error
+        except (RuntimeError, ConnectionError, ValueError, OSError) as error:
+            raise InputError(
+                f"{self.address} is no dashboard of Ray: {first_line(error)}; expected http://HEAD:8265"
+            ) from error
+        if found != ray.__version__:
+            raise InputError(
+                f"the cluster at {self.address} has Ray {found}, expected {ray.__version__} as here; install the same "
+                "cluster/requirements.txt on both"
+            )
+
+    def nodes(self) -> list[dict]:
+        """As the State API has them, with the keys of ray.nodes()."""
+        from ray.util.state import list_nodes
+
+        found = []
+        for node in list_nodes(address=self.address, detail=True, limit=10_000, raise_on_missing_output=False):
+            named = {"NodeID": node.node_id, "Alive": node.state == "ALIVE", "Labels": node.labels}
+            named |= {"Resources": node.resources_total or {}, "NodeManagerAddress": node.node_ip}
+            found.append(named | {"head": node.is_head_node})
+        return found
+
+    def hosts(self) -> list[Host]:
+        return [host for node in self.nodes() if (host := host_of(node))]
+
+    def state(self) -> dict:
+        """What the queue wrote last; empty where no run was ever submitted."""
+        head = next((node["NodeID"] for node in self.nodes() if node["head"] and node["Alive"]), None)
+        if head is None:
+            raise PassingError(f"the cluster at {self.address} has no live head; try again")
+        query = urllib.parse.urlencode({"node_id": head, "filename": STATE_FILE, "lines": 10})
+        answer = self.jobs._do_request("GET", f"/api/v0/logs/file?{query}")
+        if answer.status_code == 404 or (answer.status_code != 200 and "not" in answer.text):
+            return {}  # there is no such file yet
+        try:
+            return json.loads(answer.text[answer.text.index("{") :])  # Ray puts a digit before it
+        except ValueError as error:
+            raise PassingError(f"the queue's state cannot be read: {answer.text[:200]!r}; try again") from error
+
+    def check_wish(self, request: Request) -> list[Host]:
+        """The hosts that could hold the request if they were free. Raises InputError if there are none."""
+        hosts = self.hosts()
+        found = candidates(request, hosts)
+        if not found:
+            there: dict[str, int] = {}
+            for host in hosts:
+                shown = f"{host.chips} chips" + (f" of {host.kind}" if host.kind else "")
+                there[shown] = there.get(shown, 0) + 1
+            shown = ", ".join(f"{count} host{'s' * (count > 1)} with {what}" for what, count in sorted(there.items()))
+            more = "" if request.hosts > 1 else "; more chips than a host has are a slice: --slice v5litepod-16"
+            raise InputError(
+                f"this cluster has nowhere {wish(request)}, and the run would wait for ever; it has "
+                f"{shown or 'no chips'}{more}"
+            )
+        return [host for group in found for host in group]
+
+    def find(self, name: str):
+        """The job of this name. Raises InputError where there is none."""
+        for job in self.jobs.list_jobs():
+            if job.submission_id == name:
+                return job
+        raise InputError(f"no run {name!r} on this cluster; `python -m cluster list` shows those there are")
+
+    def submit(self, spec: Spec, folder: Path, most_mib: float, variables: Mapping[str, str]) -> None:
+        """Raises InputError for a name in use and a folder that is too large."""
+        request = spec.request
+        for job in self.jobs.list_jobs():
+            if job.submission_id != request["name"]:
+                continue
+            owner = (job.metadata or {}).get("user", "?")
+            if str(job.status.value) not in ENDED or owner != request["user"]:
+                raise InputError(
+                    f"name {request['name']!r} is in use: {job.status.value} run of {owner}; choose another --name, or "
+                    f"`python -m cluster stop {request['name']}` if it is yours"
+                )
+            self.jobs.delete_job(request["name"])  # the same run goes on under its name
+        try:
+            excludes = check_folder(folder, most_mib)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        with tempfile.TemporaryDirectory() as made:
+            modules = [str(HERE), str(HERE.parent / "tpu_utils")]
+            if variables:
+                modules.append(str(Path(made, SECRETS_MODULE)))
+                Path(modules[-1]).mkdir(mode=0o700)
+                Path(modules[-1], "__init__.py").write_text(f"VARIABLES = {dict(variables)!r}\n")
+            environment = {
+                "working_dir": str(folder),
+                "excludes": excludes,
+                "py_modules": modules,
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)},
+            }
+            entrypoint = f"exec python -P -m cluster.driver {shlex.quote(json.dumps(dataclasses.asdict(spec)))}"
+            metadata = {"user": request["user"], "script": spec.script, "chips": str(request["chips"])}
+            metadata |= {"hosts": str(request["hosts"]), "kind": request["kind"], "program": "python -m cluster"}
+            deadline = time.monotonic() + START_SECONDS
+            while True:
+                try:
+                    self.jobs.submit_job(
+                        entrypoint=entrypoint,
+                        submission_id=request["name"],
+                        runtime_env=environment,
+                        metadata=metadata,
+                    )
+                    return
+                except RuntimeError as error:
+                    if "try again later" not in str(error) or time.monotonic() > deadline:
+                        raise PassingError(f"the cluster does not take the run: {first_line(error)}") from error
+                    time.sleep(1)  # the head has just begun, or has much to do
+
+    def follow(self, name: str, say) -> int:
+        """Passes the log on until the run has ended. Its exit code."""
+        shown = 0  # characters; after a broken connection it goes on from there
+        while True:
+            try:
+                shown = asyncio.run(self._tail(name, shown, say))
+            except (RuntimeError, OSError) as error:
+                if isinstance(error, ConnectionRefusedError):
+                    raise PassingError(
+                        f"the cluster's head is gone: {error}; the run is lost with it, see list"
+                    ) from error
+            job = self.jobs.get_job_info(name)
+            if str(job.status.value) in ENDED:
+                rest = self.jobs.get_job_logs(name)
+                say(without_preface(rest)[shown:])
+                return exit_code(job)
+            time.sleep(0.5)
+
+    async def _tail(self, name: str, shown: int, say) -> int:
+        text = ""
+        said = shown
+        async for part in self.jobs.tail_job_logs(name):
+            text += part
+            clean = without_preface(text)
+            if len(clean) > said:
+                say(clean[said:])
+                said = len(clean)
+        return max(said, shown)
+
+    def log(self, name: str) -> str:
+        self.find(name)
+        return without_preface(self.jobs.get_job_logs(name))
+
+    def stop(self, name: str) -> None:
+        self.find(name)
+        self.jobs.stop_job(name)
+
+
+def without_preface(text: str) -> str:
+    """The log without what Ray writes before the driver's own first line, which repeats the whole command."""
+    return re.sub(r"\A(\d{4}-.*\n)*(Running entrypoint for job .*(\n|\Z))?", "", text)
+
+
+def exit_code(job) -> int:
+    """Of a job that has ended: the driver's own; 143 where Ray stopped it; 1 where it was killed."""
+    code = getattr(job, "driver_exit_code", None)
+    if str(job.status.value) == "STOPPED":
+        return 143
+    return code if code is not None and code >= 0 else 0 if str(job.status.value) == "SUCCEEDED" else 1

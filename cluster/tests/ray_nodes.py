@@ -1,0 +1,156 @@
+"""A pretended cluster on one machine: real processes of Ray, a raylet for each host."""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OF_A_DEVICE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "XLA_USE_SPMD")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def below(top: int) -> dict[int, str]:
+    """{pid: command} of all processes that this one has started, and they in turn."""
+    parents, commands = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            commands[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    found, wanted = {}, {top}
+    while wanted:
+        wanted = {pid for pid, parent in parents.items() if parent in wanted}
+        found |= {pid: commands[pid] for pid in wanted if pid in commands}
+    return found
+
+
+def listening(pids) -> list[str]:
+    """Addresses, in hexadecimal as the kernel shows them, at which these processes take TCP connections."""
+    inodes, found = set(), []
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                inodes.add(str(link.readlink()))
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = row.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in inodes:
+                found.append(words[1].split(":")[0])
+    return found
+
+
+class Nodes:
+    """A head without chips, and the hosts that add() makes. close() ends all of it."""
+
+    def __init__(self, **variables):
+        self.folder = Path(tempfile.mkdtemp(prefix="rn_", dir="/tmp"))  # short: Ray makes sockets below it
+        self.token = secrets.token_hex(32)
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name not in OF_A_DEVICE
+        }
+        ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0"}
+        ours |= {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}", "RAY_ENABLE_IPV6": "0"}
+        self.environment = kept | ours | {name: str(value) for name, value in variables.items()}
+        self.gcs, self.port = free_port(), free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.processes: dict[str, subprocess.Popen] = {}
+        head = ["--head", f"--port={self.gcs}", f"--dashboard-port={self.port}", "--dashboard-host=127.0.0.1"]
+        self._start("head", [*head, "--num-cpus=2", f"--temp-dir={self.folder}"], {})
+        self._there("head")
+
+    def _start(self, name: str, options: list[str], variables: dict[str, str]) -> None:
+        command = [str(Path(sys.executable).parent / "ray"), "start", *options, "--block", "--disable-usage-stats"]
+        self.processes[name] = subprocess.Popen(
+            # each its own port: without an agent that listens a head takes no jobs
+            [*command, "--object-store-memory=100000000", f"--dashboard-agent-listen-port={free_port()}"],
+            env=self.environment | variables,
+            stdout=(self.folder / f"{name}.log").open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def _there(self, name: str) -> None:
+        log = self.folder / f"{name}.log"
+        started = self.processes[name]
+        self.wait_for(lambda: "Ray runtime started" in log.read_text() or started.poll() is not None, log)
+        assert started.poll() is None, log.read_text()
+
+    def wait_for(self, condition, log: Path | None = None, seconds: float = 300):
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, log.read_text() if log else "waited too long"
+            time.sleep(0.05)
+        return found
+
+    def add(self, name: str, chips: int, **more) -> None:
+        self.add_all({name: dict(chips=chips, **more)})
+
+    def add_all(self, hosts: dict[str, dict]) -> None:
+        """Hosts by name. With slice_name workers of a pretended slice: the variables and labels that Ray reads."""
+        for name, about in hosts.items():
+            self._add(name, **about)
+            self._there(name)  # two at once on one machine take each other's sockets
+
+    def _add(self, name: str, chips: int, slice_name="", worker=0, kind="", shape="", **variables) -> None:
+        resources, labels = {"TPU": chips}, []
+        if slice_name:
+            variables |= {"TPU_NAME": slice_name, "TPU_WORKER_ID": worker, "TPU_ACCELERATOR_TYPE": kind}
+            variables |= {"TPU_TOPOLOGY": shape}
+            resources |= {slice_name: 1} | ({f"TPU-{kind}-head": 1} if worker == 0 else {})
+            text = f"ray.io/tpu-slice-name={slice_name},ray.io/tpu-worker-id={worker},"
+            labels = [f"--labels={text}ray.io/tpu-topology={shape},ray.io/tpu-pod-type={kind}"]
+        options = [f"--address=127.0.0.1:{self.gcs}", "--num-cpus=1", f"--resources={json.dumps(resources)}", *labels]
+        self._start(name, options, {key: str(value) for key, value in variables.items()})
+
+    def children(self, name: str) -> dict[int, str]:
+        """{pid: command} of all processes below a host's `ray start`."""
+        return below(self.processes[name].pid)
+
+    def kill(self, name: str) -> None:
+        """kill -9 of a host: its raylet and all that it started go, as with the power of a machine."""
+        pids = [self.processes[name].pid, *self.children(name)]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.processes.pop(name).wait()
+
+    def close(self) -> None:
+        for name in [name for name in self.processes if name != "head"] + ["head"]:
+            self.kill(name)
+        subprocess.run(["rm", "-rf", str(self.folder)], check=False)
+
+    def command(self, *arguments: object) -> list[str]:
+        return [sys.executable, str(ROOT / "cluster"), *map(str, arguments)]
+
+    def start(self, *arguments: object, folder: Path = ROOT, **variables) -> subprocess.Popen:
+        """`python -m cluster ARGUMENTS` against this cluster, under way."""
+        environment = self.environment | {"RAY_ADDRESS": self.address} | {k: str(v) for k, v in variables.items()}
+        pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(self.command(*arguments), cwd=folder, env=environment, **pipe)
+
+    def run(
+        self, *arguments: object, folder: Path = ROOT, timeout: float = 600, **variables
+    ) -> subprocess.CompletedProcess:
+        process = self.start(*arguments, folder=folder, **variables)
+        out, err = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def top(self) -> dict:
+        return json.loads(self.run("top", "--json").stdout)
+
+    def state(self) -> dict:
+        """What the queue wrote last."""
+        path = self.folder / "session_latest" / "logs" / "tpu_cluster.json"
+        return json.loads(path.read_text()) if path.exists() else {"running": [], "waiting": [], "events": []}

@@ -1,0 +1,441 @@
+"""python -m cluster: its messages, and real runs on a real Ray of several nodes on this machine."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from processes import ROOT, environment_with, run
+from ray_nodes import Nodes, below, listening
+from run_files import losses_in, state_in
+
+from cluster.command import check_run, parse
+from tpu_compiler import search
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="LOUD: Ray is not installed: pip install -r cluster/requirements.txt",
+)
+SHOW = """
+import json, os, sys, time
+names = ("TPU_", "PJRT", "CPU_NUM", "RAY_", "OMP_", "PYTHONPATH", "MY_")
+print("SAYS", json.dumps({k: v for k, v in os.environ.items() if k.startswith(names)}), flush=True)
+print("FOLDER", os.getcwd(), sorted(os.listdir(".")), flush=True)
+open("mine", "w").close()
+end = time.monotonic() + float(os.environ.get("MY_SECONDS", "0"))
+while time.monotonic() < end:
+    time.sleep(0.05)
+sys.exit(int(os.environ.get("MY_CODE", "0")))
+"""
+
+
+def command(*arguments, **variables) -> subprocess.CompletedProcess:
+    kept = {name: value for name, value in environment_with(variables).items() if not name.startswith("RAY_")}
+    given = kept | {name: str(value) for name, value in variables.items()}
+    line = [sys.executable, "-m", "cluster", *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, env=given, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["run", "nobody_tpu.py"], "no such script"),
+        (["run", "setup_tpu.py", "--slice", "v5litepod-7"], "no v5e slice of 7 chips"),
+        (["run", "setup_tpu.py", "--name", "a/b"], "--name is 'a/b'"),
+        (["run", "setup_tpu.py", "--env", "NOT_SET_HERE"], "NOT_SET_HERE: not set here"),
+        (["run", "setup_tpu.py", "--retries", "-1"], "--retries is -1"),
+        (["run", "setup_tpu.py", "--working_dir", "tests"], "no such script"),
+        (["run", "setup_tpu.py", "--plain", "--slice", "v5litepod-16"], "has 4 hosts, and this machine is one"),
+        (["run", "setup_tpu.py", "--plain", "--detach"], "--detach needs a shared cluster"),
+        (["run", "setup_tpu.py", "--plain", "--address", "http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
+        (["run", "setup_tpu.py", "--plain", "--address", "http://[x"], "is not understood"),
+        (["list"], "name it by --address"),
+    ],
+)
+def test_bad_input_is_one_message(arguments, message, monkeypatch, capsys):
+    from cluster import command
+    from tpu_utils.errors import run_script
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(ROOT)
+    assert run_script(lambda: command.main(arguments)) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.startswith("error: ") and len(said.splitlines()) == 1
+
+
+def test_chips_that_a_script_would_leave_idle_are_named(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    others = ("distributed_mnist_tpu.py", "ddp_mnist_tpu.py", "resnet_cifar_tpu.py", "transformer_tpu.py")
+    one = "simple_mnist_tpu.py"
+    for script, chips, noted in [(one, 2, True), (one, 1, False), *((other, 4, False) for other in others)]:
+        check_run(parse(["run", script, "--chips", str(chips)]), ROOT)
+        assert ("leave the others idle" in capsys.readouterr().out) == noted, script
+
+
+def test_a_typo_gets_the_nearest_option(capsys):
+    from cluster import command
+
+    with pytest.raises(SystemExit) as ended:
+        command.main(["run", "setup_tpu.py", "--chisp", "2"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "did you mean --chips? (the script's own options come after --)" in said
+
+
+def test_without_ray_it_says_how_to_get_it(tmp_path):
+    """-S: a Python without site-packages."""
+    (tmp_path / "s.py").write_text("")
+    line = [sys.executable, "-S", "-m", "cluster", "run", "s.py"]
+    done = subprocess.run(
+        line, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 2 and "pip install -r cluster/requirements.txt" in done.stderr, done.stderr
+
+
+def test_what_does_not_fit_is_refused_before_it_is_queued(monkeypatch, capsys, tmp_path):
+    from cluster import command
+    from tpu_compiler.report import Report
+    from tpu_utils.errors import run_script
+
+    asked = []
+
+    def answer(script, topology, options, *rest):
+        asked.append((Path(script).name, topology, options))
+        sizes = dict(peak_bytes=20 << 30, limit_bytes=16 << 30)
+        return Report(topology=topology, devices=4, compiles=False, fits=False, **sizes, **needed(Report, sizes))
+
+    def needed(kind, given):
+        import dataclasses
+
+        kinds = {"str": "", "int": 1, "float": 1.0, "dict": {}, "list": [], "bool": False}
+        named = {"topology", "devices", "compiles", "fits", *given}
+        missing = [f for f in dataclasses.fields(kind) if f.name not in named]
+        missing = [f for f in missing if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+        return {f.name: kinds[str(getattr(f.type, "__name__", f.type)).split("[")[0]] for f in missing}
+
+    from cluster import admission
+
+    monkeypatch.setattr(admission, "compile_script", answer)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.chdir(ROOT)
+    options = ["--width", "9", "--resume", "auto", "--device", "cpu"]
+    code = run_script(lambda: command.main(["run", "tests/tiny_training.py", "--slice", "v5litepod-4", "--", *options]))
+    said = capsys.readouterr().err
+    assert code == 2 and asked == [("tiny_training.py", "v5litepod-4", ["--width", "9"])]
+    assert "does not fit" in said and "nothing was queued" in said and search.OUTPUT_VARIABLE not in said
+
+
+@pytest.mark.slow
+def test_alone_it_feels_like_running_the_script(tmp_path):
+    """Its code, its folder, its chips; Ray listens on 127.0.0.1 alone, and leaves nothing behind."""
+    (tmp_path / "show.py").write_text(SHOW + "\n")
+    before = set(Path("/tmp").glob("tpu_ray_*"))
+    line = [sys.executable, str(ROOT / "cluster"), "run", "show.py", "--chips", "2", "--plain"]
+    line += ["--env", "MY_CODE", "--env", "MY_SECONDS"]
+    given = environment_with({"MY_CODE": 7, "MY_SECONDS": 3})
+    process = subprocess.Popen(line, cwd=tmp_path, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said, addresses = "", []
+    for text in process.stdout:
+        said += text
+        if text.startswith("FOLDER"):
+            addresses = listening(below(process.pid))
+    assert process.wait(120) == 7, (said, process.stderr.read())
+    variables = json.loads(re.search(r"SAYS (.*)", said)[1])
+    assert variables["CPU_NUM_DEVICES"] == "2" and not any(name.startswith(("RAY_", "OMP_")) for name in variables)
+    assert f"FOLDER {tmp_path}" in said
+    sessions = set(Path("/tmp").glob("tpu_ray_*")) - before
+    assert not sessions
+    loopback = ("0100007F", "0" * 16 + "FFFF00000100007F", "0" * 24 + "01000000")
+    assert addresses and set(addresses) <= set(loopback), addresses
+
+
+MNIST = ["--num_epochs=4", "--warmup_steps=2", "--save_every=5", "--device=cpu"]
+LANGUAGE = ["--num_steps=12", "--warmup_steps=1", "--eval_batches=1", "--global_batch_size=8", "--save_every=4"]
+# No transformer on 2: over exactly two virtual devices on two cores XLA:CPU does not repeat its own bits.
+RUNS = {  # name: (user, chips, script and options)
+    "m1": ("alice", 1, ["simple_mnist_tpu.py", *MNIST]),
+    "d4": ("alice", 4, ["distributed_mnist_tpu.py", *MNIST]),
+    "t2": ("alice", 1, ["transformer_tpu.py", *LANGUAGE]),
+    "m2": ("bob", 1, ["simple_mnist_tpu.py", *MNIST]),
+    "d2": ("bob", 4, ["distributed_mnist_tpu.py", *MNIST]),
+    "t1": ("bob", 1, ["transformer_tpu.py", *LANGUAGE]),
+    "m3": ("carol", 1, ["simple_mnist_tpu.py", *MNIST]),
+    "t4": ("carol", 4, ["transformer_tpu.py", *LANGUAGE]),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    nodes = Nodes()
+    try:
+        nodes.add_all({"a": dict(chips=4), "b": dict(chips=4)})
+        yield nodes
+    finally:
+        nodes.close()
+
+
+@pytest.fixture(scope="module")
+def show(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("show")
+    (folder / "show.py").write_text(SHOW)
+    for name in ("cluster", "tpu_utils"):  # packages of their own with our names
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise ImportError('this is not the one')")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What the same scripts end with by themselves: by (script, chips) a run directory."""
+    made = {}
+
+    def once(chips: int, words: list[str]) -> Path:
+        key = words[0], chips
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("plain") / words[0]
+            done = run(*words, "--run_dir", made[key], PJRT_DEVICE="CPU", CPU_NUM_DEVICES=chips)
+            assert done.returncode == 0, done.stderr
+        return made[key]
+
+    return once
+
+
+def same(found: Path, expected: Path) -> None:
+    """The last checkpoint, bit for bit, and every loss."""
+    last = [sorted((folder / "checkpoints").glob("step_*"))[-1] for folder in (found, expected)]
+    assert last[0].name == last[1].name
+    one, other = state_in(last[0]), state_in(last[1])
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert value == other[name] if not hasattr(value, "shape") else (value == other[name]).all(), name
+    assert losses_in(found) == losses_in(expected)
+
+
+def chips_in_use(events: list[dict]) -> list[int]:
+    """After each event. Fails where two runs have the same chip."""
+    held, counts = {}, []
+    for event in events:
+        if event["what"] == "starts":
+            held[event["name"]] = {(node, chip) for node, chips in event["places"] for chip in chips}
+        elif event["what"] in ("ends", "lost"):
+            held.pop(event["name"], None)
+        taken = [chip for chips in held.values() for chip in chips]
+        assert len(taken) == len(set(taken)), event
+        counts.append(len(taken))
+    return counts
+
+
+@pytest.mark.slow
+def test_three_users_submit_eight_runs_at_once(cluster, plain, tmp_path):
+    """All finish, on disjoint chips, never more than there are, each bit-identical to the script run alone."""
+    clients = {}
+    for name, (user, chips, words) in RUNS.items():
+        options = ["--name", name, "--user", user, "--chips", chips, "--storage", tmp_path, "--no_check"]
+        options += ["--detach"] if user == "carol" else []
+        clients[name] = cluster.start("run", words[0], *options, "--", *words[1:])
+    for _, chips, words in {(words[0], chips): (0, chips, words) for _, chips, words in RUNS.values()}.values():
+        plain(chips, words)  # meanwhile
+    for name, process in clients.items():
+        out, err = process.communicate(timeout=600)
+        assert process.returncode == 0 and ("result" in out or RUNS[name][0] == "carol"), (out, err)
+    cluster.wait_for(lambda: sum(event["what"] == "ends" for event in cluster.state()["events"]) >= len(RUNS))
+    events = cluster.state()["events"]
+    assert max(chips_in_use(events)) <= 8
+    assert not any(event["what"] == "lost" for event in events)
+    for name, (_, chips, words) in RUNS.items():
+        same(tmp_path / name, plain(chips, words))
+    listed = json.loads(cluster.run("list", "--json").stdout)
+    found = {run["name"]: (run["user"], run["state"]) for run in listed}
+    assert {name: found[name] for name in RUNS} == {name: (user, "done") for name, (user, *_) in RUNS.items()}
+
+
+@pytest.mark.slow
+def test_a_run_sees_its_own_chips_and_files_and_no_secret_is_shown(cluster, show):
+    secret = "hush-5up3r"
+    options = ["--plain", "--env", "MY_SECRET", "--env", "MY_SECONDS", "--chips", 2]
+    first = cluster.start("run", "show.py", *options, "--name", "s1", folder=show, MY_SECRET=secret, MY_SECONDS=3)
+    second = cluster.start("run", "show.py", *options, "--name", "s2", folder=show, MY_SECRET="other", MY_SECONDS=3)
+    outputs = [process.communicate(timeout=200) for process in (first, second)]
+    says = [json.loads(re.search(r"SAYS (.*)", out)[1]) for out, _ in outputs]
+    assert [said["MY_SECRET"] for said in says] == [secret, "other"]
+    assert {said["CPU_NUM_DEVICES"] for said in says} == {"2"}
+    assert not any(name.startswith(("RAY_", "OMP_", "PYTHONPATH")) for said in says for name in said)
+    folders = [re.search(r"FOLDER (\S+) (.*)", out).groups() for out, _ in outputs]
+    assert folders[0][0] != folders[1][0] and {files for _, files in folders} == {"['cluster', 'show.py', 'tpu_utils']"}
+    assert not any(Path(folder).exists() for folder, _ in folders)
+    places = [e["places"] for e in cluster.state()["events"] if e["name"] in ("s1", "s2") and e["what"] == "starts"]
+    assert places[0] != places[1]
+    shown = cluster.run("list", "--json").stdout + cluster.run("top", "--json").stdout
+    header = {"Authorization": f"Bearer {cluster.token}"}
+    asked = urllib.request.Request(f"{cluster.address}/api/jobs/", headers=header)
+    shown += urllib.request.urlopen(asked, timeout=20).read().decode()
+    assert "s1" in shown and secret not in shown and "other" not in re.sub(r"\w*other\w+|\w+other\w*", "", shown)
+
+
+def pids_of(cluster, name: str, text: str) -> list[int]:
+    return [pid for pid, args in cluster.children(name).items() if text in args]
+
+
+def host_of(cluster, name: str) -> str:
+    """Which host has the run: by its folder in the command of its guard."""
+    found = [host for host in ("a", "b") if pids_of(cluster, host, f"tpu_cluster_{name}_")]
+    return found[0] if found else ""
+
+
+@pytest.mark.slow
+def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
+    """kill -9 of clients while they follow and while they wait, of the script in a save, of Ray's worker, of a host."""
+    words = ["transformer_tpu.py", *LANGUAGE, "--num_steps=240", "--save_every=5", "--keep_checkpoints=2"]
+    options = ["--storage", tmp_path, "--chips", 1, "--no_check", "--retries", 5]
+    client = cluster.start("run", words[0], *options, "--name", "killed", "--", *words[1:])
+    checkpoints = tmp_path / "killed" / "checkpoints"
+
+    def step() -> int:
+        done = sorted(checkpoints.glob("step_*/done"))
+        return int(done[-1].parent.name.split("_")[1]) if done else 0
+
+    def starts() -> int:
+        return sum(e["what"] == "starts" and e["name"] == "killed" for e in cluster.state()["events"])
+
+    def comes_back(kill, pids) -> None:
+        before, had = step(), starts()
+        kill(pids[-1])
+        cluster.wait_for(lambda: starts() > had)
+        cluster.wait_for(lambda: step() > before)
+
+    def kill_process(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def in_a_save() -> bool:
+        half = any(not (folder / "done").exists() for folder in checkpoints.glob("step_*"))
+        return half or any(checkpoints.glob(".writing_*"))
+
+    def kill_in_a_save(pid: int) -> None:
+        """Halted where a save was seen, and killed if that is still under way: a save takes milliseconds."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if in_a_save():
+                os.kill(pid, signal.SIGSTOP)
+                while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                    pass
+                if in_a_save():
+                    return kill_process(pid)
+                os.kill(pid, signal.SIGCONT)
+        raise AssertionError("no save was met")
+
+    cluster.wait_for(lambda: any(run["name"] == "killed" for run in cluster.state()["running"]))
+    plain_run = ["run", "show.py", "--plain", "--env", "MY_SECONDS", "--chips", 4]
+    holder = cluster.start(*plain_run, "--name", "holder", folder=show, MY_SECONDS=15)
+    cluster.wait_for(lambda: any(run["name"] == "holder" for run in cluster.state()["running"]))
+    queued = cluster.start(*plain_run, "--name", "queued", folder=show, MY_SECONDS=0)
+    cluster.wait_for(lambda: any(run["name"] == "queued" for run in cluster.state()["waiting"]))
+    for process in (client, queued):
+        process.kill()
+        process.communicate()
+    cluster.wait_for(lambda: step() >= 5)
+    comes_back(kill_in_a_save, pids_of(cluster, host_of(cluster, "killed"), "--run_dir"))
+    comes_back(kill_process, pids_of(cluster, host_of(cluster, "killed"), "HostProcess"))
+    lost = host_of(cluster, "killed")
+    comes_back(cluster.kill, [lost])
+    followed = cluster.run("logs", "-f", "killed")
+    assert followed.returncode == 0, followed.stdout
+    assert followed.stdout.count("starting again") == 3 and "resumed" in followed.stdout.lower(), followed.stdout
+    assert holder.wait(200) == 0
+    cluster.add(lost, 4)
+    assert cluster.run("logs", "-f", "queued").returncode == 0
+    done = run(*words, "--run_dir", tmp_path / "reference", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=1)
+    assert done.returncode == 0, done.stderr
+    same(tmp_path / "killed", tmp_path / "reference")
+
+
+@pytest.mark.slow
+def test_a_killed_driver_ends_its_run_and_gives_its_chips_back(cluster, show):
+    options = ["run", "show.py", "--plain", "--name", "driven", "--chips", 4, "--env", "MY_SECONDS"]
+    client = cluster.start(*options, folder=show, MY_SECONDS=300)
+    cluster.wait_for(lambda: host_of(cluster, "driven"))
+    drivers = [pid for pid, args in cluster.children("head").items() if "-m cluster.driver" in args]
+    os.kill(drivers[-1], signal.SIGKILL)  # the only run that there is
+    out, err = client.communicate(timeout=100)
+    assert client.returncode == 1, (out, err)
+    cluster.wait_for(lambda: not host_of(cluster, "driven"))
+    cluster.wait_for(lambda: not any(run["name"] == "driven" for run in cluster.state()["running"]))
+    again = cluster.run(*options, folder=show, MY_SECONDS=0)
+    assert again.returncode == 0, (again.stdout, again.stderr)
+
+
+@pytest.mark.slow
+def test_the_scripts_own_end_is_final_and_a_notice_moves_the_run(cluster, show):
+    options = ["run", "show.py", "--plain", "--env", "MY_CODE", "--retries", 1]
+    started = {code: cluster.start(*options, folder=show, MY_CODE=code) for code in (1, 2, 143)}
+    said = {code: process.communicate(timeout=300)[0] for code, process in started.items()}
+    assert {code: process.returncode for code, process in started.items()} == {1: 1, 2: 2, 143: 1}
+    assert said[1].count("placed") == said[2].count("placed") == 1, said
+    nodes = re.findall(r"placed .*?\((\w+)\)", said[143])
+    assert "the machine gave notice" in said[143] and len(nodes) == 2 and nodes[0] != nodes[1], said[143]
+
+
+@pytest.mark.slow
+def test_bad_input_on_a_cluster_is_one_message(cluster, show):
+    held = cluster.start(
+        "run", "show.py", "--plain", "--name", "held", "--env", "MY_SECONDS", folder=show, MY_SECONDS=60
+    )
+    cluster.wait_for(lambda: any(run["name"] == "held" for run in cluster.state()["running"]))
+
+    def refused(*arguments, **variables) -> str:
+        done = cluster.run("run", "show.py", *arguments, folder=show, **variables)
+        assert done.returncode == 2, (done.stdout, done.stderr)
+        assert done.stderr.count("error: ") == 1, done.stderr
+        return done.stderr
+
+    assert "has nowhere 8 chips" in refused("--plain", "--chips", 8)
+    assert "has nowhere a whole v5litepod-16" in refused("--plain", "--slice", "v5litepod-16")
+    assert "name 'held' is in use" in refused("--plain", "--name", "held")
+    assert "no --storage" in refused()
+    assert "refuses this token" in refused("--plain", RAY_AUTH_TOKEN="0" * 64)
+    large = show / "large.bin"
+    with large.open("wb") as file:
+        file.truncate(10 << 30)
+    assert "largest: large.bin 10,240 MiB" in refused("--plain")
+    large.unlink()
+    stopped = cluster.run("stop", "held")
+    assert stopped.returncode == 0
+    assert held.wait(60) == 143
+
+
+@pytest.mark.slow
+def test_four_hosts_start_together_or_not_at_all(cluster, show, tmp_path):
+    """A pretended v5litepod-16. Real collectives over hosts are not to be had on CPUs: the script shows its variables.
+    One of its hosts has another torch, which the second run is told."""
+    slice_of = dict(slice_name="slice-a", kind="v5litepod-16", shape="4x4")
+    cluster.add_all({f"w{worker}": dict(chips=4, worker=worker, **slice_of) for worker in (0, 1, 2)})
+    options = ["--plain", "--slice", "v5litepod-16", "--env", "MY_SECONDS"]
+    incomplete = cluster.run("run", "show.py", *options, folder=show, MY_SECONDS=0)
+    assert incomplete.returncode == 2 and "nowhere a whole v5litepod-16" in incomplete.stderr
+    cluster.add("w3", 4, worker=3, **slice_of)
+    first = cluster.start("run", "show.py", *options, "--name", "first", folder=show, MY_SECONDS=6)
+    cluster.wait_for(lambda: any(run["name"] == "first" for run in cluster.state()["running"]))
+    second = cluster.run("run", "show.py", *options, "--name", "second", folder=show, MY_SECONDS=0)
+    out, err = first.communicate(timeout=100)
+    assert first.returncode == 0 and second.returncode == 0, (out, err, second)
+    says = {int(host): json.loads(text) for host, text in re.findall(r"host (\d)  SAYS (.*)", out)}
+    assert {host: said["TPU_WORKER_ID"] for host, said in says.items()} == {i: str(i) for i in range(4)}
+    assert {said["TPU_ACCELERATOR_TYPE"] for said in says.values()} == {"v5litepod-16"}
+    assert all(len(said["TPU_WORKER_HOSTNAMES"].split(",")) == 4 for said in says.values())
+    assert "1 of 1 waiting; for a whole v5litepod-16: 4 hosts x 4 chips" in second.stdout
+    order = [(e["what"], e["name"]) for e in cluster.state()["events"] if e["name"] in ("first", "second")]
+    assert order.index(("ends", "first")) < order.index(("starts", "second"))
+    other = tmp_path / "torch-2.8.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.8.0\n")
+    cluster.kill("w3")
+    cluster.add("w3", 4, worker=3, **slice_of, PYTHONPATH=tmp_path)
+    cluster.wait_for(lambda: sum(host["kind"] != "" for host in cluster.top()["hosts"]) == 4)
+    third = cluster.run("run", "show.py", *options, folder=show, MY_SECONDS=0)
+    assert third.returncode == 2 and "has torch 2.8.0, expected 2.9.0 as here" in third.stdout + third.stderr, third

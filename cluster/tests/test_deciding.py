@@ -1,0 +1,234 @@
+"""Who starts next, on which chips: python -m cluster's queue without Ray."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.client import exit_code, without_preface
+from cluster.deciding import Host, Place, Request, candidates, decide
+from cluster.driver import Spec, arguments_for
+from cluster.folder import check_folder
+from cluster.host import device_variables
+from cluster.turns import PROTOCOL, SETTLE_SECONDS, SILENT_SECONDS, Turns
+
+TWO = [Host("a", 4), Host("b", 4)]
+SLICE = [Host(f"s{i}", 4, "v5litepod-16", "one", i, f"10.0.0.{i}") for i in range(4)]
+
+
+def wants(name: str, chips: int, since: float = 0.0, **more) -> Request:
+    return Request(name, more.pop("user", name), chips, since=since, **more)
+
+
+def running(started: dict, requests) -> dict:
+    users = {request.name: request.user for request in requests}
+    return {name: (users[name], places) for name, places in started.items()}
+
+
+def test_two_small_runs_share_a_host_through_disjoint_neighbours():
+    started = decide(TWO, {}, [wants("x", 2), wants("y", 2, 1), wants("z", 1, 2), wants("w", 2, 3)], {})
+    assert started == {
+        "x": [Place("a", (0, 1))],
+        "y": [Place("a", (2, 3))],
+        "z": [Place("b", (0,))],
+        "w": [Place("b", (2, 3))],  # 1 and 2 are no neighbours
+    }
+
+
+def test_small_runs_do_not_starve_a_large_one_but_pass_it_on_chips_it_does_not_wait_for():
+    busy = {"p": ("p", [Place("a", (0, 1))]), "q": ("q", [Place("b", (0, 1, 2))])}
+    waiting = [wants("large", 4), wants("small", 2, 1), wants("one", 1, 2)]
+    # large waits for host a, which has more free; small then for b, where one would delay it
+    assert decide(TWO, busy, waiting, {}) == {}
+    assert decide(TWO, busy, [waiting[0], waiting[2]], {}) == {"one": [Place("b", (3,))]}
+    started = decide(TWO, {"q": busy["q"]}, waiting, {})
+    assert started["large"] == [Place("a", (0, 1, 2, 3))]
+
+
+def test_priority_comes_before_time():
+    waiting = [wants("early", 4), wants("late", 4, 5, priority=1)]
+    assert list(decide([Host("a", 4)], {}, waiting, {})) == ["late"]
+
+
+def test_a_quota_holds_its_user_alone():
+    waiting = [wants("x", 4, user="alice"), wants("y", 2, 1, user="alice"), wants("z", 2, 2, user="bob")]
+    started = decide(TWO, {}, waiting, {"alice": 4, "*": 2})
+    assert set(started) == {"x", "z"}
+
+
+def test_a_slice_is_taken_whole_or_not_at_all_and_small_runs_do_not_creep_into_it():
+    big = wants("big", 4, hosts=4, kind="v5litepod-16")
+    assert [place.node for place in decide(SLICE, {}, [big], {})["big"]] == ["s0", "s1", "s2", "s3"]
+    busy = {"p": ("p", [Place("s2", (0,))])}
+    assert decide(SLICE, busy, [big, wants("small", 1, 1)], {}) == {}
+    assert decide(SLICE[:3], {}, [big], {}) == {} and not candidates(big, SLICE[:3])
+    assert not candidates(wants("x", 4, hosts=4, kind="v6e-16"), SLICE)
+
+
+def test_nodes_to_avoid_are_left_out_while_there_are_others():
+    assert decide(TWO, {}, [wants("x", 2, avoid=("a",))], {})["x"][0].node == "b"
+    assert decide(TWO[:1], {}, [wants("x", 2, avoid=("a",))], {})["x"][0].node == "a"
+
+
+sizes = st.sampled_from([1, 2, 4, 8])
+wishes = st.builds(
+    lambda chips, user, priority, whole: (chips, user, priority, whole),
+    *(sizes, st.sampled_from("abc"), st.integers(0, 2), st.booleans()),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(wishes, max_size=12),
+    st.lists(sizes, min_size=1, max_size=4),
+    st.dictionaries(st.sampled_from("abc*"), st.integers(0, 20)),
+    st.randoms(use_true_random=False),
+)
+def test_whatever_is_asked_no_chip_is_given_twice_and_everybody_has_a_turn(asked, chips, quota, random):
+    """A whole life of the queue: runs end in any order, small ones keep coming, and each that can ever fit starts."""
+    hosts = [Host(f"h{i}", size) for i, size in enumerate(chips)] + SLICE
+    requests = {}
+    for i, (size, user, priority, whole) in enumerate(asked):
+        more = dict(hosts=4, kind="v5litepod-16") if whole else {}
+        requests[f"r{i}"] = Request(f"r{i}", user, 4 if whole else size, priority=priority, since=i, **more)
+    can = {
+        name
+        for name, request in requests.items()
+        if candidates(request, hosts) and request.all_chips <= quota.get(request.user, quota.get("*", 10**6))
+    }
+    waiting, places, extra, had = dict(requests), {}, 0, set()
+    for moment in range(400):
+        started = decide(hosts, running(places, requests.values()), waiting.values(), quota)
+        for name, found in started.items():
+            request = waiting.pop(name)
+            assert len(found) == request.hosts and all(len(place.chips) == request.chips for place in found)
+            places[name] = found
+            had.add(name)
+        taken = [(p.node, chip) for found in places.values() for p in found for chip in p.chips]
+        assert len(taken) == len(set(taken))
+        assert all(chip < next(h.chips for h in hosts if h.node == node) for node, chip in taken)
+        for user in "abc":
+            used = sum(requests[name].all_chips for name in places if requests[name].user == user)
+            assert used <= quota.get(user, quota.get("*", 10**6))
+        for name in [name for name in places if random.random() < 0.4 or moment > 300]:
+            del places[name]
+        if moment < 60:  # newcomers that would fit at once, for ever
+            extra += 1
+            newcomer = Request(f"n{extra}", "d", 1, since=100 + moment)
+            requests[newcomer.name] = waiting[newcomer.name] = newcomer
+        if can <= had and moment >= 60:
+            break
+    assert can <= had
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_queue_forgets_the_silent_and_learns_again_after_a_restart(tmp_path):
+    clock, state = Clock(), tmp_path / "state.json"
+    turns = Turns(lambda: TWO, state, clock=clock)
+    x, y = vars(wants("x", 4)), vars(wants("y", 8))
+    first = turns.ask(PROTOCOL, x)
+    assert first == {"places": [["a", [0, 1, 2, 3]]]} == turns.ask(PROTOCOL, x)
+    assert "no live host or slice" in turns.ask(PROTOCOL, y)["waits"]
+    turns.release("y")
+    again = Turns(lambda: TWO, state, restarted=True, clock=clock)
+    z = vars(wants("z", 4, 5.0))
+    assert "restarted" in again.ask(PROTOCOL, z)["waits"]  # x has not said yet what it has
+    assert again.ask(PROTOCOL, x, first["places"]) == first
+    clock.now += SETTLE_SECONDS
+    assert again.ask(PROTOCOL, z) == {"places": [["b", [0, 1, 2, 3]]]}
+    clock.now += SILENT_SECONDS + 1
+    assert again.ask(PROTOCOL, vars(wants("w", 4, 9.0)))["places"][0][0] == "a"
+    what = [(event["what"], event["name"]) for event in json.loads(state.read_text())["events"]]
+    assert ("lost", "x") in what and ("runs on", "x") in what
+    assert "version" in again.ask(PROTOCOL + 1, x)["refused"]
+
+
+def test_quotas_are_read_again_and_a_damaged_file_leaves_them(tmp_path):
+    quota = tmp_path / "quota.json"
+    quota.write_text('{"*": 4}')
+    turns = Turns(lambda: TWO, tmp_path / "state.json", str(quota), clock=Clock())
+    large = vars(wants("x", 4, hosts=2, user="u", kind="v5litepod-8"))
+    assert "u may have 4 chips at a time, and asks for 8" in turns.ask(PROTOCOL, large)["refused"]
+    quota.write_text("{damaged")
+    assert "refused" in turns.ask(PROTOCOL, large) and "cannot be read" in turns.state()["quota_problem"]
+    quota.write_text('{"*": -1}')
+    assert turns.read_quota() == {"*": 4} and "expected chips by user" in turns.quota_problem
+    quota.write_text('{"*": 16}')
+    assert "waits" in turns.ask(PROTOCOL, large) and not turns.state()["quota_problem"]
+
+
+@pytest.mark.parametrize(
+    "given, attempt, expected",
+    [
+        ([], 0, ["--run_dir", "gs://b/r/n"]),
+        (["--run-dir=x"], 0, ["--run-dir=x"]),
+        (["--run_dir", "x", "--resume", "never", "--seed=1"], 1, ["--run_dir", "x", "--seed=1", "--resume", "auto"]),
+        (["--resume=must"], 2, ["--run_dir", "gs://b/r/n", "--resume", "auto"]),
+    ],
+)
+def test_a_script_is_given_a_run_directory_and_goes_on_after_a_fault(given, attempt, expected):
+    assert arguments_for(Spec({"name": "n"}, "s.py", given, "gs://b/r/"), attempt) == expected
+    assert arguments_for(Spec({"name": "n"}, "s.py", given), attempt) == given  # --plain
+
+
+def test_a_process_is_told_of_its_chips_and_of_no_others():
+    part = device_variables((2, 3), 4, True, "v5litepod-16", 0, ["10.0.0.7"])
+    assert part["TPU_VISIBLE_CHIPS"] == "2,3" and part["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,2,1"
+    assert part["TPU_ACCELERATOR_TYPE"] == "v5litepod-2" and part["TPU_WORKER_HOSTNAMES"] == "localhost"
+    assert "PJRT_DEVICE" not in part
+    assert device_variables((0, 1), 4, True, "v5p-8", 0, ["h"])["TPU_ACCELERATOR_TYPE"] == "v5p-4"  # counts cores
+    assert device_variables((0, 1, 2, 3), 4, True, "v5p-8", 0, ["h"]) == {}  # as it finds itself
+    whole = device_variables((0, 1, 2, 3), 4, True, "v5litepod-16", 2, ["a", "b", "c", "d"])
+    assert whole == {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_ACCELERATOR_TYPE": "v5litepod-16"}
+    virtual = device_variables((1,), 4, False, "", 0, ["h"])
+    assert virtual["PJRT_DEVICE"] == "CPU" and virtual["CPU_NUM_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize("chips, kind", [((0,), "v5litepod-16"), ((4, 5, 6, 7), "v5litepod-8"), ((2, 3), "v4-8")])
+def test_the_scripts_understand_a_part_of_a_host(chips, kind):
+    """What tpu_utils/remote/hosts.py makes of it, with all chips of the machine on the bus: one host, no metadata."""
+    from tpu_utils.hardware import GENERATIONS
+    from tpu_utils.remote.hosts import settle_hosts
+
+    family = {"v5litepod": "v5e"}.get(kind.split("-")[0], kind.split("-")[0])
+    on_bus = [GENERATIONS[family]] * (8 if max(chips) > 3 else 4)
+    environment = device_variables(chips, len(on_bus), True, kind, 0, ["10.0.0.7"])
+    assert settle_hosts(on_bus, environment) == (0, ["localhost"])
+    assert environment["TPU_CHIPS_PER_HOST_BOUNDS"] == {1: "1,1,1", 4: "2,2,1"}[len(chips)] if len(chips) != 2 else True
+
+
+class Job:
+    def __init__(self, status, code):
+        self.status, self.driver_exit_code = type("Status", (), {"value": status}), code
+
+
+def test_the_exit_code_and_the_log_are_those_of_the_script():
+    codes = [exit_code(Job(*given)) for given in (("SUCCEEDED", 0), ("FAILED", 2), ("FAILED", -9), ("FAILED", None))]
+    assert codes == [0, 2, 1, 1] and exit_code(Job("STOPPED", None)) == 143
+    log = "2026-11-23 02:50:36,712\tINFO job_manager.py -- Runtime env is setting up.\n"
+    log += "Running entrypoint for job k: x\nhello\n"
+    assert without_preface(log) == "hello\n"
+
+
+def test_a_large_working_folder_is_refused_with_the_largest_named(tmp_path):
+    pytest.importorskip("ray", reason="LOUD: Ray is not installed: pip install -r cluster/requirements.txt")
+    for name in ("script.py", "weights/w.bin", "runs/x/big", ".venv/lib/big", "secret/big"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * 100)
+    (tmp_path / ".gitignore").write_text("/secret/\n")
+    for name in ("weights/w.bin", "runs/x/big", ".venv/lib/big", "secret/big"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(10 << 30)  # sparse
+    with pytest.raises(
+        ValueError, match=r"holds 10,240 MiB, expected code: at most 64 MiB; largest: weights/ 10,240 MiB"
+    ):
+        check_folder(tmp_path)
+    (tmp_path / "weights/w.bin").unlink()
+    assert "/runs" in check_folder(tmp_path)

@@ -1,0 +1,50 @@
+"""The model that the options of transformer_tpu.py ask for, and its groups of parameters."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch_xla.distributed.spmd as xs
+
+from language.flash_attention import flash_attention
+from language.gpt import GPT
+from language.hf_files import open_weights
+from language.layers import Decoder, is_matrix, load_weights
+from language.llama import Llama
+from language.operations import causal_attention
+from language.shapes import LlamaShape
+from language.transformer_options import TransformerConfig
+from tpu_utils.virtual_slice import without_weights
+
+
+def build_model(
+    config: TransformerConfig, mesh: xs.Mesh | None, device, partition_spec: Callable, initialised: bool
+) -> Decoder:
+    """The model on the device. partition_spec(name, parameter): how a parameter is sharded. initialised: with weights
+    to begin with. compile_for: shapes without memory."""
+    attention = flash_attention if config.attention == "flash" else causal_attention
+    dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+    options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
+    options |= dict(remat_keep=config.remat_keep, packed=config.dataset == "chat")
+    if isinstance(config.shape, LlamaShape):
+        adapters = dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
+        build = partial(Llama, config.shape, dtype, **adapters, **options)
+    else:
+        build = partial(GPT, config.shape, dtype, dropout=config.dropout, **options)
+    if config.compile_for:
+        return without_weights(build, device)
+    if initialised and config.initial_weights:
+        weights = open_weights(Path(config.initial_weights), config.shape)
+        return load_weights(build, weights.read, device, partition_spec, config.seed)
+    model = build()
+    if initialised:
+        model.initialise(config.seed)
+    return model.to(device)
+
+
+def decay_groups(model: Decoder) -> list[dict]:
+    """Parameter groups: matrices decay, layer norms and biases do not."""
+    matrices = [parameter for name, parameter in model.trained().items() if is_matrix(name)]
+    others = [parameter for name, parameter in model.trained().items() if not is_matrix(name)]
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

@@ -1,0 +1,92 @@
+"""Where Hugging Face keeps our parameters: names, shapes and order in its checkpoints of GPT-2, Llama, Qwen3."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from language import gpt, llama
+from language.layers import LAYER_MATRICES
+from language.shapes import LlamaShape, ModelShape
+
+GPT2 = {  # ours: theirs, below transformer.h.N
+    **{"ln1_weight": "ln_1.weight", "ln1_bias": "ln_1.bias", "ln2_weight": "ln_2.weight", "ln2_bias": "ln_2.bias"},
+    **{"qkv_weight": "attn.c_attn.weight", "qkv_bias": "attn.c_attn.bias"},
+    **{"attention_out_weight": "attn.c_proj.weight", "attention_out_bias": "attn.c_proj.bias"},
+    **{"mlp_in_weight": "mlp.c_fc.weight", "mlp_in_bias": "mlp.c_fc.bias"},
+    **{"mlp_out_weight": "mlp.c_proj.weight", "mlp_out_bias": "mlp.c_proj.bias"},
+}
+LLAMA = {  # below model.layers.N; several: one after another in ours
+    **{"ln1_weight": ("input_layernorm.weight",), "ln2_weight": ("post_attention_layernorm.weight",)},
+    **{"q_weight": ("self_attn.q_proj.weight",), "kv_weight": ("self_attn.k_proj.weight", "self_attn.v_proj.weight")},
+    **{"q_ln_weight": ("self_attn.q_norm.weight",), "k_ln_weight": ("self_attn.k_norm.weight",)},
+    "attention_out_weight": ("self_attn.o_proj.weight",),
+    **{"gate_up_weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "mlp_out_weight": ("mlp.down_proj.weight",)},
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors of Hugging Face ("theirs") that make up one parameter of our model ("ours"), in this order."""
+
+    size: tuple[int, ...]
+    """Of our parameter."""
+    names: tuple[str, ...]
+    part: tuple[int, ...]
+    """Shape of each of theirs."""
+    transposed: bool = False
+    """GPT-2's Conv1D keeps (in, out)."""
+
+    def join(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Our parameter, in the type of theirs. read: one of theirs by name; one at a time is held beside the result.
+
+        Rows of the padding of a vocabulary are 0.
+        """
+        whole = None
+        for number, name in enumerate(self.names):
+            part = read(name)
+            if whole is None:
+                whole = torch.zeros(self.size, dtype=part.dtype, device=part.device)
+            part = part.t() if self.transposed else part
+            self._place(whole, number, part.shape).copy_(part)
+        return whole
+
+    def _place(self, whole: torch.Tensor, number: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """The view of our parameter, of this shape, that holds the number-th of theirs."""
+        return whole.view(len(self.names), -1)[number, : math.prod(shape)].view(shape)
+
+    def split(self, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of each of theirs."""
+        shape = self.part[::-1] if self.transposed else self.part
+        for number, name in enumerate(self.names):
+            part = self._place(value, number, shape)
+            yield name, (part.t() if self.transposed else part).contiguous()
+
+
+def sources(shape: ModelShape) -> dict[str, Source]:
+    """By the names of our model's parameters, in their order."""
+    transposed = not isinstance(shape, LlamaShape)
+    if isinstance(shape, LlamaShape):
+        sizes, table, below = llama.parameter_shapes(shape), LLAMA, "model.layers"
+        top = {"token_embedding": "model.embed_tokens.weight", "final_ln_weight": "model.norm.weight"}
+        top["head_weight"] = "lm_head.weight"
+    else:
+        sizes, table, below = gpt.parameter_shapes(shape), {n: (t,) for n, t in GPT2.items()}, "transformer.h"
+        top = {"token_embedding": "transformer.wte.weight", "position_embedding": "transformer.wpe.weight"}
+        top |= {"final_ln_weight": "transformer.ln_f.weight", "final_ln_bias": "transformer.ln_f.bias"}
+    found = {}
+    for name, size in sizes.items():
+        if name in top:
+            of_vocabulary = name in ("token_embedding", "head_weight")
+            found[name] = Source(size, (top[name],), (shape.vocab_size, size[1]) if of_vocabulary else size)
+            continue
+        layers = [[f"{below}.{layer}.{part}" for part in table[name]] for layer in range(shape.num_layers)]
+        if name not in LAYER_MATRICES:  # stacked over the layers
+            found[name] = Source(size, tuple(part for (part,) in layers), (math.prod(size[1:]),))
+            continue
+        for layer, names in enumerate(layers):
+            rows = math.prod(size[1:-1]) // len(names)
+            part = (size[-1], rows) if transposed else (rows, size[-1])
+            found[f"{name}.{layer}"] = Source(size[1:], tuple(names), part, transposed)
+    return found

@@ -1,0 +1,306 @@
+"""What the language models share: parameters by layer, their place on the mesh, the way through the layers.
+
+Shape suffixes: B batch, T time, D embedding width; L layers.
+"""
+
+import contextlib
+import math
+import re
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+from torch.autograd.graph import saved_tensors_hooks
+from torch_xla.experimental import scan
+
+from language.shapes import ModelShape
+from language.token_data import START
+
+BATCH = ("data", "fsdp")  # the mesh axes that the batch axis is sharded over
+
+# One parameter per layer and matrix (`qkv_weight.0`): slices of a stacked parameter need an extra pass over memory to
+# cast, and another to collect gradients; with separate ones XLA fuses both into the matrix product. The vectors stay
+# stacked: fewer tensors to trace. The loop of --scan_layers reads stacks, and pays for those passes.
+LAYER_MATRICES = ("qkv_weight", "q_weight", "kv_weight", "attention_out_weight")
+LAYER_MATRICES += ("mlp_in_weight", "gate_up_weight", "mlp_out_weight")
+
+
+def is_matrix(name: str) -> bool:
+    """Embeddings, weights of linear layers and their adapters: the only parameters with weight decay."""
+    return re.search(r"_(embedding|weight|lora_[ab])(\.\d+)?$", name) is not None and "ln" not in name
+
+
+def split_layers(stacked: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """From tensors stacked as in parameter_shapes() to a model's parameters, where each layer has its matrices."""
+    named = {}
+    for name, value in stacked.items():
+        by_layer = {f"{name}.{layer}": row for layer, row in enumerate(value)}
+        named |= by_layer if name in LAYER_MATRICES else {name: value}
+    return named
+
+
+def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of split_layers()."""
+    by_name: dict[str, list[torch.Tensor]] = {}
+    for name, value in named.items():
+        by_name.setdefault(name.split(".")[0], []).append(value)
+    return {name: torch.stack(found) if name in LAYER_MATRICES else found[0] for name, found in by_name.items()}
+
+
+def product(equation: str, x_BTI, weight, adapter=None):
+    """x times a weight, by einsum, plus its adapter. The last axis of x and of the output may be split into two."""
+    return add_adapter(torch.einsum(equation, x_BTI, weight), x_BTI, adapter)
+
+
+def add_adapter(y, x_BTI, adapter=None):
+    """y, the product of x and a weight, plus the LoRA adapter's share x a^T b^T, of a (rank, I) and b (O, rank) (Hu et
+    al. 2021)."""
+    if adapter is None:
+        return y
+    a, b = adapter
+    return y + F.linear(F.linear(x_BTI.flatten(2), a), b).view(y.shape)
+
+
+def find_documents(marked_BT):
+    """(tokens, position at which the document of each token begins), both (B, T), for rows of several documents.
+
+    The first token of a document is given as START + token. Positions are compared in pairs: a cumsum is slow on a TPU.
+    """
+    begins, position = marked_BT >= START, torch.arange(marked_BT.shape[1], dtype=torch.int32, device=marked_BT.device)
+    before = begins[:, None, :] & (position[None, :] <= position[:, None])  # (B, T, T)
+    return marked_BT - START * begins, torch.where(before, position, 0).amax(-1)
+
+
+class Decoder(torch.nn.Module):
+    """Layers over a residual stream. A model adds the block of one layer, and forward.
+
+    sizes: of every parameter, those of the L layers stacked. compute_dtype: of activations and matrix products.
+    mesh: activations stay sharded along the batch; None: one device. block(x_BTD, w, shared=None, saved=None) is set by
+    the model. remat: layers are recomputed in the backward pass; remat_keep: "inputs", or "attention", its output too.
+    packed: rows hold several documents, which do not attend to each other. lora_rank: base weights are frozen, in
+    bfloat16; each matrix of a layer has a trained adapter of this rank, scaled by lora_alpha / lora_rank.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        sizes: dict[str, tuple[int, ...]],
+        compute_dtype=torch.float32,
+        *,
+        remat=False,
+        remat_keep="inputs",
+        scan_layers=False,
+        mesh=None,
+        packed=False,
+        lora_rank=0,
+        lora_alpha=16.0,
+    ):
+        super().__init__()
+        self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
+        self.saved_by_layer = remat_keep if remat else "positions"
+        self.remat, self.scan_layers, self.packed = remat, scan_layers, packed
+        self.adapter_scale = lora_alpha / lora_rank if lora_rank else 0.0
+        for name, size in sizes.items():
+            if name in LAYER_MATRICES:
+                self.register_module(name, torch.nn.ParameterList(torch.empty(size[1:]) for _ in range(size[0])))
+            else:
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(size)))
+        if lora_rank:
+            self.to(torch.bfloat16).requires_grad_(False)
+            for name, (layers, *size) in adapter_sizes(sizes, lora_rank).items():
+                self.register_module(name, torch.nn.ParameterList(torch.empty(size) for _ in range(layers)))
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that the optimizer changes, by name."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def initialise(self, seed: int) -> None:
+        """llm.c's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases and padding 0."""
+        generator = torch.Generator().manual_seed(seed)
+        residual_std = 0.02 / math.sqrt(2 * self.shape.num_layers)
+        for name, parameter in self.named_parameters():
+            if "_lora_" in name:
+                initialise_adapter(name, parameter, generator)
+            elif is_matrix(name):
+                torch.nn.init.normal_(parameter, 0.0, residual_std if "_out_" in name else 0.02, generator=generator)
+            else:
+                torch.nn.init.constant_(parameter, float(name.endswith("_weight")))
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name in ("token_embedding", "head_weight"):
+                    parameter[self.shape.vocab_size :] = 0.0
+
+    def hold_sharding(self, x_BTD):
+        """Keep an activation sharded along the batch, in both passes; left alone, the partitioner may move it."""
+        return x_BTD if self.mesh is None else xs.mark_sharding_with_gradients(x_BTD, self.mesh, (BATCH, None, None))
+
+    def of_layers(self, named: dict[str, torch.Tensor], vectors: tuple[str, ...], matrices: tuple[str, ...]):
+        """The parameters of each layer by name, adapters too: [{name: of one layer}]."""
+        if self.adapter_scale:
+            matrices += tuple(n.removesuffix("weight") + f"lora_{part}" for n in matrices for part in "ab")
+        columns = [named[n].unbind(0) for n in vectors]
+        columns += [[named[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in matrices]
+        return [dict(zip(vectors + matrices, of_one, strict=True)) for of_one in zip(*columns, strict=True)]
+
+    def through_layers(self, x_BTD, layers: list[dict[str, torch.Tensor]], shared=None):
+        """shared: what all blocks need and is computed once, such as rotations; a scanned block computes its own."""
+        computed_once = {} if self.scan_layers else {"shared": shared}
+
+        def run(x, values, **options):
+            return self.block(x, dict(zip(layers[0], values, strict=True)), **options, **computed_once)
+
+        if self.scan_layers:
+            stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
+            return ScannedLayers.apply(run, self.saved_by_layer, x_BTD, *stacked)
+        for w in layers:
+            if self.remat:
+                x_BTD = RematLayer.apply(run, self.saved_by_layer, x_BTD, *w.values())
+            else:
+                x_BTD = run(x_BTD, w.values())
+        return x_BTD
+
+
+def forward_layer(run, saving: str, needed, x_BTD, *values):
+    """(output, [what is saved for the backward pass]) of run(x, values). saving: inputs: nothing beside x. attention:
+    its output and row sums, so that the kernel of flash attention does not run again. positions: all that autograd
+    saves and that has values for each position.
+    """
+    saved, (x, *values) = [], leaves([x_BTD, *values], needed)
+    if saving == "positions":
+        hooks = saved_tensors_hooks(lambda t: saved.append(t.detach()) if of_positions(t, x) else None, lambda _: None)
+        with torch.enable_grad(), hooks:
+            return run(x, values).detach(), saved
+    with torch.no_grad():
+        return run(x, values, **({"saved": saved} if saving == "attention" else {})), saved
+
+
+def backward_layer(run, saving: str, needed, grad_BTD, x_BTD, *rest):
+    """(gradient of x, [those of the values that need one]): runs the layer again. rest: the values, then what
+    forward_layer saved; autograd, or the attention, takes these tensors instead of the recomputed ones."""
+    (x, *values), saved = leaves([x_BTD, *rest[: len(needed) - 1]], needed), list(rest[len(needed) - 1 :])
+    next_saved = iter(saved)
+    hooks = saved_tensors_hooks(lambda t: next(next_saved) if of_positions(t, x) else t, lambda t: t)
+    with torch.enable_grad(), hooks if saving == "positions" else contextlib.nullcontext():
+        out = run(x, values, **({"saved": saved} if saving == "attention" else {}))
+    grad_x, *gradients = torch.autograd.grad(out, [t for t in (x, *values) if t.requires_grad], grad_BTD)
+    return grad_x, gradients
+
+
+def loop_in_graph(function: Callable, carry: list[torch.Tensor], rows: list[torch.Tensor], reverse=False):
+    """(last carry, stacked outputs) of function(carry, row) -> (carry, outputs), called for each row of `rows`: one
+    loop in the HLO, so the graph does not grow with their number.
+
+    function is traced as it is, a backward pass inside it too. torch_xla's public scan() decomposes it by AOTAutograd;
+    this is the loop below that, a private interface of torch_xla 2.9.
+    """
+    return scan._scan_impl_flat(function, carry, rows, reverse=reverse)
+
+
+class RematLayer(torch.autograd.Function):
+    """A layer that is run again in the backward pass.
+
+    XLA's common subexpression elimination would merge torch.utils.checkpoint's second run with the first. The barrier
+    prevents that, as in torch_xla's checkpoint, which cannot choose what is saved.
+    """
+
+    @staticmethod
+    def forward(ctx, run, saving, x_BTD, *values):
+        ctx.run, ctx.saving, ctx.needed = run, saving, (True, *ctx.needs_input_grad[3:])
+        out, saved = forward_layer(run, saving, ctx.needed, x_BTD, *values)
+        ctx.save_for_backward(x_BTD, *values, *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        behind = [t.clone() for t in (grad, *ctx.saved_tensors)]  # clones: the barrier is in place
+        xm.optimization_barrier_(behind)
+        found, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, *behind)
+        gradients = iter(gradients)
+        return None, None, found, *(next(gradients) if is_needed else None for is_needed in ctx.needed[1:])
+
+
+class ScannedLayers(torch.autograd.Function):
+    """All layers as one loop in the graph, whose size is that of one layer.
+
+    torch_xla's scan with gradients traces a layer by AOTAutograd, which decomposes einsum: its loops take 1.6 times the
+    cycles (GPT-2 124M, v5e, libtpu 0.0.21's estimate). Here both loops are traced like the rest of the step. The
+    backward loop runs a layer again and takes its gradients; unused results of that run are not in the program.
+    Attention scores are recomputed: writing them into a stacked tensor takes longer.
+    """
+
+    @staticmethod
+    def forward(ctx, run, saving, x_BTD, *stacked):
+        """stacked: (L, ...) each."""
+        ctx.run, ctx.saving, ctx.needed = run, saving, (True, *ctx.needs_input_grad[3:])
+
+        def one_layer(carry, values):
+            if not any(ctx.needs_input_grad):
+                return [run(*carry, values)], []
+            out, saved = forward_layer(run, saving, ctx.needed, *carry, *values)
+            return [out], [carry[0].detach(), *saved]
+
+        (out,), saved = loop_in_graph(one_layer, [x_BTD], list(stacked))
+        ctx.save_for_backward(*stacked, *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        tensors, count = ctx.saved_tensors, len(ctx.needed) - 1
+        stacked, (inputs, *saved) = tensors[:count], tensors[count:]
+
+        def one_layer(carry, values):
+            grad_x, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, *carry, *values)
+            return [grad_x], gradients
+
+        (grad,), found = loop_in_graph(one_layer, [grad], [inputs, *stacked, *saved], reverse=True)
+        found = iter(found)
+        return None, None, grad, *(next(found) if is_needed else None for is_needed in ctx.needed[1:])
+
+
+def leaves(tensors, needed) -> list[torch.Tensor]:
+    """The tensors, detached, as leaves of a new autograd graph. needed: which of them get a gradient."""
+    return [t.detach().requires_grad_(on) for t, on in zip(tensors, needed, strict=True)]
+
+
+def of_positions(t, x_BTD) -> bool:
+    """Whether it has values for each position, (B, T, ...), and is not x_BTD: no weight, and no attention score."""
+    return t is not x_BTD and t.shape[:2] == x_BTD.shape[:2]
+
+
+def adapter_sizes(sizes: dict[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the LoRA adapters, stacked over the layers: a (L, ..., rank, in), b (L, ..., out, rank)."""
+    found = {}
+    for name, (*axes, outputs, inputs) in ((n, size) for n, size in sizes.items() if n in LAYER_MATRICES):
+        of_matrix = name.removesuffix("weight") + "lora_"
+        found |= {of_matrix + "a": (*axes, rank, inputs), of_matrix + "b": (*axes, outputs, rank)}
+    return found
+
+
+def initialise_adapter(name: str, parameter, generator) -> None:
+    """As the peft library does: a uniform within 1 / sqrt(in), b zero, so that training begins at the base."""
+    bound = parameter.shape[-1] ** -0.5 if "_lora_a" in name else 0.0
+    torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+
+def load_weights(build: Callable, read: Callable, device, partition_spec: Callable | None = None, seed=0) -> Decoder:
+    """build() on the device with weights from elsewhere; adapters begin as in a new run. read: by a parameter's name.
+    partition_spec: of a name and its parameter, on a mesh.
+
+    Tensor by tensor, each to its shards at once: the host holds one at a time, in its file's dtype and in the model's.
+    """
+    with torch.device("meta"):
+        model = build()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in list(model.named_parameters()):
+        if "_lora_" in name:
+            initialise_adapter(name, value := torch.empty(parameter.shape), generator)
+        else:
+            value = read(name).to(parameter.dtype)
+        value = torch.nn.Parameter(value.to(device), requires_grad=parameter.requires_grad)
+        if model.mesh is not None:
+            xs.mark_sharding(value, model.mesh, partition_spec(name, parameter))
+        model.load_state_dict({name: value}, strict=False, assign=True)
+        xm.wait_device_ops()  # or the host would hold all that has not been sent yet
+    return model.to(device)

@@ -1,0 +1,134 @@
+"""The mesh of a language model: sizes of its axes, what cannot work on it, what a run says of it."""
+
+import math
+from collections.abc import Callable
+from importlib.metadata import version
+
+import numpy as np
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+from language.layers import Decoder, adapter_sizes
+from language.llama import parameter_shapes
+from language.token_data import SequenceData
+from language.transformer_options import TransformerConfig
+from tpu_utils.errors import InputError
+from tpu_utils.hardware import attached_chips, parse_topology
+from tpu_utils.run import Run
+
+
+def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | None) -> tuple[tuple[int, ...], str]:
+    """Sizes of the axes (data, fsdp, tensor) and why. Raises InputError for a mesh that cannot work.
+
+    auto: plain data parallelism while weights, gradients and AdamW's two moments (16 bytes a parameter) take at most
+    a third of a device's memory, else the smallest fsdp axis that gets them there; tensor only when asked for.
+    """
+    shape, batch = config.shape, config.global_batch_size
+    state = (2 if config.lora_rank else 16) * shape.num_parameters  # LoRA: frozen in bfloat16, small adapters
+    if config.mesh != "auto":
+        sizes, why = tuple(int(size) for size in config.mesh.split("x")), "as asked"
+    else:
+        choices = [n for n in range(1, num_devices + 1) if num_devices % n == 0 and shape.embedding_dim % n == 0]
+        enough = [n for n in choices if hbm_bytes is None or state / n <= hbm_bytes / 3]
+        fsdp = enough[0] if enough else choices[-1]
+        sizes = (num_devices // fsdp, fsdp, 1)
+        memory = "unknown memory" if hbm_bytes is None else f"{hbm_bytes / 2**30:.0f} GiB"
+        why = f"training state {state / fsdp / 2**30:.2f} GiB of {memory} per device; choose with --mesh"
+    data, fsdp, tensor = sizes
+    if math.prod(sizes) != num_devices:
+        needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about
+        remedy = (
+            f"start it with CPU_NUM_DEVICES={needed} for as many virtual devices, or" if hbm_bytes is None else "try"
+        )
+        where = config.compile_for or ("this TPU slice" if hbm_bytes else "this CPU")
+        raise InputError(
+            f"mesh is {config.mesh}, {needed} devices, but {where} has {num_devices}; {remedy} --mesh {num_devices}x1x1"
+        )
+    for name, value, axis, size in (
+        ("num_heads", shape.num_heads, "tensor", tensor),
+        ("number of heads of keys and values", shape.num_cached_heads, "tensor", tensor),
+        ("padded vocabulary", shape.padded_vocab_size, "tensor", tensor),
+        ("embedding_dim", shape.embedding_dim, "fsdp", fsdp),
+    ):
+        if value % size:
+            raise InputError(
+                f"{name} ({value}) must be divisible by the {axis} axis ({size}) of the mesh; choose another --mesh"
+            )
+    unit = data * fsdp * config.gradient_accumulation_steps
+    if batch % unit:
+        raise InputError(
+            f"global_batch_size ({batch}) must be divisible by data x fsdp x gradient_accumulation_steps "
+            f"({data} x {fsdp} x {config.gradient_accumulation_steps}); try {max(1, batch // unit) * unit}"
+        )
+    return sizes, why
+
+
+def start_spmd(config: TransformerConfig) -> None:
+    """Switch SPMD on if there are several devices. That must come before the first tensor."""
+    if xr.global_runtime_device_count() > 1:
+        xr.use_spmd(auto=config.sharding == "auto" and xr.device_type() == "TPU")
+
+
+def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
+    """The mesh over all devices, None for a single one, and the line that says why it is so."""
+    num_devices, on_tpu = xr.global_runtime_device_count(), xr.device_type() == "TPU"
+    if config.sharding == "auto" and not on_tpu:
+        raise InputError(
+            "sharding is auto, but XLA's auto-sharding works on TPU only: elsewhere it leaves every parameter whole on "
+            "every device; use --sharding table"
+        )
+    hbm_bytes = attached_chips()[0].hbm_gib * 2**30 / attached_chips()[0].devices_per_chip if on_tpu else None
+    if config.compile_for:
+        hbm_bytes = parse_topology(config.compile_for).hardware.limit_gib * 2**30
+    sizes, why = choose_mesh(config, num_devices, hbm_bytes)
+    if config.attention == "flash" and not on_tpu and not config.compile_for:
+        raise InputError("attention is flash, but its Pallas kernels run on TPU only; use --attention plain")
+    if config.attention == "flash" and version("jax") != "0.7.1":
+        raise InputError(
+            f"attention is flash, whose kernels are those of jax 0.7.1; found jax {version('jax')}; "
+            "use --attention plain, or torch_xla 2.9.0"
+        )
+    if num_devices == 1:
+        return None, "one device"
+    mesh = xs.Mesh(np.arange(num_devices), sizes, ("data", "fsdp", "tensor"))
+    xs.set_global_mesh(mesh)
+    return mesh, f"data {sizes[0]} x fsdp {sizes[1]} x tensor {sizes[2]}: {why}"
+
+
+def print_plan(run: Run, data: SequenceData, why: str) -> None:
+    """What the run trains, in its first lines. why: of start_mesh."""
+    config, shape = run.config, run.config.shape
+    run.print(f"mesh       {why}")
+    run.print(
+        f"model      {shape.num_parameters:,} parameters: {shape.num_layers} layers, {shape.num_heads} heads of "
+        f"{shape.head_dim}, width {shape.embedding_dim}, context {shape.sequence_length}, vocabulary "
+        f"{shape.vocab_size} of {shape.padded_vocab_size}; {config.attention} attention"
+    )
+    if shape.embedding_dim % 128:
+        padded = -(-shape.embedding_dim // 128) * 128
+        run.print(
+            f"width      {shape.embedding_dim} is no multiple of 128: the matrix unit works as if it were {padded}"
+        )
+    if config.initial_weights:
+        run.print(f"weights    {config.initial_weights}{', as the run has changed them' if run.first_step else ''}")
+    if config.lora_rank:
+        sizes = adapter_sizes(parameter_shapes(shape), config.lora_rank)
+        trained = sum(math.prod(size) for size in sizes.values())
+        run.print(f"lora       {trained:,} more in adapters of rank {config.lora_rank}, which alone are trained")
+    run.print(
+        f"mfu        {config.flops_per_token:,} FLOPs a token ({4 if config.lora_rank else 6} N + 12 L D T, causal "
+        "half not taken off) over peak bf16"
+    )
+    tokens = config.global_batch_size * shape.sequence_length
+    run.print(f"batch      {tokens:,} tokens a step, {config.num_steps} steps")
+    if data.loss_floor is not None:
+        run.print(f"floor      no model can have an expected loss below {data.loss_floor:.4f} nats per token")
+
+
+def print_placement(run: Run, model: Decoder, partition_spec: Callable) -> None:
+    """A line for each parameter: what the table, partition_spec(name, parameter), says and where it lies."""
+    for name, parameter in model.named_parameters():
+        spec = torch_xla._XLAC._get_xla_sharding_spec(parameter) or "one device"
+        table = partition_spec(name, parameter)
+        run.print(f"place      {name:22} {tuple(parameter.shape)!s:20} {table!s:38} {spec}")

@@ -1,0 +1,80 @@
+"""The weights of a run of transformer_tpu.py: its configuration and checkpoint, proved to fit each other."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from language.hf_layout import sources
+from language.layers import adapter_sizes
+from language.llama import parameter_shapes
+from language.shapes import ModelShape
+from language.transformer_options import TransformerConfig
+from tpu_utils.checkpoint.loading import CheckpointReader
+from tpu_utils.checkpoint.saved import Saved, check_alike
+from tpu_utils.checkpoint.tensor_files import Kind
+from tpu_utils.errors import InputError
+
+PREFIX = "model/"
+TOKENIZER = "tokenizer"
+"""The folder in a run that tools.convert_hf made, with what belongs to the tokenizer."""
+
+
+def read_run(run_dir: Path, checkpoint: str = "newest") -> tuple[TransformerConfig, Saved]:
+    """The configuration and the newest or the best checkpoint of a run of transformer_tpu.py. Raises InputError for any
+    other run, and where there is no such checkpoint."""
+    checkpoints = CheckpointReader(run_dir / "checkpoints")
+    saved = checkpoints.load_best() if checkpoint == "best" else checkpoints.load("must")
+    if f"{PREFIX}token_embedding" not in saved.entries:
+        raise InputError(f"{run_dir} is not a run of transformer_tpu.py")
+    names = {field.name for field in fields(TransformerConfig)}
+    found = saved.value("config", dict)
+    try:
+        config = TransformerConfig(**{name: value for name, value in found.items() if name in names})
+        check_weights(config.shape, saved, config.lora_rank)
+    except InputError as error:
+        raise InputError(f"{run_dir}: {error}; expected options and weights that transformer_tpu.py saved") from error
+    return config, saved
+
+
+def check_weights(shape: ModelShape, saved: Saved, lora_rank: int = 0) -> None:
+    """Raises InputError unless the checkpoint's model has the parameters of this shape; none of it is allocated."""
+    found = {path.removeprefix(PREFIX): e.kind for path, e in saved.entries.items() if path.startswith(PREFIX)}
+    if shape.num_layers > len(found) or shape.num_parameters > 2**48:  # too large to list, or for torch
+        raise InputError(f"the checkpoint is of another model: its {len(found)} tensors are not those of {shape}")
+    dtype = torch.bfloat16 if lora_rank else torch.float32  # the base weights under LoRA
+    wanted = {name: Kind(source.size, dtype) for name, source in sources(shape).items()}
+    if lora_rank:
+        for name, (layers, *size) in adapter_sizes(parameter_shapes(shape), lora_rank).items():
+            wanted |= {f"{name}.{layer}": Kind(tuple(size), torch.float32) for layer in range(layers)}
+    check_alike(wanted, found)
+
+
+def adapter_names(name: str) -> tuple[str, str]:
+    """Of the two adapters of a layer's matrix: "q_weight.3" -> ("q_lora_a.3", "q_lora_b.3")."""
+    matrix, _, layer = name.partition("_weight.")
+    return f"{matrix}_lora_a.{layer}", f"{matrix}_lora_b.{layer}"
+
+
+def read_parameter(saved: Saved, name: str) -> torch.Tensor:
+    """One parameter of the model, whole on the CPU, in memory of its own: the mapped file is let go."""
+    return saved.files().read(PREFIX + name)
+
+
+def read_merged(saved: Saved, name: str, scale: float) -> torch.Tensor:
+    """W + scale b @ a in float32 where the matrix has adapters, else the parameter as it is."""
+    value = read_parameter(saved, name)
+    a, b = adapter_names(name)
+    if PREFIX + a not in saved.entries:
+        return value
+    value = value.float()
+    a, b = read_parameter(saved, a), read_parameter(saved, b)
+    for whole, down, up in zip(*(t.reshape(-1, *t.shape[-2:]) for t in (value, a, b)), strict=True):
+        whole.addmm_(up, down, alpha=scale)
+    return value
+
+
+def tokenizer_folders(run_dir: Path, config: TransformerConfig) -> list[Path]:
+    """Where the tokenizer of a run may be: in the run, which may have been moved, or where it came from."""
+    given = [Path(text) for text in (config.tokenizer, config.initial_weights) if text]
+    return [run_dir / TOKENIZER, *(path.parent if path.is_file() else path for path in given)]

@@ -1,0 +1,97 @@
+"""The data that the options of transformer_tpu.py name, checked. Imports no torch."""
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from language.chat_data import check_chats, load_chats, tokenizer_of
+from language.token_data import (
+    TEXT,
+    MarkovChain,
+    SequenceData,
+    TextWindows,
+    TokenShards,
+    read_documents,
+    split_documents,
+)
+from language.transformer_options import TransformerConfig, check_initial_weights
+from tpu_utils.errors import InputError
+from tpu_utils.files import open_regular
+
+
+def load_sequences(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
+    """The data the config names, checked; of several processes each gets its rows. Raises InputError."""
+    if config.compile_for:
+        return shapes_alone(config)
+    if config.dataset == "chat":
+        return load_chats(config, tokenizer_of(config), process_index, process_count)
+    T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
+    rows = config.global_batch_size // process_count
+    eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
+    part = dict(process_index=process_index, process_count=process_count)
+    if config.dataset == "synthetic":
+        train = MarkovChain(vocab_size, T, rows, config.seed, 0, **part)
+        validation = MarkovChain(vocab_size, T, eval_rows, config.seed, 1, **part)
+        description = f"Markov chain over {vocab_size} tokens"
+        return SequenceData(
+            config, train, validation, config.eval_batches, description, vocab_size, MarkovChain.entropy
+        )
+    if not config.train_data:
+        raise InputError(f"dataset is {config.dataset} but train_data is empty; name the data with --train_data")
+    train_path, validation_path = (Path(config.data_dir) / name for name in (config.train_data, config.validation_data))
+    if config.dataset == "tokens":
+        if not config.validation_data:
+            raise InputError("dataset is tokens but validation_data is empty; name shards with --validation_data")
+        train = TokenShards(str(train_path), vocab_size, T, rows, **part)
+        validation = TokenShards(str(validation_path), vocab_size, T, eval_rows, **part)
+        names = [f"{path.name} {len(shard)}" for path, shard in zip(train.paths, train.shards, strict=True)]
+        fingerprint = zlib.crc32(" ".join(names).encode())
+        description = (
+            f"{len(train.shards)} shard{'s' * (len(train.shards) > 1)}, {sum(map(len, train.shards)):,} tokens"
+        )
+        batches = min(config.eval_batches, validation.batches_per_epoch)
+        return SequenceData(config, train, validation, batches, description, fingerprint)
+    documents = read_documents(train_path, config.document_separator)
+    if config.validation_data:
+        training, validating = documents, read_documents(validation_path, config.document_separator)
+    else:
+        training, validating = split_documents(documents)
+    train = TextWindows(training, T, rows, config.seed, True, config.bucketed, **part)
+    validation = TextWindows(validating, T, eval_rows, shuffle=False, **part)
+    description = (
+        f"{len(documents)} documents, {len(train.tokens):,} training and {len(validation.tokens):,} validation bytes"
+    )
+    batches = min(config.eval_batches, validation.batches_per_epoch)
+    return SequenceData(config, train, validation, batches, description, zlib.crc32(train.tokens.tobytes()))
+
+
+def shapes_alone(config: TransformerConfig) -> SequenceData:
+    """Zeros in the shape of a batch: the TPU compiler needs no data."""
+    tokens = np.zeros((config.global_batch_size, config.shape.sequence_length + 1), np.int32)
+    return SequenceData(config, SameBatch(tokens), SameBatch(tokens), 0, "none: nothing runs", 0)
+
+
+@dataclass(frozen=True)
+class SameBatch:
+    tokens: np.ndarray
+
+    def batch(self, step: int) -> np.ndarray:
+        return self.tokens
+
+
+def check_files(config: TransformerConfig) -> None:
+    """Raises InputError when the files that config names are missing or damaged. Reads little, and imports no torch."""
+    check_initial_weights(config)
+    if config.compile_for or config.dataset == "synthetic":
+        return
+    if config.dataset == "chat":
+        check_chats(config)
+        return
+    if config.dataset == "tokens" or not config.train_data:
+        load_sequences(config)
+        return
+    for name in (config.train_data, config.validation_data):
+        if name and not (path := Path(config.data_dir) / name).is_dir():
+            open_regular(path, TEXT).close()

@@ -1,0 +1,251 @@
+"""Sequences of tokens on the host: llm.c shards, text as bytes, a Markov chain. Nothing here knows about TPUs.
+
+Every source answers batch(step) with int32 (rows, T + 1): inputs [:-1] and targets [1:] of each row. A token that is an
+input but no target is stored as ~token, a negative number; padding is ~0. That replaces PyTorch's ignore index, and one
+array is uploaded instead of two. Where documents share a row (chat_data.py), the first token of each is ~(START +
+token), and padding ~START. A batch is a pure function of the step, so resuming needs no other position.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from language.llmc_files import check_tokens, open_token_shard
+from language.shapes import BYTE_VOCAB_SIZE
+from language.transformer_options import TransformerConfig
+from tpu_utils.errors import InputError
+from tpu_utils.files import open_regular
+
+TEXT = "a UTF-8 text file or a folder of them"
+END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; stands before every document
+START = 1 << 20  # added to the first token of a document that shares its row with others; no vocabulary is so large
+
+
+class TokenShards:
+    """llm.c's order: shards sorted by name, process r reads B*T+1 tokens at r*B*T and strides processes*B*T.
+
+    What is left at the end of a shard after the last whole global batch is skipped, as there; after the last shard
+    it starts over. `rows` is the batch of this process.
+    """
+
+    def __init__(
+        self, pattern: str, vocab_size: int, T: int, rows: int, process_index: int = 0, process_count: int = 1
+    ):
+        paths = matching(Path(pattern))
+        if not paths:
+            raise InputError(f"{pattern}: matches no file; expected llm.c token shards; tools.prepare_data writes them")
+        self.paths, self.vocab_size, self.T, self.rows = paths, vocab_size, T, rows
+        self.shards = [open_token_shard(path, vocab_size) for path in paths]
+        check_tokens(self.shards[0][: 1 << 26], vocab_size, paths[0])  # further ones as they are read
+        self.stride = process_count * rows * T
+        self.offset = process_index * rows * T
+        steps = [(len(shard) - 1) // self.stride for shard in self.shards]
+        if empty := [
+            f"{path} ({len(s)} tokens)" for path, s, n in zip(paths, self.shards, steps, strict=True) if n == 0
+        ]:
+            raise InputError(
+                f"shorter than one global batch of {self.stride} + 1 tokens: {', '.join(empty[:3])}; lower "
+                "--global_batch_size, or leave these shards out"
+            )
+        self.ends = np.cumsum(steps)
+        self.batches_per_epoch = int(self.ends[-1])
+
+    def batch(self, step: int) -> np.ndarray:
+        step %= self.batches_per_epoch
+        index = int(np.searchsorted(self.ends, step, "right"))
+        within = step - (int(self.ends[index - 1]) if index else 0)
+        start = within * self.stride + self.offset
+        tokens = self.shards[index][start : start + self.rows * self.T + 1]
+        check_tokens(tokens, self.vocab_size, self.paths[index])
+        windows = np.lib.stride_tricks.as_strided(
+            tokens, (self.rows, self.T + 1), (self.T * tokens.itemsize, tokens.itemsize), writeable=False
+        )
+        return windows.astype(np.int32)
+
+
+def matching(pattern: Path) -> list[Path]:
+    """The file of this name; or those that its last part matches as a pattern, sorted."""
+    if pattern.is_file():
+        return [pattern]
+    try:
+        return sorted(pattern.parent.glob(pattern.name))
+    except ValueError:  # empty, or with ** inside a name: no pattern to pathlib
+        return []
+
+
+def read_documents(path: Path, separator: str = "") -> list[bytes]:
+    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document."""
+    try:
+        divider = separator.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"document_separator is {separator!r}; expected UTF-8 text") from error
+    paths = sorted(p for p in path.rglob("*") if not p.is_dir()) if path.is_dir() else [path]
+    documents = []
+    for file in paths:
+        with open_regular(file, TEXT) as opened:
+            content = opened.read()
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{file}: not UTF-8 (byte {content[error.start]:#x} at {error.start}); convert it first"
+            ) from None
+        documents += content.split(divider) if divider else [content]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise InputError(f"{path}: empty; expected UTF-8 text")
+    return documents
+
+
+def split_documents(documents: list[bytes], validation_fraction: float = 0.1) -> tuple[list[bytes], list[bytes]]:
+    """The last part of the bytes is for validation, as in nanoGPT; one document may be split between the two, before a
+    character."""
+    total = sum(map(len, documents))
+    num_training = total - int(total * validation_fraction)
+    training, validation, seen = [], [], 0
+    for document in documents:
+        here = min(max(num_training - seen, 0), len(document))
+        while 0 < here < len(document) and document[here] & 0xC0 == 0x80:  # inside a character of UTF-8
+            here -= 1
+        training += [document[:here]] if here else []
+        validation += [document[here:]] if here < len(document) else []
+        seen += len(document)
+    return training, validation
+
+
+class TextWindows:
+    """Byte-level sequences; no sequence holds parts of two documents.
+
+    Every document starts with the end-of-document token and becomes windows of T + 1 tokens that overlap by one, so
+    each byte is a target exactly once an epoch. A short last window is padded with targets that do not count. With
+    `bucketed` it is padded only to the next multiple of 128, and each batch comes from one bucket: at most T / 128
+    graphs, which `lengths` names beforehand.
+    """
+
+    def __init__(
+        self, documents: list[bytes], T: int, rows: int, seed: int = 0, shuffle: bool = True, bucketed: bool = False,
+        process_index: int = 0, process_count: int = 1,
+    ):  # fmt: skip
+        self.tokens = np.concatenate([
+            np.concatenate([np.array([END_OF_DOCUMENT_BYTE], np.int32), np.frombuffer(document, np.uint8)])
+            for document in documents
+        ])  # fmt: skip
+        if len(self.tokens) < T + 1:
+            raise InputError(
+                f"{len(self.tokens)} tokens of text, shorter than one sequence of {T} + 1; shorten --sequence_length"
+            )
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self.process_index, self.process_count = process_index, process_count
+        lengths = np.array([1 + len(document) for document in documents])
+        ends = np.cumsum(lengths)
+        self.starts = np.concatenate([np.arange(e - n, e - 1, T) for e, n in zip(ends, lengths, strict=True)])
+        last = np.repeat(ends, -(-(lengths - 1) // T))
+        self.counts = np.minimum(self.starts + T, last - 1) - self.starts  # targets in each window
+        self.buckets = -(-self.counts // 128) * 128 if bucketed else np.full_like(self.counts, T)
+        self.buckets = np.minimum(self.buckets, T)
+        self.lengths = sorted(set(self.buckets.tolist()))
+        self.batches_per_epoch = sum(-(-int((self.buckets == n).sum()) // self.global_rows) for n in self.lengths)
+
+    @property
+    def global_rows(self) -> int:
+        return self.rows * self.process_count
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - two epochs, and the source lives as long as the run
+    def plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """(sequence length, indices of windows) of every batch of an epoch; short last batches stay short."""
+        random = np.random.default_rng((self.seed, epoch))
+        batches = []
+        for length in self.lengths:
+            members = np.flatnonzero(self.buckets == length)
+            if self.shuffle:
+                random.shuffle(members)
+            batches += [(length, members[i : i + self.global_rows]) for i in range(0, len(members), self.global_rows)]
+        if self.shuffle and len(self.lengths) > 1:
+            random.shuffle(batches)
+        return batches
+
+    def batch(self, step: int) -> np.ndarray:
+        epoch, index = divmod(step, self.batches_per_epoch)
+        length, members = self.plan(epoch)[index]
+        members = members[self.process_index * self.rows : (self.process_index + 1) * self.rows]
+        out = np.full((self.rows, length + 1), -1, np.int32)
+        reach = self.starts[members, None] + np.arange(length + 1)
+        valid = np.arange(length + 1) <= self.counts[members, None]
+        out[: len(members)] = np.where(valid, self.tokens[np.minimum(reach, len(self.tokens) - 1)], -1)
+        return out
+
+
+class MarkovChain:
+    """Sequences from a Markov chain whose entropy rate is known in closed form.
+
+    Every token has 4 possible successors, its own random ones, with probabilities 1/2, 1/4, 1/8, 1/8. Each row of the
+    transition matrix is the same distribution over other tokens, so whatever the stationary distribution is, the
+    entropy rate is 1.75 bits = 1.2130 nats, and no model can have a lower expected loss.
+    """
+
+    probabilities = np.array([0.5, 0.25, 0.125, 0.125])
+    entropy = float(-(probabilities * np.log(probabilities)).sum())  # nats per token
+
+    def __init__(
+        self,
+        vocab_size: int,
+        T: int,
+        rows: int,
+        seed: int = 0,
+        stream: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        if vocab_size < 4:
+            raise InputError(f"vocab_size {vocab_size}: the Markov chain needs at least 4 tokens")
+        table = np.random.default_rng((seed, 1))
+        self.successors = np.stack([table.choice(vocab_size, 4, replace=False) for _ in range(vocab_size)]).astype(
+            np.int32
+        )
+        self.vocab_size, self.T, self.rows, self.seed, self.stream = vocab_size, T, rows, seed, stream
+        self.process_index, self.process_count = process_index, process_count
+
+    def batch(self, step: int) -> np.ndarray:
+        random = np.random.default_rng((self.seed, 2 + self.stream, step))
+        rows = self.rows * self.process_count  # every process draws the global batch and keeps its part
+        choice = np.array([0, 0, 0, 0, 1, 1, 2, 3])[random.integers(0, 8, (self.T, rows), np.uint8)]  # eighths
+        out = np.empty((self.T + 1, rows), np.int32)
+        out[0] = random.integers(0, self.vocab_size, rows)
+        for t in range(self.T):
+            out[t + 1] = self.successors[out[t], choice[t]]
+        return np.ascontiguousarray(out.T[self.process_index * self.rows : (self.process_index + 1) * self.rows])
+
+
+@dataclass(frozen=True)
+class SequenceData:
+    """What a language model trains and is validated on. Both sources answer batch(step) for this host."""
+
+    config: TransformerConfig
+    train: Any
+    validation: Any
+    validation_batches: int
+    description: str
+    crc32: int
+    """CRC-32 that identifies the data: a run is resumed on the data it began with."""
+    loss_floor: float | None = None
+    """Lowest possible expected loss in nats, in closed form; None where nobody knows it."""
+
+    unit = "tokens"
+
+    @property
+    def num_steps(self) -> int:
+        return self.config.num_steps
+
+    def fingerprint(self) -> int:
+        return self.crc32
+
+    def batch(self, index: int) -> np.ndarray:
+        return self.train.batch(index)
+
+    def count(self, batch: Sequence) -> int:
+        """Tokens that a step trains on; its batch: (B, T + 1) on the device."""
+        return self.config.global_batch_size * (batch[0].shape[1] - 1)

@@ -1,0 +1,227 @@
+"""Text to tokens and back: bytes, GPT-2's vocabulary, or a tokenizer.json as Hugging Face's models bring it. No torch.
+
+A tokenizer.json is data: its size is bounded, and what cannot be read is refused. Text is text: a special token that
+stands in it is taken apart like any other word, so no document and no question can end a conversation.
+"""
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from language.llmc_files import GPT2_VOCAB_SIZE
+from language.shapes import BYTE_VOCAB_SIZE
+from tpu_utils.errors import InputError
+from tpu_utils.files import read_json, read_regular
+
+EXPECTED = "a tokenizer.json of Hugging Face's tokenizers library"
+LARGEST_FILE = 1 << 26  # bytes; those of Llama 3 and Qwen3 have 9 to 17 MiB
+LARGEST_VOCAB_SIZE = 1 << 20
+BESIDE = ("tokenizer_config.json", "generation_config.json", "config.json")  # the first that names a token is believed
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # where no file beside the tokenizer names one
+
+
+class Tokenizer:
+    """What every tokenizer has."""
+
+    vocab_size: int
+    """Of a model for this tokenizer: every token is smaller."""
+    end: int
+    """Stands between documents; sampling stops at it."""
+    stops: frozenset[int]
+    """All that sampling stops at: the end, and others that the files of a model name."""
+    begin: int | None
+    """What it puts in front of a text; None: nothing."""
+    fingerprint: int
+    """CRC-32 of what it is made of."""
+
+    def encode(self, text: str) -> list[int]:
+        """Without special tokens. Raises InputError for what is no text."""
+        raise NotImplementedError
+
+    def decode(self, tokens: list[int]) -> str:
+        raise NotImplementedError
+
+    def token(self, name: str) -> int | None:
+        """A special token by its text, such as <|im_end|>."""
+        return None
+
+    def encode_document(self, content: bytes) -> np.ndarray:
+        """Of UTF-8."""
+        return np.array(self.encode(content.decode()), np.uint32)
+
+
+class Bytes(Tokenizer):
+    """The 256 bytes, and one token that stands before every document."""
+
+    vocab_size = BYTE_VOCAB_SIZE
+    end = begin = BYTE_VOCAB_SIZE - 1
+    stops = frozenset([end])
+    fingerprint = zlib.crc32(b"bytes")
+
+    def encode(self, text: str) -> list[int]:
+        with text_in(text):
+            return list(text.encode(errors="surrogateescape"))  # Python's form of non-UTF-8 arguments
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def encode_document(self, content: bytes) -> np.ndarray:
+        return np.frombuffer(content, np.uint8)
+
+
+class GPT2(Tokenizer):
+    """GPT-2's, through tiktoken."""
+
+    vocab_size = GPT2_VOCAB_SIZE
+    end = begin = GPT2_VOCAB_SIZE - 1
+    stops = frozenset([end])
+    fingerprint = zlib.crc32(b"gpt2")
+
+    def __init__(self):
+        self.encoding = gpt2_encoding()
+
+    def encode(self, text: str) -> list[int]:
+        with text_in(text):
+            text.encode()  # raises for a lone surrogate, which tiktoken would replace
+            return self.encoding.encode_ordinary(text)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.encoding.decode(tokens)
+
+    def token(self, name: str) -> int | None:
+        return self.end if name == "<|endoftext|>" else None
+
+
+class FromFile(Tokenizer):
+    """A tokenizer.json. Its end token is named by tokenizer_config.json, generation_config.json or config.json beside
+    it. Truncation and padding that the file asks for are switched off: they would lose text."""
+
+    def __init__(self, path: Path):
+        content = read_regular(path, EXPECTED, LARGEST_FILE)
+        with panics_told(f"{path} cannot be read"):
+            self.tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            self.tokenizer.encode_special_tokens = True  # special tokens in a text are text
+            largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+            added = self.tokenizer.get_added_tokens_decoder()
+            text = self.tokenizer.encode("a")  # shows which special token it puts before a text
+        self.path, self.special = path, {token.content: number for number, token in added.items()}
+        says = {name: read_json(path.parent / name, name) for name in BESIDE if (path.parent / name).exists()}
+        of_model = says.get("config.json", {}).get("vocab_size")
+        self.vocab_size = max(largest + 1, of_model if type(of_model) is int else 0)
+        if not 1 <= self.vocab_size <= LARGEST_VOCAB_SIZE:
+            raise InputError(f"{path}: a vocabulary of {self.vocab_size}; expected 1 to {LARGEST_VOCAB_SIZE} tokens")
+        named = [token for name in BESIDE for token in self.named(says.get(name, {}), "eos", path.parent / name)]
+        named += [self.special[name] for name in ENDS if name in self.special and not named]
+        if not named:
+            raise InputError(
+                f"{path} and the files beside it name no end token; expected eos_token in tokenizer_config.json, or "
+                f"{', '.join(ENDS)} as a special token; copy tokenizer_config.json along"
+            )
+        self.end, self.stops = named[0], frozenset(named)
+        self.begin = text.ids[0] if text.ids and text.special_tokens_mask[0] else None
+        self.fingerprint = zlib.crc32(repr((self.vocab_size, self.end, self.begin)).encode(), zlib.crc32(content))
+
+    def named(self, says: dict, kind: str, path: Path) -> list[int]:
+        """The tokens that a file names as its eos: a string, an object with "content", a number, a list of numbers."""
+        token, numbers = says.get(f"{kind}_token"), says.get(f"{kind}_token_id")
+        text = token.get("content") if isinstance(token, dict) else token
+        found = [] if text is None else [self.tokenizer.token_to_id(text) if isinstance(text, str) else None]
+        found += numbers if isinstance(numbers, list) else [] if numbers is None else [numbers]
+        for number in found:
+            if type(number) is not int or not 0 <= number < self.vocab_size:
+                raise InputError(
+                    f"{path}: {kind}_token is {token!r:.60}, {kind}_token_id {numbers!r:.60}; expected tokens that "
+                    f"{self.path} has; copy both from the same model"
+                )
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        with text_in(text), panics_told(f"{self.path} cannot encode the text"):
+            text.encode()
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        with panics_told(f"{self.path} cannot decode its tokens"):
+            return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def token(self, name: str) -> int | None:
+        return self.special.get(name)
+
+
+class Numbers(Tokenizer):
+    """Token numbers as text: for a model whose tokenizer nobody knows, such as one of synthetic data."""
+
+    end = begin = None
+    stops = frozenset()
+    fingerprint = zlib.crc32(b"numbers")
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [int(number) for number in text.split()]
+        except ValueError as error:
+            raise InputError(
+                f"found {text!r:.60}; expected token numbers such as '3 17 5': the model is of synthetic data, or its "
+                f"vocabulary of {self.vocab_size} is that of an unknown tokenizer; name one with --tokenizer"
+            ) from error
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """path: "" or "bytes"; "gpt2"; else a tokenizer.json or the folder that has one. Raises InputError."""
+    if path in ("", "bytes"):
+        return Bytes()
+    if path == "gpt2":
+        return GPT2()
+    found = Path(path)
+    if not found.exists():
+        raise InputError(f"tokenizer {path}: no such file or folder; expected bytes, gpt2, or {EXPECTED} or its folder")
+    return FromFile(found / "tokenizer.json" if found.is_dir() else found)
+
+
+@contextmanager
+def text_in(text: str) -> Iterator[None]:
+    """Raises InputError for text that has no UTF-8."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise InputError(f"found {text!r:.60}; expected UTF-8 text") from error
+
+
+@contextmanager
+def panics_told(problem: str) -> Iterator[None]:
+    """InputError in place of what the tokenizers library raises: bare Exceptions, and Rust panics (BaseExceptions)."""
+    try:
+        yield
+    except (InputError, UnicodeEncodeError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        said = " ".join(str(error).split())
+        raise InputError(f"{problem}: {said:.200}; expected {EXPECTED}; copy it again") from error
+
+
+def gpt2_encoding():
+    """tiktoken's GPT-2 tokenizer. Raises InputError where the package or its vocabulary cannot be had."""
+    try:
+        import tiktoken
+
+        return tiktoken.get_encoding("gpt2")
+    except ImportError as error:
+        raise InputError("the GPT-2 tokenizer needs tiktoken; pip install tiktoken, or use bytes") from error
+    except OSError as error:  # requests' errors are OSErrors
+        raise InputError(
+            f"tiktoken could not download the GPT-2 vocabulary ({type(error).__name__}); fetch it on a machine with "
+            "internet and set TIKTOKEN_CACHE_DIR to that folder, or use bytes"
+        ) from error

@@ -1,0 +1,52 @@
+"""Fixtures and settings of all tests; each folder of tests has them by its conftest.py."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("AOT_TPU_CACHE", "")  # what a test compiles is compiled
+os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
+# of the tests' own process: a third of the time to compile, slower steps, the same float32; scripts have it not
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+import torch_xla
+from processes import ROOT
+
+# the longest first: of two workers none is left alone with one of them at the end
+LONGEST = (
+    "cluster",
+    "aot_tpu",
+    "transformer_tpu",
+    "distributed",
+    "simple_mnist",
+    "docs",
+    "calibrate",
+    "aot_modules",
+    "torture",
+    "page",
+    "onnx",
+    "storage",
+    "gpt_parity",
+    "nonfinite",
+)
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def xla_runtime():
+    """Started before any test runs a backward pass: autograd counts the devices at its first one, and never again
+    (torch/csrc/autograd/engine.cpp, start_device_threads), so a pass on plain CPU tensors would leave none for XLA."""
+    torch_xla.device()
+
+
+@pytest.fixture(scope="session")
+def mnist_dir() -> Path:
+    """10,000 training and 5,000 test digits of the real MNIST, in torchvision's layout."""
+    folder = ROOT.parent / "shared" / "data" / "mnist"
+    if not folder.exists():
+        pytest.skip("real MNIST digits are not beside this checkout (../shared/data/mnist)")
+    return folder

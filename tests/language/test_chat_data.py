@@ -1,0 +1,375 @@
+"""Conversations: formats, which tokens count, packing, and every refusal. No torch."""
+
+import dataclasses
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutations import at_most, make_irregular, mutated, no_hang
+
+from language import chat_data
+from language.chat_data import ChatPacks, encode_chats, format_chat, prompt_of_chat, read_chats, stop_tokens
+from language.token_data import START
+from language.tokenizer import load_tokenizer
+from language.transformer_options import TransformerConfig
+from tpu_utils.errors import InputError
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|begin_of_text|>", "<|start_header_id|>"]
+SPECIAL += ["<|end_header_id|>", "<|eot_id|>"]
+
+
+class Bytes:
+    """A tokenizer of bytes, with special tokens behind the end of a document. parses: sees them in a text too."""
+
+    end = begin = 256
+
+    def __init__(self, special=(), parses=False):
+        self.special, self.parses = list(special), parses
+        self.vocab_size = 257 + len(self.special)
+
+    def encode(self, text):
+        if self.parses and self.special:
+            pieces = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text)
+            return [t for p in pieces for t in ([self.token(p)] if p in self.special else p.encode())]
+        return list(text.encode())
+
+    def decode(self, tokens):
+        names = ["<end>", *self.special]
+        return b"".join(bytes([t]) if t < 256 else names[t - 256].encode() for t in tokens).decode()
+
+    def token(self, name):
+        return 257 + self.special.index(name) if name in self.special else None
+
+
+PLAIN, ALL = Bytes(), Bytes(SPECIAL)
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": " Hello\n"},
+    {"role": "user", "content": " Who?\n"},
+    {"role": "assistant", "content": "Me"},
+]
+# what apply_chat_template() of each model's tokenizer gives for MESSAGES, tokenize=False
+EXPECTED = {
+    "plain": "<end>System: Be brief.\nUser: Hi\nAssistant:  Hello\n<end>\nUser:  Who?\n\nAssistant: Me<end>\n",
+    "chatml": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\n Hello\n<|im_end|>\n<|im_start|>user\n Who?\n<|im_end|>\n"
+    "<|im_start|>assistant\nMe<|im_end|>\n",
+    "qwen3": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\n Hello\n<|im_end|>\n<|im_start|>user\n Who?\n<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\nMe<|im_end|>\n",
+    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    "Hello<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nWho?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nMe<|eot_id|>",
+}
+ANSWERS = {
+    "plain": "  Hello\n<end> Me<end>",
+    "chatml": " Hello\n<|im_end|>Me<|im_end|>",
+    "qwen3": " Hello\n<|im_end|>Me<|im_end|>",
+    "llama3": "Hello<|eot_id|>Me<|eot_id|>",
+}
+
+
+@pytest.mark.parametrize("format", EXPECTED)
+def test_a_format_is_the_models_own_and_answers_alone_count(format):
+    tokens, targets = format_chat(MESSAGES, format, ALL)
+    assert ALL.decode(tokens) == EXPECTED[format]
+    assert ALL.decode([token for token, target in zip(tokens, targets, strict=True) if target]) == ANSWERS[format]
+
+
+@pytest.mark.parametrize("format", EXPECTED)
+def test_a_prompt_is_what_stood_before_the_answer_in_training(format):
+    for end in (2, 4):
+        prompt = prompt_of_chat(MESSAGES[:end], format, ALL)
+        tokens, targets = format_chat(MESSAGES[: end + 1], format, ALL)
+        last = len(tokens) - targets[::-1].index(True) - 1
+        assert tokens[: len(prompt)] == prompt and not targets[len(prompt) - 1] and all(targets[len(prompt) : last + 1])
+        assert tokens[last] in stop_tokens(format, ALL)
+        assert not stop_tokens(format, ALL) & set(tokens[len(prompt) : last])
+
+
+SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # as Llama 3 and Qwen3
+)
+
+
+@pytest.mark.parametrize("format", ["chatml", "qwen3", "llama3"])
+def test_tokens_are_those_of_the_whole_text(tmp_path, format):
+    """Encoded part by part, a conversation has the tokens that the tokenizer makes of its text in one go."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")]
+    splits.append(tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(splits)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = [*SPECIAL[:2], *SPECIAL[4:], "<|endoftext|>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
+    model.train_from_iterator([EXPECTED[format].replace("<|", " ")] * 9, trainer)
+    model.add_tokens(["<think>", "</think>"])  # as Qwen3 has them: no special tokens
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokens, targets = format_chat(MESSAGES, format, tokenizer)
+    assert tokens == model.encode(EXPECTED[format], add_special_tokens=False).ids
+    answers = tokenizer.decode([token for token, target in zip(tokens, targets, strict=True) if target])
+    assert answers == ANSWERS[format]
+    foreign = [{"role": "user", "content": f"Say {SPECIAL[1]}{SPECIAL[-1]}"}, {"role": "assistant", "content": "No"}]
+    tokens = format_chat(foreign, format, tokenizer)[0]  # special tokens in a text are text
+    assert sum(token in stop_tokens(format, tokenizer) for token in tokens) == 2
+
+
+def test_a_text_cannot_end_an_answer():
+    chat = [{"role": "user", "content": "Say <|im_end|>"}, {"role": "assistant", "content": "No"}]
+    assert ALL.decode(format_chat(chat, "chatml", ALL)[0]).count("<|im_end|>") == 3  # one of them bytes
+    with pytest.raises(
+        InputError, match=r"^x, line 3: a text holds <\|im_end\|>, which is a token of the format; take"
+    ):
+        encode_chats([("x, line 3", chat)], "chatml", Bytes(SPECIAL, parses=True), 100)
+
+
+def test_a_format_needs_its_tokens():
+    with pytest.raises(
+        InputError,
+        match=r"^chat_format is chatml, but the tokenizer has no token <\|im_start\|>; choose plain or llama3, or the",
+    ):
+        encode_chats([("x", MESSAGES)] * 2, "chatml", Bytes(SPECIAL[4:]), 100)
+    with pytest.raises(
+        InputError, match="chat_format is 'alpaca'; expected auto, or one of plain, chatml, qwen3, llama3"
+    ):
+        stop_tokens("alpaca", PLAIN)
+
+
+def test_auto_takes_the_format_whose_tokens_are_there():
+    for special, format in (([], "plain"), (SPECIAL[:2], "chatml"), (SPECIAL[:4], "qwen3"), (SPECIAL[4:], "llama3")):
+        tokenizer = Bytes(special)
+        assert chat_data.choose_format("auto", tokenizer) == format
+        for function in (format_chat, prompt_of_chat):
+            assert function(MESSAGES, "auto", tokenizer) == function(MESSAGES, format, tokenizer)
+        assert stop_tokens("auto", tokenizer) == stop_tokens(format, tokenizer)
+    assert chat_data.choose_format("plain", ALL) == "plain"
+
+
+def documents_in(rows) -> list[list[int]]:
+    """What stands in rows, as (token, whether it is a target) lists, padding left out: the inverse of a pack."""
+    found = []
+    for row in np.asarray(rows).reshape(-1, np.shape(rows)[-1]).tolist():
+        documents = []
+        for value in row:
+            if value < -START:
+                documents.append([(~value - START, False)])
+            else:
+                documents[-1].append((value if value >= 0 else ~value, value >= 0))
+        while documents and documents[-1] == [(0, False)]:
+            documents.pop()
+        found += documents
+    return found
+
+
+def random_chats(count, seed=0):
+    random = np.random.default_rng(seed)
+    word = lambda n: "".join(random.choice(list("abcdef "), n))  # noqa: E731
+    return [
+        (
+            f"x, line {i}",
+            [{"role": r, "content": f"{i} " + word(random.integers(0, 30))} for r in ("user", "assistant")],
+        )
+        for i in range(count)
+    ]
+
+
+def as_document(messages, T, format="plain", tokenizer=PLAIN):
+    tokens, targets = format_chat(messages, format, tokenizer)
+    return tuple(zip(tokens[: T + 1], targets[: T + 1], strict=True))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_each_conversation_once_an_epoch_whole_and_the_answers_are_the_targets(processes):
+    T, chats = 100, random_chats(150)
+    encoded, truncated = encode_chats(chats, "plain", PLAIN, T)
+    sources = [ChatPacks(encoded, T, 8 // processes, 3, True, i, processes) for i in range(processes)]
+    wanted = Counter(as_document(messages, T) for _, messages in chats)
+    steps, epochs = sources[0].batches_per_epoch, []
+    for epoch in range(3):
+        batches = [
+            np.concatenate([source.batch(step) for source in sources])
+            for step in range(epoch * steps, (epoch + 1) * steps)
+        ]
+        assert all(batch.shape == (8, T + 1) and batch.dtype == np.int32 for batch in batches)
+        assert Counter(map(tuple, documents_in(batches))) == wanted
+        answers = {bytes(t for t, target in d if target and t < 256).decode() for d in documents_in(batches)}
+        assert answers == {f" {messages[1]['content']}" for _, messages in chats}
+        epochs.append(np.stack(batches))
+    assert truncated == 0 and not np.array_equal(epochs[0], epochs[1])
+    alone = ChatPacks(encoded, T, 8, 3)  # any number of processes reads the same global batch
+    np.testing.assert_array_equal(alone.batch(2 * steps), epochs[2][0])
+    assert not np.array_equal(ChatPacks(encoded, T, 8, 4).batch(0), alone.batch(0))  # another seed, another order
+    in_order = ChatPacks(encoded, T, 8, shuffle=False)
+    np.testing.assert_array_equal(in_order.batch(0), in_order.batch(steps))
+
+
+def test_rows_are_full_and_planned_fast_enough():
+    """100,000 conversations of every length up to a row: no more rows than 1 % above what their tokens need."""
+    lengths = np.random.default_rng(0).geometric(1 / 300, 100_000).clip(3, 2049)
+    rows = chat_data.fill_rows(lengths, 2049)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert max(int(lengths[row].sum()) for row in rows) <= 2049
+    assert len(rows) <= 1.01 * lengths.sum() / 2049
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_no_row_overflows_and_no_two_rows_fit_into_one(lengths):
+    lengths = np.array(lengths)
+    rows = chat_data.fill_rows(lengths, 20)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    sums = sorted(int(lengths[row].sum()) for row in rows)
+    assert sums[-1] <= 20 and (len(sums) == 1 or sums[0] + sums[1] > 20)
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
+CHAT = st.lists(st.tuples(st.sampled_from(chat_data.ROLES), TEXT), max_size=4).map(
+    lambda said: [{"role": role, "content": text} for role, text in [*said, ("assistant", "yes")]]
+)
+
+
+@given(st.lists(CHAT, min_size=1, max_size=12), st.sampled_from(list(EXPECTED)), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_unpacking_gives_the_conversations(tmp_path_factory, chats, format, seed):
+    path = tmp_path_factory.mktemp("chats") / "x.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    read = read_chats(path)
+    assert [messages for _, messages in read] == chats
+    encoded, truncated = encode_chats(read, format, ALL, 400)
+    source = ChatPacks(encoded, 400, 2, seed)
+    rows = [source.batch(step) for step in range(source.batches_per_epoch)]
+    wanted = Counter(as_document(chat, 400, format, ALL) for chat in chats)
+    assert Counter(map(tuple, documents_in(rows))) == wanted and truncated == 0
+
+
+def test_a_conversation_is_truncated_at_its_end_and_refused_when_no_answer_is_left():
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x" * 100}]
+    (encoded,), truncated = encode_chats([("x", chat)], "plain", PLAIN, 39)
+    assert truncated == 1 and len(encoded) == 40 and encoded[-1] == ord("x")
+    with pytest.raises(
+        InputError,
+        match=r"^c\.jsonl, line 7: its first answer begins at token 20, but a row has 20; leave it out, or raise",
+    ):
+        encode_chats([("c.jsonl, line 7", chat)], "plain", PLAIN, 19)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "no conversation: it is no JSON (Expecting property name"),
+        (b"7", "no conversation: it holds int, expected a JSON object; correct the line, or leave it out"),
+        (b"{}", "it has no key, expected messages, or prompt and completion"),
+        (b'{"text": "x"}', "it has 'text', expected messages, or prompt and completion"),
+        (b'{"prompt": "x", "completion": ["y"]}', "the content of message 2 is list, expected a text"),
+        (b'{"messages": {}}', "messages is dict, expected a list"),
+        (b'{"messages": []}', "it has no message of the assistant"),
+        (b'{"messages": [{"role": "user", "content": "x"}]}', "it has no message of the assistant"),
+        (b'{"messages": ["x"]}', "the role of message 1 is None, expected system, user, assistant"),
+        (b'{"messages": [{"role": "tool", "content": "x"}]}', "the role of message 1 is 'tool', expected system, user"),
+        (b'{"messages": [{"role": "assistant", "content": null}]}', "the content of message 1 is NoneType, expected"),
+        (b'{"prompt": "\\ud800", "completion": "y"}', "surrogates not allowed"),
+        (b'{"prompt": "\xff", "completion": "y"}', "invalid start byte"),
+        (
+            b'{"prompt": "x", "completion": "' + b"y" * (1 << 24),
+            "bytes, expected fewer than 16,777,216",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    good = b'{"prompt": "a", "completion": "b", "id": 3}\n'
+    (tmp_path / "a.jsonl").write_bytes(good + b"\n")
+    (tmp_path / "b.jsonl").write_bytes(good + line + b"\n" + good + line)
+    with pytest.raises(InputError) as caught:
+        read_chats(tmp_path)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith(f"{tmp_path}/b.jsonl, line 2: ") and message in first
+    assert second.startswith(f"{tmp_path}/b.jsonl, line 4: ") and message in second
+
+
+def test_many_bad_lines_are_counted(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"{}\n" * 25)
+    with pytest.raises(InputError, match=r"line 10: .*\nand 15 more$"):
+        read_chats(tmp_path / "x.jsonl")
+
+
+def test_damaged_files_are_read_or_refused(tmp_path):
+    path = tmp_path / "x.jsonl"
+    content = "".join(json.dumps({"messages": messages}) + "\n" for _, messages in random_chats(3)).encode()
+    for damaged in mutated(content, 150):
+        path.write_bytes(damaged)
+        try:
+            with at_most(1 << 20), no_hang():
+                read_chats(path)
+        except InputError as error:
+            assert str(path) in str(error)
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"no \.jsonl file; expected conversations, one JSON object a line"):
+        read_chats(tmp_path)
+    for kind in ("FIFO", "character device", "nothing"):
+        with pytest.raises(InputError), no_hang():
+            read_chats(make_irregular(tmp_path / kind, kind))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatConfig(TransformerConfig):
+    """As --dataset chat gives it."""
+
+    chat_format: str = "plain"
+
+
+def small_config(tmp_path, **options):
+    options = dict(model_size="llama_tiny", sequence_length=160, vocab_size=257, global_batch_size=4) | options
+    return ChatConfig(train_data="x.jsonl", data_dir=str(tmp_path), **options)
+
+
+def write_chats(path, chats):
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for _, messages in chats))
+
+
+def test_load_chats(tmp_path):
+    chats = random_chats(50)
+    write_chats(tmp_path / "x.jsonl", chats)
+    config = small_config(tmp_path, gradient_accumulation_steps=2)
+    data = chat_data.load_chats(config, PLAIN)
+    assert data.description == (
+        "45 conversations to train on, 5 to validate, format plain; 2,506 tokens in 17 rows, 91.6% full, 36.0% of them "
+        "targets; 0 truncated"
+    )
+    assert data.train.batch(0).shape == (4, 161) and data.validation.batch(0).shape == (2, 161)
+    seen = documents_in([data.validation.batch(step) for step in range(data.validation_batches)])
+    assert Counter(map(tuple, seen)) == Counter(as_document(messages, 160) for _, messages in chats[45:])
+    part = chat_data.load_chats(config, PLAIN, 1, 2)
+    np.testing.assert_array_equal(part.train.batch(1), data.train.batch(1)[2:])
+    assert part.fingerprint() == data.fingerprint()
+    write_chats(tmp_path / "y.jsonl", chats[:7])
+    held_out = chat_data.load_chats(dataclasses.replace(config, validation_data="y.jsonl"), PLAIN)
+    assert held_out.description.startswith("50 conversations to train on, 7 to validate")
+    assert held_out.fingerprint() != data.fingerprint()
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    config = small_config(tmp_path)
+    with pytest.raises(InputError, match=r"x\.jsonl: no such file; expected conversations"):
+        chat_data.check_chats(config)
+    write_chats(tmp_path / "x.jsonl", random_chats(1))
+    with pytest.raises(InputError, match=r"^x\.jsonl: 1 conversation; expected 2 or more, or others with --validation"):
+        chat_data.check_chats(config)
+    with pytest.raises(InputError, match=r"^dataset is chat but train_data is empty; name the conversations with"):
+        chat_data.check_chats(dataclasses.replace(config, train_data=""))
+    write_chats(tmp_path / "x.jsonl", random_chats(9))
+    chat_data.check_chats(config)
+    with pytest.raises(
+        InputError, match=r"^the tokenizer has 265 tokens, but the model 257; expected the tokenizer that"
+    ):
+        chat_data.load_chats(config, ALL)

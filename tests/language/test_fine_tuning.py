@@ -1,0 +1,195 @@
+"""A fine-tune on conversations, as users run it: the same losses on one device, on a mesh and in plain PyTorch, of all
+weights and of adapters; resumed, exported, and read by the libraries of others."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import run
+from run_files import assert_identical, state_in
+from test_llama_parity import TIED, hugging_face_model
+from test_transformer_tpu import losses_of, train_all
+
+from language.chat_data import read_chats, tokenizer_of
+from language.hf_files import open_weights
+from language.layers import is_matrix, load_weights
+from language.llama import Llama
+from language.run_weights import read_run
+from language.sequences import load_sequences
+from language.token_data import START
+from language.transformer_options import TransformerConfig
+from tools import convert_hf
+from tpu_utils.optim import learning_rates
+
+RUN = dict(dataset="chat", train_data="chats.jsonl", sequence_length=96, num_steps=20, global_batch_size=8)
+RUN |= dict(learning_rate=5e-3, warmup_steps=2, log_every=1, save_every=10, eval_every=10, eval_batches=1)
+COMPARED = 10  # of the steps, with plain PyTorch
+LORA = dict(lora_rank=4, lora_alpha=8.0)
+ALL_WAYS = ["--gradient_accumulation_steps=2", "--remat", "--scan_layers"]
+# a rate so small that no weight changes: what goes through the shards comes out as it went in
+STILL = ["--num_steps=1", "--warmup_steps=0", "--learning_rate=1e-30", "--save_every=1"]
+
+
+def options_of(folder: Path, **changes) -> list[str]:
+    options = {**RUN, "initial_weights": folder / "base", "data_dir": folder, "device": "cpu", **changes}
+    return [f"--{name}={value}" for name, value in options.items()]
+
+
+def on_a_mesh(folder: Path, into: Path, mesh: str, num_devices: int) -> None:
+    """An adapter in all ways at once as into/mesh, all weights as they were as into/still_mesh."""
+    tuned = ["mesh", *options_of(folder, **LORA), *ALL_WAYS, f"--mesh={mesh}"]
+    train_all(into, num_devices, [tuned, ["still_mesh", *options_of(folder), *STILL, f"--mesh={mesh}"]])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """On one device all, lora, resumed and still; on four mesh and still_mesh."""
+    folder = tmp_path_factory.mktemp("tuned")
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), random.integers(2, 7))) for _ in range(150)]
+    turns = [
+        [{"role": "user", "content": f"Say {w} twice."}, {"role": "assistant", "content": f"{w} {w}"}] for w in words
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    shape = dict(num_layers=2, sequence_length=128, vocab_size=257)
+    hugging_face_model(TIED.__class__(**{**vars(TIED), **shape})).to(torch.bfloat16).save_pretrained(folder / "base")
+    resumed = ["lora/resumed", *options_of(folder, **LORA), "--resume=must"]
+    still = ["still", *options_of(folder), *STILL]
+    train_all(folder, 1, [["all", *options_of(folder)], ["lora", *options_of(folder, **LORA)], resumed, still])
+    on_a_mesh(folder, folder, "1x2x2", 4)
+    return folder
+
+
+def config_of(runs: Path, **changes) -> TransformerConfig:
+    return TransformerConfig(**RUN, initial_weights=str(runs / "base"), data_dir=str(runs), **changes)
+
+
+def plain_pytorch(config: TransformerConfig) -> list[float]:
+    """Losses with each conversation in a row of its own, under plain PyTorch on the CPU."""
+    weights = open_weights(Path(config.initial_weights), config.shape)
+    options = dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
+    model = load_weights(lambda: Llama(config.shape, **options), weights.read, "cpu", None, config.seed)
+    trained = model.trained()
+    groups = [{"params": [p for n, p in trained.items() if is_matrix(n) == on]} for on in (True, False)]
+    groups = [
+        group | {"weight_decay": 0.1 * is_on} for group, is_on in zip(groups, (1, 0), strict=True) if group["params"]
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    data, losses = load_sequences(config).train, []
+    for step, rate in enumerate(learning_rates(config, config.num_steps)[:COMPARED].tolist()):
+        documents = []
+        for row in data.batch(step).astype(np.int64):
+            begins = np.flatnonzero((row < 0) & (~row >= START))
+            documents += np.split(row, begins[begins > 0])
+        alone = np.full((len(documents), max(map(len, documents))), -1)  # each in a row of its own
+        for line, document in zip(alone, documents, strict=True):
+            line[: len(document)] = np.where((document < 0) & (~document >= START), document + START, document)
+        tokens = torch.from_numpy(np.where(alone < 0, ~alone, alone))
+        logits = model(tokens[:, :-1])[..., : config.shape.vocab_size]
+        targets = torch.from_numpy(np.where(alone < 0, -1, alone))[:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-1)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("names, options", [(["all"], {}), (["lora", "mesh"], LORA)])
+def test_packed_conversations_on_any_devices_equal_plain_pytorch_without_packing(runs, names, options):
+    expected = plain_pytorch(config_of(runs, **options))
+    assert expected[-1] < 0.9 * expected[0]
+    for name in names:
+        np.testing.assert_allclose(losses_of(runs / name)[:COMPARED], expected, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_on_eight_devices_too(runs, tmp_path):
+    on_a_mesh(runs, tmp_path, "2x2x2", 8)
+    np.testing.assert_allclose(losses_of(tmp_path / "mesh"), losses_of(runs / "lora"), rtol=2e-5)
+    for folder in (runs / "still", tmp_path / "still_mesh"):
+        convert_hf.export(folder, tmp_path / f"out_{folder.name}", torch.bfloat16)
+    files = [(tmp_path / f"out_{name}" / "model.safetensors").read_bytes() for name in ("still", "still_mesh")]
+    assert files[0] == files[1]
+
+
+def test_one_graph_and_no_uploads_beside_the_batch(runs):
+    for name in ("all", "lora", "mesh"):
+        summary = json.loads((runs / name / "summary.json").read_text())
+        assert summary["train_graphs"] == 1 and summary["host_to_device_uploads_per_step"] == 0, name
+
+
+def test_a_lora_run_resumes_bit_identical_and_its_checkpoint_has_base_adapters_and_their_moments_alone(runs):
+    states = [state_in(runs / name / "checkpoints" / "step_00000020") for name in ("lora", "resumed")]
+    assert_identical(*states)
+    for name in ("lora", "mesh"):
+        state = state_in(runs / name / "checkpoints" / "step_00000020")
+        adapters = [path for path in state if path.startswith("model/") and "_lora_" in path]
+        moments = [path for path in state if path.endswith("exp_avg_sq")]
+        assert len(adapters) == len(moments) == 2 * 5 * 2, name  # a and b of five matrices of two layers
+        base = open_weights(runs / "base", config_of(runs).shape)
+        assert all(torch.equal(state[f"model/{name}"], base.read(name)) for name in base.names), name
+
+
+def test_a_mesh_exports_the_bytes_that_one_device_does(runs, tmp_path):
+    for name in ("still", "still_mesh"):
+        convert_hf.export(runs / name, tmp_path / name, torch.bfloat16)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("still", "still_mesh")]
+    assert files[0] == files[1]
+    base, found = (open_weights(folder) for folder in (runs / "base", tmp_path / "still_mesh"))
+    assert all(torch.equal(base.read(name), found.read(name)) for name in base.names)
+
+
+def test_peft_has_the_logits_of_the_run_that_trained_the_adapter_on_a_mesh(runs, tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
+    transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+    convert_hf.export_adapter(runs / "mesh", tmp_path / "adapter", torch.float32)
+    convert_hf.export(runs / "mesh", tmp_path / "merged", torch.float32)
+    base = transformers.AutoModelForCausalLM.from_pretrained(runs / "base", torch_dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", torch_dtype=torch.float32)
+    config, saved = read_run(runs / "mesh")
+    ours = Llama(config.shape, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
+    ours.load_state_dict(saved.part("model"))
+    (_, messages), *_ = read_chats(runs / "chats.jsonl")
+    tokens = torch.tensor([tokenizer_of(config).encode(messages[0]["content"])])
+    with torch.no_grad():
+        expected = ours(tokens)[..., :257]
+        plain = base.eval()
+        for model in (theirs, merged):
+            torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+        with theirs.disable_adapter():
+            assert (plain(tokens).logits - expected).abs().max() > 0.1  # the adapter is not nothing
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume=must", "--initial_weights={other}"], "its config.json is not that of the run"),
+        (["--initial_weights={other}", "--dataset=chat"], "has no model.safetensors and no index"),
+        (["--resume=must", "--lora_rank=8"], "lora_rank is 8, was 4"),
+        (["--initial_weights={base}", "--dataset=synthetic"], "random tokens; choose --dataset chat or tokens"),
+        (["--initial_weights={base}", "--dataset=chat", "--sequence_length=1024"], "reads 128; choose 128 or less"),
+        (["--initial_weights={base}", "--dataset=chat", "--model_size=tiny"], "--model_size has no effect"),
+        (
+            ["--initial_weights={missing}"],
+            "initial_weights: .* no such file; expected a model.s config.json",
+        ),
+    ],
+)
+def test_what_does_not_belong_together_is_refused_before_torch_is_imported(runs, tmp_path, options, message):
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((runs / "base" / "config.json").read_text()) | {"rope_theta": 5e5}
+    (other / "config.json").write_text(json.dumps(config))
+    places = dict(other=other, base=runs / "base", missing=tmp_path / "missing")
+    folder = runs / "lora" if "--resume=must" in options else tmp_path / "run"
+    done = run("transformer_tpu.py", "--run_dir", folder, *(option.format(**places) for option in options))
+    assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").exists()

@@ -1,0 +1,105 @@
+"""Llama and Qwen3 against an independent implementation: Hugging Face's, with random weights."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_gpt_parity import adamw, relative_error
+
+from language.hf_layout import sources
+from language.layers import is_matrix
+from language.llama import Llama
+from language.operations import losses
+from language.shapes import LlamaShape, RopeScaling, hugging_face_config
+
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+
+TIED = LlamaShape(3, 4, 64, 128, 300, num_kv_heads=2, mlp_dim=160, tied_head=True, rope_theta=1e4)
+STRETCHED = dataclasses.replace(TIED, tied_head=False, rope_scaling=RopeScaling(8.0, original_context=64))
+QWEN3 = dataclasses.replace(STRETCHED, rope_scaling=None, qk_norm=True, head_width=32, norm_eps=1e-6)
+SHAPES = {"tied": TIED, "stretched": STRETCHED, "qwen3": QWEN3}
+
+
+def hugging_face_model(shape: LlamaShape, seed: int = 0):
+    """Random weights everywhere, norms too, so that no term of the gradient hides behind a one."""
+    config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.08 + (1.0 if "norm" in name else 0.0))
+    return model
+
+
+def in_our_layout(tensors: dict[str, torch.Tensor], shape: LlamaShape) -> dict[str, torch.Tensor]:
+    return {name: source.join(tensors.__getitem__) for name, source in sources(shape).items()}
+
+
+def our_model(theirs, shape: LlamaShape) -> Llama:
+    model = Llama(shape)
+    model.load_state_dict(in_our_layout(dict(theirs.named_parameters()), shape))
+    return model
+
+
+def batch(shape: LlamaShape, seed: int = 1, length: int | None = None):
+    size = (2, (length or shape.sequence_length) + 1)
+    tokens = torch.randint(shape.vocab_size, size, generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def their_loss(theirs, tokens, targets):
+    logits = theirs(tokens).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
+
+
+def our_loss(ours: Llama, tokens, targets):
+    logits = ours(tokens)
+    return losses(logits, targets, ours.shape.vocab_size).sum() / targets.numel(), logits
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_loss_and_every_gradient(name):
+    shape = SHAPES[name]
+    theirs = hugging_face_model(shape)
+    ours = our_model(theirs, shape)
+    (loss, logits), (found, our_logits) = their_loss(theirs, *batch(shape)), our_loss(ours, *batch(shape))
+    assert relative_error(our_logits[..., : shape.vocab_size], logits) < 1e-4
+    assert abs(found.item() - loss.item()) / loss.item() < 1e-4
+    loss.backward(), found.backward()
+    expected = in_our_layout({name: p.grad for name, p in theirs.named_parameters()}, shape)
+    errors = {name: relative_error(p.grad, expected[name]) for name, p in ours.named_parameters()}
+    assert len(errors) == len(sources(shape)) and max(errors.values()) < 1e-4, errors
+    assert ours.token_embedding.grad[shape.vocab_size :].abs().max() == 0  # padding takes no part
+    assert sum(p.numel() for p in ours.parameters()) == shape.num_parameters
+
+
+def test_their_tensors_come_back_as_they_were():
+    for shape in SHAPES.values():
+        theirs = dict(hugging_face_model(shape).named_parameters())
+        ours = in_our_layout(theirs, shape)
+        back = dict(pair for name, source in sources(shape).items() for pair in source.split(ours[name]))
+        assert back.keys() == theirs.keys()
+        assert all(torch.equal(back[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_ten_adamw_steps_stay_together(name):
+    shape = SHAPES[name]
+    theirs = hugging_face_model(shape, seed=2)
+    ours = our_model(theirs, shape)
+
+    optimizers = adamw(theirs, lambda n, p: p.dim() >= 2), adamw(ours, lambda n, p: is_matrix(n))
+    for step in range(10):
+        found = []
+        for model, optimizer, loss_of in zip((theirs, ours), optimizers, (their_loss, our_loss), strict=True):
+            loss, _ = loss_of(model, *batch(shape, seed=10 + step, length=32))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            found.append(loss.item())
+        assert abs(found[0] - found[1]) / found[0] < 1e-4, (step, found)
+    expected = in_our_layout(dict(theirs.named_parameters()), shape)
+    # by norms: where a gradient is near 0, Adam's division makes a whole step of 1e-7 of it
+    errors = {name: ((p - expected[name]).norm() / expected[name].norm()).item() for name, p in ours.named_parameters()}
+    assert max(errors.values()) < 1e-4, errors

@@ -1,0 +1,309 @@
+"""Token shards, text and the Markov chain: what a step gets to see, and every refusal."""
+
+import re
+
+import numpy as np
+import pytest
+from mutations import at_most, make_irregular, mutated, no_hang
+from processes import ROOT
+
+from language import llmc_files, sequences, token_data
+from language.transformer_options import TransformerConfig
+from tpu_utils.errors import InputError
+
+
+def write_shard(path, tokens, magic=20240520, version=1, count=None, dtype="<u2"):
+    """By hand, not through our writer."""
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
+    return path
+
+
+def test_shards_are_read_in_llmc_order(tmp_path):
+    """Two shards, two processes: process r reads B*T+1 tokens at r*B*T, strides 2*B*T, skips the ragged end."""
+    T, rows = 4, 3
+    first, second = np.arange(60), 1000 + np.arange(30)  # two global batches (24 tokens each) and one
+    write_shard(tmp_path / "b_000.bin", first)
+    write_shard(tmp_path / "b_001.bin", second)
+    for process in (0, 1):
+        source = token_data.TokenShards(str(tmp_path / "b_*.bin"), 2000, T, rows, process, 2)
+        assert source.batches_per_epoch == 3
+        for step, (tokens, start) in enumerate([(first, 0), (first, 24), (second, 0), (first, 0)]):
+            at = start + process * rows * T
+            expected = [tokens[at + row * T : at + row * T + T + 1] for row in range(rows)]
+            np.testing.assert_array_equal(source.batch(step), expected)
+
+
+def test_llama_shards_are_read(tmp_path):
+    path = write_shard(tmp_path / "l.bin", [70000 + i for i in range(20)], 20240801, 7, dtype="<u4")
+    source = token_data.TokenShards(str(path), 128256, 4, 2)
+    assert source.batch(0)[0, 0] == 70000 and source.batch(0).dtype == np.int32
+
+
+def test_our_writer_writes_what_we_read(tmp_path):
+    path = tmp_path / "t.bin"
+    llmc_files.write_token_shard(path, np.arange(50))
+    np.testing.assert_array_equal(llmc_files.open_token_shard(path, 50257), np.arange(50))
+    with pytest.raises(InputError, match="65536"):
+        llmc_files.write_token_shard(path, np.array([65536]))
+    llmc_files.write_token_shard(path, np.arange(50), 257)
+    assert np.frombuffer(path.read_bytes(), "<i4", 256).tolist() == [20240520, 1, 50, 257] + 252 * [0]
+    np.testing.assert_array_equal(llmc_files.open_token_shard(path, 257), np.arange(50))
+    with pytest.raises(
+        InputError, match=r"t.bin: tokens of a vocabulary of 257 \(bytes\), but vocab_size is 50257; .*"
+    ):
+        llmc_files.open_token_shard(path, 50257)
+
+
+def test_the_page_makes_a_shard_of_an_array_of_tokens(tmp_path, monkeypatch):
+    """docs/another_model.md, "Tokens of your own"."""
+    section = (ROOT / "docs" / "another_model.md").read_text().partition("\n## Tokens of your own")[2]
+    monkeypatch.chdir(tmp_path)
+    np.save("tokens.npy", np.arange(50) * 1000)
+    exec(re.search(r"```python\n(.*?)```", section, re.S)[1], {})
+    source = token_data.TokenShards("mine_train_*.bin", 65536, 4, 2)
+    np.testing.assert_array_equal(source.batch(0), np.array([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]) * 1000)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: write_shard(p, range(40), count=50), "truncated: 1104 bytes, expected 1124"),
+        (lambda p: write_shard(p, range(40), count=30), "longer than its header says"),
+        (lambda p: write_shard(p, range(40), magic=7), "magic number 7 is not a token shard's"),
+        (lambda p: write_shard(p, range(40), version=2), "version 2; expected 1"),
+        (
+            lambda p: write_shard(p, range(40), 20240801, 7, dtype="<u4"),
+            "Llama-3 tokens .vocabulary 128256. for a model",
+        ),
+        (lambda p: write_shard(p, [*range(40), 999]), "token 999, but vocab_size is 257"),
+        (lambda p: write_shard(p, range(8)), "shorter than one global batch of 8"),
+        (lambda p: write_shard(p, []), "no tokens"),
+        (lambda p: p.write_bytes(b""), "0 bytes; a token shard starts with a header of 1024 bytes"),
+        (lambda p: None, "matches no file"),
+    ],
+)
+def test_bad_shards_are_refused(tmp_path, make, message):
+    make(tmp_path / "x.bin")
+    with pytest.raises(InputError, match=message):
+        token_data.TokenShards(str(tmp_path / "x.bin"), 257, 4, 2)
+
+
+def epoch_of(source, epoch=0):
+    n = source.batches_per_epoch
+    return [source.batch(epoch * n + i) for i in range(n)]
+
+
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_every_byte_is_a_target_once_and_documents_stay_apart(bucketed):
+    random = np.random.default_rng(0)
+    documents = [
+        bytes(random.integers(0, 64, n).astype(np.uint8) + 64 * (i % 4)) for i, n in enumerate([5, 700, 256, 1, 130])
+    ]
+    T, rows = 256, 2
+    parts = [token_data.TextWindows(documents, T, rows, 1, True, bucketed, process, 2) for process in (0, 1)]
+    for epoch in (0, 1):
+        windows = [row for part in parts for batch in epoch_of(part, epoch) for row in batch]
+        targets = np.concatenate([row[1:][row[1:] >= 0] for row in windows])
+        assert sorted(targets) == sorted(b"".join(documents))
+        for row in windows:
+            inside = row[(row >= 0) & (row != token_data.END_OF_DOCUMENT_BYTE)]
+            assert len(set(inside // 64)) <= 1  # each document here has its own quarter of the byte values
+    lengths = {batch.shape[1] - 1 for part in parts for batch in epoch_of(part)}
+    assert lengths == ({128, 256} if bucketed else {256}) and lengths == set(parts[0].lengths)
+    assert [b.tolist() for b in epoch_of(parts[0])] != [b.tolist() for b in epoch_of(parts[0], 1)]  # reshuffled
+
+
+def test_split_is_nanogpts():
+    training, validation = token_data.split_documents([b"a" * 1000])
+    assert [len(d) for d in training + validation] == [900, 100]
+
+
+def test_text_files(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    (tmp_path / "b.txt").write_text("three")
+    assert token_data.read_documents(tmp_path) == [b"one\n\ntwo", b"three"]
+    assert token_data.read_documents(tmp_path, "\n\n") == [b"one", b"two", b"three"]
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9!")
+    with pytest.raises(InputError, match=r"not UTF-8 \(byte 0xe9 at 3\)"):
+        token_data.read_documents(tmp_path / "latin.txt")
+    (tmp_path / "empty.txt").write_bytes(b"")
+    with pytest.raises(InputError, match="empty"):
+        token_data.read_documents(tmp_path / "empty.txt")
+    with pytest.raises(InputError, match="shorter than one sequence of 64"):
+        token_data.TextWindows([b"short"], 64, 2)
+
+
+def test_markov_chain_has_the_entropy_it_says():
+    """The entropy of the transition matrix as counted from samples, against the closed form."""
+    chain = token_data.MarkovChain(16, 256, 64)
+    counts = np.zeros((16, 16))
+    for step in range(40):
+        batch = chain.batch(step)
+        np.add.at(counts, (batch[:, :-1].ravel(), batch[:, 1:].ravel()), 1)
+    rows = counts / counts.sum(1, keepdims=True)
+    per_state = -np.where(rows > 0, rows * np.log(np.maximum(rows, 1e-12)), 0).sum(1)
+    assert abs((per_state * counts.sum(1)).sum() / counts.sum() - chain.entropy) < 2e-3
+    assert abs(chain.entropy - 1.75 * np.log(2)) < 1e-12
+    assert not np.array_equal(chain.batch(0), chain.batch(1)) and np.array_equal(chain.batch(3), chain.batch(3))
+    halves = [token_data.MarkovChain(16, 256, 32, process_index=i, process_count=2).batch(5) for i in (0, 1)]
+    np.testing.assert_array_equal(np.concatenate(halves), chain.batch(5))
+
+
+def test_hellaswag_file_round_trip_and_damage(tmp_path):
+    questions = [
+        llmc_files.MultipleChoice(i, i % 4, np.arange(3 + i), [np.arange(10 * e, 10 * e + 2 + e) for e in range(4)])
+        for i in range(5)
+    ]
+    path = tmp_path / "hellaswag_val.bin"
+    llmc_files.write_hellaswag(path, questions)
+    words = np.frombuffer(path.read_bytes(), "<u2")[512:]
+    assert words[:6].tolist() == [
+        65535,
+        2 * (6 + 3 + 4 + 2 + 3 + 4 + 5),
+        0,
+        0,
+        4,
+        3,
+    ]  # llm.c: bytes of the whole example
+    found = llmc_files.read_hellaswag(path, 257)
+    assert [q.label for q in found] == [0, 1, 2, 3, 0]
+    rows = found[1].rows(12)
+    assert (
+        rows[3, :4].tolist() == [~0, ~1, ~2, ~3] and rows[3, 4:9].tolist() == [30, 31, 32, 33, 34] and rows[3, 9] == -1
+    )
+    with pytest.raises(InputError, match="longer than 5"):
+        found[4].rows(5)
+    path.write_bytes(path.read_bytes()[:-6])
+    with pytest.raises(InputError, match="example 4 of 5"):
+        llmc_files.read_hellaswag(path, 257)
+
+
+def hellaswag(path, count=5):
+    """A file of questions and its bytes."""
+    questions = [
+        llmc_files.MultipleChoice(i, i % 4, np.arange(3 + i % 7), [np.arange(10 * e, 10 * e + 2 + e) for e in range(4)])
+        for i in range(count)
+    ]
+    llmc_files.write_hellaswag(path, questions)
+    return path.read_bytes()
+
+
+def test_no_damage_of_a_hellaswag_file_is_a_crash(tmp_path):
+    path, refused = tmp_path / "hellaswag_val.bin", 0
+    content = hellaswag(path)
+    for number, damaged in enumerate(mutated(content[1024:], 600)):
+        path.write_bytes(content[:1024] + damaged if number % 8 else next(mutated(content, 1, number)))
+        try:
+            for question in llmc_files.read_hellaswag(path, 257):
+                assert question.label < 4 and question.rows(64).shape == (4, 65)
+                assert all(0 <= part.min() <= part.max() < 257 for part in (question.context, *question.endings))
+        except InputError as error:
+            refused += 1
+            assert str(path) in str(error) and re.search("expected|vocab_size", str(error)), error
+    assert 300 < refused < 600
+
+
+@pytest.mark.parametrize(
+    "word, value, said",
+    [
+        (0, 0, "example 0 of 5, byte 1024: found 0, expected 65535, which starts an example"),
+        (1, 8, "example 0 of 5, byte 1026: found 8 bytes, expected 54"),
+        (1, 65534, "example 0 of 5, byte 1026: found 65534 bytes, expected 54"),
+        (2, 1, "example 0 of 5, byte 1028: found index 1, expected 0"),
+        (3, 4, "example 0 of 5, byte 1030: found label 4, expected 0 to 3"),
+        (4, 3, "example 0 of 5, byte 1032: found 3 endings, expected 4"),
+        (5, 0, "example 0 of 5, byte 1034: found 0 tokens, expected 1 to"),
+        (5, 60000, "example 0 of 5, byte 1034: found 60000 tokens, expected 1 to 139"),
+        (9, 60000, "example 0 of 5, byte 1042: found 60000 tokens, expected 1 to"),
+        (7, 257, "example 0 of 5: token 257, but vocab_size is 257"),
+    ],
+)
+def test_a_damaged_hellaswag_word_is_named(tmp_path, word, value, said):
+    path = tmp_path / "hellaswag_val.bin"
+    content = bytearray(hellaswag(path))
+    content[1024 + 2 * word : 1026 + 2 * word] = value.to_bytes(2, "little")
+    path.write_bytes(content)
+    with pytest.raises(InputError) as refused:
+        llmc_files.read_hellaswag(path, 257)
+    assert f"{path}: {said}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda c: c + b"\0", "1 bytes behind the last example, expected none"),
+        (lambda c: c + b"\0\0", "2 bytes behind the last example, expected none"),
+        (lambda c: c[:8] + (0).to_bytes(4, "little") + c[12:], "of 0 examples, expected 1 to 65536"),
+        (lambda c: c[:8] + b"\xff" * 4 + c[12:], "-1 examples, expected 1 to 65536"),
+        (lambda c: c[:8] + (65537).to_bytes(4, "little") + c[12:], "65537 examples, expected 1 to 65536"),
+        (lambda c: c[:1024], "example 0 of 5, byte 1024: found 0 words, expected an example"),
+        (lambda c: c[:1035], "example 0 of 5, byte 1024: found 5 words, expected an example"),
+        (lambda c: c[:8] + (6).to_bytes(4, "little") + c[12:], "example 5 of 6"),
+    ],
+)
+def test_a_hellaswag_file_has_what_its_header_says(tmp_path, change, said):
+    path = tmp_path / "hellaswag_val.bin"
+    path.write_bytes(change(hellaswag(path)))
+    with pytest.raises(InputError, match=said):
+        llmc_files.read_hellaswag(path, 257)
+
+
+def test_no_damage_of_a_token_shard_is_a_crash(tmp_path):
+    path, refused = write_shard(tmp_path / "x.bin", range(60)), 0
+    content = path.read_bytes()
+    for number in range(600):
+        damage = next(mutated(content[:12] if number % 3 else content, 1, number))
+        path.write_bytes(damage + content[12:] if number % 3 else damage)
+        try:
+            source = token_data.TokenShards(str(path), 257, 4, 2)
+            assert source.batch(0).shape == (2, 5) and source.batch(source.batches_per_epoch).max() < 257
+        except InputError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert 300 < refused < 600
+
+
+def load(tmp_path, **options):
+    return sequences.load_sequences(TransformerConfig(data_dir=str(tmp_path), num_steps=1, warmup_steps=0, **options))
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "character device", "nothing", "folder"])
+def test_data_that_is_no_file_is_refused_by_name(tmp_path, kind):
+    path = make_irregular(tmp_path / "x.bin", kind)
+    said = r"x\.bin: (no such file|matches no file)" if kind == "nothing" else rf"x\.bin is a {kind}; expected"
+    for name in ("x.bin", "x*.bin"):
+        with no_hang(), pytest.raises(InputError, match=said if name == "x.bin" else r"x\.bin|matches no file"):
+            load(tmp_path, dataset="tokens", train_data=name, validation_data=name)
+    with no_hang(), pytest.raises(InputError, match=r"x\.bin"):
+        llmc_files.read_hellaswag(path, 257)
+    (tmp_path / "good.txt").write_text("good words " * 100)
+    for name in (".", "x.bin"):
+        with no_hang(), pytest.raises(InputError, match=r"x\.bin|empty"):
+            load(tmp_path, dataset="text", train_data=name if kind != "folder" else "x.bin")
+        config = TransformerConfig(data_dir=str(tmp_path), dataset="text", train_data="x.bin")
+        if kind != "folder":
+            with no_hang(), pytest.raises(InputError, match=r"x\.bin"):
+                sequences.check_files(config)
+
+
+@pytest.mark.parametrize("name", [".", "..", "/", "x**", "**", "[", "[!", "x" * 300, "\udcff", "a/b/*"])
+def test_a_pattern_that_matches_no_shard_is_refused(tmp_path, name):
+    (tmp_path / "other.txt").write_text("x")
+    with pytest.raises((InputError, OSError), match=r"matches no file|token shard|too long|expected UTF-8"):
+        load(tmp_path, dataset="tokens", train_data=name, validation_data=name)
+
+
+def test_a_separator_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("words " * 100)
+    with pytest.raises(InputError, match=r"document_separator is 'a\\udcff'; expected UTF-8"):
+        token_data.read_documents(tmp_path / "a.txt", "a\udcff")
+
+
+def test_a_large_hellaswag_file_takes_memory_in_proportion(tmp_path):
+    path = tmp_path / "hellaswag_val.bin"
+    part = [np.arange(150)] * 4
+    llmc_files.write_hellaswag(path, [llmc_files.MultipleChoice(i, 0, np.arange(300), part) for i in range(2000)])
+    with at_most(4 * path.stat().st_size):
+        assert len(llmc_files.read_hellaswag(path, 300)) == 2000

@@ -1,0 +1,131 @@
+"""Tokenizers: what they encode they decode, which tokens they name, and what no damage may do."""
+
+import json
+import zlib
+
+import pytest
+import tokenizers
+from mutations import make_irregular, mutated, mutated_json, no_hang
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from language import tokenizer
+from language.tokenizer import load_tokenizer
+from tpu_utils.errors import InputError
+
+TEXT = "To be, or not to be. \N{SNOWMAN} ünïcode\n\n  spaces  <|end|> <|im_end|>"
+
+
+def trained(folder, begins=False, **beside):
+    """A small byte-level BPE, as those of GPT-2, Llama 3 and Qwen3 are, trained here; its folder."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|end|>", "<|begin|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["to be or not to be, that is the question " * 9], trainer)
+    if begins:
+        made.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", 1)])
+    made.enable_truncation(4)
+    made.enable_padding(length=32)
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    for name, content in (beside or {"tokenizer_config": {"eos_token": "<|end|>"}}).items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_tokenizer_of_a_folder(tmp_path):
+    found = load_tokenizer(str(trained(tmp_path, begins=True)))
+    assert found.decode(found.encode(TEXT)) == TEXT, "nothing is truncated, special tokens in a text are text"
+    assert found.encode("the be question") == [*found.encode("the be"), *found.encode(" question")]
+    assert not {0, 1, 2, 3} & set(found.encode(TEXT))
+    assert (found.end, found.begin, found.stops) == (0, 1, {0})
+    assert found.token("<|im_end|>") == 3 and found.token("e") is None and found.token("<|eot_id|>") is None
+    assert max(found.encode(TEXT)) < found.vocab_size == max(found.tokenizer.get_vocab().values()) + 1
+    assert found.encode_document(TEXT.encode()).tolist() == found.encode(TEXT)
+    again = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert again.fingerprint == found.fingerprint and again.encode(TEXT) == found.encode(TEXT)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert load_tokenizer(str(tmp_path)).fingerprint != found.fingerprint
+    assert load_tokenizer(str(trained(tmp_path))).begin is None
+
+
+def test_bytes_and_gpt2():
+    found = load_tokenizer("bytes")
+    assert found.encode(TEXT) == list(TEXT.encode()) == found.encode_document(TEXT.encode()).tolist()
+    assert found.decode([256, *found.encode(TEXT), 256]) == TEXT
+    assert (found.vocab_size, found.end, found.begin) == (257, 256, 256)
+    assert found.encode("a\udcff") == [97, 255] and found.decode([97, 255]) == "a\ufffd"
+    assert load_tokenizer("").fingerprint == found.fingerprint == zlib.crc32(b"bytes")
+    with pytest.raises(InputError, match="expected UTF-8 text"):
+        found.encode("\ud800")
+    try:
+        gpt2 = load_tokenizer("gpt2")
+    except InputError as error:
+        pytest.skip(str(error))
+    assert gpt2.encode("Hello world") == [15496, 995] and gpt2.decode([15496, 995]) == "Hello world"
+    assert gpt2.end == gpt2.token("<|endoftext|>") == 50256 not in gpt2.encode("<|endoftext|>")
+
+
+@pytest.mark.parametrize(
+    ("beside", "end", "stops"),
+    [
+        (dict(tokenizer_config={"eos_token": {"content": "<|im_end|>", "lstrip": False}}), 3, {3}),
+        (dict(config={"eos_token_id": 2}, generation_config={"eos_token_id": [3, 0]}), 3, {0, 2, 3}),
+        (dict(tokenizer_config={"eos_token": None}, config={"eos_token_id": [1], "vocab_size": 400}), 1, {1}),
+        (dict(tokenizer_config={"eos_token": "<|im_end|>"}, generation_config={"eos_token_id": [3, 0]}), 3, {0, 3}),
+    ],
+)
+def test_the_end_is_what_the_files_beside_it_say(tmp_path, beside, end, stops):
+    found = load_tokenizer(str(trained(tmp_path, **beside)))
+    assert (found.end, found.stops) == (end, stops)
+    assert found.vocab_size == beside.get("config", {}).get("vocab_size", 284), "the model's may be padded"
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        (dict(tokenizer_config={}), "name no end token; expected eos_token in tokenizer_config.json"),
+        (dict(tokenizer_config={"eos_token": "<|no|>"}), r"tokenizer_config.json: eos_token is '<|no|>', .*same model"),
+        (dict(tokenizer_config={"eos_token": 7}), "tokenizer_config.json: eos_token is 7"),
+        (dict(config={"eos_token_id": 10**6}), "config.json: eos_token is None, eos_token_id 1000000"),
+        (dict(config={"eos_token_id": [0, "a"]}), "config.json: .*eos_token_id"),
+        (dict(config={"vocab_size": 1 << 30}), r"a vocabulary of 1073741824; expected 1 to 1048576"),
+        (dict(config=[]), "config.json holds list; expected a JSON object"),
+    ],
+)
+def test_files_beside_it_that_cannot_be(tmp_path, beside, message):
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(str(trained(tmp_path, **beside)))
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing", "large"])
+def test_a_tokenizer_that_is_no_file(tmp_path, kind, monkeypatch):
+    path = trained(tmp_path) / "tokenizer.json"
+    if kind == "large":
+        monkeypatch.setattr(tokenizer, "LARGEST_FILE", 1000)
+    else:
+        make_irregular(path, kind)
+    with no_hang(), pytest.raises(InputError, match=r"tokenizer.json.* expected (1,000 at most, )?a tokenizer.json"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(InputError, match="tokenizer no: no such file or folder; expected bytes, gpt2"):
+        load_tokenizer("no")
+
+
+def test_no_damage_is_a_crash(tmp_path):
+    path = trained(tmp_path, begins=True) / "tokenizer.json"
+    content = path.read_bytes()
+    refused = 0
+    for damaged in [*mutated(content, 150), *mutated_json(json.loads(content), 150)]:
+        path.write_bytes(damaged)
+        try:
+            with no_hang():
+                found = load_tokenizer(str(tmp_path))
+                found.decode(found.encode(TEXT))
+        except InputError as error:
+            assert "tokenizer.json" in str(error) and "\n" not in str(error), error
+            refused += 1
+    assert 100 < refused < 300

@@ -1,0 +1,84 @@
+"""What a run has written, and a run in the tests' own process."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_map
+
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.checkpoint.loading import CheckpointReader
+from tpu_utils.checkpoint.saved import read_checkpoint
+
+
+def in_process(*argv: object) -> int:
+    """Exit code of simple_mnist_tpu.py for these options, in this process."""
+    import simple_mnist_tpu
+    from config import MnistConfig
+    from tpu_utils.errors import run_script
+    from tpu_utils.options import parse_command_line
+
+    options = [str(argument) for argument in argv]
+    return run_script(lambda: simple_mnist_tpu.train(parse_command_line(MnistConfig, "", options)))
+
+
+def reader_of(checkpoints: Checkpoints) -> CheckpointReader:
+    """Of the checkpoints that it writes, or another process has written."""
+    return CheckpointReader(checkpoints.folder, checkpoints._peers, checkpoints._mirror, checkpoints.run_id)
+
+
+def state_in(folder: Path) -> dict:
+    """All that a checkpoint folder holds, but for the options: tensors by path, results, step."""
+    saved = read_checkpoint(folder)
+    files = saved.files()
+    tensors = {path: files.read(path) for path in saved.entries}
+    return {"step": saved.step, "evaluation": saved.value("evaluation", dict), **tensors}
+
+
+def to_host(state):
+    """The same nesting of dicts, lists and tuples with every tensor whole on the CPU."""
+    return tree_map(lambda value: value.detach().cpu() if isinstance(value, torch.Tensor) else value, state)
+
+
+def read_lines(run_dir: Path) -> list[dict]:
+    """The objects in a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_in(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(run_dir) if line["kind"] == "train"]
+
+
+def files_of(run_dir: Path) -> dict:
+    """Content and time of every file in a run directory but the lock, which names its last holder."""
+    return {
+        path.relative_to(run_dir): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in run_dir.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def summary_in(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def assert_identical(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))  # nan equals nan
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_identical(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_identical(x, y)
+    else:
+        assert a == b
+
+
+def numbers(run_dir):
+    timing = {"step_seconds", "examples_per_second", "data_wait_seconds", "mfu", "wait_seconds", "host_seconds"}
+    return [{key: value for key, value in line.items() if key not in timing} for line in read_lines(run_dir)]

@@ -1,0 +1,233 @@
+"""docs/another_model.md: each section in a copy of the simplest script, trained and evaluated as plain PyTorch does."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import ROOT, Script, run
+from run_files import read_lines
+
+from config import ImageConfig
+from images.arrays import TrainBatches
+from tpu_utils.checkpoint.loading import CheckpointReader
+from tpu_utils.checks import with_tensors
+from tpu_utils.optim import learning_rates
+
+README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "another_model.md").read_text()
+SECTIONS = {text.split("\n", 1)[0]: text for text in PAGE.split("\n## ")[1:]}
+EPOCHS, BATCH = 2, 16
+OPTIONS = [f"--num_epochs={EPOCHS}", f"--global_batch_size={BATCH}", "--eval_batch_size=32", "--log_every=1"]
+OPTIONS += ["--device=cpu", "--no_tensorboard", "--warmup_steps=2", "--data_dir=.", "--learning_rate=0.01"]
+DRAW = np.random.default_rng(0)
+
+
+def blocks(text: str, kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", text, re.S)
+
+
+def apply(patch: str, folder: Path) -> None:
+    done = subprocess.run(["patch"], input=patch, text=True, cwd=folder, capture_output=True)
+    assert done.returncode == 0 and "fuzz" not in done.stdout, done.stdout
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """The copy that README makes, but for its model."""
+    if not shutil.which("patch"):
+        pytest.skip("this machine has no patch program, which README's section needs")
+    folder = tmp_path_factory.mktemp("another") / "copy"
+    assert run("tools.copy_example", "simple_mnist_tpu.py", folder).returncode == 0
+    section = README[README.index("## Copy one and make it yours") :]
+    (folder / "my_data.py").write_text(blocks(section, "python")[0])
+    apply(blocks(section, "diff")[0], folder)
+    script = (folder / "simple_mnist_tpu.py").read_text()
+    start = script.index("class ConvNet")
+    (folder / "simple_mnist_tpu.py").write_text(script[:start] + script[script.index("def build_model") :])
+    return folder
+
+
+@dataclass
+class Kind:
+    """A section: arrays of so many examples; the loss of a batch; what an evaluation gives."""
+
+    arrays: Callable
+    loss: Callable
+    metrics: Callable
+    optimizer: Callable = lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    edits: tuple = ()
+
+
+def pixels(count: int):
+    images = DRAW.integers(0, 255, (count, 3, 8, 8), np.uint8)
+    labels = (images[:, 0] > 127).astype(np.int64) + (images[:, 1] > 200)
+    return images, np.where(DRAW.random(labels.shape) < 0.3, -100, labels)
+
+
+def sequences(count: int):
+    lengths, rows = DRAW.integers(2, 7, count), DRAW.normal(size=(count, 7, 4)).astype(np.float32)
+    there = np.arange(7) < lengths[:, None]
+    rows *= there[:, :, None]
+    rows[:, :, 0] = np.arange(7) == lengths[:, None] - 1
+    return rows, (rows[:, :, 1].sum(1) > 0).astype(np.int64)
+
+
+def rows_and(targets: Callable):
+    def make(count: int):
+        rows = DRAW.normal(size=(count, 6)).astype(np.float32)
+        return rows, targets(rows)
+
+    return make
+
+
+def of_classes(model, images, labels) -> dict[str, float]:
+    logits = model(images)
+    right, counted = logits.argmax(1) == labels, labels != -100
+    return dict(accuracy=right.sum().item() / counted.sum().item(), test_loss=F.cross_entropy(logits, labels).item())
+
+
+def cross_entropy(model, images, labels, teacher=None):
+    return F.cross_entropy(model(images), labels)
+
+
+def distilled(model, images, labels, teacher):
+    logits, taught = model(images), (teacher(images) / 2).softmax(1)
+    imitation = F.kl_div((logits / 2).log_softmax(1), taught, reduction="batchmean")
+    return 0.5 * F.cross_entropy(logits, labels) + 2 * imitation
+
+
+def two_inputs(count: int):
+    images, rows = DRAW.integers(0, 255, (count, 4, 4), np.uint8), DRAW.normal(size=(count, 6)).astype(np.float32)
+    return images, (images.mean((1, 2)) / 127 + rows[:, 0] > 1).astype(np.int64), rows
+
+
+CLASSES = rows_and(lambda rows: (rows[:, 0] + rows[:, 1] > 0).astype(np.int64))
+PERCEPTRON = "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self, num_classes):\n"
+PERCEPTRON += "        super().__init__(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, num_classes))\n"
+KINDS = {
+    "A class for each pixel, some of them ignored": Kind(pixels, cross_entropy, of_classes),
+    "Sequences": Kind(sequences, cross_entropy, of_classes),
+    "A regression of several values": Kind(
+        rows_and(lambda rows: (rows[:, :3] * 2 - rows[:, 3:]).astype(np.float32)),
+        lambda model, images, labels, teacher: (model(images) - labels).square().mean(),
+        lambda model, images, labels: dict(validation_loss=(model(images) - labels).square().mean().item()),
+    ),
+    "An autoencoder with noise": Kind(
+        rows_and(lambda rows: np.zeros(len(rows), np.int64)),
+        lambda model, images, labels, teacher: (model(images) - images).square().mean(),
+        lambda model, images, labels: dict(validation_loss=(model(images) - images).square().mean().item()),
+    ),
+    "A student of a frozen teacher": Kind(
+        CLASSES,
+        distilled,
+        of_classes,
+        edits=(
+            ("import sys\n", "import sys\nfrom pathlib import Path\n"),
+            (
+                "from tpu_utils.checks",
+                "from tpu_utils.checkpoint.loading import CheckpointReader\nfrom tpu_utils.checks",
+            ),
+        ),
+    ),
+    "Two inputs": Kind(
+        two_inputs,
+        lambda model, inputs, labels, teacher: F.cross_entropy(model(*inputs), labels),
+        lambda model, inputs, labels: of_classes(lambda inputs: model(*inputs), inputs, labels),
+    ),
+    "An optimizer of your own": Kind(
+        CLASSES,
+        cross_entropy,
+        of_classes,
+        lambda model: module_of("my_optimizer").Lion(model.parameters()),
+        (
+            (
+                "make_optimizer(config, model.parameters())",
+                "Lion(model.parameters(), weight_decay=config.weight_decay)",
+            ),
+            ("import torch\n", "import torch\nfrom my_optimizer import Lion\n"),
+        ),
+    ),
+}
+
+
+def module_of(name: str):
+    """A module of the folder that the test works in."""
+    specification = importlib.util.spec_from_file_location(name, Path.cwd() / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def trained(folder: Path, run_dir: str, *options: str) -> str:
+    done = Script("simple_mnist_tpu.py", *OPTIONS, f"--run_dir={run_dir}", *options, folder=folder)
+    assert done.wait() == 0, done.text("err")
+    return done.text("out")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_training_and_evaluation_are_those_of_plain_pytorch(name, copied, tmp_path, monkeypatch):
+    kind, text, folder = KINDS[name], SECTIONS[name], tmp_path / "mine"
+    shutil.copytree(copied, folder)
+    monkeypatch.chdir(folder)
+    (folder / "my_model.py").write_text(PERCEPTRON)
+    for code in blocks(text, "python"):
+        (name_of_file,) = re.findall(r"`(my_\w+\.py)`[^`]*```python\n" + re.escape(code), text)
+        (folder / name_of_file).write_text(code)
+    for which, count in (("train", 80), ("test", 45)):
+        for what, array in zip(("images", "labels", "rows"), kind.arrays(count), strict=False):
+            np.save(folder / f"{which}_{what}.npy", array)
+    if "teacher" in name:
+        trained(folder, "runs/teacher", "--seed=1")
+    for patch in blocks(text, "diff"):
+        assert len(patch.splitlines()) <= 40
+        apply(patch, folder)
+    script = (folder / "simple_mnist_tpu.py").read_text()
+    for old, new in kind.edits:
+        assert old in script
+        script = script.replace(old, new, 1)
+    (folder / "simple_mnist_tpu.py").write_text(script)
+    said = trained(folder, "run")
+
+    monkeypatch.setitem(sys.modules, "my_model", module_of("my_model"))
+    config = ImageConfig(num_epochs=EPOCHS, global_batch_size=BATCH, warmup_steps=2, learning_rate=0.01, data_dir=".")
+    torch.manual_seed(0)
+    my_data = module_of("my_data")
+    dataset = my_data.load_dataset(config)
+    batches, teacher = getattr(my_data, "TrainBatches", TrainBatches)(dataset, config), None
+    model = sys.modules["my_model"].Net(dataset.num_classes)
+    model = with_tensors(model, lambda tensor: tensor.detach().clone())  # with PyTorch's own GRU
+    if "teacher" in name:
+        teacher = sys.modules["my_model"].Net(dataset.num_classes).requires_grad_(False)
+        teacher.load_state_dict(CheckpointReader(folder / "runs/teacher/checkpoints").load("must").part("model"))
+    optimizer, rates, losses = kind.optimizer(model), learning_rates(config, batches.num_steps), []
+    for index in range(batches.num_steps):
+        *inputs, labels = (torch.from_numpy(array) for array in batches.batch(index))
+        images = inputs[0] if len(inputs) == 1 else inputs
+        for group in optimizer.param_groups:
+            group["lr"] = rates[index : index + 1]
+        loss = kind.loss(model, images, labels if labels.is_floating_point() else labels.long(), teacher)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        images, labels = torch.from_numpy(dataset.test_images.copy()), torch.from_numpy(dataset.test_labels.copy())
+        if hasattr(dataset, "test_rows"):
+            images = [images, torch.from_numpy(dataset.test_rows)]
+        expected = kind.metrics(model, images, labels)
+    lines = read_lines(folder / "run")
+    found = [line["loss"] for line in lines if line["kind"] == "train"]
+    np.testing.assert_allclose(found, losses, rtol=2e-4, atol=1e-5)
+    evaluated = [line for line in lines if line["kind"] == "eval"][-1]
+    assert {name: evaluated[name] for name in expected} == pytest.approx(expected, rel=5e-4)
+    assert "check  " not in said or "teacher" in name, said

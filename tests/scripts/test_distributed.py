@@ -1,0 +1,446 @@
+"""Many devices, same numbers: distributed_mnist_tpu.py and ddp_mnist_tpu.py against plain PyTorch.
+
+The number of XLA devices is fixed per process, so every run is a process of its own; the ladder's runs are started
+together, two at a time, and shared by the tests.
+"""
+
+import ast
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import ROOT, environment_with, free_port, run, start, waits
+from run_files import files_of, losses_in, summary_in
+from small_models import DroppingDigits, Normed
+
+import ddp_mnist_tpu
+import distributed_mnist_tpu as script
+from config import DdpMnistConfig, DistributedMnistConfig
+from images.arrays import TrainBatches, check_divisible
+from images.mnist import load_dataset
+from tpu_utils import replicas
+from tpu_utils.checkpoint.saved import read_checkpoint
+from tpu_utils.errors import InputError
+from tpu_utils.hardware import GENERATIONS
+from tpu_utils.optim import learning_rates
+from tpu_utils.options import parse_command_line
+
+NUM_STEPS = 22  # one epoch of the digits at global batch 64
+# Two correct runs can only be as equal as the recipe lets them: with seed 0 one input of a ReLU in step 1 is 9e-9, and
+# its sign is a matter of rounding.
+RECIPE = ["--num_epochs", "1", "--seed", "3", "--learning_rate", "2e-3", "--warmup_steps", "10"]
+RECIPE += ["--log_every", "1", "--no-tensorboard"]
+TOLERANCE = 1e-5
+
+
+def train(run_dir, *options, name="distributed_mnist_tpu.py", **environment):
+    """(exit code, stdout, stderr)"""
+    done = run(name, *RECIPE, "--device", "cpu", "--run_dir", run_dir, *options, **environment)
+    return done.returncode, done.stdout, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------- parity ladder
+
+SCRIPTS = {"xla_1": "simple_mnist_tpu.py", "ddp_1": "ddp_mnist_tpu.py"}
+LADDER = {
+    "xla_1": ["--eval_batch_size", "512"],  # simple_mnist_tpu.py
+    "spmd_2": ["--num_virtual_devices", "2", "--eval_batch_size", "99"],
+    "spmd_4": ["--num_virtual_devices", "4", "--eval_batch_size", "99"],
+    "spmd_8": ["--num_virtual_devices", "8", "--eval_batch_size", "99"],
+    "fsdp_4": ["--num_virtual_devices", "4", "--eval_batch_size", "99", "--shard_parameters"],
+    "ddp_1": ["--eval_batch_size", "99"],  # ddp_mnist_tpu.py
+}
+
+
+@pytest.fixture(scope="session")
+def ladder(tmp_path_factory):
+    """{name: run directory}, each with the XLA programs of the run in a folder `programs`."""
+    folder = tmp_path_factory.mktemp("ladder")
+
+    def step_of_ladder(name):
+        if name == "replicas_8":
+            (folder / name).mkdir()
+            program = "tests/distributed_replicas.py"
+            done = run(program, "trace", folder / name, 8, NUM_STEPS, "ConvNet", *RECIPE)
+            done = done if done.returncode else run(program, "run", folder / name)
+            return done.returncode, done.stdout, done.stderr
+        which = SCRIPTS.get(name, "distributed_mnist_tpu.py")
+        dump = f"--xla_dump_to={folder / name / 'programs'} --xla_dump_hlo_as_text"
+        return train(folder / name, *LADDER[name], name=which, XLA_FLAGS=dump)
+
+    names = ["replicas_8", *LADDER]
+    with ThreadPoolExecutor(2) as pool:
+        for name, (code, out, err) in zip(names, pool.map(step_of_ladder, names), strict=True):
+            assert code == 0, f"{name}: {out}\n{err}"
+    return {name: folder / name for name in names}
+
+
+@functools.cache
+def plain_pytorch(build=script.ConvNet, num_steps=NUM_STEPS):
+    """The losses of a loop that shares nothing with the scripts but the model, the batches and the schedule."""
+    config = parse_command_line(DistributedMnistConfig, "", RECIPE)
+    dataset = load_dataset(config)
+    torch.manual_seed(config.seed)
+    model = build(dataset.image_size, config.channels, config.hidden_dim)
+    betas = (config.adam_beta1, config.adam_beta2)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=betas, weight_decay=config.weight_decay)
+    rates = learning_rates(config, num_steps)
+    losses = []
+    batches = TrainBatches(dataset, config)
+    for step in range(num_steps):
+        images, labels = map(torch.from_numpy, batches.batch(step))
+        optimizer.param_groups[0]["lr"] = rates[step].item()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels.long())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def largest_difference(name: str, losses) -> float:
+    """Relative, to plain PyTorch. Printed too: README.md's table is the output of pytest -s."""
+    found = np.abs(np.array(losses) / np.array(plain_pytorch()) - 1).max()
+    print(f"{name}: {found:.1e}")
+    return found
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_losses_equal_plain_pytorch(ladder, name):
+    expected = plain_pytorch()
+    assert expected[-1] < 0.9 * expected[0], "a curve that does not move proves nothing"
+    assert largest_difference(name, losses_in(ladder[name])) < TOLERANCE
+
+
+def test_eight_ddp_replicas_equal_plain_pytorch(ladder):
+    found = json.loads((ladder["replicas_8"] / "curve.json").read_text())
+    for losses in found["losses"]:  # each replica logs the loss of the global batch
+        assert largest_difference("replicas_8", losses) < TOLERANCE
+    assert found["weights_apart"] == 0
+
+
+def test_replicas_of_ddp_drop_what_one_device_would_drop(tmp_path):
+    """Each of four has every fourth row of the batch, and the masks of these rows."""
+    program, options = "tests/distributed_replicas.py", RECIPE
+    for arguments in (("trace", tmp_path, 4, 6, "DroppingDigits", *options), ("run", tmp_path)):
+        done = run(program, *arguments)
+        assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "curve.json").read_text())
+    expected = plain_pytorch(DroppingDigits, 6)
+    for losses in found["losses"]:
+        np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
+
+
+def test_batch_norm_over_several_replicas_is_refused(monkeypatch):
+    monkeypatch.setattr(ddp_mnist_tpu.xr, "world_size", lambda: 8)
+    message = (
+        r"there are 8 replicas, and in each norm \(BatchNorm2d\) would have .*; use distributed_mnist_tpu.py, where"
+    )
+    with pytest.raises(InputError, match=message):
+        ddp_mnist_tpu.replicate(Normed(8, 0, 0), tracing=True)
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_one_graph_and_no_uploads(ladder, name):
+    summary = summary_in(ladder[name])
+    assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
+    assert summary["host_to_device_uploads_per_step"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in LADDER if name.startswith(("spmd", "fsdp"))])
+def test_spmd_compiles_two_programs_in_all(ladder, name):
+    """Counted by XLA itself: nothing is compiled on the side, at the start or for the checkpoint."""
+    programs = sorted(path.name for path in (ladder[name] / "programs").glob("*before_optimizations.txt"))
+    compiled = [program for program in programs if "ReplicateShardedData" not in program]
+    assert len(compiled) == 2, programs
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_every_test_example_counts_once(ladder, name):
+    """360 examples in batches of 99: no device count divides it, and the last batch is mostly padding."""
+    summary, expected = summary_in(ladder[name]), summary_in(ladder["xla_1"])
+    assert summary["test_accuracy"] == pytest.approx(expected["test_accuracy"], abs=1e-12)
+    assert summary["test_loss"] == pytest.approx(expected["test_loss"], rel=TOLERANCE)
+
+
+# ---------------------------------------------------------------------------------------------------- what is sharded
+
+
+def compiled_step(run_dir):
+    """The partitioned program of the train step, one device's view."""
+    (path,) = (run_dir / "programs").glob("*train_step*cpu_after_optimizations.txt")
+    text = path.read_text()
+    return text, re.findall(r"= (\w+\[[\d,]*\])\S* parameter\(", text[text.index("ENTRY") :])
+
+
+def test_batch_is_sharded_and_parameters_are_copied(ladder):
+    text, inputs = compiled_step(ladder["spmd_8"])
+    assert "u8[8,8,8]" in inputs and "s32[8]" in inputs  # 8 of 64 examples per device
+    assert inputs.count("f32[128,256]") == 3  # weight and two moments, whole
+    assert "all-gather(" not in text
+
+
+def test_fsdp_shards_parameters_and_optimizer_state(ladder):
+    text, inputs = compiled_step(ladder["fsdp_4"])
+    assert inputs.count("f32[32,256]") == 3 and "f32[128,256]" not in inputs
+    assert inputs.count("f32[16,32,3,3]") == 3 and inputs.count("f32[10,32]") == 3
+    assert "all-gather(" in text
+    # and what comes out is sharded as well, or step 2 would be another program
+    outputs = re.search(r"->\s*\((.*)\) \{", text[text.index("ENTRY") :])[1]
+    assert outputs.count("f32[32,256]") == 3 and "f32[128,256]" not in outputs
+
+
+def test_ddp_step_reduces_each_gradient_once(ladder):
+    """One all-reduce holds all gradients, one the loss for the log; the f32[] beside each is torch_xla's token."""
+    text = (ladder["replicas_8"] / "program.txt").read_text()
+    shapes = re.findall(r"= \((.*), f32\[\]\) all-reduce\(", text)
+    model = script.ConvNet(8, 32, 128)
+    total = sum(p.numel() for p in model.parameters())
+    assert shapes == [f"f32[{total}]{{0}}", "f32[]"]
+    assert not re.search(r"all-gather|all-to-all|reduce-scatter|collective-permute", text)
+
+
+def test_compiles_for_eight_ddp_replicas_on_tpu(tmp_path):
+    done = run("ddp_mnist_tpu.py", "--compile_for", "v5litepod-8", AOT_TPU_OUTPUT=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["fits"] and report["program"] == "8 replicas"
+    assert set(report["collectives"]) == {"all-reduce"}
+    num_bytes = 4 * sum(p.numel() for p in script.ConvNet(8, 32, 128).parameters())
+    assert num_bytes <= report["collectives"]["all-reduce"]["bytes"] <= num_bytes + 64
+
+
+# ----------------------------------------------------------------------------------------------------------- sample ids
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 8, 16])
+def test_parts_are_disjoint_complete_and_make_the_same_batches(num_parts):
+    """Of hosts, of replicas: whatever divides the batch."""
+    config = parse_command_line(DistributedMnistConfig, "", [*RECIPE, "--num_epochs", "2"])
+    dataset = load_dataset(config)
+    whole = TrainBatches(dataset, config)
+    parts = [TrainBatches(dataset, config, part, num_parts) for part in range(num_parts)]
+    epochs = [[], []]
+    for step in range(2 * NUM_STEPS):
+        together = np.concatenate([part.ids(step) for part in parts])
+        assert len(together) == config.global_batch_size
+        assert sorted(together) == sorted(whole.ids(step))
+        epochs[step // NUM_STEPS] += together.tolist()
+    for epoch in epochs:
+        assert len(set(epoch)) == NUM_STEPS * config.global_batch_size  # no repeats
+    assert epochs[0] != epochs[1], "reshuffled"
+
+
+@pytest.mark.parametrize("part, num_parts", [(0, 1), (3, 8)])
+def test_same_examples_and_pixels_after_resume(part, num_parts):
+    config = parse_command_line(DistributedMnistConfig, "", [*RECIPE, "--max_shift", "2", "--num_epochs", "2"])
+    dataset = load_dataset(config)
+    whole, resumed = (TrainBatches(dataset, config, part, num_parts) for _ in range(2))
+    expected = [whole.batch(step) for step in range(30)]
+    for step in range(25, 30):
+        assert all(np.array_equal(a, b) for a, b in zip(expected[step], resumed.batch(step), strict=True))
+
+
+def test_an_example_is_shifted_alike_on_any_replica():
+    config = parse_command_line(DistributedMnistConfig, "", [*RECIPE, "--max_shift", "2"])
+    dataset = load_dataset(config)
+    images, _ = TrainBatches(dataset, config).batch(0)
+    for replica in range(4):
+        part, _ = TrainBatches(dataset, config, replica, 4).batch(0)
+        assert np.array_equal(part, images[replica::4])
+
+
+# ------------------------------------------------------------------------------------------------ stopping and resuming
+
+
+def stop_after_step(run_dir, step, *options, name="distributed_mnist_tpu.py"):
+    """Exit code of a run that gets SIGTERM once it has logged this step."""
+    process = start(name, *RECIPE, "--device", "cpu", "--run_dir", run_dir, *options)
+    waits(lambda: (run_dir / "metrics.jsonl").exists() and len(losses_in(run_dir)) >= step, alive=process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate()
+    assert "saved after step" in out, out + err
+    return process.returncode
+
+
+def test_fsdp_stopped_and_resumed_on_the_same_and_on_other_devices(ladder, tmp_path):
+    options = LADDER["fsdp_4"]
+    assert stop_after_step(tmp_path / "same", 3, *options) == 143
+    (saved,) = (tmp_path / "same" / "checkpoints").glob("step_*")
+    assert 3 <= int(saved.name[5:]) < NUM_STEPS
+    weights = read_checkpoint(saved).part("model")
+    assert {name: p.shape for name, p in weights.items()} == {
+        name: p.shape for name, p in script.ConvNet(8, 32, 128).state_dict().items()
+    }
+    shutil.copytree(tmp_path / "same", tmp_path / "other")
+
+    code, out, err = train(tmp_path / "same", *options, "--resume", "must")
+    assert code == 0, out + err
+    assert losses_in(tmp_path / "same") == losses_in(ladder["fsdp_4"])  # bit-identical
+    assert summary_in(tmp_path / "same")["test_loss"] == summary_in(ladder["fsdp_4"])["test_loss"]
+
+    code, out, err = train(tmp_path / "other", *LADDER["spmd_2"], "--resume", "must")
+    assert code == 0, out + err
+    np.testing.assert_allclose(losses_in(tmp_path / "other"), losses_in(ladder["fsdp_4"]), rtol=TOLERANCE)
+
+
+def test_a_finished_run_that_is_resumed_changes_nothing(ladder):
+    """With no options but where it is: the virtual devices too are those of the run."""
+    before = files_of(ladder["spmd_2"])
+    done = run("distributed_mnist_tpu.py", "--run_dir", ladder["spmd_2"], "--resume", "must")
+    assert done.returncode == 0 and "2 devices, each with 32 examples" in done.stdout, done.stderr
+    assert done.stdout.endswith(f"finished   step {NUM_STEPS} of {NUM_STEPS} was reached before; nothing to do\n")
+    assert files_of(ladder["spmd_2"]) == before
+
+
+def test_ddp_stopped_and_resumed(ladder, tmp_path):
+    name = "ddp_mnist_tpu.py"
+    assert stop_after_step(tmp_path / "run", 3, *LADDER["ddp_1"], name=name) == 143
+    code, out, err = train(tmp_path / "run", *LADDER["ddp_1"], "--resume", "must", name=name)
+    assert code == 0, out + err
+    assert losses_in(tmp_path / "run") == losses_in(ladder["ddp_1"])
+    last = f"checkpoints/step_{NUM_STEPS:08d}"
+    found, expected = (
+        read_checkpoint(run_dir / last).part("random") for run_dir in (tmp_path / "run", ladder["ddp_1"])
+    )
+    assert all(torch.equal(found[name], expected[name]) for name in ("torch", "xla"))
+
+
+@pytest.mark.slow
+def test_torchrun_stopped_and_resumed(ladder, tmp_path):
+    """The signal reaches torchrun alone, which hands it on to the replicas and waits for them."""
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", f"--master_port={free_port()}"]
+    command += ["ddp_mnist_tpu.py", *RECIPE, "--device", "cpu", "--run_dir", str(run_dir), *LADDER["ddp_1"]]
+    settings = dict(cwd=ROOT, env=environment_with({}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = subprocess.Popen(command, **settings)
+    waits(lambda: first.poll() is not None or ((run_dir / "metrics.jsonl").exists() and len(losses_in(run_dir)) >= 3))
+    first.send_signal(signal.SIGTERM)
+    out, err = first.communicate(timeout=600)
+    assert "saved after step" in out and first.returncode != 0, out + err
+    # one replica needs no launcher
+    code, out, err = train(run_dir, *LADDER["ddp_1"], "--resume", "must", name="ddp_mnist_tpu.py")
+    assert code == 0, out + err
+    assert losses_in(run_dir) == losses_in(ladder["ddp_1"])
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_indivisible_batch_is_refused_with_the_nearest_that_works(tmp_path):
+    code, _, err = train(tmp_path / "run", "--num_virtual_devices", "8", "--global_batch_size", "60")
+    assert code == 2
+    assert "global_batch_size is 60 but there are 8 devices" in err and "56 or 64" in err
+    assert "Traceback" not in err and not (tmp_path / "run").exists()
+
+
+def test_fewer_examples_than_devices():
+    config = parse_command_line(DistributedMnistConfig, "", ["--global_batch_size", "4"])
+    with pytest.raises(InputError, match=r"nearest that works: 8$"):
+        check_divisible(config, 8)
+
+
+def refused(monkeypatch, *options):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return ddp_mnist_tpu.check_launched(parse_command_line(DdpMnistConfig, "", list(options)))
+
+
+def test_many_ddp_replicas_on_cpu_are_refused(monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "8")
+    with pytest.raises(InputError, match=r"ddp_mnist_tpu.py has 8 virtual CPU devices.*use distributed_mnist_tpu.py"):
+        refused(monkeypatch, "--device", "cpu")
+
+
+def test_ddp_on_several_chips_says_how_to_start_it(monkeypatch):
+    monkeypatch.setattr(replicas, "attached_chips", lambda: [GENERATIONS["v6e"]] * 8)
+    monkeypatch.setattr(replicas, "choose_device", lambda config: "tpu")
+    monkeypatch.setattr(sys, "argv", ["ddp_mnist_tpu.py"])
+    with pytest.raises(
+        InputError, match=r"8 devices, found one.*\n  torchrun --standalone --nproc_per_node=8 ddp_mnist_tpu.py"
+    ):
+        refused(monkeypatch)
+
+
+@pytest.mark.parametrize("option", ["--strategy=ddp", "--shard_parameters", "--num_virtual_devices=8"])
+def test_ddp_has_no_options_that_change_nothing_there(option, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_command_line(DdpMnistConfig, "", [option])
+    assert stop.value.code == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------- hosts
+
+
+def start_host(index, count, port, seconds):
+    slice_of = dict(TPU_SKIP_MDS_QUERY=1, TPU_WORKER_ID=index, TPU_WORKER_HOSTNAMES=",".join(["localhost"] * count))
+    return start("tests/distributed_hosts.py", port, seconds, **slice_of)
+
+
+def test_two_hosts_meet_agree_and_read_disjoint_parts():
+    port = free_port()
+    processes = [start_host(index, 2, port, seconds=600) for index in (0, 1)]
+    results = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    found = [json.loads(out.splitlines()[-1]) for out, _ in results]
+    for index, (host, (out, _)) in enumerate(zip(found, results, strict=True)):
+        assert f"host       {index} of 2" in out
+        assert (host["index"], host["count"]) == (index, 2)
+        assert host["from_first"] == "said by host 0" and host["error"] == "raised by host 0"
+        assert host["largest"] == 15
+    config = parse_command_line(DistributedMnistConfig, "", [])
+    whole = TrainBatches(load_dataset(config), config)
+    for step, (first, second) in enumerate(zip(found[0]["ids"], found[1]["ids"], strict=True)):
+        assert not set(first) & set(second)
+        assert sorted(first + second) == sorted(whole.ids(step).tolist())
+
+
+@pytest.mark.parametrize("index, missing", [(0, "host 1 (localhost), host 2 (localhost)"), (1, "host 0 (localhost)")])
+def test_missing_hosts_are_named_with_the_command(index, missing):
+    process = start_host(index, 3, free_port(), seconds=2)
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert f"host {index} of 3 waited 2 s for {missing}" in err
+    assert re.search(r"--worker=all --command='cd \S+ && \S*python\S* tests/distributed_hosts.py", err)
+    assert "Traceback" not in err
+
+
+# ------------------------------------------------------------------------------------------------------- both scripts
+
+
+def test_the_scripts_hold_the_same_model_and_evaluation():
+    def definitions(name):
+        tree = ast.parse((ROOT / name).read_text())
+        return {node.name: ast.unparse(node) for node in tree.body if hasattr(node, "name")}
+
+    simple = definitions("simple_mnist_tpu.py")
+    for name, equal in {
+        "distributed_mnist_tpu.py": ("ConvNet", "evaluate"),
+        "ddp_mnist_tpu.py": ("ConvNet", "evaluate"),
+        "resnet_cifar_tpu.py": ("evaluate",),
+    }.items():
+        for one in equal:
+            assert definitions(name)[one] == simple[one], (name, one)
+    spmd, resnet = definitions("distributed_mnist_tpu.py"), definitions("resnet_cifar_tpu.py")
+    assert spmd["eval_step"] == resnet["eval_step"]
+
+
+@pytest.mark.slow
+def test_mnist_accuracy_equals_simple_mnist(mnist_dir, tmp_path):
+    accuracy = {}
+    for name, options in [("simple_mnist_tpu.py", []), ("distributed_mnist_tpu.py", ["--num_virtual_devices", "8"])]:
+        recipe = ["--preset", "development", "--data_dir", mnist_dir, "--device", "cpu", "--run_dir", tmp_path / name]
+        done = run(name, *recipe, *options)
+        assert done.returncode == 0, done.stderr
+        accuracy[name] = summary_in(tmp_path / name)["test_accuracy"]
+    first, second = accuracy.values()
+    assert min(first, second) > 0.95 and abs(first - second) <= 0.003

@@ -1,0 +1,370 @@
+"""simple_mnist_tpu.py as users run it, and its step by itself."""
+
+import json
+import math
+import signal
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_xla
+from processes import run, start, waits
+from run_files import assert_identical, in_process, numbers, read_lines, state_in, to_host
+from test_checkpoint import a_full_disk
+
+import simple_mnist_tpu
+from config import MnistConfig
+from images.arrays import eval_batches
+from images.mnist import load_digits
+from tpu_utils.checks import check_model
+from tpu_utils.errors import RecompileError
+from tpu_utils.graphs import graphs_compiled, transfers_from_device, transfers_to_device
+from tpu_utils.loader import send
+from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.optim import learning_rates, make_optimizer
+from tpu_utils.run import Run
+
+SHORT = ["simple_mnist_tpu.py", "--num_epochs", "3", "--log_every", "7", "--save_every", "10", "--no_tensorboard"]
+FINAL = "checkpoints/step_00000066"
+
+
+@pytest.fixture(scope="module")
+def quick_test(tmp_path_factory):
+    """The first README command, in a folder of its own."""
+    run_dir = tmp_path_factory.mktemp("quick") / "run"
+    began = time.time()
+    result = run("simple_mnist_tpu.py", "--run_dir", run_dir, cold=True)
+    assert result.returncode == 0, result.stderr
+    return run_dir, result, began
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    result = run(*SHORT, "--run_dir", run_dir)
+    assert result.returncode == 0, result.stderr
+    return run_dir
+
+
+def test_first_command_learns_with_one_graph_and_uploads_nothing_but_the_batch(quick_test):
+    run_dir, result, began = quick_test
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["test_accuracy"] >= 0.98
+    assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
+    assert summary["host_to_device_uploads_per_step"] == 0
+    assert sum(summary["goodput"].values()) == pytest.approx(summary["seconds"])
+    until_summary = (run_dir / "summary.json").stat().st_mtime - began  # imports and misread images included
+    assert summary["seconds"] == pytest.approx(until_summary, rel=0.01, abs=0.1)
+    assert "CPU (XLA CPU backend: no TPU)" in result.stdout.splitlines()[0]
+    assert result.stderr == ""
+
+
+def test_first_command_leaves_a_complete_run_directory(quick_test):
+    run_dir, *_ = quick_test
+    lines = read_lines(run_dir)
+    assert {line["kind"] for line in lines} == {"train", "eval", "checkpoint"}
+    train = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in train] == list(range(20, 881, 20))
+    assert train[-1].keys() >= {
+        "loss",
+        "learning_rate",
+        "step_seconds",
+        "examples_per_second",
+        "mfu",
+        "data_wait_seconds",
+        "host_seconds",
+    }
+    assert all(line["wait_seconds"] >= 0 for line in lines if line["kind"] == "checkpoint")
+    assert train[-1]["mfu"] is None, "the peak of a CPU is not known"
+    assert len([line for line in lines if line["kind"] == "eval"]) == 40
+    assert json.loads((run_dir / "config.json").read_text())["preset"] == "quick_test"
+    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == [
+        "step_00000600",
+        "step_00000800",
+        "step_00000880",
+    ]
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def end_state(run_dir):
+    return state_in(run_dir / FINAL)
+
+
+@pytest.mark.parametrize(
+    "number, code",
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -9),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in ((signal.SIGINT, 130), (signal.SIGHUP, 129))),
+    ],
+)
+def test_stopped_anywhere_a_run_ends_bit_identical(uninterrupted, tmp_path, number, code):
+    run_dir = tmp_path / "run"
+    process = start(*SHORT, "--run_dir", run_dir)
+    waits((run_dir / "checkpoints" / "step_00000010" / "done").exists, alive=process)
+    process.send_signal(number)
+    output, errors = process.communicate()
+    assert process.returncode == code, output + errors
+    if number != signal.SIGKILL:
+        assert f"repeat the command with --run_dir {run_dir} --resume must" in output
+    assert not (run_dir / FINAL).exists()
+    resumed = run(*SHORT, "--run_dir", run_dir, "--resume", "must")
+    assert resumed.returncode == 0 and "resumed" in resumed.stdout, resumed.stderr
+    assert_identical(end_state(run_dir), end_state(uninterrupted))
+    saves = {line["step"] for line in numbers(uninterrupted) if line["kind"] == "checkpoint"}
+    lines = [line for line in numbers(run_dir) if line["kind"] != "checkpoint" or line["step"] in saves]
+    assert lines == numbers(uninterrupted)  # but for the save of the stop, wherever it was
+
+
+def test_resuming_a_finished_run_changes_nothing(uninterrupted, capsys):
+    before = numbers(uninterrupted)
+    assert in_process(*SHORT[1:], "--run_dir", uninterrupted, "--resume", "auto") == 0
+    assert "resumed    after step 66 of 66" in capsys.readouterr().out
+    assert numbers(uninterrupted) == before
+
+
+def test_synthetic_approaches_its_known_best(tmp_path):
+    run_dir = tmp_path / "run"
+    options = ["--dataset", "synthetic", "--num_epochs", "4", "--max_shift", "0", "--learning_rate", "1e-3"]
+    result = run("simple_mnist_tpu.py", *options, "--run_dir", run_dir, "--no_tensorboard")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert "best possible accuracy 0.9100, loss 0.5003" in result.stdout
+    # 2,048 test labels of which each lies with probability 0.09: three standard deviations are 0.019
+    assert abs(summary["test_accuracy"] - 0.91) < 0.02
+    assert summary["test_loss"] < 1.25 * summary["loss_floor"]
+
+
+# -------------------------------------------------------------------------------------------------- the step itself
+
+
+def step_parts(device, config=None, steps=20, hidden_dim=16):
+    config = config or MnistConfig()
+    torch.manual_seed(0)
+    model = simple_mnist_tpu.ConvNet(8, 4, hidden_dim).to(device)
+    optimizer = make_optimizer(config, model.parameters())
+    return (
+        model,
+        optimizer,
+        learning_rates(config, steps).to(device),
+        DeviceMetrics(["loss", "gradient_norm"], steps, device),
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_a_loaded_optimizer_is_on_the_device(optimizer):
+    """torch's load_state_dict leaves some states on the host: they would go up in every step of a resumed run."""
+    device = torch_xla.device()
+    _, ours, *_ = step_parts(device, MnistConfig(optimizer=optimizer))
+    ours.load_state_dict(to_host(ours.state_dict()))
+    assert {value.device for state in ours.state.values() for value in state.values()} == {device}
+
+
+def sent(images, labels, device):
+    return torch.from_numpy(images).to(device), torch.from_numpy(labels.astype("int32")).to(device)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_digits()
+
+
+@pytest.mark.parametrize("optimizer, hidden_dim", [("sgd", 17), ("adam", 18), ("adamw", 19)])
+def test_steps_make_one_graph_and_neither_read_nor_upload(digits, optimizer, hidden_dim):
+    device = torch_xla.device()
+    config = MnistConfig(optimizer=optimizer, learning_rate=0.01, warmup_steps=5)
+    parts = step_parts(device, config, hidden_dim=hidden_dim)  # a width no other test compiles: graphs are cached
+    batch = sent(digits.train_images[:16], digits.train_labels[:16], device)
+    graphs = graphs_compiled()
+    for step in range(1, 21):
+        if step == 2:  # the constants of the first step have been sent
+            uploads, reads = transfers_to_device(), transfers_from_device()
+        simple_mnist_tpu.train_step.compiled(*parts, *batch, config)
+    assert graphs_compiled() - graphs == 1
+    assert (transfers_to_device(), transfers_from_device()) == (uploads, reads)
+    losses = parts[3].read(0, 20)["loss"]
+    assert transfers_from_device() == reads + 1
+    assert losses[-1] < losses[0]
+
+
+def test_a_ragged_batch_is_caught(digits):
+    device = torch_xla.device()
+    parts, said = step_parts(device), r"step 2 .*: images was uint8\[24, 8, 8\], is uint8\[23, 8, 8\]"
+    with pytest.raises(RecompileError, match=said), Run(MnistConfig(), simple_mnist_tpu.train_step):
+        for count in (24, 23):
+            batch = sent(digits.train_images[:count], digits.train_labels[:count], device)
+            simple_mnist_tpu.train_step(*parts, *batch, MnistConfig())
+
+
+def test_an_item_in_the_step_is_caught(digits, monkeypatch):
+    device = torch_xla.device()
+    parts = step_parts(device)
+    batch = sent(digits.train_images[:16], digits.train_labels[:16], device)
+    cross_entropy = F.cross_entropy
+    monkeypatch.setattr(F, "cross_entropy", lambda *a, **k: cross_entropy(*a, **k) * cross_entropy(*a, **k).item())
+    with pytest.raises(RuntimeError, match="Unexpected execution happens inside the compiled function"):
+        simple_mnist_tpu.train_step.compiled(*parts, *batch, MnistConfig())
+
+
+def test_a_scalar_that_is_uploaded_every_step_would_be_counted(digits):
+    device = torch_xla.device()
+    parts = step_parts(device)
+    batch = sent(digits.train_images[:16], digits.train_labels[:16], device)
+    counts = []
+    for step in range(4):
+        parts[1].param_groups[0]["weight_decay"] = 0.1 + 0.01 * step  # a Python number that changes
+        simple_mnist_tpu.train_step.compiled(*parts, *batch, MnistConfig())
+        counts.append(transfers_to_device())
+    assert counts[3] - counts[2] >= 1
+
+
+def test_xla_and_plain_pytorch_give_the_same_losses(digits):
+    device = torch_xla.device()
+    config = MnistConfig(optimizer="adamw", learning_rate=0.002, weight_decay=0.05, warmup_steps=5)
+    on_xla = step_parts(device, config)
+    torch.manual_seed(0)
+    model = simple_mnist_tpu.ConvNet(8, 4, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.05)
+    rates, losses = learning_rates(config, 20), []
+    for step in range(20):
+        images, labels = (
+            digits.train_images[16 * step : 16 * step + 16],
+            digits.train_labels[16 * step : 16 * step + 16],
+        )
+        simple_mnist_tpu.train_step.compiled(*on_xla, *sent(images, labels, device), config)
+        loss = F.cross_entropy(model(torch.from_numpy(images)), torch.from_numpy(labels).long())
+        optimizer.param_groups[0]["lr"] = rates[step].item()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    torch.testing.assert_close(torch.from_numpy(on_xla[3].read(0, 20)["loss"]), torch.tensor(losses), rtol=1e-5, atol=0)
+
+
+def test_bfloat16_keeps_float32_weights_and_stays_near_float32(digits):
+    device, losses = torch_xla.device(), {}
+    for precision in ("float32", "bfloat16"):
+        parts = step_parts(device)
+        for i in range(20):
+            batch = sent(digits.train_images[16 * i : 16 * i + 16], digits.train_labels[16 * i : 16 * i + 16], device)
+            simple_mnist_tpu.train_step.compiled(*parts, *batch, MnistConfig(precision=precision))
+        losses[precision] = torch.from_numpy(parts[3].read(0, 20)["loss"])
+        assert all(parameter.dtype == torch.float32 for parameter in parts[0].parameters())
+    assert not torch.equal(losses["float32"], losses["bfloat16"])
+    torch.testing.assert_close(losses["bfloat16"], losses["float32"], rtol=0.03, atol=0.03)
+
+
+def test_evaluation_counts_every_example_once_whatever_the_batch(digits):
+    device, results = torch_xla.device(), []
+    model = step_parts(device)[0]
+    for size in (360, 128, 77):
+        batches = [send(batch, device) for batch in eval_batches(digits, size)]
+        with Run(MnistConfig(), simple_mnist_tpu.train_step, simple_mnist_tpu.eval_step) as run:
+            results.append(simple_mnist_tpu.evaluate(model, batches, run))
+    for found in results[1:]:
+        assert found["accuracy"] == results[0]["accuracy"]
+        assert math.isclose(found["test_loss"], results[0]["test_loss"], rel_tol=1e-6)
+
+
+def test_flops_are_those_of_the_layers():
+    model = simple_mnist_tpu.ConvNet(8, 32, 128)
+    forward = 2 * (64 * 32 * 9 + 16 * 64 * 32 * 9 + 4 * 64 * 64 * 9 + 256 * 128 + 128 * 10)
+    first_layer = 2 * 64 * 32 * 9  # needs no gradient of its input
+    assert check_model(model, load_digits()) == 3 * forward - first_layer
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--dataset", "mnist", "--data_dir", "nowhere"], "expected MNIST in torchvision's layout"),
+        (["--global_batch_size", "5000"], "choose at most 1437"),
+        (["--profile_steps", "100:900"], "choose among the steps this run does, 1 to 880"),
+        (["--resume", "must"], "holds no complete checkpoint"),
+    ],
+)
+def test_bad_input_gives_one_message_and_exit_code_2(tmp_path, capsys, options, said):
+    assert in_process("--run_dir", tmp_path / "run", "--no_tensorboard", *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and "Traceback" not in error and error.count("\n") == 1
+    assert not (tmp_path / "run" / "config.json").exists(), "the corrected command is not told that a run is there"
+
+
+def test_resuming_from_a_mistyped_run_dir_leaves_nothing_behind(tmp_path, capsys):
+    assert in_process("--run_dir", tmp_path / "rnu", "--resume", "must") == 2
+    assert "it does not exist" in capsys.readouterr().err and not (tmp_path / "rnu").exists()
+
+
+def test_unwritable_run_directory(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert in_process("--run_dir", tmp_path / "file" / "run") == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, said", [(["--channels", "8"], "channels is 8, was 32"), (["--seed", "5"], "seed is 5, was 0")]
+)
+def test_resume_with_another_model_or_seed_is_refused(uninterrupted, capsys, options, said):
+    assert in_process(*SHORT[1:], "--run_dir", uninterrupted, "--resume", "must", *options) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_is_never_overwritten(uninterrupted, capsys):
+    assert in_process(*SHORT[1:], "--run_dir", uninterrupted) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_a_number_fails_the_run_and_is_never_saved(tmp_path, capsys):
+    options = ["--optimizer", "sgd", "--learning_rate", "1e30", "--num_epochs", "2", "--warmup_steps", "0"]
+    assert in_process("--run_dir", tmp_path / "run", "--no_tensorboard", "--save_every", "3", *options) == 1
+    error = capsys.readouterr().err
+    assert "has loss" in error and "there is no checkpoint before it" in error
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_a_save_that_fails_behind_the_steps_fails_the_run(tmp_path, capsys):
+    options = ["--num_epochs", "1", "--warmup_steps", "2", "--save_every", "5", "--log_every", "5", "--no_tensorboard"]
+    with a_full_disk():
+        assert in_process("--run_dir", tmp_path / "run", *options) == 1
+    captured = capsys.readouterr()
+    assert "error: checkpoint of step 5 could not be written" in captured.err and "step     15/" not in captured.out
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_production_refuses_a_machine_without_tpu(tmp_path):
+    run_dir = tmp_path / "run"
+    options = ["--preset", "production", "--dataset", "digits", "--run_dir", run_dir]
+    result = run("simple_mnist_tpu.py", *options)
+    assert result.returncode == 1 and "add --device cpu" in result.stderr and "Traceback" not in result.stderr
+    assert not run_dir.exists()
+
+
+def test_profile_writes_a_trace(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert in_process("--run_dir", run_dir, "--num_epochs", "1", "--warmup_steps", "2", "--profile_steps", "3:5") == 0
+    assert list(run_dir.glob("tensorboard/plugins/profile/*/*.xplane.pb"))
+    assert f"tensorboard --logdir {run_dir}/tensorboard" in capsys.readouterr().out
+
+
+def test_a_trace_names_steps_and_phases_and_leaves_the_graphs_alone(tmp_path):
+    from jax.profiler import ProfileData  # reads xplane.pb
+
+    run_dir = tmp_path / "run"
+    options = ["--num_epochs", "2", "--warmup_steps", "2", "--save_every", "22", "--profile_steps", "21:24"]
+    assert in_process("--run_dir", run_dir, *options, "--log_every", "5", "--no_tensorboard") == 0
+    (path,) = run_dir.glob("tensorboard/plugins/profile/*/*.xplane.pb")
+    found, steps = set(), []
+    for plane in ProfileData.from_file(str(path)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                found.add(event.name)
+                if event.name == "train":
+                    steps.append(dict(event.stats)["step_num"])
+    assert sorted(steps) == [21, 22, 23]
+    assert found >= {"phase data_wait", "phase step", "phase evaluation", "phase checkpoint"}
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["train_graphs"] == 1 and summary["eval_graphs"] <= 1, "0: a test before had the same evaluation"
+    assert summary["host_to_device_uploads_per_step"] == 0

@@ -1,0 +1,489 @@
+"""calibrate_tpu.py: on a pretended v5e whose children answer with written times; whole on the CPU, with two kills."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from metadata_server import metadata_server
+from mutations import mutated_json
+from processes import ROOT, environment_with, waits
+from test_device import fake_pci
+
+import aot_tpu
+from config import CifarConfig, DistributedMnistConfig, MnistConfig
+from language.transformer_options import TransformerConfig
+from tools import calibrate
+from tools.on_chip import bench, findings
+from tools.on_chip.bench import find_machine
+from tools.on_chip.chip_peaks import COLLECTIVES
+from tools.on_chip.peaks import least_sent
+from tools.on_chip.steps import STEPS
+from tpu_compiler.calibration import read_calibration
+from tpu_compiler.report import Report
+from tpu_utils.errors import DeviceError, InputError, run_script
+from tpu_utils.options import presets_of, resolve, without_effect
+
+GIB = 2**30
+# what a pretended v5litepod-8 answers: (estimated ms, measured ms) by a word of the options; nothing here was measured
+TIMES = {
+    "--attention=flash": (60.0, 84.0),
+    "--num_heads=6": (61.8, 67.98),
+    "--model_size=350M": (385.0, 454.3),
+    "--scan_layers": (140.0, 165.2),
+    "--gradient_accumulation_steps=1": (73.9, 88.68),
+    "--vocab_size=50257": (590.0, 649.0),
+    "": (0.06, 1.2),
+}
+CONFIGS = {
+    "simple_mnist_tpu.py": MnistConfig,
+    "distributed_mnist_tpu.py": DistributedMnistConfig,
+    "resnet_cifar_tpu.py": CifarConfig,
+    "transformer_tpu.py": TransformerConfig,
+}
+V5E = ("0x1ae0", "0x0063")
+MEASURED = "measured on v5e: 1.18 x the estimate (n = 6), from 1.10 to 1.40, on 8 devices, collectives included"
+
+
+def option(command: list[str], name: str, default: str = "") -> str:
+    return next((word.partition("=")[2] for word in reversed(command) if word.startswith(f"--{name}=")), default)
+
+
+class Pretended:
+    """A child process on the pretended VM: leaves the files that its command would leave."""
+
+    def __init__(self, command: list[str], out: Path, err: Path, changes: dict[str, str]):
+        self.code, self.command, text = 0, command, ""
+        estimated, self.ms = next(times for word, times in TIMES.items() if not word or word in command)
+        err.write_text("")
+        if command[0] == "setup_tpu.py":
+            text = json.dumps({"checks": [], "counts": {"ok": 20, "warn": 0, "fail": 0, "skip": 2}}, indent=1)
+        elif option(command, "compile_for"):
+            assert option(command, "compile_for") == "v5litepod-8"
+            Path(changes["AOT_TPU_OUTPUT"], "report.json").write_text(json.dumps(self.report(estimated)))
+        elif "tools.on_chip.chip_peaks" in command:
+            kind = command[2]
+            figures = {"product": {"tflops": 177.3}, "copy": {"gb_per_s": 737.1}}.get(kind, {})
+            figures = dict(ms=2.0, ms_low=1.9, ms_high=2.2, host_ms=0.5, compile_seconds=1.0, **figures)
+            text = json.dumps(dict.fromkeys(option(command, "sizes").split(","), figures))
+        elif "xplane" in command[-1]:
+            text = json.dumps({"planes": ["/device:TPU:0", "/host:CPU"], "steps": [10, 11, 12]})
+        else:
+            self.train(Path(option(command, "run_dir")))
+            text = "7\n"  # reads from the device
+        out.write_text(text)
+
+    def report(self, estimated: float) -> dict:
+        fits = "--preset=distributed" not in self.command or "transformer_tpu.py" not in self.command
+        self.code = 0 if fits else 1
+        found = Report(
+            "v5litepod-8", 8, "SPMD over 8 devices", fits, fits, "" if fits else "needs 20.00 of 15.75 GiB", 0
+        )
+        found = dataclasses.replace(
+            found, peak_bytes=5 * GIB, estimated_ms=estimated if fits else None, estimated_mfu=0.4
+        )
+        return dataclasses.asdict(found)
+
+    def train(self, run_dir: Path) -> None:
+        losses = [2.5 - 0.01 * step for step in range(60)]
+        timed = dict(kind="train", step_seconds=self.ms / 1e3, mfu=0.3, host_seconds=1e-5, data_wait_seconds=0.0)
+        lines = [dict(timed, loss=loss, step=step) for step, loss in enumerate(losses, 1)]
+        lines[3]["step_seconds"] *= 2  # a slow interval, which is no median
+        lines.append(dict(kind="checkpoint", step=60, wait_seconds=0.5))
+        goodput = dict(start_up=12.0, restore=3.0, compile=30.0, checkpoint=0.6)
+        summary = dict(steps=60, train_graphs=1, host_to_device_uploads_per_step=0.0, hbm_peak_bytes=6 * GIB)
+        for folder, name, content in (
+            (run_dir, "metrics.jsonl", "\n".join(map(json.dumps, lines))),
+            (run_dir, "summary.json", json.dumps(summary | dict(goodput=goodput, test_accuracy=342 / 360))),
+            (
+                run_dir / "checkpoints/step_00000060",
+                "done",
+                '{"files": {"state.safetensors": {"bytes": 8, "crc32": 1}}}',
+            ),
+            (run_dir / "tensorboard/plugins/profile/now", "vm.xplane.pb", ""),
+        ):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(content)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.code
+
+    def poll(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        pass
+
+
+class Vm:
+    """A pretended VM with 8 chips. child: who answers for a child process; started: the commands of all."""
+
+    def __init__(self, root: Path):
+        self.root, self.folder = root, root / "calibration"
+        self.started, self.child = [], Pretended
+
+    def start(self, command, *others):
+        self.started.append(command)
+        return self.child(command, *others)
+
+    def calibrate(self) -> int:
+        return calibrate.calibrate("auto", self.folder, 60, self.root)
+
+    def content(self) -> dict:
+        return json.loads((self.folder / "calibration.json").read_text())
+
+
+def test_a_child_finds_scripts_and_modules(tmp_path, monkeypatch):
+    """Other tests here have pretended children."""
+    monkeypatch.chdir(tmp_path)
+    find = "import importlib.util as u; assert u.find_spec('tools.on_chip.chip_peaks')"
+    for command in (["setup_tpu.py", "--help"], ["simple_mnist_tpu.py", "--help"], ["-c", find]):
+        assert bench.start_child(command, tmp_path / "out", tmp_path / "err", {}).wait(300) == 0, command
+
+
+def pci_tree(root: Path, *devices) -> Path:
+    (root / "sys/bus/pci/devices").mkdir(parents=True)
+    fake_pci(root / "sys/bus/pci/devices", *devices)
+    return root
+
+
+@contextlib.contextmanager
+def metadata_of(kind: str, hosts: int):
+    """A metadata server of a slice, where this process looks for it."""
+    workers = ",".join(f"name:{index}:10.0.0.{index + 1}" for index in range(hosts))
+    said = f"ACCELERATOR_TYPE: '{kind}'\nWORKER_ID: '0'\n"
+    pages = dict(tpu_env=said, worker_network_endpoints=workers)
+    with metadata_server(**pages) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GCE_METADATA_HOST", server.host)
+        for name in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"):
+            patch.delenv(name, raising=False)
+        yield patch
+
+
+@contextlib.contextmanager
+def pretended_vm(root: Path):
+    vm = Vm(pci_tree(root, *[V5E] * 8))
+    with metadata_of("v5litepod-8", 1) as patch:
+        patch.setattr(bench, "start_child", vm.start)
+        yield vm
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A VM that was calibrated, and what was printed."""
+    with pretended_vm(tmp_path_factory.mktemp("measured")) as vm, contextlib.redirect_stdout(io.StringIO()) as said:
+        assert vm.calibrate() == 0, said.getvalue()
+    return vm, said.getvalue()
+
+
+@pytest.fixture
+def vm(tmp_path, monkeypatch):
+    """One that was not, without the seconds of the picture."""
+    monkeypatch.setattr(calibrate, "save_picture", lambda *_: None)
+    with pretended_vm(tmp_path) as vm:
+        yield vm
+
+
+def test_a_pretended_v5e_is_measured_whole(measured):
+    vm, said = measured
+    found = vm.content()
+    assert (found["machine"]["chip"], found["machine"]["slice"]) == ("v5e", "v5litepod-8")
+    assert "machine    v5litepod-8, devices: 8; torch_xla 2.9.0" in said
+    step = found["measurements"]["step gpt2 124M"]["figures"]
+    assert step["ms"] == pytest.approx(88.68) and step["ms_high"] == pytest.approx(2 * 88.68)
+    assert found["ratios"]["gpt2 124M"] == pytest.approx(1.2)
+    assert "simple_mnist quick_test" not in found["ratios"], "an estimate below 1 ms says nothing of the compiler"
+    last = found["measurements"]["step transformer distributed"]
+    assert last["status"] == "cannot" and "does not fit v5litepod-8: needs 20.00 of 15.75 GiB" in last["reason"]
+    product = found["measurements"]["peak product"]["figures"]["8192"]
+    assert product["of_published"] == pytest.approx(0.9)
+    bound = {kind: found["measurements"][f"peak {kind}"]["figures"]["256"]["bound_ms"] for kind in COLLECTIVES}
+    links, size = 200e6, 256 * 2**20  # bytes a millisecond, bytes
+    assert bound["all-reduce"] == pytest.approx(2 * 7 / 8 * size / links)
+    assert bound["all-gather"] == pytest.approx(7 / 8 * size / links + 2 * size / 819e6), "and a copy of the result"
+    assert bound["reduce-scatter"] == pytest.approx(7 / 8 * size / links)
+    assert bound["collective-permute"] == pytest.approx(size / 8 / links)
+    assert found["measurements"]["promise resume"]["figures"]["restore_seconds"] == 3.0
+    assert {r["status"] for name, r in found["measurements"].items() if name.startswith("promise")} == {"done"}
+    page = (vm.folder / "report.md").read_text()
+    rows = {cells[1]: cells for line in page.splitlines() if len(cells := [c.strip() for c in line.split("|")]) > 5}
+    expected = ["73.900", "88.68 (88.68 to 177.36)", "1.20", "5.000", "6.000", "40.0%", "30.0%", "12.0", "30.0", "0.6"]
+    assert rows["gpt2 124M"][2:-1] == expected
+    assert f"\n{MEASURED}; of steps with an estimate of 1 ms or more.\n" in page
+    assert 'open an issue called "Calibration of v5litepod-8, torch_xla 2.9.0' in page and page in said
+    assert not (vm.folder / "runs").exists(), "checkpoints of gigabytes are not left behind"
+
+
+def test_every_preset_is_measured_and_every_option_is_one_of_its_script(measured):
+    given = {(step.script, (re.findall(r"--preset=(\w+)", step.options) or ["quick_test"])[0]) for step in STEPS}
+    assert given == {(script, preset) for script, config in CONFIGS.items() for preset in presets_of(config)}
+    for command in measured[0].started:
+        place = next((place for place, word in enumerate(command) if word in CONFIGS), None)
+        if place is not None:
+            check_options(CONFIGS[command[place]], command[place + 1 :])
+
+
+def check_options(config: type, words: list[str]) -> None:
+    """As parse_command_line, without its tenth of a second: the fields are there, and values fit each other."""
+    given = dict(word.removeprefix("--").partition("=")[::2] for word in words)
+    default, _ = resolve(config, given.pop("preset", "quick_test"), given.get("optimization_level"))
+    values = {name.removeprefix("no_"): not name.startswith("no_") for name, text in given.items() if not text}
+    values |= {name: type(getattr(default, name))(text) for name, text in given.items() if text}
+    assert without_effect(dataclasses.replace(default, **values), given) == []
+
+
+def test_the_picture_shows_every_step_and_share(measured):
+    vm, _ = measured
+    left, right = findings.draw(vm.content()).axes
+    points = {line.get_label(): line.get_xydata()[0].tolist() for line in left.lines}
+    assert points["gpt2 124M"] == pytest.approx([73.9, 88.68])
+    assert len(points) == len(STEPS)  # the diagonal, and all but the one that does not fit
+    shares = dict(
+        zip((t.get_text() for t in right.get_yticklabels()), (p.get_width() for p in right.patches), strict=True)
+    )
+    assert shares["product 8192"] == pytest.approx(90) and shares["copy 256 MiB"] == pytest.approx(90)
+    assert (vm.folder / "calibration.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failure_is_recorded_and_tried_again_and_the_rest_goes_on(vm, capsys):
+    class Broken(Pretended):
+        def __init__(self, command, out, err, changes):
+            super().__init__(command, out, err, changes)
+            if "--attention=flash" in command and not option(command, "compile_for"):
+                self.code = 1
+                err.write_text("warning: other things\nerror: the kernels do not lower\n")
+            if "--num_heads=6" in command and option(command, "compile_for"):
+                self.code = 1
+                err.write_text("error: too many heads\n")
+                Path(changes["AOT_TPU_OUTPUT"], "report.json").unlink()
+
+    vm.child = Broken
+    assert vm.calibrate() == 1
+    failed = {name: r for name, r in vm.content()["measurements"].items() if r["status"] == "failed"}
+    assert list(failed) == ["step gpt2 124M flash", "estimate gpt2 124M heads of 128", "promise flash"]
+    assert "ended with 1: error: too many heads" in failed["estimate gpt2 124M heads of 128"]["reason"]
+    assert "transformer_tpu.py ended with 1: error: the kernels do not lower" in failed["promise flash"]["reason"]
+    page = (vm.folder / "report.md").read_text()
+    assert "Failed:\n- step gpt2 124M flash: transformer_tpu.py ended" in page
+    assert "| gpt2 124M flash " in page, "its estimate is there"
+    vm.child, vm.started = Pretended, []
+    assert vm.calibrate() == 0
+    assert len(vm.started) == 4, "one step, one estimate, and two runs to compare"
+    assert "(before)" in capsys.readouterr().out
+
+
+def test_stopped_it_goes_on_where_it_was(vm):
+    class Stopped(Pretended):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            if len(vm.started) == 9:
+                raise KeyboardInterrupt
+
+    vm.child = Stopped
+    with pytest.raises(KeyboardInterrupt):
+        vm.calibrate()
+    before = vm.content()["measurements"]
+    assert len(before) == 8
+    vm.child, vm.started = Pretended, []
+    assert vm.calibrate() == 0
+    after = vm.content()["measurements"]
+    assert {name: after[name] for name in before} == before
+    number = len(vm.started)
+    assert vm.calibrate() == 0 and len(vm.started) == number, "all is there"
+
+
+def test_a_broken_promise_fails(vm):
+    class Damaged(Pretended):
+        def train(self, run_dir):
+            super().train(run_dir)
+            if "--resume=auto" in self.command:
+                (run_dir / "checkpoints/step_00000060/done").write_text(
+                    '{"files": {"state.safetensors": {"bytes": 8, "crc32": 2}}}'
+                )
+            if self.command[0] == "-c" and "--num_steps=40" in self.command:
+                summary = json.loads((run_dir / "summary.json").read_text())
+                (run_dir / "summary.json").write_text(json.dumps(summary | {"train_graphs": 2}))
+
+    vm.child = Damaged
+    assert vm.calibrate() == 1
+    found = vm.content()["measurements"]
+    assert found["promise resume"]["reason"] == "not kept: the last checkpoints differ"
+    assert found["promise no_reads"]["reason"] == "not kept: 2 graphs and 0.0 uploads a step, expected 1 and 0"
+
+
+def test_another_machine_begins_anew(tmp_path, capsys):
+    machine = bench.Machine("tpu", "v5e", "v5litepod-8", 8, {"libtpu": "0.0.21"}, "one")
+    bench.Bench(machine, tmp_path, 60).record("doctor", {"status": "done"})
+    assert bench.Bench(machine, tmp_path, 60).measurements == {"doctor": {"status": "done"}}
+    assert bench.Bench(dataclasses.replace(machine, commit="another"), tmp_path, 60).measurements == {}
+    assert len(list(tmp_path.glob("calibration_before_*.json"))) == 1
+    assert "another chip, version or commit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--output=/dev/null"], "/dev/null cannot be written: Not a directory; name another --output"),
+        (["--time_limit=0"], "--time_limit 0: expected more than 0 seconds"),
+        (["--time_limit=nan"], "--time_limit nan: expected more than 0 seconds"),
+    ],
+)
+def test_bad_options_are_refused_in_one_message(monkeypatch, tmp_path, capsys, arguments, said):
+    options = ["tools.calibrate", "--device=cpu", f"--output={tmp_path}", *arguments]
+    monkeypatch.setattr(sys, "argv", options)
+    try:
+        code = run_script(calibrate.main)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------- which machine it is
+
+
+@pytest.mark.parametrize(
+    "chips, named, slice_name, devices",
+    [
+        ([V5E], "", "v5litepod-1", 1),
+        ([V5E] * 4, "v5litepod-4", "v5litepod-4", 4),
+        ([("0x1ae0", "0x005e")] * 4, "", "v4-8", 4),
+        ([("0x1ae0", "0x006f")] * 8, "", "v6e-8", 8),
+        ([V5E] * 2, "", "", 2),
+        ([("0x1ae0", "0x0076")] * 4, "", "", 8),
+    ],
+)
+def test_which_slice_this_is_by_the_environment(tmp_path, monkeypatch, chips, named, slice_name, devices):
+    pci_tree(tmp_path, *chips)
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    monkeypatch.delenv("TPU_WORKER_ID", raising=False)
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", named)
+    machine = find_machine("auto", tmp_path)
+    assert (machine.slice, machine.num_devices, machine.device) == (slice_name, devices, "tpu")
+
+
+def test_a_slice_of_several_hosts_a_part_of_one_and_a_missing_tpu_are_refused(tmp_path):
+    with pytest.raises(DeviceError, match=r"found no TPU chip on this machine; .* rehearse with --device cpu"):
+        find_machine("tpu", tmp_path)
+    pci_tree(tmp_path, *[V5E] * 8)
+    with metadata_of("v5litepod-16", 2), pytest.raises(InputError, match=r"which has 2 hosts; expected a slice of one"):
+        find_machine("auto", tmp_path)
+    with metadata_of("v5litepod-4", 1) as patch:
+        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
+        patch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+        with pytest.raises(InputError, match=r"has 8 chips of v5litepod-4, .* expected a slice of one host, whole"):
+            find_machine("auto", tmp_path)
+
+
+def test_what_would_measure_another_machine_than_it_names_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPU_NUM_DEVICES", "many")
+    with pytest.raises(InputError, match=r"CPU_NUM_DEVICES is 'many'; expected a number from 1 to 127"):
+        find_machine("cpu", tmp_path)
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
+    with pytest.raises(InputError, match=r"TPU_VISIBLE_CHIPS is '0': .* a part of the 8 chips here; .* unset it"):
+        find_machine("auto", pci_tree(tmp_path, *[V5E] * 8))
+
+
+def test_the_bound_is_the_compilers():
+    """Against the reports of chip_peaks --sizes 256 --compile_for v5litepod-4 by libtpu 0.0.21."""
+    milliseconds = {"all-reduce": 2.013, "all-gather": 1.007, "collective-permute": 0.336}
+    for kind, expected in milliseconds.items():
+        assert least_sent(kind, 256, 4) / 200 / 1e6 == pytest.approx(expected, abs=1e-3)
+
+
+# ---------------------------------------------------------------------------------------- aot_tpu.py with a calibration
+
+
+def test_a_report_of_the_compiler_says_what_was_measured(measured, monkeypatch, capsys):
+    vm, _ = measured
+    kept = Report("v5litepod-1", 1, "one device", True, True, "", 16 * GIB, estimated_ms=73.9)
+    monkeypatch.setattr(aot_tpu, "compile_script", lambda _, name, *__: dataclasses.replace(kept, topology=name))
+    command = ["simple_mnist_tpu.py", "--topology", "v5litepod-1"]
+    monkeypatch.chdir(vm.root)
+    (vm.root / "simple_mnist_tpu.py").touch()
+    assert aot_tpu.main(command) == 0, "found where tools.calibrate leaves it"
+    assert f"  calibration        {MEASURED}\n" in capsys.readouterr().out
+    assert aot_tpu.main([*command[:2], "v6e-1,v5litepod-1", f"--calibration={vm.folder}/calibration.json"]) == 0
+    table = capsys.readouterr().out
+    assert f"\nv5litepod-1: {MEASURED}\n" in table and "v6e-1: measured" not in table
+    assert aot_tpu.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["calibration"] == MEASURED
+    capsys.readouterr()
+    foreign = [("no.json", None, "no such file"), ("half.json", '{"format": 1', "cannot be read as JSON")]
+    foreign += [("list.json", "[1]", "holds list"), ("package.json", '{"name": "x"}', "is not a calibration")]
+    for name, content, why in foreign:
+        if content:
+            (vm.root / name).write_text(content)
+        assert aot_tpu.main([*command, f"--calibration={name}"]) == 2
+        out, err = capsys.readouterr()
+        assert not out and len(err.splitlines()) == 1 and err.startswith(f"error: {name}") and why in err
+        assert "a calibration of tools.calibrate" in err
+    (vm.folder / "calibration.json").write_text("{")
+    assert aot_tpu.main(command) == 2, "one that is there by default is not passed over"
+    assert "error: calibration/calibration.json cannot be read as JSON" in capsys.readouterr().err
+
+
+def test_a_calibration_is_read_or_refused(tmp_path):
+    machine = {"chip": "v5e", "num_devices": 1, "versions": {"libtpu": "0.0.21"}}
+    good = {"format": 1, "machine": machine, "ratios": {"a": 1.1, "b": 1.3}}
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(good))
+    found = read_calibration(path)
+    assert found.sentence("v5e", "0.0.21") == "measured on v5e: 1.20 x the estimate (n = 2), from 1.10 to 1.30"
+    assert found.sentence("v5e", "0.0.17").endswith("to 1.30, with libtpu 0.0.21")
+    assert found.sentence("v6e", "0.0.21") == ""
+    for content in mutated_json(good, 200):
+        path.write_bytes(content)
+        try:
+            assert isinstance(read_calibration(path).sentence("v5e", "0.0.21"), str)
+        except InputError as error:
+            assert str(path) in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ on the CPU, whole
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_rehearsal_on_the_cpu_killed_twice(tmp_path):
+    command = [sys.executable, "-m", "tools.calibrate", "--device=cpu", f"--output={tmp_path}"]
+    settings = dict(cwd=ROOT, env=environment_with({"CPU_NUM_DEVICES": 4}), text=True)
+    path = tmp_path / "calibration.json"
+
+    def done() -> dict:
+        return json.loads(path.read_text())["measurements"] if path.exists() else {}
+
+    before = {}
+    for count in (2, len(STEPS) * 2 + 4):  # in the first steps, and between peaks and promises
+        process = subprocess.Popen(command, **settings, stdout=subprocess.DEVNULL)
+        waits(lambda count=count, process=process: len(done()) >= count or process.poll() is not None, 1800)
+        assert process.poll() is None, "it ended by itself"
+        waits(lambda process=process: children_of(process.pid))
+        children = children_of(process.pid)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        waits(lambda children=children: not any(Path(f"/proc/{child}/exe").exists() for child in children), 20)
+        assert {name: record for name, record in done().items() if name in before} == before
+        before = done()
+    last = subprocess.run(command, **settings, stdout=subprocess.PIPE, timeout=3600)
+    assert last.returncode == 0, last.stdout
+    found = done()
+    assert {name: found[name] for name in before} == before
+    assert json.loads(path.read_text())["ratios"] == {}, "a CPU's time says nothing of an estimate for a TPU"
+    cannot = {name: record["reason"] for name, record in found.items() if record["status"] == "cannot"}
+    assert cannot["promise flash"] == "the flash kernels run on TPU only"
+    assert cannot["step gpt2 124M"] == "too large for a rehearsal on a CPU"
+    assert found["promise resume"]["figures"]["restore_seconds"] > 0
+    assert found["promise spmd"]["figures"]["largest_difference"] <= 1e-5
+    assert found["peak collective-permute"]["figures"]["1"]["ms"] > 0
+    assert "A rehearsal: estimates are for a TPU" in (tmp_path / "report.md").read_text()

@@ -1,0 +1,545 @@
+"""Hugging Face's folders in and out: bit for bit, loaded by its own library, and refused when something is wrong."""
+
+import dataclasses
+import json
+import logging
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from mutations import make_irregular, mutated, mutated_json, no_hang
+from safetensors.torch import load_file, save_file
+from test_llama_parity import SHAPES, hugging_face_model
+
+import transformer_tpu
+from language.gpt import GPT
+from language.hf_files import HEAD, INDEX, WHOLE, open_weights
+from language.hf_layout import sources
+from language.layers import adapter_sizes
+from language.llama import Llama, parameter_shapes
+from language.run_weights import read_merged, read_run
+from language.shapes import MODEL_SIZES, LlamaShape, ModelShape, hugging_face_config, shape_of
+from language.transformer_options import TransformerConfig
+from tools import convert_hf, convert_llmc
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.checkpoint.tensor_files import Entry, index_as_json, kind_of, shard_name, write_tensors
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.files import checksum_of
+from tpu_utils.options import as_json, parse_command_line
+
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+
+SMALL = dict(num_layers=2, num_heads=4, embedding_dim=32, sequence_length=96, vocab_size=200)
+KINDS = {"gpt2": ModelShape(**SMALL)}
+KINDS |= {name: dataclasses.replace(shape, **SMALL, mlp_dim=48) for name, shape in SHAPES.items()}
+
+
+def their_model(shape: ModelShape, seed: int = 0):
+    if isinstance(shape, LlamaShape):
+        return hugging_face_model(shape, seed)
+    config = transformers.GPT2Config(
+        n_layer=shape.num_layers, n_head=shape.num_heads, n_embd=shape.embedding_dim, vocab_size=shape.vocab_size,
+        n_positions=shape.sequence_length, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Each kind of model as transformers saves it: gpt2, tied, stretched, qwen3, in float32; and _bf16 in files."""
+    found = {}
+    for name, shape in KINDS.items():
+        model = their_model(shape)
+        found[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(found[name])
+        found[f"{name}_bf16"] = tmp_path_factory.mktemp(f"{name}_bf16")
+        model.bfloat16().save_pretrained(found[f"{name}_bf16"], max_shard_size="20KB")
+    return found
+
+
+@pytest.fixture
+def folder(folders, tmp_path) -> Path:
+    """One of them, to be damaged."""
+    return Path(shutil.copytree(folders["tied"], tmp_path / "theirs"))
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
+
+
+def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(bits(found[name]), bits(tensor)), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_theirs_come_back_bit_identical_and_their_library_loads_them(folders, tmp_path, name, dtype, caplog):
+    theirs, ours, back = folders[name + "_bf16" * (dtype == "bfloat16")], tmp_path / "run", tmp_path / "back"
+    convert_hf.import_weights(theirs, ours)
+    config, _ = read_run(ours)
+    assert config.shape == KINDS[name] and config.precision == dtype
+    convert_hf.export(ours, back, getattr(torch, dtype), most_bytes=40_000 if dtype == "bfloat16" else 10**9)
+    assert (back / INDEX).exists() == (dtype == "bfloat16") and (theirs / INDEX).exists() == (dtype == "bfloat16")
+    assert_same_bits(tensors_in(back), tensors_in(theirs))
+    before, after = (json.loads((place / "config.json").read_text()) for place in (theirs, back))
+    assert shape_of(after) == shape_of(before)
+    assert all(before[key] == after[key] for key in before.keys() & after.keys() - {"layer_norm_epsilon"}), after
+    transformers.utils.logging.enable_propagation()
+    with caplog.at_level(logging.INFO):
+        loaded, said = transformers.AutoModelForCausalLM.from_pretrained(
+            back, dtype=torch.float32, output_loading_info=True
+        )
+    assert not any(said.values()), said
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.text
+    assert_same_logits(loaded, ours)
+
+
+def assert_same_logits(loaded, run_dir: Path) -> None:
+    """The model of a run, in float32, and one of theirs."""
+    config, saved = read_run(run_dir)
+    model = (Llama if isinstance(config.shape, LlamaShape) else GPT)(config.shape)
+    model.load_state_dict(saved.part("model"))
+    tokens = torch.arange(24).view(2, 12) * 7 % config.shape.vocab_size
+    with torch.no_grad():
+        found, expected = model(tokens)[..., : config.shape.vocab_size], loaded(tokens).logits
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def save_run(run_dir: Path, shape: ModelShape, model: dict[str, torch.Tensor], **options) -> None:
+    """What transformer_tpu.py leaves of a run with these weights."""
+    config = TransformerConfig(model_config=json.dumps(hugging_face_config(shape)), dataset="tokens")
+    run_dir.mkdir()
+    values = {"config": as_json(config) | options}
+    Checkpoints(run_dir / "checkpoints", 1).save(7, {"model": model, "metrics": {"loss": torch.zeros(1)}}, values)
+
+
+def random_weights(shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Under the names of our parameters; those of tokens that do not exist are 0, as in every run."""
+    random = torch.Generator().manual_seed(5)
+    found = {name: torch.randn(source.size, generator=random) * 0.05 for name, source in sources(shape).items()}
+    for name in {"token_embedding", "head_weight"} & found.keys():
+        found[name][shape.vocab_size :] = 0
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_ours_come_back_bit_identical_from_their_library(tmp_path, name):
+    weights = random_weights(KINDS[name])
+    save_run(tmp_path / "run", KINDS[name], weights)
+    convert_hf.export(tmp_path / "run", tmp_path / "theirs", torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    assert_same_logits(loaded, tmp_path / "run")
+    loaded.save_pretrained(tmp_path / "saved", max_shard_size="30KB")
+    convert_hf.import_weights(tmp_path / "saved", tmp_path / "again")
+    config, saved = read_run(tmp_path / "again")
+    assert config.shape == KINDS[name] and saved.step == 0
+    assert_same_bits(saved.part("model"), weights)
+
+
+def test_a_run_that_was_sharded_exports_the_same_bytes(tmp_path):
+    """As several processes save it: each matrix in two files, one half of its last axis in each."""
+    shape = KINDS["tied"]
+    weights = random_weights(shape)
+    save_run(tmp_path / "whole", shape, weights)
+    save_run(tmp_path / "sharded", shape, {})
+    folder = tmp_path / "sharded" / "checkpoints" / "step_00000007"
+    index, marker = (json.loads((folder / name).read_text()) for name in ("state.json", "done"))
+    entries = {f"model/{name}": Entry(kind_of(tensor)) for name, tensor in weights.items()}
+    for number in range(2):
+        file, halves = f"shards_{number:05}.safetensors", {}
+        for name, tensor in weights.items():
+            half = tensor.chunk(2, -1)[number].contiguous()
+            offsets = (*[0] * (tensor.dim() - 1), number * half.shape[-1])
+            halves[shard_name(f"model/{name}", offsets)] = half
+            entries[f"model/{name}"].shards[offsets] = file, tuple(half.shape)
+        marker["files"][file] = write_tensors(folder / file, halves)
+    index["tensors"] |= index_as_json(entries)
+    (folder / "state.json").write_text(json.dumps(index))
+    with (folder / "state.json").open("rb") as file:
+        marker["files"]["state.json"] = checksum_of(file)
+    (folder / "done").write_text(json.dumps(marker))
+    for name in ("whole", "sharded"):
+        convert_hf.export(tmp_path / name, tmp_path / f"{name}_out", torch.bfloat16, most_bytes=30_000)
+    found, expected = (
+        {path.name: path.read_bytes() for path in (tmp_path / f"{name}_out").iterdir()} for name in ("sharded", "whole")
+    )
+    assert found == expected and len(found) > 4
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+
+RANK, ALPHA = 3, 6.0
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory) -> tuple[Path, Path]:
+    """(a folder of theirs, a LoRA run that began there): its matrices in bfloat16, its adapters not 0."""
+    theirs, run_dir = (tmp_path_factory.mktemp(name) / "it" for name in ("base", "lora"))
+    their_model(KINDS["qwen3"]).bfloat16().save_pretrained(theirs)
+    weights, random = open_weights(theirs), torch.Generator().manual_seed(1)
+    model = {name: weights.read(name) for name in weights.names}
+    model |= {
+        f"{name}.{layer}": torch.randn(size, generator=random) * 0.2
+        for name, (layers, *size) in adapter_sizes(parameter_shapes(KINDS["qwen3"]), RANK).items()
+        for layer in range(layers)
+    }
+    options = dict(lora_rank=RANK, lora_alpha=ALPHA, initial_weights=str(theirs))
+    save_run(run_dir, KINDS["qwen3"], model, **options)
+    return theirs, run_dir
+
+
+def test_adapters_are_merged_in_float32(adapted, tmp_path):
+    theirs, run_dir = adapted
+    for dtype in (torch.float32, torch.bfloat16):
+        convert_hf.export(run_dir, tmp_path / str(dtype), dtype)
+    merged, base, model = tensors_in(tmp_path / "torch.float32"), tensors_in(theirs), read_run(run_dir)[1].part("model")
+    for name, ours, part in (
+        ("self_attn.q_proj", "q", ()),
+        ("self_attn.v_proj", "kv", 1),
+        ("mlp.up_proj", "gate_up", 1),
+        ("mlp.down_proj", "mlp_out", ()),
+    ):
+        key = f"model.layers.1.{name}.weight"
+        added = ALPHA / RANK * model[f"{ours}_lora_b.1"][part].double() @ model[f"{ours}_lora_a.1"][part].double()
+        assert added.abs().max() > 0.1 and torch.allclose(merged[key].double(), base[key].double() + added, atol=1e-6)
+    assert torch.equal(merged["model.norm.weight"], base["model.norm.weight"].float())
+    assert_same_bits(tensors_in(tmp_path / "torch.bfloat16"), {n: t.bfloat16() for n, t in merged.items()})
+
+
+def test_adapters_in_their_own_file_are_named_as_peft_names_them(adapted, tmp_path):
+    theirs, run_dir = adapted
+    convert_hf.export_adapter(run_dir, tmp_path / "adapter", torch.float32)
+    found = tensors_in(tmp_path / "adapter")
+    model = read_run(run_dir)[1].part("model")
+    prefix = "base_model.model.model.layers.1.self_attn"
+    assert torch.equal(found[f"{prefix}.k_proj.lora_A.weight"], model["kv_lora_a.1"][0])
+    assert torch.equal(found[f"{prefix}.v_proj.lora_B.weight"], model["kv_lora_b.1"][1])
+    assert torch.equal(found[f"{prefix}.o_proj.lora_A.weight"], model["attention_out_lora_a.1"])
+    assert len(found) == 2 * 2 * 7
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (RANK, ALPHA, str(theirs))
+
+
+def test_peft_loads_the_adapter_and_gives_the_merged_logits(adapted, tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
+    theirs, run_dir = adapted
+    convert_hf.export(run_dir, tmp_path / "merged", torch.float32)
+    convert_hf.export_adapter(run_dir, tmp_path / "adapter", torch.float32)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with_adapter = peft.PeftModel.from_pretrained(load(theirs, dtype=torch.float32), tmp_path / "adapter")
+    tokens = torch.arange(24).view(2, 12) * 7 % 200
+    with torch.no_grad():
+        base, found, expected = (
+            model(tokens).logits
+            for model in (load(theirs, dtype=torch.float32), with_adapter, load(tmp_path / "merged"))
+        )
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max() < (base - expected).abs().max()
+
+
+def test_a_run_without_adapters_has_none_to_export(tmp_path):
+    save_run(tmp_path / "run", KINDS["tied"], random_weights(KINDS["tied"]))
+    with pytest.raises(InputError, match="has no adapters; expected a run with --lora_rank"):
+        convert_hf.export_adapter(tmp_path / "run", tmp_path / "out", torch.float32)
+    assert not (tmp_path / "out").exists()
+
+
+def test_llmc_has_no_llama(tmp_path):
+    save_run(tmp_path / "run", KINDS["tied"], random_weights(KINDS["tied"]))
+    with pytest.raises(InputError, match=r"of the Llama family; expected a GPT, which llm.c has"):
+        convert_llmc.export(tmp_path / "run", tmp_path / "model.bin", torch.float32)
+    assert not (tmp_path / "model.bin").exists()
+
+
+# ------------------------------------------------------------------------------------------------- what else is written
+
+
+def test_files_of_the_tokenizer_go_with_the_weights(folder, tmp_path):
+    files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"a": 1}', "merges.txt": bytes(range(256))}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    (folder / "modeling_mine.py").write_text("raise SystemExit('run')")
+    convert_hf.import_weights(folder, tmp_path / "run")
+    shutil.rmtree(folder)  # a run is whole without it
+    assert Path(read_run(tmp_path / "run")[0].tokenizer, "tokenizer.json").exists()
+    convert_hf.export(tmp_path / "run", tmp_path / "back", torch.float32)
+    assert all((tmp_path / "back" / name).read_bytes() == content for name, content in files.items())
+    written = {path.name for path in (tmp_path / "back").iterdir()}
+    assert written == {*files, WHOLE, "config.json", "generation_config.json"}
+
+
+def test_a_longer_context_than_that_of_the_run_is_not_forgotten(folder, tmp_path):
+    said = json.loads((folder / "config.json").read_text()) | {
+        "max_position_embeddings": 131072,
+        "eos_token_id": [3, 4],
+    }
+    (folder / "config.json").write_text(json.dumps(said))
+    convert_hf.import_weights(folder, tmp_path / "run")
+    assert read_run(tmp_path / "run")[0].shape.sequence_length == 4096
+    convert_hf.export(tmp_path / "run", tmp_path / "back", torch.float32)
+    said = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert said["max_position_embeddings"] == 131072 and said["eos_token_id"] == [3, 4]
+
+
+def test_what_fails_on_the_way_leaves_nothing(folder, tmp_path, monkeypatch):
+    (tmp_path / ".writing_run").mkdir()  # left by a kill
+    (tmp_path / ".writing_run" / "checkpoints").mkdir()
+    convert_hf.import_weights(folder, tmp_path / "run")
+
+    def no_space(saved, name, scale):
+        if name == "final_ln_weight":  # the last one
+            raise OSError(28, "No space left on device")
+        return read_merged(saved, name, scale)
+
+    monkeypatch.setattr(convert_hf, "read_merged", no_space)
+    with pytest.raises(OSError, match="No space"):
+        convert_hf.export(tmp_path / "run", tmp_path / "back", torch.float32)
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "run"}
+
+
+def test_an_imported_run_is_not_resumed(folder, tmp_path, capsys):
+    convert_hf.import_weights(folder, tmp_path / "run")
+    options = ["--run_dir", str(tmp_path / "run"), "--resume=must", "--dataset=synthetic"]
+    code = run_script(lambda: transformer_tpu.train(parse_command_line(TransformerConfig, "", options)))
+    said = capsys.readouterr().err
+    assert code == 2 and "holds weights alone" in said and "--initial_weights" in said, said
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def test_every_published_size_is_a_configuration():
+    for name, shape in MODEL_SIZES.items():
+        said = hugging_face_config(shape)
+        found = shape_of(json.loads(json.dumps(said)))
+        head_width = {"head_width": found.head_width} if isinstance(shape, LlamaShape) else {}
+        assert found == dataclasses.replace(shape, **head_width), name
+        assert (found.head_dim, found.num_parameters) == (shape.head_dim, shape.num_parameters)
+    scaled = hugging_face_config(MODEL_SIZES["llama3_8B"])
+    newer = {name: value for name, value in scaled.items() if not name.startswith("rope")}
+    newer["rope_parameters"] = {"rope_theta": scaled["rope_theta"], **scaled["rope_scaling"]}  # of transformers 5
+    assert shape_of(newer) == shape_of(scaled)
+
+
+CONFIG = hugging_face_config(KINDS["stretched"])
+REFUSED = [
+    (dict(model_type="mistral"), "model_type is 'mistral'; expected gpt2, llama, qwen3"),
+    (dict(model_type=["llama"]), "model_type is"),
+    (dict(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; expected an integer from 1 to 1,024"),
+    (dict(num_hidden_layers=True), "num_hidden_layers is True"),
+    (dict(hidden_size="4096"), "hidden_size is '4096'"),
+    (dict(vocab_size=10**30), "vocab_size is 1000"),
+    (dict(num_key_value_heads=3), "4 heads of width 8, 3 of keys and values"),
+    (dict(head_dim=7), "expected an even width"),
+    (dict(attention_bias=True), "attention_bias is True; expected False"),
+    (dict(mlp_bias=True), "mlp_bias is True"),
+    (dict(hidden_act="gelu"), "hidden_act is 'gelu'; expected silu"),
+    (dict(quantization_config={"bits": 4}), "quantization_config is"),
+    (dict(layer_types=["sliding_attention"]), "layer_types is"),
+    (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "are 'yarn'; expected default or llama3"),
+    (dict(rope_scaling=["llama3"]), "the rotary positions are"),
+    (dict(rope_scaling={"rope_type": "llama3", "factor": float("nan")}), "factor is nan"),
+    (dict(rope_scaling={"rope_type": "llama3"}), "factor is None"),
+    (dict(rope_theta=0), "rope_theta is 0"),
+    (dict(rms_norm_eps=-1.0), "rms_norm_eps is -1.0"),
+    (dict(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'"),
+]
+
+
+@pytest.mark.parametrize("changed, message", REFUSED, ids=lambda value: str(value)[:40])
+def test_a_configuration_of_another_model_is_refused(changed, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        shape_of(CONFIG | changed)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (dict(tie_word_embeddings=False), "tie_word_embeddings is False; expected True"),
+        (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True"),
+        (dict(activation_function="relu"), "activation_function is 'relu'; expected gelu_new"),
+        (dict(n_inner=77), "n_inner 77"),
+        (dict(n_head=5), "n_head 5"),
+    ],
+)
+def test_a_gpt2_of_another_kind_is_refused(changed, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        shape_of(hugging_face_config(KINDS["gpt2"]) | changed)
+
+
+def test_no_damage_of_a_configuration_is_a_crash():
+    refused = 0
+    for config in (CONFIG, hugging_face_config(KINDS["gpt2"]), hugging_face_config(KINDS["qwen3"])):
+        for content in mutated_json(config, 400, seed=3):
+            try:
+                found = json.loads(content)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                try:
+                    shape_of(found).num_parameters  # noqa: B018
+                except InputError:
+                    refused += 1
+    assert refused > 300
+
+
+def rewrite(folder: Path, change, **more) -> None:
+    tensors = load_file(folder / WHOLE)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WHOLE, {"format": "pt"})
+
+
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+CHANGES = {
+    "absent": (lambda t: t.pop(NORM), f"{NORM} is absent"),
+    "unknown": (lambda t: t.update(score=torch.zeros(2)), "score is there"),
+    "shape": (lambda t: t.update({NORM: torch.zeros(33)}), f"{NORM} is float32[33], expected float32, bfloat16"),
+    "integers": (lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int32)}), f"{NORM} is int32[32]"),
+    "untied": (lambda t: t.update({HEAD: t[EMBEDDING] + 1}), f"{HEAD} is not {EMBEDDING}"),
+    "mixed": (
+        lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 32).bfloat16()}),
+        "have several types",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_tensors_are_refused_before_anything_is_written(folder, tmp_path, name):
+    change, message = CHANGES[name]
+    rewrite(folder, change)
+    with pytest.raises(InputError, match=re.escape(message)):
+        convert_hf.import_weights(folder, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_a_head_beside_its_embedding_and_names_without_base_are_read(folders, folder, tmp_path):
+    expected = open_weights(folder).read("token_embedding")
+    rewrite(folder, lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
+    assert torch.equal(open_weights(folder).read("token_embedding"), expected)
+    gpt2 = Path(shutil.copytree(folders["gpt2"], tmp_path / "gpt2"))
+    whole = open_weights(gpt2)
+    wanted = {name: whole.read(name) for name in whole.names}
+
+    def as_published(tensors):  # OpenAI's own, converted: without the base, with the masks
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+
+    rewrite(gpt2, as_published)
+    found = open_weights(gpt2)
+    assert_same_bits({name: found.read(name) for name in found.names}, wanted)
+
+
+def test_float16_comes_in_without_rounding(folder, tmp_path):
+    rewrite(folder, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
+    convert_hf.import_weights(folder, tmp_path / "run")
+    convert_hf.export(tmp_path / "run", tmp_path / "back", torch.float32)
+    assert_same_bits(tensors_in(tmp_path / "back"), {n: t.float() for n, t in tensors_in(folder).items()})
+
+
+def test_a_context_may_be_shorter_but_not_longer(folders):
+    shape = KINDS["gpt2"]
+    shorter = open_weights(folders["gpt2"], dataclasses.replace(shape, sequence_length=10))
+    whole = open_weights(folders["gpt2"]).read("position_embedding")
+    assert torch.equal(shorter.read("position_embedding"), whole[:10])
+    assert shorter.kind("position_embedding").shape == (10, 32)
+    with pytest.raises(InputError, match="reads 96 tokens, expected 97; choose a sequence_length"):
+        open_weights(folders["gpt2"], dataclasses.replace(shape, sequence_length=97))
+    with pytest.raises(InputError, match="num_layers is 2, expected 3"):
+        open_weights(folders["gpt2"], dataclasses.replace(shape, num_layers=3))
+    with pytest.raises(InputError, match="kind is ModelShape, expected LlamaShape"):
+        open_weights(folders["gpt2"], KINDS["tied"])
+
+
+@pytest.mark.parametrize("name", ["../out.safetensors", "/etc/passwd", "a/b.safetensors", ".safetensors", 7, "x.bin"])
+def test_an_index_names_files_of_its_folder_alone(folders, tmp_path, name):
+    folder = Path(shutil.copytree(folders["tied_bf16"], tmp_path / "theirs"))
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][NORM] = name
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(InputError, match=r"names the file .*; expected \*.safetensors in the same folder"):
+        open_weights(folder)
+
+
+def test_an_index_and_its_files_have_the_same_tensors(folders, tmp_path):
+    folder = Path(shutil.copytree(folders["tied_bf16"], tmp_path / "theirs"))
+    index = json.loads((folder / INDEX).read_text())
+    where = index["weight_map"]
+    other = next(file for file in where.values() if file != where[NORM])
+    for changed, message in (
+        (where | {NORM: other}, f"{NORM} is in {where[NORM]}, but {INDEX} has it in {other}"),
+        ({n: f for n, f in where.items() if n != NORM}, f"but {INDEX} has it nowhere"),
+        (where | {"more": other}, f"more is not in {other}"),
+        (where | {"more": "none.safetensors"}, "none.safetensors: no such file"),
+        ([], "weight_map is []"),
+    ):
+        (folder / INDEX).write_text(json.dumps({"weight_map": changed}))
+        with pytest.raises(InputError, match=re.escape(message)):
+            open_weights(folder)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing"])
+@pytest.mark.parametrize("file", [WHOLE, "config.json", "tokenizer.json"])
+def test_what_is_no_file_is_refused(folder, tmp_path, kind, file):
+    make_irregular(folder / file, kind)
+    with no_hang(), pytest.raises(InputError, match=f"{file}.*expected"):
+        convert_hf.import_weights(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_pickles_are_not_read(folder):
+    (folder / WHOLE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model.bin, a pickle, .* only safetensors are read"):
+        open_weights(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(InputError, match=re.escape(f"neither {WHOLE} nor {INDEX}")):
+        open_weights(folder)
+
+
+def test_no_damage_of_a_header_is_a_crash(folder):
+    content = (folder / WHOLE).read_bytes()
+    length = 8 + struct.unpack("<Q", content[:8])[0]
+    refused = 0
+    for number, front in enumerate(mutated(content[:length], 150, seed=4)):
+        (folder / WHOLE).write_bytes((front + content[length:])[: -1 if number % 20 == 0 else None])
+        try:
+            open_weights(folder)
+        except InputError as error:
+            refused += 1
+            assert str(folder) in str(error) and "expected" in str(error), error
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    "arguments, code, said",
+    [
+        ("--help", 0, "adapter"),
+        ("exprot a b", 2, "export RUN_DIR DIR"),
+        ("import a", 2, "import DIR RUN_DIR"),
+        ("import none new", 2, "none: no such folder; expected a folder"),
+        ("import theirs theirs", 2, "theirs is there already; expected a new or an empty folder"),
+        ("import theirs new bf16", 2, "import has no options"),
+        ("import empty new", 2, "config.json: no such file"),
+        ("export theirs new bf61", 2, "did you mean bf16?"),
+        ("export theirs new best best", 2, "each once"),
+        ("export gs://bucket/run new", 2, "expected local folders"),
+        ("export empty new", 2, "holds no complete checkpoint"),
+    ],
+)
+def test_the_command_line(folder, tmp_path, monkeypatch, capsys, arguments, code, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(run_script(lambda: convert_hf.main(convert_hf.parse(arguments.split()))))
+    captured = capsys.readouterr()
+    assert stop.value.code == code and said in captured.out + captured.err
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "empty"}

@@ -1,0 +1,413 @@
+"""Sampling: greedy as Hugging Face's generate, a batch as each prompt alone, two graphs, refusals."""
+
+import dataclasses
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+from mutations import make_irregular, no_hang
+from test_llama_parity import QWEN3, STRETCHED, TIED, hugging_face_model
+from test_tokenizer import trained
+
+from language import decoding, llmc_weights, sources
+from language.gpt import GPT
+from language.layers import stack_layers
+from language.llama import Llama
+from language.shapes import LlamaShape, ModelShape
+from language.tokenizer import Numbers, load_tokenizer
+from language.transformer_options import TransformerConfig
+from tools import generate as tool
+from tools.generate import GenerateConfig
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.checkpoint.tensor_files import one_thread
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.graphs import graphs_compiled
+
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+
+GPT2 = ModelShape(num_layers=2, num_heads=4, embedding_dim=64, sequence_length=256, vocab_size=300)
+SHAPES = {
+    "gpt2": GPT2,
+    "tied": dataclasses.replace(TIED, num_layers=2, sequence_length=512),
+    "stretched": dataclasses.replace(STRETCHED, num_layers=2, sequence_length=512),
+    "qwen3": dataclasses.replace(QWEN3, num_layers=2, sequence_length=512),
+}
+PROMPTS = [[5, 250, 17], list(range(40, 63)), [299]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_one_thread():
+    """Models so small wait for their threads most of the time, where other tests run beside them."""
+    with one_thread():
+        yield
+
+
+def their_model(shape: ModelShape):
+    if isinstance(shape, LlamaShape):
+        return hugging_face_model(shape)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=shape.vocab_size, n_positions=shape.sequence_length, n_embd=shape.embedding_dim,
+            n_layer=shape.num_layers, n_head=shape.num_heads,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter + torch.randn_like(parameter) * 0.08)
+    return model
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def folder(request, tmp_path_factory):
+    """A model of Hugging Face with random weights, as they save it, and the model itself."""
+    model = their_model(SHAPES[request.param]).eval()
+    path = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(path)
+    return path, model
+
+
+@pytest.fixture(scope="module")
+def greedy(folder):
+    """(model on the device, 200 greedy tokens for each of three prompts in one batch, graphs that this took)."""
+    before = graphs_compiled()
+    config = GenerateConfig(hf=str(folder[0]), temperature=0.0, num_tokens=200)
+    model = sources.load(tool.source_of(config), torch_xla.device())
+    found = decoding.generate(model, PROMPTS, config, torch_xla.device())
+    return model, found, graphs_compiled() - before
+
+
+def test_greedy_tokens_are_those_of_hugging_face_in_two_graphs(folder, greedy):
+    _, theirs = folder
+    model, found, graphs = greedy
+    assert isinstance(model, Llama if isinstance(model.shape, LlamaShape) else GPT)
+    given = torch.tensor(PROMPTS[:1])
+    expected = theirs.generate(
+        given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=200, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    assert found[0] == expected[0, len(PROMPTS[0]) :].tolist()
+    for prompt, tokens in zip(PROMPTS, found, strict=True):  # the same, by one pass over what was found
+        with torch.no_grad():
+            logits = theirs(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert len(tokens) == 200 and tokens == logits.argmax(-1).tolist()
+    assert len({token for row in found for token in row}) > 5, "not one cycle of two tokens for all"
+    assert graphs == 2
+
+
+TINY = LlamaShape(2, 4, 32, 16, 50, num_kv_heads=2, mlp_dim=64, tied_head=True, rope_theta=1e4)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """(on the host, on the device) with weights far from uniform, so that a wrong key or position shows."""
+    model, on_device = Llama(TINY), Llama(TINY)
+    model.initialise(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5)
+    on_device.load_state_dict(model.state_dict())
+    return model, on_device.to(torch_xla.device())
+
+
+def sample(model, prompts, num_tokens=6, ends=lambda tokens: False, **options):
+    config = GenerateConfig(run_dir="x", num_tokens=num_tokens, **options)
+    return decoding.generate(model, prompts, config, torch_xla.device(), ends, config.context)
+
+
+def test_cached_logits_agree_with_uncached_whatever_the_lengths(tiny):
+    model, on_device = tiny
+    device, V, T = torch_xla.device(), TINY.vocab_size, TINY.sequence_length
+    tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
+    expected = model(tokens)[..., :V].detach()
+    before = graphs_compiled()
+    for lengths in ([1, 7], [9, 3]):
+        cache = decoding.Cache(on_device, 2, T, device)
+        assert cache.keys[0].shape == (2, T, TINY.num_kv_heads, TINY.head_dim), "of the heads that there are"
+        padded = torch.where(torch.arange(T) < torch.tensor(lengths)[:, None], tokens, 49).int()  # padding is unseen
+        found = [decoding.prefill(on_device, cache, padded.to(device), torch.tensor(lengths).int().to(device))]
+        at = torch.tensor(lengths)
+        while at.max() < T:
+            found.append(decoding.decode(on_device, cache, tokens.gather(1, at[:, None])[:, 0].int().to(device)))
+            at += 1
+        for row, length in enumerate(lengths):
+            here = torch.stack([logits.cpu()[row] for logits in found])
+            wanted = expected[row, length - 1 : length - 1 + len(here)]
+            np.testing.assert_allclose(here, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+    assert graphs_compiled() - before == 2
+
+
+def test_a_batch_is_each_prompt_alone(tiny):
+    prompts = [[3, 1], [4], [5, 6, 7, 8, 9]]
+    for options in (dict(seed=1), dict(seed=2, temperature=1.5, top_p=0.8, top_k=20)):
+        together = sample(tiny[1], prompts, **options)
+        assert together == [sample(tiny[1], [prompt], **options)[0] for prompt in prompts]
+    again, other, _ = sample(tiny[1], [[3, 1], [3, 1], [4]], seed=1)
+    assert again == sample(tiny[1], prompts, seed=1)[0] != other, "equal prompts differ"
+
+
+def test_same_seed_same_tokens_and_greedy_is_the_argmax(tiny):
+    model, on_device = tiny
+    assert sample(on_device, [[3, 1]], seed=1) == sample(on_device, [[3, 1]], seed=1)
+    assert sample(on_device, [[3, 1]], seed=1) != sample(on_device, [[3, 1]], seed=2)
+    assert len(sample(on_device, [[3, 1]], None)[0]) == 15, "as many as a context of 16 has room for"
+    (greedy,), tokens = sample(on_device, [[3, 1]], temperature=0.0), [3, 1]
+    for token in greedy:
+        assert token == model(torch.tensor([tokens]))[0, -1, : TINY.vocab_size].argmax()
+        tokens.append(token)
+    assert sample(on_device, [[3, 1]], top_k=1) == sample(on_device, [[3, 1]], top_p=1e-9) == [greedy]
+
+
+def test_one_prompt_is_computed_as_two_rows(tiny, monkeypatch):
+    """By the TPU compiler's estimate one row takes 2.4 times as long: docs/language_models.md."""
+    rows = []
+    monkeypatch.setattr(decoding, "decode", lambda *a, decode=decoding.decode: rows.append(len(a[2])) or decode(*a))
+    sample(tiny[1], [[3, 1]], num_tokens=2)
+    sample(tiny[1], [[3, 1], [4], [5]], num_tokens=2)
+    assert rows == [2, 3]
+
+
+def test_a_row_ends_where_it_stops(tiny):
+    prompts = [[3, 1], [4], [5, 6, 7]]
+    whole = sample(tiny[1], prompts, seed=3)
+    stop = whole[1][2]
+    ends = lambda tokens: tokens[-1] == stop  # noqa: E731
+    expected = [row[: row.index(stop) + 1] if stop in row else row for row in whole]
+    assert sample(tiny[1], prompts, ends=ends, seed=3) == expected and len(expected[1]) <= 3
+
+
+def reference(logits, temperature, top_k, top_p):
+    """Probabilities after both, one by one."""
+    p = np.exp(np.float64(logits) / temperature)
+    order = sorted(range(len(p)), key=lambda token: -p[token])[: top_k or None]
+    total, kept = sum(p[token] for token in order), []
+    for token in order:
+        kept.append(token)
+        if sum(p[token] for token in kept) >= top_p * total:
+            break
+    return [p[token] / sum(p[kept]) if token in kept else 0.0 for token in range(len(p))]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.5, 2, 1.0), (1.0, 0, 0.75), (2.0, 4, 0.9), (0.7, 0, 1.0), (1.0, 9, 0.01)]
+)
+def test_what_is_drawn_has_the_probabilities_of_the_reference(temperature, top_k, top_p):
+    row = torch.tensor([0.0, 2.5, 2.0, 3.0, -1.0, 1.5])
+    uniform = torch.rand(40000, 6, generator=torch.Generator().manual_seed(0))
+    drawn = decoding.choose(row.expand(40000, 6), uniform, temperature, top_k, top_p)
+    share = torch.bincount(drawn, minlength=6) / 40000
+    expected = reference(row.numpy(), temperature, top_k, top_p)
+    np.testing.assert_allclose(share, expected, atol=0.01)
+    assert [s > 0 for s in share] == [e > 0 for e in expected]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([range(17)], dict(num_tokens=1), "^the prompt has 17 tokens and 1 are to follow, but the context is 16; .* 0"),
+        ([range(3), range(10)], dict(num_tokens=8), "^prompt 2 has 10 tokens and 8 .* at most 7 tokens"),
+        ([range(5)], dict(num_tokens=5, context=8), "the context is 8; .*at most 4 tokens"),
+        ([range(5)], dict(context=17), "context is 17, but the model reads 16 tokens"),
+        ([[]], {}, "the prompt is empty"),
+        ([[50]], {}, "token 50 of the prompt is outside the vocabulary of 50"),
+        ([[1], [-1]], {}, "token -1 of prompt 2 is outside"),
+    ],
+)
+def test_prompts_that_do_not_fit(prompts, options, message):
+    with pytest.raises(InputError, match=message):
+        decoding.check_lengths(TINY, [list(p) for p in prompts], **options)
+
+
+def test_the_cache_is_as_long_as_needed():
+    shape = dataclasses.replace(TINY, sequence_length=131072)
+    lengths = partial(decoding.check_lengths, shape)
+    assert lengths([[1], [1] * 29]) == (100, 128)
+    assert lengths([[1], [1] * 30]) == (100, 256)
+    assert lengths([[1]], num_tokens=131072) == (131072, 131072)
+    assert lengths([[1]], context=64) == (64, 64)
+    assert decoding.check_lengths(TINY, [[1]]) == (16, 16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, dict(run_dir="a", llmc="b"), dict(run_dir="a", temperature=-1.0), dict(run_dir="a", num_tokens=0)),
+        *(dict(llmc="b", checkpoint="best"), dict(hf="a", run_dir="b"), dict(hf="a", top_p=0.0), dict(hf="a", top_p=2)),
+        *(dict(hf="a", top_k=-1), dict(hf="a", context=-1), dict(hf="a", stop=("",))),
+        dict(hf="a", prompt=("a",), chat=("b",)),
+    ],
+)
+def test_options_that_cannot_work(options):
+    with pytest.raises(InputError):
+        GenerateConfig(**options)
+
+
+def save_run(folder, config, model):
+    Checkpoints(folder / "checkpoints", 1).save(
+        1, {"model": model.state_dict()}, {"config": dataclasses.asdict(config)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (dict(dataset="tokens", vocab_size=257), "Bytes"),
+        (dict(dataset="tokens", vocab_size=300), "Numbers"),
+        (dict(dataset="text"), "Bytes"),
+        (dict(dataset="synthetic", vocab_size=257), "Numbers"),
+        (dict(dataset="text", model_size="llama_tiny"), "Bytes"),
+    ],
+)
+def test_a_run_brings_its_model_and_tokenizer(tmp_path, options, kind):
+    sizes = {} if "model_size" in options else dict(num_layers=1, num_heads=1, embedding_dim=64)
+    config = TransformerConfig(**options, **sizes)
+    saved = (Llama if isinstance(config.shape, LlamaShape) else GPT)(config.shape)
+    saved.initialise(0)
+    save_run(tmp_path, config, saved)
+    source = sources.open_source(run_dir=str(tmp_path))
+    assert type(source.tokenizer).__name__ == kind and source.shape == config.shape
+    assert source.start == (None if kind == "Numbers" else 256)
+    model = sources.load(source, torch_xla.device())
+    assert model.state_dict().keys() == saved.state_dict().keys()
+    assert all(torch.equal(model.state_dict()[name].cpu(), value) for name, value in saved.state_dict().items())
+    with pytest.raises(InputError, match="step_00000001 names no best checkpoint"):
+        sources.open_source(run_dir=str(tmp_path), checkpoint="best")
+
+
+def test_a_run_with_adapters_is_read_as_their_sum(tmp_path):
+    rank, alpha = 2, 8.0
+    config = TransformerConfig(dataset="text", model_size="llama_tiny")
+    model = Llama(config.shape, lora_rank=rank, lora_alpha=alpha)
+    model.initialise(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "_lora_b" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    values = dataclasses.asdict(config) | dict(lora_rank=rank, lora_alpha=alpha, initial_weights=str(tmp_path))
+    values["model_config"] = json.dumps(CONFIG_OF_LLAMA_TINY)
+    Checkpoints(tmp_path / "checkpoints", 1).save(1, {"model": model.state_dict()}, {"config": values})
+    source = sources.open_source(run_dir=str(tmp_path), precision="float32")
+    merged = sources.load(source, torch_xla.device()).to("cpu")
+    tokens = torch.arange(20)[None]
+    expected, found = model(tokens).float(), merged(tokens)
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert not [name for name, _ in merged.named_parameters() if "lora" in name]
+
+
+CONFIG_OF_LLAMA_TINY = dict(
+    model_type="llama", num_hidden_layers=2, num_attention_heads=4, hidden_size=128, max_position_embeddings=64,
+    vocab_size=257, num_key_value_heads=2, intermediate_size=384, tie_word_embeddings=True, rope_theta=1e4,
+    rms_norm_eps=1e-5,
+)  # fmt: skip
+
+
+def test_weights_of_llmc_are_loaded(tmp_path):
+    shape = ModelShape(2, 2, 32, 16, 257)
+    saved = GPT(shape)
+    saved.initialise(0)
+    llmc_weights.write_model(tmp_path / "model.bin", shape, stack_layers(dict(saved.named_parameters())))
+    source = sources.open_source(llmc=str(tmp_path / "model.bin"), precision="bfloat16")
+    assert type(source.tokenizer).__name__ == "Bytes"
+    model = sources.load(source, torch_xla.device())
+    for name, value in saved.state_dict().items():
+        found = model.state_dict()[name].cpu()
+        is_large = ("weight" in name and "ln" not in name) or name == "token_embedding"
+        assert torch.equal(found, value.to(torch.bfloat16) if is_large else value), name
+
+
+@pytest.fixture
+def prompted(tmp_path, monkeypatch, capsysbinary):
+    """call(tokenizer, options): (exit code, standard output, standard error) of tools.generate, for a model of a few
+    layers and of this tokenizer's vocabulary, and what generate() was given."""
+
+    def call(tokenizer, replies=((65, 66, 67),), **options):
+        given = []
+
+        def generate(model, prompts, config, device, ends, context):
+            given.extend(prompts)
+            rows = []
+            for reply in replies:
+                row = []
+                for token in reply:
+                    row.append(token)
+                    if ends(row):
+                        break
+                rows.append(row)
+            return rows
+
+        shape = dataclasses.replace(TINY, vocab_size=tokenizer.vocab_size, sequence_length=64)
+        format = options.get("chat_format", "auto")
+        source = sources.Source(shape, torch.float32, None, tokenizer, tokenizer.begin, format)
+        monkeypatch.setattr(tool, "source_of", lambda config: source)
+        monkeypatch.setattr(tool, "load", lambda source, device: None)
+        monkeypatch.setattr(tool, "generate", generate)
+        config = GenerateConfig(run_dir="x", **options)
+        code = run_script(lambda: tool.main(config))
+        return code, *capsysbinary.readouterr(), given
+
+    return call
+
+
+def test_a_prompt_that_is_no_text(prompted):
+    """Bytes are what a model of bytes reads; other tokenizers take text, a synthetic run numbers."""
+    code, out, err, given = prompted(load_tokenizer("bytes"), prompt=("a\udcff",))
+    assert code == 0 and out == "a\ufffdABC\n".encode() and given == [[256, 97, 255]]
+    for prompt in ("a\udcff", "9" * 5000, "-1", "1e3", "\ud800", "5 5000000000000000000000"):
+        code, out, err, _ = prompted(Numbers(300), prompt=(prompt,))
+        assert code == 2 and not out and err.count(b"\n") == 1, err
+    assert prompted(Numbers(300), prompt=("3 17",))[1] == b"3 17 65 66 67\n"
+
+
+def test_several_prompts_end_tokens_and_texts(prompted):
+    found = load_tokenizer("bytes")
+    replies = [[*b"one\nUser: more"], [*b"two", 256, 65]]
+    _, out, err, given = prompted(found, replies, prompt=("ab", "User: c "), stop=("\nUser",))
+    assert out == b"abone\n---\nUser: c two\n" and given == [[256, *b"ab"], [256, *b"User: c "]]
+    assert b"12 tokens" in err, "8 bytes up to the stop; 3 and the end"
+
+
+def test_a_chat_goes_through_its_format(prompted, tmp_path):
+    found = load_tokenizer(str(trained(tmp_path)))
+    answer = [*found.encode("to be"), found.token("<|im_end|>"), 9]
+    code, out, err, given = prompted(found, [answer], chat=("or not",))
+    assert out == b"to be\n" and code == 0, err
+    assert found.decode(given[0]) == "<|im_start|>user\nor not<|im_end|>\n<|im_start|>assistant\n"
+    code, out, err, given = prompted(load_tokenizer("bytes"), [[*b" yes", 256]], chat=("or not",))
+    assert bytes(given[0][1:]) == b"User: or not\nAssistant:" and out == b" yes\n"
+    code, _, err, _ = prompted(load_tokenizer("bytes"), chat=("or not",), chat_format="chatml")
+    assert code == 2 and b"the tokenizer has no token <|im_start|>" in err
+
+
+def test_a_folder_of_hugging_face_from_end_to_end(tmp_path, capsys):
+    """Its own tokenizer, with what that puts in front of a text; the same tokens as their pipeline's."""
+    folder = trained(tmp_path, begins=True)
+    shape = dataclasses.replace(TIED, num_layers=1, vocab_size=284, sequence_length=128)
+    theirs = hugging_face_model(shape)
+    theirs.save_pretrained(folder)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    fast._tokenizer.no_truncation(), fast._tokenizer.no_padding()
+    given = fast("to be or", return_tensors="pt").input_ids
+    assert given[0, 0] == 1
+    expected = theirs.generate(
+        given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=20, eos_token_id=0, pad_token_id=0
+    )[0, 1:].tolist()
+    config = GenerateConfig(hf=str(folder), prompt=("to be or",), temperature=0.0, num_tokens=20, device="cpu")
+    tool.check_source(config)
+    assert run_script(lambda: tool.main(config)) == 0
+    out, err = capsys.readouterr()
+    assert out == fast.decode(expected[:-1] if expected[-1] == 0 else expected) + "\n"
+    assert "tokens, 2 graphs" in err
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing"])
+def test_weights_that_are_no_file_are_refused(tmp_path, kind):
+    path = make_irregular(tmp_path / "model.bin", kind)
+    said = "no such file" if kind == "nothing" else f"is a {kind}"
+    with no_hang(), pytest.raises(InputError, match=f"model.bin:? {said}; expected an llm.c GPT-2 model"):
+        tool.check_source(GenerateConfig(llmc=str(path), device="cpu"))
+    make_irregular(tmp_path / "config.json", kind)
+    with no_hang(), pytest.raises(InputError, match=f"config.json:? {said}.*; expected the configuration of a Hugging"):
+        tool.check_source(GenerateConfig(hf=str(tmp_path), device="cpu"))

@@ -1,0 +1,338 @@
+"""plot_run.py: what stands in the figure is what stands in the files; broken and unfinished runs; refusals."""
+
+import io
+import json
+import os
+import re
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from mutations import at_most, make_irregular, mutated_json, no_hang
+from processes import ROOT, run
+from run_files import in_process, summary_in
+
+from tools import plot_run
+from tpu_utils.errors import InputError, run_script
+
+
+def make_run(folder, steps=40, unit="examples", floor=None, finished=True, accuracy=True):
+    """A run directory as the scripts write it. Loss of step s: 10 / s."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"seed": 0}))
+    lines = []
+    for step in range(10, steps + 1, 10):
+        train = dict(loss=10 / step, learning_rate=1e-3 * step, mfu=None, data_wait_seconds=0.0)
+        lines.append(dict(kind="train", step=step, **train, **{f"{unit}_per_second": 100.0 + step}))
+        lines.append(dict(kind="eval", step=step, test_loss=12 / step, **({"accuracy": 0.9} if accuracy else {})))
+        lines.append(dict(kind="checkpoint", step=step, wait_seconds=0.1))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if finished:
+        goodput = {"start_up": 1.0, "step": 3.0, "other": 0.0}
+        summary = dict(steps=steps, loss_floor=floor, seconds=4.0, goodput=goodput)
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def panel(figure, title):
+    return next(axes for axes in figure.axes if axes.get_title(loc="left").startswith(title))
+
+
+def curves(axes, label):
+    return [line.get_xydata() for line in axes.lines if line.get_label() == label]
+
+
+def texts(figure):
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def call(*arguments) -> int:
+    sys.argv = ["tools.plot_run", *map(str, arguments)]
+    return run_script(plot_run.main)
+
+
+def test_every_value_of_the_files_is_in_the_figure(tmp_path):
+    figure = plot_run.plot([plot_run.read_run(make_run(tmp_path / "a", floor=0.2))])
+    steps = np.arange(10, 41, 10)
+    loss = panel(figure, "loss")
+    np.testing.assert_allclose(curves(loss, "loss"), [np.c_[steps, 10 / steps]])
+    np.testing.assert_allclose(curves(loss, "test_loss"), [np.c_[steps, 12 / steps]])
+    assert set(curves(loss, "loss_floor")[0][:, 1]) == {0.2}
+    np.testing.assert_allclose(curves(panel(figure, "accuracy (%)"), "accuracy"), [np.c_[steps, [90] * 4]])
+    np.testing.assert_allclose(curves(panel(figure, "learning"), "learning_rate"), [np.c_[steps, 1e-3 * steps]])
+    speed = panel(figure, "throughput (examples per second)")
+    np.testing.assert_allclose(curves(speed, "examples_per_second"), [np.c_[steps, 100 + steps]])
+    bars = {bars.get_label(): bars.patches[0] for bars in panel(figure, "where the time").containers}
+    assert {name: bar.get_width() for name, bar in bars.items()} == {"start_up": 25, "step": 75, "other": 0}
+    assert bars["step"].get_x() == 25, "stacked"
+    assert "4 s" in [text.get_text() for text in panel(figure, "where the time").texts]
+
+
+def test_several_runs_of_different_kinds_share_a_figure(tmp_path):
+    folders = [
+        make_run(tmp_path / "a" / "run", floor=0.2),
+        make_run(tmp_path / "b" / "run", unit="tokens", floor=1.2, accuracy=False),
+        make_run(tmp_path / "c" / "third", finished=False),
+    ]
+    figure = plot_run.plot([plot_run.read_run(folder) for folder in folders])
+    named = texts(figure)
+    assert {"a/run", "b/run", "c/third (unfinished, step 40)"} <= set(named)
+    assert len(curves(panel(figure, "loss"), "loss")) == 3
+    assert sorted({line[0, 1] for line in curves(panel(figure, "loss"), "loss_floor")}) == [0.2, 1.2]
+    assert len(curves(panel(figure, "throughput (tokens"), "tokens_per_second")) == 1
+    assert len(curves(panel(figure, "throughput (examples"), "examples_per_second")) == 2
+    goodput = panel(figure, "where the time")
+    assert [label.get_text() for label in goodput.get_yticklabels()] == ["a/run", "b/run", "c/third"]
+    assert "known when the run has ended" in [text.get_text() for text in goodput.texts]
+    colours = [line.get_color() for line in panel(figure, "loss").lines if line.get_label() == "loss"]
+    assert len(set(colours)) == 3
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_no_text_lies_on_another(tmp_path, count):
+    runs = [plot_run.read_run(make_run(tmp_path / f"a_rather_long_name_of_a_run_{i}", steps=400)) for i in range(count)]
+    figure = plot_run.plot(runs)
+    figure.savefig(tmp_path / "x.png")
+    boxes = []
+    for axes in figure.axes:
+        boxes += [axes._left_title, axes.xaxis.label]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            boxes += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    boxes += [text for legend in figure.legends for text in legend.get_texts()]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in boxes if text.get_text() and text.get_visible()]
+    for i, (name, box) in enumerate(boxes):
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, name
+        for other_name, other in boxes[i + 1 :]:
+            # corners of two axes' tick labels may touch; nothing may cover
+            shared = min(box.x1, other.x1) - max(box.x0, other.x0), min(box.y1, other.y1) - max(box.y0, other.y0)
+            assert min(shared) <= 1, (name, other_name)
+
+
+def test_values_that_are_not_finite_are_gaps(tmp_path):
+    folder = make_run(tmp_path / "a", finished=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(dict(kind="train", step=50, loss=None, learning_rate=0.1, examples_per_second=None)))
+    figure = plot_run.plot([plot_run.read_run(folder)])
+    values = curves(panel(figure, "loss"), "loss")[0]
+    assert values[-1, 0] == 50 and np.isnan(values[-1, 1]) and np.isfinite(values[:-1]).all()
+
+
+def test_panels_have_the_same_steps_and_a_loss_over_many_decades_has_labels(tmp_path):
+    folder = make_run(tmp_path / "a")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(dict(kind="eval", step=40, test_loss=7e30, accuracy=1.0)))
+    figure = plot_run.plot([plot_run.read_run(folder)])
+    loss, accuracy = panel(figure, "loss"), panel(figure, "accuracy")
+    assert loss.get_xlim() == accuracy.get_xlim() and 100 <= accuracy.get_ylim()[1] <= 100.5
+    figure.canvas.draw()
+    low, high = loss.get_ylim()
+    labels = [t for t, y in zip(loss.get_yticklabels(), loss.get_yticks(), strict=True) if low <= y <= high]
+    assert len([label for label in labels if label.get_text()]) >= 3
+
+
+def test_a_single_evaluation_is_told_from_the_training(tmp_path):
+    folder = make_run(tmp_path / "one", steps=20, accuracy=False)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["kind"] != "eval" or json.loads(line)["step"] == 20]
+    (folder / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    loss = panel(plot_run.plot([plot_run.read_run(folder)]), "loss")
+    (single,) = [line for line in loss.lines if line.get_label() == "test_loss"]
+    legend = loss.get_legend()
+    markers = dict(zip([text.get_text() for text in legend.texts], legend.legend_handles, strict=True))
+    assert single.get_marker() == markers["evaluation"].get_marker() != markers["training"].get_marker()
+    assert [text.get_text() for text in loss.texts] == ["0.6"]
+
+
+def test_lines_that_a_resumed_run_wrote_again_count_once(tmp_path):
+    folder = make_run(tmp_path / "a", finished=False)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(dict(kind="train", step=20, loss=7.0, learning_rate=0.1)) + "\n")
+    steps, values = plot_run.read_run(folder).curve("train", "loss")
+    assert list(steps) == [10, 20, 30, 40] and values[1] == 7.0
+
+
+def test_a_truncated_a_missing_and_an_empty_file_are_named(tmp_path, capsys):
+    cut, missing, empty = (make_run(tmp_path / name, finished=False) for name in ("cut", "missing", "empty"))
+    content = (cut / "metrics.jsonl").read_bytes()
+    (cut / "metrics.jsonl").write_bytes(content[:-20])
+    (missing / "metrics.jsonl").unlink()
+    (empty / "metrics.jsonl").write_bytes(b"")
+    assert call(cut, missing, empty, "--output", tmp_path / "x.png") == 0
+    said = capsys.readouterr()
+    assert f"{cut}/metrics.jsonl: 1 damaged line is left out (line 12)" in said.err
+    assert f"{missing}/metrics.jsonl is missing" in said.err
+    assert f"{empty}/metrics.jsonl holds no lines" in said.err
+    assert said.out == f"{tmp_path}/x.png\n" and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_summary_older_than_the_run_is_left_out(tmp_path, capsys):
+    folder = make_run(tmp_path / "a")
+    (folder / "summary.json").write_text(json.dumps({"steps": 20, "goodput": {"step": 1.0}}))
+    assert plot_run.read_run(folder).summary is None
+    assert "is of step 20, but the run is at 40" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["absent"], r"absent is not there, or no folder; expected a run directory; runs in .*: empty, good"),
+        (["."], r"holds no config.json; expected a run directory; there are runs in it: .*good"),
+        (["gs://bucket/run"], "is in a bucket; fetch it first: gcloud storage cp"),
+        (["empty"], "there is nothing to draw"),
+        (["good", "--output", "x.gif"], "expected a name that ends with one of .png, .pdf, .svg"),
+        (["good", "--output", "no/x.png"], "the folder of output no/x.png is not there; make it first: mkdir -p no"),
+        (["broken"], "broken/config.json cannot be read as JSON"),
+        (["n" * 300], "File name too long"),
+    ],
+)
+def test_bad_input_gives_one_message_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "good")
+    (make_run(tmp_path / "empty", finished=False) / "metrics.jsonl").write_text("")
+    if "broken" in arguments:
+        (make_run(tmp_path / "broken") / "config.json").write_text('{"seed')
+    assert call(*arguments) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(InputError, match=said):
+        raise InputError(message)
+
+
+def test_as_users_run_it(tmp_path):
+    folder = make_run(tmp_path / "a")
+    result = run("tools.plot_run", folder, folder)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{folder}/plot.png\n"
+    assert run("tools.plot_run").returncode == 2
+
+
+def test_of_runs_of_a_script_what_they_misread_is_drawn_too(tmp_path, capsys, monkeypatch):
+    """Of one run alone, and of several, where one cannot be drawn; the exit code tells."""
+    options = ["--device=cpu", "--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=8"]
+    assert in_process(*options, "--run_dir", tmp_path / "run") == 0
+    capsys.readouterr()
+    script = ROOT / "simple_mnist_tpu.py"
+    assert call(tmp_path / "run", "--script", script) == 0
+    said = capsys.readouterr().out
+    wrong = round((1 - summary_in(tmp_path / "run")["test_accuracy"]) * 360)
+    assert f"{tmp_path}/run: {wrong} of 360 test images misread after step 22\n" in said
+    assert (tmp_path / "run" / "plot_misread.png").read_bytes()[:4] == b"\x89PNG"
+    other = make_run(tmp_path / "other")
+    assert call(tmp_path / "run", other, "--output", tmp_path / "x.png", "--script", script) == 2
+    said = capsys.readouterr()
+    assert str(tmp_path / "x_misread_run.png") in said.out and (tmp_path / "x.png").exists(), "the others are drawn"
+    assert re.search(r"error: .*x_misread_other.png is not drawn", said.err), said.err
+    for wrong, expected in ((tmp_path / "no.py", "no such script"), (ROOT / "aot_tpu.py", "has no train")):
+        assert call(tmp_path / "run", "--script", wrong) == 2 and expected in capsys.readouterr().err
+
+
+def test_no_damage_of_a_run_is_a_crash(tmp_path, capsys):
+    """Each damaged run is read or refused; what was read is drawn, many runs to a picture."""
+    good = make_run(tmp_path / "good", floor=0.2)
+    lines = (good / "metrics.jsonl").read_bytes().splitlines()
+    damaged = [mutated_json(json.loads(line), 240, place) for place, line in enumerate(lines)]
+    summaries, configs = (
+        mutated_json(json.loads((good / "summary.json").read_text()), 240, 50),
+        mutated_json({"a": 0}, 240),
+    )
+    random, runs, refused = np.random.default_rng(0), [], 0
+    for number in range(240):
+        (folder := tmp_path / str(number)).mkdir()
+        chosen = [next(damaged[i]) if random.integers(5) == 0 else line for i, line in enumerate(lines)]
+        (folder / "metrics.jsonl").write_bytes(b"\n".join(chosen))
+        (folder / "summary.json").write_bytes(next(summaries) if number % 2 else (good / "summary.json").read_bytes())
+        (folder / "config.json").write_bytes(next(configs) if number % 9 == 0 else b"{}")
+        try:
+            runs.append(plot_run.read_run(folder))
+        except InputError as error:
+            refused += 1
+            assert str(folder) in str(error) and "expected" in str(error)
+    assert 30 < refused < 200 and len(capsys.readouterr().err.splitlines()) < 480
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a layout too high for its figure
+        for start in range(0, len(runs), 60):
+            plot_run.plot(runs[start : start + 60]).savefig(io.BytesIO(), dpi=20)
+
+
+def add_line(folder, **fields):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(fields) + "\n")
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("config.json", b"[" * 100_000, "nested too deep"),
+        ("config.json", b"\xff", "cannot be read as JSON"),
+        ("config.json", b"[]", "holds list; expected a JSON object"),
+        ("config.json", b" " * (2 << 20), "2,097,152 bytes; expected 1,048,576 at most"),
+        ("summary.json", b"7", "holds int"),
+        ("summary.json", b'{"steps": "40"}', "steps is '40', no whole number"),
+        ("summary.json", b'{"steps": 40, "loss_floor": []}', "[] is no number"),
+        ("summary.json", b'{"steps": 40, "goodput": [1]}', "goodput is [1], no object"),
+        ("summary.json", b'{"steps": 40, "goodput": {"step": -1}}', "seconds below 0, or not finite"),
+        ("summary.json", b'{"steps": 40, "goodput": {"step": 1e999}}', "seconds below 0, or not finite"),
+    ],
+)
+def test_files_that_no_run_writes_are_refused(tmp_path, capsys, name, content, said):
+    folder = make_run(tmp_path / "a")
+    (folder / name).write_bytes(content)
+    assert call(folder) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {folder}/{name}") and said in message and "expected" in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device"])
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json"])
+def test_what_is_no_file_is_refused_by_name(tmp_path, capsys, name, kind):
+    folder = make_run(tmp_path / "a")
+    make_irregular(folder / name, kind)
+    with no_hang():
+        assert call(folder) == 2
+    assert f"error: {folder}/{name} is a {kind}; expected" in capsys.readouterr().err
+
+
+def test_lines_with_values_of_another_kind_are_left_out_and_named(tmp_path, capsys):
+    folder = make_run(tmp_path / "a", finished=False)
+    for bad in ("1.5", True, [], {}):
+        add_line(folder, kind="train", step=40, loss=bad)
+    add_line(folder, kind="eval", step=40, test_loss=1.0, loss_floor="low")
+    add_line(folder, kind="train", step=50, loss=10**400, examples_per_second=-1e308)
+    found = plot_run.read_run(folder)
+    assert "5 damaged lines are left out (lines 13, 14, 15, 16, 17)" in capsys.readouterr().err
+    assert np.isnan(found.curve("train", "loss")[1][-1]) and np.isnan(
+        found.curve("train", "examples_per_second")[1][-1]
+    )
+    plot_run.plot([found]).savefig(io.BytesIO(), dpi=20)
+
+
+def test_a_line_without_end_and_a_long_log_take_little_memory(tmp_path):
+    folder = make_run(tmp_path / "a", finished=False)
+    path = folder / "metrics.jsonl"
+    with path.open("r+b") as file:
+        file.seek(100 << 20, os.SEEK_END)
+        file.write(b"\n")
+    with at_most(8 << 20):
+        assert plot_run.read_run(folder).log.num_lines == 12
+    line = '{"kind":"train","step":%d,"loss":1.5,"learning_rate":0.001,"examples_per_second":100.5}\n'
+    path.write_text("".join(line % step for step in range(30_000)))
+    with at_most(2 * path.stat().st_size):
+        assert len(plot_run.read_run(folder).curve("train", "loss")[0]) == 30_000
+
+
+def test_names_that_are_no_text_are_drawn(tmp_path):
+    folders = [make_run(tmp_path / os.fsdecode(name)) for name in (b"\xff$x_{$", b"a (1)", b"a (2)", b"new\nline")]
+    assert run("tools.plot_run", *folders, "--output", tmp_path / "x.png").returncode == 0
+    assert {"?$x_{$", "a (1)", "a (2)", "new?line"} == {
+        text.replace(r"\$", "$")
+        for text in texts(plot_run.plot([plot_run.read_run(f) for f in folders]))
+        if text != "step"
+    } & {"?$x_{$", "a (1)", "a (2)", "new?line"}
+
+
+def test_too_many_runs_are_refused(tmp_path, capsys):
+    folders = [make_run(tmp_path / str(number), steps=10) for number in range(101)]
+    assert call(*folders) == 2
+    assert "101 runs were named; expected at most 100 in one picture" in capsys.readouterr().err

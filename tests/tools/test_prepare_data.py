@@ -1,0 +1,176 @@
+"""Text to shards: what was written is what the training script reads."""
+
+import json
+
+import numpy as np
+import pytest
+from mutations import DEEP, at_most, make_irregular, mutated_json, no_hang
+from test_tokenizer import trained
+
+from language import llmc_files, token_data, tokenizer
+from tools import prepare_data
+from tpu_utils.errors import InputError
+
+
+def prepare(monkeypatch, *arguments) -> int:
+    monkeypatch.setattr("sys.argv", ["tools.prepare_data", *map(str, arguments)])
+    return prepare_data.run_script(prepare_data.main)
+
+
+def test_bytes_to_shards_and_back(tmp_path, monkeypatch):
+    text = "To be, or not to be.\n\n" + "Öther ünicode: \N{SNOWMAN}\n\n" + "third " * 60
+    (tmp_path / "in.txt").write_text(text)
+    code = prepare(
+        monkeypatch,
+        tmp_path / "in.txt",
+        "--output",
+        tmp_path / "out" / "t",
+        "--document_separator",
+        "\n\n",
+        "--shard_tokens",
+        100,
+    )
+    assert code == 0
+    paths = sorted((tmp_path / "out").glob("t_train_*.bin"))
+    assert len(paths) > 1 and (tmp_path / "out" / "t_val_000000.bin").exists()
+    tokens = np.concatenate([llmc_files.open_token_shard(path, 257) for path in paths])
+    assert (tokens == token_data.END_OF_DOCUMENT_BYTE).sum() == 3 and tokens[0] == token_data.END_OF_DOCUMENT_BYTE
+    validation = llmc_files.open_token_shard(tmp_path / "out" / "t_val_000000.bin", 257)
+    both = [bytes(part[part < 256].astype(np.uint8)) for part in (tokens, validation)]
+    assert b"".join(both).decode() == text.replace("\n\n", "")
+    with pytest.raises(
+        InputError, match=r"vocabulary of 257 .bytes., but vocab_size is 50257; .* use --vocab_size 257"
+    ):
+        token_data.TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 50257, 16, 2)
+    source = token_data.TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 257, 16, 2)
+    np.testing.assert_array_equal(source.batch(0)[1], tokens[16:33])
+
+
+def test_hellaswag_questions(tmp_path, monkeypatch):
+    record = dict(ctx="A man sits", label=2, endings=["down", "up", "still", "by"])
+    (tmp_path / "q.jsonl").write_text(json.dumps(record) + "\n")
+    assert prepare(monkeypatch, tmp_path / "q.jsonl", "--output", tmp_path / "out", "--hellaswag") == 0
+    (question,) = llmc_files.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 257)
+    assert question.label == 2 and bytes(question.context.astype(np.uint8)) == b"A man sits"
+    assert bytes(question.endings[2].astype(np.uint8)) == b" still"
+    with pytest.raises(InputError, match=r"hellaswag_val.bin: tokens of a vocabulary of 257"):
+        llmc_files.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 50257)
+
+
+def test_shards_record_the_vocabulary_of_their_tokenizer(tmp_path, monkeypatch):
+    class Gpt2:  # stands in for tiktoken's, whose vocabulary is a download
+        encode_ordinary = staticmethod(lambda text: [7] * len(text))
+
+    monkeypatch.setattr(tokenizer, "gpt2_encoding", Gpt2)
+    (tmp_path / "in.txt").write_text("words and words " * 20)
+    assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "g", "--tokenizer", "gpt2") == 0
+    shard = tmp_path / "g_train_000000.bin"
+    assert llmc_files.open_token_shard(shard, 50257)[:2].tolist() == [50256, 7]
+    with pytest.raises(InputError, match=r"vocabulary of 50257 \(GPT-2\), but vocab_size is 257; .*--vocab_size 50257"):
+        llmc_files.open_token_shard(shard, 257)
+
+
+@pytest.mark.parametrize("vocab_size", [300, 65536, 65537, 151936])
+def test_shards_of_a_tokenizer_json(tmp_path, monkeypatch, capsys, vocab_size):
+    """16 bits a token as long as they hold the vocabulary, which may be padded by the model beside the tokenizer."""
+    folder = trained(tmp_path / "model", tokenizer_config={"eos_token": "<|end|>"}, config={"vocab_size": vocab_size})
+    text = "To be ünd not, " * 40 + "\N{SNOWMAN}" * 30  # the division lies inside a character
+    (tmp_path / "in.txt").write_text(text)
+    options = ("--output", tmp_path / "t", "--tokenizer", folder)
+    assert prepare(monkeypatch, tmp_path / "in.txt", *options) == 0
+    paths = [tmp_path / f"t_{kind}_000000.bin" for kind in ("train", "val")]
+    shards = [llmc_files.open_token_shard(path, vocab_size) for path in paths]
+    assert all(shard[0] == 0 for shard in shards), "the end token"
+    assert all(shard.dtype == (np.uint16 if vocab_size <= 65536 else np.uint32) for shard in shards)
+    found = tokenizer.load_tokenizer(str(folder))
+    assert "".join(found.decode(shard[1:].tolist()) for shard in shards) == text
+    source = token_data.TokenShards(str(paths[0]), vocab_size, 16, 2)
+    np.testing.assert_array_equal(source.batch(0)[1], shards[0][16:33])
+    with pytest.raises(InputError, match=rf"a vocabulary of {vocab_size} .*, but vocab_size is 128256"):
+        llmc_files.open_token_shard(paths[0], 128256)
+    capsys.readouterr()
+    (tmp_path / "in.txt").write_text(json.dumps(QUESTION) + "\n")
+    code = prepare(monkeypatch, tmp_path / "in.txt", *options, "--hellaswag")
+    assert code == (0 if vocab_size <= 65536 else 2)
+    assert ("holds tokens of 16 bits; expected at most 65536; use" in capsys.readouterr().err) == (code == 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda p: None, [], "no such file"),
+        (lambda p: p.write_text(""), [], "empty; expected UTF-8 text"),
+        (lambda p: p.write_bytes(b"\xff\xfe"), [], "not UTF-8"),
+        (lambda p: p.write_text("x"), ["--validation_fraction", "1.5"], "expected 0 <= validation_fraction < 1"),
+        (lambda p: p.write_text("{}\n"), ["--hellaswag"], "line 1: not a HellaSwag question"),
+        (lambda p: p.write_text(""), ["--hellaswag"], "0 questions; expected 1 to 65536"),
+        (lambda p: p.write_bytes(b"\xff\n"), ["--hellaswag"], "line 1: not a HellaSwag question"),
+        (
+            lambda p: p.write_text(DEEP + "\n"),
+            ["--hellaswag"],
+            "question: it is nested too deep",
+        ),
+        (lambda p: p.write_text("x"), ["--shard_tokens", "3000000000"], "at most 2147483647"),
+        (lambda p: p.write_text("x"), ["--document_separator", "\udcff"], "expected UTF-8 text"),
+        (lambda p: make_irregular(p, "FIFO"), [], "in.txt is a FIFO; expected"),
+        (lambda p: make_irregular(p, "FIFO"), ["--hellaswag"], "in.txt is a FIFO; expected"),
+        (lambda p: make_irregular(p, "folder"), ["--hellaswag"], "in.txt is a folder; expected"),
+        (lambda p: (p.mkdir(), make_irregular(p / "deep", "FIFO")), [], "in.txt/deep is a FIFO; expected"),
+    ],
+)
+def test_bad_input(tmp_path, monkeypatch, capsys, make, options, message):
+    make(tmp_path / "in.txt")
+    with no_hang():
+        assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "o", *options) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+QUESTION = dict(ctx="A man sits", label=2, endings=["down", "up", "still", "by"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(dict(label=label) for label in (4, -1, "", "x", None, 1.5, True, [])),
+        *(dict(endings=endings) for endings in (["a"] * 3, ["a"] * 5, [], "abcd", None, ["a", "b", "c", 4], {"a": 1})),
+        *(dict(ctx=text) for text in ("", None, 7, "\ud800", "x" * 40_000, ["a"])),
+        dict(endings=["a", "b", "c", "\ud800"]),
+        dict(endings=["a", "b", "c", "x" * 40_000]),
+    ],
+    ids=lambda change: repr(change)[:40],
+)
+def test_a_question_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys, change):
+    lines = [json.dumps(QUESTION), json.dumps(QUESTION | change)]
+    (tmp_path / "q.jsonl").write_text("\n".join(lines) + "\n")
+    assert prepare(monkeypatch, tmp_path / "q.jsonl", "--output", tmp_path / "out", "--hellaswag") == 2
+    assert "q.jsonl, line 2: not a HellaSwag question" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "hellaswag_val.bin").exists()
+
+
+def test_no_damage_of_questions_is_a_crash(tmp_path, monkeypatch, capsys):
+    refused = 0
+    for damaged in mutated_json(QUESTION, 300):
+        (tmp_path / "q.jsonl").write_bytes(json.dumps(QUESTION).encode() + b"\n" + damaged)
+        code = prepare(monkeypatch, tmp_path / "q.jsonl", "--output", tmp_path / "out", "--hellaswag")
+        said = capsys.readouterr().err
+        assert (code == 0 and not said) or (code == 2 and said.count("\n") == 1 and "q.jsonl, line" in said), said
+        refused += code == 2
+        if code == 0:
+            assert llmc_files.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 257)
+    assert 100 < refused < 300
+
+
+def test_a_line_ends_at_a_newline_alone(tmp_path, monkeypatch):
+    """JSON may hold what str.splitlines takes for the end of a line."""
+    text = "one\u2028two\x85three"
+    (tmp_path / "q.jsonl").write_text(json.dumps(QUESTION | dict(ctx=text), ensure_ascii=False) + "\r\n")
+    assert prepare(monkeypatch, tmp_path / "q.jsonl", "--output", tmp_path / "out", "--hellaswag") == 0
+    (question,) = llmc_files.read_hellaswag(tmp_path / "out" / "hellaswag_val.bin", 257)
+    assert bytes(question.context.astype(np.uint8)).decode() == text
+
+
+def test_shards_take_memory_in_proportion(tmp_path, monkeypatch):
+    (tmp_path / "in.txt").write_bytes(b"words and words\n" * (1 << 16))
+    with at_most(6 << 20):
+        assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "out") == 0

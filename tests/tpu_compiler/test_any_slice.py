@@ -1,0 +1,307 @@
+"""Slices of any size: more devices than a process can have, several slices, TPU7x and a newer compiler."""
+
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+from processes import ROOT, run
+
+import aot_tpu
+from tpu_compiler import newest, reading, search
+from tpu_compiler.report import Report, format_report, format_table
+from tpu_utils import virtual_slice
+from tpu_utils.errors import InputError
+from tpu_utils.hardware import parse_topology
+
+TINY = ROOT / "tests" / "tiny_training.py"
+LLAMA = "--dataset=tokens --model_size=llama_tiny --precision=bfloat16 --attention=flash --scan_layers --remat".split()
+LLAMA += ["--sequence_length=256"]
+SMALL = "--num_layers=1 --embedding_dim=256 --num_heads=2 --sequence_length=16 --global_batch_size=128".split()
+OTHERS = [
+    ("transformer_tpu.py", ("--mesh=8x4x2", "--gradient_accumulation_steps=2", "--dropout=0.1", *SMALL)),
+    ("resnet_cifar_tpu.py", ("--preset=distributed",)),
+    ("distributed_mnist_tpu.py", ("--preset=production", "--global_batch_size=1280", "--shard_parameters")),
+    ("ddp_mnist_tpu.py", ("--preset=production", "--global_batch_size=1280")),
+]
+# python -c TRACED N FILE SCRIPT ...: the program that the script traces, with eight virtual devices for more than N
+TRACED = """
+import sys
+from pathlib import Path
+import tpu_compiler.ask, tpu_compiler.of_script
+import tpu_utils.virtual_slice
+
+def only_traced(traced, *_, **__):
+    Path(file).write_bytes(traced.hlo)
+    print(traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas)
+    sys.exit()
+
+most, file, *sys.argv = sys.argv[1:]
+tpu_utils.virtual_slice.MOST_VIRTUAL_DEVICES = int(most)
+tpu_compiler.ask.ask_compiler = only_traced
+tpu_compiler.of_script.run(sys.argv)
+"""
+
+
+def traced(most, *arguments):
+    """(serialized program, what is said of its inputs and devices) of a script, without asking the compiler."""
+    with tempfile.NamedTemporaryFile() as file:
+        done = run("-c", TRACED, most, file.name, *arguments, PYTHONPATH=ROOT)
+        assert done.returncode == 0, done.stderr
+        return Path(file.name).read_bytes(), done.stdout.splitlines()[-1]
+
+
+def asked(*arguments, **variables):
+    """What a compile leaves: {"report.json": Report, "program.txt": ..., "traced.hlo.pb": ..., "inputs.json": ...}."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(*arguments, AOT_TPU_OUTPUT=folder, **variables)
+        assert Path(folder, "report.json").exists(), done.stderr
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    files["report.json"] = Report(**json.loads(files["report.json"]))
+    return files
+
+
+# ------------------------------------------------------------------------------------------------- devices of a slice
+
+
+@pytest.mark.parametrize(
+    "script, options",
+    [
+        (TINY, ("--shard_parameters",)),
+        (ROOT / "transformer_tpu.py", ("--mesh=8x8x1", "--global_batch_size=128", *LLAMA)),
+        (TINY, ("--strategy", "ddp")),
+        *(pytest.param(ROOT / name, options, marks=pytest.mark.slow) for name, options in OTHERS),
+    ],
+)
+def test_eight_virtual_devices_trace_the_program_of_as_many_as_there_are(script, options):
+    """Operation by operation, and its inputs: what 64 virtual devices trace for 64 chips."""
+    (real, inputs), (few, same) = (traced(most, script, *options, "--compile_for", "v5e:8x8") for most in (64, 8))
+    assert real and real == few and inputs == same
+    assert inputs.endswith("1 64" if any("ddp" in option for option in options) else "64 1")
+
+
+def test_a_slice_of_512_devices_and_what_goes_between_its_two_halves():
+    """Without --shard_parameters gradients alone are exchanged: within a slice, then a part of them with the other."""
+    options = ("--placeholders", "--global_batch_size", "512", "--compile_for", "2xv5litepod-256")
+    files = asked(TINY, *options)
+    r = files["report.json"]
+    assert (r.devices, r.program, r.fits) == (512, "SPMD over 512 devices", True)
+    gradients = 8 * 128 * 128 * 4 + 5 * 128 * 4
+    assert list(r.slice_transfers) == ["all-reduce"] and 0 < r.slice_transfers["all-reduce"]["bytes"] <= gradients
+    assert r.slice_transfers["all-reduce"]["sent_bytes"] == r.slice_transfers["all-reduce"]["bytes"]  # 2 (n - 1) / n
+    assert r.slice_lower_bound_ms == pytest.approx(r.slice_transfers["all-reduce"]["bytes"] / 3.125e6)
+    text = format_report(r)
+    assert re.search(r"between slices +a device sends \d+ all-reduce \(0\.\d MB\)", text)
+    assert "at least 0.0" in text and "data center network's 3.125 GB/s a device, not measured" in text
+    assert "2xv5litepod-256: between slices a device sends 0." in format_table([r])
+    assert "speed is not published: give it with --dcn_gb_per_s" in format_report(
+        dataclasses.replace(r, network_gb_per_s=None)
+    )
+
+
+def send(kind, target, shape="f32[128,32]{1,0}"):
+    attributes = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"'
+    line = f"send(%x, %t), channel_id=1, is_host_transfer=true, frontend_attributes={{{attributes}}}"
+    return f"  %s.{kind} = ({shape}, u32[], token[]) {line}\n"
+
+
+def test_what_a_device_sends_to_other_slices():
+    """Forms of the compiler's text for four slices: all of them, pairs of devices, ranges."""
+    kinds = [("ALL_REDUCE", '"{1,2,3,4}x{0:3}"'), ("ALL_GATHER", "{{100000,200000},{100001,200001}}")]
+    kinds += [("REDUCE_SCATTER", '"{1:4}x{0:3}"'), ("ONE_TO_ONE", '"{1,2}x{0:3}"')]
+    text = "ENTRY %main (x: f32[]) -> f32[] {\n" + "".join(send(*kind) for kind in kinds) + "}\n"
+    text += "%unused (x: f32[]) -> f32[] {\n" + send("ALL_GATHER", '"{1,2}x{0:3}"') + "}\n"
+    found = reading.read_slice_transfers(reading.parse_program(text), num_slices=4)
+    sizes = {"all-reduce": 1.5, "all-gather": 1.0, "reduce-scatter": 0.75, "one-to-one": 1.0}
+    size = 128 * 32 * 4
+    assert found == {name: {"count": 1, "bytes": size, "sent_bytes": share * size} for name, share in sizes.items()}
+
+
+def test_the_first_axis_of_a_mesh_spans_the_slices(monkeypatch):
+    """Devices are counted as PyTorch/XLA counts them, so data parallelism in front is what crosses between slices."""
+    from tpu_compiler import compiling
+
+    virtual_slice.quiet_libtpu()
+    for name in ("2xv5litepod-16", "v5litepod-16", "4xv5litepod-256"):
+        topology = parse_topology(name)
+        devices = compiling.compile_only_devices(topology)
+        assert [d.id for d in devices] == sorted(d.id for d in devices) and len(devices) == topology.num_devices
+        slices = [getattr(device, "slice_index", 0) for device in devices]
+        assert slices == sorted(slices) and len(set(slices)) == topology.num_slices
+
+
+@pytest.mark.parametrize(
+    "name, compiler_name, devices",
+    [
+        ("tpu7x-2", "tpu7x:1x1x1", 2),
+        ("tpu7x-8", "tpu7x:2x2x1", 8),
+        ("TPU7x:4x4x4", "tpu7x:4x4x4", 128),
+        ("2xtpu7x-16", "tpu7x:2x2x2", 32),
+        ("v5p-1024", "v5p:8x8x8", 512),
+        ("v5p-8192", "v5p:16x16x16", 4096),
+        ("4xv5litepod-256", "v5e:16x16", 1024),
+    ],
+)
+def test_larger_slices_and_newer_chips(name, compiler_name, devices):
+    topology = parse_topology(name)
+    assert (topology.compiler_name, topology.num_devices) == (compiler_name, devices)
+
+
+def test_a_chip_that_only_a_newer_compiler_knows():
+    with pytest.raises(ValueError, match=r"libtpu 0.0.21 cannot compile for TPU7x; ask a newer .*--compiler newest"):
+        virtual_slice.traceable_topology("tpu7x-8")
+    assert virtual_slice.traceable_topology("tpu7x-8", newest=True).num_devices == 8
+    for command in (("simple_mnist_tpu.py", "--compile_for"), ("aot_tpu.py", "simple_mnist_tpu.py", "--topology")):
+        done = run(*command, "tpu7x-8")
+        assert done.returncode == 2 and "--compiler newest" in done.stderr and "Traceback" not in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- the newest compiler
+
+# stands for the Python of the newer environment: it answers with what the test has put beside it
+FAKE_PYTHON = """#!/bin/sh
+folder=$(dirname "$0")/..
+echo "$TPU_LIBRARY_PATH" > "$folder/seen"; cp "$3/request.json" "$folder"
+[ -f "$folder/answer.json" ] || { echo no such chip >&2; exit 3; }
+cp "$folder/answer.json" "$folder/program.txt" "$3"
+"""
+
+
+@pytest.fixture
+def fake_environment(tmp_path):
+    """A folder as make_environment leaves it. Its compiler answers with answer.json and program.txt of that folder."""
+    folder = tmp_path / "newest"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text(FAKE_PYTHON)
+    (folder / "bin" / "python").chmod(0o755)
+    (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.42.1"}')
+    return folder
+
+
+@pytest.fixture
+def ask(fake_environment, monkeypatch, capsys):
+    """ask("v5e-1,tpu7x-2"): (exit code, output) of aot_tpu.py --compiler newest, without the seconds of starts."""
+    changes = {"TPU_LIBRARY_PATH": "/old"}
+    monkeypatch.setattr(search, "run_script", lambda command, files: run(*command, **files, **changes).returncode)
+    options = ["--compiler", "newest", "--compiler_dir", str(fake_environment), "--placeholders"]
+
+    def main(topologies):
+        return aot_tpu.main([str(TINY), "--topology", topologies, *options]), capsys.readouterr().out
+
+    return main
+
+
+ANSWER = dict.fromkeys(
+    ("peak_bytes", "argument_bytes", "output_bytes", "temporary_bytes", "program_bytes", "flops", "seconds"), 3 * 2**30
+)
+
+
+def test_both_answers_side_by_side(fake_environment, ask):
+    (fake_environment / "answer.json").write_text(json.dumps(ANSWER))
+    (fake_environment / "program.txt").write_text(
+        "ENTRY %main (x: f32[]) -> f32[] {\n  %x = f32[64,128]{1,0} parameter(0)\n"
+        '  ROOT %f = f32[8]{0} fusion(%x), kind=kLoop, calls=%g, backend_config={"estimated_cycles":"3000000"}\n}\n'
+    )
+    code, said = ask("v5litepod-1,tpu7x-2")
+    assert code == 0 and virtual_slice.COMPILER_VARIABLE not in os.environ
+    first, second = said.split("\n\n")
+    assert re.search(r"v5litepod-1 +\| libtpu 0.0.21, jax 0.7.1 +\| libtpu 0.0.42.1, jax 0.10.2 +\|", first)
+    assert re.search(r"fits +\| yes +\| yes", first)
+    assert re.search(r"GiB of limit +\| 0.00 of 15.75 +\| 12.00 of 15.75", first)
+    assert re.search(r"est. ms +\| 0\.\d+ +\| 2.000 +\|", first)
+    assert re.search(r"tpu7x-2 +\| libtpu 0.0.42.1, jax 0.10.2 +\|", second) and "of 94.75" in second
+    request = json.loads((fake_environment / "request.json").read_text())
+    assert request["topology"] == "tpu7x:1x1x1" and request["chips_per_host"] == [1, 1, 1]
+    assert len(request["donated"]) == len(request["shardings"]) and request["partitions"] == 2
+    assert (fake_environment / "seen").read_text() == "\n"  # torch_xla's import sets it to its own libtpu
+
+
+def test_what_the_newer_compiler_refuses_is_its_answer(fake_environment, ask):
+    words = "the total memory required for HLO temporaries (600.00G) exceeds available HBM (94.75G)."
+    (fake_environment / "answer.json").write_text(json.dumps({"error": f"RESOURCE_EXHAUSTED: Ran out, {words}"}))
+    (fake_environment / "program.txt").write_text("")
+    code, said = ask("tpu7x-2")
+    assert code == 1 and "no: RESOURCE_EXHAUSTED" in said and "600.0" in said
+
+
+@pytest.mark.parametrize("broken, message", [("silent", "ended with code 3"), ("none", "does not start")])
+def test_a_newer_compiler_that_gives_no_answer(fake_environment, broken, message):
+    if broken == "none":
+        (fake_environment / "bin" / "python").unlink()
+    with pytest.raises(newest.NewestError, match=message):
+        newest.compile_there(fake_environment, b"", parse_topology("tpu7x-8"), {}, partitions=1, replicas=1)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--compiler_dir", "x"], "no effect without --compiler newest"),
+        (["--dcn_gb_per_s", "0"], "dcn_gb_per_s is 0.0; expected a speed above 0"),
+        (["--compiler", "newest", "--compiler_dir", str(ROOT / "tests")], "something else than a newer compiler"),
+        (["--compiler", "newest", "--compiler_dir", "/proc/x/y"], "give a folder that can be written"),
+    ],
+)
+def test_options_that_cannot_be(options, message, capsys):
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_environment_is_made_once_said_before_and_all_or_nothing(tmp_path, monkeypatch):
+    said = []
+
+    def install(folder):
+        assert len(said) == 1 and "libtpu==0.0.42.1" in said[0] and str(tmp_path) in said[0] and " GB" in said[0]
+        (folder / "half").write_text("")
+        if not (tmp_path / "network").exists():
+            raise newest.NewestError("no network")
+        (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.42.1"}')
+
+    monkeypatch.setattr(newest, "_install", install)
+    with pytest.raises(newest.NewestError):
+        newest.make_environment(tmp_path / "made", said.append)
+    assert not (tmp_path / "made").exists()
+    (tmp_path / "network").write_text("")
+    said.clear()
+    for _ in range(2):
+        assert newest.make_environment(tmp_path / "made", said.append) == tmp_path / "made"
+    assert len(said) == 1
+    monkeypatch.setattr(newest, "NEEDED_GIB", 1e9)
+    with pytest.raises(InputError, match=r"GiB free; expected"):
+        newest.make_environment(tmp_path / "other", said.append)
+    (tmp_path / "made" / newest.VERSIONS).write_text('{"jax": []}')
+    with pytest.raises(InputError, match="expected versions of jax and libtpu"):
+        newest.make_environment(tmp_path / "made", said.append)
+
+
+def test_the_default_folder_belongs_to_the_pins(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(newest, "REQUIREMENTS", tmp_path / "pins.txt")
+    with pytest.raises(InputError, match=r"pins.txt is missing"):
+        newest.default_folder()
+    (tmp_path / "pins.txt").write_text("jax==1\n")
+    first = newest.default_folder()
+    (tmp_path / "pins.txt").write_text("jax==2\n")
+    assert first.parent == newest.default_folder().parent == tmp_path / "tpu_compiler"
+    assert first != newest.default_folder()
+
+
+@pytest.mark.slow
+def test_the_newest_compiler_for_real(tmp_path):
+    """Makes the environment (0.34 GB from the package index) and compiles for a v5e and a TPU7x."""
+    options = ("--compiler", "newest", "--compiler_dir", tmp_path / "newest", "--json", "--shard_parameters")
+    index = dict(PIP_NO_INDEX="", PIP_FIND_LINKS="")  # those of this environment's own packages have not these
+    done = run("aot_tpu.py", TINY, "--topology", "v5litepod-8,tpu7x-8", *options, **index)
+    if "pip cannot install" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    reports = [Report(**r) for r in json.loads(done.stdout)]
+    assert [(r.topology, r.versions["libtpu"]) for r in reports] == [
+        *(("v5litepod-8", "0.0.21"), ("v5litepod-8", "0.0.42.1"), ("tpu7x-8", "0.0.42.1"))
+    ]
+    old, new, tpu7x = reports
+    assert new.memory["parameters"] == old.memory["parameters"] and tpu7x.devices == 8
+    for r in (new, tpu7x):
+        assert r.fits and r.estimated_ms and {"all-gather", "reduce-scatter"} <= set(r.collectives)

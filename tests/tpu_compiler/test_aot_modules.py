@@ -1,0 +1,490 @@
+"""Questions about a module without a script: what is refused is refused in this process, what compiles in its own."""
+
+import json
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch_xla
+from processes import ROOT, run
+
+import aot_tpu
+from tpu_compiler import module_build, module_decode, module_inputs, module_step, module_trace, modules, reading, search
+from tpu_compiler.report import Report
+from tpu_utils.errors import InputError
+
+NETS = """
+import torch
+from torch import nn
+import config  # the one beside this file
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))  # BLOCK
+
+
+class Net(nn.Module):
+    def __init__(self, width=128, layers=2):
+        super().__init__()
+        self.embed = nn.Embedding(config.VOCABULARY, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, config.VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, tokens):
+        which = torch.arange(config.VOCABULARY, device=tokens.device)
+        x = (tokens[..., None] == which).float() @ self.embed.weight  # an embedding's gradient compiles for seconds
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": self.head(x)}
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)) for _ in range(2)]
+        super().__init__(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), *blocks, nn.Flatten(), nn.LazyLinear(4))
+
+
+def reads():
+    class Reads(nn.Linear):
+        def forward(self, x):
+            if x.sum() > 0:  # READS
+                x = -x
+            return super().forward(x)
+
+    return Reads(4, 4)
+
+
+def lacks():
+    class Lacks(nn.Linear):
+        def forward(self, x):
+            return super().forward(torch.linalg.eigvals(x).real)
+
+    return Lacks(4, 4)
+
+
+class Mixed(nn.Linear):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, super().forward(x))  # float32 beside bfloat16
+
+
+def downloads():
+    import urllib.request
+
+    return nn.Linear(int(urllib.request.urlopen("https://example.invalid/weights").read()), 1)
+
+
+def pretrained():
+    import torchvision
+
+    return torchvision.models.resnet18(weights="DEFAULT")
+
+
+def on_the_host():
+    return nn.Linear(*torch.linspace(2, 3, 2).int().tolist())
+
+
+def broken(size):
+    raise KeyError(size)
+
+
+def a_number():
+    return 3
+"""
+
+
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "nets.py").write_text(NETS)
+    (folder / "config.py").write_text("VOCABULARY = 256\n")
+    gpt2 = dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], n_layer=1, n_embd=128, n_head=2, vocab_size=256)
+    (folder / "config.json").write_text(json.dumps(gpt2 | dict(n_positions=128, torch_dtype="bfloat16")))
+    return folder
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """compile_script() without the seconds of a start."""
+
+    def run_script(command, variables):
+        done = run(*command, **variables)
+        print(done.stderr, end="", file=sys.stderr)
+        return done.returncode
+
+    monkeypatch.setattr(search, "run_script", run_script)
+
+
+def question(target, *options):
+    return modules.parse_question(str(target), [str(option) for option in options])
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+def test_what_a_module_is_asked():
+    asked = question(
+        *("mine.py:Net", "--inputs", "float32[8,3,224,224]", "labels=int64[8] use_cache=False"),
+        *("--mesh", "data=2,fsdp=4", "--shard", "*.out.weight=fsdp@1,*.bias=-", "*=data@0+fsdp@1"),
+        *("--level", "conservative,aggressive", "--arguments", "num_classes=10,sizes=[1, 2],name='x'"),
+    )
+    assert [(i.name, i.dtype, i.shape, i.value) for i in asked.inputs] == [
+        ("", "float32", (8, 3, 224, 224), None),
+        ("labels", "int64", (8,), None),
+        ("use_cache", "", (), False),
+    ]
+    assert asked.mesh == dict(data=2, fsdp=4) and asked.levels == ("conservative", "aggressive")
+    assert [p.axes for p in asked.placements] == [{1: "fsdp"}, {}, {0: "data", 1: "fsdp"}]
+    assert asked.arguments == dict(num_classes=10, sizes=[1, 2], name="x")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ([], "a module needs --inputs"),
+        (["--inputs", "x=float32[B,4]"], r"has the size 'B'; expected a number of at least 1, because XLA compiles"),
+        (["--inputs", "x=float32[-1,4]"], "has the size '-1'"),
+        (["--inputs", "x=float23[4]"], r"the type 'float23'.*did you mean float32\?"),
+        (["--inputs", "x=float32[4"], "is not understood"),
+        (["--inputs", "x=float32[4]", "float32[4]"], "those by position first"),
+        (["--inputs", "x=float32[4]", "x=float32[4]"], "x is given twice"),
+        (["--inputs", "x=float32[4]", "--level", "fast"], "level is 'fast'; expected one of conservative"),
+        (["--inputs", "x=float32[4]", "--precision", "float32", "--level", "balanced"], "give one of the two"),
+        (["--inputs", "x=float32[4]", "--mesh", "data"], "expected NAME=SIZE"),
+        (["--inputs", "x=float32[4]", "--mesh", "fsdp=4", "--shard", "*=fdsp"], r"axis 'fdsp'.*did you mean fsdp\?"),
+        (["--inputs", "x=float32[4]", "--shard", "weight"], "names the axis|not understood"),
+        (["--inputs", "x=float32[4]", "--arguments", "10"], "expected NAME=VALUE"),
+        (["--inputs", "x=float32[4]", "--mode", "forwrd"], r"'forwrd'.*did you mean forward\?"),
+        (["--inputs", "x=float32[4]", "--mood", "train"], r"--mood is no option of a module.*did you mean --mode\?"),
+    ],
+)
+def test_options_that_cannot_be_meant(options, message):
+    with pytest.raises(InputError, match=f"(?s){message}"):
+        question("mine.py:Net", *options)
+
+
+def test_a_script_keeps_its_own_options():
+    assert not modules.names_a_module("transformer_tpu.py") and not modules.names_a_module("absent.py")
+    assert all(map(modules.names_a_module, ("a.py:Net", "torchvision.models:resnet50", "hf:config.json")))
+
+
+def test_wrong_usage_is_answered_before_a_child_starts(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(search, "run_script", lambda *_: pytest.fail("a child was started"))
+    target, *inputs = "torch.nn:Linear", "--inputs", "float32[4,4]", "--topology", "v5litepod-1"
+    (tmp_path / "file").write_text("")
+    for options, message in (
+        (["--inputs=float32[B,4]", "--topology=v5litepod-1"], "has the size 'B'"),
+        ([*inputs, "--mode=decide"], "invalid choice: 'decide'"),
+        ([*inputs, "--fit=batch"], "--fit is for scripts"),
+        ([*inputs, f"--program={tmp_path}/file/programs"], "Not a directory; expected a folder with room"),
+        ([*inputs, "--program=/dev/full/programs"], "cannot be written"),
+    ):
+        assert aot_tpu.main([target, *options]) == 2
+        said = capsys.readouterr().err
+        assert message in said and said.count("error: ") == 1, said
+
+
+def test_a_full_disk_is_told_before_anything_is_compiled(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(InputError, match="programs cannot be written: No space left on device"):
+        modules.make_folder(str(tmp_path / "programs"))
+
+
+# ---------------------------------------------------------------------------------------------------- building a module
+
+
+@pytest.fixture
+def mine(nets, monkeypatch):
+    """As in the child, whose modules give way to the user's of the same name; put back afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    kept = dict(sys.modules)
+    module_build.step_aside()
+    yield nets / "nets.py"
+    ours = {name for name, module in kept.items() if name not in sys.modules}
+    for name in {"nets", *ours}:
+        sys.modules.pop(name, None)
+    sys.modules.update(kept)
+
+
+def test_weights_take_no_memory_and_stay_tied(mine):
+    notes = []
+    model = module_build.build(question(f"{mine}:Net", "--inputs", "int32[8,16]", "--arguments", "width=4"), notes)
+    assert {p.device.type for p in model.parameters()} == {"meta"} and model.embed.weight.shape == (256, 4)
+    model = module_build.to_device(model, torch_xla.device())
+    assert model.head.weight is model.embed.weight and model.count.shape == () and not notes
+    assert module_build.build(question(f"{mine}:on_the_host", "--inputs", "float32[1,2]"), notes).weight.is_meta
+    assert "built with its weights on the host" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("Nat", r"nets.py has no 'Nat'; did you mean Net\?"),
+        ("broken", r"(?s)broken cannot be built: TypeError.*'size'.*--arguments gives it arguments"),
+        ("a_number", "a_number returned a int; expected a torch.nn.Module"),
+        ("config", "is a module; expected a class"),
+        ("downloads", "asked the network for https://example.invalid/weights while it was built"),
+        ("pretrained", "asked the network for https://download.pytorch.org/models/resnet18"),
+    ],
+)
+def test_what_is_no_module_to_ask_about(mine, name, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
+    with pytest.raises(InputError, match=message):
+        module_build.build(question(f"{mine}:{name}", "--inputs", "float32[1]"), [])
+    assert (socket.socket.connect, socket.getaddrinfo) == (connect, getaddrinfo)
+
+
+@pytest.mark.parametrize(
+    "target, message",
+    [
+        ("no_such_package.models:Net", "no module named 'no_such_package'"),
+        ("torchvision.model:resnet50", r"no module named 'torchvision.model'.*did you mean torchvision.models\?"),
+        ("torchvision.models:resnet51", r"did you mean resnet50\?|did you mean resnet1"),
+        ("absent.py:Net", "no such file: absent.py"),
+        ("hf:google/gemma-2-2b", "google/gemma-2-2b: no such file; .* on this machine: nothing is downloaded"),
+    ],
+)
+def test_names_that_are_not_there(mine, target, message):
+    with pytest.raises(InputError, match=message):
+        module_build.build(question(target, "--inputs", "float32[1]"), [])
+
+
+def test_a_configuration_of_hugging_face(mine, nets):
+    notes, folder = [], nets
+    model = module_build.build(question(f"hf:{folder}", "--inputs", "int32[1,8]", "--arguments", "n_layer=2"), notes)
+    assert type(model).__name__ == "GPT2LMHeadModel" and len(model.transformer.h) == 2
+    assert model.config._attn_implementation == "eager" and "eager attention" in notes[0]
+    assert model.lm_head.weight.dtype == torch.float32
+    model = module_build.build(question(f"hf:{folder}:GPT2Model", "--inputs", "int32[1]"), [])
+    assert type(model).__name__ == "GPT2Model"
+    for target, options, message in (
+        (f"hf:{folder}:GPT2", [], "names the class 'GPT2'; expected one of "),
+        (f"hf:{folder}", ["--arguments", "n_layers=2"], r"gpt2 has no field 'n_layers'; did you mean n_layer\?"),
+    ):
+        with pytest.raises(InputError, match=message):
+            module_build.build(question(target, "--inputs", "int32[1]", *options), [])
+    (folder / "other.json").write_text('{"model_type": "gpt22"}')
+    with pytest.raises(InputError, match=r"model_type 'gpt22'.*did you mean gpt2\?"):
+        module_build.build(question(f"hf:{folder}/other.json", "--inputs", "int32[1]"), [])
+
+
+# ------------------------------------------------------------------------------------------------------------- tracing
+
+
+def probed(target, *options):
+    asked = question(target, *options)
+    model = module_build.build(asked, [])
+    args, kwargs = module_inputs.meta_inputs(asked, model)
+    model = module_build.to_device(model, torch_xla.device())
+    args, kwargs = (module_inputs.to_device_inputs(inputs, torch_xla.device()) for inputs in (args, kwargs))
+    return module_trace.probe(asked, lambda: model(*args, **kwargs))
+
+
+def test_what_xla_cannot_trace_is_named_with_its_line(mine, capfd):
+    line = NETS.splitlines().index("            if x.sum() > 0:  # READS") + 1
+    with pytest.raises(InputError, match=rf"it reads the value of a tensor on the host .*nets.py:{line} \(if x.sum"):
+        probed(f"{mine}:reads", "--inputs", "float32[4,4]")
+    with pytest.raises(InputError, match=r"XLA has no operation for aten::linalg_eig, .* at .*nets.py"):
+        probed(f"{mine}:lacks", "--inputs", "float32[4,4]")
+    with pytest.raises(InputError, match=r"fails with these inputs: RuntimeError: .*nets.py"):
+        probed(f"{mine}:Block", "--inputs", "float32[8,5]", "--arguments", "width=4")
+    with pytest.raises(InputError, match=r"takes no 'token'; expected one of tokens; did you mean tokens\?"):
+        probed(f"{mine}:Net", "--inputs", "token=int32[8,16]", "--arguments", "width=4")
+    assert "Unexpected Execution" not in capfd.readouterr().err
+    output, flops = probed(f"{mine}:Net", "--inputs", "tokens=int32[8,16]", "--arguments", "width=4")
+    assert output["logits"].shape == (8, 16, 256) and flops == 2 * 8 * 16 * (2 * 2 * 4 * 16 + 2 * 4 * 256)
+
+
+def test_weights_are_cast_where_autocast_mixes_types(mine):
+    """And stay float32, with float32 gradients."""
+    device, notes = torch_xla.device(), []
+    asked = question(f"{mine}:Mixed", "--inputs", "float32[4,4]", "--arguments", "in_features=4,out_features=4")
+    model = module_build.to_device(module_build.build(asked, []), device)
+    inputs = [torch.empty(1, 4, 4, device=device)]
+    forward = module_step.forward_of(asked, "balanced", model, inputs, {}, notes)
+    assert re.match("bfloat16: weights cast in each step, because under torch.autocast", notes[0]), notes
+    output = forward(model, inputs, {})
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert model.weight.dtype == model.weight.grad.dtype == torch.float32
+
+
+def test_losses_are_made_of_the_outputs_shape():
+    asked, device, notes = question("m:N", "--inputs", "float32[8,4]"), torch_xla.device(), []
+
+    def targets_of(output, *options):
+        asked = question("m:N", "--inputs", "float32[8,4]", *options)
+        return module_step.choose_loss(asked, output, {}, device, notes)[1]
+
+    assert targets_of(torch.zeros(8, 10)).shape == (8,)
+    assert targets_of({"logits": torch.zeros(8, 16, 10)}).shape == (8, 16)
+    assert targets_of(torch.zeros(8, 21, 4, 5)).shape == (8, 4, 5)
+    assert targets_of((torch.zeros(8, 16, 10),)).shape == (8, 16, 10), "no classes are known: mse"
+    assert targets_of(torch.zeros(8, 10), "--loss", "mse").shape == (8, 10)
+    assert targets_of({"loss": torch.zeros(()), "logits": torch.zeros(8, 10)}) is None
+    assert notes[0] == "loss: cross_entropy of the output [8, 10], dimension 1 the classes"
+    several = {"boxes": torch.zeros(8, 4), "count": torch.ones(8, dtype=torch.int64), "scores": torch.zeros(8, 10)}
+    assert targets_of(several).shape == (8,)
+    assert notes[-2].startswith("output 1 of 3 alone is in the loss: nothing is computed for the others")
+    assert notes[-1] == "loss: cross_entropy of output 1 of 3 [8, 4], dimension 1 the classes"
+    with pytest.raises(InputError, match=r"returns no \.loss"):
+        targets_of(torch.zeros(8, 10), "--loss", "own")
+    with pytest.raises(InputError, match=r"mode is decode.*is a Linear; expected a causal model of transformers"):
+        module_decode.decode_inputs(asked, torch.nn.Linear(1, 1), {})
+
+
+def test_recomputed_blocks_give_the_same_gradients():
+    """Arguments and results of any nesting, and gradients to tensors that come by keyword."""
+
+    def block(x, *, pair, flag):
+        return {"x": (x * pair[0]).sin(), "flag": flag, "bias": (pair[1] * 2,)}
+
+    device, gradients = torch_xla.device(), []
+    for forward in (block, module_step.recomputed(block)):
+        leaves = [torch.full((3,), value, device=device, requires_grad=True) for value in (1.0, 2.0, 3.0)]
+        out = forward(leaves[0], pair=(leaves[1], leaves[2]), flag="kept")
+        assert out["flag"] == "kept"
+        (out["x"].sum() + (out["bias"][0] ** 2).sum()).backward()
+        gradients.append([leaf.grad.cpu() for leaf in leaves])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_recomputed_first_block_learns():
+    """Its input has no gradient."""
+    layer = torch.nn.Linear(3, 3).to(torch_xla.device())
+    module_step.recomputed(layer)(torch.ones(2, 3, device=torch_xla.device())).sum().backward()
+    assert layer.weight.grad.cpu().eq(2).all()
+
+
+# ---------------------------------------------------------------------------------------------------- reading a program
+
+PROGRAM = """HloModule example, is_scheduled=true
+
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %a = f32[8,128]{1,0:T(8,128)} fusion(%x), kind=kLoop, calls=%f, \
+metadata={op_name="nets.py_12 in <layers.0.up>.3/aten__mul"}, backend_config={"estimated_cycles":"100"}
+  %b = f32[8,128]{1,0:T(8,128)} fusion(%a), kind=kLoop, calls=%f, \
+metadata={op_name="nets.py_12 backward in <layers.1.up>.4/aten__mul"}, backend_config={"estimated_cycles":"40"}
+  %c = f32[16,128]{1,0:T(8,128)S(1)} fusion(%b), kind=kLoop, calls=%f, \
+metadata={op_name="nets.py_12 in <layers.1.up>.9/aten__mul"}, backend_config={"estimated_cycles":"1"}
+  ROOT %d = f32[8,256]{1,0:T(8,128)} fusion(%c), kind=kLoop, calls=%f, \
+metadata={op_name="optim.py_7.1/aten__mul"}, backend_config={"estimated_cycles":"7"}
+}
+"""
+
+
+def test_costs_by_module_and_the_largest_results():
+    computations = reading.parse_program(PROGRAM)
+    cycles = reading.read_modules(computations)
+    assert cycles == {"layers.0.up": 100, "layers.1.up backward": 40, "layers.1.up": 1}
+    assert reading.group_modules(cycles) == [("layers.*.up", 2, 101), ("layers.*.up backward", 1, 40)]
+    assert reading.read_cycles(computations)[0] == {"nets.py:12": 101, "nets.py:12 backward": 40, "optim.py:7": 7}
+    largest = reading.read_largest_results(computations)
+    assert largest[0] == (8192, "fusion", "optim.py:7", ""), "what is on the chip is left out"
+    assert largest[1] == (4096, "fusion", "nets.py:12", "layers.0.up") and len(largest) == 3
+
+
+# ---------------------------------------------------------------------------------------------------- the real compiler
+
+
+def asked(capsys, *arguments, code=0):
+    assert aot_tpu.main([*map(str, arguments), "--json"]) == code, capsys.readouterr().err
+    return [Report(**report) for report in json.loads(capsys.readouterr().out)]
+
+
+@pytest.mark.slow
+def test_a_training_step_at_two_levels(forked, nets, capsys, tmp_path):
+    tokens = 2 * 16
+    plain, least = asked(
+        *(capsys, f"{nets}/nets.py:Net", "--inputs", "tokens=int32[2,16]", "--topology", "v5litepod-1"),
+        *("--level", "conservative,aggressive", "--program", tmp_path, "--optimizer", "sgd"),
+    )
+    weights = (2 * 8 * 128 * 128 + 256 * 128) * 4
+    for r in (plain, least):
+        assert r.fits and r.unit == "tokens" and r.model_flops == 6 * tokens * (2 * 8 * 128 * 128 + 2 * 256 * 128)
+        assert r.memory["parameters"] == pytest.approx(weights, rel=0.05)
+        assert r.memory["optimizer_state"] == pytest.approx(weights, rel=0.05)
+        names = dict(r.costliest_modules)
+        assert {"layers.0.up", "layers.1.down backward", "head backward"} <= names.keys(), names
+        line = NETS.splitlines().index(next(text for text in NETS.splitlines() if "# BLOCK" in text)) + 1
+        assert f"nets.py:{line}" in dict(r.costliest_lines)
+    assert (plain.level, least.level) == ("conservative", "aggressive")
+    assert any("2 blocks (layers.0 to layers.1) are recomputed" in note for note in least.notes)
+    assert least.flops > plain.flops
+    texts = [(tmp_path / level / "module_step_v5litepod-1.txt").read_text() for level in ("conservative", "aggressive")]
+    assert "bf16[" in texts[1] and "HloModule" in texts[0]
+
+
+def test_a_sharded_step(forked, nets, capsys):
+    (r,) = asked(
+        *(capsys, f"{nets}/nets.py:Net", "--inputs", "tokens=int32[4,16]", "--topology", "v5litepod-4"),
+        *("--mesh", "data=2,fsdp=2", "--shard", "layers.*.weight=fsdp", "--optimizer", "sgd"),
+    )
+    weights = (2 * 8 * 128 * 128 / 2 + 256 * 128) * 4
+    assert r.fits and r.program == "SPMD over 4 devices" and "all-gather" in r.collectives
+    assert r.memory["parameters"] == pytest.approx(weights, rel=0.05)
+    assert r.memory["optimizer_state"] == pytest.approx(weights, rel=0.05)
+    assert any("4 of 9 parameters sharded, the inputs' first dimension over data x fsdp" in note for note in r.notes)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--shard", "blocks.*=data"], "'blocks.*' matches no parameter of"),
+        (["--shard", "blocks.*=data", "--topology", "v5litepod-1"], "'blocks.*' matches no parameter of"),
+        (["--shard", "embed.weight=data@2"], "has the shape [256, 128], and so no dimension 2"),
+        (["--shard", "*=data", "--arguments", "width=6"], "cannot be divided by 4 (data); expected a multiple of 4"),
+        (["--mesh", "data=8"], "data=8 has 8 devices and v5litepod-4 has 4"),
+    ],
+)
+def test_what_cannot_be_sharded(forked, nets, capfd, options, message):
+    target = [f"{nets}/nets.py:Net", "--inputs", "tokens=int32[8,16]", "--topology", "v5litepod-4"]
+    assert aot_tpu.main([*target, *options]) == 2
+    said = capfd.readouterr().err
+    assert message in said and said.count("error: ") == 1, said
+
+
+@pytest.mark.slow
+def test_decoding_shows_its_cache_and_what_binds_it(forked, nets, capsys):
+    command = [f"hf:{nets}", "--inputs", "input_ids=int32[4,128]", "--mode", "decode", "--topology", "v5litepod-1"]
+    (r,) = asked(capsys, *command)
+    assert r.decode["cache_bytes"] == 2 * 4 * 128 * 128 * 2 and r.decode["bound_by"] == "memory"
+    assert r.fits and r.decode["expected_ms"] >= r.decode["memory_ms"] > r.decode["matrix_ms"] > 0
+    assert r.estimated_per_second == pytest.approx(4 / r.decode["expected_ms"] * 1e3)
+    assert r.memory["inputs"] >= r.decode["cache_bytes"]
+    assert any(line.startswith("modeling_gpt2.py:") for line, _ in r.costliest_lines), r.costliest_lines
+
+
+def test_state_of_batch_normalisation(forked, capsys, nets):
+    """In forward its averages are read, in training they are moved; nothing with BatchNorm is computed twice."""
+    target = (f"{nets}/nets.py:Normed", "--inputs", "float32[8,3,10,10]", "--topology", "v5litepod-1")
+    (r,) = asked(capsys, *target, "--level", "aggressive", "--optimizer", "sgd")
+    assert r.fits and any("has BatchNorm, whose averages would move twice" in note for note in r.notes), r.notes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, mode", [("alexnet", "train"), ("efficientnet_b0", "forward")])
+def test_a_model_that_nobody_here_wrote(capsys, name, mode):
+    target = (f"torchvision.models:{name}", "--inputs", "float32[8,3,224,224]", "--mode", mode)
+    (r,) = asked(capsys, *target, "--topology", "v5litepod-1")
+    assert r.fits and any(re.match(r"features\.\*", name) for name, _, _ in r.module_groups)
+
+
+def test_the_models_of_the_page_are_there():
+    page = (ROOT / "docs" / "any_module.md").read_text()
+    for name in re.findall(r"benchmarks/models/(\w+\.json)", page):
+        assert json.loads((ROOT / "benchmarks" / "models" / name).read_text())["model_type"]

@@ -1,0 +1,645 @@
+"""Asks the TPU compiler for real: each compile runs tiny_training.py or a training script in its own process."""
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from processes import ROOT, run
+
+import aot_tpu
+import config
+from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistConfig, TrainConfig
+from language.transformer_options import TransformerConfig
+from tpu_compiler import ask, reading, search, tracing
+from tpu_compiler.report import COMMUNICATION_LABEL, LABEL, Report
+from tpu_utils import virtual_slice
+from tpu_utils.environment import choose_device
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.hardware import GENERATIONS, parse_topology
+from tpu_utils.options import parse_command_line, presets_of
+
+TINY = ROOT / "tests" / "tiny_training.py"
+
+
+@functools.cache
+def compiled(script, *options):
+    """The files that a compile leaves: {"report.json": ..., "program.txt": ..., ...}."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(script, *options, AOT_TPU_OUTPUT=folder)
+        assert Path(folder, "report.json").exists(), done.stderr
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    files["report.json"] = Report(**json.loads(files["report.json"]))
+    assert done.returncode == files["report.json"].exit_code
+    return files
+
+
+@functools.cache
+def executed_hlo(script, *options, devices=1):
+    """The text of the program that the step really was, before optimization, as the XLA CPU client received it."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step"
+        done = run(script, *options, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(devices), XLA_FLAGS=flags)
+        assert done.returncode == 0, done.stderr
+        (dump,) = Path(folder).glob("*train_step*.before_optimizations.txt")
+        return dump.read_text()
+
+
+def same_names(hlo_text):
+    """HLO text without the module's name, notes about source lines and the numbers in names.
+
+    An input that says it is replicated and one that says nothing (a placeholder) are the same to the compiler.
+    """
+    text = re.sub(r", (metadata|backend_config|frontend_attributes)=\{[^{}]*\}", "", hlo_text)
+    text = re.sub(r"(parameter\(\d+\)), sharding=\{replicated\}", r"\1", text)
+    names = {}
+    body = "\n".join(text.splitlines()[1:]).strip()
+    return re.sub(r"%[\w.\-]+", lambda match: names.setdefault(match[0], f"%n{len(names)}"), body)
+
+
+def assert_compiles_what_runs(files, executed):
+    from jaxlib._jax import HloModule
+
+    traced = HloModule.from_serialized_hlo_module_proto(files["traced.hlo.pb"]).to_string()
+    assert same_names(traced) == same_names(executed)
+    donors = re.search(r"buffer_donor=\{(.*?\)) \}", executed.splitlines()[0])[1]
+    donated = json.loads(files["inputs.json"])["donated"]
+    assert [i for i, d in enumerate(donated) if d] == [int(i) for i in re.findall(r"\((\d+), \{\}\)", donors)]
+
+
+# ------------------------------------------------------------------------------------------------------------- slices
+
+
+@pytest.mark.parametrize(
+    "name, compiler_name, devices",
+    [
+        ("v5litepod-1", "v5e:1x1", 1),
+        ("v5litepod-8", "v5e:2x4", 8),
+        ("v5e-16", "v5e:4x4", 16),
+        ("v5e:4x4", "v5e:4x4", 16),
+        ("v4-8", "v4:2x2x1", 4),
+        ("v5p-8", "v5p:2x2x1", 4),
+        ("v5p:2x2x2", "v5p:2x2x2", 8),
+        ("v6e-256", "v6e:16x16", 256),
+        ("2xv5litepod-16", "v5e:4x4", 32),
+    ],
+)
+def test_topologies(name, compiler_name, devices):
+    topology = parse_topology(name)
+    assert (topology.compiler_name, topology.num_devices) == (compiler_name, devices)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("v5litepod-9", "nearest is v5litepod-8"),
+        ("v5p-10", "slice of 10 cores; expected one of 8, 16"),
+        ("v5p-9", "nearest is v5p-8"),
+        ("v6e:3x3", "nearest is v6e:2x4"),
+        ("v5litpod-8", "did you mean v5litepod-8?"),
+        ("v9-8", "expected a TPU slice such as v5litepod-8"),
+        ("", "not understood"),
+    ],
+)
+def test_topologies_that_do_not_exist(name, message):
+    with pytest.raises(ValueError, match=message):
+        parse_topology(name)
+
+
+# ----------------------------------------------------------------------------------------------------- reading programs
+
+
+def test_bytes_as_laid_out_in_tiles():
+    assert reading.shape_bytes("f32[3,200]{1,0:T(8,128)}") == [8 * 256 * 4]
+    assert reading.shape_bytes("f32[3,200]{0,1:T(8,128)}") == [128 * 200 * 4]
+    assert reading.shape_bytes("(bf16[16,128]{1,0:T(8,128)(2,1)S(1)}, f32[]{:T(128)})") == [4096, 4]
+    assert reading.shape_bytes("f32[3,200]{1,0:T(8,128)}", padded=False) == [2400]
+
+
+PROGRAM = """HloModule example, is_scheduled=true
+
+%body (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %ar = f32[8,128]{1,0:T(8,128)} all-reduce(%p), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%sum
+}
+
+%condition (p.1: f32[8,128]) -> pred[] {
+  %limit = s32[]{:T(128)} constant(5)
+}
+
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %w = f32[8,128]{1,0:T(8,128)} while(%x), condition=%condition, body=%body
+  %sorted = f32[8,128]{1,0:T(8,128)} sort(%w), dimensions={0}, to_apply=%compare
+  ROOT %f = f32[8,128]{1,0:T(8,128)} fusion(%sorted), kind=kLoop, calls=%fused, \
+metadata={op_name="train.py_12 backward.3/aten__mul"}, backend_config={"estimated_cycles":"100"}
+}
+"""
+
+
+def test_loops_count_their_trips():
+    computations = reading.parse_program(PROGRAM)
+    collectives = reading.read_collectives(computations, num_devices=8)
+    assert collectives == {"all-reduce": {"count": 5, "bytes": 5 * 4096, "sent_bytes": 5 * 4096 * 2 * 3 / 4}}
+    cycles, unpriced = reading.read_cycles(computations)
+    assert cycles == {"train.py:12 backward": 100}
+    assert unpriced == {"all-reduce": 5, "sort": 1}
+
+
+def test_the_innermost_scope_counts():
+    """A loop in the graph, or a backward pass in Python, opens scopes inside others."""
+    text = "backward in <Net>.9/xla__scan/call.17/layers.py_40 in <Net backward>.8/gpt.py_57 in <blocks.3>.12/aten__mul"
+    program = PROGRAM.replace("backward.3/aten__mul", text)
+    fusion = reading.parse_program(program)["ENTRY"][-1]
+    assert reading.source_of(fusion) == "gpt.py:57" and reading.module_of(fusion) == "blocks.3"
+    loop = reading.parse_program(PROGRAM.replace("train.py_12 backward.3", "xla__scan/call.6/a.py_5 backward.2"))
+    assert reading.source_of(loop["ENTRY"][-1]) == "a.py:5 backward" and reading.module_of(loop["ENTRY"][-1]) == ""
+
+
+REPEATED = """
+import torch
+from torch_xla.utils.checkpoint import checkpoint
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.sin() * 2  # OWN
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return Doubled.apply(x.tanh()).cos()  # LAYER
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.layer = torch.nn.Parameter(torch.zeros(8)), Layer()
+
+    def forward(self, x):
+        return checkpoint(self.layer, x + self.weight)
+"""
+
+
+TRACE = """
+import re, sys
+import torch, torch_xla
+sys.path.append(sys.argv[1])
+from net import Net
+from tpu_compiler.tracing import trace_step
+
+net = Net().to(torch_xla.device())
+x = torch.zeros(4, 8).to(torch_xla.device())
+traced = trace_step(lambda: (net(x).sum().backward(), net.weight.grad), owners=[net])
+for scope, name in re.findall(rb"(net\\.py_\\d+[^/]*?)\\.\\d+/aten__(\\w+)", traced.hlo):
+    print(scope.decode(), name.decode())
+"""
+
+
+def test_what_runs_in_a_backward_pass_has_its_own_lines(tmp_path):
+    """A backward pass written in Python under its lines; what is computed again under those of the forward pass."""
+    (tmp_path / "net.py").write_text(REPEATED)
+    (tmp_path / "trace.py").write_text(TRACE)
+    done = run(tmp_path / "trace.py", ROOT, PJRT_DEVICE="CPU")
+    assert done.returncode == 0, done.stderr
+    own, layer = (
+        next(n for n, text in enumerate(REPEATED.splitlines(), 1) if mark in text) for mark in ("# OWN", "# LAYER")
+    )
+    scopes = done.stdout.splitlines()
+    assert f"net.py_{own} in <layer backward> sin" in scopes, scopes
+    assert f"net.py_{layer} backward in <layer> sin" in scopes, scopes  # of cos
+    assert f"net.py_{layer} in <layer> tanh" in scopes, scopes  # the second time: nothing needs the first
+
+
+# ---------------------------------------------------------------------------------------------------- the real compiler
+
+
+def test_one_device():
+    r = compiled(TINY, "--compile_for", "v5litepod-1")["report.json"]
+    weights = 8 * 128 * 128 * 4 + 5 * 128 * 4
+    assert r.compiles and r.fits and r.exit_code == 0 and not r.collectives
+    assert r.memory["parameters"] == pytest.approx(weights, rel=0.05)  # tiles round the biases up
+    assert r.memory["optimizer_state"] == pytest.approx(2 * weights, rel=0.05)
+    assert sum(r.memory.values()) == r.peak_bytes < r.limit_bytes
+    assert 0.7 < r.flops_ratio < 1.1
+    assert r.estimate_label == "compiler estimate, not measured; excludes collectives"
+    source = TINY.read_text().splitlines()
+    lines = {line.split(":")[1] for line, _ in r.costliest_lines}
+    for mark in ("down(torch.nn", "# UPDATE"):  # forward, backward and optimizer: each under the line that caused it
+        number = next(i for i, text in enumerate(source, 1) if mark in text)
+        assert any(line.split()[0] == str(number) for line in lines), r.costliest_lines
+    assert any(line.endswith(" backward") for line in lines)
+
+
+def test_same_input_same_program():
+    first = compiled(TINY, "--compile_for", "v5litepod-1")["program.txt"]
+    again = compiled(TINY, "--compile_for", "v5litepod-1", "--global_batch_size", "64")["program.txt"]
+    assert first and first == again
+
+
+def test_compiles_what_runs_on_one_device():
+    assert_compiles_what_runs(compiled(TINY, "--compile_for", "v5litepod-1"), executed_hlo(TINY))
+
+
+def test_compiles_what_runs_on_a_mesh():
+    files = compiled(TINY, "--compile_for", "v5litepod-8", "--shard_parameters")
+    assert_compiles_what_runs(files, executed_hlo(TINY, "--shard_parameters", devices=8))
+    collectives = files["report.json"].collectives
+    weights = 8 * 128 * 128 * 4
+    assert collectives["all-gather"]["bytes"] >= weights / 4  # the compiler gathers part of it as bfloat16
+    assert collectives["reduce-scatter"]["bytes"] >= weights / 2
+    assert files["report.json"].memory["parameters"] == pytest.approx(weights / 8, rel=0.2)
+
+
+def test_placeholders_give_the_same_program():
+    files = compiled(TINY, "--compile_for", "v5litepod-8", "--shard_parameters", "--placeholders")
+    assert_compiles_what_runs(files, executed_hlo(TINY, "--shard_parameters", devices=8))
+
+
+def test_state_that_an_optimizer_has_not_created_yet_is_counted_and_said():
+    """As with the state there, but that torch's own count of steps is (); sharded as the parameters are."""
+    options = ("--compile_for", "v5litepod-8", "--shard_parameters", "--placeholders")
+    expected = compiled(TINY, *options)["report.json"]
+    with tempfile.TemporaryDirectory() as folder:
+        done = run(TINY, *options, "--without_state", AOT_TPU_OUTPUT=folder)
+        found = Report(**json.loads(Path(folder, "report.json").read_text()))
+    assert found.memory["parameters"] == expected.memory["parameters"]
+    assert found.memory["optimizer_state"] == pytest.approx(expected.memory["optimizer_state"], rel=0.03)
+    assert found.estimated_ms == pytest.approx(expected.estimated_ms, rel=0.03)
+    assert "warning: AdamW has no state yet; the report counts the 12 tensors" in done.stderr, done.stderr
+    assert "make_optimizer" in done.stderr
+
+
+OPTIMIZERS = [
+    *(torch.optim.Adam, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.SGD),
+    partial(torch.optim.SGD, momentum=0.9),
+    partial(torch.optim.AdamW, lr=torch.tensor(0.5), amsgrad=True),
+    partial(torch.optim.Adam, decoupled_weight_decay=True),
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_the_state_created_is_that_of_a_first_step(make):
+    def shapes(optimizer):
+        states = [state for state in optimizer.state.values() if state]
+        return [{name: (v.shape, v.dtype) for name, v in s.items() if isinstance(v, torch.Tensor)} for s in states]
+
+    def optimizer_of(model):
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        return make([{"params": weights}, {"params": biases, "weight_decay": 0.1}])
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    before = [parameter.clone() for parameter in model.parameters()]
+    twin, real = optimizer_of(model), optimizer_of(model)
+    assert len(tracing.create_state(twin)) == (0 if make is torch.optim.Adagrad else sum(map(len, shapes(twin))))
+    assert all(map(torch.equal, model.parameters(), before)) and tracing.create_state(twin) == []
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    real.step()
+    assert shapes(twin) == shapes(real)
+
+
+def test_state_that_cannot_be_worked_out_is_refused():
+    with pytest.raises(InputError, match=r"LBFGS has no state yet, and what its first step creates.*make_optimizer"):
+        ask.prime(torch.optim.LBFGS(torch.nn.Linear(2, 2).parameters()))
+
+
+def test_replicas_reduce_each_gradient_once():
+    r = compiled(TINY, "--compile_for", "v5litepod-8", "--strategy", "ddp")["report.json"]
+    assert r.program == "8 replicas" and r.devices == 8
+    assert list(r.collectives) == ["all-reduce"]
+    assert r.collectives["all-reduce"]["bytes"] == pytest.approx(8 * 128 * 128 * 4 + 5 * 128 * 4, rel=0.01)
+
+
+@pytest.mark.slow
+def test_over_the_limit_with_the_compilers_figures():
+    batch = 2**23  # (batch, 512) float32 between the layers
+    r = compiled(TINY, "--compile_for", "v5litepod-1", "--placeholders", "--global_batch_size", str(batch))[
+        "report.json"
+    ]
+    assert not r.compiles and not r.fits and r.exit_code == 1
+    assert re.search(r"Ran out of memory in memory space hbm. Used [\d.]+G of 15.75G hbm. Exceeded", r.reason)
+    assert r.over_bytes > 0 and r.memory["inputs"] == pytest.approx(batch * 128 * 4, rel=0.01)
+
+
+@pytest.mark.slow
+def test_arguments_alone_over_the_limit():
+    """The compiler lets this pass: its own check leaves the arguments out."""
+    r = compiled(TINY, "--compile_for", "v5litepod-1", "--placeholders", "--width", "14336")["report.json"]
+    assert not r.fits and r.over_bytes > 0 and r.memory["parameters"] >= 8 * 14336**2 * 4
+
+
+def compiled_as_run(name: str, *options: str) -> dict:
+    """What aot_tpu.py makes of a training script, after asserting that the script executes the same program."""
+    files = compiled(ROOT / name, "--compile_for", "v5litepod-1", *options)
+    with tempfile.TemporaryDirectory() as folder:
+        script = executed_hlo(ROOT / name, *options, "--run_dir", f"{folder}/run", "--device", "cpu")
+    assert_compiles_what_runs(files, script)
+    return files
+
+
+def test_compiles_what_a_training_script_runs():
+    files = compiled_as_run("simple_mnist_tpu.py", "--num_epochs", "1", "--warmup_steps", "5")
+    assert any(line.startswith("simple_mnist_tpu.py:") for line, _ in files["report.json"].costliest_lines)
+
+
+@pytest.mark.slow
+def test_compiles_what_a_scanned_and_accumulated_step_runs():
+    """torch_xla's scan traces its body with tensors of its own, which must not become inputs of the program."""
+    options = ("--gradient_accumulation_steps=4", "--scan_layers", "--num_steps=2", "--warmup_steps=1")
+    options += ("--embedding_dim=32", "--sequence_length=16", "--global_batch_size=8")
+    r = compiled_as_run("transformer_tpu.py", *options)["report.json"]
+    assert r.memory["inputs"] < r.memory["parameters"] and r.loops and r.flops_ratio is None
+
+
+@pytest.mark.slow
+def test_a_transformer_is_sharded_as_its_table_says():
+    """Parameters and optimizer state alike, also where the traced step only reads them before it replaces them."""
+    options = ("--mesh=2x4x1", "--num_layers=1", "--num_heads=4", "--embedding_dim=512", "--sequence_length=128")
+    memory = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"].memory
+    weights = 12 * 512**2 * 4 / 4
+    assert memory["parameters"] == pytest.approx(weights, rel=0.1)
+    assert memory["optimizer_state"] == pytest.approx(2 * weights, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------------- presets
+
+# every preset of every script, and the slice it is meant for
+PRESET_SLICES = {
+    "simple_mnist_tpu.py": dict.fromkeys(("quick_test", "development", "production", "distributed"), "v5litepod-1"),
+    "distributed_mnist_tpu.py": dict.fromkeys(
+        ("quick_test", "development", "production", "distributed"), "v5litepod-8"
+    ),
+    "ddp_mnist_tpu.py": dict.fromkeys(("quick_test", "development", "production", "distributed"), "v5litepod-8"),
+    "resnet_cifar_tpu.py": dict(
+        quick_test="v5litepod-1", development="v5litepod-1", production="v5litepod-1", distributed="v5litepod-8"
+    ),
+    "transformer_tpu.py": dict(
+        quick_test="v5litepod-1", development="v5litepod-1", production="v5litepod-8", distributed="v5litepod-16"
+    ),
+}
+SLOW = {("transformer_tpu.py", "production"), ("transformer_tpu.py", "distributed")}
+# large batches of 28 x 28 images on one chip: 10 to 20 s each
+SLOW |= {("simple_mnist_tpu.py", preset) for preset in ("development", "production", "distributed")}
+# libtpu takes 2 to 4 s of a core for each convolution and each of its gradients
+SLOW |= {("resnet_cifar_tpu.py", preset) for preset in ("quick_test", "development", "production", "distributed")}
+SLOW |= {("distributed_mnist_tpu.py", "distributed"), ("transformer_tpu.py", "development")}
+SLOW |= {("ddp_mnist_tpu.py", preset) for preset in ("development", "production", "distributed")}
+ALL_PRESETS = [(script, preset) for script, slices in PRESET_SLICES.items() for preset in slices]
+
+
+def test_no_preset_is_left_out():
+    kinds = {MnistConfig: "simple_mnist", DistributedMnistConfig: "distributed_mnist"}
+    kinds |= {DdpMnistConfig: "ddp_mnist", CifarConfig: "resnet_cifar"}
+    ours = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, TrainConfig)]
+    assert set(ours) == {TrainConfig, ImageConfig, *kinds}
+    kinds |= {TransformerConfig: "transformer"}
+    assert {f"{name}_tpu.py": set(presets_of(kind)) for kind, name in kinds.items()} == {
+        script: set(slices) for script, slices in PRESET_SLICES.items()
+    }
+
+
+def compile_preset(script, preset, folder):
+    """Of production without MNIST's files: shapes suffice."""
+    options = ["--preset", preset, "--compile_for", PRESET_SLICES[script][preset]]
+    if script != "transformer_tpu.py":
+        options += ["--data_dir", "nowhere" if preset == "production" else folder]
+        # how a convolution is divided is searched until it is this good: a ResNet of 8 layers takes 12 s instead of 70
+        options += ["--compiler_options", "xla_jf_convolution_performance_target=0.9"]
+    return compiled(ROOT / script, *options)
+
+
+@pytest.fixture(scope="module")
+def small_presets(mnist_dir):
+    """Reports of all presets that compile in seconds, two compiles at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        reports = {case: pool.submit(compile_preset, *case, mnist_dir) for case in ALL_PRESETS if case not in SLOW}
+        return {case: files.result()["report.json"] for case, files in reports.items()}
+
+
+@pytest.mark.parametrize("script, preset", [case for case in ALL_PRESETS if case not in SLOW])
+def test_every_preset_compiles_for_its_slice(small_presets, script, preset):
+    assert_is_meant_for(small_presets[script, preset], script, preset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, preset", sorted(SLOW))
+def test_every_large_preset_compiles_for_its_slice(mnist_dir, script, preset):
+    assert_is_meant_for(compile_preset(script, preset, mnist_dir)["report.json"], script, preset)
+
+
+def assert_is_meant_for(r, script, preset):
+    assert r.compiles and r.fits, r.reason
+    assert r.topology == PRESET_SLICES[script][preset] and r.settings["preset"] == preset
+    # what is to run on several devices talks between them, and nothing else does
+    assert bool(r.collectives) == (r.devices > 1)
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """compile_script() without the seconds of a start."""
+
+    def run_script(command, variables, seconds=None):
+        done = run(*command, **variables)
+        print(done.stderr, end="", file=sys.stderr)
+        return done.returncode
+
+    monkeypatch.setattr(search, "run_script", run_script)
+
+
+def test_compare_slices(forked, capsys):
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1,v6e-1"]) == 0
+    said = capsys.readouterr().out
+    rows = [line for line in said.splitlines() if line.startswith("| v")]
+    assert [row.split()[1] for row in rows] == ["v5litepod-1", "v6e-1"]
+    assert LABEL in said and COMMUNICATION_LABEL in said
+
+
+def test_a_compile_in_a_process_of_its_own(tmp_path):
+    """As a user asks for it, started cold."""
+    done = run("aot_tpu.py", TINY, "--topology", "v5litepod-1", "--json", "--program", tmp_path, cold=True)
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads(done.stdout)
+    assert report["fits"] and (tmp_path / "tiny_training_v5litepod-1.txt").read_text().startswith("HloModule")
+
+
+def test_exit_codes_of_wrong_usage(forked, capsys):
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-9"]) == 2
+    assert aot_tpu.main(["absent.py", "--topology", "v5litepod-8"]) == 2
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--global_batch_size", "9"]) == 2
+    assert "nearest is v5litepod-8" in capsys.readouterr().err
+    assert run("aot_tpu.py", TINY).returncode == 2
+
+
+def a_report(**changes):
+    facts = dict(topology="v5litepod-1", devices=1, program="one device", compiles=True, fits=True, reason="")
+    return Report(**(facts | dict(limit_bytes=100, settings={"global_batch_size": 8}) | changes))
+
+
+@pytest.mark.parametrize("largest", [1, 3, 8, 13, 64])
+def test_fit_finds_the_largest(monkeypatch, largest):
+    def compile_script(script, topology, options):
+        size = int(options[-1]) if options else 8
+        return a_report(fits=size <= largest, settings={"global_batch_size": size})
+
+    monkeypatch.setattr(search, "compile_script", compile_script)
+    said = []
+    value, best = search.fit("script.py", "v5litepod-1", "global_batch_size", [], said.append)
+    assert value == largest and best.fits and len(said) <= 12
+
+
+def test_fit_ends_at_what_the_script_refuses(monkeypatch):
+    def compile_script(script, topology, options):
+        size = int(options[-1]) if options else 8
+        if size > 12:
+            raise search.ScriptError("the data set has 12 examples", 2)
+        return a_report(settings={"global_batch_size": size})
+
+    monkeypatch.setattr(search, "compile_script", compile_script)
+    said = []
+    assert search.fit("script.py", "v5litepod-1", "global_batch_size", [], said.append)[0] == 12
+    assert "16: refused by script.py" in said[1]
+    assert said[-1] == "global_batch_size 13 is refused by script.py, not for its memory"
+
+
+@pytest.mark.parametrize("largest", [16, 48, 112])
+def test_fit_tries_batches_that_can_be_divided(monkeypatch, largest):
+    """8 devices as 2 x 2 x 2 and 4 parts: batches are multiples of 16, and 48 is not one of 32."""
+
+    def compile_script(script, topology, options):
+        size = int(options[-1]) if options else 48
+        assert size % 16 == 0
+        settings = {"global_batch_size": size, "gradient_accumulation_steps": 4}
+        return a_report(devices=8, fits=size <= largest, settings=settings)
+
+    monkeypatch.setattr(search, "compile_script", compile_script)
+    assert search.fit("script.py", "v5litepod-8", "global_batch_size", [], lambda _: None)[0] == largest
+
+
+def test_fit_refuses_what_is_not_a_number(monkeypatch):
+    monkeypatch.setattr(search, "compile_script", lambda *_: a_report())
+    with pytest.raises(search.ScriptError, match="expected one of global_batch_size"):
+        search.fit("script.py", "v5litepod-1", "learning_rate", [])
+
+
+def test_options_are_replaced():
+    options = ["--width", "4", "--global-batch-size=8", "--flag"]
+    assert search.with_option(options, "global_batch_size", "16") == [
+        *("--width", "4", "--flag"),
+        *("--global_batch_size", "16"),
+    ]
+    assert search.with_option(options, "width", None) == ["--global-batch-size=8", "--flag"]
+
+
+def test_the_tested_versions_are_a_supported_set():
+    from setup_tpu import SUPPORTED_PAIRS
+
+    pair = SUPPORTED_PAIRS[0]
+    supported = {name: getattr(pair, name).rstrip("*") for name in virtual_slice.TESTED_VERSIONS}
+    assert supported == virtual_slice.TESTED_VERSIONS
+
+
+def test_another_set_of_versions_is_named_before_anything_is_imported(monkeypatch, capsys):
+    monkeypatch.setattr(virtual_slice, "TESTED_VERSIONS", {"torch_xla": "2.9.0", "jax": "0.9.9", "libtpu": "0.0.21"})
+    with pytest.raises(RuntimeError, match=r"jax 0\.9\.9 \(found 0\.7\.1\)"):
+        virtual_slice.check_private_interfaces()
+    assert run_script(lambda: choose_device(MnistConfig(compile_for="v5litepod-1"))) == 2
+    assert capsys.readouterr().err.count("found 0.7.1") == 1
+
+
+def test_flags_and_values_are_replaced_alike():
+    options = ["--remat", "--mesh", "8x1x1", "--seed=1", "--scan_layers"]
+    assert search.with_option(options, "remat", None) == ["--mesh", "8x1x1", "--seed=1", "--scan_layers"]
+    assert search.with_option(options, "mesh", "1x8x1") == ["--remat", "--seed=1", "--scan_layers", "--mesh", "1x8x1"]
+    assert search.with_option(options, "scan_layers", None) == options[:-1]
+
+
+def test_options_that_save_memory_are_those_of_the_script():
+    """What is offered is not in use yet, and the script takes it."""
+    options = ["--global_batch_size=8", "--num_layers=1"]
+    settings = dataclasses.asdict(parse_command_line(TransformerConfig, "", options))
+    transformer = a_report(devices=4, settings=settings | {"mesh": "4x1x1"})
+    offered = [option for _, option in search.memory_savers(transformer)]
+    assert offered == ["--remat", "--gradient_accumulation_steps=2", "--mesh=1x4x1"]
+    parse_command_line(TransformerConfig, "", [*options, *offered])
+    remat = a_report(devices=1, settings=settings | {"remat": True})
+    assert [option for _, option in search.memory_savers(remat)] == ["--gradient_accumulation_steps=2"]
+    settings = dataclasses.asdict(parse_command_line(DistributedMnistConfig, "", []))
+    assert [option for _, option in search.memory_savers(a_report(devices=4, settings=settings))] == [
+        "--shard_parameters"
+    ]
+    assert not search.memory_savers(a_report(devices=1, settings=settings))
+    ddp = dataclasses.asdict(parse_command_line(DdpMnistConfig, "", []))
+    assert not search.memory_savers(a_report(devices=4, settings=ddp))
+
+
+@pytest.mark.slow
+def test_a_transformer_over_the_limit_says_what_would_help():
+    """A v5e of 1 MiB; what would help is compiled for a real one, in processes of its own."""
+    smaller = "import sys, runpy, dataclasses, tpu_utils.hardware as h; " + (
+        "h.GENERATIONS['v5e'] = dataclasses.replace(h.GENERATIONS['v5e'], limit_gib=2**-10); "
+        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    tiny = "--num_layers 1 --embedding_dim 32 --num_heads 2 --sequence_length 16 --global_batch_size 8".split()
+    done = run("-c", smaller, ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-4", "--mesh", "4x1x1", *tiny)
+    assert done.returncode == 1, done.stderr
+    for option in ("--remat", "--gradient_accumulation_steps=2", "--mesh=1x4x1"):
+        assert re.search(rf"\({option}\) +fits, 0\.\d\d of 15\.75 GiB", done.stdout), done.stdout
+
+
+def test_a_v4_chip_is_one_device():
+    """The compiler's own description has two devices in a v4 chip; a real one has one (megacore)."""
+    r = compiled(TINY, "--compile_for", "v4-8", "--strategy", "ddp")["report.json"]
+    assert (r.devices, r.program) == (4, "4 replicas") and r.limit_bytes == int(30.75 * 2**30)
+    assert GENERATIONS["v4"].hbm_gib == 32
+
+
+def test_the_script_in_the_docs_is_one_of_your_own(forked, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (text,) = re.findall(
+        r"```python\n(import argparse.*?)```", (ROOT / "docs" / "ask_the_compiler.md").read_text(), re.S
+    )
+    script = tmp_path / "own.py"
+    script.write_text(text)
+    report = search.compile_script(str(script), "v6e-4", [])
+    assert (report.topology, report.program, report.fits) == ("v6e-4", "one device, 3 of the slice idle", True)
+    assert report.memory["parameters"] > 784 * 10 * 4
+
+
+def test_a_script_that_compiles_for_another_slice_is_wrong_usage(tmp_path):
+    report = compiled(TINY, "--compile_for", "v5litepod-1")["report.json"]
+    (tmp_path / "report.json").write_text(json.dumps(dataclasses.asdict(report)))
+    script = tmp_path / "own.py"
+    script.write_text(f"import os, shutil; shutil.copy('{tmp_path}/report.json', os.environ['AOT_TPU_OUTPUT'])")
+    with pytest.raises(search.ScriptError, match="was asked for v6e-1 and compiled for v5litepod-1") as caught:
+        search.compile_script(str(script), "v6e-1", [])
+    assert caught.value.exit_code == 2
+
+
+def test_a_script_without_a_step_is_wrong_usage():
+    done = run("aot_tpu.py", "tpu_utils/optim.py", "--topology", "v5litepod-1")
+    assert done.returncode == 2 and "optim.py ended without asking to compile a step" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_would_help_is_compiled():
+    done = run(TINY, "--compile_for", "v5litepod-8", "--placeholders", "--global_batch_size", 2**26)
+    assert done.returncode == 1
+    assert re.search(r"--global_batch_size \d+ +fits", done.stdout)
+    assert re.search(r"shard parameters and optimizer state \(--shard_parameters\) +", done.stdout)

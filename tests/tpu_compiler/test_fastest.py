@@ -1,0 +1,542 @@
+"""Deciding by the compiler: what is kept on disk, the search, two programs side by side, the picture."""
+
+import dataclasses
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutations import make_irregular, mutated, mutated_json, no_hang
+from processes import ROOT, run
+
+import aot_tpu
+from tpu_compiler import cache, difference, fastest, search, verdict
+from tpu_compiler.cache import Cache
+from tpu_compiler.fastest import Search, ms_per_example, step_ms
+from tpu_compiler.reading import parse_program
+from tpu_compiler.report import Report, format_report
+from tpu_compiler.roofline import bounds, draw, efficiencies
+from tpu_compiler.rules import flash_seconds, moved_bytes, ruled_ms
+from tpu_utils.errors import InputError
+from tpu_utils.hardware import GIB, parse_topology
+
+TINY = ROOT / "tests" / "tiny_training.py"
+
+
+def a_report(**changes):
+    facts = dict(topology="v5litepod-8", devices=8, program="", compiles=True, fits=True, reason="", unit="tokens")
+    facts |= dict(
+        limit_bytes=int(15.75 * GIB), peak_bytes=GIB, memory={"parameters": GIB // 2, "activations": GIB // 2}
+    )
+    facts |= dict(estimated_ms=100.0, estimated_per_second=1e4, model_flops=1e12, flops=1e11, asked_seconds=60.0)
+    return Report(**(facts | dict(settings={"global_batch_size": 64}) | changes))
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+
+def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path):
+    kept, report = Cache(tmp_path), a_report(costliest_lines=[("a.py:1", 2.5)])
+    kept.write("answer_1", report)
+    assert kept.read("answer_1", Report) == report
+    assert kept.read("answer_2", Report) is None
+    assert kept.read("answer_1", search.Answer) is None  # of another kind
+    path = tmp_path / "answer_1.json.gz"
+    shutil.copy(path, tmp_path / "answer_3.json.gz")
+    assert kept.read("answer_3", Report) is None  # the name is part of it
+    whole = path.read_bytes()
+    for content in (whole[:-9], b"", b"\x1f\x8b", b"{}", whole[:40] + bytes([whole[40] ^ 1]) + whole[41:]):
+        path.write_bytes(content)
+        assert kept.read("answer_1", Report) is None
+    path.unlink()
+    path.symlink_to("answer_3.json.gz")
+    assert kept.read("answer_1", Report) is None
+    assert not [p for p in tmp_path.iterdir() if p.name.endswith(".writing")]
+
+
+def test_whatever_an_entry_holds_it_is_read_or_left(tmp_path):
+    kept, report = Cache(tmp_path), a_report(costliest_lines=[("a.py:1", 2.5)], settings={"mesh": "8x1x1"})
+    kept.write("answer_1", report)
+    path = tmp_path / "answer_1.json.gz"
+    whole = path.read_bytes()
+    entry = json.loads(gzip.decompress(whole))
+    contents = [*mutated(whole, 150), *(gzip.compress(text, 1) for text in mutated_json(entry, 300))]
+    contents += [gzip.compress(text, 1) for text in (b"[" * 10**6, b'{"format": 1, "format": 1}', b"\xff", b"NaN")]
+    for content in contents:
+        path.write_bytes(content)
+        assert isinstance(kept.read("answer_1", Report), Report | None)
+    for kind in ("FIFO", "folder"):
+        make_irregular(path, kind)
+        with no_hang():
+            assert kept.read("answer_1", Report) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"report": 1, "seconds": 1.0, "watched": {}},
+        {"report": None, "seconds": True, "watched": {}},
+        {"report": None, "seconds": 1.0, "watched": {"a": 1}},
+        {"report": None, "seconds": 1.0, "watched": {}, "more": 1},
+    ],
+)
+def test_json_of_another_form_is_refused(values):
+    with pytest.raises(ValueError):
+        cache.from_json(search.Answer, values)
+
+
+def test_the_entries_not_read_for_longest_go_first(tmp_path):
+    kept = Cache(tmp_path)
+    for place, name in enumerate(("a", "b", "c")):
+        kept.write(name, a_report())
+        os.utime(tmp_path / f"{name}.json.gz", (place, place))
+    size = (tmp_path / "a.json.gz").stat().st_size
+    kept.most_bytes = 3 * size + size // 2
+    assert kept.read("a", Report)  # which makes it the newest
+    kept.write("d", a_report())
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["a", "c", "d"]
+
+
+def test_no_place_for_the_cache_is_said(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot be written: .*file: .*; expected a folder with room.*--no_cache"):
+        Cache(tmp_path / "file")
+    assert aot_tpu.main([str(TINY), "--topology=v5litepod-1", "--cache", str(tmp_path / "file" / "deep")]) == 2
+    assert capsys.readouterr().err.startswith("error: the compile cache cannot be written")
+
+    kept = Cache(tmp_path / "full")  # a disk that fills up later costs the entry alone
+    monkeypatch.setattr(cache.gzip, "compress", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    kept.write("a", a_report())
+    assert "warning: not kept in the compile cache" in capsys.readouterr().err
+    monkeypatch.setenv(cache.VARIABLE, "")
+    assert cache.cache_of_environment() is None
+
+
+def test_the_name_of_an_answer_follows_all_that_decides_it(tmp_path, monkeypatch):
+    script, other = tmp_path / "script.py", tmp_path / "inner" / "module.py"
+    other.parent.mkdir()
+    script.write_text("import inner.module")
+    other.write_text("a = 1")
+
+    def key(*options, topology="v5litepod-1"):
+        return cache.question_key(str(script), topology, options)
+
+    keys = [key(), key("--a=1"), key("--a", "1"), key(topology="v6e-1")]
+    other.write_text("a = 2")
+    keys.append(key())
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_something=1")
+    keys.append(key())
+    assert len(set(keys)) == len(keys) and keys[-1] == key()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "module.py").write_text("")
+    (tmp_path / "notes.txt").write_text("")
+    assert keys[-1] == key()
+    monkeypatch.setattr(cache, "MOST_FILES", 3)
+    assert key() is None
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path):
+    """Commands that compile_script ran, each answered with a report; the cache is in tmp_path/cache."""
+    commands, settings = [], {"global_batch_size": 8, "data_dir": str(tmp_path / "data")}
+
+    def run_script(command, variables, seconds=None):
+        commands.append(command)
+        if seconds is not None and seconds < 5:
+            raise subprocess.TimeoutExpired(command, seconds)
+        folder = Path(variables[search.OUTPUT_VARIABLE])
+        report = a_report(topology="v5litepod-8", settings=settings)
+        (folder / "report.json").write_text(json.dumps(dataclasses.asdict(report) | {"of_another_commit": 1}))
+        (folder / "program.txt").write_text("HloModule m")
+        return 0
+
+    monkeypatch.setattr(search, "run_script", run_script)
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
+    return commands
+
+
+def test_the_same_question_runs_the_script_once(asked, tmp_path):
+    ask = lambda *options, **more: search.compile_script(str(TINY), "v5litepod-8", options, **more)  # noqa: E731
+    first, second = ask("--a=1"), ask("--a=1")
+    assert len(asked) == 1 and not first.from_cache and second.from_cache
+    assert dataclasses.replace(second, from_cache=False, asked_seconds=0) == dataclasses.replace(first, asked_seconds=0)
+    assert "(kept from then)" in format_report(second)
+    ask("--a=2")
+    ask("--a=1", program_dir=str(tmp_path / "programs"))  # the text is the compiler's
+    assert len(asked) == 3
+    (tmp_path / "data").mkdir()  # what the settings name has changed
+    assert not ask("--a=1").from_cache and ask("--a=1").from_cache
+    (entry,) = [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("answer")][:1]
+    for path in (tmp_path / "cache").iterdir():
+        path.write_bytes(entry.read_bytes()[:100])
+    assert not ask("--a=1").from_cache
+
+
+def test_what_was_stopped_is_not_tried_again_in_as_little_time(asked):
+    for _ in range(2):
+        with pytest.raises(search.OutOfTimeError, match="did not come to an answer"):
+            search.compile_script(str(TINY), "v5litepod-8", [], seconds=0.01)
+    assert len(asked) == 1
+    assert search.compile_script(str(TINY), "v5litepod-8", [], seconds=60).fits
+
+
+@pytest.mark.slow
+def test_a_program_is_compiled_once_by_two_processes(tmp_path):
+    """For real: the second process traces the same program and takes what the compiler said from the disk; a damaged
+    entry is compiled again."""
+    reports = []
+    for damage in (False, False, True):
+        for path in (tmp_path / "cache").iterdir() if damage else ():
+            path.write_bytes(path.read_bytes()[:-20])
+        folder = tmp_path / f"run{len(reports)}"
+        folder.mkdir()
+        done = run(TINY, "--compile_for", "v5litepod-1", AOT_TPU_OUTPUT=folder, AOT_TPU_CACHE=tmp_path / "cache")
+        assert done.returncode == 0, done.stderr
+        reports.append(Report(**json.loads((folder / "report.json").read_text())))
+    assert [r.from_cache for r in reports] == [False, True, False]
+    same = dict(from_cache=False, trace_seconds=0, compile_seconds=0, host_peak_gib=0)
+    assert len({str(dataclasses.replace(r, **same)) for r in reports}) == 1
+    assert (tmp_path / "run0" / "program.txt").read_text() == (tmp_path / "run1" / "program.txt").read_text()
+
+
+# -------------------------------------------------------------------------------------------------------------- search
+
+SETTINGS = dict(global_batch_size=64, gradient_accumulation_steps=4, mesh="8x1x1", remat=False, scan_layers=False)
+SETTINGS |= dict(attention="plain", compiler_options="", windowed_einsum=False, learning_rate=0.1, remat_keep="inputs")
+
+
+def parse(options, settings):
+    """The settings that options come to, as a script would understand them."""
+    now = dict(settings)
+    for word in options:
+        name, _, value = word.removeprefix("--").partition("=")
+        if value:
+            now[name] = json.loads(value) if re.fullmatch(r"[\d.]+", value) else value
+        else:
+            now[name.removeprefix("no_")] = not name.startswith("no_")
+    return now
+
+
+class Compiler:
+    """A made-up compiler: milliseconds and GiB by a rule, and each question it was asked."""
+
+    def __init__(self, milliseconds, gib=lambda s: 1.0, settings=SETTINGS, refused=lambda s: False, seconds=60.0):
+        self.rules, self.settings, self.asked = (milliseconds, gib, refused), settings, []
+        self.seconds = seconds
+
+    def __call__(self, options, seconds):
+        assert seconds > 0
+        milliseconds, gib, refused = self.rules
+        now = parse(options, self.settings)
+        if refused(now):
+            raise search.ScriptError("the mesh does not divide", 2)
+        self.asked.append(str(options))
+        size = int(gib(now) * GIB)
+        facts = dict(peak_bytes=size, memory={"parameters": 0, "activations": size}, fits=size <= 15.75 * GIB)
+        return a_report(estimated_ms=milliseconds(now), estimated_per_second=64e3 / milliseconds(now),
+                        settings=now, from_cache=True, asked_seconds=self.seconds, **facts)  # fmt: skip
+
+
+def speed(now):
+    time = 100.0 if now["attention"] == "plain" else 90.0
+    assert now["remat"] or now["remat_keep"] == "inputs", "the script refuses it"
+    time *= 1.3 - 0.1 * (now["remat_keep"] == "attention") if now["remat"] else 1.0
+    time *= {4: 1.0, 2: 0.95, 1: 0.93, 8: 1.1}[now["gradient_accumulation_steps"]]
+    time *= {"8x1x1": 1.0, "1x8x1": 0.9}.get(now["mesh"], 1.05)
+    return time * (0.98 if now["compiler_options"].endswith("32768") else 1.0) * (2.0 if now["scan_layers"] else 1.0)
+
+
+def test_the_search_finds_the_fastest_that_fits_and_says_how_to_run_it():
+    said, compiler = [], Compiler(speed, lambda now: 8 / now["gradient_accumulation_steps"])
+    found = Search(compiler, ["--learning_rate=0.1", "--remat"], said.append, 3600)
+    compiler.settings = SETTINGS  # --remat is on the command line
+    best = found.run()
+    assert best.changes == dict(attention="flash", compiler_options="xla_tpu_scoped_vmem_limit_kib=32768", remat=False,
+                                gradient_accumulation_steps=1, mesh="1x8x1")  # fmt: skip
+    assert parse(best.options, SETTINGS) == SETTINGS | best.changes
+    assert "--remat" not in best.options and best.options[0] == "--learning_rate=0.1"
+    assert ms_per_example(best.report) <= min(ms_per_example(t.report) for t in found.trials if t.fits) * 1.001
+    assert len(said) == len(found.trials) and len(set(compiler.asked)) == len(compiler.asked)  # a line each, once each
+    again = Search(Compiler(speed, compiler.rules[1]), ["--learning_rate=0.1", "--remat"], lambda _: None, 3600)
+    again.run()
+    assert [trial.options for trial in again.trials] == [trial.options for trial in found.trials]
+    table = verdict.format_trials(found.trials, best)
+    assert "<- best" in table.splitlines()[2] and "counted by rule" in table and "lower bound of communication" in table
+    assert verdict.command_of("script.py", best).startswith("python script.py --learning_rate=0.1 --attention=flash")
+
+
+def test_memory_rules_out_without_a_compile():
+    compiler = Compiler(speed, lambda now: 40 / now["gradient_accumulation_steps"] / (4 if now["remat"] else 1))
+    found = Search(compiler, [], lambda _: None, 3600)
+    best = found.run()
+    assert best.fits and best.report.peak_bytes <= best.report.limit_bytes
+    skipped = [trial for trial in found.trials if trial.said.startswith("not compiled")]
+    assert any(trial.changes.get("gradient_accumulation_steps") == 1 for trial in skipped)
+    for trial in skipped:
+        assert compiler.rules[1](SETTINGS | trial.changes) > 15.75
+
+
+def test_a_setting_that_does_not_fit_is_replaced_by_the_first_that_does():
+    compiler = Compiler(speed, lambda now: 10.0 if now["remat"] else 20.0)
+    best = Search(compiler, [], lambda _: None, 3600).run()
+    assert best.changes["remat"] and best.changes["remat_keep"] == "attention" and best.fits
+    assert Search(Compiler(speed, lambda now: 99.0), [], lambda _: None, 3600).run() is None
+
+
+def test_time_ends_the_search_with_the_best_so_far():
+    found = Search(Compiler(speed), [], lambda _: None, 200)
+    best = found.run()
+    assert len(found.trials) == 3 and best.changes and "minutes are over" in found.ended
+
+
+def test_what_the_script_refuses_is_a_row_and_its_own_setting_an_error():
+    found = Search(Compiler(speed, refused=lambda now: now["mesh"] == "1x8x1"), [], lambda _: None, 3600)
+    assert found.run().changes["attention"] == "flash"
+    assert "refused: the mesh does not divide" in verdict.format_trials(found.trials, found.best)
+    with pytest.raises(search.ScriptError, match="own setting: refused") as caught:
+        Search(Compiler(speed, refused=lambda now: True), [], lambda _: None, 3600).run()
+    assert caught.value.exit_code == 2
+
+
+def test_only_one_option_is_changed_when_asked():
+    found = Search(Compiler(speed), [], lambda _: None, 3600)
+    assert found.run(only=verdict.parse_only("mesh", False)).changes == {"mesh": "1x8x1"}
+    assert all(trial.changes.keys() <= {"mesh"} for trial in found.trials) and len(found.trials) == 5
+    alone = Search(Compiler(speed), [], lambda _: None, 3600)
+    alone.run(only=["shard_parameters"])
+    assert len(alone.trials) == 1 and "8 device(s) the script has none of the options to try" in alone.ended
+
+
+def test_only_options_that_the_script_has():
+    assert fastest.candidates({"global_batch_size": 64, "learning_rate": 0.1}, 8, False) == []
+    assert [name for name, _ in fastest.candidates({"global_batch_size": 64}, 8, True)] == ["global_batch_size"]
+    names = [name for name, _ in fastest.candidates(SETTINGS, 1, False)]
+    assert "mesh" not in names and "global_batch_size" not in names
+    own = SETTINGS | dict(compiler_options="xla_tpu_scoped_vmem_limit_kib=24576")
+    assert dict(fastest.candidates(own, 1, False))["compiler_options"] == [own["compiler_options"]]
+
+
+def test_the_options_of_the_search_are_those_of_the_transformer():
+    from language.transformer_options import TransformerConfig
+    from tpu_utils.options import as_json, parse_command_line
+
+    settings = as_json(parse_command_line(TransformerConfig, "", ["--preset=production", "--device=cpu"]))
+    tried = fastest.candidates(settings | {"mesh": "8x1x1"}, 8, True)
+    assert {name for name, _ in tried} <= set(fastest.FIELDS)
+    wanted = {"attention", "compiler_options", "gradient_accumulation_steps", "remat", "mesh", "scan_layers"}
+    assert {name for name, _ in tried} == wanted | {"global_batch_size", "remat_keep"}
+    for name, values in tried:
+        for value in values:
+            given = ["--preset=production", "--device=cpu", "--remat", "--remat_keep=attention"]
+            options = fastest.with_change(given, name, value)
+            assert getattr(parse_command_line(TransformerConfig, "", options), name) == value
+
+
+def test_the_cheapest_slice_comes_first():
+    prices = verdict.parse_prices(["v5e=1.20", "v6e=2.70"])
+    slow, fast = a_report(), a_report(topology="v6e-8", estimated_ms=50.0, estimated_per_second=2e4)
+    best = {"v6e-8": fastest.Trial({}, [], fast), "v5litepod-8": fastest.Trial({}, [], slow), "v6e-4": None}
+    table = verdict.format_slices(best, 3.6e8, prices).splitlines()
+    assert [line.split()[1] for line in table[2:4]] == ["v5litepod-8", "v6e-8"]
+    assert "96.00" in table[2] and "108.00" in table[3]  # 10 hours of 8 chips at 1.20; 5 of 8 at 2.70
+    assert "v6e-4: no setting fits" in table
+    assert verdict.format_slices(best, None, {}).splitlines()[2].split()[1] == "v6e-8"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            ["--price", "v9=1"],
+            "--price is 'v9=1'; expected a chip's price for an hour, such as v5e=1.20, with one of v4",
+        ),
+        (["--price", "v5e=-1"], "--price is 'v5e=-1'"),
+        (["--price", "v6e=1", "--tokens=1e9"], "--price says nothing of v5e"),
+        (["--price", "v5e=1"], "--price is given without --tokens"),
+        (["--tokens=many"], "--tokens is 'many'; expected how many"),
+        (["--only=mesh,colour"], "--only says 'colour'; expected of attention, compiler_options, "),
+        (["--only=global_batch_size"], "with --vary_batch also global_batch_size"),
+        (["--minutes=0"], "--minutes is 0.0; expected more than 0"),
+        (["--topology=v5litepod-9"], "nearest is v5litepod-8"),
+        (["--diff", "--a", "--b"], "--search, --diff and --fit are three questions"),
+    ],
+)
+def test_wrong_usage_is_one_message(capsys, options, message):
+    assert aot_tpu.main([str(TINY), "--topology=v5litepod-1", "--search", *options]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and len(said.err.splitlines()) == 1 and not said.out
+
+
+@pytest.mark.slow
+def test_a_search_for_real_and_again_from_the_cache(tmp_path, capsys, monkeypatch):
+    def forked(command, variables, seconds=None):
+        done = run(*command, **variables)
+        print(done.stderr, end="", file=sys.stderr)
+        return done.returncode
+
+    monkeypatch.setattr(search, "run_script", forked)
+    monkeypatch.setenv(cache.VARIABLE, "")  # put back afterwards
+    command = [str(ROOT / "simple_mnist_tpu.py"), "--topology=v5litepod-1", "--search", "--cache", str(tmp_path)]
+    command += ["--minutes=60", "--channels=8", "--hidden_dim=16", "--global_batch_size=32", "--tokens=1e6"]
+    assert aot_tpu.main(command) == 0
+    first = capsys.readouterr().out.splitlines()
+    assert "v5litepod-1: 3 settings, 3 compiled now" in first
+    monkeypatch.setattr(search, "run_script", lambda *_, **__: pytest.fail("asked again"))
+    assert aot_tpu.main(command) == 0
+    second = capsys.readouterr().out.splitlines()
+    assert "v5litepod-1: 3 settings, 0 compiled now" in second
+    assert first[-1] == second[-1] and first[-1].startswith("python ") and "simple_mnist_tpu.py" in first[-1]
+
+
+# --------------------------------------------------------------------------------------------------------------- rules
+
+KERNEL = (
+    "  %splash_mha_{0}_block_q_512_x.2 = (f32[1], bf16[8,12,1024,64]{{3,2,1,0:S(1)}}) custom-call(%a, %b), "
+    'custom_call_target="tpu_custom_call", operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, '
+    "bf16[8,12,1024,64]{{3,2,1,0}}, bf16[8,12,1024,64]{{3,2,1,0}}}}\n"
+)
+
+
+def test_flash_kernels_are_nine_products():
+    text = "ENTRY %main (a: f32[]) -> f32[] {\n" + "".join(KERNEL.format(k) for k in ("fwd", "dkv", "dq")) + "}\n"
+    computations, v5e = parse_program(text), parse_topology("v5litepod-1")
+    product = 2 * 8 * 12 * 1024**2 * 64
+    wanted = 9 * 0.75 * product / (197e12 * 0.5)  # heads of 64 fill half of the matrix unit
+    assert ruled_ms(computations, v5e) == pytest.approx(wanted * 1e3)
+    v6e = parse_topology("v6e-1")
+    assert flash_seconds(computations["ENTRY"][0], v6e) == pytest.approx(2 * 0.75 * product / (918e12 * 0.25))
+    one_row = parse_program(text.replace("bf16[8,12,1024,64]{3,2,1,0}", "bf16[12,1024,64]{2,1,0}"))  # no axis for it
+    assert ruled_ms(one_row, v5e) == pytest.approx(wanted * 1e3 / 8)
+    minor = text.replace("_x.2", "_q_layout_2_x.2").replace("1024,64]{3", "64,1024]{3")  # positions along the lanes
+    assert ruled_ms(parse_program(minor), v5e) == pytest.approx(wanted * 1e3)
+
+
+LOOP = """
+%fused (param_0: f32[64,1024], param_1: s32[]) -> f32[1,1024] {
+  %param_0 = f32[64,1024]{1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  ROOT %dynamic-slice.1 = f32[1,1024]{1,0} dynamic-slice(%param_0, %param_1, %param_1), dynamic_slice_sizes={1,1024}
+}
+
+%body (p: (f32[64,1024])) -> (f32[64,1024]) {
+  %stack = f32[64,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %row = f32[1,1024]{1,0} fusion(%stack, %i), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"100"}
+  %chip = f32[1,1024]{1,0:S(1)} fusion(%row), kind=kLoop, calls=%other, backend_config={"estimated_cycles":"100"}
+  ROOT %dynamic-update-slice.1 = f32[64,1024]{1,0} dynamic-update-slice(%stack, %row, %i, %i)
+}
+
+ENTRY %main (a: f32[64,1024]) -> f32[64,1024] {
+  %a = f32[64,1024]{1,0} parameter(0)
+  %w = (f32[64,1024]) while(%a), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %sort.1 = f32[64,1024]{1,0} sort(%a), dimensions={0}
+}
+"""
+
+
+def test_loops_and_slices_count_what_they_move():
+    computations = parse_program(LOOP)
+    row, stack = 4096, 64 * 4096
+    # a row is read out of the stack and written, read again into on-chip memory, read and written into the stack
+    assert moved_bytes(computations) == 5 * (2 * row + 4 + row + 2 * row) + 2 * stack
+    wanted = 2 * stack / 819e9
+    assert ruled_ms(computations, parse_topology("v5litepod-1")) == pytest.approx(wanted * 1e3)
+
+
+# ---------------------------------------------------------------------------------------------------------- difference
+
+
+def test_two_sides_may_begin_with_dashes():
+    argv = ["script.py", "--diff", "--remat", "--no-remat", "--mesh=1x1x1"]
+    assert difference.take_sides(argv) == (["script.py", "--mesh=1x1x1"], ("--remat", "--no-remat"))
+    assert difference.take_sides(["script.py"]) == (["script.py"], None)
+    with difference.side("script.py", ["--remat", "--seed", "1"], "--no-remat --mesh 1x8x1") as (path, options):
+        assert (str(path), options) == ("script.py", ["--seed", "1", "--no-remat", "--mesh", "1x8x1"])
+
+
+def program(cycles, sent):
+    """Two operations with an estimate and a gather, as the compiler writes them."""
+    priced = '  %f.{0} = f32[8]{{0}} fusion(%a), calls=%x, metadata={{op_name="m.py_{0}/a"}}, backend_config={1}\n'
+    estimate = '{{"estimated_cycles":"{}"}}'
+    gather = '  %g = f32[{}]{{0}} all-gather(%a), replica_groups={{{{0,1,2,3}}}}, metadata={{op_name="m.py_9/x"}}\n'
+    lines = priced.format(7, estimate.format(cycles)), priced.format(9, estimate.format(1500)), gather.format(sent)
+    return "ENTRY %main (a: f32[]) -> f32[] {\n" + "".join(lines) + "}\n"
+
+
+def test_two_programs_side_by_side():
+    a = a_report(memory={"parameters": GIB, "activations": GIB}, peak_bytes=2 * GIB)
+    b = a_report(memory={"parameters": GIB, "activations": 3 * GIB}, peak_bytes=4 * GIB)
+    text = difference.format_difference(("x", "y"), (a, program(1_500_000, 10**6)), (b, program(3_000_000, 2 * 10**6)))
+    lines = [line.split() for line in text.splitlines()]
+    assert ["activations", "1.000", "3.000", "+2.000"] in lines
+    assert ["m.py:7", "1.000", "2.000", "+1.000"] in lines
+    assert not any(line[:1] == ["m.py:9"] for line in lines)  # no difference
+    assert ["all-gather,", "m.py:9", "3.0", "6.0", "+3.0"] in lines
+    assert "collectives by source line, how many: no difference" in text
+
+
+def test_commits_are_compiled_in_folders_of_their_own(asked, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(difference, "format_difference", lambda names, a, b: f"{names} {a[0].fits} {b[1]}")
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    git = ["git", "-C", str(repository), "-c", "user.name=n", "-c", "user.email=e@e"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "none"]):
+        subprocess.run([*git, *command], check=True)
+    script = repository / "script.py"
+    for text in ("1", "2"):
+        script.write_text(text)
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", text], check=True)
+    command = [str(script), "--topology=v5litepod-8", "--seed=1", "--diff"]
+    assert aot_tpu.main([*command, "HEAD~1", "HEAD"]) == 0
+    assert "('HEAD~1', 'HEAD') True HloModule m" in capsys.readouterr().out
+    assert [words[:2] for words in asked] == [["-m", "tpu_compiler.of_script"]] * 2
+    scripts = [Path(words[2]) for words in asked]
+    assert all(path.name == "script.py" and "--seed=1" in words for path, words in zip(scripts, asked, strict=True))
+    assert not any(path == script or path.exists() for path in scripts)
+    assert len(subprocess.run([*git, "worktree", "list"], capture_output=True, text=True).stdout.splitlines()) == 1
+    for sides, message in (
+        (("HEAD~9", "HEAD"), "--diff 'HEAD~9': no such commit"),
+        (("HEAD~2", "HEAD"), "--diff 'HEAD~2': there is no script.py in that commit"),
+    ):
+        assert aot_tpu.main([*command, *sides]) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "script.py").write_text("")
+    assert aot_tpu.main([str(tmp_path / "script.py"), *command[1:], "HEAD~1", "HEAD"]) == 2
+    assert "is in no git repository" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------- picture
+
+
+def test_the_picture_and_what_is_in_it(tmp_path):
+    small = a_report(topology="v5litepod-1", devices=1, moved_bytes=819e6, model_flops=197e9, flops=0.0)
+    assert bounds(small) == pytest.approx(dict(compute=1.0, memory=1.0, links=0.0, estimate=100.0))
+    large = a_report(estimated_per_second=4e4, ruled_ms=50.0, communication_lower_bound_ms=50.0, moved_bytes=1e9)
+    assert step_ms(large) == 200.0
+    # 4,000 examples in 200 ms on 8 devices, 1,000 in 100 ms on one
+    assert efficiencies([large, small]) == {"v5e": [(1, 1.0), (8, pytest.approx(0.25))]}
+    draw([small, large, a_report(topology="v6e-8", moved_bytes=1e9)], tmp_path / "slices.png")
+    assert (tmp_path / "slices.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="nothing compiles"):
+        draw([a_report(compiles=False)], tmp_path / "none.png")
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_a_compile(tmp_path, capsys):
+    command = [str(TINY), "--topology=v5litepod-1", "--picture"]
+    for name, message in (("a.gif", "expected the name of a PNG file"), ("absent/a.png", "there is no folder")):
+        assert aot_tpu.main([*command, str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_batch_for_each_device(capsys):
+    assert aot_tpu.with_batch(["--a=1"], "v5litepod-8", 4) == ["--a=1", "--global_batch_size", "32"]
+    assert aot_tpu.with_batch(["--a=1"], "v5litepod-8", None) == ["--a=1"]
+    assert aot_tpu.main([str(TINY), "--topology=v5litepod-1", "--batch_per_device=0"]) == 2
+    assert "--batch_per_device is 0; expected 1 or more" in capsys.readouterr().err

@@ -1,0 +1,421 @@
+"""Checkpoints on their own: atomic, checked, behind the steps, nothing but data."""
+
+import contextlib
+import itertools
+import math
+import os
+import resource
+import shutil
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+import torch_xla
+from run_files import reader_of
+
+import tpu_utils.checkpoint
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.checkpoint.saved import read_checkpoint
+from tpu_utils.errors import CheckpointError, DamagedCheckpoint, NonFiniteError, SaveError
+
+
+@pytest.fixture(scope="module")
+def device():
+    return torch_xla.device()
+
+
+STATE = {"model": {"w": torch.arange(5.0)}, "nested": [torch.ones(2), (None, torch.zeros(0, 3), torch.tensor(7))]}
+VALUES = {"config": {"seed": 3}, "evaluation": {"loss": float("nan")}}
+FILES = ["done", "state.json", "state.safetensors"]
+
+
+def save(tmp_path, *steps, keep=3):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep)
+    for step in steps:
+        checkpoints.save(step, STATE, VALUES)
+    return checkpoints
+
+
+def test_checkpoint_round_trip_and_keep(tmp_path):
+    checkpoints = save(tmp_path, 10, 20, 30, 40, keep=2)
+    assert checkpoints.steps() == [30, 40]
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_00000030", "step_00000040"]
+    assert sorted(path.name for path in checkpoints.path(40).iterdir()) == FILES
+    assert len({path.stat().st_mode for path in checkpoints.path(40).iterdir()}) == 1, "who may read one may read all"
+    saved = reader_of(checkpoints).load_for_resume("auto")
+    assert saved.step == 40 and torch.equal(saved.part("model")["w"], STATE["model"]["w"])
+    assert saved.part("nested").keys() == {"0", "1/1", "1/2"} and saved.part("nested")["1/2"] == 7
+    assert saved.value("config", dict) == {"seed": 3} and math.isnan(saved.value("evaluation", dict)["loss"])
+    with pytest.raises(CheckpointError, match="has \\['model', 'nested'\\], expected optimizer too"):
+        saved.part("optimizer")
+    assert reader_of(checkpoints).load_for_resume("never") is None
+
+
+def test_resume_where_there_is_nothing(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 3)
+    assert reader_of(checkpoints).load_for_resume("auto") is None
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint; check the name"):
+        reader_of(checkpoints).load_for_resume("must")
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    checkpoints = save(tmp_path, 10)
+    checkpoints.save(10, {"model": {"w": torch.zeros(1)}})
+    assert torch.equal(reader_of(checkpoints).load_for_resume("must").part("model")["w"], torch.zeros(1))
+
+
+def test_a_folder_without_its_marker_is_not_a_checkpoint(tmp_path):
+    checkpoints = save(tmp_path, 10, 20)
+    (checkpoints.path(20) / "done").unlink()
+    assert reader_of(checkpoints).load_for_resume("must").step == 10
+    checkpoints.save(20, STATE)  # what the resumed run does
+    assert reader_of(checkpoints).load_for_resume("must").step == 20
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def alter(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(lambda folder, name=name: truncate(folder / name) for name in FILES),
+        *(lambda folder, name=name: alter(folder / name) for name in FILES),
+        *(lambda folder, name=name: (folder / name).unlink() for name in FILES[1:]),
+        *(lambda folder, name=name: as_fifo(folder / name) for name in FILES),
+        *(lambda folder, name=name: as_link(folder / name) for name in FILES),
+        lambda folder: (folder / "done").write_text("[" * 100_000),
+        lambda folder: (folder / "done").write_text("not json"),
+        lambda folder: (folder / "done").write_text("[]"),
+        lambda folder: (folder / "done").write_text("{}"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, damage, capsys):
+    checkpoints = save(tmp_path, 10, 20)
+    damage(checkpoints.path(20))
+    assert reader_of(checkpoints).load_for_resume("must").step == 10
+    assert "step_00000020" in capsys.readouterr().err
+    damage(checkpoints.path(10))
+    with pytest.raises(CheckpointError, match="no checkpoint can be used"):
+        reader_of(checkpoints).load_for_resume("auto")
+    with pytest.raises(DamagedCheckpoint):
+        read_checkpoint(checkpoints.path(10))
+
+
+def as_fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def as_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def test_a_checkpoint_in_the_format_of_before_is_refused_by_name_and_not_opened(tmp_path):
+    checkpoints = save(tmp_path, 10)
+    old = checkpoints.folder / "step_00000020"
+    old.mkdir()
+    os.mkfifo(old / "state.pt")  # whoever opens it hangs
+    (old / "done").write_text('{"step": 20, "bytes": 1, "crc32": 1}')
+    with pytest.raises(
+        CheckpointError, match=r"step_00000020 is in format 1, .* with commit [0-9a-f]{7} of these scripts"
+    ):
+        reader_of(checkpoints).load_for_resume("auto")
+
+
+def test_a_folder_under_another_name_is_not_that_step(tmp_path, capsys):
+    """A backup that was copied to a later step, two folders that were swapped."""
+    checkpoints = save(tmp_path, 10, 20)
+    shutil.copytree(checkpoints.path(10), checkpoints.path(99))
+    assert reader_of(checkpoints).load_for_resume("must").step == 20
+    assert "step_00000099 is damaged: its done marker is of step 10" in capsys.readouterr().err
+    shutil.rmtree(checkpoints.path(99))
+    checkpoints.path(10).rename(tmp_path / "aside")
+    checkpoints.path(20).rename(checkpoints.path(10))
+    (tmp_path / "aside").rename(checkpoints.path(20))
+    with pytest.raises(CheckpointError, match="no checkpoint can be used"):
+        reader_of(checkpoints).load_for_resume("auto")
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(tmp_path, capsys):
+    ours, theirs = (Checkpoints(tmp_path / name, 3, run_id=name) for name in ("ours", "theirs"))
+    ours.save(10, STATE)
+    theirs.save(20, STATE)
+    shutil.copytree(theirs.path(20), ours.path(20))
+    assert reader_of(ours).load_for_resume("must").step == 10
+    assert "it is of run 'theirs', this is run ours" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_newest_checkpoint_never_costs_a_good_one(tmp_path, keep):
+    """The run falls back from 30 to 20, and saves again on its way."""
+    checkpoints = save(tmp_path, 10, 20, 30, keep=9)
+    checkpoints.keep = keep
+    alter(checkpoints.path(30) / "state.safetensors")
+    assert reader_of(checkpoints).load_for_resume("must").step == 20
+    checkpoints.save(25, STATE)
+    assert checkpoints.steps() == [20, 25, 30][2 - keep :]
+    assert reader_of(checkpoints).load_for_resume("must").step == 25
+    checkpoints.save(30, STATE)
+    assert reader_of(checkpoints).load_for_resume("must").step == 30 and len(checkpoints.steps()) == keep
+
+
+def test_links_and_odd_names_are_neither_read_nor_removed(tmp_path):
+    """A prune that stumbled over one ended the run."""
+    checkpoints, precious = save(tmp_path, 10), tmp_path / "precious"
+    shutil.copytree(checkpoints.path(10), precious)
+    odd = [checkpoints.folder / name for name in ("step_abcdefgh", "step_00000099.bak", "step_1")]
+    for path in odd:
+        shutil.copytree(precious, path)
+    (checkpoints.folder / "step_00000001").symlink_to(precious)
+    (checkpoints.folder / "step_00000099").symlink_to(precious)
+    (checkpoints.folder / "step_00000002").write_text("a file")
+    checkpoints.keep = 1
+    checkpoints.save(20, STATE)
+    assert checkpoints.steps() == [20] and reader_of(checkpoints).load_for_resume("must").step == 20
+    assert sorted(path.name for path in precious.iterdir()) == FILES and all(path.is_dir() for path in odd)
+
+
+@contextlib.contextmanager
+def a_full_disk():
+    """No file of this process grows beyond 100 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+BIG = {"big": torch.zeros(100_000)}
+
+
+def test_a_failed_save_leaves_the_earlier_checkpoints(tmp_path):
+    checkpoints = save(tmp_path, 10)
+    before = (checkpoints.path(10) / "state.safetensors").read_bytes()
+    with (
+        a_full_disk(),
+        pytest.raises(SaveError, match=r"step 20 could not be written .* the checkpoints of steps \[10\] are intact"),
+    ):
+        checkpoints.save(20, BIG)
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000010"]
+    assert (checkpoints.path(10) / "state.safetensors").read_bytes() == before
+    assert reader_of(checkpoints).load_for_resume("must").step == 10
+
+
+def test_a_save_behind_the_steps_has_the_state_of_its_step(tmp_path, device):
+    checkpoints = save(tmp_path)
+    on_host, on_device = torch.zeros(3), torch.zeros(3).to(device)
+    copy = checkpoints.copy(10, {"tensors": [on_host, on_device]})
+    assert not checkpoints.folder.exists(), "the log line comes between the copy and the first byte of a checkpoint"
+    assert copy.wait_seconds > 0
+    checkpoints.write(copy)
+    on_host.add_(1)
+    on_device.add_(1)
+    checkpoints.wait()
+    found = reader_of(checkpoints).load_for_resume("must").part("tensors")
+    assert len(found) == 2 and all(torch.equal(tensor, torch.zeros(3)) for tensor in found.values())
+    assert copy.whole == {}, "or the next copy would be a second one in memory"
+
+
+def test_one_save_is_under_way_at_a_time_and_the_loop_goes_on_meanwhile(tmp_path, monkeypatch):
+    checkpoints, disk = save(tmp_path, 10), threading.Event()
+    write_tensors = tpu_utils.checkpoint.write_tensors
+    monkeypatch.setattr(tpu_utils.checkpoint, "write_tensors", lambda *a: disk.wait() and write_tensors(*a))
+    checkpoints.write(checkpoints.copy(20, STATE))
+    checkpoints.check()
+    assert checkpoints.steps() == [10]
+    next_copy = threading.Thread(target=lambda: checkpoints.copy(30, STATE))
+    next_copy.start()
+    assert next_copy.is_alive()  # and will be: the disk does not move
+    disk.set()
+    next_copy.join()
+    assert checkpoints.steps() == [10, 20]
+
+
+@pytest.mark.parametrize("where", ["check", "copy", "wait", "end"])
+def test_a_save_that_failed_behind_the_steps_is_raised_in_the_loop(tmp_path, where):
+    checkpoints = save(tmp_path, 10)
+    with pytest.raises(SaveError, match=r"step 20 could not be written .* of steps \[10\] are intact"), checkpoints:
+        with a_full_disk():
+            checkpoints.write(checkpoints.copy(20, BIG))
+            checkpoints._thread.join()
+        if where == "check":
+            checkpoints.check()
+        elif where == "copy":
+            checkpoints.copy(30, {})
+        elif where == "wait":
+            checkpoints.wait()
+    checkpoints.wait()  # said once
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000010"]
+    assert reader_of(checkpoints).load_for_resume("must").step == 10
+    checkpoints.save(20, BIG)  # the disk has room again
+    assert checkpoints.steps() == [10, 20]
+
+
+def test_a_bug_in_the_thread_is_not_swallowed(tmp_path, monkeypatch):
+    checkpoints = save(tmp_path)
+    monkeypatch.setattr(tpu_utils.checkpoint, "write_tensors", lambda *a: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.save(10, STATE)
+
+
+def test_a_run_that_ends_with_an_error_still_finishes_its_save(tmp_path, capsys):
+    checkpoints = save(tmp_path)
+    with pytest.raises(NonFiniteError), checkpoints:
+        checkpoints.write(checkpoints.copy(10, STATE))
+        raise NonFiniteError("step 11")
+    assert reader_of(checkpoints).load_for_resume("must").step == 10
+    with pytest.raises(NonFiniteError), checkpoints, a_full_disk():
+        checkpoints.write(checkpoints.copy(20, BIG))
+        checkpoints._thread.join()
+        raise NonFiniteError("step 21")
+    assert "error: checkpoint of step 20 could not be written" in capsys.readouterr().err
+
+
+def test_too_little_space_is_said_before_anything_is_touched(tmp_path):
+    checkpoints = save(tmp_path, 10)
+    (checkpoints.folder / ".writing_00000005").mkdir()
+    huge = torch.zeros(1).expand(2**58)  # 2**60 bytes, of which only the space check knows
+    with pytest.raises(
+        SaveError,
+        match=r"step 20 needs [\d,]+ MiB, but [\d,]+ MiB are free at .*checkpoints; nothing was written.* \[10\]",
+    ):
+        checkpoints.save(20, {"big": huge})
+    assert {path.name for path in checkpoints.folder.iterdir()} == {".writing_00000005", "step_00000010"}
+    checkpoints.save(20, {})
+    assert {path.name for path in checkpoints.folder.iterdir()} == {"step_00000020", "step_00000010"}
+
+
+def killed_in_thread(moment: int, save) -> bool:
+    """Whether a child that saves was killed, at its moment-th access to files in the thread, before it came through."""
+    events = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+    child = os.fork()
+    if child == 0:
+        count = itertools.count(1)
+
+        def hook(event, arguments):
+            in_thread = threading.current_thread().name == "checkpoint"
+            if in_thread and event in events and next(count) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        try:
+            save()
+            os._exit(0)
+        finally:
+            os._exit(1)  # never back into pytest
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def test_killed_at_any_moment_of_a_save_a_complete_checkpoint_is_left(tmp_path):
+    """A child is killed at its first, second, ... access to files in the thread, until one comes through."""
+    left = []
+    for moment in itertools.count(1):
+        folder = tmp_path / str(moment)
+        folder.mkdir()
+        checkpoints = save(folder, 10, keep=1)
+        killed = killed_in_thread(moment, lambda found=checkpoints: found.save(20, STATE))
+        saved = reader_of(checkpoints).load_for_resume("must")
+        assert torch.equal(saved.part("model")["w"], STATE["model"]["w"])
+        left.append(saved.step)
+        checkpoints.save(20, STATE)  # what the resumed run does
+        assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000020"]
+        if not killed:
+            break
+    assert left == sorted(left) and left[0] == 10 and left[-1] == 20 and len(left) > 8
+
+
+def best(step):
+    return VALUES | {"best": {"step": step, "field": "accuracy", "value": step / 100}}
+
+
+def test_the_best_stays_until_a_better_one_is_complete(tmp_path):
+    """Each save names the best one by then; while it is written the loop may have found another."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    for step, best_step, left in [(10, 10, [10]), (20, 10, [10, 20]), (30, 10, [10, 30]), (40, 40, [40])]:
+        checkpoints.write(checkpoints.copy(step, STATE, best(best_step), best=best_step))
+        checkpoints.wait()
+        assert checkpoints.steps() == left and reader_of(checkpoints).load_best().step == best_step
+    checkpoints.save(50, STATE, best(40))
+    with pytest.raises(CheckpointError, match=r"step_00000040, the best checkpoint, is not there"):
+        reader_of(checkpoints).load_best()
+
+
+def test_a_damaged_best_checkpoint_is_never_replaced_by_another(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
+    for step in (10, 20):
+        checkpoints.write(checkpoints.copy(step, STATE, best(10), best=10))
+    checkpoints.wait()
+    alter(checkpoints.path(10) / "state.safetensors")
+    with pytest.raises(DamagedCheckpoint, match="step_00000010 is damaged"):
+        reader_of(checkpoints).load_best()
+
+
+def test_killed_at_any_moment_of_a_save_a_best_checkpoint_is_left(tmp_path):
+    before, left = Checkpoints(tmp_path / "before", 1), []
+    for step in (10, 20):
+        before.write(before.copy(step, STATE, best(10), best=10))
+    before.wait()
+    for moment in itertools.count(1):
+        checkpoints = Checkpoints(shutil.copytree(before.folder, tmp_path / str(moment)), 1)
+        killed = killed_in_thread(
+            moment, lambda found=checkpoints: (found.write(found.copy(30, STATE, best(30), best=30)), found.wait())
+        )
+        left.append((reader_of(checkpoints).load("must").step, reader_of(checkpoints).load_best().step))
+        if not killed:
+            break
+    assert left == sorted(left) and set(left) == {(20, 10), (30, 30)}
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        (torch.nn.Linear(4, 2), r"weight is float32\[2, 3\], was float32\[2, 4\]"),
+        (torch.nn.Linear(3, 2, bias=False), r"bias is float32\[2\], was absent"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_path, other, said):
+    checkpoints, model = Checkpoints(tmp_path, 1), torch.nn.Linear(3, 2)
+    checkpoints.save(1, {"model": other.state_dict()})
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError, match=said):
+        reader_of(checkpoints).restore(reader_of(checkpoints).load("must"), {"model": model.state_dict()})
+    assert torch.equal(model.weight, before)
+
+
+def test_what_is_no_tensor_is_refused_where_it_would_be_lost(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 1)
+    with pytest.raises(TypeError, match="scheduler/last_epoch is 3; a checkpoint holds tensors"):
+        checkpoints.save(10, {"scheduler": {"last_epoch": 3}})
+    with pytest.raises(TypeError, match="two tensors of the state have the path a/b"):
+        checkpoints.save(10, {"a": {"b": torch.zeros(1)}, "a/b": torch.zeros(1)})
+
+
+def test_no_inode_left_is_said_as_such(tmp_path, monkeypatch):
+    class Full:
+        f_files, f_favail, f_bavail, f_frsize = 100, 0, 4096, 4096
+
+    checkpoints = save(tmp_path, 10)
+    monkeypatch.setattr(os, "statvfs", lambda folder: Full)
+    with pytest.raises(SaveError, match="16 MiB are free and no inode is left for another file at"):
+        checkpoints.save(20, STATE)
+    assert checkpoints.steps() == [10]
+
+
+def test_a_type_that_a_checkpoint_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    checkpoints = save(tmp_path, 10)
+    with pytest.raises(SaveError, match=r"model/w is torch\.complex64, which a checkpoint cannot hold"):
+        checkpoints.save(20, {"model": {"w": torch.zeros(3, dtype=torch.complex64)}})
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_00000010"]

@@ -1,0 +1,95 @@
+"""The TPU compiler's options: the same on a TPU VM and when it is asked ahead of time."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch_xla
+from processes import ROOT, run
+
+from config import MnistConfig, TrainConfig
+from tpu_utils import environment
+from tpu_utils.compiler_flags import NO_WINDOWED_EINSUM, VARIABLE, check_known, parse_compiler_options, set_flags
+from tpu_utils.compiler_flags import torch_xla_flags as our_table
+from tpu_utils.environment import choose_device
+from tpu_utils.errors import InputError
+from tpu_utils.hardware import GENERATIONS
+
+(THRESHOLD,) = NO_WINDOWED_EINSUM
+
+
+@pytest.mark.parametrize("generation, number", [("v4", 4), ("v5e", 5), ("v5p", 5), ("v6e", 6)])
+def test_ahead_of_time_the_compiler_gets_what_torch_xla_would_add(monkeypatch, generation, number):
+    monkeypatch.setattr("torch_xla._internal.tpu.version", lambda: number)
+    monkeypatch.setenv(VARIABLE, "")
+    torch_xla._setup_libtpu_flags()
+    assert parse_compiler_options(environment.os.environ[VARIABLE]) == our_table(generation)
+
+
+@pytest.mark.parametrize("words, windowed, expected", [
+    ("", False, f"--{THRESHOLD}=1000000"),
+    ("--a=1", True, "--a=1"),
+    (f"--a=1 --{THRESHOLD}=8", False, f"--a=1 --{THRESHOLD}=8"),  # the user's own
+])  # fmt: skip
+def test_a_run_on_a_tpu_tells_libtpu_once_and_never_over_the_user(monkeypatch, words, windowed, expected):
+    monkeypatch.setattr(environment, "attached_chips", lambda: [GENERATIONS["v5e"]])
+    monkeypatch.setattr("tpu_utils.remote.hosts.settle_hosts", lambda chips: None)
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setenv(VARIABLE, words)
+    for _ in range(2):
+        assert choose_device(MnistConfig(device="tpu", windowed_einsum=windowed)) == "tpu"
+        assert environment.os.environ[VARIABLE] == expected
+
+
+def test_a_run_on_the_cpu_leaves_the_variable_alone(monkeypatch):
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setenv(VARIABLE, "--a=1")
+    choose_device(MnistConfig(device="cpu"))
+    assert environment.os.environ[VARIABLE] == "--a=1"
+
+
+def test_set_flags_keeps_the_order_of_the_user(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "-b=2 --a")
+    set_flags({"a": "1", "b": "1", "c": "1"})
+    assert environment.os.environ[VARIABLE] == "-b=2 --a --c=1"
+
+
+def test_options_are_added_to_the_default():
+    config = TrainConfig(compiler_options="xla_tpu_scoped_vmem_limit_kib=32768 --xla_b=true")
+    assert config.tpu_options == NO_WINDOWED_EINSUM | {"xla_tpu_scoped_vmem_limit_kib": "32768", "xla_b": "true"}
+    assert TrainConfig(windowed_einsum=True).tpu_options == {}
+
+
+@pytest.mark.parametrize("text", ["xla_a", "xla_a=", "=1", "a b=1", "xla_a==1", "xla_a=1;b=2=3"])
+def test_refused_before_libtpu_would_abort(text):
+    with pytest.raises(InputError, match=r"compiler_options has .*; expected NAME=VALUE"):
+        TrainConfig(compiler_options=text)
+
+
+def test_an_option_that_libtpu_does_not_have():
+    check_known({"xla_tpu_scoped_vmem_limit_kib": "1"})
+    with pytest.raises(ValueError, match=r"has xla_tpu_scoped_vmem_limit_kb.*did you mean xla_tpu_scoped_vmem_limit_k"):
+        check_known({"xla_tpu_scoped_vmem_limit_kb": "1"})
+    done = run("simple_mnist_tpu.py", "--compile_for=v5litepod-1", "--compiler_options=xla_nothing_such=1")
+    assert done.returncode == 2 and "xla_nothing_such, which this libtpu does not have" in done.stderr
+
+
+def test_the_options_reach_the_compiler():
+    done = run("simple_mnist_tpu.py", "--compile_for=v5litepod-1", "--compiler_options=xla_tpu_scoped_vmem_limit_kib=x")
+    assert done.returncode == 1 and "Illegal value 'x'" in done.stdout + done.stderr
+    assert f"compiler   {THRESHOLD}=1000000 xla_tpu_scoped_vmem_limit_kib=x" in done.stdout
+
+
+@pytest.mark.slow
+def test_without_windowed_einsum_no_chain_of_sends():
+    options = ("--mesh=1x8x1", "--embedding_dim=512", "--num_heads=4", "--sequence_length=512", "--num_layers=1")
+    options += ("--precision=bfloat16", "--compile_for=v5litepod-8")
+    found = {}
+    for more in ("--no_windowed_einsum", "--windowed_einsum"):
+        with tempfile.TemporaryDirectory() as folder:
+            run(ROOT / "transformer_tpu.py", *options, more, AOT_TPU_OUTPUT=folder)
+            report = json.loads(Path(folder, "report.json").read_text())
+        found[more] = report["collectives"].get("collective-permute", {}).get("count", 0), report["estimated_ms"]
+    assert found["--no_windowed_einsum"][0] == 0 < found["--windowed_einsum"][0]
+    assert found["--no_windowed_einsum"][1] < found["--windowed_einsum"][1]

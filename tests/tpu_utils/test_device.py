@@ -1,0 +1,201 @@
+"""The device of a run: chips on the bus, refusals, exit codes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch_xla.runtime as xr
+from processes import run
+from small_models import Flat, Normed, Vision
+from torch import nn
+
+from config import MnistConfig
+from tpu_utils.checks import check_model
+from tpu_utils.device import start_device
+from tpu_utils.errors import DeviceError, InputError, TrainingError, run_script
+from tpu_utils.graphs import graphs_compiled, transfers_to_device
+from tpu_utils.hardware import attached_chips
+
+
+def check(build, images, labels, num_classes, **options) -> int:
+    """check_model() for a data set that begins with these."""
+    data = SimpleNamespace(first=lambda count: (images[:count], labels[:count]), num_classes=num_classes)
+    return check_model(build(), data, **options)
+
+
+def fake_pci(root, *devices):
+    for number, (vendor, device) in enumerate(devices):
+        folder = root / f"0000:00:{number:02x}.0"
+        folder.mkdir()
+        (folder / "vendor").write_text(vendor + "\n")
+        (folder / "device").write_text(device + "\n")
+
+
+def test_chips_are_found_on_the_pci_bus(tmp_path):
+    fake_pci(tmp_path, ("0x1ae0", "0x0063"), ("0x8086", "0x0063"), ("0x1ae0", "0x0042"), ("0x1ae0", "0x0063"))
+    assert [chip.name for chip in attached_chips(tmp_path)] == ["v5e", "v5e"]  # 0x0042 is Google's network card
+    assert attached_chips(tmp_path / "absent") == []
+
+
+def test_a_preset_made_for_tpu_refuses_another_device():
+    with pytest.raises(DeviceError, match=r"preset production runs on tpu, but .* add --device cpu"):
+        start_device(MnistConfig(preset="production", device="tpu"))
+
+
+def test_a_runtime_that_started_another_device_is_noticed(monkeypatch):
+    monkeypatch.setattr(xr, "device_type", lambda: "NEURON")
+    with pytest.raises(DeviceError, match="asked for device cpu, the runtime started neuron"):
+        start_device(MnistConfig(device="cpu"))
+
+
+def test_exit_codes_and_messages(capsys, monkeypatch):
+    def fail(error):
+        raise error
+
+    monkeypatch.setattr("sys.argv", ["script"])
+    assert run_script(lambda: 143) == 143
+    assert run_script(lambda: fail(InputError("bad value"))) == 2
+    assert run_script(lambda: fail(TrainingError("went wrong"))) == 1
+    assert capsys.readouterr().err == "error: bad value\nerror: went wrong\n"
+    monkeypatch.setattr("sys.argv", ["script", "--debug"])
+    with pytest.raises(InputError):
+        run_script(lambda: fail(InputError("bad value")))
+
+
+# ------------------------------------------------------------------------------- the model, before anything is compiled
+
+COLOUR, CLASSES = np.zeros((2, 3, 8, 8), np.float32), np.zeros(2, np.int32)
+FLAT, TARGETS = np.zeros((2, 6), np.float32), np.zeros(2, np.float32)
+
+
+class Returning(nn.Module):
+    """What a function makes of the logits (B, 4) of images."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.flat, self.function = Flat(6), function
+
+    def forward(self, images):
+        return self.function(self.flat(images))
+
+
+class Asserting(nn.Module):
+    def forward(self, images):
+        raise AssertionError
+
+
+class TwoInputs(nn.Module):
+    def forward(self, images, positions):
+        return images
+
+
+def returning(function):
+    return lambda: Returning(function)
+
+
+def one_output():
+    return nn.Linear(6, 1)
+
+
+@pytest.mark.parametrize(
+    "build, images, labels, num_classes, said",
+    [
+        # a model that does not take the images
+        (
+            lambda: Flat(7),
+            FLAT,
+            CLASSES,
+            4,
+            r"does not take a batch of images float32 \(2, 6\): a and b must have same reduction dim",
+        ),
+        (
+            lambda: Normed(8, 0, 0),
+            COLOUR.transpose(0, 2, 3, 1),
+            CLASSES,
+            5,
+            r"take .* images float32 \(2, 8, 8, 3\): .*chan",
+        ),
+        (
+            lambda: Normed(8, 0, 0),
+            COLOUR[:, 0],
+            CLASSES,
+            5,
+            r"does not take .* pictures with channels first; change one",
+        ),
+        (lambda: Vision(16, 0, 0), COLOUR, CLASSES, 5, "Wrong image height! Expected 16 but got 8"),
+        (lambda: nn.Conv2d(3, 4, 8), COLOUR.astype(np.uint8), CLASSES, 4, r"images uint8 \(2, 3, 8, 8\): Input type"),
+        (lambda: nn.BatchNorm1d(6), FLAT[:1], CLASSES[:1], 4, "Expected more than 1 value per channel"),
+        (TwoInputs, FLAT, CLASSES, 4, "missing 1 required positional argument: 'positions'"),
+        (Asserting, FLAT, CLASSES, 4, r"does not take a batch of images float32 \(2, 6\): AssertionError; expected"),
+        # no tensor
+        (returning(lambda logits: None), FLAT, CLASSES, 4, "the model returns NoneType for images"),
+        # too few outputs
+        (
+            lambda: Flat(6),
+            FLAT,
+            CLASSES,
+            5,
+            r"returns \(2, 4\) .*, but labels go up to 4; expected logits for 5 classes",
+        ),
+        (returning(lambda logits: logits[:, 0]), FLAT, CLASSES, 2, r"returns \(2,\) .* expected logits for 2 classes"),
+        (returning(lambda logits: logits.sum()), FLAT, CLASSES, 2, r"returns \(\) for"),
+        # labels of another shape than the logits
+        (
+            lambda: Flat(6),
+            FLAT,
+            CLASSES[:, None],
+            4,
+            r"labels \(2, 1\); expected a label for each row .* reshape the labels",
+        ),
+        (returning(lambda logits: logits[:1]), FLAT, CLASSES, 4, r"returns \(1, 4\) .*, but labels \(2,\)"),
+        (returning(lambda logits: logits[..., None]), FLAT, CLASSES, 4, r"returns \(2, 4, 1\) .*, but labels \(2,\)"),
+        # a regression whose loss would compare each with each
+        (
+            one_output,
+            FLAT,
+            TARGETS,
+            None,
+            r"returns \(2, 1\) .*, but labels \(2,\); expected the same shape; reshape one",
+        ),
+        (returning(lambda logits: logits[:, 0]), FLAT, TARGETS[:, None], None, r"\(2,\) .*, but labels \(2, 1\)"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused_before_anything_is_compiled(
+    build, images, labels, num_classes, said
+):
+    before = graphs_compiled(), transfers_to_device()
+    with pytest.raises(InputError, match=said) as refused:
+        check(build, images, labels, num_classes)
+    assert (graphs_compiled(), transfers_to_device()) == before and len(str(refused.value).splitlines()) == 1
+
+
+def test_a_model_that_fits_is_taken_and_nothing_of_it_is_kept():
+    model = Normed(8, 0, 0)
+    held, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    before = graphs_compiled(), transfers_to_device()
+    check(lambda: model, COLOUR, CLASSES, 3)  # fewer classes than outputs
+    assert (torch.get_rng_state() == state).all() and not [p for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(value, held[name]) for name, value in model.state_dict().items())
+    assert check(lambda: Flat(6), FLAT, CLASSES, 4) == 2 * (2 * 6 * 4)  # its input needs no gradient
+    assert check(one_output, FLAT, TARGETS[:, None], None) == 2 * (2 * 6)
+    assert check(returning(lambda logits: (logits, {"again": logits})), FLAT, CLASSES, 4) == 2 * (2 * 6 * 4)
+    per_pixel = returning(lambda logits: logits[:, :, None].expand(-1, -1, 9))
+    check(per_pixel, FLAT, np.zeros((2, 9), np.int32), 4)  # a label for each of nine places
+    assert (graphs_compiled(), transfers_to_device()) == before
+
+
+ON_A_TPU = """
+import torch, torch_xla, torch_xla.runtime as xr
+from tpu_utils.device import device_memory
+xr.use_spmd()
+torch.ones(3).to(torch_xla.device())
+xr.device_type = lambda: "TPU"
+print(device_memory(torch_xla.device()))
+"""
+
+
+def test_memory_is_not_asked_for_under_spmd_where_torch_xla_would_raise():
+    """Its check of the virtual device stands before any question to the client, so the CPU's answers like a TPU's."""
+    done = run("-c", ON_A_TPU, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=2)
+    assert done.stdout == "None\n", done.stderr

@@ -1,0 +1,91 @@
+"""Files from outside: what is opened, how far it is read, what is said of the rest."""
+
+import json
+import socket
+
+import pytest
+from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated_json, no_hang
+
+from tpu_utils.errors import InputError
+from tpu_utils.files import lines_of, open_regular, parse_json, read_json, write_atomically
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing"])
+def test_only_a_regular_file_is_opened(tmp_path, kind):
+    path = make_irregular(tmp_path / "x", kind)
+    said = "no such file; expected a thing" if kind == "nothing" else f"is a {kind}; expected a thing"
+    with no_hang(), pytest.raises(InputError, match=said) as refused:
+        open_regular(path, "a thing")
+    assert str(path) in str(refused.value)
+
+
+def test_a_socket_and_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as place:
+        place.bind("s")
+        with pytest.raises(InputError, match="s is a socket"):
+            open_regular(tmp_path / "s", "a thing")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("n" * 300, "loop", "s/x"):
+        with pytest.raises(InputError, match=r"cannot be read: .*; expected a thing"):
+            open_regular(tmp_path / name, "a thing")
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "x").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("x")
+    with open_regular(tmp_path / "link", "a thing") as file:
+        assert file.read() == b"content"
+
+
+def test_a_line_that_is_too_long_is_skipped(tmp_path):
+    path = tmp_path / "x"
+    for content, found in (
+        (b"ab\nabcdefgh\nc\n", [b"ab\n", b"\n", b"c\n"]),
+        (b"a\r\nabc\nabcd\nabcde", [b"a\r\n", b"\n", b"\n", b""]),
+        (b"abcd", [b""]),
+        (b"a\n\nabc", [b"a\n", b"\n", b"abc"]),
+        (b"", []),
+    ):
+        path.write_bytes(content)
+        with path.open("rb") as file:
+            assert list(lines_of(file, 4)) == found
+
+
+def test_json_is_an_object_or_refused(tmp_path):
+    path = tmp_path / "x.json"
+    for content in [*NOT_JSON, *NO_OBJECT]:
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"x.json .*; expected .*a thing"):
+            read_json(path, "a thing")
+    path.write_bytes(b" " * 300 + b"{}")
+    assert read_json(path, "a thing") == {}
+    with at_most(100_000), pytest.raises(InputError, match="has 302 bytes; expected 301 at most, a thing"):
+        read_json(path, "a thing", 301)
+
+
+def test_no_damage_of_json_is_a_crash(tmp_path):
+    value = {"seed": 0, "rate": 1e-3, "name": "x", "inner": {"a": [1, 2], "b": None}}
+    path, refused = tmp_path / "x.json", 0
+    for content in mutated_json(value, 500):
+        path.write_bytes(content)
+        try:
+            assert isinstance(read_json(path, "a thing"), dict)
+        except InputError:
+            refused += 1
+    assert 50 < refused < 450
+    assert parse_json(json.dumps(value).encode()) == value
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link"])
+def test_what_lies_in_the_way_of_a_write_is_not_followed(tmp_path, kind):
+    """Whoever made the folder may have put a FIFO or a link at the name that a file is written under first."""
+    aside, other = tmp_path / "x.writing", tmp_path / "other"
+    other.write_bytes(b"untouched")
+    if kind == "FIFO":
+        make_irregular(aside, kind)
+    else:
+        aside.symlink_to(other)
+    with no_hang():
+        write_atomically(tmp_path / "x", b"new")
+    assert (tmp_path / "x").read_bytes() == b"new" and other.read_bytes() == b"untouched" and not aside.exists()

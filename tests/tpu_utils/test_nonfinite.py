@@ -1,0 +1,225 @@
+"""Steps whose loss or gradient is infinite or not a number: found at the next log line, or skipped on the device."""
+
+import json
+import shutil
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_xla
+from run_files import assert_identical, in_process, numbers, read_lines, state_in, to_host
+
+import simple_mnist_tpu
+import transformer_tpu
+from config import MnistConfig
+from images.mnist import load_digits
+from language import operations
+from language.gpt import GPT
+from language.transformer_options import TransformerConfig
+from tpu_utils import checkpoint
+from tpu_utils.checkpoint.saved import read_checkpoint
+from tpu_utils.errors import run_script
+from tpu_utils.graphs import graphs_compiled, transfers_from_device, transfers_to_device
+from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.optim import learning_rates, make_optimizer
+from tpu_utils.options import parse_command_line
+
+NAMES = ["loss", "gradient_norm"]
+SKIP = MnistConfig(on_nonfinite="skip")
+TINY = ["--num_epochs=2", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=7", "--save_every=10"]
+TINY += ["--device=cpu", "--no_tensorboard"]
+
+
+class Poison(torch.autograd.Function):
+    """The value as it is, a gradient that is infinite where bad: what an overflow in the backward pass looks like."""
+
+    @staticmethod
+    def forward(ctx, value, bad):
+        ctx.save_for_backward(bad)
+        return value * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (bad,) = ctx.saved_tensors
+        return torch.where(bad, torch.full_like(gradient, torch.inf), gradient), None
+
+
+@pytest.fixture
+def bad_gradients(monkeypatch):
+    """Gradients that are infinite, under a loss that is finite, in every batch that begins with a nine."""
+    cross_entropy = F.cross_entropy
+
+    def poisoned(logits, labels, **options):
+        return Poison.apply(cross_entropy(logits, labels, **options), labels[0] == 9)
+
+    monkeypatch.setattr(F, "cross_entropy", poisoned)
+
+
+def parts_of(optimizer: str, weight_decay=0.1, seed=0):
+    config = MnistConfig(optimizer=optimizer, learning_rate=0.01, weight_decay=weight_decay)
+    device = torch_xla.device()
+    torch.manual_seed(seed)
+    model = simple_mnist_tpu.ConvNet(8, 4, 16).to(device)
+    optimizer = make_optimizer(config, model.parameters())
+    return model, optimizer, learning_rates(config, 20).to(device), DeviceMetrics(NAMES, 20, device)
+
+
+def batches_with_bad(bad_steps, count=8):
+    digits, device = load_digits(), torch_xla.device()
+    for step in range(count):
+        labels = digits.train_labels[16 * step : 16 * step + 16].astype("int32")
+        labels[0] = 9 if step in bad_steps else 0
+        images = digits.train_images[16 * step : 16 * step + 16]
+        yield torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device)
+
+
+def state_of(model, optimizer):
+    return to_host([model.state_dict(), optimizer.state_dict()["state"]])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_a_skipped_step_changes_no_bit_of_parameters_and_optimizer(bad_gradients, optimizer):
+    parts, graphs, states = parts_of(optimizer), graphs_compiled(), []
+    for batch in batches_with_bad({2, 5}):
+        simple_mnist_tpu.train_step.compiled(*parts, *batch, SKIP)
+        states.append(state_of(*parts[:2]))
+    assert graphs_compiled() - graphs == 1
+    for step in range(1, 8):
+        if step in {2, 5}:
+            assert_identical(states[step - 1], states[step])
+        else:
+            assert not torch.equal(states[step - 1][0]["head.weight"], states[step][0]["head.weight"])
+    values = parts[3].read(0, 8)
+    assert parts[3].skipped_steps == 2
+    assert np.isfinite(values["loss"]).all()
+    assert np.flatnonzero(~np.isfinite(values["gradient_norm"])).tolist() == [2, 5]
+
+
+def test_good_steps_are_the_same_bits_with_and_without_skip():
+    losses, states = [], []
+    for skip in (False, True):
+        parts = parts_of("adamw")
+        for batch in batches_with_bad(set()):
+            simple_mnist_tpu.train_step.compiled(*parts, *batch, SKIP if skip else MnistConfig())
+        losses.append(parts[3].read(0, 8))
+        states.append(state_of(*parts[:2]))
+    assert_identical(states[0], states[1])
+    np.testing.assert_array_equal(losses[0]["loss"], losses[1]["loss"])
+
+
+def test_skipping_reads_and_uploads_nothing(bad_gradients):
+    parts, batches = parts_of("adamw"), list(batches_with_bad({3}))
+    simple_mnist_tpu.train_step.compiled(*parts, *batches[0], SKIP)
+    before = transfers_to_device(), transfers_from_device()
+    for batch in batches[1:]:
+        simple_mnist_tpu.train_step.compiled(*parts, *batch, SKIP)
+    assert (transfers_to_device(), transfers_from_device()) == before
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_transformer_skips_a_step_too(monkeypatch, accumulation):
+    config = TransformerConfig(
+        num_layers=1, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=64, optimizer="adamw",
+        gradient_accumulation_steps=accumulation, on_nonfinite="skip",
+    )  # fmt: skip
+    model = GPT(config.shape)
+    model.initialise(0)
+    model = model.to(torch_xla.device())
+    optimizer = make_optimizer(config, transformer_tpu.decay_groups(model))
+    metrics = DeviceMetrics(NAMES, 8, torch_xla.device())
+    rates = learning_rates(config, 8).to(torch_xla.device())
+    cross_entropy = operations.CrossEntropy.apply
+
+    class Poisoned:
+        @staticmethod
+        def apply(logits, targets, vocab_size):
+            return Poison.apply(cross_entropy(logits, targets, vocab_size), (targets[:2] == 9).all())
+
+    monkeypatch.setattr(operations, "CrossEntropy", Poisoned)
+    states, random = [], np.random.default_rng(0)
+    for step in range(4):
+        tokens = random.integers(10, 64, (4, 17)).astype(np.int32)
+        tokens[0, 1:3] = 9 if step == 2 else 10
+        batch = torch.from_numpy(tokens).to(torch_xla.device())
+        transformer_tpu.train_step.compiled(model, optimizer, rates, metrics, batch, config)
+        states.append(state_of(model, optimizer))
+    assert_identical(states[1], states[2])
+    assert not torch.equal(states[2][0]["qkv_weight.0"], states[3][0]["qkv_weight.0"])
+    metrics.read(0, 4)
+    assert metrics.skipped_steps == 1
+
+
+def test_stop_finds_a_bad_gradient_before_it_is_saved_and_says_where(tmp_path, capsys, bad_gradients, monkeypatch):
+    """The gradient of the step that is saved is the one no loss has seen yet. The save before it, still under way on
+    this slow disk, is the last checkpoint all the same."""
+    sync_folder = checkpoint.sync_folder
+    with monkeypatch.context() as slow_disk:
+        slow_disk.setattr(checkpoint, "sync_folder", lambda folder: (time.sleep(0.05), sync_folder(folder)))
+        assert in_process(*TINY, "--save_every=1", "--run_dir", tmp_path / "run", "--log_every=50") == 1
+    error = capsys.readouterr().err
+    saved = [int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert f"step {max(saved) + 1}, of steps 1 to {max(saved) + 1} read now, has loss " in error
+    assert "gradient norm inf" in error or "gradient norm nan" in error
+    assert f"the last checkpoint, of step {max(saved)}, is finite; lower --learning_rate in another" in error
+    assert "--resume must --on_nonfinite skip" in error and error.count("\n") == 1
+    state = read_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{max(saved):08d}")
+    assert all(torch.isfinite(tensor).all() for tensor in state.part("model").values())
+
+    # and so the run goes on
+    again = [*TINY, "--save_every=1", "--run_dir", tmp_path / "run", "--log_every=50"]
+    assert in_process(*again, "--resume=must", "--on_nonfinite=skip") == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"] >= 1
+
+
+def test_skip_counts_in_the_log_and_resumes_bit_identical(tmp_path, capsys, bad_gradients):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    options = [*TINY, "--on_nonfinite=skip", "--keep_checkpoints=9"]
+    assert in_process(*options, "--run_dir", whole) == 0
+    out = capsys.readouterr().out
+    summary = json.loads((whole / "summary.json").read_text())
+    train = [line for line in read_lines(whole) if line["kind"] == "train"]
+    assert summary["skipped_steps"] == train[-1]["skipped_steps"] >= 2
+    assert f"  skipped {summary['skipped_steps']}" in out
+    assert f"skipped    {summary['skipped_steps']} of 44 updates, which were not finite\n" in out
+    assert all(line["loss"] is not None for line in train)
+    assert (summary["train_graphs"], summary["host_to_device_uploads_per_step"]) == (1, 0)
+
+    shutil.copytree(whole, resumed)
+    for step in ("step_00000040", "step_00000044"):
+        shutil.rmtree(resumed / "checkpoints" / step)
+    assert in_process(*options, "--run_dir", resumed, "--resume=must") == 0
+    assert_identical(*(state_in(folder / "checkpoints" / "step_00000044") for folder in (whole, resumed)))
+    assert numbers(whole) == numbers(resumed)
+    assert json.loads((resumed / "summary.json").read_text())["skipped_steps"] == summary["skipped_steps"]
+
+
+def test_resuming_a_finished_run_keeps_the_count(tmp_path, bad_gradients):
+    options = [*TINY, "--on_nonfinite=skip", "--run_dir", tmp_path / "run"]
+    assert in_process(*options) == 0
+    first = json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"]
+    assert in_process(*options, "--resume=auto") == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"] == first >= 1
+
+
+def test_the_transformer_says_which_step_and_stops(tmp_path, capsys):
+    options = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--num_steps=12"]
+    options += ["--global_batch_size=4", "--warmup_steps=0", "--device=cpu", "--no_tensorboard", "--log_every=6"]
+    options += ["--run_dir", str(tmp_path / "run"), "--optimizer=sgd", "--learning_rate=1e38", "--clip_gradient_norm=0"]
+    code = run_script(lambda: transformer_tpu.train(parse_command_line(TransformerConfig, "", options)))
+    error = capsys.readouterr().err
+    assert code == 1 and "of steps 1 to 6 read now" in error and "there is no checkpoint before it" in error
+
+
+def test_resuming_a_finished_transformer_run_keeps_the_count(tmp_path, capsys):
+    """Its state comes back by another way than that of the MNIST script: straight into the places on the mesh."""
+    options = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--num_steps=6"]
+    options += ["--global_batch_size=4", "--warmup_steps=0", "--device=cpu", "--no_tensorboard", "--log_every=6"]
+    options += ["--run_dir", str(tmp_path / "run"), "--optimizer=sgd", "--learning_rate=1e38", "--clip_gradient_norm=0"]
+    config = parse_command_line(TransformerConfig, "", [*options, "--on_nonfinite=skip", "--resume=auto"])
+    counts = []
+    for _ in range(2):
+        assert run_script(lambda: transformer_tpu.train(config)) == 0, capsys.readouterr().err
+        counts.append(json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"])
+    assert counts[0] == counts[1] >= 4

@@ -1,0 +1,160 @@
+"""Optimizers and schedules, held to PyTorch's."""
+
+import shutil
+from pathlib import Path
+
+import averaged
+import numpy as np
+import pytest
+import torch
+from processes import run
+from run_files import assert_identical, state_in, summary_in
+
+from config import MnistConfig
+from tpu_utils.average import update_average
+from tpu_utils.errors import InputError
+from tpu_utils.optim import check_length, learning_rates, make_optimizer
+
+
+@pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine", "step"])
+@pytest.mark.parametrize("warmup_steps", [0, 10])
+def test_schedules(scheduler, warmup_steps):
+    config = MnistConfig(scheduler=scheduler, warmup_steps=warmup_steps, learning_rate=0.5, decay_every=30)
+    rates = learning_rates(config, 100).numpy()
+    assert rates.shape == (100,) and rates.dtype == np.float32
+    assert (rates > 0).all() and np.isclose(rates.max(), 0.5)
+    if warmup_steps:
+        np.testing.assert_allclose(rates[:10], 0.5 * np.arange(1, 11) / 10, rtol=1e-6)
+    middle = warmup_steps + (100 - warmup_steps) // 2
+    expected = {"constant": 0.5, "linear": 0.25, "cosine": 0.25, "step": 0.25}[scheduler]
+    np.testing.assert_allclose(rates[middle], expected, rtol=1e-6)
+
+
+def test_a_step_schedule_that_underflows_stays_above_zero():
+    rates = learning_rates(MnistConfig(scheduler="step", decay_every=1, decay_factor=0.1), 400)
+    assert (rates > 0).all()
+
+
+@pytest.mark.parametrize(
+    "scheduler, before, now, done, refused",
+    [
+        *((scheduler, 100, now, 60, None) for scheduler in ("constant", "step") for now in (60, 99, 101, 10**5)),
+        *((scheduler, 100, 100, 60, None) for scheduler in ("linear", "cosine", "wsd")),
+        *((scheduler, 100, 200, 10, None) for scheduler in ("linear", "cosine", "wsd")),  # warm-up alone is done
+        (
+            "linear",
+            100,
+            200,
+            60,
+            r"with scheduler linear the learning rates from step 12 on .* repeat the old --num_epochs",
+        ),
+        ("cosine", 100, 200, 60, r"has done 60, and with scheduler cosine the learning rates from step 12 on"),
+        ("wsd", 100, 200, 81, None),  # the decay over 20 steps begins at 1: step 81 has the whole rate
+        ("wsd", 100, 200, 82, r"rates from step 82 on .* a checkpoint of step 81 or before could go on"),
+        ("wsd", 200, 100, 82, r"rates from step 82 on"),
+        ("constant", 100, 59, 60, r"has done 60 steps and is now to have 59; expected 60 or more; .* --num_epochs"),
+    ],
+)
+def test_a_length_may_change_while_the_rates_of_the_steps_done_do_not(scheduler, before, now, done, refused):
+    config = MnistConfig(scheduler=scheduler, warmup_steps=10, decay_every=30)
+    same = now >= done and (learning_rates(config, before)[:done] == learning_rates(config, now)[:done]).all()
+    assert same == (refused is None), "what it is about"
+    if refused is None:
+        check_length(config, now, before, done)
+        return
+    with pytest.raises(InputError, match=refused):
+        check_length(config, now, before, done)
+
+
+@pytest.mark.parametrize(
+    "config, reference",
+    [
+        (MnistConfig(optimizer="sgd", weight_decay=0.01), lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.01)),
+        (MnistConfig(optimizer="sgd", momentum=0.0), lambda p: torch.optim.SGD(p, 0.1)),
+        (MnistConfig(optimizer="adam", weight_decay=0.1), lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1)),
+        (MnistConfig(optimizer="adamw", weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1)),
+    ],
+)
+def test_optimizers_are_those_of_pytorch(config, reference):
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = [make_optimizer(config, ours.parameters()), reference(theirs.parameters())]
+    for factor in (1.0, 0.5, 0.25):
+        x = torch.randn(5, 4)
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = 0.1 * factor
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_scalar_parameter_is_trained_with_a_rate_on_the_device(name):
+    """The rate is (1,) there, and so is the count of steps."""
+    scalar = torch.nn.Parameter(torch.tensor(1.0))
+    optimizer = make_optimizer(MnistConfig(optimizer=name, weight_decay=0.1), [scalar])
+    optimizer.param_groups[0]["lr"] = torch.tensor([0.5])
+    scalar.grad = torch.tensor(1.0)
+    optimizer.step()
+    # gradient and decay of SGD; AdamW's first step is the rate, and its decay
+    assert scalar.item() == pytest.approx({"sgd": 1 - 0.5 * 1.1, "adamw": 1 - 0.5 - 0.05}[name], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def averaged_run(tmp_path_factory):
+    """(run directory, the model's state after each step)"""
+    folder, seen = tmp_path_factory.mktemp("averaged") / "run", []
+    assert averaged.train(folder, "never", seen) == 0
+    return folder, seen
+
+
+def average_in(run_dir) -> dict[str, torch.Tensor]:
+    state = state_in(run_dir / "checkpoints" / "step_00000016")
+    return {path.removeprefix("average/"): value for path, value in state.items() if path.startswith("average/")}
+
+
+def test_the_average_of_weights_is_what_numpy_computes_and_costs_no_upload(averaged_run):
+    folder, seen = averaged_run
+    summary = summary_in(folder)
+    assert (summary["train_graphs"], summary["host_to_device_uploads_per_step"]) == (1, 0)
+    expected = {name: value.numpy() for name, value in averaged.build().state_dict().items()}
+    for t, state in enumerate(seen):
+        decay = min(averaged.DECAY, (1 + t) / (10 + t))
+        for name, value in state.items():
+            mean = decay * expected[name].astype(np.float64) + (1 - decay) * value.numpy().astype(np.float64)
+            expected[name] = mean if value.is_floating_point() else value.numpy()
+    found = average_in(folder)
+    assert found.keys() == expected.keys() and found["1.num_batches_tracked"].item() == averaged.STEPS
+    for name, value in found.items():
+        np.testing.assert_allclose(value.numpy(), expected[name], rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+def test_a_run_with_an_average_resumes_bit_identical_on_one_device_and_on_a_mesh(averaged_run, tmp_path):
+    """And has the same average on both."""
+    last = Path("checkpoints", "step_00000016")
+    for devices, whole in ((1, averaged_run[0]), (4, tmp_path / "four")):
+        resumed = tmp_path / f"resumed_{devices}"
+        for run_dir, resume in ((whole, "never"), (resumed, "must")):
+            if resume == "must":
+                shutil.copytree(whole, resumed, ignore=shutil.ignore_patterns(last.name))
+            if devices == 4:
+                done = run("tests/averaged.py", 4, run_dir, resume)
+                assert done.returncode == 0, done.stderr
+                summary = summary_in(run_dir)
+                assert (summary["train_graphs"], summary["host_to_device_uploads_per_step"]) == (1, 0)
+            elif resume == "must":
+                assert averaged.train(run_dir, resume) == 0
+        assert_identical(state_in(whole / last), state_in(resumed / last))
+    one, four = average_in(averaged_run[0]), average_in(tmp_path / "four")
+    for name, value in one.items():
+        np.testing.assert_allclose(four[name].numpy(), value.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_an_average_that_is_no_copy_is_refused():
+    model, step = torch.nn.Linear(4, 3), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="shares a tensor with model"):
+        update_average(model, model, 0.9, step)
+    with pytest.raises(ValueError, match="has other parameters or buffers than model"):
+        update_average(torch.nn.Linear(4, 2), model, 0.9, step)

@@ -1,0 +1,181 @@
+"""What is printed and not taken: a reader that went away, a terminal that closed, a full disk. Training goes on."""
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ROOT, environment_with, run, start, waits
+from run_files import read_lines, summary_in
+
+from tpu_utils.errors import run_script
+
+TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
+TINY += ["--no_tensorboard"]
+# python -c BREAK HOW NUMBERS OPTIONS...: simple_mnist_tpu.py with these descriptors broken before its first line
+BREAK = """
+import os, pty, runpy, sys
+how, numbers = sys.argv[1], map(int, sys.argv[2].split(","))
+if how == "full disk":
+    mine = os.open("/dev/full", os.O_WRONLY)
+else:
+    other, mine = os.pipe() if how == "no reader" else pty.openpty()
+    os.close(other)
+for number in numbers:
+    os.dup2(mine, number)
+sys.argv = ["simple_mnist_tpu.py", *sys.argv[3:]]
+sys.path.insert(0, os.getcwd())
+runpy.run_path("simple_mnist_tpu.py", run_name="__main__")
+"""
+# python -c TERMINAL PATH OPTIONS...: simple_mnist_tpu.py in a session of its own, with the terminal at PATH
+TERMINAL = """
+import os, runpy, sys
+os.setsid()
+terminal = os.open(sys.argv[1], os.O_RDWR)  # the first terminal that a session opens is its own
+for number in range(3):
+    os.dup2(terminal, number)
+sys.argv = ["simple_mnist_tpu.py", *sys.argv[2:]]
+sys.path.insert(0, os.getcwd())
+runpy.run_path("simple_mnist_tpu.py", run_name="__main__")
+"""
+
+
+def assert_whole(run_dir):
+    """Every line of a run with the options TINY is on disk, and so is its end."""
+    assert [line["step"] for line in read_lines(run_dir) if line["kind"] == "train"] == list(range(1, 23))
+    assert summary_in(run_dir)["steps"] == 22 and (run_dir / "checkpoints" / "step_00000022" / "done").exists()
+
+
+@pytest.mark.parametrize("how", ["full disk", "no reader", "closed terminal"])
+def test_a_run_whose_output_nobody_takes_ends_as_ever(tmp_path, how):
+    run_dir = tmp_path / "run"
+    done = run("-c", BREAK, how, "1", *TINY, "--run_dir", run_dir)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert_whole(run_dir)
+
+
+def test_a_reader_that_goes_away_in_the_middle_ends_no_run(tmp_path):
+    """As `| head -1` does."""
+    os.mkfifo(tmp_path / "pipe")
+    into = f"import os\nos.dup2(os.open({str(tmp_path / 'pipe')!r}, os.O_WRONLY), 1)"
+    script = start("-c", into + BREAK, "full disk", "2", *TINY, "--run_dir", tmp_path / "run")
+    with (tmp_path / "pipe").open() as reader:
+        assert reader.readline().startswith("device ")
+    assert script.wait() == 0
+    assert_whole(tmp_path / "run")
+
+
+@pytest.mark.parametrize("how", ["full disk", "no reader", "closed terminal"])
+def test_an_error_that_nobody_can_read_keeps_its_exit_code(tmp_path, how):
+    (tmp_path / "config.json").write_text("{}")
+    assert run("-c", BREAK, how, "1,2", *TINY, "--run_dir", tmp_path).returncode == 2
+
+
+@pytest.mark.slow
+def test_outputs_that_are_closed_at_the_start_stay_out_of_the_runs_files(tmp_path):
+    """A file that the run opens would otherwise get the number of stdout or stderr, and what the runtime prints."""
+    command = [sys.executable, "simple_mnist_tpu.py", *TINY, "--run_dir", str(tmp_path / "run")]
+    shell = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *command]
+    assert subprocess.run(shell, cwd=ROOT, env=environment_with({}), timeout=600).returncode == 0
+    assert_whole(tmp_path / "run")
+
+
+TOOL = "import sys; from tpu_utils.errors import run_script\n"
+TOOL += "sys.exit(run_script(lambda: print('an answer in M\\xfcnchen') or 0, **eval(sys.argv[1])))"
+
+
+def tool(output: int, encoding="utf-8", **options) -> tuple[int, str]:
+    """(exit code, errors) of a script that prints a line to this descriptor and ends."""
+    command = [sys.executable, "-c", TOOL, repr(options)]
+    settings = dict(cwd=ROOT, env=environment_with({"PYTHONUNBUFFERED": "", "PYTHONIOENCODING": encoding}))
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=600, **settings)
+    return done.returncode, done.stderr
+
+
+@pytest.fixture
+def without_reader():
+    reader, output = os.pipe()
+    os.close(reader)
+    yield output
+    os.close(output)
+
+
+@pytest.fixture
+def full_disk():
+    output = os.open("/dev/full", os.O_WRONLY)
+    yield output
+    os.close(output)
+
+
+def test_the_interpreters_end_has_nothing_to_complain_about(without_reader, full_disk):
+    assert tool(without_reader) == (0, "")
+    assert tool(full_disk) == (0, "")
+
+
+def test_a_reader_that_does_not_keep_up_with_an_output_that_does_not_wait():
+    reader, output = os.pipe()
+    os.set_blocking(output, False)
+    os.write(output, b"." * 2**20)  # as much as goes in
+    assert tool(output) == (0, "")
+    os.close(reader), os.close(output)
+
+
+def test_what_the_terminal_cannot_show_is_shown_escaped():
+    """The name of a run directory, for one."""
+    reader, output = os.pipe()
+    assert tool(output, encoding="ascii") == (0, "")
+    assert os.read(reader, 1000) == b"an answer in M\\xfcnchen\n"
+    os.close(reader), os.close(output)
+
+
+def test_a_tool_whose_answer_is_what_it_prints_says_that_the_disk_is_full(without_reader, full_disk):
+    assert tool(full_disk, answers=True) == (1, "error: [Errno 28] No space left on device\n")
+    assert tool(without_reader, answers=True) == (0, ""), "who reads a part has what he wants"
+
+
+def test_a_lost_terminal_stops_a_run_saved(tmp_path):
+    run_dir = tmp_path / "run"
+    ours, theirs = pty.openpty()
+    options = [*TINY, "--num_epochs=500", "--run_dir", run_dir]
+    script = start("-c", TERMINAL, os.ttyname(theirs), *options)
+    shown = b""
+
+    def at_step_3():
+        nonlocal shown
+        shown += os.read(ours, 10_000)
+        return b"step      3/" in shown
+
+    waits(at_step_3, alive=script)
+    os.close(theirs)
+    os.close(ours)
+    assert script.wait() == 128 + signal.SIGHUP
+    (saved,) = (run_dir / "checkpoints").iterdir()
+    last = read_lines(run_dir)[-1]
+    assert (last["kind"], last["step"]) == ("checkpoint", int(saved.name[5:])) and (saved / "done").exists()
+
+
+def test_a_file_that_a_loader_misses_is_named_with_the_line(capsys):
+    assert run_script(lambda: len(Path("absent/rows.npy").read_bytes())) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: [Errno 2] No such file or directory: 'absent/rows.npy', at ")
+    assert "test_output.py:" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("chosen", ["", "1"])
+def test_no_color_is_respected_where_an_option_is_wrong(chosen):
+    mine, other = pty.openpty()
+    command = [sys.executable, "simple_mnist_tpu.py", "--learnin_rate", "1"]
+    variables = environment_with({}) | {"TERM": "xterm-256color", "NO_COLOR": chosen}
+    script = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=other, stderr=other)
+    os.close(other)
+    said = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(mine, 4096):
+            said += part
+    os.close(mine)
+    assert script.wait() == 2 and b"--learning_rate" in said
+    assert (b"\x1b[" in said) == (not chosen), said

@@ -1,0 +1,422 @@
+"""What the processes of a run say to each other, and what a stranger on the network can do: nothing."""
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from processes import free_port
+
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.errors import CheckpointError, DeviceError, InputError, SaveError, TrainingError
+from tpu_utils.peers import Peers
+from tpu_utils.remote import meeting as peers_module
+from tpu_utils.remote import wire
+from tpu_utils.remote.meeting import Meeting, meet_replicas, read_secret, wait_for_peers
+from tpu_utils.remote.wire import Link, Listener, ProofError, WireError
+
+SECRET = b"a secret of the run's own"
+HOME = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def together(count: int, secret: bytes = SECRET, secrets: dict | None = None, seconds: float = 60.0):
+    """run(function): what function(peers) returned for each of so many processes, here threads, in order."""
+    port = free_port()
+
+    def meet(index: int) -> Peers:
+        return wait_for_peers(index, [HOME] * count, seconds, port, (secrets or {}).get(index, secret))
+
+    with ThreadPoolExecutor(count) as pool:
+        met = list(pool.map(meet, range(count)))
+        yield lambda function: list(pool.map(function, met))
+
+
+def outcome(function, *arguments):
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return error
+
+
+def test_three_processes_agree():
+    with together(3) as run:
+        assert run(lambda p: (p.index, p.count)) == [(0, 3), (1, 3), (2, 3)]
+        assert run(lambda p: p.gather({"from": p.index})) == [[{"from": 0}, {"from": 1}, {"from": 2}]] * 3
+        assert run(lambda p: p.largest(p.index * 15)) == [30] * 3
+        assert run(lambda p: p.from_first(lambda: [p.index, None, "\u00fc"])) == [[0, None, "\u00fc"]] * 3
+        assert run(lambda p: p.with_own_links().gather(p.index)) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint64])
+def test_tensors_come_bit_by_bit(dtype):
+    values = torch.arange(6).reshape(2, 3).to(dtype)
+
+    def receive(peers):
+        tensor = values.clone() if peers.index == 0 else torch.zeros(2, 3, dtype=dtype)
+        peers.tensor_from_first(tensor)
+        return tensor
+
+    with together(3) as run:
+        for tensor in run(receive):
+            assert torch.equal(tensor.view(torch.uint8), values.view(torch.uint8))
+        assert run(lambda p: p.tensor_from_first(torch.zeros(0))) == [None] * 3
+
+
+def test_an_error_of_the_first_process_is_raised_on_all_by_its_name():
+    def fails(error):
+        raise error
+
+    with together(2) as run:
+        for error in (InputError("input"), CheckpointError("checkpoint"), TrainingError("training")):
+            for found in run(lambda p, e=error: outcome(p.from_first, lambda: fails(e))):
+                assert (type(found), str(found)) == (type(error), str(error))
+        first, second = run(lambda p: outcome(p.from_first, lambda: fails(ZeroDivisionError("zero"))))
+        assert type(first) is ZeroDivisionError
+        assert type(second) is TrainingError and str(second) == "process 0: ZeroDivisionError: zero"
+        # a name is looked up among the errors of this project alone: nothing else is made, nothing is called
+        run(lambda p: p._from_hub({"error": "run_script", "message": "x"}) if p.index == 0 else None)
+
+
+@pytest.mark.parametrize(
+    "said", [{"error": "run_script", "message": "x"}, {"error": "sys", "message": ""}, {"error": ["a"], "message": {}}]
+)
+def test_an_error_by_another_name_is_only_told(said):
+    with together(2) as run:
+        found = run(lambda p: p._from_hub(said) if p.index == 0 else outcome(p.from_first, None))[1]
+        assert type(found) is TrainingError and "process 0: " in str(found)
+
+
+@pytest.mark.parametrize("said", [None, [], "text", {"value": 1, "error": "InputError"}, {"message": ""}])
+def test_an_answer_of_another_form_is_refused(said):
+    with together(2) as run:
+        assert type(run(lambda p: p._from_hub(said) if p.index == 0 else outcome(p.from_first, None))[1]) is WireError
+        assert type(run(lambda p: p._from_hub(said) if p.index == 0 else outcome(p.gather, 1))[1]) is WireError
+
+
+def test_a_process_that_is_gone_is_told_at_once():
+    with together(2) as run:
+        run(lambda p: p._links[0].close() if p.index == 1 else None)
+        (found, _) = run(lambda p: outcome(p.gather, 1) if p.index == 0 else None)
+        assert type(found) is WireError and "process 1 (127.0.0.1) has ended or closed the connection" in str(found)
+
+
+def test_the_command_for_all_workers_is_this_one_again(tmp_path, monkeypatch):
+    """Its folder, its Python and its words, through gcloud's shell and the worker's own."""
+    folder = tmp_path / "it's a folder"
+    python = folder / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$PWD" "$0" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--run_dir", "two words"])
+    line = str(peers_module._missing(0, Meeting([HOME, HOME]), [1], 2, "")).splitlines()[-1]
+    (command,) = [word for word in shlex.split(line) if word.startswith("--command=")]
+    shell = ["bash", "-c", command.removeprefix("--command=")]
+    said = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True).stdout.splitlines()
+    assert said == [str(folder), ".venv/bin/python", "train.py", "--run_dir", "two words"]
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3.11")
+    assert " && /usr/bin/python3.11 train.py" in peers_module._own_command()
+
+
+# ---------------------------------------------------------------------------------------------------------- strangers
+
+
+@pytest.fixture
+def listener():
+    """Waits for one process, in a thread: (listener, function that returns its links)."""
+    made = Listener(HOME, 0, 2, SECRET, {HOME}, 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(made.wait, 60.0)
+        yield made, waiting.result
+        made.close()
+
+
+def stranger(port: int) -> socket.socket:
+    return socket.create_connection((HOME, port), timeout=30)
+
+
+def frame(content: bytes) -> bytes:
+    return struct.pack(">Q", len(content)) + content
+
+
+def hello(**changes) -> bytes:
+    return frame(json.dumps({"index": 1, "nonce": "0" * 32} | changes).encode())
+
+
+def closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed it. Reads whatever comes before."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+RUDE = {
+    "nothing": b"",
+    "garbage": os.urandom(200),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a huge length": struct.pack(">Q", 2**63) + b"{}",
+    "a length of 1001": frame(b"[" * 1001),
+    "no JSON": frame(b"{"),
+    "not UTF-8": frame(b"\xff\xfe"),
+    "deep": frame(b"[" * 1000),
+    "a list": frame(b"[]"),
+    "index 0": hello(index=0),
+    "index 2": hello(index=2),
+    "a negative index": hello(index=-1),
+    "an index that is true": hello(index=True),
+    "a text for an index": hello(index="1"),
+    "no nonce": hello(nonce=None),
+    "no proof": hello() + frame(b"{}"),
+    "a wrong proof": hello() + frame(b'{"proof": "00"}'),
+    "a proof that is no text": hello() + frame(b'{"proof": "\\ud800"}'),
+    "a proof not ASCII": hello() + frame('{"proof": "\u00fc"}'.encode()),
+}
+
+
+@pytest.mark.parametrize("said", RUDE)
+def test_who_does_not_prove_himself_is_not_let_in_and_the_run_still_meets(listener, said):
+    made, links = listener
+    connection = stranger(made.port)
+    with contextlib.suppress(OSError):  # it may have been turned away before it has said all
+        connection.sendall(RUDE[said])
+        connection.shutdown(socket.SHUT_WR)
+    assert closed(connection) and made.missing() == [1]
+    own = wire.connect(HOME, made.port, 1, SECRET, "process 0", 60.0)
+    (link,) = links()
+    link.send("hello")
+    assert own.receive() == "hello"
+
+
+def test_silent_callers_keep_nobody_waiting(listener):
+    made, links = listener
+    silent = [stranger(made.port) for _ in range(wire.MOST_GREETINGS - 1)]
+    wire.connect(HOME, made.port, 1, SECRET, "process 0", 60.0)
+    assert len(links()) == 1
+    for connection in silent:
+        connection.close()
+
+
+def test_a_caller_from_elsewhere_is_turned_away_unheard():
+    made = Listener(HOME, 0, 2, SECRET, {"192.0.2.1"}, 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(made.wait, 60.0)
+        assert closed(stranger(made.port))
+        assert made.turned_away == ["127.0.0.1 is no host of this run"]
+        made._allowed = {HOME}
+        wire.connect(HOME, made.port, 1, SECRET, "process 0", 60.0)
+        assert len(waiting.result()) == 1
+    made.close()
+
+
+def test_only_the_hosts_own_address_is_listened_on_and_only_until_they_have_met():
+    made = Listener(HOME, 0, 2, SECRET, None, 60.0)
+    port = f":{made.port:04X}"
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/net", kind).read_text().splitlines()[1:]]
+    assert {line[1] for line in lines if line[3] == "0A" and line[1].endswith(port)} == {f"0100007F{port}"}
+    made.close()
+    with pytest.raises(ConnectionRefusedError):
+        stranger(made.port)
+
+
+def test_a_false_process_0_learns_nothing_and_is_not_believed():
+    """Someone listens on host 0's port first: the host calls, asks for a proof and goes."""
+    server = socket.create_server((HOME, 0))
+    heard = []
+
+    def pretend():
+        connection, _ = server.accept()
+        heard.append(json.loads(connection.recv(4096)[8:]))
+        connection.sendall(frame(json.dumps({"nonce": "1" * 32, "proof": "2" * 64}).encode()))
+        heard.append(connection.recv(4096))
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(
+        DeviceError, match="does not know the secret of this run; give all hosts the same --peers_secret"
+    ):
+        wait_for_peers(1, [HOME, HOME], 60.0, server.getsockname()[1], SECRET)
+    thread.join()
+    assert heard[0].keys() == {"index", "nonce"} and heard[1] == b""
+    server.close()
+
+
+def test_a_proof_is_of_one_side_one_index_and_one_time():
+    """What was heard once opens nothing: not sent back, not for another process, not again."""
+    made = Listener(HOME, 0, 3, SECRET, None, 60.0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(made.wait, 60.0)
+        one, two = stranger(made.port), stranger(made.port)
+        one.sendall(hello(index=1))
+        challenge = json.loads(one.recv(4096)[8:])
+        two.sendall(hello(index=1, nonce=challenge["nonce"]))  # have the listener compute a proof for us
+        proof = json.loads(two.recv(4096)[8:])["proof"]
+        one.sendall(frame(json.dumps({"proof": proof}).encode()))
+        assert closed(one) and made.missing() == [1, 2]
+        made._count = 1
+        waiting.result()
+    made.close()
+
+
+def test_hosts_with_different_secrets_do_not_meet():
+    found = {}
+
+    def meet(index, port):
+        found[index] = outcome(
+            wait_for_peers, index, [HOME] * 2, 2.0, port, SECRET if index else b"another secret here"
+        )
+
+    port = free_port()
+    threads = [threading.Thread(target=meet, args=(i, port)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "does not know the secret of this run" in str(found[1])
+    assert "host 0 of 2 waited 2 s for host 1 (127.0.0.1)" in str(found[0])
+
+
+def test_the_same_host_called_twice_counts_once(listener):
+    """Its first process was killed while the others were still awaited."""
+    made, links = listener
+    made._count = 3
+    first = wire.connect(HOME, made.port, 1, SECRET, "process 0", 60.0)
+    while made.missing() != [2]:
+        time.sleep(0.01)
+    second = wire.connect(HOME, made.port, 1, SECRET, "process 0", 60.0)
+    wire.connect(HOME, made.port, 2, SECRET, "process 0", 60.0)
+    links()[0].send("hello")
+    assert second.receive() == "hello"
+    with pytest.raises(WireError):
+        first.receive()
+
+
+@pytest.mark.parametrize("said", [struct.pack(">Q", 2**40), frame(b"{"), frame(b"[" * 100_000), b"\0" * 3, b""])
+def test_a_bad_message_after_the_greeting_is_an_error_and_takes_no_memory(said):
+    ours, theirs = socket.socketpair()
+    link = Link(tcp_like(ours), "process 1", 60.0)
+    theirs.sendall(said)
+    theirs.close()
+    with pytest.raises(WireError, match="process 1"):
+        link.receive()
+
+
+def test_a_message_that_trickles_in_meets_one_deadline_for_all():
+    ours, theirs = socket.socketpair()
+    link = Link(tcp_like(ours), "process 1", 0.3)
+    ended = threading.Event()
+
+    def trickle():
+        with contextlib.suppress(OSError):
+            theirs.sendall(struct.pack(">Q", 100))
+            while not ended.wait(0.05):
+                theirs.sendall(b" ")
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    with pytest.raises(WireError, match=r"did not answer within 0\.3 s"):
+        link.receive()
+    ended.set()
+    thread.join()
+
+
+def tcp_like(connection: socket.socket):
+    """A pair of sockets has no TCP options."""
+
+    class Pair:
+        def __getattr__(self, name):
+            return (lambda *_: None) if name == "setsockopt" else getattr(connection, name)
+
+    return Pair()
+
+
+# ------------------------------------------------------------------------------------------------------------- secret
+
+
+def test_a_secret_comes_from_a_file_that_nobody_else_may_read(tmp_path):
+    file = tmp_path / "secret"
+    file.write_bytes(b"0123456789abcdef\n")
+    file.chmod(0o600)
+    assert read_secret(str(file)) == b"0123456789abcdef"
+    file.chmod(0o640)
+    with pytest.raises(InputError, match="has mode 640, so others may read it; chmod 600"):
+        read_secret(str(file))
+    file.chmod(0o600)
+    file.write_bytes(b"short\n")
+    with pytest.raises(InputError, match="holds 5 bytes, expected at least 16"):
+        read_secret(str(file))
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path / "absent", tmp_path):
+        with pytest.raises(InputError, match="cannot be read"):
+            read_secret(str(path))
+
+
+def test_an_address_of_another_machine_cannot_be_listened_on():
+    with pytest.raises(DeviceError, match=r"this host cannot listen on 192\.0\.2\.1:0, its own address in the slice"):
+        peers_module._listen(Meeting(["192.0.2.1"] * 2, SECRET), 0)
+
+
+def test_three_hundred_mutated_messages_are_refused_or_harmless(listener):
+    """Whatever a stranger says, no bad proof passes, and the run meets in the end."""
+    made, links = listener
+    random = np.random.default_rng(0)
+    base = hello() + frame(b'{"proof": "' + b"0" * 64 + b'"}')
+    for _ in range(300):
+        said = bytearray(base)
+        for place in random.integers(0, len(said), random.integers(1, 9)):
+            said[place] = random.integers(256)
+        connection = stranger(made.port)
+        with contextlib.suppress(OSError):
+            connection.sendall(bytes(said[: random.integers(1, len(said) + 1)]))
+        connection.close()
+    assert made.missing() == [1]
+    while not made._greetings.acquire(timeout=30):
+        pass
+    made._greetings.release()
+    wire.connect(HOME, made.port, 1, SECRET, "process 0", 60.0)
+    assert len(links()) == 1
+
+
+def test_errors_are_of_the_kinds_that_scripts_report():
+    assert issubclass(WireError, OSError) and issubclass(ProofError, WireError)
+
+
+def test_replicas_meet_on_loopback_with_a_secret_of_their_own(monkeypatch):
+    """What torchrun's store holds for them is an address, a port and a secret, as JSON."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of this machine for others; nobody else is asked for
+    with ThreadPoolExecutor(3) as pool:
+        met = list(pool.map(lambda index: meet_replicas(index, 3, 60.0), range(3)))
+        assert list(pool.map(lambda peers: peers.largest(peers.index), met)) == [2, 2, 2]
+    said = json.loads(store.get("peers"))
+    assert said["address"] == "127.0.0.1" and len(bytes.fromhex(said["secret"])) == 32
+
+
+def test_a_save_that_failed_on_one_process_is_raised_on_all(tmp_path):
+    """The others would go on to the next step, and wait there for it."""
+    with together(3) as meet:
+        folders = meet(lambda peers: Checkpoints(tmp_path, 1, peers))
+        folders[1]._failure = SaveError("the disk of process 1 is full")
+
+        def check(peers):
+            return outcome(folders[peers.index].check)
+
+        assert [str(found) for found in meet(check)] == ["the disk of process 1 is full"] * 3
+        assert meet(check) == [None] * 3, "said once"

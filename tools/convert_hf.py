@@ -1,0 +1,238 @@
+"""Read and write weights in Hugging Face's format.
+
+Run:     python -m tools.convert_hf import DIR RUN_DIR
+             makes a run of a folder with config.json and safetensors
+             of GPT-2, Llama or Qwen3; tools.generate samples from it
+         python -m tools.convert_hf export RUN_DIR DIR [bf16] [best]
+             writes the newest checkpoint of a run, or its best one, as a
+             folder that AutoModelForCausalLM.from_pretrained loads;
+             of a LoRA run with its adapters merged
+         python -m tools.convert_hf export RUN_DIR DIR adapter [bf16] [best]
+             writes the adapters of a LoRA run for the peft library
+"""
+
+import dataclasses
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from language.shapes import SPECIAL_TOKENS, LlamaShape, hugging_face_config, shape_of
+from language.transformer_options import TransformerConfig
+from tpu_utils.errors import InputError, SaveError, run_script
+from tpu_utils.fields import nearest
+from tpu_utils.files import read_json
+from tpu_utils.options import as_json
+
+OPTIONS = {"import": (), "export": ("bf16", "best", "adapter")}
+
+
+def parse(arguments: list[str]) -> list[str]:
+    """COMMAND FROM TO [OPTION ...]; or the process ends here, with help or with one message."""
+    if arguments in (["--help"], ["-h"]):
+        print(__doc__)
+        sys.exit(0)
+    command, *rest = arguments or [""]
+    if command not in OPTIONS or len(rest) < 2:
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)
+    try:
+        check_arguments(command, *rest)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    return arguments
+
+
+def check_arguments(command: str, source: str, target: str, *options: str) -> None:
+    """Raises InputError for what can be known to be wrong before torch is imported."""
+    allowed = OPTIONS[command]
+    for number, option in enumerate(options):
+        if option not in allowed or option in options[:number]:
+            some = f"expected {', '.join(allowed)}, each once" if allowed else f"{command} has no options"
+            raise InputError(f"{option!r:.60} is no option here; {some}{nearest(option, allowed)}")
+    if any(path.startswith("gs://") for path in (source, target)):
+        raise InputError("found gs://; expected local folders; copy a bucket's with gcloud storage cp -r")
+    try:
+        if not Path(source).is_dir():
+            found = "a file" if Path(source).exists() else "no such folder"
+            raise InputError(f"{source}: {found}; expected a folder, as --help says")
+        if command == "import":
+            shape_of(read_json(Path(source, "config.json"), "a Hugging Face model"), f"{source}/config.json")
+        target_path = Path(target)
+        if target_path.exists() and not (target_path.is_dir() and not any(target_path.iterdir())):
+            raise InputError(f"{target} is there already; expected a new or an empty folder; choose another")
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; expected a folder, as --help says") from error
+
+
+if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
+    arguments = parse(sys.argv[1:])
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # all is computed on the host; left unset, torch_xla warns
+
+import torch
+
+from language.hf_files import (
+    CONFIG,
+    MOST_BYTES,
+    TOKENIZER_FILES,
+    copy_tokenizer,
+    open_weights,
+    read_config,
+    write_json,
+    write_weights,
+)
+from language.hf_layout import sources
+from language.run_weights import (
+    PREFIX,
+    TOKENIZER,
+    adapter_names,
+    read_merged,
+    read_parameter,
+    read_run,
+    tokenizer_folders,
+)
+from tpu_utils.checkpoint import has_room, room
+from tpu_utils.checkpoint.saved import Saved
+from tpu_utils.checkpoint.streaming import stream_tensors, write_checkpoint
+from tpu_utils.checkpoint.tensor_files import Kind
+from tpu_utils.files import written_aside
+from tpu_utils.run_dir import write_config
+
+
+def import_weights(folder: Path, run_dir: Path) -> None:
+    """Write a run at step 0: weights, no optimizer state. One parameter is in memory at a time."""
+    found = read_config(folder)
+    config = TransformerConfig(
+        dataset="tokens",
+        model_config=json.dumps(hugging_face_config(shape_of(found), tokens=found)),
+        tokenizer=str(run_dir.resolve() / TOKENIZER) if (folder / "tokenizer.json").exists() else "",
+    )
+    weights = open_weights(folder, config.shape)  # the run's context may be shorter than the model's
+    if all(weights.kind(name).dtype == torch.bfloat16 for name in weights.names):
+        config = dataclasses.replace(config, precision="bfloat16")
+    kinds = {PREFIX + name: Kind(weights.kind(name).shape, torch.float32) for name in weights.names}
+    check_room(run_dir, kinds)
+    with written_aside(run_dir) as aside:
+        (aside / TOKENIZER).mkdir()
+        copy_tokenizer(folder, aside / TOKENIZER, (*TOKENIZER_FILES, CONFIG))
+        run_id = secrets.token_hex(8)
+        tensors = ((PREFIX + name, weights.read(name).float()) for name in weights.names)
+        write_checkpoint(
+            aside / "checkpoints" / "step_00000000", 0, run_id, {"config": as_json(config)}, kinds, tensors
+        )
+        write_config(aside, {**as_json(config), "run_id": run_id})
+    print(f"{run_dir}: step 0, {config.shape}, from {weights.kind('token_embedding').dtype}")
+
+
+def export(
+    run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: str = "newest", most_bytes: int = MOST_BYTES
+) -> None:
+    """The newest or the best checkpoint of a run. One parameter is in memory at a time."""
+    config, saved = read_run(run_dir, checkpoint)
+    shape = config.shape
+    scale = config.lora_alpha / config.lora_rank if config.lora_rank else 0.0
+    check_room(folder, {name: Kind(source.size, dtype) for name, source in sources(shape).items()})
+    with written_aside(folder) as aside:
+        write_weights(aside, shape, dtype, their_tensors(shape, saved, scale, dtype), most_bytes)
+        known = special_tokens(config)
+        described = hugging_face_config(shape, str(dtype).removeprefix("torch."), known)
+        if config.model_config and isinstance(shape, LlamaShape):  # the model's context may be longer than the run's
+            longest = shape_of(json.loads(config.model_config)).sequence_length
+            described["max_position_embeddings"] = max(longest, shape.sequence_length)
+        write_json(aside / CONFIG, described)
+        copied = copy_tokenizer(tokenizer_folder(run_dir, config), aside)
+        if "generation_config.json" not in copied:
+            write_json(aside / "generation_config.json", {"_from_model_config": True, **known})
+    print(f"{folder}: step {saved.step}, {shape}, {dtype}{', with ' + ', '.join(copied) if copied else ''}")
+    wanted = config.tokenizer or config.initial_weights
+    if wanted and wanted not in ("bytes", "gpt2") and "tokenizer.json" not in copied:
+        print(f"{folder}: without a tokenizer, because {wanted} has no tokenizer.json any more; copy it there by hand")
+
+
+def their_tensors(shape, saved: Saved, scale: float, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, source in sources(shape).items():
+        value = read_merged(saved, name, scale).to(dtype)
+        yield from source.split(value)
+
+
+def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: str = "newest") -> None:
+    """The adapters of a LoRA run as peft has them, and no other weight."""
+    config, saved = read_run(run_dir, checkpoint)
+    if not config.lora_rank:
+        raise InputError(f"{run_dir} has no adapters; expected a run with --lora_rank; leave `adapter` out")
+    kinds, modules = {}, set()
+    for _, name, size, _ in adapters(config.shape, config.lora_rank):
+        kinds[name] = Kind(size, dtype)
+        modules.add(name.split(".")[-3])
+    check_room(folder, kinds)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for ours, name, size, part in adapters(config.shape, config.lora_rank):
+            value = read_parameter(saved, ours).view(-1, *size)[part]
+            yield name, value.to(dtype)
+
+    with written_aside(folder) as aside:
+        stream_tensors(aside / "adapter_model.safetensors", kinds, tensors(), {"format": "pt"})
+        write_json(
+            aside / "adapter_config.json",
+            {
+                **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank},
+                **{"lora_alpha": config.lora_alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False},
+                **{"target_modules": sorted(modules), "base_model_name_or_path": config.initial_weights},
+                **{"inference_mode": True, "modules_to_save": None, "init_lora_weights": True},
+            },
+        )
+        copy_tokenizer(tokenizer_folder(run_dir, config), aside)
+    print(f"{folder}: step {saved.step}, adapters of rank {config.lora_rank}, {dtype}: {', '.join(sorted(modules))}")
+
+
+def adapters(shape: LlamaShape, rank: int) -> Iterator[tuple[str, str, tuple[int, int], int]]:
+    """(our name, peft's name, peft's shape, index of it in ours) of every adapter: ours may stack several of peft's."""
+    for name, source in sources(shape).items():
+        if "_weight." not in name:
+            continue
+        out, inside = source.part
+        for ours, letter, size in zip(adapter_names(name), "AB", ((rank, inside), (out, rank)), strict=True):
+            for part, theirs in enumerate(source.names):
+                yield ours, f"base_model.model.{theirs.removesuffix('.weight')}.lora_{letter}.weight", size, part
+
+
+def special_tokens(config: TransformerConfig) -> dict:
+    """Numbers of the tokens that begin and end a text, as far as the run knows them."""
+    if config.model_config:
+        found = json.loads(config.model_config)
+        return {name: found.get(name) for name in SPECIAL_TOKENS}
+    ends = {257: 256, 50257: 50256}.get(config.shape.vocab_size) if config.dataset != "synthetic" else None
+    return dict.fromkeys(SPECIAL_TOKENS[:2], ends)
+
+
+def tokenizer_folder(run_dir: Path, config: TransformerConfig) -> Path:
+    """Where the files of the run's tokenizer are: in the run, or where its tokenizer or its weights came from."""
+    places = tokenizer_folders(run_dir, config)
+    return next((place for place in places if any((place / name).exists() for name in TOKENIZER_FILES)), places[0])
+
+
+def check_room(target: Path, kinds: dict[str, Kind]) -> None:
+    """Raises SaveError if the disk lacks room, before anything is written: a full disk breaks other programs too."""
+    needed = sum(kind.num_bytes for kind in kinds.values()) + 2**25
+    folder = next(path for path in target.resolve().parents if path.exists())
+    if not has_room(folder, needed):
+        raise SaveError(f"{target} needs {needed / 2**20:,.0f} MiB, but {room(folder)} at {folder}; make room there")
+
+
+def main(arguments: list[str]) -> int:
+    command, source, target, *options = arguments
+    if command == "import":
+        import_weights(Path(source), Path(target))
+        return 0
+    write = export_adapter if "adapter" in options else export
+    dtype = torch.bfloat16 if "bf16" in options else torch.float32
+    write(Path(source), Path(target), dtype, "best" if "best" in options else "newest")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(lambda: main(arguments), answers=True))

@@ -1,0 +1,143 @@
+"""How fast is this chip at one thing alone: a matrix product, a pass over
+memory, a collective between all devices?
+
+Run:     python -m tools.on_chip.chip_peaks product --sizes 1024,4096
+         python -m tools.on_chip.chip_peaks copy --sizes 256              # MiB
+         python -m tools.on_chip.chip_peaks all-reduce --sizes 1,64       # MiB
+         python -m tools.on_chip.chip_peaks product --sizes 4096 --compile_for v5litepod-1
+Prints:  one JSON object {size: figures}; milliseconds of one program are the
+         median of 5 rounds, with the lowest and the highest. --compile_for asks
+         the TPU compiler about the (one) program instead of running it.
+
+product: 8 to 64 bfloat16 products of n x n, one after the other, on one device;
+more of smaller ones, so that the host keeps up. copy:
+one is added to each of so many MiB of float32, on one device: each is read once
+and written once. Collectives: of so many MiB of float32, over all devices; what
+is gathered, reduced or exchanged is that large in all.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import numpy as np
+
+from config import TrainConfig
+from tpu_utils.environment import choose_device
+from tpu_utils.errors import InputError, run_script
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
+ROUNDS, MIB = 5, 2**20
+
+
+def build(kind: str, size: int):
+    """(compiled step, its input on the device, FLOPs of the step, bytes it reads and writes)."""
+    import torch
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
+    count, device = xr.global_runtime_device_count(), torch_xla.device()
+    random = np.random.default_rng(0)
+    if kind == "product":
+        x = random.standard_normal((size, size), np.float32) / size**0.5  # so that a chain of them stays finite
+        products = min(64, 8 * max(1, 4096 // size) ** 2)
+
+        def step(x):
+            y = x
+            for _ in range(products):
+                y = y @ x
+            return y
+
+        return torch_xla.compile(step), torch.from_numpy(x).bfloat16().to(device), products * 2 * size**3, None
+    rows = size * MIB // 4 // 1024
+    if kind == "copy":
+        x = torch.from_numpy(random.standard_normal((rows, 1024), np.float32)).to(device)
+        return torch_xla.compile(lambda x: x.add_(1)), x, None, 2 * size * MIB
+    mesh = xs.Mesh(np.arange(count), (count,), ("all",))
+
+    def step(x):
+        if kind in ("all-reduce", "reduce-scatter"):  # each device has a summand of this size
+            y, spec = x.sum(0), (None, None) if kind == "all-reduce" else ("all", None)
+        elif kind == "all-gather":
+            y, spec = x.flatten(0, 1), (None, None)
+        else:
+            y, spec = x.flip(0), ("all", None, None)  # the first device and the last change places, and so on
+        xs.mark_sharding(y, mesh, spec)
+        return y
+
+    # all-gather and permutation: each device has a shard; all-reduce and reduce-scatter: each has a whole summand
+    shape = (count, rows, 1024) if kind in ("all-reduce", "reduce-scatter") else (count, max(1, rows // count), 1024)
+    x = torch.from_numpy(random.standard_normal(shape, np.float32)).to(device)
+    xs.mark_sharding(x, mesh, ("all", None, None))
+    torch_xla.sync()
+    return torch_xla.compile(step), x, None, None
+
+
+def time_step(step, x) -> dict[str, float]:
+    """Milliseconds of one execution: many are dispatched, and waited for once. host_ms: CPU time of this thread for
+    each; where it is as long, the host was measured and not the device."""
+    import torch_xla.core.xla_model as xm
+
+    def seconds(times: int) -> float:
+        xm.wait_device_ops()
+        start = time.perf_counter()
+        for _ in range(times):
+            result = step(x)
+        xm.wait_device_ops()
+        del result
+        return (time.perf_counter() - start) / times
+
+    began = time.perf_counter()
+    result = step(x)  # compiles
+    xm.wait_device_ops()
+    compile_seconds = time.perf_counter() - began
+    # all results may be in device memory at once until the host frees them; an update in place allocates none
+    room = 200 if result is x else 2**31 // (result.numel() * result.element_size())
+    times = max(2, min(200, room, int(0.2 / seconds(2))))
+    cpu = time.thread_time()
+    rounds = [seconds(times) * 1e3 for _ in range(ROUNDS)]
+    host_ms = (time.thread_time() - cpu) / (ROUNDS * times) * 1e3
+    figures = dict(ms=statistics.median(rounds), ms_low=min(rounds), ms_high=max(rounds), host_ms=host_ms)
+    return figures | {"compile_seconds": compile_seconds}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("product", "copy", *COLLECTIVES))
+    parser.add_argument("--sizes", required=True, help="product: n of n x n; others: MiB; separated by commas")
+    parser.add_argument("--device", choices=("auto", "tpu", "cpu"), default="auto")
+    parser.add_argument("--compile_for", default="", metavar="SLICE")
+    options = parser.parse_args()
+    if not all(size.isdecimal() and int(size) for size in options.sizes.split(",")):
+        raise InputError(f"sizes is {options.sizes}; expected whole numbers above 0 such as 1024,4096")
+    sizes = [int(size) for size in options.sizes.split(",")]
+    choose_device(TrainConfig(device=options.device, compile_for=options.compile_for))
+    import torch_xla.runtime as xr
+
+    if options.kind in COLLECTIVES:
+        if xr.global_runtime_device_count() == 1:
+            raise InputError(f"{options.kind} needs several devices; found one")
+        xr.use_spmd()
+    if options.compile_for:
+        from tpu_compiler.ask import compile_for
+
+        step, x, flops, _ = build(options.kind, sizes[0])
+        return compile_for(options.compile_for, step, x, examples=1, model_flops=flops)
+    found = {}
+    for size in sizes:
+        step, x, flops, moved = build(options.kind, size)
+        figures = found[str(size)] = time_step(step, x)
+        if flops:
+            figures["tflops"] = flops / figures["ms"] / 1e9
+        if moved:
+            figures["gb_per_s"] = moved / figures["ms"] / 1e6
+        del step, x
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, answers=True))

@@ -1,0 +1,430 @@
+"""Draw what runs left behind: losses, accuracy, throughput, where time went.
+
+Run:     python -m tools.plot_run runs/first
+             writes runs/first/plot.png
+         python -m tools.plot_run runs/a runs/b runs/c --output compare.png
+             several runs in one picture
+         python -m tools.plot_run runs/first --script simple_mnist_tpu.py
+             also the test images that the run misreads
+
+Expect:  the path of each picture written; with --script a second one,
+         *_misread.png, for each run. A run may be unfinished or resumed; what
+         is missing or damaged is named on stderr. A picture that cannot be
+         drawn costs no other one; the exit code is 2 then.
+"""
+
+import io
+import math
+import os
+import sys
+from array import array
+from dataclasses import dataclass, field
+from importlib import util
+from inspect import signature
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+import numpy as np
+import tyro
+
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.files import read_json, write_atomically
+from tpu_utils.log import DamagedLines, read_records
+
+matplotlib.use("Agg")  # no display on a TPU VM
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+matplotlib.rcParams["agg.path.chunksize"] = 10_000  # a million points: a fifth of the memory
+PHASE_COLOURS = {
+    "start_up": "#9d9d9d",
+    "restore": "#5e5e5e",
+    "compile": "#8c6bb1",
+    "data_wait": "#d7301f",
+    "step": "#2b8a3e",
+    "evaluation": "#2b7bba",
+    "checkpoint": "#f0a202",
+    "other": "#d9d9d9",
+}
+SUFFIXES = (".png", ".pdf", ".svg")
+MOST_RUNS = 100  # in a picture: its height grows with them
+LARGEST = 1e300  # of a value: above it matplotlib's arithmetic overflows
+LOSSES = [("train", "loss", "-"), ("eval", "test_loss", "--"), ("eval", "validation_loss", "--")]
+"""(kind of record in metrics.jsonl, field, line style), as in PANELS."""
+PANELS = [
+    ("accuracy (%)", [("eval", "accuracy", "-"), ("eval", "hellaswag_accuracy", "-")], 100.0),
+    ("learning rate", [("train", "learning_rate", "-")], 1.0),
+    ("throughput (examples per second)", [("train", "examples_per_second", "-")], 1.0),
+    ("throughput (tokens per second)", [("train", "tokens_per_second", "-")], 1.0),
+]
+"""Title, curves and scale of each."""
+DRAWN = {(kind, name) for curves in (LOSSES, *(curves for _, curves, _ in PANELS)) for kind, name, _ in curves}
+EVALUATED = dict(marker="D", markersize=6, markerfacecolor="white", zorder=3)
+"""Marker of evaluation values, which tells a single one from the dots of the training."""
+
+
+@dataclass(frozen=True)
+class PlotConfig:
+    """What to draw and where to."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """Run directories."""
+    script: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Of image classifiers: the script that trained the runs. Draws the test images that each one misreads too."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A .png, .pdf or .svg file. Without it RUN/plot.png, for several runs plot.png in the current folder."""
+    debug: bool = False
+    """Show the traceback of an error instead of its message alone."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """What is drawn of metrics.jsonl. curves: by kind and field, the steps in order, each once, and the values."""
+
+    curves: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]
+    num_lines: int = 0
+    last_step: int = 0
+    loss_floor: float | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is drawn of summary.json. goodput: the seconds of each phase."""
+
+    steps: int
+    loss_floor: float | None
+    goodput: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory says. summary is None when the run has not come to its end."""
+
+    folder: Path
+    log: Log
+    summary: Summary | None
+
+    @property
+    def loss_floor(self) -> float | None:
+        """Best possible loss in nats, of synthetic data; None where nobody knows it, or the run has not said it yet."""
+        known = self.summary and self.summary.loss_floor
+        return self.log.loss_floor if known is None else known
+
+    def curve(self, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, values) of a field; what was not finite is nan: a gap in the curve."""
+        return self.log.curves.get((kind, name), (np.empty(0, int), np.empty(0)))
+
+
+def warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def number(found: object) -> float:
+    """A value of a run's files; nan for null, not finite, or beyond LARGEST. Raises ValueError for what is none."""
+    if found is None:
+        return math.nan
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ValueError(f"{found!r:.60} is no number")
+    return float(found) if -LARGEST <= found <= LARGEST else math.nan
+
+
+def read_log(path: Path) -> Log:
+    """What metrics.jsonl has of curves; what is missing or damaged is named on stderr and left out.
+
+    Only what is drawn is kept, 16 bytes a value, however long the file. A later line replaces one of the same step.
+    """
+    if not path.exists():
+        warn(f"{path} is missing: this run has logged nothing yet, or the file was not copied with it")
+        return Log({})
+    columns = {key: (array("q"), array("d")) for key in DRAWN}
+    damaged, num_lines, last_step, loss_floor = DamagedLines(path), 0, 0, math.nan
+    for place, _, record in read_records(path):
+        try:
+            if record is None:
+                raise ValueError("it is no line of a run")
+            kind, step = record["kind"], record["step"]
+            values = {name: number(record[name]) for name in record if (kind, name) in DRAWN}
+            floor = number(record.get("loss_floor"))
+        except ValueError:
+            damaged.add(place)
+            continue
+        for name, value in values.items():
+            columns[kind, name][0].append(step)
+            columns[kind, name][1].append(value)
+        num_lines, last_step = num_lines + 1, max(last_step, step)
+        loss_floor = loss_floor if math.isnan(floor) else floor
+    damaged.warn()
+    if not num_lines:
+        warn(f"{path} holds no lines: the run has not come to its first log line")
+    curves = {}
+    for key, column in columns.items():
+        steps, values = (np.asarray(part)[::-1] for part in column)
+        steps, last = np.unique(steps, return_index=True)
+        if len(steps):
+            curves[key] = steps, values[last]
+    return Log(curves, num_lines, last_step, None if math.isnan(loss_floor) else loss_floor)
+
+
+def read_summary(path: Path) -> Summary | None:
+    """Raises InputError when it is there, but not as a run writes it."""
+    if not path.exists():
+        return None
+    found = read_json(path, "what a run writes at its end; delete it to draw the run as unfinished")
+    seconds, steps = found.get("goodput") or {}, found.get("steps", 0)
+    try:
+        if type(steps) is not int:
+            raise ValueError(f"steps is {steps!r:.60}, no whole number")
+        if not isinstance(seconds, dict):
+            raise ValueError(f"goodput is {seconds!r:.60}, no object")
+        goodput = {}
+        for phase, value in seconds.items():
+            known = phase if phase in PHASE_COLOURS else "unknown"
+            goodput[known] = goodput.get(known, 0.0) + number(value)
+        if not all(value >= 0 for value in goodput.values()):
+            raise ValueError("goodput has seconds below 0, or not finite")
+        floor = number(found.get("loss_floor"))
+    except ValueError as error:
+        raise InputError(
+            f"{path}: {error}; expected what a run writes at its end; delete it to draw the run as unfinished"
+        ) from error
+    return Summary(steps, None if math.isnan(floor) else floor, goodput)
+
+
+def read_run(folder: Path) -> Run:
+    """Raises InputError when the folder is no run directory, or its files are not what a run writes."""
+    if str(folder).startswith("gs:/"):
+        raise InputError(f"{folder} is in a bucket; fetch it first: gcloud storage cp -r gs://BUCKET/RUN runs/")
+    if not folder.is_dir():
+        others = sorted(path.parent.name for path in folder.parent.glob("*/config.json"))
+        there = f"; runs in {folder.parent}: {', '.join(others[:8])}" if others else ""
+        raise InputError(f"{folder} is not there, or no folder; expected a run directory{there}")
+    if not (folder / "config.json").exists():
+        inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
+        hint = f"; there are runs in it: {' '.join(inside[:8])}" if inside else "; check the path"
+        raise InputError(f"{folder} holds no config.json; expected a run directory{hint}")
+    read_json(folder / "config.json", "what a training script wrote")  # not drawn; it proves that this is a run
+    log, summary = read_log(folder / "metrics.jsonl"), read_summary(folder / "summary.json")
+    if summary and summary.steps < log.last_step:
+        warn(f"{folder}/summary.json is of step {summary.steps}, but the run is at {log.last_step}: left out")
+        summary = None
+    return Run(folder, log, summary)
+
+
+def names_of(runs: list[Run]) -> list[str]:
+    """A name for each run: the folder's, with as many parents as it takes to tell them apart."""
+    paths = [run.folder.resolve().parts for run in runs]
+    for depth in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def as_text(name: str) -> str:
+    """A name as matplotlib can draw it: it takes what stands between two $ for a formula."""
+    short = name if len(name) <= 40 else f"...{name[-37:]}"
+    return "".join(letter if letter.isprintable() else "?" for letter in short).replace("$", r"\$")
+
+
+def draw_curves(axes, runs, colours, title, curves, scale=1.0) -> None:
+    """curves: (kind, field, line style) each, drawn for every run that has it."""
+    for run, colour in zip(runs, colours, strict=True):
+        for kind, name, style in curves:
+            steps, values = run.curve(kind, name)
+            few = np.isfinite(values).sum() <= 30  # a marker for each, and a single value stays visible
+            marker = (EVALUATED if style == "--" else dict(marker="o", markersize=3.5)) if few else {}
+            if len(steps):
+                axes.plot(steps, values * scale, style, color=colour, linewidth=1.5, label=name, **marker)
+            if len(steps) == 1:
+                near = dict(xytext=(-7, 5), textcoords="offset points", ha="right", fontsize=9, color=colour)
+                axes.annotate(f"{values[0] * scale:.4g}", (steps[0], values[0] * scale), **near)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    axes.grid(alpha=0.3)
+
+
+def draw_loss(axes, runs: list[Run], colours) -> None:
+    draw_curves(axes, runs, colours, "loss (nats)", LOSSES)
+    styles = [Line2D([], [], color="0.3", linestyle="-", label="training")]
+    drawn = {line.get_label() for line in axes.lines}
+    if drawn & {"test_loss", "validation_loss"}:
+        styles.append(Line2D([], [], color="0.3", linestyle="--", label="evaluation", **EVALUATED))
+    floors = {}
+    for run, colour in zip(runs, colours, strict=True):
+        if run.loss_floor is not None and run.log.num_lines:
+            floors.setdefault(run.loss_floor, []).append(colour)
+    for floor, of in floors.items():
+        colour = of[0] if len(of) < len(runs) else "black"
+        axes.axhline(floor, color=colour, linestyle=":", linewidth=1.5, label="loss_floor")
+        styles.append(Line2D([], [], color=colour, linestyle=":", label=f"floor {floor:.4f}: no model can do better"))
+    values = np.concatenate([line.get_ydata() for line in axes.lines] or [np.ones(1)]).astype(float)
+    values = values[np.isfinite(values)]
+    decades = np.log10(values.max()) - np.log10(values.min()) if len(values) and values.min() > 0 else 0.0
+    if decades > math.log10(20):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 4 else (1,)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_title("loss (nats, logarithmic)", loc="left", fontsize=11)
+    axes.legend(handles=styles, fontsize=9)
+
+
+def draw_goodput(axes, runs: list[Run], names: list[str]) -> None:
+    """One bar for each run: the share of each phase in its wall time."""
+    for row, run in enumerate(runs):
+        seconds = run.summary.goodput if run.summary else {}
+        total, left = sum(seconds.values()), 0.0
+        if not total:
+            axes.text(1, row, "known when the run has ended", va="center", fontsize=9, color="0.4")
+            continue
+        for phase, value in seconds.items():
+            share = 100 * value / total
+            axes.barh(row, share, left=left, color=PHASE_COLOURS.get(phase, "black"), label=phase, height=0.6)
+            if share >= 6:
+                text = f"{share:.0f} %"
+                colour = "black" if phase == "other" else "white"
+                axes.text(left + share / 2, row, text, ha="center", va="center", color=colour, fontsize=8)
+            left += share
+        axes.text(101, row, f"{total:,.0f} s", va="center", fontsize=9)
+    if len(runs) > 1:
+        axes.set_yticks(range(len(runs)), names)
+    else:
+        axes.set_yticks([])
+    axes.set_ylim(len(runs) - 0.4, -0.6)  # the first run on top
+    axes.set_xlim(0, 112)
+    axes.set_xticks(range(0, 101, 20))
+    axes.set_xlabel("share of wall time (%)")
+    axes.set_title("where the time went (of the process that ended the run)", loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    present = [phase for phase in PHASE_COLOURS if phase in {bar.get_label() for bar in axes.containers}]
+    handles = [Patch(color=PHASE_COLOURS[phase], label=phase.replace("_", " ")) for phase in present]
+    axes.figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=9, frameon=False)
+
+
+def plot(runs: list[Run]) -> Figure:
+    """One figure of all runs. Panels for which no run has a value are left out."""
+    if len(runs) <= 10:
+        colours = [matplotlib.colormaps["tab10"](i) for i in range(len(runs))]
+    else:
+        colours = [matplotlib.colormaps["turbo"](x) for x in np.linspace(0.05, 0.95, len(runs))]
+    names = [as_text(name) for name in names_of(runs)]
+    panels = [
+        (title, curves, scale)
+        for title, curves, scale in PANELS
+        if any(len(run.curve(kind, name)[0]) for run in runs for kind, name, _ in curves)
+    ]
+    # two columns: the loss, then what there is; the bars take the whole width below
+    num_rows = (len(panels) + 2) // 2
+    bars = 1.1 + 0.32 * len(runs)
+    legend = 0.35 + 0.24 * math.ceil(len(runs) / 2)
+    figure = Figure(figsize=(12, 3.4 * num_rows + bars + legend), layout="constrained")
+    grid = figure.add_gridspec(num_rows + 1, 2, height_ratios=[3.4] * num_rows + [bars])
+    # an odd number of panels: the loss takes the whole first row
+    wide = (len(panels) + 1) % 2
+    loss = figure.add_subplot(grid[0, :] if wide else grid[0, 0])
+    draw_loss(loss, runs, colours)
+    for place, (title, curves, scale) in enumerate(panels, 1 + wide):
+        axes = figure.add_subplot(grid[place // 2, place % 2], sharex=loss)
+        draw_curves(axes, runs, colours, title, curves, scale)
+        if title.startswith("throughput"):
+            highest = np.nanmax([np.nanmax(line.get_ydata(), initial=0.0) for line in axes.lines], initial=0.0)
+            axes.set_ylim(0, 1.08 * highest or 1.0)
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if title.startswith("accuracy"):
+            axes.set_ylim(top=min(axes.get_ylim()[1], 100.5))
+        if title.startswith("learning"):
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+    draw_goodput(figure.add_subplot(grid[num_rows, :]), runs, names)
+    states = ["" if run.summary else f" (unfinished, step {run.log.last_step:,})" for run in runs]
+    labels = [name + state for name, state in zip(names, states, strict=True)]
+    handles = [Line2D([], [], color=c, linewidth=4, label=label) for c, label in zip(colours, labels, strict=True)]
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(2, len(runs)), fontsize=10, frameon=False)
+    return figure
+
+
+def draw_misread(script: Path, folder: Path) -> Figure:
+    """The test images that the last checkpoint of a run misreads. script: what has trained it, with its build_model()
+    and load_dataset(). Raises InputError for a run of another script, and for images that cannot be drawn."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # nothing runs on a device; left unset, torch_xla warns
+    import torch  # only here, as in the script
+
+    from images.misread import find_misread, misread_figure
+    from tpu_utils.checkpoint.loading import CheckpointReader
+    from tpu_utils.options import resolve_stored
+
+    spec = util.spec_from_file_location("drawn_script", script)
+    if spec is None or not script.is_file():
+        raise InputError(f"{script}: no such script; expected the one that trained {folder}")
+    module = util.module_from_spec(spec)
+    sys.path.insert(0, str(script.resolve().parent))
+    spec.loader.exec_module(module)
+    if not all(hasattr(module, name) for name in ("train", "build_model", "load_dataset")):
+        raise InputError(f"{script} has no train(), build_model() and load_dataset(); expected a script for images")
+    config = resolve_stored(signature(module.train).parameters["config"].annotation, str(folder), "must")
+    saved = CheckpointReader(folder / "checkpoints").load("must")
+    dataset = module.load_dataset(config)
+    torch.manual_seed(config.seed)
+    model = module.build_model(config, dataset)
+    model.load_state_dict(saved.part("model"))
+    found = find_misread(model, dataset, saved.step)
+    print(f"{folder}: {found}")
+    if found.images is None:
+        raise InputError(
+            f"images are {dataset.test_images.shape[1:]}; expected grey (H, W), or of three colours (3, H, W); floats "
+            "(H, W) beyond 0 to 1 may be sequences: give pictures as (1, H, W)"
+        )
+    return misread_figure(found)
+
+
+def save(figure: Figure, path: Path) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], dpi=110)
+    write_atomically(path, content.getvalue())
+    print(path)
+
+
+def main() -> int:
+    config = tyro.cli(
+        PlotConfig,
+        prog="plot_run",
+        description=__doc__,
+        use_underscores=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    folders = list({folder.resolve(): folder for folder in config.runs}.values())  # a run given twice is drawn once
+    if not folders:
+        raise InputError("no run was named; expected at least one run directory, for example runs/first")
+    if len(folders) > MOST_RUNS:
+        raise InputError(f"{len(folders)} runs were named; expected at most {MOST_RUNS} in one picture; draw fewer")
+    output = config.output or (folders[0] / "plot.png" if len(folders) == 1 else Path("plot.png"))
+    if output.suffix not in SUFFIXES:
+        raise InputError(f"output is {output}; expected a name that ends with one of {', '.join(SUFFIXES)}")
+    if config.output and not output.parent.is_dir():
+        raise InputError(f"the folder of output {output} is not there; make it first: mkdir -p {output.parent}")
+    runs = [read_run(folder) for folder in folders]
+    if not any(run.log.num_lines for run in runs):
+        raise InputError(
+            f"there is nothing to draw: no line in {', '.join(str(run.folder / 'metrics.jsonl') for run in runs)}; "
+            "wait for a run's first log line"
+        )
+    save(plot(runs), output)
+    not_drawn = []
+    for run, name in zip(runs, names_of(runs), strict=True) if config.script else []:
+        tag = "" if len(runs) == 1 else "_" + name.replace("/", "_").strip(".")
+        path = output.with_name(f"{output.stem}_misread{tag}.png")
+        try:
+            save(draw_misread(config.script, run.folder), path)
+        except (ValueError, TypeError) as error:  # InputError, and what matplotlib says of images it cannot draw
+            not_drawn.append(f"{error}; {path} is not drawn")
+    if not_drawn:
+        raise InputError("\n".join(not_drawn))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,138 @@
+"""Turn text files into llm.c token shards for transformer_tpu.py.
+
+Run:     python -m tools.prepare_data input.txt --output datasets/shakespeare
+             bytes, no download
+         python -m tools.prepare_data corpus/ --output data/c --tokenizer gpt2
+             GPT-2 BPE through tiktoken
+         python -m tools.prepare_data corpus/ --output data/c --tokenizer Qwen3/
+             the tokenizer.json of a model from Hugging Face
+         python -m tools.prepare_data hellaswag_val.jsonl --output datasets/ \\
+             --tokenizer gpt2 --hellaswag
+
+Then:    python transformer_tpu.py --dataset tokens --data_dir datasets \\
+             --vocab_size 257 --train_data 'shakespeare_train_*.bin' \\
+             --validation_data 'shakespeare_val_*.bin'
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from language.llmc_files import (
+    MOST_QUESTION_BYTES,
+    MOST_QUESTIONS,
+    MOST_SHORT_TOKENS,
+    MultipleChoice,
+    write_hellaswag,
+    write_token_shard,
+)
+from language.token_data import read_documents, split_documents
+from language.tokenizer import Tokenizer, load_tokenizer
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.files import lines_of, open_regular, parse_json
+
+LONGEST_LINE = 1 << 20  # bytes of a HellaSwag question; they have about a thousand
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """What to read and what to write."""
+
+    input: Annotated[Path, tyro.conf.Positional]
+    """A UTF-8 text file, or a folder of them; with --hellaswag its JSON lines."""
+    output: Path
+    """Shards become OUTPUT_train_000000.bin, ... and OUTPUT_val_000000.bin, ..."""
+    tokenizer: str = "bytes"
+    """bytes: vocabulary 257. gpt2: vocabulary 50257; tiktoken downloads its files once. Else a tokenizer.json, or the
+    folder that has it and the files which name its end token. The shards record the vocabulary."""
+    document_separator: str = ""
+    """What divides documents inside a file. Empty: a file is one document."""
+    validation_fraction: float = 0.1
+    """Share of the bytes that is for validation."""
+    shard_tokens: int = 100_000_000
+    """Most tokens in a shard."""
+    hellaswag: bool = False
+    """Write OUTPUT/hellaswag_val.bin for transformer_tpu.py --hellaswag."""
+    debug: bool = False
+    """Show the traceback of an error instead of its message alone."""
+
+
+def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shard_tokens: int) -> None:
+    """Before every document stands the end token, and the tokenizer's begin token if it has another one. A document may
+    begin in one shard and end in the next, as in llm.c."""
+    dtype = np.uint16 if tokenizer.vocab_size <= MOST_SHORT_TOKENS else np.uint32
+    begin = [] if tokenizer.begin in (None, tokenizer.end) else [tokenizer.begin]
+    first = np.array([tokenizer.end, *begin], dtype)
+    parts = [part for document in documents for part in (first, tokenizer.encode_document(document))]
+    tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")  # every token is below the vocabulary
+    for number, start in enumerate(range(0, len(tokens), shard_tokens)):
+        path = Path(f"{prefix}_{number:06d}.bin")
+        write_token_shard(path, tokens[start : start + shard_tokens], tokenizer.vocab_size)
+        print(f"{path}: {len(tokens[start : start + shard_tokens]):,} tokens of a vocabulary of {tokenizer.vocab_size}")
+
+
+def read_questions(path: Path, encode: Callable) -> list[MultipleChoice]:
+    """HellaSwag's JSON lines (ctx, label, endings) as tokens. Raises InputError: which line, and what it lacks."""
+    questions = []
+    with open_regular(path, "HellaSwag's JSON lines") as file:
+        for line in lines_of(file, LONGEST_LINE):
+            try:
+                questions.append(question_of(line, len(questions), encode))
+            except ValueError as error:
+                raise InputError(f"{path}, line {len(questions) + 1}: not a HellaSwag question: {error}") from error
+            if len(questions) > MOST_QUESTIONS:
+                break
+    if not 1 <= len(questions) <= MOST_QUESTIONS:
+        raise InputError(f"{path}: {len(questions)} questions; expected 1 to {MOST_QUESTIONS}, one a line")
+    return questions
+
+
+def question_of(line: bytes, index: int, encode: Callable) -> MultipleChoice:
+    """An ending is encoded with the space before it. Raises ValueError for a line that is no question."""
+    record = parse_json(line)
+    record = record if isinstance(record, dict) else {}
+    context, label, endings = (record.get(name) for name in ("ctx", "label", "endings"))
+    if not (isinstance(endings, list) and len(endings) == 4 and all(isinstance(text, str) for text in endings)):
+        raise ValueError("expected endings, four texts")
+    if not isinstance(context, str) or not context or str(label) not in ("0", "1", "2", "3"):
+        raise ValueError("expected ctx, a text, and label, 0 to 3")
+    parts = [encode(text.encode()) for text in (context, *(" " + ending for ending in endings))]
+    num_bytes = 2 * (5 + sum(1 + len(part) for part in parts))
+    if num_bytes > MOST_QUESTION_BYTES:
+        raise ValueError(f"it takes {num_bytes} bytes as tokens, expected at most {MOST_QUESTION_BYTES}")
+    return MultipleChoice(index, int(label), parts[0], parts[1:])
+
+
+def main() -> int:
+    config = tyro.cli(PrepareConfig, prog="python -m tools.prepare_data", description=__doc__, use_underscores=True)
+    if not 0 <= config.validation_fraction < 1 or not 2 <= config.shard_tokens < 2**31:
+        raise InputError("expected 0 <= validation_fraction < 1, and a shard of at least 2, at most 2147483647 tokens")
+    if not config.input.exists():
+        raise InputError(f"{config.input}: no such file or folder")
+    tokenizer = load_tokenizer(config.tokenizer)
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    if config.hellaswag:
+        if tokenizer.vocab_size > MOST_SHORT_TOKENS:
+            raise InputError(
+                f"tokenizer {config.tokenizer} has a vocabulary of {tokenizer.vocab_size}, but a HellaSwag file of "
+                f"llm.c holds tokens of 16 bits; expected at most {MOST_SHORT_TOKENS}; use --tokenizer gpt2"
+            )
+        questions = read_questions(config.input, tokenizer.encode_document)
+        config.output.mkdir(parents=True, exist_ok=True)
+        write_hellaswag(config.output / "hellaswag_val.bin", questions, tokenizer.vocab_size)
+        print(f"{config.output / 'hellaswag_val.bin'}: {len(questions):,} questions")
+        return 0
+    documents = read_documents(config.input, config.document_separator)
+    for kind, part in zip(("train", "val"), split_documents(documents, config.validation_fraction), strict=True):
+        if part:
+            write_shards(f"{config.output}_{kind}", part, tokenizer, config.shard_tokens)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,302 @@
+"""The checkpoints of a run directory, written: atomic, checked, and nothing but data: safetensors and JSON.
+
+tpu_utils.checkpoint.loading reads them.
+"""
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpu_utils.checkpoint.state import (
+    HostCopy,
+    copy_to_host,
+    merged_entries,
+    num_bytes,
+    shards_by_path,
+    tensors_by_path,
+)
+from tpu_utils.checkpoint.tensor_files import (
+    FORMAT,
+    INDEX_FILE,
+    LONGEST_HEADER,
+    NAMES,
+    WHOLE_FILE,
+    check_complete,
+    index_as_json,
+    step_folders,
+    steps_in,
+    write_tensors,
+)
+from tpu_utils.errors import SaveError
+from tpu_utils.files import checksum_of, sync_folder, write_atomically
+from tpu_utils.peers import Peers
+
+if TYPE_CHECKING:
+    from tpu_utils.remote.storage import Mirror
+
+SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_dir that all of them share, or gs://"
+
+
+class Checkpoints:
+    """step_00001200/ with state.safetensors, a file of shards for each process that has some, their index state.json,
+    and a `done` marker with the run, the step, and the size and CRC-32 of each file; the newest `keep` of them, and the
+    best one where a run keeps it.
+
+    A step is written aside, synced, renamed and only then marked: a folder without its marker is not a checkpoint.
+    The loop waits for the copy to host memory alone, one thread does the rest; at most one save is under way:
+
+        copy = checkpoints.copy(step, parts, values)  # raises what went wrong with the save before
+        checkpoints.write(copy)                       # at once
+        checkpoints.check()                           # now and then: raises SaveError if a save has failed
+        checkpoints.wait()                            # the last save is on disk
+
+    As a context manager it waits at the end, whatever happened. With several peers every process makes all these calls
+    alike, on a folder that all of them see; where the mirror is of a bucket, on one that nobody else needs to see.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int, peers: Peers | None = None, mirror: "Mirror | None" = None, run_id: str = ""
+    ):
+        """mirror: of the run directory, for one in a bucket. run_id: of the run that the checkpoints belong to."""
+        self.folder, self.keep, self._mirror, self.run_id = folder, keep, mirror, run_id
+        self._peers = peers or Peers()
+        self._peers_of_thread = self._peers.with_own_links()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, *exception) -> None:
+        if kind is None:
+            self.wait()
+            return
+        self._join()
+        if self._failure:  # the run ends with another error; this one must not go unsaid
+            print(f"error: {self._failure}", file=sys.stderr)
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        return steps_in(self.folder)
+
+    def newest(self) -> int | None:
+        """The step of the newest one, None without any. Waits for the save under way, whose failure is raised later.
+
+        All processes must call it.
+        """
+
+        def ended() -> int | None:
+            self._join()
+            return max(self.steps(), default=None)
+
+        return self._peers.from_first(ended)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def save(self, step: int, parts: dict[str, Any], values: dict[str, Any] | None = None) -> Path:
+        """Copy, write and wait. Returns the folder written. Raises SaveError; the earlier checkpoints are intact."""
+        self.write(self.copy(step, parts, values))
+        self.wait()
+        return self.path(step)
+
+    def copy(
+        self, step: int, parts: dict[str, Any], values: dict[str, Any] | None = None, best: int | None = None
+    ) -> HostCopy:
+        """The state in host memory, once the save before is on disk. Raises its SaveError, or one for lack of space.
+
+        parts: nestings of tensors, by name. values: what is no tensor, of JSON. best: a step whose checkpoint stays,
+        this one's or an earlier one's. It belongs to the copy: while this is written, the loop may find a better one.
+        """
+        started = time.perf_counter()
+        self.wait()
+        tensors = tensors_by_path(parts)
+        if odd := [f"{path} is {tensor.dtype}" for path, tensor in tensors.items() if tensor.dtype not in NAMES]:
+            raise SaveError(f"{odd[0]}, which a checkpoint cannot hold; nothing was written; save it as another type")
+        if not self._mirror:
+            self._peers.from_first(lambda: self._check_space(step, num_bytes(tensors)))
+        copy = copy_to_host(step, tensors, values or {}, first=self._peers.index == 0)
+        if self._mirror:  # each process has its own disk, and writes its own part there
+            self._check_own_space(copy)
+        copy.best = best
+        copy.wait_seconds = time.perf_counter() - started
+        return copy
+
+    def write(self, copy: HostCopy) -> None:
+        """Begin to write it; wait() or the next copy() waits for the end. The copy is used up."""
+        if self._peers.index == 0 or copy.sharded:  # what is not sharded is written by the first process alone
+            # no daemon: a run that ends with an error elsewhere still finishes its save
+            self._thread = threading.Thread(target=self._write_and_keep_error, args=(copy,), name="checkpoint")
+            self._thread.start()
+
+    def check(self) -> None:
+        """Waits for nothing. Raises, on all processes, what went wrong with a save."""
+        failure = self._failure
+        said = [one for one in self._peers.gather(failure and (str(failure) or repr(failure))) if one]
+        if failure:
+            self._failure = None
+            raise failure
+        if said:  # of another process
+            raise SaveError(str(said[0]))
+
+    def wait(self) -> None:
+        """The last save is on disk, or in the bucket, when it returns. Raises SaveError if it is not."""
+        self._join()
+        self.check()
+        if self._mirror:
+            with self._peers.patient():
+                self._peers.from_first(self._mirror.wait)  # the first process uploads
+
+    def _join(self) -> None:
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def _check_space(self, step: int, state_bytes: int) -> None:
+        """Before anything is touched: a disk that fills up in the middle of a save takes other programs down too."""
+        needed = state_bytes + state_bytes // 50 + 2**20  # with headers and the index
+        folder = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        if not has_room(folder, needed):
+            raise SaveError(
+                f"checkpoint of step {step} needs {needed / 2**20:,.0f} MiB, but {room(folder)} at "
+                f"{folder}; nothing was written, the checkpoints of steps {self.steps()} are intact; make room there, "
+                "or move the run to a larger disk, and go on with --resume must"
+            )
+
+    def _check_own_space(self, copy: HostCopy) -> None:
+        """Raises SaveError on all processes when one of them has no room for what it is to write."""
+        own = [*copy.whole.values(), *(shard for shards in copy.shards.values() for shard in shards.values())]
+        problem = None
+        try:
+            self._check_space(copy.step, sum(tensor.nbytes for tensor in own))
+        except SaveError as error:
+            problem = str(error)
+        for said in self._peers.gather(problem):
+            if said:
+                raise SaveError(str(said))
+
+    def _write_and_keep_error(self, copy: HostCopy) -> None:
+        try:
+            self._write(copy)
+        except BaseException as error:  # whatever it is: the loop raises it
+            self._failure = error
+        finally:
+            copy.clear()
+
+    def _write(self, copy: HostCopy) -> None:
+        """Runs in the thread. If nothing is sharded, on the first process alone and without messages to the others."""
+        peers = self._peers_of_thread if copy.sharded else Peers()
+        aside = self.folder / f".writing_{copy.step:08d}"
+        try:
+            peers.from_first(lambda: self._make(aside, copy))
+            own = self._write_shards(aside, copy) if copy.sharded else None
+            with peers.patient():
+                written = peers.gather(own) if copy.sharded else []
+            if problems := [one["problem"] for one in written if "problem" in one]:
+                raise OSError("; ".join(problems))
+            peers.from_first(lambda: self._finish(copy, aside, written))
+        except (OSError, ValueError, SaveError) as error:
+            if peers.index == 0:
+                shutil.rmtree(aside, ignore_errors=True)
+            if isinstance(error, SaveError):  # said by the first process, or of the bucket
+                raise
+            intact = f"; the checkpoints of steps {self.steps()} are intact" if self._peers.index == 0 else ""
+            raise SaveError(
+                f"checkpoint of step {copy.step} could not be written to {self.path(copy.step)}: {error}; "
+                f"{room(self.folder.parent)} there{intact}"
+            ) from error
+
+    def _write_shards(self, aside: Path, copy: HostCopy) -> dict[str, Any]:
+        """Write this process's shards. Returns file, checksums and index, or the problem: the others wait for it."""
+        index = self._peers.index
+        name, apart = f"shards_{index:05d}.safetensors", self._mirror and index > 0
+        folder = self.path(copy.step) if apart else aside  # in the bucket the marker alone says what is complete
+        try:
+            if apart:
+                folder.mkdir(parents=True, exist_ok=True)
+            elif not folder.is_dir():
+                return {"problem": f"process {index} sees no {folder}; {SHARED_FOLDER}"}
+            sums = write_tensors(folder / name, copy.shard_file())
+            if apart:
+                self._mirror.put(folder / name)
+        except Exception as error:  # whatever it is: the others wait to hear
+            return {"problem": f"process {index}: {error or type(error).__name__}"}
+        finally:
+            if apart:
+                shutil.rmtree(folder, ignore_errors=True)
+        return {"name": name, "sums": sums, "shards": shards_by_path(copy, name)}
+
+    def _make(self, aside: Path, copy: HostCopy) -> None:
+        for left_by_a_kill in self.folder.glob(".writing_*"):
+            shutil.rmtree(left_by_a_kill)
+        self.folder.mkdir(exist_ok=True)  # without its parents: a run directory that is gone is not made again
+        aside.mkdir()
+        if self._mirror and copy.sharded:
+            self._mirror.unmark(self.path(copy.step))  # others are about to upload their parts
+
+    def _finish(self, copy: HostCopy, aside: Path, written: list[dict[str, Any]]) -> None:
+        """On the first process, when all shards are on disk: write the rest and the marker, remove the oldest steps."""
+        target = self.path(copy.step)
+        files = {one["name"]: one["sums"] for one in written}
+        in_bucket = {one["name"]: one["sums"]["bytes"] for one in written[1:]} if self._mirror else {}
+        for name, expected in files.items():
+            size = (aside / name).stat().st_size if (aside / name).exists() else "absent"
+            if size != expected["bytes"] and name not in in_bucket:
+                raise OSError(f"{name} is {size} here, its process wrote {expected['bytes']} bytes; {SHARED_FOLDER}")
+        entries = merged_entries(copy, [one["shards"] for one in written])
+        for path in copy.sharded:
+            check_complete(path, entries[path])
+        if self._mirror:
+            self._mirror.wait()  # pruning must not take files away that are on their way up
+        files[WHOLE_FILE] = write_tensors(aside / WHOLE_FILE, copy.whole)
+        index = {"format": FORMAT, "step": copy.step, "values": copy.values, "tensors": index_as_json(entries)}
+        content = json.dumps(index).encode()
+        if len(content) > LONGEST_HEADER:  # nobody would read it back
+            raise OSError(f"its index has {len(content):,} bytes, expected {LONGEST_HEADER:,} at most")
+        write_atomically(aside / INDEX_FILE, content)
+        with (aside / INDEX_FILE).open("rb") as file:
+            files[INDEX_FILE] = checksum_of(file)
+        marker = {"format": FORMAT, "run": self.run_id, "step": copy.step, "files": files}
+        sync_folder(aside)
+        if target.exists():  # left unmarked by a kill, or of this run before it was resumed
+            self._remove(target)
+        aside.rename(target)
+        sync_folder(self.folder)
+        write_atomically(target / "done", json.dumps(marker).encode())
+        self._prune(copy.step, copy.best)
+        if self._mirror:
+            self._mirror.send(target, self.keep, copy.best, in_bucket)
+
+    def _prune(self, step: int, best: int | None) -> None:
+        """Remove all before the newest `keep` up to this step, except best. This step's files were just read back.
+
+        Later steps stay: they are damaged ones that a resumed run fell back from, and it has not reached them again.
+        """
+        kept = {best, *[other for other in self.steps() if other <= step][-self.keep :]}
+        for other, folder in step_folders(self.folder):
+            if other < step and other not in kept:  # also what a kill left without its marker
+                self._remove(folder)
+
+    @staticmethod
+    def _remove(folder: Path) -> None:
+        (folder / "done").unlink(missing_ok=True)  # first of all: half a folder must not look complete
+        shutil.rmtree(folder)
+
+
+def room(folder: Path) -> str:
+    """What is left on the disk, in words: it may have room for bytes and none for another file."""
+    found = os.statvfs(folder)
+    free = f"{found.f_bavail * found.f_frsize / 2**20:,.0f} MiB are free"
+    return free if has_room(folder, 0) else f"{free} and no inode is left for another file"
+
+
+def has_room(folder: Path, num_bytes: int) -> bool:
+    """Whether so many bytes fit there, in a handful of files."""
+    found = os.statvfs(folder)
+    inodes = found.f_files == 0 or found.f_favail >= 8  # 0: a file system that does not count them
+    return inodes and found.f_bavail * found.f_frsize >= num_bytes

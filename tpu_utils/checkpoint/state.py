@@ -1,0 +1,244 @@
+"""A training state on its way to host memory and back: tensors by path, whole or as the shards of this process.
+
+A tensor that is sharded over the devices of a mesh never has to be whole on any host: each process copies the shards on
+its own devices, and gets the shards that its devices need, whatever mesh they were written from.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+
+from tpu_utils.checkpoint.tensor_files import Entry, Kind, kind_of, shard_name
+from tpu_utils.errors import CheckpointError
+
+# of torch_xla about its own insides, and a save would print it in the middle of the run
+warnings.filterwarnings("ignore", category=UserWarning, module=r"torch_xla\.distributed\.spmd")
+
+
+def tensors_by_path(state: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """The tensors in a nesting of dicts, lists and tuples. The path joins keys and positions: state/0/exp_avg.
+
+    Without an optimizer's param_groups: its numbers come from the options, the rate from the table. Raises TypeError
+    for anything else that is no tensor, because it would be lost without a word.
+    """
+    if isinstance(state, torch.Tensor):
+        return {path: state}
+    if isinstance(state, dict):
+        items = [(str(key), item) for key, item in state.items() if key != "param_groups"]
+    elif isinstance(state, list | tuple):
+        items = [(str(i), item) for i, item in enumerate(state)]
+    elif state is None:
+        return {}
+    else:
+        raise TypeError(
+            f"{path} is {state!r}; a checkpoint holds tensors, so make it a tensor or compute it from the step"
+        )
+    found: dict[str, torch.Tensor] = {}
+    for key, item in items:
+        below = tensors_by_path(item, f"{path}/{key}" if path else key)
+        if twice := found.keys() & below.keys():
+            raise TypeError(f"two tensors of the state have the path {min(twice)}")
+        found |= below
+    return found
+
+
+def num_bytes(tensors: dict[str, torch.Tensor]) -> int:
+    """Over all devices, each value counted once."""
+    return sum(kind_of(tensor).num_bytes for tensor in tensors.values())
+
+
+@dataclass
+class HostCopy:
+    """A state as it was after `step`, in host memory: training may go on while it is written."""
+
+    step: int
+    values: dict[str, Any] = field(default_factory=dict)
+    """What is no tensor, of JSON."""
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By path; empty on all processes but the first."""
+    sharded: dict[str, Kind] = field(default_factory=dict)
+    """The tensors that are sharded, the same on all processes."""
+    shards: dict[str, dict[tuple[int, ...], torch.Tensor]] = field(default_factory=dict)
+    """By path and offsets: the shards this process writes. Each shard is with one process."""
+    wait_seconds: float = 0.0
+    """How long the step loop waited: for the save before, and for this copy."""
+    best: int | None = None
+    """The step of the best checkpoint by then, which stays; None: only the newest do."""
+
+    def shard_file(self) -> dict[str, torch.Tensor]:
+        """The tensors in this process's file of shards."""
+        return {
+            shard_name(path, offsets): shard
+            for path, shards in self.shards.items()
+            for offsets, shard in shards.items()
+        }
+
+    def clear(self) -> None:
+        """Give the memory back: the next copy would be a second one."""
+        self.whole, self.shards = {}, {}
+
+
+def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, Any], first: bool = True) -> HostCopy:
+    """Waits for the device. first: the process that writes what is not sharded."""
+    copy = HostCopy(step, values)
+    for path, tensor in tensors.items():
+        shards = xs.wrap_if_sharded(tensor).local_shards if is_sharded(tensor) else []
+        if shards and shards[0].data.shape != tensor.shape:
+            copy.sharded[path] = kind_of(tensor)
+            copy.shards[path] = dict(_unpadded(shard) for shard in shards if _is_mine(shard))
+        elif first and shards:  # a mesh of one device
+            copy.whole[path] = shards[0].data.contiguous()
+        elif first:
+            # a copy, also of what is on the host already: the next step may change it
+            on_host = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+            copy.whole[path] = on_host.contiguous()
+    return copy
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether its devices hold different shards of it."""
+    sharded = xs.wrap_if_sharded(tensor)
+    kinds = (xs.ShardingType.TILED, xs.ShardingType.PARTIAL)  # not REPLICATED: one whole copy each
+    return isinstance(sharded, xs.XLAShardedTensor) and sharded.sharding_type in kinds
+
+
+def _is_mine(shard: xs.XLAShard) -> bool:
+    """Whether this shard is written: it is replica 0 of equal ones, and more than padding."""
+    return shard.replica_id == 0 and all(along.stop > along.start for along in shard.indices)
+
+
+def _unpadded(shard: xs.XLAShard) -> tuple[tuple[int, ...], torch.Tensor]:
+    """(offsets, values) of a shard. Only the last one along an axis has padding, behind its values."""
+    data = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
+    return tuple(along.start for along in shard.indices), data.contiguous()
+
+
+def shards_by_path(copy: HostCopy, file: str) -> dict[str, list[dict[str, Any]]]:
+    """What this process has written to its file, as it stands in the index."""
+    return {
+        path: [{"file": file, "offsets": list(o), "shape": list(shard.shape)} for o, shard in shards.items()]
+        for path, shards in copy.shards.items()
+    }
+
+
+def merged_entries(copy: HostCopy, written: list[dict[str, list[dict[str, Any]]]]) -> dict[str, Entry]:
+    """The index of a checkpoint. written: shards_by_path of all processes."""
+    entries = {path: Entry(kind_of(tensor)) for path, tensor in copy.whole.items()}
+    for path, kind in copy.sharded.items():
+        shards = [shard for by_path in written for shard in by_path.get(path, [])]
+        found = {tuple(shard["offsets"]): (shard["file"], tuple(shard["shape"])) for shard in shards}
+        entries[path] = Entry(kind, found)
+    return entries
+
+
+# --------------------------------------------------------------------------------------------------------- back again
+
+
+def put_sharded(target: torch.Tensor, read_into: Callable[[torch.Tensor, tuple[int, ...]], None]) -> None:
+    """Fill a tensor that is sharded over devices. read_into(piece, offsets) fills a piece of it on the host."""
+    wrapped = xs.wrap_if_sharded(target)
+    shards = wrapped.local_shards
+    read: dict[tuple[int, ...], torch.Tensor] = {}  # devices that hold equal shards read them once
+    for shard in shards:
+        piece = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]  # without padding
+        offsets = tuple(indices.start for indices in shard.indices)
+        if offsets in read:
+            piece.copy_(read[offsets])
+        elif piece.numel():
+            read_into(piece, offsets)
+            read[offsets] = piece
+    wrapped.load_local_shards_(shards)
+
+
+def put(target: torch.Tensor, value: torch.Tensor) -> None:
+    """copy_ from the host to where the target is, sharded or not.
+
+    Into a tensor with a sharding, copy_ is a traced operation: a graph of its own before step 1. So the sharding is
+    cleared and marked again, by the private calls below xs.clear_sharding and xs.mark_sharding, which needs the mesh.
+    """
+    sharding = torch_xla._XLAC._get_xla_op_sharding(target) if target.device.type == "xla" else None
+    if sharding is not None:
+        torch_xla._XLAC._xla_clear_sharding(target)
+    with torch.no_grad():
+        target.copy_(value)
+    if sharding is not None:
+        torch_xla._XLAC._xla_mark_sharding(target, sharding)
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Every generator that a script or a layer may draw from on this host and device."""
+    return {"torch": torch.get_rng_state(), "xla": torch.tensor([xm.get_rng_state()], dtype=torch.uint64)}
+
+
+def set_random_state(state: dict[str, torch.Tensor]) -> None:
+    """Raises CheckpointError when it is not what random_state() gives."""
+    try:
+        torch.set_rng_state(state["torch"])
+    except RuntimeError as error:  # the bytes are no state of the generator
+        raise CheckpointError(
+            f"the checkpoint's random state is none: {error}; start anew in another --run_dir"
+        ) from error
+    xm.set_rng_state(int(state["xla"].numpy()[0]))  # int() of a torch.uint64 overflows
+
+
+@dataclass
+class Beginning:
+    """Where a run begins: after the last step of a checkpoint, or at its start."""
+
+    num_steps_before: int
+    """How many steps the run was to have when it was saved."""
+    step: int = 0
+    """Steps done."""
+    run_id: str = ""
+    evaluation: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
+    """The best evaluation so far, of a run that keeps it."""
+    is_finished: bool = False
+    restore: Callable[[dict[str, Any]], None] | None = None
+    """Fills the tensors of these parts from the checkpoint; None: there is none to go on from."""
+
+
+class Tracked:
+    """What checkpoints hold of a run: what has a state_dict() of tensors, by name, and the state of random numbers."""
+
+    def __init__(self, parts: dict[str, Any]):
+        self.parts, self.metrics = parts, parts.get("metrics")
+        """The DeviceMetrics among the parts, None without one."""
+
+    def fill(self, restore: Callable[[dict[str, Any]], None]) -> None:
+        """Fill every part in place by restore(parts). The generators are set later, by set_random_state()."""
+        self._random = random_state()
+        restore({name: _tensors_of(part) for name, part in self.parts.items()} | {"random": self._random})
+
+    def set_random_state(self) -> None:
+        """As fill() has read it."""
+        set_random_state(self._random)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint of now holds."""
+        return {name: part.state_dict() for name, part in self.parts.items()} | {"random": random_state()}
+
+    def make_scalars_data(self) -> None:
+        """Scalar tensors (), such as BatchNorm's num_batches_tracked, become inputs of the step's program.
+
+        torch_xla makes a constant of a host scalar of 0 or 1 (torch_xla/csrc/tensor.cpp, GetIrValueForTensor). That is
+        a pending operation: it would be a graph before step 1, and step 2 would be another graph.
+        """
+        for part in self.parts.values():
+            tensors = list(tensors_by_path(_tensors_of(part)).values())
+            if isinstance(part, torch.nn.Module):
+                tensors += part.buffers()  # also those that are not saved
+            for tensor in tensors:
+                if tensor.dim() == 0 and tensor.device.type == "xla":
+                    tensor.data = xm.send_cpu_data_to_device([tensor.detach().cpu()], tensor.device)[0]
+
+
+def _tensors_of(part: Any) -> dict[str, Any]:
+    """The tensors themselves, to be filled in place: a module's state_dict would hold detached ones."""
+    return part.state_dict(keep_vars=True) if isinstance(part, torch.nn.Module) else part.state_dict()

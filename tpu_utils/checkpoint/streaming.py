@@ -1,0 +1,69 @@
+"""Files of weights that no run has in memory: written one tensor after another."""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpu_utils.checkpoint.tensor_files import FORMAT, INDEX_FILE, NAMES, WHOLE_FILE, Entry, Kind, index_as_json, kind_of
+from tpu_utils.files import write_atomically
+
+
+def stream_tensors(
+    path: Path,
+    kinds: dict[str, Kind],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    metadata: dict[str, str] | None = None,
+) -> dict[str, int]:
+    """As write_tensors, one tensor after another: takes as many (name, tensor) as kinds has, in its order.
+
+    Raises ValueError for a tensor that is not the next one, OSError.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, kind in kinds.items():
+        begin, end = end, end + kind.num_bytes
+        header[name] = {"dtype": NAMES[kind.dtype], "shape": list(kind.shape), "data_offsets": [begin, end]}
+    content = json.dumps(header).encode()
+    content += b" " * (-len(content) % 8)  # values begin at a multiple of their size
+    front = len(content).to_bytes(8, "little") + content
+    size, checksum = len(front), zlib.crc32(front)
+    with path.open("xb") as file:
+        file.write(front)
+        for wanted, (name, tensor) in zip(kinds.items(), tensors, strict=False):
+            if (name, kind_of(tensor)) != wanted:
+                raise ValueError(f"{name} is {kind_of(tensor)}, expected {wanted[0]} as {wanted[1]}")
+            values = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            file.write(values)
+            size, checksum = size + len(values), zlib.crc32(values, checksum)
+        file.flush()
+        os.fsync(file.fileno())
+    if size != len(front) + end:
+        raise ValueError(f"{path.name} has {size} bytes, expected {len(front) + end}")
+    return {"bytes": size, "crc32": checksum}
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    run_id: str,
+    values: dict[str, Any],
+    kinds: dict[str, Kind],
+    tensors: Iterator[tuple[str, torch.Tensor]],
+) -> None:
+    """A checkpoint of weights that no run has in memory: (path, tensor) one after another, in the order of kinds.
+
+    folder: a new one. The marker comes last. Raises OSError.
+    """
+    folder.mkdir(parents=True)
+    sums = {WHOLE_FILE: stream_tensors(folder / WHOLE_FILE, kinds, tensors)}
+    index = index_as_json({path: Entry(kind) for path, kind in kinds.items()})
+    content = json.dumps({"format": FORMAT, "step": step, "values": values, "tensors": index}).encode()
+    write_atomically(folder / INDEX_FILE, content)
+    sums[INDEX_FILE] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    marker = {"format": FORMAT, "run": run_id, "step": step, "files": sums}
+    write_atomically(folder / "done", json.dumps(marker).encode())

@@ -79,7 +79,7 @@ from config import MnistConfig
 from tpu_utils.options import parse_command_line
 evaluate = simple_mnist_tpu.evaluate
 def signalled(model, batches, run):
-    for _ in range(2 if hasattr(run, "_step") else 0):  # not while it is tried before step 1
+    for _ in range(2 if getattr(run, "_step", 0) else 0):  # not while it is tried before step 1
         signal.raise_signal(signal.SIGTERM)
     return evaluate(model, batches, run)
 simple_mnist_tpu.evaluate = signalled

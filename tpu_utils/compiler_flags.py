@@ -4,13 +4,9 @@ libtpu reads LIBTPU_INIT_ARGS once, when it is loaded, on a TPU VM and when it i
 the same.
 """
 
-import difflib
-import mmap
 import os
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
-from pathlib import Path
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
@@ -23,6 +19,11 @@ TORCH_XLA_FLAGS = {
 }
 """What torch_xla 2.9.0 adds when it is imported beside a TPU: _setup_libtpu_flags of torch_xla/__init__.py."""
 TORCH_XLA_FLAGS_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
+OF_A_FOLDER = (
+    r"xla_(tpu_scoped_vmem_limit_kib|jf_spmd_threshold_for_windowed_einsum_mib)=[0-9]{1,9}|xla_(tpu_)?enable_"
+    r"(async|data_parallel|sparse_core_collective_offload)_[a-z_]+=(true|false)"
+)
+"""What config.json of a folder may set. Others make libtpu read or write files: flagfile, xla_jf_dump_to."""
 
 
 def parse_compiler_options(text: str) -> dict[str, str]:
@@ -55,20 +56,3 @@ def flags_in_use(names: Mapping[str, str]) -> dict[str, str]:
     """The values of these options as libtpu gets them."""
     words = (word.lstrip("-").partition("=") for word in os.environ.get(VARIABLE, "").split())
     return {name: value for name, _, value in words if name in names}
-
-
-def check_known(options: Mapping[str, str]) -> None:
-    """Raises ValueError for options that libtpu does not have; they would end the process when it is loaded."""
-    spec = find_spec("libtpu")
-    library = Path(os.environ.get("TPU_LIBRARY_PATH") or (Path(spec.origin).parent / "libtpu.so" if spec else ""))
-    if not options or not library.is_file():
-        return
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        for name in options:
-            if text.find(b"\0%s\0" % name.encode()) < 0:  # its flags are C strings of the library
-                known = {match[1].decode() for match in re.finditer(rb"\0(xla_[a-z0-9_]{4,80})(?=\0)", text)}
-                near = difflib.get_close_matches(name, known, n=1)
-                raise ValueError(
-                    f"compiler_options has {name}, which this libtpu does not have; expected one of its own"
-                    + (f"; did you mean {near[0]}?" if near else "")
-                )

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from tpu_utils.compiler_flags import check_known, set_flags
+from tpu_utils.compiler_flags import set_flags
 from tpu_utils.errors import DeviceError, InputError, run_script
 from tpu_utils.hardware import GOOGLE_PCI_VENDOR, attached_chips
 from tpu_utils.options import Options, parse_command_line
@@ -60,6 +60,8 @@ def choose_device(config: "TrainConfig") -> str:
     and metadata contradict each other about the hosts of this slice.
     """
     if config.compiler_options:
+        from tpu_utils.known_flags import check_known  # only here
+
         try:
             check_known(config.tpu_options)
         except ValueError as error:

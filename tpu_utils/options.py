@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
+from tpu_utils.compiler_flags import OF_A_FOLDER
 from tpu_utils.errors import InputError
 from tpu_utils.fields import (
     FREE,
@@ -140,7 +141,7 @@ def parse_command_line(kind: type[Config], description: str, argv: list[str] | N
     argv = sys.argv[1:] if argv is None else argv
     presets = list(presets_of(kind))
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("preset", "optimization_level", "run_dir", "resume", "peers_secret"):
+    for name in ("preset", "optimization_level", "run_dir", "resume", "peers_secret", "compiler_options"):
         names.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     try:
         chosen = names.parse_known_args(argv)[0]
@@ -156,8 +157,10 @@ def parse_command_line(kind: type[Config], description: str, argv: list[str] | N
     default, _ = resolve(kind, preset, level)
     run_dir = chosen.run_dir or default.run_dir
     if chosen.preset is None and chosen.resume in ("auto", "must") and run_dir and names_a_place(run_dir):
-        stored = resolve_stored(kind, run_dir, chosen.resume, level, chosen.peers_secret)
-        default = stored or default
+        stored = resolve_stored(kind, run_dir, chosen.resume, level)
+        if stored:
+            check_given_again(stored, chosen)
+            default = stored
     if default.options_from:
         description += f"\n\nOptions that are not given are those in {default.options_from}."
     flat = (tyro.conf.OmitArgPrefixes,)
@@ -184,14 +187,22 @@ def without_effect(config: Options, given: Iterable[str]) -> list[str]:
     return problems
 
 
-def resolve_stored(
-    kind: type[Config], run_dir: str, resume: str, level: str | None = None, secret: str | None = None
-) -> Config | None:
+def check_given_again(stored: Options, given: argparse.Namespace) -> None:
+    """Raises InputError where a folder would choose which file is a secret, or what libtpu reads and writes."""
+    bad = ["a peers_secret"] if given.peers_secret is None and getattr(stored, "peers_secret", "") else []
+    if given.compiler_options is None:
+        words = getattr(stored, "compiler_options", "").split()
+        bad += [f"compiler_options {w:.80}" for w in words if not re.fullmatch(OF_A_FOLDER, w.removeprefix("--"))]
+    if bad:
+        again = f"--{bad[0].removeprefix('a ').split()[0]} again, or '' for none"
+        raise InputError(f"{stored.run_dir}/config.json is of a run with {bad[0]}; expected {again}")
+
+
+def resolve_stored(kind: type[Config], run_dir: str, resume: str, level: str | None = None) -> Config | None:
     """The configuration of the run that run_dir holds, to be resumed; None where it holds no config.json.
 
-    level replaces the run's optimization level. secret: the peers_secret that was given, None without one. A field that
-    the file does not have yet takes its default. Raises InputError, naming the file, for anything but options that this
-    script can have written.
+    level replaces the run's optimization level. A field that the file does not have yet takes its default.
+    Raises InputError, naming the file, for anything but options that this script can have written.
     """
     name, found = read_config(run_dir)
     if found is None:
@@ -203,8 +214,6 @@ def resolve_stored(
         said = f"has {', '.join(f'{other!r:.40}' for other in foreign[:5])}" if foreign else "names no preset"
         raise InputError(f"{name} {said}; expected the options of this script ({kind.__name__}); {instead}")
     of_the_run = defaults.keys() - set(OF_THE_PROCESS)
-    if "peers_secret" in defaults and found.get("peers_secret") and secret is None:  # the folder must not choose it
-        raise InputError(f"{name} is of a run with a peers_secret; expected --peers_secret again, or '' for none")
     values = defaults | {field: found[field] for field in of_the_run & found.keys()}
     values = {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
     if level is not None:

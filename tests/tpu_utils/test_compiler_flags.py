@@ -10,11 +10,12 @@ from processes import ROOT, run
 
 from config import MnistConfig, TrainConfig
 from tpu_utils import environment
-from tpu_utils.compiler_flags import NO_WINDOWED_EINSUM, VARIABLE, check_known, parse_compiler_options, set_flags
+from tpu_utils.compiler_flags import NO_WINDOWED_EINSUM, VARIABLE, parse_compiler_options, set_flags
 from tpu_utils.compiler_flags import torch_xla_flags as our_table
 from tpu_utils.environment import choose_device
 from tpu_utils.errors import InputError
 from tpu_utils.hardware import GENERATIONS
+from tpu_utils.known_flags import check_known
 
 (THRESHOLD,) = NO_WINDOWED_EINSUM
 

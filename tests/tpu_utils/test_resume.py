@@ -15,11 +15,13 @@ from config import FREE, DistributedMnistConfig, MnistConfig, Range
 from language.transformer_options import TransformerConfig
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
+from tpu_utils.compiler_flags import NO_WINDOWED_EINSUM
 from tpu_utils.errors import CheckpointError, InputError
 from tpu_utils.options import parse_command_line, resolve_stored
 from tpu_utils.peers import Peers
 from tpu_utils.run import Run
 
+(THRESHOLD,) = NO_WINDOWED_EINSUM
 TINY = ["--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--learning_rate=3e-3", "--max_shift=0", "--log_every=7"]
 TINY += ["--device=cpu", "--no_tensorboard", "--save_every=10", "--keep_checkpoints=99"]
 LAST = 44  # of 2 epochs, 22 steps each
@@ -106,6 +108,35 @@ def test_a_secret_is_given_again(tmp_path):
         found = parse_command_line(DistributedMnistConfig, "", [*argv, f"--peers_secret={secret}"])
         assert found.peers_secret == secret
     assert parse_command_line(MnistConfig, "", argv).options_from, "one device has no peers"
+
+
+WRITES = "xla_jf_dump_to=../elsewhere"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        WRITES,
+        "flagfile=/etc/passwd",
+        f"xla_tpu_scoped_vmem_limit_kib=32768 --{WRITES}",
+        "xla_tpu_scoped_vmem_limit_kib=/etc/passwd",
+        "xla_tpu_enable_async_collective_fusion=/etc/passwd",
+        "xla_tpu_enable_async_collective_fusion_dump_to=../elsewhere",
+    ],
+)
+def test_a_folder_does_not_tell_libtpu_where_to_read_and_write(tmp_path, options):
+    """Such a config.json wrote thousands of files elsewhere. The user's own options are free."""
+    argv = stored(tmp_path, KNOWN | dict(compiler_options=options))
+    with pytest.raises(InputError, match=r"is of a run with compiler_options .*; expected --compiler_options again"):
+        parse_command_line(MnistConfig, "", argv)
+    for own in ("", WRITES):
+        assert parse_command_line(MnistConfig, "", [*argv, f"--compiler_options={own}"]).compiler_options == own
+
+
+def test_a_folder_keeps_options_that_shape_the_program_alone(tmp_path):
+    options = f"xla_tpu_scoped_vmem_limit_kib=32768 --xla_tpu_enable_async_collective_fusion=true {THRESHOLD}=4"
+    found = parse_command_line(MnistConfig, "", stored(tmp_path, KNOWN | dict(compiler_options=options)))
+    assert found.compiler_options == options
 
 
 def test_help_shows_the_options_of_the_run(tmp_path, capsys):

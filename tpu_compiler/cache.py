@@ -1,6 +1,7 @@
 """What the compiler said, kept on disk: a compile of minutes is asked for once. No torch, no jax.
 
-Two kinds of entry, each one file of compressed JSON, checked when it is read; a damaged one is as good as none:
+Two kinds of entry, each one compressed file, checked when it is read; a damaged one is as good as none. A line of JSON
+comes first, then its long texts as they are, so that no file can ask for much more memory than it has bytes:
 program_KEY   what the compiler returned for a traced program. KEY: hash of the program, the roles, donation and
               shardings of its inputs, slice, compiler options, versions and FORMAT. A trace is the same, byte for byte,
               in every process.
@@ -16,6 +17,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -30,12 +32,17 @@ from tpu_utils.errors import InputError
 from tpu_utils.files import parse_json, read_regular
 from tpu_utils.virtual_slice import COMPILER_VARIABLE
 
-FORMAT = 1
+FORMAT = 2
 VARIABLE = "AOT_TPU_CACHE"
 """Names the folder; empty: no cache."""
 MOST_BYTES = 2 << 30
 """Of all entries together: the ones that were not read for the longest time go first."""
-LARGEST_TEXT = 1 << 30
+LARGEST_TEXT = 1 << 28
+LARGEST_JSON = 1 << 22
+LONG = 1 << 12
+"""Characters: a field of so many stands beside the JSON."""
+OWN_NAME = re.compile(r"(program|answer)_[0-9a-f]{40}\.json\.gz|aot_tpu_\w+\.writing")
+"""Of the files that are this cache's. No other is touched, whatever folder the user names."""
 MOST_FILES = 20_000
 """Limit of the search for Python files that a script may import. Above it only program_KEY entries are kept."""
 READ_BY_LIBRARIES = ("XLA", "TPU_", "LIBTPU", "JAX", "PJRT", "PT_", "TORCH", "PYTHON", "CPU_NUM_DEVICES")
@@ -47,11 +54,12 @@ class Cache:
     """Entries in one folder, which several processes may use at once."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES):
-        """Raises InputError where nothing can be written."""
+        """Raises InputError where nothing can be written, or others can write."""
         self.folder, self.most_bytes = folder, most_bytes
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile(dir=folder, suffix=".writing") as probe:
+            check_owner(folder, "compiled programs")
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="aot_tpu_", suffix=".writing") as probe:
                 probe.write(b"\0" * 4096)
         except OSError as error:
             raise InputError(
@@ -65,11 +73,15 @@ class Cache:
         try:
             content = read_regular(path, "an entry of the compile cache", LARGEST_TEXT, follow=False)
             with gzip.open(io.BytesIO(content)) as file:
-                text = file.read(LARGEST_TEXT + 1)
-            entry = parse_json(text) if len(text) <= LARGEST_TEXT else None
-            values = entry.get("values") if isinstance(entry, dict) and entry.get("format") == FORMAT else None
-            if not isinstance(values, dict) or entry.get("name") != name:
+                entry, rest = parse_json(file.readline(LARGEST_JSON)), file.read(LARGEST_TEXT + 1)
+            if not isinstance(entry, dict) or (entry.get("format"), entry.get("name")) != (FORMAT, name):
                 return None
+            lengths = from_json(dict[str, int], entry.get("texts"))
+            if sum(lengths.values()) != len(rest) or min(lengths.values(), default=0) < 0:
+                return None
+            values, start = from_json(dict[str, Any], entry.get("values")), 0
+            for field, length in lengths.items():
+                values[field], start = rest[start : start + length].decode(), start + length
             found = from_json(kind, values)
             os.utime(path)  # used just now
             return found
@@ -78,11 +90,16 @@ class Cache:
 
     def write(self, name: str, record: Any) -> None:
         """Store a dataclass: a temporary file, then renamed. A full disk loses this entry alone, with a warning."""
-        entry = {"format": FORMAT, "name": name, "values": dataclasses.asdict(record)}
+        values = dataclasses.asdict(record)
+        texts = {n: values.pop(n).encode() for n, v in list(values.items()) if isinstance(v, str) and len(v) >= LONG}
+        lengths = {field: len(text) for field, text in texts.items()}
+        entry = {"format": FORMAT, "name": name, "texts": lengths, "values": values}
         aside = None
         try:
-            content = gzip.compress(json.dumps(entry, default=str).encode(), 5, mtime=0)
-            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".writing", delete=False) as file:
+            parts = [json.dumps(entry, default=str).encode(), b"\n", *texts.values()]
+            content = gzip.compress(b"".join(parts), 5, mtime=0)
+            settings = dict(prefix="aot_tpu_", suffix=".writing", delete=False)
+            with tempfile.NamedTemporaryFile(dir=self.folder, **settings) as file:
                 aside = Path(file.name)
                 file.write(content)
             aside.replace(self.folder / f"{name}.json.gz")
@@ -94,14 +111,14 @@ class Cache:
 
     def _trim(self) -> None:
         entries = []
-        for path in self.folder.iterdir():
+        for path in (path for path in self.folder.iterdir() if OWN_NAME.fullmatch(path.name)):
             try:
-                status = path.stat()
+                status = path.lstat()
             except FileNotFoundError:  # another process was faster
                 continue
-            if path.name.endswith(".json.gz"):
+            if path.suffix == ".gz":
                 entries.append((status.st_mtime, status.st_size, path))
-            elif path.name.endswith(".writing") and status.st_mtime < time.time() - 3600:  # left by a kill
+            elif status.st_mtime < time.time() - 3600:  # left by a kill
                 path.unlink(missing_ok=True)
         size = sum(size for _, size, _ in entries)
         for _, entry_size, path in sorted(entries):
@@ -109,6 +126,20 @@ class Cache:
                 break
             path.unlink(missing_ok=True)
             size -= entry_size
+
+
+def check_owner(folder: Path, what: str) -> None:
+    """Raises InputError for a folder that another user owns or can write: what it holds is run, or believed."""
+    status, found = folder.stat(), ""
+    if status.st_uid != os.geteuid():
+        found = f"belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    elif status.st_mode & 0o022:
+        found = f"can be written by other users (mode {status.st_mode & 0o777:o})"
+    if found:
+        raise InputError(
+            f"{folder} {found}: they could put {what} there; expected a folder that you alone can write; "
+            "chmod go-w it if it is yours, or name another"
+        )
 
 
 def default_folder() -> Path:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tpu_compiler.cache import check_owner
 from tpu_utils.errors import InputError, TrainingError
 from tpu_utils.files import read_json, written_aside
 from tpu_utils.hardware import GIB, Topology
@@ -48,6 +49,8 @@ def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
     Raises InputError for a folder of something else, a full disk or too old a Python, NewestError where pip fails.
     """
     folder = folder.absolute()
+    if folder.is_dir():
+        check_owner(folder, "a program")
     if (folder / VERSIONS).is_file():
         environment_versions(folder)
         return folder
@@ -65,7 +68,9 @@ def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
             if not (folder / VERSIONS).is_file():
                 say(f"making an environment for {', '.join(sorted(_pins()))} in {folder}: once, {SIZES}")
                 with written_aside(folder) as aside:
+                    aside.chmod(0o755)  # whatever the umask is
                     _install(aside)
+            check_owner(folder, "a program")
     except OSError as error:
         raise InputError(f"--compiler newest: {error}; give a folder that can be written as --compiler_dir") from error
     return folder

@@ -15,7 +15,7 @@ from mutations import make_irregular, mutated, mutated_json, no_hang
 from processes import ROOT, run
 
 import aot_tpu
-from tpu_compiler import cache, difference, fastest, search, verdict
+from tpu_compiler import cache, difference, fastest, newest, search, verdict
 from tpu_compiler.cache import Cache
 from tpu_compiler.fastest import Search, ms_per_example, step_ms
 from tpu_compiler.reading import parse_program
@@ -41,7 +41,7 @@ def a_report(**changes):
 
 
 def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path):
-    kept, report = Cache(tmp_path), a_report(costliest_lines=[("a.py:1", 2.5)])
+    kept, report = Cache(tmp_path), a_report(costliest_lines=[("a.py:1", 2.5)], reason="a long text\n" * 2000)
     kept.write("answer_1", report)
     assert kept.read("answer_1", Report) == report
     assert kept.read("answer_2", Report) is None
@@ -92,15 +92,72 @@ def test_json_of_another_form_is_refused(values):
 
 
 def test_the_entries_not_read_for_longest_go_first(tmp_path):
-    kept = Cache(tmp_path)
-    for place, name in enumerate(("a", "b", "c")):
+    kept, names = Cache(tmp_path), [f"answer_{letter * 40}" for letter in "abcd"]
+    for place, name in enumerate(names[:3]):
         kept.write(name, a_report())
         os.utime(tmp_path / f"{name}.json.gz", (place, place))
-    size = (tmp_path / "a.json.gz").stat().st_size
+    size = (tmp_path / f"{names[0]}.json.gz").stat().st_size
     kept.most_bytes = 3 * size + size // 2
-    assert kept.read("a", Report)  # which makes it the newest
-    kept.write("d", a_report())
-    assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["a", "c", "d"]
+    assert kept.read(names[0], Report)  # which makes it the newest
+    kept.write(names[3], a_report())
+    assert sorted(path.name[7] for path in tmp_path.iterdir()) == ["a", "c", "d"]
+
+
+def test_no_file_of_anybody_else_is_deleted(tmp_path):
+    """--cache DIR once counted and deleted every .json.gz and old .writing of the folder, data sets among them."""
+    kept, mine = Cache(tmp_path, most_bytes=100), [f"program_{letter * 40}" for letter in "ab"]
+    own = tmp_path / "aot_tpu_k3x9_0aa.writing"  # left by a kill
+    others = [tmp_path / name for name in ("shard_0.json.gz", "answer_1.json.gz", "tmpk3x9_0aa.writing", "x.writing")]
+    for path in (own, *others):
+        path.write_bytes(bytes(10_000))
+        os.utime(path, (0, 0))
+    for name in mine:
+        kept.write(name, a_report())
+    assert all(path.exists() for path in others) and not own.exists()
+    assert not any((tmp_path / f"{name}.json.gz").exists() for name in mine), "its own are over the limit"
+
+
+@pytest.mark.parametrize(
+    "how, found", [("mode", r"can be written by other users \(mode 777\)"), ("owner", "belongs to")]
+)
+def test_nothing_is_believed_or_run_that_others_can_put_there(tmp_path, how, found, capsys):
+    """A folder of another user's once ran its bin/python, and its entries were read as the compiler's own answers."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\n")
+    (tmp_path / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.42.1"}')
+    if how == "owner":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(tmp_path, 65534, 65534)
+    else:
+        tmp_path.chmod(0o777)
+    for folder, make in ((tmp_path, Cache), (tmp_path, lambda folder: newest.make_environment(folder, print))):
+        with pytest.raises(InputError, match=f"{folder} {found}.*; expected a folder that you alone can write; chmod"):
+            make(folder)
+    assert aot_tpu.main([str(TINY), "--topology=v5litepod-1", "--cache", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path} ")
+
+
+SMALL_MEMORY = """
+import resource, sys
+from pathlib import Path
+from tpu_compiler.cache import Cache
+from tpu_compiler.report import Report
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert Cache(Path(sys.argv[1])).read("answer_1", Report) is None
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("kind", ["json", "text"])
+def test_a_small_entry_does_not_take_gigabytes(tmp_path, kind):
+    """0.65 MB of gzip once took 3.8 GB."""
+    front = b'{"format": 2, "name": "answer_1", "texts": {}, "values": {"a": ['
+    content = front + b"[]," * (1 << 26) if kind == "json" else front + b"]}}\n" + bytes(3 * 10**8)
+    (tmp_path / "answer_1.json.gz").write_bytes(gzip.compress(content, 1))
+    del content
+    done = run("-c", SMALL_MEMORY, tmp_path)
+    assert done.returncode == 0 and int(done.stdout) < 700 << 10, done.stderr + done.stdout
 
 
 def test_no_place_for_the_cache_is_said(tmp_path, capsys, monkeypatch):

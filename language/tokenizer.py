@@ -4,6 +4,8 @@ A tokenizer.json is data: its size is bounded, and what cannot be read is refuse
 stands in it is taken apart like any other word, so no document and no question can end a conversation.
 """
 
+import base64
+import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +17,15 @@ import tokenizers
 from language.llmc_files import GPT2_VOCAB_SIZE
 from language.shapes import BYTE_VOCAB_SIZE
 from tpu_utils.errors import InputError
-from tpu_utils.files import read_json, read_regular
+from tpu_utils.files import parse_json, read_json, read_regular
 
 EXPECTED = "a tokenizer.json of Hugging Face's tokenizers library"
 LARGEST_FILE = 1 << 26  # bytes; those of Llama 3 and Qwen3 have 9 to 17 MiB
 LARGEST_VOCAB_SIZE = 1 << 20
+MOST_GROWTH = 256
+"""By how much a file may lengthen a text. A few replacements one after the other make gigabytes of one letter."""
+MOST_SPECIAL = 1000
+"""Special tokens that it may put around a text."""
 BESIDE = ("tokenizer_config.json", "generation_config.json", "config.json")  # the first that names a token is believed
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # where no file beside the tokenizer names one
 
@@ -104,6 +110,7 @@ class FromFile(Tokenizer):
         content = read_regular(path, EXPECTED, LARGEST_FILE)
         with panics_told(f"{path} cannot be read"):
             self.tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            check_growth(self.tokenizer, path)
             self.tokenizer.no_truncation()
             self.tokenizer.no_padding()
             self.tokenizer.encode_special_tokens = True  # special tokens in a text are text
@@ -131,7 +138,8 @@ class FromFile(Tokenizer):
         """The tokens that a file names as its eos: a string, an object with "content", a number, a list of numbers."""
         token, numbers = says.get(f"{kind}_token"), says.get(f"{kind}_token_id")
         text = token.get("content") if isinstance(token, dict) else token
-        found = [] if text is None else [self.tokenizer.token_to_id(text) if isinstance(text, str) else None]
+        with text_in(text):
+            found = [] if text is None else [self.tokenizer.token_to_id(text) if isinstance(text, str) else None]
         found += numbers if isinstance(numbers, list) else [] if numbers is None else [numbers]
         for number in found:
             if type(number) is not int or not 0 <= number < self.vocab_size:
@@ -152,6 +160,44 @@ class FromFile(Tokenizer):
 
     def token(self, name: str) -> int | None:
         return self.special.get(name)
+
+
+def check_growth(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
+    """Raises InputError for a tokenizer that would make gigabytes of a short text, before it gets any."""
+    parts = [tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder, tokenizer.post_processor]
+    text, words, decoded, around = [parse_json(part.__getstate__()) if part else {} for part in parts]
+    found = max(growth(text) * growth(words), growth(decoded))
+    if found > MOST_GROWTH:
+        raise InputError(f"{path} makes a text {found:.3g} times as long; expected at most {MOST_GROWTH}: {EXPECTED}")
+    if (count := special_tokens(around)) > MOST_SPECIAL:
+        raise InputError(f"{path} puts {count} tokens around a text; expected at most {MOST_SPECIAL}: {EXPECTED}")
+
+
+def growth(part: dict) -> float:
+    """The most by which a normalizer, a pre-tokenizer or a decoder lengthens a text, by its own description."""
+    kind = part.get("type")
+    if kind == "Sequence":
+        (inner,) = [value for key, value in part.items() if key != "type"]
+        return math.prod(map(growth, inner))
+    if kind == "Replace":
+        pattern, content = part["pattern"].get("String"), len(part["content"].encode())
+        return max(1.0, content / len(pattern.encode())) if pattern else 1.0 + content  # a regex may match nothing
+    if kind == "Prepend":
+        return 1.0 + len(part["prepend"].encode())
+    if kind == "Precompiled":  # 4 bytes, a trie of so many bytes, and texts that end with 0
+        table = base64.b64decode(part["precompiled_charsmap"])
+        return float(max(map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0"))))
+    return {"ByteLevel": 2.0, "BertNormalizer": 3.0}.get(kind, 1.0)
+
+
+def special_tokens(part: dict) -> int:
+    """How many a post-processor puts around a text."""
+    if part.get("type") == "Sequence":
+        return sum(map(special_tokens, part["processors"]))
+    if part.get("type") != "TemplateProcessing":
+        return 0
+    names = [piece["SpecialToken"]["id"] for piece in part["single"] if "SpecialToken" in piece]
+    return sum(len(part["special_tokens"][name]["ids"]) for name in names)
 
 
 class Numbers(Tokenizer):

@@ -1,15 +1,16 @@
 """Tokenizers: what they encode they decode, which tokens they name, and what no damage may do."""
 
+import base64
 import json
 import zlib
 
 import pytest
 import tokenizers
 from mutations import make_irregular, mutated, mutated_json, no_hang
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from language import tokenizer
-from language.tokenizer import load_tokenizer
+from language.tokenizer import growth, load_tokenizer
 from tpu_utils.errors import InputError
 
 TEXT = "To be, or not to be. \N{SNOWMAN} ünïcode\n\n  spaces  <|end|> <|im_end|>"
@@ -113,6 +114,51 @@ def test_a_tokenizer_that_is_no_file(tmp_path, kind, monkeypatch):
         load_tokenizer(str(tmp_path))
     with pytest.raises(InputError, match="tokenizer no: no such file or folder; expected bytes, gpt2"):
         load_tokenizer("no")
+
+
+def replaced(pattern, content, times):
+    return normalizers.Sequence([normalizers.Replace(pattern, content) for _ in range(times)])
+
+
+def charsmap(text: bytes) -> bytes:
+    """A table of SentencePiece's whose trie is empty, with one text in it."""
+    return (4).to_bytes(4, "little") + bytes(4) + text + b"\0"
+
+
+BY_LENGTH = {
+    "letters": ("normalizer", replaced("a", "a" * 8, 12)),
+    "nothing": ("normalizer", replaced("", "a" * 8, 12)),
+    "regex": ("normalizer", replaced(tokenizers.Regex("x*"), "a" * 8, 12)),
+    "bytes": ("normalizer", normalizers.Sequence([normalizers.ByteLevel()] * 30)),
+    "front": ("normalizer", normalizers.Prepend("a" * 300)),
+    "decoder": ("decoder", decoders.Sequence([decoders.Replace("a", "a" * 8)] * 12)),
+    "template": (
+        "post_processor",
+        processors.TemplateProcessing("<|end|> " * 2000 + "$A", special_tokens=[("<|end|>", 0)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("part", BY_LENGTH)
+def test_a_small_file_does_not_take_gigabytes(tmp_path, part):
+    """1.5 KB of replacements, each of an a by eight, once took 10.7 GB for one letter."""
+    found = tokenizers.Tokenizer.from_file(str(trained(tmp_path) / "tokenizer.json"))
+    setattr(found, *BY_LENGTH[part])
+    found.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match=r"times as long; expected at most 256|puts 2000 tokens around"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_table_of_characters_is_measured():
+    assert growth({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap(b"a" * 999))}) == 999
+    usual = [normalizers.NFC(), normalizers.BertNormalizer(), normalizers.Replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")]
+    assert growth(json.loads(normalizers.Sequence(usual).__getstate__())) == 9
+
+
+def test_a_name_of_a_token_that_is_no_text(tmp_path):
+    (trained(tmp_path) / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
+    with pytest.raises(InputError, match="expected UTF-8 text"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_no_damage_is_a_crash(tmp_path):

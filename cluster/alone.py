@@ -23,7 +23,8 @@ def run_alone(spec: Spec, variables: dict[str, str], chips_here: int) -> int:
     os.environ |= QUIET | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
 
-    place = tempfile.mkdtemp(prefix="tpu_ray_")  # a short path: sockets are made below it
+    # a short path: sockets are made below it; a folder within, because Ray opens the one it gets to everybody
+    place = tempfile.mkdtemp(prefix="tpu_ray_")
     try:
         ray.init(
             address="local",
@@ -34,7 +35,7 @@ def run_alone(spec: Spec, variables: dict[str, str], chips_here: int) -> int:
             object_store_memory=100 << 20,
             log_to_driver=False,
             logging_level="ERROR",
-            _temp_dir=place,
+            _temp_dir=f"{place}/r",
         )
         return Driver(spec, variables).run()
     finally:

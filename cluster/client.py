@@ -127,7 +127,7 @@ class Cluster:
 
     def submit(self, spec: Spec, folder: Path, most_mib: float, variables: Mapping[str, str]) -> None:
         """Raises InputError for a name in use and a folder that is too large."""
-        request = spec.request
+        request, former = spec.request, None
         for job in self.jobs.list_jobs():
             if job.submission_id != request["name"]:
                 continue
@@ -137,11 +137,15 @@ class Cluster:
                     f"name {request['name']!r} is in use: {job.status.value} run of {owner}; choose another --name, or "
                     f"`python -m cluster stop {request['name']}` if it is yours"
                 )
-            self.jobs.delete_job(request["name"])  # the same run goes on under its name
+            former = job.submission_id
         try:
-            excludes = check_folder(folder, most_mib)
+            excludes, secrets = check_folder(folder, most_mib)
         except ValueError as error:
             raise InputError(str(error)) from error
+        if secrets:
+            print(f"note: not uploaded, as secrets have such names: {', '.join(secrets)}; --env takes variables along")
+        if former:  # the same run goes on under its name; nothing is refused here any more
+            self.jobs.delete_job(former)
         with tempfile.TemporaryDirectory() as made:
             modules = [str(HERE), str(HERE.parent / "tpu_utils")]
             if variables:

@@ -1,12 +1,18 @@
 """The working folder: what Ray would upload of it, how much that is, and the largest entries if it is too much."""
 
 import os
+import re
+import subprocess
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 LEFT_OUT = (".git", ".venv*", "venv", "__pycache__", ".pytest_cache", ".ruff_cache", "*.egg-info", "/runs", "/data")
 LEFT_OUT += ("/datasets", "/exported", "/calibration", "/checkpoints", "node_modules")
 """Never uploaded, in the syntax of .gitignore; a .gitignore or .rayignore in the folder adds to it."""
+SECRETS = (".env", ".env.*", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.p12", "*.pfx", "*.key")
+SECRETS += (".netrc", ".pypirc", ".git-credentials")
+"""Names that files with secrets have: not uploaded either, and said."""
 MOST_MIB = 64
 MOST_FILES = 20_000
 MIB = 2**20
@@ -15,15 +21,26 @@ MIB = 2**20
 def uploaded(folder: Path, excludes: list[str]) -> Iterator[tuple[Path, int]]:
     """(file, its size) of all that Ray uploads of a folder: by Ray's own rules, in Ray's own code.
 
-    That is a private interface of Ray 2.60.0 (ray._private.runtime_env.packaging), used nowhere else.
+    That is a private interface of Ray 2.60.0 (ray._private.runtime_env.packaging), used nowhere else. Raises ValueError
+    for a link that leads out of the folder, or to a folder that it is in: Ray would follow it. So too for a .gitignore
+    with a byte order mark, which Ray takes for a part of the first pattern.
     """
     from ray._private.runtime_env.packaging import _get_excludes, get_excludes_from_ignore_files
 
     def walk(path: Path, rules: list) -> Iterator[tuple[Path, int]]:
+        patterns = path / ".gitignore"
+        if patterns.is_file() and patterns.read_bytes()[:3] == b"\xef\xbb\xbf":
+            raise ValueError(f"{patterns} begins with a byte order mark, expected plain UTF-8; save it without")
         rules = rules + get_excludes_from_ignore_files(path, include_gitignore=True)
         for inner in sorted(path.iterdir()):
             if any(rule(inner) for rule in rules):
                 continue
+            target = inner.resolve()
+            if inner.is_symlink() and (not target.is_relative_to(folder) or inner.is_relative_to(target)):
+                raise ValueError(
+                    f"{inner} is a link to {target}, whose files would be uploaded; expected links within {folder}; "
+                    "add it to .rayignore, or put a copy in its place"
+                )
             if inner.is_dir():
                 yield from walk(inner, rules)
             elif inner.is_file():
@@ -32,13 +49,31 @@ def uploaded(folder: Path, excludes: list[str]) -> Iterator[tuple[Path, int]]:
     yield from walk(folder, [_get_excludes(folder, excludes)])
 
 
-def check_folder(folder: Path, most_mib: float = MOST_MIB) -> list[str]:
-    """The excludes for Ray. Raises ValueError where too much would be uploaded, with the largest entries named."""
-    excludes, total, files = list(LEFT_OUT), 0, 0
-    by_entry: dict[str, int] = {}
-    for path, size in uploaded(folder, excludes):
-        total, files = total + size, files + 1
+def ignored_by_git(folder: Path) -> list[str]:
+    """What git leaves out, as patterns: by .git/info/exclude and the user's own excludes too, which Ray does not read.
+    Nothing where there is no git, or no work tree of it."""
+    ask = ["git", "-C", str(folder), "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
+    try:
+        done = subprocess.run(ask, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
+    return ["/" + re.sub(r"([\\*?\[\]!# ])", r"\\\1", name) for name in names]
+
+
+def check_folder(folder: Path, most_mib: float = MOST_MIB) -> tuple[list[str], list[str]]:
+    """(the excludes for Ray, what is left out because secrets have such names). Raises ValueError as uploaded() does, and
+    where too much would be uploaded, with the largest entries named."""
+    folder = folder.resolve()
+    usual = [*LEFT_OUT, *ignored_by_git(folder)]
+    total, files, by_entry, secrets = 0, 0, dict[str, int](), dict[str, None]()
+    for path, size in uploaded(folder, usual):
         inner = path.relative_to(folder)
+        named = [place for place in (inner, *inner.parents) if any(fnmatch(place.name, name) for name in SECRETS)]
+        if named:
+            secrets[str(named[-1])] = None
+            continue
+        total, files = total + size, files + 1
         name = inner.parts[0] + (os.sep if len(inner.parts) > 1 else "")
         by_entry[name] = by_entry.get(name, 0) + size
         if files > MOST_FILES:
@@ -51,4 +86,4 @@ def check_folder(folder: Path, most_mib: float = MOST_MIB) -> list[str]:
             f"working folder {folder} holds {found}, expected code: at most {most_mib:g} MiB; largest: {shown}; add "
             "what is no code to .gitignore or .rayignore, name another --working_dir, or raise --most_mib"
         )
-    return excludes
+    return [*usual, *SECRETS], list(secrets)

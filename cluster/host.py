@@ -94,8 +94,9 @@ class HostProcess:
         """Run `python COMMAND`; pid of its guard. folder: to run in; empty: a copy of the code that was uploaded."""
         made = ""
         if not folder:
-            made = tempfile.mkdtemp(prefix=f"tpu_cluster_{name}_")  # only for this user to read
+            made = tempfile.mkdtemp(prefix=f"tpu_cluster_{name}_")
             shutil.copytree(Path.cwd(), made, symlinks=True, dirs_exist_ok=True)
+            Path(made).chmod(0o700)  # only for this user: copytree gave it the mode of what it copied
         # -P: a folder named cluster in the code of the run is not ours
         guarded = [sys.executable, "-P", "-m", "cluster.guard"]
         read_code, write_code = os.pipe()

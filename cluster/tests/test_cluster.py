@@ -134,7 +134,8 @@ def test_what_does_not_fit_is_refused_before_it_is_queued(monkeypatch, capsys, t
 
 @pytest.mark.slow
 def test_alone_it_feels_like_running_the_script(tmp_path):
-    """Its code, its folder, its chips; Ray listens on 127.0.0.1 alone, and leaves nothing behind."""
+    """Its code, its folder, its chips; Ray listens on 127.0.0.1 alone, in a folder of this user's alone, and leaves
+    nothing behind."""
     (tmp_path / "show.py").write_text(SHOW + "\n")
     before = set(Path("/tmp").glob("tpu_ray_*"))
     line = [sys.executable, str(ROOT / "cluster"), "run", "show.py", "--chips", "2", "--plain"]
@@ -146,6 +147,8 @@ def test_alone_it_feels_like_running_the_script(tmp_path):
         said += text
         if text.startswith("FOLDER"):
             addresses = listening(below(process.pid))
+            (place,) = set(Path("/tmp").glob("tpu_ray_*")) - before
+            assert place.stat().st_mode & 0o777 == 0o700
     assert process.wait(120) == 7, (said, process.stderr.read())
     variables = json.loads(re.search(r"SAYS (.*)", said)[1])
     assert variables["CPU_NUM_DEVICES"] == "2" and not any(name.startswith(("RAY_", "OMP_")) for name in variables)
@@ -399,14 +402,15 @@ def test_bad_input_on_a_cluster_is_one_message(cluster, show):
     assert "name 'held' is in use" in refused("--plain", "--name", "held")
     assert "no --storage" in refused()
     assert "refuses this token" in refused("--plain", RAY_AUTH_TOKEN="0" * 64)
-    large = show / "large.bin"
-    with large.open("wb") as file:
-        file.truncate(10 << 30)
-    assert "largest: large.bin 10,240 MiB" in refused("--plain")
-    large.unlink()
     stopped = cluster.run("stop", "held")
     assert stopped.returncode == 0
     assert held.wait(60) == 143
+    large = show / "large.bin"
+    with large.open("wb") as file:
+        file.truncate(10 << 30)
+    assert "largest: large.bin 10,240 MiB" in refused("--plain", "--name", "held")
+    large.unlink()
+    assert "SAYS" in cluster.run("logs", "held").stdout, "what was refused has not deleted the earlier run"
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
 """Who starts next, on which chips: python -m cluster's queue without Ray."""
 
 import json
+import subprocess
+import zipfile
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import given, settings
@@ -217,8 +220,13 @@ def test_the_exit_code_and_the_log_are_those_of_the_script():
     assert without_preface(log) == "hello\n"
 
 
+NEEDS_RAY = pytest.mark.skipif(
+    find_spec("ray") is None, reason="LOUD: Ray is not installed: pip install -r cluster/requirements.txt"
+)
+
+
+@NEEDS_RAY
 def test_a_large_working_folder_is_refused_with_the_largest_named(tmp_path):
-    pytest.importorskip("ray", reason="LOUD: Ray is not installed: pip install -r cluster/requirements.txt")
     for name in ("script.py", "weights/w.bin", "runs/x/big", ".venv/lib/big", "secret/big"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x" * 100)
@@ -231,4 +239,48 @@ def test_a_large_working_folder_is_refused_with_the_largest_named(tmp_path):
     ):
         check_folder(tmp_path)
     (tmp_path / "weights/w.bin").unlink()
-    assert "/runs" in check_folder(tmp_path)
+    assert "/runs" in check_folder(tmp_path)[0]
+
+
+def by_ray(folder) -> set[str]:
+    """What Ray puts into the package that it uploads."""
+    from ray._private.runtime_env.packaging import _zip_files
+
+    _zip_files(str(folder), check_folder(folder)[0], str(folder.parent / "package.zip"), include_gitignore=True)
+    with zipfile.ZipFile(folder.parent / "package.zip") as package:
+        return {name for name in package.namelist() if not name.endswith("/")}
+
+
+@NEEDS_RAY
+def test_what_is_ignored_or_secret_stays_here(tmp_path):
+    """A byte order mark once switched the first pattern off, .git/info/exclude was not read, keys went up."""
+    folder = tmp_path / "code"
+    files = ("script.py", "first/a", "second/b", "odd [name]!/c", "keys/id_rsa", "keys/x.pem", ".env", "by user")
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    (folder / ".gitignore").write_text("\ufeff/first/\n/odd*/\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r".gitignore begins with a byte order mark, expected plain UTF-8; save it"):
+        check_folder(folder)
+    (folder / ".gitignore").write_text("/first/\n/odd*/\n")
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    (folder / ".git" / "info" / "exclude").write_text("/second/\nby user\n")
+    assert by_ray(folder) == {"script.py", ".gitignore"}
+    assert check_folder(folder)[1] == [".env", "keys/id_rsa", "keys/x.pem"]
+
+
+@NEEDS_RAY
+@pytest.mark.parametrize("target", ["../elsewhere", "../elsewhere/key", ".", ".."])
+def test_a_link_that_leaves_the_folder_is_refused_by_name(tmp_path, target):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "key").write_text("secret")
+    folder = tmp_path / "code"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "script.py").write_text("x")
+    (folder / "again").symlink_to("inner")
+    assert by_ray(folder) == {"inner/script.py", "again/script.py"}
+    (folder / "linked").symlink_to(target)
+    with pytest.raises(ValueError, match=rf"{folder}/linked is a link to .*, whose files would be uploaded"):
+        check_folder(folder)
+    (folder / ".rayignore").write_text("/linked\n")
+    assert by_ray(folder) == {"inner/script.py", "again/script.py", ".rayignore"}

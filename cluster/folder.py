@@ -62,8 +62,8 @@ def ignored_by_git(folder: Path) -> list[str]:
 
 
 def check_folder(folder: Path, most_mib: float = MOST_MIB) -> tuple[list[str], list[str]]:
-    """(the excludes for Ray, what is left out because secrets have such names). Raises ValueError as uploaded() does, and
-    where too much would be uploaded, with the largest entries named."""
+    """(the excludes for Ray, what is left out because secrets have such names). Raises ValueError as uploaded() does,
+    and where too much would be uploaded, with the largest entries named."""
     folder = folder.resolve()
     usual = [*LEFT_OUT, *ignored_by_git(folder)]
     total, files, by_entry, secrets = 0, 0, dict[str, int](), dict[str, None]()

@@ -4,7 +4,9 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 import re
+import secrets
 import shlex
 import socket
 import tempfile
@@ -15,9 +17,10 @@ from pathlib import Path
 
 from cluster.deciding import Host, Request, candidates
 from cluster.driver import SECRETS_MODULE, Spec
-from cluster.folder import check_folder
+from cluster.folder import check_folder, digest_of
 from cluster.turns import STATE_FILE, host_of, wish
 from tpu_utils.errors import InputError, PassingError, first_line
+from tpu_utils.files import write_atomically
 
 REACH_SECONDS = 5.0
 START_SECONDS = 120.0
@@ -26,6 +29,7 @@ STOP_SECONDS = 600
 """How long a script may take to save and end after `stop`; then Ray kills it."""
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 HERE = Path(__file__).resolve().parent
+PROBE = HERE / "probe.py"
 
 
 class Cluster:
@@ -125,8 +129,39 @@ class Cluster:
                 return job
         raise InputError(f"no run {name!r} on this cluster; `python -m cluster list` shows those there are")
 
+    def check_hosts(self) -> None:
+        """Raises InputError where other users of a host could put their own code in place of what is submitted.
+
+        Ray opens its folder to everybody (mode 777), so it belongs into one of its user's alone. Hosts that were found
+        so are remembered on this machine by their ids, which are new at each start of Ray.
+        """
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in self.nodes() if node["Alive"]}
+        file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpu_cluster" / "closed_hosts"
+        known = file.read_text().split() if file.is_file() else []
+        if nodes.keys() <= set(known):
+            return
+        name = f"probe-{secrets.token_hex(8)}"
+        self._submit(f"exec python -P -c {shlex.quote(PROBE.read_text())}", name)
+        deadline = time.monotonic() + START_SECONDS
+        while self.jobs.get_job_status(name).value not in ENDED and time.monotonic() < deadline:
+            time.sleep(0.2)
+        log = self.jobs.get_job_logs(name)
+        self.jobs.delete_job(name)
+        try:
+            found = json.loads(log.strip().rpartition("\n")[2])
+        except ValueError as error:
+            raise PassingError(f"the head did not say where Ray keeps its files: {log[-200:]!r}; try again") from error
+        if bad := [(nodes.get(node, node), place) for node, place in found.items() if place]:
+            raise InputError(
+                f"host {bad[0][0]}: its other users can enter Ray's folder {bad[0][1]}, and put their code in place of "
+                "yours; expected it in a folder of mode 700: mkdir -m 700 FOLDER on every host, and ray start "
+                "--temp-dir=FOLDER/ray"
+            )
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(file, "\n".join([*known[-1000:], *found]).encode())
+
     def submit(self, spec: Spec, folder: Path, most_mib: float, variables: Mapping[str, str]) -> None:
-        """Raises InputError for a name in use and a folder that is too large."""
+        """Raises InputError for a name in use, a folder that is too large, and hosts that others can change."""
         request, former = spec.request, None
         for job in self.jobs.list_jobs():
             if job.submission_id != request["name"]:
@@ -139,11 +174,13 @@ class Cluster:
                 )
             former = job.submission_id
         try:
-            excludes, secrets = check_folder(folder, most_mib)
+            code = check_folder(folder, most_mib)
         except ValueError as error:
             raise InputError(str(error)) from error
-        if secrets:
-            print(f"note: not uploaded, as secrets have such names: {', '.join(secrets)}; --env takes variables along")
+        self.check_hosts()
+        if code.secrets:
+            shown = ", ".join(code.secrets)
+            print(f"note: not uploaded, as secrets have such names: {shown}; --env takes variables along")
         if former:  # the same run goes on under its name; nothing is refused here any more
             self.jobs.delete_job(former)
         with tempfile.TemporaryDirectory() as made:
@@ -152,29 +189,32 @@ class Cluster:
                 modules.append(str(Path(made, SECRETS_MODULE)))
                 Path(modules[-1]).mkdir(mode=0o700)
                 Path(modules[-1], "__init__.py").write_text(f"VARIABLES = {dict(variables)!r}\n")
+            # Each run has a package of its own. Where two had one, Ray removed what it had unpacked for the first, and
+            # unpacked it again for the second (2.60, runtime_env/working_dir.py: overwrite=True).
+            package = Path(made, "package")
+            code.copy(package / "code")
+            spec = dataclasses.replace(spec, code=f"{digest_of(package / 'code')}_{secrets.token_hex(8)}")
+            Path(package, "code").rename(package / spec.code)
             environment = {
-                "working_dir": str(folder),
-                "excludes": excludes,
+                "working_dir": str(package),
                 "py_modules": modules,
                 "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS)},
             }
             entrypoint = f"exec python -P -m cluster.driver {shlex.quote(json.dumps(dataclasses.asdict(spec)))}"
             metadata = {"user": request["user"], "script": spec.script, "chips": str(request["chips"])}
             metadata |= {"hosts": str(request["hosts"]), "kind": request["kind"], "program": "python -m cluster"}
-            deadline = time.monotonic() + START_SECONDS
-            while True:
-                try:
-                    self.jobs.submit_job(
-                        entrypoint=entrypoint,
-                        submission_id=request["name"],
-                        runtime_env=environment,
-                        metadata=metadata,
-                    )
-                    return
-                except RuntimeError as error:
-                    if "try again later" not in str(error) or time.monotonic() > deadline:
-                        raise PassingError(f"the cluster does not take the run: {first_line(error)}") from error
-                    time.sleep(1)  # the head has just begun, or has much to do
+            self._submit(entrypoint, request["name"], runtime_env=environment, metadata=metadata)
+
+    def _submit(self, entrypoint: str, name: str, **settings) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                self.jobs.submit_job(entrypoint=entrypoint, submission_id=name, **settings)
+                return
+            except RuntimeError as error:
+                if "try again later" not in str(error) or time.monotonic() > deadline:
+                    raise PassingError(f"the cluster does not take the run: {first_line(error)}") from error
+                time.sleep(1)  # the head has just begun, or has much to do
 
     def follow(self, name: str, say) -> int:
         """Passes the log on until the run has ended. Its exit code."""

@@ -38,6 +38,7 @@ class Spec:
     folder: str = ""  # to run in; empty: a copy of the code uploaded
     retries: int = 3
     versions: dict = dataclasses.field(default_factory=dict)  # the client's package versions, which all hosts must have
+    code: str = ""  # DIGEST_ANY: the name of the folder that was uploaded, and digest_of() it
 
 
 class Moved(Exception):
@@ -195,9 +196,10 @@ class Driver:
             for index, (actor, fact, place) in enumerate(zip(self.actors, facts, places, strict=True)):
                 host = fact["host"]
                 devices = device_variables(place.chips, host.chips, fact["tpu"], host.kind, index, addresses)
-                settings = self.request.name, self.spec.folder, command, self.variables | devices
+                settings = self.request.name, self.spec.folder, self.spec.code, command, self.variables | devices
                 starting.append(actor.start.remote(*settings))
-            self.get(starting)
+            if refused := [said for said in self.get(starting) if said]:
+                raise ValueError(refused[0])
             return self.follow(places)
         except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
             raise Lost(f"a worker or its host died ({type(error).__name__})") from error

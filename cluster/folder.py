@@ -1,7 +1,10 @@
-"""The working folder: what Ray would upload of it, how much that is, and the largest entries if it is too much."""
+"""The working folder: what is uploaded of it, how much that is, and the largest entries if it is too much."""
 
+import dataclasses
+import hashlib
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -19,7 +22,7 @@ MIB = 2**20
 
 
 def uploaded(folder: Path, excludes: list[str]) -> Iterator[tuple[Path, int]]:
-    """(file, its size) of all that Ray uploads of a folder: by Ray's own rules, in Ray's own code.
+    """(file, its size) of all that Ray would upload of a folder: by Ray's own rules, in Ray's own code.
 
     That is a private interface of Ray 2.60.0 (ray._private.runtime_env.packaging), used nowhere else. Raises ValueError
     for a link that leads out of the folder, or to a folder that it is in: Ray would follow it. So too for a .gitignore
@@ -61,29 +64,55 @@ def ignored_by_git(folder: Path) -> list[str]:
     return ["/" + re.sub(r"([\\*?\[\]!# ])", r"\\\1", name) for name in names]
 
 
-def check_folder(folder: Path, most_mib: float = MOST_MIB) -> tuple[list[str], list[str]]:
-    """(the excludes for Ray, what is left out because secrets have such names). Raises ValueError as uploaded() does,
-    and where too much would be uploaded, with the largest entries named."""
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """What is uploaded of a working folder."""
+
+    folder: Path
+    files: list[Path]
+    secrets: list[str]
+    """Left out, because secrets have such names."""
+
+    def copy(self, target: Path) -> None:
+        """The files alone, without links."""
+        for path in self.files:
+            copied = target / path.relative_to(self.folder)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copied)
+
+
+def digest_of(folder: Path) -> str:
+    """A hash of all files below a folder, and their names."""
+    total = hashlib.sha256()
+    files = (path for path in folder.rglob("*") if path.is_file())
+    for name, path in sorted((str(path.relative_to(folder)), path) for path in files):
+        total.update(f"{len(os.fsencode(name))} ".encode() + os.fsencode(name))
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()
+
+
+def check_folder(folder: Path, most_mib: float = MOST_MIB) -> Code:
+    """Raises ValueError as uploaded() does, and where too much would be uploaded, with the largest entries named."""
     folder = folder.resolve()
-    usual = [*LEFT_OUT, *ignored_by_git(folder)]
-    total, files, by_entry, secrets = 0, 0, dict[str, int](), dict[str, None]()
-    for path, size in uploaded(folder, usual):
+    total, kept, by_entry, secrets = 0, list[Path](), dict[str, int](), dict[str, None]()
+    for path, size in uploaded(folder, [*LEFT_OUT, *ignored_by_git(folder)]):
         inner = path.relative_to(folder)
         named = [place for place in (inner, *inner.parents) if any(fnmatch(place.name, name) for name in SECRETS)]
         if named:
             secrets[str(named[-1])] = None
             continue
-        total, files = total + size, files + 1
+        total += size
+        kept.append(path)
         name = inner.parts[0] + (os.sep if len(inner.parts) > 1 else "")
         by_entry[name] = by_entry.get(name, 0) + size
-        if files > MOST_FILES:
+        if len(kept) > MOST_FILES:
             break
-    if total > most_mib * MIB or files > MOST_FILES:
+    if total > most_mib * MIB or len(kept) > MOST_FILES:
         largest = sorted(by_entry.items(), key=lambda item: -item[1])[:5]
         shown = ", ".join(f"{name} {size / MIB:,.0f} MiB" for name, size in largest)
-        found = f"{total / MIB:,.0f} MiB" if files <= MOST_FILES else f"more than {MOST_FILES:,} files"
+        found = f"{total / MIB:,.0f} MiB" if len(kept) <= MOST_FILES else f"more than {MOST_FILES:,} files"
         raise ValueError(
             f"working folder {folder} holds {found}, expected code: at most {most_mib:g} MiB; largest: {shown}; add "
             "what is no code to .gitignore or .rayignore, name another --working_dir, or raise --most_mib"
         )
-    return [*usual, *SECRETS], list(secrets)
+    return Code(folder, kept, list(secrets))

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from cluster.folder import digest_of
 from tpu_utils.hardware import attached_chips
 
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -90,13 +92,17 @@ class HostProcess:
         node = ray.get_runtime_context().get_node_id()
         return {"node": node, "versions": versions(), "tpu": bool(attached_chips()), "pid": os.getpid()}
 
-    def start(self, name: str, folder: str, command: list[str], variables: Mapping[str, str]) -> int:
-        """Run `python COMMAND`; pid of its guard. folder: to run in; empty: a copy of the code that was uploaded."""
+    def start(self, name: str, folder: str, code: str, command: list[str], variables: Mapping[str, str]) -> str:
+        """Run `python COMMAND`. folder: to run in; empty: a copy of the uploaded folder code, named by its digest.
+        Returns why it does not start; "" where it does."""
         made = ""
         if not folder:
             made = tempfile.mkdtemp(prefix=f"tpu_cluster_{name}_")
-            shutil.copytree(Path.cwd(), made, symlinks=True, dirs_exist_ok=True)
+            shutil.copytree(code, made, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
             Path(made).chmod(0o700)  # only for this user: copytree gave it the mode of what it copied
+            if digest_of(Path(made)) != code.partition("_")[0]:
+                shutil.rmtree(made)
+                return f"the code on host {socket.gethostname()} is not what was submitted; look who can write there"
         # -P: a folder named cluster in the code of the run is not ours
         guarded = [sys.executable, "-P", "-m", "cluster.guard"]
         read_code, write_code = os.pipe()
@@ -116,7 +122,7 @@ class HostProcess:
         )
         os.close(write_code)
         threading.Thread(target=self._collect, args=(read_code,), daemon=True).start()
-        return self.script.pid
+        return ""
 
     def _collect(self, read_code: int) -> None:
         while part := os.read(self.script.stdout.fileno(), 1 << 16):

@@ -52,22 +52,28 @@ def listening(pids) -> list[str]:
 
 
 class Nodes:
-    """A head without chips, and the hosts that add() makes. close() ends all of it."""
+    """A head without chips, and the hosts that add() makes. close() ends all of it. is_open: Ray's folder is not in one
+    of its user's alone."""
 
-    def __init__(self, **variables):
+    def __init__(self, is_open: bool = False, **variables):
         self.folder = Path(tempfile.mkdtemp(prefix="rn_", dir="/tmp"))  # short: Ray makes sockets below it
+        self.folder.chmod(0o755 if is_open else 0o700)
         self.token = secrets.token_hex(32)
         kept = {
             name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name not in OF_A_DEVICE
         }
         ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0"}
-        ours |= {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}", "RAY_ENABLE_IPV6": "0"}
+        ours |= {
+            "XDG_CACHE_HOME": str(self.folder / "cache"),
+            "PATH": f"{Path(sys.executable).parent}:{kept['PATH']}",
+            "RAY_ENABLE_IPV6": "0",
+        }
         self.environment = kept | ours | {name: str(value) for name, value in variables.items()}
         self.gcs, self.port = free_port(), free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         self.processes: dict[str, subprocess.Popen] = {}
         head = ["--head", f"--port={self.gcs}", f"--dashboard-port={self.port}", "--dashboard-host=127.0.0.1"]
-        self._start("head", [*head, "--num-cpus=2", f"--temp-dir={self.folder}"], {})
+        self._start("head", [*head, "--num-cpus=2", f"--temp-dir={self.folder}/r"], {})
         self._there("head")
 
     def _start(self, name: str, options: list[str], variables: dict[str, str]) -> None:
@@ -152,5 +158,5 @@ class Nodes:
 
     def state(self) -> dict:
         """What the queue wrote last."""
-        path = self.folder / "session_latest" / "logs" / "tpu_cluster.json"
+        path = self.folder / "r" / "session_latest" / "logs" / "tpu_cluster.json"
         return json.loads(path.read_text()) if path.exists() else {"running": [], "waiting": [], "events": []}

@@ -259,6 +259,28 @@ def test_three_users_submit_eight_runs_at_once(cluster, plain, tmp_path):
     assert {name: found[name] for name in RUNS} == {name: (user, "done") for name, (user, *_) in RUNS.items()}
 
 
+def enters(folder: Path) -> bool:
+    """Whether another user of this machine can."""
+    other = dict(user=65534, group=65534, extra_groups=[])
+    return subprocess.run(["ls", str(folder)], capture_output=True, **other).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_cluster_whose_files_others_can_change_gets_nothing(cluster, show):
+    """A user of the machine without the token renamed a waiting run's unpacked code, and theirs ran as Ray's user."""
+    nodes = Nodes(is_open=True)
+    try:
+        nodes.add("a", 1)
+        done = nodes.run("run", "show.py", "--plain", "--name", "x", folder=show)
+        assert done.returncode == 2, (done.stdout, done.stderr)
+        assert f"its other users can enter Ray's folder {nodes.folder}/r, and put their code in" in done.stderr
+        assert json.loads(nodes.run("list", "--json").stdout) == []
+        if os.geteuid() == 0:
+            assert enters(nodes.folder / "r") and not enters(cluster.folder / "r")
+    finally:
+        nodes.close()
+
+
 @pytest.mark.slow
 def test_a_run_sees_its_own_chips_and_files_and_no_secret_is_shown(cluster, show):
     secret = "hush-5up3r"
@@ -266,6 +288,7 @@ def test_a_run_sees_its_own_chips_and_files_and_no_secret_is_shown(cluster, show
     first = cluster.start("run", "show.py", *options, "--name", "s1", folder=show, MY_SECRET=secret, MY_SECONDS=3)
     second = cluster.start("run", "show.py", *options, "--name", "s2", folder=show, MY_SECRET="other", MY_SECONDS=3)
     outputs = [process.communicate(timeout=200) for process in (first, second)]
+    assert all("SAYS" in out for out, _ in outputs), outputs
     says = [json.loads(re.search(r"SAYS (.*)", out)[1]) for out, _ in outputs]
     assert [said["MY_SECRET"] for said in says] == [secret, "other"]
     assert {said["CPU_NUM_DEVICES"] for said in says} == {"2"}

@@ -2,8 +2,10 @@
 
 import json
 import subprocess
+import tempfile
 import zipfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +14,8 @@ from hypothesis import strategies as st
 from cluster.client import exit_code, without_preface
 from cluster.deciding import Host, Place, Request, candidates, decide
 from cluster.driver import Spec, arguments_for
-from cluster.folder import check_folder
-from cluster.host import device_variables
+from cluster.folder import check_folder, digest_of
+from cluster.host import HostProcess, device_variables
 from cluster.turns import PROTOCOL, SETTLE_SECONDS, SILENT_SECONDS, Turns
 
 TWO = [Host("a", 4), Host("b", 4)]
@@ -239,16 +241,21 @@ def test_a_large_working_folder_is_refused_with_the_largest_named(tmp_path):
     ):
         check_folder(tmp_path)
     (tmp_path / "weights/w.bin").unlink()
-    assert "/runs" in check_folder(tmp_path)[0]
+    assert check_folder(tmp_path).files == [tmp_path / ".gitignore", tmp_path / "script.py"]
 
 
 def by_ray(folder) -> set[str]:
-    """What Ray puts into the package that it uploads."""
+    """What Ray puts into the package that it uploads, and unpacks on a host."""
     from ray._private.runtime_env.packaging import _zip_files
 
-    _zip_files(str(folder), check_folder(folder)[0], str(folder.parent / "package.zip"), include_gitignore=True)
-    with zipfile.ZipFile(folder.parent / "package.zip") as package:
-        return {name for name in package.namelist() if not name.endswith("/")}
+    made = Path(tempfile.mkdtemp(dir=folder.parent))
+    check_folder(folder).copy(made / "package" / "code")
+    _zip_files(str(made / "package"), [], str(made / "package.zip"), include_gitignore=True)
+    with zipfile.ZipFile(made / "package.zip") as package:
+        package.extractall(made / "unpacked")
+    unpacked = made / "unpacked" / "code"
+    assert digest_of(unpacked) == digest_of(made / "package" / "code")
+    return {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
 
 
 @NEEDS_RAY
@@ -266,7 +273,7 @@ def test_what_is_ignored_or_secret_stays_here(tmp_path):
     subprocess.run(["git", "init", "-q", str(folder)], check=True)
     (folder / ".git" / "info" / "exclude").write_text("/second/\nby user\n")
     assert by_ray(folder) == {"script.py", ".gitignore"}
-    assert check_folder(folder)[1] == [".env", "keys/id_rsa", "keys/x.pem"]
+    assert check_folder(folder).secrets == [".env", "keys/id_rsa", "keys/x.pem"]
 
 
 @NEEDS_RAY
@@ -284,3 +291,20 @@ def test_a_link_that_leaves_the_folder_is_refused_by_name(tmp_path, target):
         check_folder(folder)
     (folder / ".rayignore").write_text("/linked\n")
     assert by_ray(folder) == {"inner/script.py", "again/script.py", ".rayignore"}
+
+
+def test_a_host_runs_only_what_was_submitted(tmp_path, monkeypatch):
+    """Whoever could write beside it once put another script in its place while the run waited."""
+    made = tmp_path / "code"
+    made.mkdir()
+    (made / "script.py").write_text("print('mine')")
+    code = made.rename(tmp_path / f"{digest_of(made)}_1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for change in (
+        lambda: (code / "script.py").write_text("print('theirs')"),
+        lambda: ((code / "script.py").write_text("print('mine')"), (code / "torch.py").write_text("")),
+    ):
+        change()
+        said = HostProcess().start("one", "", code.name, ["script.py"], {})
+        assert "is not what was submitted" in said and not list(tmp_path.glob("tpu_cluster_one_*"))

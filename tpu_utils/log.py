@@ -49,9 +49,9 @@ class RunLog:
         self.events = None
         """TensorBoard's writer, None where there is none."""
         if tensorboard and not silent:
-            from torch.utils.tensorboard import SummaryWriter  # a second of imports
+            from tpu_utils.events import Events  # only here: it imports TensorBoard
 
-            self.events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+            self.events = Events(run_dir / "tensorboard", first_step)
         # a terminal gets a bar on stderr; a pipe or a file gets the lines alone, and so does a job in the background,
         # whose bar would be drawn over that of the one in front
         self._bar = tqdm(
@@ -111,18 +111,8 @@ class RunLog:
         if self._silent:
             return
         write_atomically(self._run_dir / "summary.json", json.dumps(summary, indent=2).encode())
-        if not self.events:
-            return
-        from torch.utils.tensorboard.summary import hparams
-
-        numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
-        results = {f"summary/{name}": value for name, value in numbers.items() if math.isfinite(value)}
-        options = {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in config.items()}
-        for event in hparams(options, results):  # SummaryWriter.add_hparams would make a folder, hence a second run
-            self.events.file_writer.add_summary(event)
-        results |= {f"goodput_seconds/{phase}": seconds for phase, seconds in summary["goodput"].items()}
-        for name, value in results.items():
-            self.events.add_scalar(name, value, summary["steps"])
+        if self.events:
+            self.events.summary(config, summary)
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
         """One JSON object; numbers also go to TensorBoard under kind/name. Non-finite numbers become null in JSON."""
@@ -130,8 +120,8 @@ class RunLog:
         for name, value in fields.items():
             is_number = isinstance(value, int | float)
             record[name] = None if is_number and not math.isfinite(value) else value
-            if self.events and is_number:
-                self.events.add_scalar(f"{kind}/{name}", value, step)
+        if self.events:
+            self.events.scalars({f"{kind}/{name}": v for name, v in fields.items() if isinstance(v, int | float)}, step)
         self._file.write(json.dumps(record) + "\n")
 
     def _print(self, line: str) -> None:

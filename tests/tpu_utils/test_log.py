@@ -163,3 +163,32 @@ def test_the_last_lines_say_what_should_not_have_been(capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[2] == "skipped    3 of 44 updates, which were not finite"
     assert said[3].startswith("uploads    1 a step beside the batch: the numbers are right, but") and len(said) == 5
+
+
+def test_a_disk_without_room_for_tensorboard_costs_one_warning(tmp_path, capfd):
+    """Its thread once died with a traceback, and the run ended with exit code 1 after its last step."""
+    with RunLog(tmp_path, 0, 100, tensorboard=True) as log, Path("/dev/full").open("wb") as full:
+        log.evaluation(1, accuracy=0.5)
+        for opened in Path("/proc/self/fd").iterdir():
+            if "tfevents" in str(opened.resolve()):
+                os.dup2(full.fileno(), int(opened.name))
+        for step in range(2, 40):
+            log.evaluation(step, accuracy=0.6)
+        log.summary({"seed": 1}, {"steps": 39, "loss": 0.1, "goodput": {"step": 1.0}})
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "warning: no more events for TensorBoard in" in said and "No space left" in said
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 39
+
+
+def test_tensorboard_sees_a_resumed_run_as_one(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first_step, accuracy in ((0, 0.25), (20, 0.5)):
+        with RunLog(tmp_path, first_step, 100, tensorboard=True) as log:
+            for step in range(first_step + 1, 31):
+                log.evaluation(step, accuracy=accuracy)
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert found.Tags()["scalars"] == ["eval/accuracy"]
+    shown = [(event.step, event.value) for event in found.Scalars("eval/accuracy")]
+    assert shown == [(step, 0.25 if step <= 20 else 0.5) for step in range(1, 31)]

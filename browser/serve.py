@@ -35,8 +35,12 @@ MODEL_FILE = re.compile(r"/models/([A-Za-z0-9][A-Za-z0-9._-]{0,99})/([A-Za-z0-9]
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """The files of this folder, and below /models/ those of folders in `models`."""
+    """The files of this folder, and below /models/ those of folders in `models`: regular files that lie there.
 
+    A link that leads out of it would show any file of this machine to the page; a FIFO holds its thread for ever.
+    """
+
+    timeout = 60  # seconds for the other side to send a request, or to take a part of the answer
     extensions_map = SimpleHTTPRequestHandler.extensions_map | {".mjs": "text/javascript", ".js": "text/javascript"}
 
     def __init__(self, *args, models: Path, **kwargs):
@@ -48,7 +52,9 @@ class Handler(SimpleHTTPRequestHandler):
         if not path.startswith("/models/"):
             return super().translate_path(path)
         match = MODEL_FILE.fullmatch(path)
-        return str(self.models.joinpath(*match.groups()) if match else self.models / "no such file")
+        file = self.models.joinpath(*match.groups() if match else ["no such file"])
+        there = file.is_file() and file.resolve().is_relative_to(self.models.resolve())
+        return str(file if there else self.models / "no such file")
 
     def send_head(self):
         host = self.headers.get("Host", "").rpartition(":")[0]
@@ -58,7 +64,7 @@ class Handler(SimpleHTTPRequestHandler):
         return super().send_head()
 
     def copyfile(self, source, outputfile):
-        with suppress(ConnectionError):  # the reader cancelled
+        with suppress(ConnectionError, TimeoutError):  # the reader cancelled, or takes no more
             super().copyfile(source, outputfile)
 
     def list_directory(self, path):

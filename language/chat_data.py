@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from language.shapes import BYTE_VOCAB_SIZE
-from language.token_data import START, SequenceData
+from language.token_data import START, SequenceData, entries_of
 from language.tokenizer import Tokenizer, load_tokenizer
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
@@ -192,7 +192,7 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, str]]]]:
 
     Raises InputError that names every line that is none. Empty lines are skipped.
     """
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    files = entries_of(path, path.glob("*.jsonl")) if path.is_dir() else [path]
     chats, problems = [], []
     for file in files:
         with open_regular(file, CHATS) as opened:

@@ -46,13 +46,11 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
             raise InputError("dataset is tokens but validation_data is empty; name shards with --validation_data")
         train = TokenShards(str(train_path), vocab_size, T, rows, **part)
         validation = TokenShards(str(validation_path), vocab_size, T, eval_rows, **part)
-        names = [f"{path.name} {len(shard)}" for path, shard in zip(train.paths, train.shards, strict=True)]
-        fingerprint = zlib.crc32(" ".join(names).encode())
         description = (
             f"{len(train.shards)} shard{'s' * (len(train.shards) > 1)}, {sum(map(len, train.shards)):,} tokens"
         )
         batches = min(config.eval_batches, validation.batches_per_epoch)
-        return SequenceData(config, train, validation, batches, description, fingerprint)
+        return SequenceData(config, train, validation, batches, description, train.fingerprint())
     documents = read_documents(train_path, config.document_separator)
     if config.validation_data:
         training, validating = documents, read_documents(validation_path, config.document_separator)

@@ -7,7 +7,8 @@ token), and padding ~START. A batch is a pure function of the step, so resuming 
 """
 
 import functools
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from tpu_utils.files import open_regular
 TEXT = "a UTF-8 text file or a folder of them"
 END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; stands before every document
 START = 1 << 20  # added to the first token of a document that shares its row with others; no vocabulary is so large
+
+
+SAMPLES, SAMPLED_TOKENS = 4096, 1 << 13  # 64 MiB of llm.c's GPT-2 tokens, which a cold disk reads in a second or so
 
 
 class TokenShards:
@@ -54,6 +58,19 @@ class TokenShards:
         self.ends = np.cumsum(steps)
         self.batches_per_epoch = int(self.ends[-1])
 
+    def fingerprint(self) -> int:
+        """The CRC-32 of the shards' names and lengths, and above it that of their tokens: of all of them up to
+        SAMPLES * SAMPLED_TOKENS, of more in samples spread evenly over each shard."""
+        names = " ".join(f"{path.name} {len(shard)}" for path, shard in zip(self.paths, self.shards, strict=True))
+        content, count = 0, max(1, SAMPLES // len(self.shards))
+        for shard in self.shards:
+            if len(shard) <= count * SAMPLED_TOKENS:
+                content = zlib.crc32(shard, content)
+                continue
+            for start in np.linspace(0, len(shard) - SAMPLED_TOKENS, count).astype(int):
+                content = zlib.crc32(shard[start : start + SAMPLED_TOKENS], content)
+        return content << 32 | zlib.crc32(names.encode())
+
     def batch(self, step: int) -> np.ndarray:
         step %= self.batches_per_epoch
         index = int(np.searchsorted(self.ends, step, "right"))
@@ -69,12 +86,26 @@ class TokenShards:
 
 def matching(pattern: Path) -> list[Path]:
     """The file of this name; or those that its last part matches as a pattern, sorted."""
-    if pattern.is_file():
+    if pattern.exists():
         return [pattern]
     try:
-        return sorted(pattern.parent.glob(pattern.name))
+        found = list(pattern.parent.glob(pattern.name))
     except ValueError:  # empty, or with ** inside a name: no pattern to pathlib
         return []
+    return entries_of(pattern.parent, found)
+
+
+def entries_of(folder: Path, paths: Iterable[Path]) -> list[Path]:
+    """The paths in a folder, sorted. Raises InputError for a link out of it: which files a model is trained on is for
+    the user to say, not for whoever made the folder."""
+    found = sorted(paths)
+    for path in found:
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise InputError(
+                f"{path} is a link to {path.resolve()}, expected files within {folder}; copy the folder with "
+                "cp --recursive --dereference, or name the folder that it leads to"
+            )
+    return found
 
 
 def read_documents(path: Path, separator: str = "") -> list[bytes]:
@@ -83,7 +114,7 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
         divider = separator.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"document_separator is {separator!r}; expected UTF-8 text") from error
-    paths = sorted(p for p in path.rglob("*") if not p.is_dir()) if path.is_dir() else [path]
+    paths = entries_of(path, (p for p in path.rglob("*") if not p.is_dir())) if path.is_dir() else [path]
     documents = []
     for file in paths:
         with open_regular(file, TEXT) as opened:
@@ -230,7 +261,7 @@ class SequenceData:
     validation_batches: int
     description: str
     crc32: int
-    """CRC-32 that identifies the data: a run is resumed on the data it began with."""
+    """Identifies the data: a run is resumed on the data it began with. One CRC-32, or the two of TokenShards."""
     loss_floor: float | None = None
     """Lowest possible expected loss in nats, in closed form; None where nobody knows it."""
 

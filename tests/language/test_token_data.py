@@ -1,6 +1,7 @@
 """Token shards, text and the Markov chain: what a step gets to see, and every refusal."""
 
 import re
+import zlib
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from mutations import at_most, make_irregular, mutated, no_hang
 from processes import ROOT
 
 from language import llmc_files, sequences, token_data
+from language.chat_data import read_chats
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
 
@@ -307,3 +309,45 @@ def test_a_large_hellaswag_file_takes_memory_in_proportion(tmp_path):
     llmc_files.write_hellaswag(path, [llmc_files.MultipleChoice(i, 0, np.arange(300), part) for i in range(2000)])
     with at_most(4 * path.stat().st_size):
         assert len(llmc_files.read_hellaswag(path, 300)) == 2000
+
+
+def test_a_link_in_the_data_leads_nowhere_else(tmp_path):
+    """In a folder that came from elsewhere; its files were trained on."""
+    folder, secret = tmp_path / "data", tmp_path / "secret.jsonl"
+    folder.mkdir()
+    secret.write_text('{"messages": []}')
+    (folder / "a.jsonl").symlink_to(secret)
+    for read in (
+        token_data.read_documents,
+        read_chats,
+        lambda path: token_data.TokenShards(str(path / "*.jsonl"), 300, 4, 2),
+    ):
+        with pytest.raises(
+            InputError, match=rf"{folder}/a.jsonl is a link to {secret}, expected files within {folder}"
+        ):
+            read(folder)
+    write_shard(folder / "b_0.bin", np.arange(50))
+    (folder / "b_1.bin").symlink_to("b_0.bin")
+    (tmp_path / "alias").symlink_to(folder)
+    assert token_data.TokenShards(str(tmp_path / "alias" / "b_*.bin"), 300, 4, 2).batches_per_epoch == 12
+
+
+def test_shards_whose_tokens_changed_are_another_data_set(tmp_path, monkeypatch):
+    """Names and lengths alone once told: shards of another tokenizer went unnoticed on resume."""
+    tokens = np.arange(5000) % 250
+    (tmp_path / "b").mkdir()
+
+    def fingerprint(changed=None, name="b") -> int:
+        part = tokens.copy()
+        part[[] if changed is None else changed] = 255
+        paths = [write_shard(tmp_path / "b" / f"{name}_{i}.bin", t) for i, t in enumerate((tokens[:1000], part))]
+        return token_data.TokenShards(str(paths[0]).replace("_0", "_*"), 257, 4, 2).fingerprint()
+
+    plain = fingerprint()
+    assert plain % 2**32 == zlib.crc32(b"b_0.bin 1000 b_1.bin 5000"), "what older runs have in config.json"
+    assert plain == fingerprint() != fingerprint([4321]) and plain % 2**32 == fingerprint([4321]) % 2**32
+    assert plain >> 32 == fingerprint(name="c") >> 32 and plain != fingerprint(name="c")
+    monkeypatch.setattr(token_data, "SAMPLES", 8)
+    monkeypatch.setattr(token_data, "SAMPLED_TOKENS", 100)
+    sampled = fingerprint()
+    assert sampled == fingerprint([150]) and sampled != fingerprint([0]) and sampled != fingerprint([4999])

@@ -178,6 +178,8 @@ def test_links_and_odd_names_are_neither_read_nor_removed(tmp_path):
         shutil.copytree(precious, path)
     (checkpoints.folder / "step_00000001").symlink_to(precious)
     (checkpoints.folder / "step_00000099").symlink_to(precious)
+    (checkpoints.folder / "step_00000020").symlink_to(precious)  # where the next one belongs
+    (checkpoints.folder / ".writing_00000020").symlink_to(precious)
     (checkpoints.folder / "step_00000002").write_text("a file")
     checkpoints.keep = 1
     checkpoints.save(20, STATE)

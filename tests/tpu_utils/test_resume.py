@@ -304,11 +304,20 @@ class Data:
         self.num_steps, self.fingerprint = num_steps, lambda: crc32
 
 
-def open_run(config: MnistConfig) -> None:
+def open_run(config: MnistConfig, change=lambda crc32: crc32) -> None:
     with Run(config) as run:
         crc32 = json.loads(Path(config.run_dir, "config.json").read_text())["data_crc32"]
-        data = Data(22 * config.num_epochs, crc32)
+        data = Data(22 * config.num_epochs, change(crc32))
         run.open(data, data)
+
+
+def test_a_run_goes_on_where_its_data_is_known_better_than_before(constant):
+    """TokenShards' fingerprint has a second CRC-32 above the one of older runs."""
+    config = parse_command_line(MnistConfig, "", ["--run_dir", str(constant), "--resume=must"])
+    open_run(config, lambda crc32: crc32 | 5 << 32)
+    for change in (lambda crc32: crc32 + 1 | 5 << 32, lambda crc32: crc32 + 1, str):
+        with pytest.raises(InputError, match=r"data_crc32 is .*, was "):
+            open_run(config, change)
 
 
 # ------------------------------------------------------------------------------------------------------ a finished run

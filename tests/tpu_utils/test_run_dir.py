@@ -222,3 +222,13 @@ def test_checkpoints_without_options_are_a_run_too(tmp_path):
     (tmp_path / "checkpoints" / "step_00000010" / "done").touch()
     with pytest.raises(InputError, match="already holds a run"):
         open_run_dir(MnistConfig(run_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "tensorboard/plugins"])
+def test_a_run_writes_and_deletes_nothing_behind_a_link(tmp_path, name):
+    (tmp_path / "elsewhere").mkdir()
+    inner = tmp_path / "run" / name
+    inner.parent.mkdir(parents=True)
+    inner.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=rf"{inner} is a link, expected a folder; give the directory it leads into"):
+        open_run_dir(MnistConfig(run_dir=str(tmp_path / "run"), resume="auto"))

@@ -233,7 +233,7 @@ class Checkpoints:
 
     def _make(self, aside: Path, copy: HostCopy) -> None:
         for left_by_a_kill in self.folder.glob(".writing_*"):
-            shutil.rmtree(left_by_a_kill)
+            remove(left_by_a_kill)
         self.folder.mkdir(exist_ok=True)  # without its parents: a run directory that is gone is not made again
         aside.mkdir()
         if self._mirror and copy.sharded:
@@ -264,7 +264,7 @@ class Checkpoints:
         marker = {"format": FORMAT, "run": self.run_id, "step": copy.step, "files": files}
         sync_folder(aside)
         if target.exists():  # left unmarked by a kill, or of this run before it was resumed
-            self._remove(target)
+            remove(target)
         aside.rename(target)
         sync_folder(self.folder)
         write_atomically(target / "done", json.dumps(marker).encode())
@@ -280,10 +280,14 @@ class Checkpoints:
         kept = {best, *[other for other in self.steps() if other <= step][-self.keep :]}
         for other, folder in step_folders(self.folder):
             if other < step and other not in kept:  # also what a kill left without its marker
-                self._remove(folder)
+                remove(folder)
 
-    @staticmethod
-    def _remove(folder: Path) -> None:
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint, whole or not. Of a link in its place, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
         (folder / "done").unlink(missing_ok=True)  # first of all: half a folder must not look complete
         shutil.rmtree(folder)
 

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cluster" / "tests"))
 
 from ray_nodes import ROOT, Nodes  # the same pretended cluster as in the tests
 

@@ -219,9 +219,15 @@ class Cluster:
     def follow(self, name: str, say) -> int:
         """Passes the log on until the run has ended. Its exit code."""
         shown = 0  # characters; after a broken connection it goes on from there
+
+        def pass_on(text: str) -> None:
+            nonlocal shown
+            say(text)
+            shown += len(text)
+
         while True:
             try:
-                shown = asyncio.run(self._tail(name, shown, say))
+                asyncio.run(self._tail(name, shown, pass_on))
             except (RuntimeError, OSError) as error:
                 if isinstance(error, ConnectionRefusedError):
                     raise PassingError(
@@ -230,20 +236,20 @@ class Cluster:
             job = self.jobs.get_job_info(name)
             if str(job.status.value) in ENDED:
                 rest = self.jobs.get_job_logs(name)
-                say(without_preface(rest)[shown:])
+                pass_on(without_preface(rest)[shown:])
                 return exit_code(job)
             time.sleep(0.5)
 
-    async def _tail(self, name: str, shown: int, say) -> int:
-        text = ""
-        said = shown
+    async def _tail(self, name: str, shown: int, say) -> None:
+        """Passes on what comes after `shown` characters of the log."""
+        passed, begin = 0, ""
         async for part in self.jobs.tail_job_logs(name):
-            text += part
-            clean = without_preface(text)
-            if len(clean) > said:
-                say(clean[said:])
-                said = len(clean)
-        return max(said, shown)
+            if not passed:  # nothing but the preface so far
+                begin += part
+                part = without_preface(begin)
+            if new := part[max(shown - passed, 0) :]:
+                say(new)
+            passed += len(part)
 
     def log(self, name: str) -> str:
         self.find(name)

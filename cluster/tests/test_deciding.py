@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster import client
 from cluster.client import exit_code, without_preface
 from cluster.deciding import Host, Place, Request, candidates, decide
 from cluster.driver import Spec, arguments_for
@@ -220,6 +221,39 @@ def test_the_exit_code_and_the_log_are_those_of_the_script():
     log = "2026-11-23 02:50:36,712\tINFO job_manager.py -- Runtime env is setting up.\n"
     log += "Running entrypoint for job k: x\nhello\n"
     assert without_preface(log) == "hello\n"
+
+
+class LongLog:
+    """A job's log of 20,000 lines, in messages of 10 lines as Ray sends them; the connection breaks once."""
+
+    def __init__(self):
+        self.lines = ["2026-11-23 02:50:36,712\tINFO job_manager.py\n", "Running entrypoint for job k: x\n"]
+        self.lines += [f"step {step}\n" for step in range(20_000)]
+        self.breaks = [5_000]
+
+    async def tail_job_logs(self, name):
+        for start in range(0, len(self.lines), 10):
+            if self.breaks and start > self.breaks[0]:
+                self.breaks.pop()
+                raise RuntimeError("WebSocket connection closed unexpectedly")
+            yield "".join(self.lines[start : start + 10])
+
+    def get_job_logs(self, name):
+        return "".join(self.lines)
+
+    def get_job_info(self, name):
+        return Job("FAILED" if not self.breaks else "RUNNING", 7)
+
+
+def test_a_long_log_is_followed_once_from_end_to_end(monkeypatch):
+    """Every message once cost the whole log so far: 20 MB never ended."""
+    read, said = [], []
+    monkeypatch.setattr(client, "without_preface", lambda text: read.append(len(text)) or without_preface(text))
+    followed = client.Cluster.__new__(client.Cluster)
+    followed.jobs = LongLog()
+    assert followed.follow("k", said.append) == 7
+    assert "".join(said) == "".join(followed.jobs.lines[2:])
+    assert sum(read) < 2 * sum(map(len, followed.jobs.lines))
 
 
 NEEDS_RAY = pytest.mark.skipif(

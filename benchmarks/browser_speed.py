@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "browser" / "tests"))
 
 import playwright.sync_api
 from chromium import GENERATE, chromium, isolated_server, missing

@@ -109,9 +109,13 @@ def check_graph(path: Path, model: dict[str, Any]) -> None:
     strange = sorted({f"{n.domain}:{n.op_type}" for n in found.graph.node if n.domain or n.op_type not in OPERATORS})
     if strange:
         raise InputError(f"{path} has {', '.join(strange)[:100]}; expected operators that browser.export writes")
+    if found.graph.sparse_initializer or any(part.type not in PLAIN for n in found.graph.node for part in n.attribute):
+        raise InputError(
+            f"{path} has sparse weights, or some inside of an operator; expected them as {EXPECTED} has them"
+        )
     weights = path.with_name("weights.bin")
     size = weights.stat().st_size if weights.exists() else 0
-    for tensor in [*found.graph.initializer, *(s.values for s in found.graph.sparse_initializer)]:
+    for tensor in found.graph.initializer:
         told = {entry.key: entry.value for entry in tensor.external_data}
         if told or tensor.data_location == onnx.TensorProto.EXTERNAL:
             numbers = told.get("offset", ""), told.get("length", "")
@@ -158,6 +162,16 @@ def open_session(path: Path, threads: int = 0):
         raise InputError(f"{path} cannot be loaded: {str(error).splitlines()[0][:200]}; export it again") from error
 
 
+def run_session(session, outputs: list[str], inputs: dict[str, Any]) -> list:
+    """The outputs. Raises InputError where the graph fails, as one that loaded may: shapes can depend on inputs."""
+    try:
+        return session.run(outputs, inputs)
+    except Exception as error:  # onnxruntime's errors have no common class
+        raise InputError(f"the graph cannot be run: {str(error).splitlines()[0][:200]}; export it again") from error
+
+
+PLAIN = frozenset((1, 2, 3, 6, 7, 8))
+"""Kinds of attributes: one or several numbers or texts. The others hold tensors and graphs."""
 OPERATORS = frozenset(
     "Add Cast Concat Conv Cos DequantizeLinear Div DynamicQuantizeLinear Expand Gather Gelu Gemm Less MatMul "
     "MatMulInteger Min Mul Reciprocal ReduceMean Relu Reshape Sigmoid Sin Slice Softmax Split Sqrt Squeeze Sub "

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from browser.onnx_files import needed, open_export, open_session
+from browser.onnx_files import needed, open_export, open_session, run_session
 from language.sampling import SamplingOptions, ask, print_continuations
 from language.tokenizer import Numbers, Tokenizer, load_tokenizer
 from tpu_utils.environment import command_line
@@ -82,7 +82,7 @@ class OnnxModel:
             padded[0, : len(part)] = part
             numbers = dict(position=np.array([self.position], np.int32), length=np.array([len(part)], np.int32))
             inputs = dict(tokens=padded, keys=self.cache[0], values=self.cache[1], **numbers)
-            logits, *new = self.sessions[name].run(OUTPUTS, inputs)
+            logits, *new = run_session(self.sessions[name], OUTPUTS, inputs)
             for kept, rows in zip(self.cache, new, strict=True):
                 kept[:, :, self.position : self.position + len(part)] = rows[:, :, : len(part)]
             self.position += len(part)

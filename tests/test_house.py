@@ -4,6 +4,7 @@ import ast
 import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,17 @@ def depth_of(node: ast.AST) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- files are data
+
+
+def test_benchmarks_find_what_they_import():
+    """Two had been left looking for helpers of tests where these no longer are."""
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        lines = re.findall(r"sys\.path\.insert\(0, str\((.*)\)\)", path.read_text())
+        folders = [path.parent, ROOT, *(ROOT.joinpath(*re.findall(r'"(\w+)"', line)) for line in lines)]
+        for name in {name.split(".")[0] for name in imports_of(path)}:
+            there = [folder for folder in folders if (folder / name).is_dir() or (folder / f"{name}.py").is_file()]
+            assert there or find_spec(name), f"{path.name}: {name}"
+
 
 RUN_WHAT_THEY_READ = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle", "torch.distributed.checkpoint"}
 RUN_WHAT_THEY_READ |= {"torch_xla.experimental.distributed_checkpoint", "torch.load", "torch.save", "torch.package"}

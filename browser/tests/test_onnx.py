@@ -160,10 +160,24 @@ def test_a_foreign_graph_is_refused(exported, tmp_path):
         (lambda m: m.graph.node.append(helper.make_node("Loop", [], [])), ":Loop; expected operators"),
         (lambda m: setattr(m.graph.node[0], "domain", "evil"), "evil:"),
         (lambda m: setattr(m.opset_import[0], "version", 99), "99"),
+        (lambda m: m.graph.sparse_initializer.add(), "sparse weights, or some inside of an operator"),
+        (lambda m: m.graph.node[0].attribute.append(helper.make_attribute("t", onnx.TensorProto())), "inside of an op"),
         (lambda m: m.graph.input[0].type.tensor_type.shape.dim.add(dim_value=3), "model.json says"),
     ):
         with pytest.raises(InputError, match=said):
             open_export(changed(change))
+
+    def fails_later(model):
+        """Its logits are reshaped to the position of a token, which loading does not know."""
+        producer = next(node for node in model.graph.node if "logits" in node.output)
+        producer.output[list(producer.output).index("logits")] = "plain"
+        model.graph.node.append(helper.make_node("Cast", ["position"], ["rows"], to=onnx.TensorProto.INT64))
+        model.graph.node.append(helper.make_node("Concat", ["rows", "rows"], ["both"], axis=0))
+        model.graph.node.append(helper.make_node("Reshape", ["plain", "both"], ["logits"]))
+
+    model = onnx_generate.OnnxModel(changed(fails_later))
+    with pytest.raises(InputError, match=r"^the graph cannot be run: [^\n]*; export it again$"):
+        greedy(model, [5] * 9, 4)
 
 
 def test_only_what_an_export_wrote_is_replaced(tmp_path):

@@ -14,10 +14,12 @@ shapes and types of what was written. Most mutated files fit their CRC-32: whoev
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -28,6 +30,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -433,6 +436,196 @@ def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
     return f"{refused} of {4 * count} were refused in one message, the others read"
 
 
+# ------------------------------------------------------------------------------------- a neighbour, and others' folders
+
+NOBODY = 65534  # another user of the machine; to become one takes root
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+for place in sys.argv[1:]:
+    try:
+        (Path(place) / "planted").write_text("theirs")
+        print("1", end="")
+    except OSError:
+        print("0", end="")
+"""
+
+
+def attack_neighbour(count: int, draw: random.Random, folder: Path) -> str:
+    """Another user of the machine writes where it can: below the folder of Ray's, in a compile cache."""
+    if os.geteuid() != 0:
+        return "SKIPPED: only root can be another user"
+    from cluster.probe import open_to_others
+    from tpu_compiler.cache import Cache
+    from tpu_utils.errors import InputError
+
+    folder.chmod(0o755)
+    places, closed = [], []
+    for number in range(count):
+        outer = folder / str(number)
+        inner = outer / "ray" / "session"
+        inner.mkdir(parents=True)
+        inner.chmod(0o777)
+        inner.parent.chmod(draw.choice([0o700, 0o755, 0o777, 0o711]))
+        outer.chmod(draw.choice([0o700, 0o755, 0o777, 0o750, 0o701]))
+        os.chown(outer, draw.choice([0, 0, NOBODY]), 0)
+        places += [inner]
+        closed += [not open_to_others(inner)]
+        cache = folder / f"cache_{number}"
+        cache.mkdir()
+        cache.chmod(draw.choice([0o700, 0o755, 0o777, 0o770, 0o707]))
+        os.chown(cache, draw.choice([0, 0, NOBODY]), 0)
+        try:
+            Cache(cache)
+            closed += [True]
+        except InputError:
+            closed += [False]
+        places += [cache]
+    done = subprocess.run([sys.executable, "-c", AS_NOBODY, *places], capture_output=True, text=True, check=True)
+    written = [answer == "1" for answer in done.stdout]
+    for place, is_closed, got_in in zip(places, closed, written, strict=True):
+        expect(not (is_closed and got_in), f"{place} was taken for closed, and another user wrote there")
+    expect(any(closed) and any(written), "no folder was closed, or none open")
+    return f"{sum(written)} of {len(places)} folders could be written by another user; all of those were refused"
+
+
+def attack_options_of_a_folder(count: int, draw: random.Random, folder: Path) -> str:
+    """config.json of a foreign run directory with options for libtpu, some of which name files."""
+    from config import MnistConfig
+    from tpu_utils.compiler_flags import parse_compiler_options
+    from tpu_utils.errors import InputError
+    from tpu_utils.options import parse_command_line
+
+    harmful = ["xla_jf_dump_to", "flagfile", "xla_dump_to", "xla_tpu_enable_x_dump_to", "tpu_log_dir", "fromenv"]
+    usual = ["xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_enable_async_collective_fusion=true"]
+    values = ["../elsewhere", "/etc/passwd", "true", "1", "1\t--flagfile=/etc/passwd", "x,--flagfile=/etc/passwd"]
+    refused = 0
+    for _ in range(count):
+        words = [f"{draw.choice(['', '--', '-', '----'])}{draw.choice(harmful)}={draw.choice(values)}"]
+        words += draw.sample(usual, draw.randrange(3))
+        draw.shuffle(words)
+        text = draw.choice([" ", "  ", "\t", "\n", "\v", "\x1c", "\u2003", ","]).join(words)
+        content = {"num_epochs": 7, "run_id": "ours", "data_crc32": 1, "compiler_options": text}
+        (folder / "config.json").write_text(json.dumps(content))
+        try:
+            found = parse_command_line(MnistConfig, "", [f"--run_dir={folder}", "--resume=must"]).compiler_options
+            taken = parse_compiler_options(found).keys() & set(harmful)
+            expect(not taken, f"{taken} was taken from {text!r}")
+        except InputError:
+            refused += 1
+    return f"{refused} of {count} were refused, no option that names a file was taken"
+
+
+def attack_others_files(count: int, draw: random.Random, folder: Path) -> str:
+    """A compile cache in a folder that holds other things, and is over its limit."""
+    from tpu_compiler.cache import Cache
+
+    Record = dataclasses.make_dataclass("Record", ["number"])
+
+    def name() -> str:
+        front = draw.choice(["program_", "answer_", "shard_", "aot_tpu_", "aot_tpu", "", "data."])
+        middle = "".join(draw.choices("0123456789abcdefg_-", k=draw.choice([3, 8, 39, 40, 41])))
+        return front + middle + draw.choice([".json.gz", ".writing", ".json", ".gz", ""])
+
+    kept, others = Cache(folder, most_bytes=500), {}
+    own = re.compile(r"(program|answer)_[0-9a-f]{40}\.json\.gz|aot_tpu_\w+\.writing")
+    for _ in range(count):
+        path = folder / name()
+        if not own.fullmatch(path.name) and not path.exists():
+            others[path] = draw.randbytes(draw.randrange(200))
+            path.write_bytes(others[path])
+            os.utime(path, (0, 0))
+        kept.write(f"answer_{draw.randbytes(20).hex()}", Record(draw.random()))
+    expect(others and all(path.read_bytes() == content for path, content in others.items()), "a file was deleted")
+    left = [path for path in folder.iterdir() if path not in others]
+    return f"{len(others)} files of others are there, of {count} of its own {len(left)}"
+
+
+def attack_uploads(count: int, draw: random.Random, folder: Path) -> str:
+    """A working folder with links that leave it, secrets, and files that git ignores in one way or another."""
+    if not find_spec("ray"):
+        return "SKIPPED: Ray is not installed"
+    from cluster.folder import check_folder
+
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "data.py").write_text("HUSH")
+    refused = 0
+    for number in range(count):
+        code = folder / "code"
+        (code / "inner").mkdir(parents=True)
+        (code / "script.py").write_text("print()")
+        subprocess.run(["git", "init", "-q", str(code)], check=True)
+        for _ in range(draw.randrange(1, 4)):
+            place = draw.choice([code, code / "inner"])
+            if draw.random() < 0.2:
+                target = draw.choice(
+                    ["../elsewhere", "../../elsewhere", "../elsewhere/data.py", "..", "script.py", "."]
+                )
+                with contextlib.suppress(FileExistsError):
+                    (place / draw.choice("abc")).symlink_to(target)
+            elif draw.random() < 0.5:
+                (place / draw.choice([".env", ".env.local", "id_rsa", "x.pem", "y.key", ".netrc"])).write_text("HUSH")
+            else:
+                ignored = draw.choice([".gitignore", ".git/info/exclude", "inner/.gitignore", ".rayignore"])
+                text = draw.choice(["", "\ufeff", "# words\n"]) + draw.choice(["hidden*", "*dd*", "hidden_1"])
+                (code / ignored).write_text(text + "\n", encoding="utf-8")
+                hidden = code / "inner" if ignored.startswith("inner") else place
+                (hidden / "hidden_1").write_text("HUSH")
+        copied = folder / f"copy_{number}"
+        try:
+            check_folder(code).copy(copied)
+            sent = [path for path in copied.rglob("*") if path.is_file()]
+            expect(not any("HUSH" in path.read_text() for path in sent), f"{[str(path) for path in sent]}")
+            expect(copied / "script.py" in sent, "the script was not sent")
+            shutil.rmtree(copied)
+        except ValueError as error:
+            expect(len(str(error)) > 30, repr(error))
+            refused += 1
+        shutil.rmtree(code)
+    return f"{refused} of {count} folders were refused by name, nothing secret was in the others' uploads"
+
+
+def attack_tokenizers(count: int, draw: random.Random, folder: Path) -> str:
+    """A tokenizer.json of a few hundred bytes whose steps make a letter longer."""
+    import tokenizers
+    from tokenizers import models, normalizers
+
+    from language.tokenizer import load_tokenizer, panics_told
+    from tpu_utils.errors import InputError
+
+    refused, most = 0, 0
+    for _ in range(count):
+        steps = [
+            draw.choice([
+                normalizers.Replace(draw.choice(["a", "", "b"]), "ab"[: draw.randrange(3)] * draw.randrange(1, 9)),
+                normalizers.Prepend("a" * draw.randrange(1, 9)), normalizers.ByteLevel(), normalizers.NFKD(),
+                normalizers.Replace(tokenizers.Regex(draw.choice(["x*", "[ab]", "$"])), "a" * draw.randrange(9)),
+            ])
+            for _ in range(draw.randrange(1, 9))
+        ]  # fmt: skip
+        made = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<|end|>": 2}, []))
+        made.add_special_tokens(["<|end|>"])
+        made.normalizer = normalizers.Sequence(steps)
+        made.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+        try:
+            load_tokenizer(str(folder))
+        except InputError:
+            refused += 1
+            continue
+        try:
+            with panics_told("the library"):
+                grown = max(len(made.normalizer.normalize_str(text)) / len(text) for text in ("a", "ba", "x" * 9))
+        except InputError:
+            refused += 1
+            continue
+        expect(grown <= 256, f"a letter became {grown:,.0f}: {(folder / 'tokenizer.json').read_text()[:2000]}")
+        most = max(most, grown)
+    expect(0 < refused < count, f"{refused} of {count} were refused")
+    return f"{refused} of {count} were refused, the others make text at most {most:.0f} times as long"
+
+
 # ----------------------------------------------------------------------------------------------------- a run under way
 
 TINY = ["simple_mnist_tpu.py", "--device=cpu", "--num_epochs=200", "--global_batch_size=64", "--channels=4"]
@@ -520,6 +713,11 @@ ATTACKS = {  # how often, what
     "bucket": (500, attack_bucket),
     "wire": (300, attack_wire),
     "data_files": (500, attack_data_files),
+    "neighbour": (100, attack_neighbour),
+    "options": (500, attack_options_of_a_folder),
+    "others_files": (200, attack_others_files),
+    "uploads": (200, attack_uploads),
+    "tokenizers": (500, attack_tokenizers),
     "runs": (5, attack_runs),
 }
 

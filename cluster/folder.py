@@ -25,15 +25,15 @@ def uploaded(folder: Path, excludes: list[str]) -> Iterator[tuple[Path, int]]:
     """(file, its size) of all that Ray would upload of a folder: by Ray's own rules, in Ray's own code.
 
     That is a private interface of Ray 2.60.0 (ray._private.runtime_env.packaging), used nowhere else. Raises ValueError
-    for a link that leads out of the folder, or to a folder that it is in: Ray would follow it. So too for a .gitignore
-    with a byte order mark, which Ray takes for a part of the first pattern.
+    for a link that leads out of the folder, or to a folder that it is in: Ray would follow it. So too for a list of
+    patterns with a byte order mark, which Ray takes for a part of the first pattern.
     """
     from ray._private.runtime_env.packaging import _get_excludes, get_excludes_from_ignore_files
 
     def walk(path: Path, rules: list) -> Iterator[tuple[Path, int]]:
-        patterns = path / ".gitignore"
-        if patterns.is_file() and patterns.read_bytes()[:3] == b"\xef\xbb\xbf":
-            raise ValueError(f"{patterns} begins with a byte order mark, expected plain UTF-8; save it without")
+        for patterns in (path / ".gitignore", path / ".rayignore"):
+            if patterns.is_file() and patterns.read_bytes()[:3] == b"\xef\xbb\xbf":
+                raise ValueError(f"{patterns} begins with a byte order mark, expected plain UTF-8; save it without")
         rules = rules + get_excludes_from_ignore_files(path, include_gitignore=True)
         for inner in sorted(path.iterdir()):
             if any(rule(inner) for rule in rules):

@@ -14,9 +14,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 SECONDS = 60.0
 
 
-def open_to_others() -> str:
-    """Ray's folder on this host, where others can enter it; "" where it stands in a folder of this user's alone."""
-    place = Path(ray.get_runtime_context().get_temp_dir()).resolve()
+def of_rays_folder() -> str:
+    return open_to_others(Path(ray.get_runtime_context().get_temp_dir()))
+
+
+def open_to_others(place: Path) -> str:
+    """The folder, where other users can enter it; "" where it is, or stands in, a folder of this user's alone."""
+    place = place.resolve()
     for folder in (place, *place.parents):
         status = folder.stat()
         if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
@@ -26,7 +30,7 @@ def open_to_others() -> str:
 
 if __name__ == "__main__":
     ray.init(log_to_driver=False, logging_level="ERROR")
-    question, found = ray.remote(num_cpus=0)(open_to_others), {}
+    question, found = ray.remote(num_cpus=0)(of_rays_folder), {}
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
     asked = {node: question.options(scheduling_strategy=place, max_retries=0).remote() for node, place in there.items()}

@@ -300,9 +300,11 @@ def test_what_is_ignored_or_secret_stays_here(tmp_path):
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("x")
-    (folder / ".gitignore").write_text("\ufeff/first/\n/odd*/\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r".gitignore begins with a byte order mark, expected plain UTF-8; save it"):
-        check_folder(folder)
+    for name in (".rayignore", ".gitignore"):
+        (folder / name).write_text("\ufeff/first/\n/odd*/\n", encoding="utf-8")
+        with pytest.raises(ValueError, match=rf"{name} begins with a byte order mark, expected plain UTF-8; save it"):
+            check_folder(folder)
+    (folder / ".rayignore").unlink()
     (folder / ".gitignore").write_text("/first/\n/odd*/\n")
     subprocess.run(["git", "init", "-q", str(folder)], check=True)
     (folder / ".git" / "info" / "exclude").write_text("/second/\nby user\n")

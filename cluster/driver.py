@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from cluster.deciding import Place, Request
 from cluster.host import HostProcess, device_variables
 from cluster.turns import PROTOCOL, live_hosts, queue_of_cluster
+from tpu_utils.restarts import options_in, to_go_on
 
 ASK_SECONDS = 0.5
 """Between two questions to the queue while waiting."""
@@ -61,17 +62,10 @@ def arguments_for(spec: Spec, attempt: int) -> list[str]:
     """The script's options: a run directory where none is given, and --resume auto from the second start on."""
     if not spec.storage:
         return list(spec.arguments)
-    given, dropping = [], False
-    for option in spec.arguments:
-        name = option.split("=")[0].replace("-", "_")
-        if option.startswith("--"):
-            dropping = attempt > 0 and name == "__resume"
-        if not dropping:
-            given.append(option)
-    names = {option.split("=")[0].replace("-", "_") for option in spec.arguments if option.startswith("--")}
-    if "__run_dir" not in names:
+    given = list(spec.arguments)
+    if "run_dir" not in options_in(given):
         given += ["--run_dir", f"{spec.storage.rstrip('/')}/{spec.request['name']}"]
-    return given + (["--resume", "auto"] if attempt else [])
+    return to_go_on(given) if attempt else given
 
 
 class Driver:

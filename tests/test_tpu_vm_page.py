@@ -13,7 +13,9 @@ from test_docs import commands_of
 
 from config import DistributedMnistConfig, MnistConfig
 from language.transformer_options import TransformerConfig
+from tools.keep_running import run_dir_of
 from tpu_utils.options import parse_command_line
+from tpu_utils.restarts import to_go_on
 
 PAGE = ROOT / "docs" / "tpu_vm.md"
 HERE = {  # commands of the page that no other test file runs: the start of each, and the test of this file that does
@@ -22,8 +24,7 @@ HERE = {  # commands of the page that no other test file runs: the start of each
     r"gcloud compute tpus tpu-vm ssh .*train.service": "test_the_service",
     r"gcloud compute tpus tpu-vm ssh .*transformer_tpu": "test_the_line_for_several_hosts",
     r"gcloud compute tpus tpu-vm ssh .*nohup": "test_the_calibration",
-    r"until gcloud": "test_the_watch_over_several_hosts",
-    r"until .venv": "test_the_loop",
+    r".venv/bin/python -m tools.keep_running": "test_the_keeper",
     r"python3 -m pip install --user uv|mkdir -p .venv|ln -sf": "test_libpython",
 }
 
@@ -124,40 +125,23 @@ def test_the_service(vm):
     text = (vm.folder / "units/train.service").read_text()
     unit = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     assert (unit["Restart"], unit["RestartPreventExitStatus"], unit["User"]) == ("on-failure", "2", "somebody")
-    launcher, script, *words = unit["ExecStart"].split()
+    launcher, *keeper, script = unit["ExecStart"].split()[:5]
     assert (launcher, unit["WorkingDirectory"]) == (str(python), str(vm.home / "tpu-examples"))
-    assert (ROOT / script).exists()
+    assert keeper == ["-m", "tools.keep_running", "--"] and (ROOT / script).exists()
+    words = unit["ExecStart"].split()[5:]
     parse_command_line(DistributedMnistConfig, "", [word.replace("BUCKET", "bucket") for word in words])
-    assert "--run_dir gs://" in unit["ExecStart"] and "--resume auto" in unit["ExecStart"]
+    assert "--run_dir gs://" in unit["ExecStart"]
     assert unit["LimitMEMLOCK"] == "infinity"
     if shutil.which("systemd-analyze"):  # exits with 0 whatever it says
         said = vm(f"systemd-analyze verify {vm.folder}/units/train.service")
         assert said.stderr == "" == said.stdout
 
 
-@pytest.mark.parametrize(
-    "codes, attempts",
-    [
-        ("1 1 0", 3),
-        ("2", 1),
-        ("1 2", 2),
-        ("137 139 0", 3),  # killed; a crash
-        ("143", 1),  # stopped by hand
-        ("1 130", 2),
-    ],
-)
-def test_the_loop(vm, codes, attempts):
-    """It goes on until 0, gives up on 2, and does not start again what somebody stopped."""
-    (loop,) = [text for text, _ in commands_of(PAGE) if text.startswith("until .venv")]
-    words = re.search(r"until .venv/bin/python simple_mnist_tpu.py (.*?);", loop)[1].split()
-    parse_command_line(MnistConfig, "", words)
-    vm.tool("sleep", "")
-    (vm.home / ".venv/bin").mkdir(parents=True)
-    python = f"codes=({codes}); n=$(grep -c ^python {vm.folder}/calls); exit ${{codes[n - 1]}}"
-    (vm.home / ".venv/bin/python").symlink_to(vm.tool("python", python))
-    assert vm(loop).returncode == 0
-    assert sum(call.startswith("python") for call in vm.calls()) == attempts
-    assert all("--resume auto" in call for call in vm.calls() if call.startswith("python"))
+def test_the_keeper():
+    (line,) = [text for text, _ in commands_of(PAGE) if text.startswith(".venv/bin/python -m tools.keep_running")]
+    _, _, _, _, script, *words = line.split()
+    assert run_dir_of([str(ROOT / script), *words]) == Path("runs/mine")
+    parse_command_line(MnistConfig, "", to_go_on(words))
 
 
 def test_the_line_for_several_hosts():
@@ -177,28 +161,6 @@ def test_the_calibration(vm):
     assert vm(f"until [ -e {vm.folder}/gone ]; do /bin/sleep 0.05; done").returncode == 0
     assert vm.calls() == ["python -m tools.calibrate"]
     assert (vm.home / "tpu-examples/calibration.log").read_text() == "measured\n"
-
-
-@pytest.mark.parametrize("restarts, times", [("0 0 0", 0), ("0 2 0", 1), ("1 1 1", 1)])
-def test_the_watch_over_several_hosts(vm, restarts, times):
-    """One host that had to start again: all are killed and started. A connection that fails restarts nobody."""
-    hosts = range(3)
-    for host, count in zip(hosts, restarts.split(), strict=True):
-        (vm.folder / f"state{host}").write_text("activating" if count == "2" else "active")
-        (vm.folder / f"restarts{host}").write_text(count)
-    here = f"cd {vm.folder}"
-    vm.tool("systemctl", f"{here}; if [ $1 = is-active ]; then cat state$H; else echo NRestarts=$(cat restarts$H); fi")
-    vm.tool("sudo", f"{here}; case $2 in reset-failed) echo 0 > restarts$H;; kill) exit 1;; esac")
-    calls = f"$(grep -c ^gcloud {vm.folder}/calls)"
-    worst = 'for H in 0 1 2; do H=$H bash -c "${command#--command=}" || code=1; done; exit $code'
-    vm.tool("gcloud", f'[ {calls} -le 2 ] && exit 255; command="${{@: -1}}"; code=0; export H; {worst}')
-    sleeps = f"$(grep -c ^sleep {vm.folder}/calls)"  # the training is done after the third minute
-    vm.tool("sleep", f"{here}; if [ {sleeps} = 3 ]; then for H in 0 1 2; do echo inactive > state$H; done; fi")
-    (watch,) = [text for text, _ in commands_of(PAGE) if text.startswith("until gcloud")]
-    assert vm(watch).returncode == 0
-    verbs = [call.removeprefix("sudo systemctl ") for call in vm.calls() if call.startswith("sudo")]
-    assert verbs == ["kill --signal KILL train", "reset-failed train", "restart train"] * len(hosts) * times
-    assert sum(call.startswith("sleep 60") for call in vm.calls()) == 3
 
 
 def test_libpython(vm):

@@ -1,4 +1,4 @@
-"""Keep a training run going on this machine: start its script again, from its newest checkpoint, whenever it ends.
+"""Keep a training run going: start its script again, from its newest checkpoint, whenever it is lost.
 
 Run:     python -m tools.keep_running -- transformer_tpu.py --preset production --run_dir runs/mine
          python -m tools.keep_running --silent_minutes 10 -- SCRIPT OPTIONS
@@ -6,152 +6,152 @@ Run:     python -m tools.keep_running -- transformer_tpu.py --preset production 
 The script is started again where it failed, was killed, or logged nothing and saved nothing for --silent_minutes; then
 it prints where every thread stands (also in C++ code: Python's faulthandler), and is killed. It is not started again
 where it ended well or refused its options (exit code 2), nor after a SIGTERM, SIGINT or SIGHUP to this command, which
-passes them on.
+passes them on. Every start is given --resume auto; a --resume of yours counts for the first.
+
+On a slice of several hosts the same command runs on all of them, with a --run_dir that they share or in a bucket. When
+one script or host is lost, all scripts end, and begin again together. Host 0 decides; where it is lost, the others wait
+for it.
 
 Each end is a line of kind restart in RUN_DIR/metrics.jsonl, with the reason and the seconds that it cost. At the end
-summary.json has them by cause, of all attempts: keep_running.
-
-It keeps the script of one host. On a slice of several hosts a script waits for the others: its silence alone ends it.
+summary.json has them by cause, of all attempts: keep_running. Of a run in a bucket they are printed alone.
 """
 
 import argparse
-import contextlib
-import ctypes
 import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.keeping.attempt import Attempt
+from tools.keeping.team import Alone, First, Other, State, Verdict
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.fields import parse_arguments
 from tpu_utils.files import read_json, write_atomically
+from tpu_utils.hardware import attached_chips
 from tpu_utils.restarts import newest_checkpoint, options_in, to_go_on
 from tpu_utils.run_dir import RunLock
 
 LOOK_SECONDS = 0.2
-STACKS_SECONDS = 5.0
-"""For a stuck script to print where its threads stand; Python's handler needs a fraction of a second."""
 LONGEST_WAIT = 60.0
-PR_SET_PDEATHSIG = 1
+PORT = 12357
+"""Of host 0; the scripts meet at 12356."""
 
 
-@dataclass
-class Attempt:
-    """One start of the script. Times are of time.monotonic()."""
+def run_dir_of(command: list[str]) -> Path:
+    """The run directory; of one in a bucket the folder that host 0 works in. Raises InputError for a command that
+    cannot be kept running."""
+    if not command or not command[0].endswith(".py") or not Path(command[0]).is_file():
+        found = command[0] if command else "nothing"
+        raise InputError(f"found {found} after --; expected a training script and its options: -- SCRIPT OPTIONS")
+    run_dir = options_in(command[1:]).get("run_dir", "")
+    if not run_dir:
+        raise InputError(
+            "found no --run_dir; a script that is started again goes on from its checkpoints there; name it"
+        )
+    if not run_dir.startswith("gs://"):
+        return Path(run_dir)
+    from tpu_utils.remote.storage import working_folder  # only here: nothing else needs buckets
 
-    began: float
-    logged: float | None = None
-    """When its first line came: what is before is starting up, restoring and compiling."""
-    saved: float | None = None
-    """When its newest checkpoint was complete."""
-    moved: float = 0.0
-    """When it last logged or saved."""
-    reason: str = ""
-    code: int = 0
-    lost: dict[str, float] = field(default_factory=dict)
-    """Seconds by cause."""
-
-    def account(self, now: float, is_first: bool, silent: bool) -> None:
-        """What its end costs. The first start is no loss; work since the newest checkpoint is."""
-        working = self.moved if silent else now
-        start_up_ends = min(self.logged or working, working)
-        if not is_first or self.logged is None:
-            self.lost["restart"] = start_up_ends - self.began
-        self.lost["lost_steps"] = max(0.0, working - max(self.saved or 0.0, start_up_ends))
-        self.lost["silence"] = now - working
+    return working_folder(run_dir)
 
 
 class Keeper:
-    """Starts one script again and again. stop: the signal that this command got, or 0."""
+    """Starts one script again and again, together with the other hosts."""
 
-    def __init__(self, command: list[str], most_failures: int, silent_seconds: float):
-        """Raises InputError for a command that cannot be kept running."""
-        if not command or not command[0].endswith(".py") or not Path(command[0]).is_file():
-            found = command[0] if command else "nothing"
-            raise InputError(f"found {found} after --; expected a training script and its options: -- SCRIPT OPTIONS")
-        run_dir = options_in(command[1:]).get("run_dir", "")
-        if not run_dir or run_dir.startswith("gs://"):
-            raise InputError(
-                f"--run_dir is {run_dir!r}; expected a folder: a script that is started again goes on from its "
-                "checkpoints there; name one with --run_dir"
-            )
-        self.command, self.run_dir = command, Path(run_dir)
+    def __init__(self, command: list[str], team: Alone, most_failures: int, silent_seconds: float):
+        self.command, self.run_dir, self.team = command, run_dir_of(command), team
+        # another start empties the folder of a run in a bucket: what is written here would not stay
+        self.writes = team.decides and not options_in(command[1:])["run_dir"].startswith("gs://")
         self.most_failures, self.silent_seconds = most_failures, silent_seconds
-        self.child: subprocess.Popen | None = None
-        self.stop = 0
-        self.attempts: list[Attempt] = []
+        self.attempt: Attempt | None = None
+        self.stopping = False
+        self.count, self.failures = 0, 0
+        self.reasons: list[str] = []
         self.lost: dict[str, float] = {}
+        """Seconds by cause."""
 
     def hear(self, number: int, frame) -> None:
-        self.stop = self.stop or number
-        if self.child and self.child.poll() is None:
-            self.child.send_signal(number)
+        """A signal is the script's; where none runs, it is the end."""
+        if not self.attempt:
+            raise SystemExit(128 + number)
+        self.stopping = True
+        if self.attempt.child.poll() is None:
+            self.attempt.child.send_signal(number)
 
-    def start(self) -> None:
-        script, *options = self.command
-        options = to_go_on(options) if self.attempts else options
-        libc = ctypes.CDLL(None)
-        self.child = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", script, *options],
-            start_new_session=True,  # what it starts is reached as a group; Ctrl-C comes through this process
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # nothing may hold the chips
-        )
-        self.attempts.append(Attempt(time.monotonic(), moved=time.monotonic()))
+    def run(self) -> int:
+        """The exit code: the script's own at its last end, 1 where it failed too often without getting further."""
+        while True:
+            began = time.monotonic()
+            variables = self.team.meet()
+            if self.count:
+                self.add({"waiting": time.monotonic() - began})
+            script, *options = self.command
+            if self.count or "resume" not in options_in(options):  # also after this command itself was lost
+                options = to_go_on(options)
+            self.count += 1
+            self.attempt = Attempt([script, *options], self.run_dir, variables)
+            verdict = self.watch()
+            attempt, self.attempt = self.attempt, None
+            attempt.end()
+            lost = attempt.lost_seconds(self.count == 1, verdict.silent)
+            if verdict.code == 0:  # of its end nothing is lost; of its start something, if another was lost before
+                self.add({"restart": lost["restart"]} if self.count > 1 and "restart" in lost else {})
+                self.summarise()
+            if verdict.code is None:
+                self.add(lost)
+                self.note(verdict.reason, lost)
+                self.pause(verdict)
+                continue
+            if self.failures >= self.most_failures:
+                self.note(verdict.reason, lost)
+                self.say(f"{verdict.reason}; given up: {self.failures} attempts without a new checkpoint")
+            return verdict.code
 
-    def state(self) -> tuple:
-        """What changes when the script logs or saves."""
-        size = 0
-        with contextlib.suppress(OSError):
-            size = (self.run_dir / "metrics.jsonl").stat().st_size
-        return size, newest_checkpoint(self.run_dir)
+    def watch(self) -> Verdict:
+        """Until the attempt is over, on all hosts."""
+        attempt, verdict = self.attempt, None
+        while not verdict:
+            code = attempt.look()
+            waited = time.monotonic() - attempt.moved
+            silent = self.team.decides and code is None and waited > self.silent_seconds  # host 0 logs and saves
+            verdict = self.team.exchange(State(code, silent, self.stopping))
+            if not verdict:
+                time.sleep(LOOK_SECONDS)
+        if self.team.decides:
+            moved = newest_checkpoint(self.run_dir) > attempt.first_step
+            if verdict.code is None:
+                self.failures = 0 if moved else self.failures + 1
+                if self.failures >= self.most_failures:
+                    verdict = verdict._replace(code=1)
+            self.team.tell(verdict)
+        return verdict
 
-    def watch(self) -> None:
-        """Until the script has ended, or was killed for its silence."""
-        attempt, (size, saved), silent = self.attempts[-1], self.state(), False
-        while self.child.poll() is None and not silent:
+    def pause(self, verdict: Verdict) -> None:
+        wait, began = min(LONGEST_WAIT, 2.0**self.failures), time.monotonic()
+        self.say(f"{verdict.reason}; goes on from step {newest_checkpoint(self.run_dir)} in {wait:.0f} s")
+        while time.monotonic() < began + wait:
             time.sleep(LOOK_SECONDS)
-            now = time.monotonic()
-            found_size, found_saved = self.state()
-            if found_size > size:
-                attempt.logged = attempt.logged or now
-            if found_saved > saved:
-                attempt.saved = now
-            if (found_size, found_saved) != (size, saved):
-                size, saved, attempt.moved = found_size, found_saved, now
-            silent = now - attempt.moved > self.silent_seconds and not self.stop
-        if silent:
-            self.end_stuck()
-        attempt.code = self.child.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.child.pid, signal.SIGKILL)  # what it left behind
-        attempt.account(time.monotonic(), len(self.attempts) == 1, silent)
-        code = attempt.code
-        attempt.reason = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        if silent:
-            attempt.reason = f"silent for {self.silent_seconds:.0f} s"
+        self.add({"waiting": time.monotonic() - began})
 
-    def end_stuck(self) -> None:
-        """SIGABRT: faulthandler prints the stacks, and the process dies; frozen, it has to be woken for that."""
-        for number in (signal.SIGABRT, signal.SIGCONT):
-            os.killpg(self.child.pid, number)
-        try:
-            self.child.wait(STACKS_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.child.kill()
+    def say(self, what: str) -> None:
+        if self.team.decides:
+            print(f"kept       {what}", file=sys.stderr, flush=True)
 
-    def note(self, step: int) -> None:
+    def add(self, lost: dict[str, float]) -> None:
+        for name, seconds in lost.items():
+            self.lost[name] = self.lost.get(name, 0.0) + seconds
+
+    def note(self, reason: str, lost: dict[str, float]) -> None:
         """A line in metrics.jsonl, after what the script had written whole."""
-        attempt = self.attempts[-1]
-        seconds = {name: round(value, 3) for name, value in attempt.lost.items()}
-        line = dict(kind="restart", step=step, attempt=len(self.attempts), reason=attempt.reason, **seconds)
         path, lock = self.run_dir / "metrics.jsonl", RunLock()
-        if not path.exists():
+        self.reasons.append(reason)
+        if not self.writes or not path.exists():
             return
+        seconds = {name: round(value, 3) for name, value in lost.items()}
+        line = dict(kind="restart", step=newest_checkpoint(self.run_dir), attempt=self.count, reason=reason, **seconds)
         lock.acquire(self.run_dir)
         try:
             content = path.read_bytes()
@@ -160,76 +160,61 @@ class Keeper:
         finally:
             lock.release()
 
-    def add(self, lost: dict[str, float]) -> None:
-        for name, seconds in lost.items():
-            self.lost[name] = self.lost.get(name, 0.0) + seconds
-
-    def run(self) -> int:
-        """The script's exit code at its last end; 1 where it failed too often without getting further."""
-        failures = 0
-        while True:
-            before = newest_checkpoint(self.run_dir)
-            self.start()
-            self.watch()
-            attempt = self.attempts[-1]
-            if attempt.code == 0:
-                # of the end that is no loss; of the start that was none the first time
-                self.add({"restart": attempt.lost.get("restart", 0.0)} if len(self.attempts) > 1 else {})
-                self.summarise()
-                return 0
-            if self.stop or attempt.code == 2:
-                return attempt.code if attempt.code > 0 else 128 - attempt.code
-            step = newest_checkpoint(self.run_dir)
-            failures = 0 if step > before else failures + 1
-            self.add(attempt.lost)
-            self.note(step)
-            if failures >= self.most_failures:
-                print(
-                    f"kept       {attempt.reason}; given up: {failures} attempts, and no checkpoint after step {step}",
-                    file=sys.stderr,
-                )
-                return 1
-            wait = min(LONGEST_WAIT, 2.0**failures)
-            print(f"kept       {attempt.reason}; goes on from step {step} in {wait:.0f} s", file=sys.stderr, flush=True)
-            began = time.monotonic()
-            while time.monotonic() < began + wait and not self.stop:
-                time.sleep(LOOK_SECONDS)
-            self.add({"waiting": time.monotonic() - began})
-            if self.stop:
-                return 128 + self.stop
-
     def summarise(self) -> None:
         path = self.run_dir / "summary.json"
-        if len(self.attempts) == 1 or not path.exists():
+        if self.count == 1:
             return
         seconds = {name: round(value, 3) for name, value in self.lost.items()}
-        reasons = [attempt.reason for attempt in self.attempts[:-1]]
-        kept = dict(attempts=len(self.attempts), ended_by=reasons, lost_seconds=seconds)
-        summary = read_json(path, "the summary of a run") | dict(keep_running=kept)
-        write_atomically(path, json.dumps(summary, indent=2).encode())
+        if self.writes and path.exists():
+            kept = dict(attempts=self.count, ended_by=self.reasons, lost_seconds=seconds)
+            summary = read_json(path, "the summary of a run") | dict(keep_running=kept)
+            write_atomically(path, json.dumps(summary, indent=2).encode())
         shown = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
-        print(f"kept       ended after {len(self.attempts)} attempts; seconds lost: {shown}", file=sys.stderr)
+        self.say(f"ended after {self.count} attempts; seconds lost: {shown}")
+
+
+def find_team(given: argparse.Namespace, command: list[str]) -> Alone:
+    """Raises InputError, DeviceError where it is not to be found out which hosts there are."""
+    silent_seconds, chips = 60 * given.silent_minutes, attached_chips()
+    if not chips and not os.environ.get("TPU_WORKER_HOSTNAMES"):
+        return Alone(silent_seconds)
+    from tpu_utils.remote.hosts import settle_hosts  # only here: nothing else asks the VM's metadata
+
+    index, addresses = settle_hosts(chips, dict(os.environ))  # a copy: the script settles its own
+    if len(addresses) == 1:
+        return Alone(silent_seconds)
+    from tpu_utils.remote.secret import read_secret
+
+    secret = read_secret(options_in(command[1:]).get("peers_secret", ""))
+    if index == 0:
+        return First(addresses, given.port, secret, silent_seconds, given.wait_seconds, given.elastic)
+    return Other(index, addresses, given.port, secret, given.wait_seconds)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.keep_running", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    for name, kind, default, text in (
+        ("most_failures", int, 5, "ends after so many attempts in a row without a new checkpoint"),
+        ("silent_minutes", float, 30.0, "more than a compile, an evaluation and the steps between two log lines take"),
+        ("wait_seconds", float, 300.0, "for the other hosts, before each attempt"),
+        ("port", int, PORT, "where host 0 listens, to the slice's hosts alone"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default {default:g})")
     parser.add_argument(
-        "--most_failures", type=int, default=5,
-        help="ends after so many attempts in a row without a new checkpoint (default 5)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--silent_minutes", type=float, default=30.0,
-        help="longer than a compile, an evaluation and the steps between two log lines take (default 30)",
-    )  # fmt: skip
+        "--elastic",
+        action="store_true",
+        help="after --wait_seconds go on with the hosts that are there; the script is told of these alone",
+    )
     arguments = sys.argv[1:]
     at = arguments.index("--") if "--" in arguments else len(arguments)
-    given = parse_arguments(parser, arguments[:at])
-    if given.most_failures < 1 or not given.silent_minutes > 0:
-        raise InputError("--most_failures and --silent_minutes are numbers above 0")
+    given, command = parse_arguments(parser, arguments[:at]), arguments[at + 1 :]
+    if given.most_failures < 1 or not (given.silent_minutes > 0 and given.wait_seconds > 0):
+        raise InputError("--most_failures, --silent_minutes and --wait_seconds are numbers above 0")
+    run_dir_of(command)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a stuck script is ended by SIGABRT: no gigabytes on the disk
-    keeper = Keeper(arguments[at + 1 :], given.most_failures, 60 * given.silent_minutes)
+    keeper = Keeper(command, find_team(given, command), given.most_failures, 60 * given.silent_minutes)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, keeper.hear)

@@ -16,7 +16,7 @@ resume        where a run begins: at step 0, or after a checkpoint
 run_dir       the run directory and its lock; restarts: what a program that starts a script again has to know
 peers         the processes of a run; here: a run of one process
 remote/       for pods and gs:// alone. hosts: which hosts the slice has; meeting: how they meet and what they agree on;
-              wire: proved connections between them; storage: a run directory in a bucket
+              wire: proved connections between them; secret: what proves them; storage: a run directory in a bucket
 clock         where the seconds go, and the watchdog
 stop          signals and notices of the VM that end a run early
 profile       traces of some steps

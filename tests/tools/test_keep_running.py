@@ -1,4 +1,4 @@
-"""tools.keep_running: a small script that is lost in every way, and MNIST to the same bits."""
+"""tools.keep_running: small scripts that are lost in every way, and a transformer on two hosts to the same bits."""
 
 import json
 import os
@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, environment_with, run, waits
+from processes import ROOT, environment_with, free_port, waits
 
 from tools import keep_running
+from tools.keeping.team import State, Verdict, judge, state_in, verdict_in
 from tpu_utils.errors import InputError
+from tpu_utils.remote.storage import working_folder
+from tpu_utils.remote.wire import WireError
 from tpu_utils.restarts import newest_checkpoint, options_in, to_go_on
 
 # Ten steps of 50 ms, each logged and saved. What it is lost by stands in the file `faults`, one line an attempt.
@@ -80,7 +83,7 @@ def lines_of(folder: Path) -> list[dict]:
 def test_it_goes_on_from_the_newest_checkpoint_until_it_ends_well(kept, tmp_path):
     done = ended(kept("killed", "1", "143"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["first 0 None", "first 2 auto", "first 4 auto", "first 6 auto"]
+    assert done.stdout.splitlines() == ["first 0 auto", "first 2 auto", "first 4 auto", "first 6 auto"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     found = summary["keep_running"]
     assert summary["steps"] == 10 and found["attempts"] == 4
@@ -93,7 +96,13 @@ def test_it_goes_on_from_the_newest_checkpoint_until_it_ends_well(kept, tmp_path
     assert "kept       killed by SIGKILL; goes on from step 2 in 1 s" in done.stderr
 
 
-@pytest.mark.parametrize("fault, said", [("in C", "script.py"), ("frozen", "script.py"), ("deaf", None)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "fault, said",
+    [("in C", "script.py"), pytest.param("frozen", "script.py", marks=SLOW), pytest.param("deaf", None, marks=SLOW)],
+)
 def test_what_is_stuck_shows_where_and_is_ended(kept, tmp_path, monkeypatch, fault, said):
     """Also where it holds the interpreter in C++, where no signal handler of Python's would run."""
     done = ended(kept(fault, options=["--silent_minutes", "0.03"]))
@@ -107,15 +116,28 @@ def test_what_is_stuck_shows_where_and_is_ended(kept, tmp_path, monkeypatch, fau
 def test_it_gives_up_where_no_attempt_gets_further(kept, tmp_path):
     done = ended(kept("early", "early", "3", "early", "early", "early", options=["--most_failures", "2"]))
     assert done.returncode == 1
-    assert (
-        done.stderr.splitlines()[-1] == "kept       exit code 1; given up: 2 attempts, and no checkpoint after step 0"
-    )
+    said = "kept       exit code 1; given up: 2 attempts without a new checkpoint"
+    assert done.stderr.splitlines()[-1] == said
     assert done.stdout.count("first") == 2
 
 
 def test_refused_options_are_not_tried_again(kept):
     done = ended(kept("2"))
     assert done.returncode == 2 and done.stdout.count("first") == 1
+
+
+def test_of_a_run_in_a_bucket_the_working_folder_is_watched(kept, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    working = working_folder("gs://bucket/run")
+    working.parent.mkdir(parents=True)
+    working.symlink_to(tmp_path / "run")  # SCRIPT knows no buckets
+    command = kept("killed", "1", "1", options=["--most_failures", "2"])
+    (tmp_path / "script.py").write_text(SCRIPT.replace('options["--run_dir"]', repr(str(tmp_path / "run"))))
+    done = ended([word.replace(str(tmp_path / "run"), "gs://bucket/run") for word in command])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["first 0 auto", "first 2 auto", "first 4 auto", "first 6 auto"]
+    assert "kept       ended after 4 attempts; seconds lost: lost_steps " in done.stderr
+    assert "keep_running" not in (tmp_path / "run" / "summary.json").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -141,14 +163,13 @@ def test_killed_it_leaves_nothing_behind(kept, tmp_path):
     [
         ([], "found nothing after --; expected a training script"),
         (["nowhere.py", "--run_dir", "x"], "found nowhere.py after --"),
-        (["simple_mnist_tpu.py"], "--run_dir is ''; expected a folder"),
-        (["simple_mnist_tpu.py", "--run_dir", "gs://bucket/run"], "--run_dir is 'gs://bucket/run'; expected a folder"),
+        (["simple_mnist_tpu.py", "--seed=1"], "found no --run_dir; a script that is started again goes on from"),
     ],
 )
 def test_what_cannot_be_kept_running_is_refused(command, said, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(InputError, match=said):
-        keep_running.Keeper(command, 5, 60.0)
+        keep_running.run_dir_of(command)
 
 
 def test_a_command_line_that_goes_on():
@@ -158,29 +179,249 @@ def test_a_command_line_that_goes_on():
     assert to_go_on(["--resume", "must", "--seed", "3"]) == ["--seed", "3", "--resume", "auto"]
 
 
-@pytest.mark.slow
-def test_mnist_lost_twice_ends_with_the_bits_of_a_run_that_was_not(tmp_path):
-    options = ["--num_epochs=3", "--channels=4", "--hidden_dim=16", "--save_every=10", "--log_every=5", "--device=cpu"]
-    options += ["--warmup_steps=2", "--no_tensorboard"]
+# ------------------------------------------------------------------------------------------------------- several hosts
+
+# Ten steps on several hosts, each of which waits until all have come to the next one, as a collective does. Host 0 logs
+# and saves. A stop on one host stops all, as the training scripts agree on it.
+ON_HOSTS = """
+import json, os, signal, sys, time
+from pathlib import Path
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder, names = Path(options["--run_dir"]), os.environ["TPU_WORKER_HOSTNAMES"].split(",")
+index, count = int(os.environ["TPU_WORKER_ID"]), len(names)
+saved = sorted(folder.glob("checkpoints/step_*/done"))
+first = int(saved[-1].parent.name[5:]) if saved and options.get("--resume") == "auto" else 0
+print("first", first, "of", count, flush=True)
+fault = folder / f"fault_{index}"
+here, stop = folder / f"at_{count}_{index}", folder / "stop"
+signal.signal(signal.SIGTERM, lambda *_: stop.touch())
+def at(other):
+    try:
+        return int((folder / f"at_{count}_{other}").read_text() or 0)
+    except FileNotFoundError:
+        return 0
+for step in range(first + 1, 11):
+    here.with_suffix(".new").write_text(str(step))
+    here.with_suffix(".new").replace(here)
+    while min(map(at, range(count))) < step:
+        time.sleep(0.01)
+    time.sleep(0.03)
+    if stop.exists():
+        sys.exit(143)
+    if step == 4 and fault.exists():
+        kind = fault.read_text()
+        fault.unlink()
+        if kind == "machine":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(100)
+        if kind == "frozen":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "unreachable":
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(1000)
+        if kind == "told":
+            os.kill(os.getppid(), signal.SIGTERM)
+            continue
+        sys.exit(int(kind))
+    if index == 0:
+        with (folder / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps(dict(kind="train", step=step)) + "\\n")
+        (folder / f"checkpoints/step_{step:08d}").mkdir(parents=True, exist_ok=True)
+        (folder / f"checkpoints/step_{step:08d}/done").touch()
+if index == 0:
+    (folder / "summary.json").write_text(json.dumps(dict(steps=10, hosts=count)))
+"""
+
+
+class Hosts:
+    """COUNT pretended hosts, each with its own tools.keep_running."""
+
+    def __init__(self, folder: Path, count: int, *options: str):
+        self.run_dir, self.count, self.options = folder / "run", count, options
+        self.run_dir.mkdir()
+        (folder / "script.py").write_text(ON_HOSTS)
+        words = ["-m", "tools.keep_running", f"--port={free_port()}", *options, "--", folder / "script.py"]
+        self.command = [sys.executable, *map(str, words), "--run_dir", str(self.run_dir)]
+        self.running: dict[int, subprocess.Popen] = {}
+
+    def start(self, *indices: int) -> None:
+        for index in indices or range(self.count):
+            names = ",".join(["localhost"] * self.count)
+            here = {"TPU_WORKER_ID": index, "TPU_WORKER_HOSTNAMES": names, "TPU_SKIP_MDS_QUERY": 1}
+            self.running[index] = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=environment_with(here),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+
+    def fault(self, index: int, kind: str) -> None:
+        (self.run_dir / f"fault_{index}").write_text(kind)
+
+    def end(self) -> dict[int, tuple[int, str, str]]:
+        """Exit code, output and errors of each."""
+        found = {index: (process.communicate(timeout=300), process) for index, process in self.running.items()}
+        return {index: (process.returncode, *said) for index, (said, process) in found.items()}
+
+    def reasons(self) -> list[str]:
+        return json.loads((self.run_dir / "summary.json").read_text())["keep_running"]["ended_by"]
+
+
+@pytest.mark.parametrize(
+    "index, fault, reason",
+    [
+        (2, "1", "host 2: exit code 1"),
+        pytest.param(0, "7", "host 0: exit code 7", marks=SLOW),
+        pytest.param(1, "frozen", "silent for 2 s", marks=SLOW),
+    ],
+)
+def test_when_one_host_loses_its_script_all_begin_again_together(tmp_path, index, fault, reason):
+    hosts = Hosts(tmp_path, 3, "--silent_minutes=0.03")
+    hosts.fault(index, fault)
+    hosts.start()
+    ended = hosts.end()
+    assert [code for code, _, _ in ended.values()] == [0, 0, 0], ended
+    # host 0 may have saved step 4 by then
+    said = [out.splitlines() for _, out, _ in ended.values()]
+    assert said in [[["first 0 of 3", f"first {step} of 3"]] * 3 for step in (3, 4)]
+    assert hosts.reasons() == [reason]
+    stuck = [err for i, (_, _, err) in ended.items() if i != index]
+    assert all("Fatal Python error: Aborted" in err for err in stuck), "each says where it waited"
+
+
+@SLOW
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_lost_machine_is_waited_for(tmp_path, index):
+    hosts = Hosts(tmp_path, 3)
+    hosts.fault(index, "machine")
+    hosts.start()
+    lost = hosts.running[index]
+    assert lost.wait(100) == -signal.SIGKILL
+    hosts.start(index)
+    ended = hosts.end()
+    lost.communicate()
+    assert [code for code, _, _ in ended.values()] == [0, 0, 0], ended
+    assert json.loads((hosts.run_dir / "summary.json").read_text())["steps"] == 10
+    assert index == 0 or hosts.reasons() == ["host 2: lost"], "host 0 keeps count, and began anew"
+    last = [out.splitlines()[-1] for _, out, _ in ended.values()]
+    assert last in [[f"first {step} of 3"] * 3 for step in (3, 4)]
+
+
+@SLOW
+def test_without_a_host_an_elastic_run_goes_on_with_the_others(tmp_path):
+    hosts = Hosts(tmp_path, 3, "--elastic", "--wait_seconds=10")
+    hosts.fault(2, "machine")
+    hosts.start()
+    ended = hosts.end()
+    assert [code for code, _, _ in ended.values()] == [0, 0, -signal.SIGKILL], ended
+    said = [out.splitlines()[-1] for _, out, _ in ended.values()]
+    assert said in [[f"first {step} of 2", f"first {step} of 2", "first 0 of 3"] for step in (3, 4)]
+    assert json.loads((hosts.run_dir / "summary.json").read_text())["hosts"] == 2
+
+
+@SLOW
+def test_told_to_stop_on_one_host_all_stop(tmp_path):
+    hosts = Hosts(tmp_path, 3)
+    hosts.fault(1, "told")
+    hosts.start()
+    ended = hosts.end()
+    assert [code for code, _, _ in ended.values()] == [143, 143, 143], ended
+
+
+@SLOW
+def test_a_host_that_does_not_answer_is_lost_and_comes_back(tmp_path):
+    hosts = Hosts(tmp_path, 3)
+    hosts.fault(2, "unreachable")
+    hosts.start()
+    waits(lambda: not (hosts.run_dir / "fault_2").exists())
+    waits(lambda: any(line["kind"] == "restart" for line in lines_of(hosts.run_dir)))
+    hosts.running[2].send_signal(signal.SIGCONT)
+    ended = hosts.end()
+    assert [code for code, _, _ in ended.values()] == [0, 0, 0], ended
+    assert hosts.reasons() == ["host 2: lost"]
+
+
+def test_hosts_that_do_not_come_are_named(tmp_path):
+    hosts = Hosts(tmp_path, 3, "--wait_seconds=3")
+    hosts.start(0, 1)
+    ended = hosts.end()
+    assert [code for code, _, _ in ended.values()] == [1, 1], ended
+    assert "error: waited 3 s for host 2 (localhost); start the same command there" in ended[0][2]
+    assert "error: waited 3 s for host 0 (localhost)" in ended[1][2]
+
+
+@pytest.mark.parametrize(
+    "states, verdict",
+    [
+        ({0: State(), 1: State()}, None),
+        ({0: State(0), 1: State()}, None),
+        ({0: State(0), 1: State(0)}, Verdict("host 0: exit code 0", 0)),
+        ({0: State(), 1: State(1)}, Verdict("host 1: exit code 1", None)),
+        ({0: State(1), 1: State(2)}, Verdict("host 1: exit code 2", 2)),
+        ({0: State(), 1: None}, Verdict("host 1: lost", None)),
+        ({0: State(stopping=True), 1: None}, Verdict("host 1: lost", 1)),
+        ({0: State(143, stopping=True), 1: State()}, None),
+        ({0: State(143, stopping=True), 1: State(0)}, Verdict("host 0: exit code 143", 143)),
+        ({0: State(-15, stopping=True)}, Verdict("killed by SIGTERM", 143)),
+        ({0: State(silent=True, stopping=True)}, Verdict("silent for 9 s", 1, True)),
+        ({0: State(silent=True), 1: State(1)}, Verdict("host 1: exit code 1", None)),
+        ({0: State(silent=True), 1: State()}, Verdict("silent for 9 s", None, True)),
+    ],
+)
+def test_who_decides_what(states, verdict):
+    assert judge(states, 9.0) == verdict
+
+
+@pytest.mark.parametrize("message", [None, 1, [], [True, 1, True], ["x", False, False], [None, False], {"code": 1}])
+def test_what_is_no_state_is_no_host(message):
+    with pytest.raises(WireError):
+        state_in(message)
+    with pytest.raises(WireError):
+        verdict_in(message)
+
+
+@SLOW
+def test_a_transformer_on_two_hosts_lost_twice_ends_with_the_bits_of_a_run_that_was_not(tmp_path):
+    """Its script on one host, then the machine of the other; all that happens between hosts outside of XLA is real."""
+    shape = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--num_steps=60"]
+    shape += ["--global_batch_size=4", "--warmup_steps=0", "--eval_every=30", "--log_every=5", "--save_every=5"]
+    shape += ["--eval_batches=1", "--device=cpu", "--no_tensorboard"]
+    names = {"TPU_WORKER_HOSTNAMES": "localhost,localhost", "TPU_SKIP_MDS_QUERY": 1}
     whole, lost = tmp_path / "whole", tmp_path / "lost"
-    assert run("simple_mnist_tpu.py", *options, "--run_dir", whole).returncode == 0
-    command = [sys.executable, "-m", "tools.keep_running", "--", "simple_mnist_tpu.py", *options, f"--run_dir={lost}"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment_with({}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    for step in (10, 30):
-        waits(lambda step=step: newest_checkpoint(lost) >= step or process.poll() is not None)
-        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            os.kill(int(child), signal.SIGKILL)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    found = json.loads((lost / "summary.json").read_text())["keep_running"]
-    assert found["attempts"] >= 2 and set(found["ended_by"]) == {"killed by SIGKILL"}
+    ports, port = [free_port(), free_port()], free_port()
+
+    def start(index: int, front: list[str], run_dir: Path, meet_at: int) -> subprocess.Popen:
+        words = [*front, "tests/transformer_hosts.py", str(index), "2", str(meet_at), *shape, f"--run_dir={run_dir}"]
+        environment = environment_with(names | {"TPU_WORKER_ID": index})
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, **quiet)
+
+    for process in [start(index, [], whole, ports[0]) for index in range(2)]:
+        assert process.wait(600) == 0, process.stderr.read()
+    front = ["-m", "tools.keep_running", f"--port={port}", "--"]
+    hosts = [start(index, front, lost, ports[1]) for index in range(2)]
+
+    def script_of(host: subprocess.Popen) -> int:
+        return int(Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()[0])
+
+    def has_saved(step: int) -> None:
+        waits(lambda: newest_checkpoint(lost) >= step or any(host.poll() is not None for host in hosts))
+        assert all(host.poll() is None for host in hosts), [host.stderr.read() for host in hosts if host.poll()]
+
+    has_saved(5)
+    os.kill(script_of(hosts[1]), signal.SIGKILL)
+    waits(lambda: any(line["kind"] == "restart" for line in lines_of(lost)))
+    has_saved(newest_checkpoint(lost) + 5)
+    hosts[0].kill()
+    hosts[0].communicate()
+    hosts[0] = start(0, front, lost, ports[1])
+    ended = [(host.wait(600), host.stderr.read()) for host in hosts]
+    assert [code for code, _ in ended] == [0, 0], ended
     last = [sorted(folder.glob("checkpoints/step_*"))[-1] for folder in (whole, lost)]
-    assert last[0].name == last[1].name
+    assert last[0].name == last[1].name == "step_00000060"
     for file in sorted(last[0].glob("*.safetensors")):
         assert file.read_bytes() == (last[1] / file.name).read_bytes()
-    losses = [
-        {line["step"]: line["loss"] for line in lines_of(folder) if line["kind"] == "train"} for folder in (whole, lost)
-    ]
-    assert losses[0] == losses[1]
+    losses = [{r["step"]: r["loss"] for r in lines_of(folder) if r["kind"] == "train"} for folder in (whole, lost)]
+    assert losses[0] == losses[1] and len(losses[0]) == 12

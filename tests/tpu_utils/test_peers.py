@@ -24,7 +24,8 @@ from tpu_utils.errors import CheckpointError, DeviceError, InputError, SaveError
 from tpu_utils.peers import Peers
 from tpu_utils.remote import meeting as peers_module
 from tpu_utils.remote import wire
-from tpu_utils.remote.meeting import Meeting, meet_replicas, read_secret, wait_for_peers
+from tpu_utils.remote.meeting import Meeting, meet_replicas, wait_for_peers
+from tpu_utils.remote.secret import read_secret
 from tpu_utils.remote.wire import Link, Listener, ProofError, WireError
 
 SECRET = b"a secret of the run's own"

@@ -201,10 +201,10 @@ class Listener:
         with self._lock:
             return [self._links[index] for index in range(1, self._count)]
 
-    def links(self) -> list[Link]:
+    def links(self) -> dict[int, Link]:
         """Those who have called so far."""
         with self._lock:
-            return list(self._links.values())
+            return dict(self._links)
 
     def _turn_away(self, connection: socket.socket, why: str) -> None:
         if len(self.turned_away) < 5:

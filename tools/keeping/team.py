@@ -1,0 +1,218 @@
+"""The hosts that keep one run going: each sees its own script, and host 0 decides for all when an attempt is over.
+
+They talk over the authenticated connections of tpu_utils/remote/wire.py, each with host 0. A host that says nothing for
+LOST_SECONDS is lost.
+"""
+
+import queue
+import signal
+import socket
+import threading
+import time
+from typing import Any, NamedTuple
+
+from tpu_utils.errors import DeviceError
+from tpu_utils.remote.wire import Link, Listener, WireError, connect
+
+BEAT_SECONDS = 1.0
+LOST_SECONDS = 15.0
+
+
+class State(NamedTuple):
+    """Of the script on one host."""
+
+    code: int | None = None
+    """Its exit code, or minus a signal; None: it runs."""
+    silent: bool = False
+    stopping: bool = False
+    """Its host was told to stop."""
+
+
+class Verdict(NamedTuple):
+    """Why an attempt is over."""
+
+    reason: str
+    code: int | None
+    """With which exit code everybody ends; None: another attempt follows."""
+    silent: bool = False
+    """The script is stuck since it last logged or saved."""
+
+
+def in_words(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def judge(states: dict[int, State | None], silent_seconds: float) -> Verdict | None:
+    """None: the attempt goes on. states: of each host in it; None for one that is lost."""
+    stopping = any(state and state.stopping for state in states.values())
+    codes = {index: state.code for index, state in states.items() if state and state.code is not None}
+
+    def over(index: int, why: str, code: int | None = None) -> Verdict:
+        name = f"host {index}: " if len(states) > 1 else ""
+        return Verdict(name + why, 1 if stopping and code is None else code)
+
+    for index, code in codes.items():
+        if code == 2:  # its options are refused: they would be again
+            return over(index, "exit code 2", 2)
+    if len(codes) == len(states) and (stopping or not any(codes.values())):
+        index, code = max(codes.items(), key=lambda item: abs(item[1]))
+        return over(index, in_words(code), code if code >= 0 else 128 - code)
+    for index, state in states.items():
+        if state is None:
+            return over(index, "lost")
+        if state.code and not stopping:  # told to stop, all save and end, one after the other
+            return over(index, in_words(state.code))
+    if any(state.silent for state in states.values()):  # who holds the others up cannot be seen from outside
+        return Verdict(f"silent for {silent_seconds:.0f} s", 1 if stopping else None, True)
+    return None
+
+
+class Alone:
+    """One host."""
+
+    def __init__(self, silent_seconds: float):
+        self.silent_seconds = silent_seconds
+        self.decides = True
+
+    def meet(self) -> dict[str, str]:
+        """Before an attempt. Variables for the script."""
+        return {}
+
+    def exchange(self, own: State) -> Verdict | None:
+        return judge({0: own}, self.silent_seconds)
+
+    def tell(self, verdict: Verdict) -> None:
+        """The others, what host 0 has decided."""
+
+
+class First(Alone):
+    """Host 0 of several. Raises DeviceError where hosts are missing for too long, OSError where it cannot listen."""
+
+    def __init__(
+        self, addresses: list[str], port: int, secret: bytes, silent_seconds: float, wait: float, elastic: bool
+    ):
+        """wait: seconds for all hosts. elastic: after that an attempt begins with those that are there."""
+        super().__init__(silent_seconds)
+        self.addresses, self.port, self.secret, self.wait, self.elastic = addresses, port, secret, wait, elastic
+        self.links: dict[int, Link] = {}
+        self.states: dict[int, State | None] = {}
+        self.sent = 0.0
+
+    def meet(self) -> dict[str, str]:
+        allowed = {info[4][0] for address in self.addresses for info in socket.getaddrinfo(address, 0)}
+        listener = Listener(self.addresses[0], self.port, len(self.addresses), self.secret, allowed, LOST_SECONDS)
+        listener.wait(self.wait)
+        missing = listener.missing()
+        self.links = listener.links()
+        listener.close()
+        if missing and not self.elastic:
+            names = ", ".join(f"host {index} ({self.addresses[index]})" for index in missing)
+            raise DeviceError(f"waited {self.wait:g} s for {names}; start the same command there")
+        hosts = [0, *sorted(self.links)]
+        self.states = {index: State() for index in hosts}
+        for index, link in self.links.items():
+            self._send(index, {"hosts": hosts})
+            threading.Thread(target=self._listen, args=(index, link, self.states), daemon=True).start()
+        return variables(self.addresses, hosts, 0)
+
+    def _send(self, index: int, message: Any) -> None:
+        try:
+            self.links[index].send(message)
+        except WireError:
+            self.states[index] = None
+
+    @staticmethod
+    def _listen(index: int, link: Link, states: dict[int, State | None]) -> None:
+        """In a thread: what this host says, until it is lost or the attempt is over."""
+        try:
+            while True:
+                states[index] = state_in(link.receive(1000))
+        except WireError:
+            states[index] = None
+
+    def exchange(self, own: State) -> Verdict | None:
+        self.states[0] = own
+        if (now := time.monotonic()) - self.sent > BEAT_SECONDS:
+            self.sent = now
+            for index in self.links:
+                self._send(index, "beat")
+        return judge(dict(self.states), self.silent_seconds)
+
+    def tell(self, verdict: Verdict) -> None:
+        for index in self.links:
+            self._send(index, list(verdict))  # the other end closes: a close here could overtake the verdict
+
+
+class Other(Alone):
+    """Any other host of several. It does what host 0 says; where that is lost, it ends its script and waits for it."""
+
+    def __init__(self, index: int, addresses: list[str], port: int, secret: bytes, wait: float):
+        super().__init__(0.0)
+        self.index, self.addresses, self.port, self.secret, self.wait = index, addresses, port, secret, wait
+        self.decides = False
+        self.sent = 0.0
+
+    def meet(self) -> dict[str, str]:
+        deadline = time.monotonic() + self.wait
+        while True:
+            try:
+                self.link = connect(self.addresses[0], self.port, self.index, self.secret, "host 0", self.wait)
+                hosts = self.link.receive(1 << 20)["hosts"]
+                if self.index in hosts and all(type(i) is int and 0 <= i < len(self.addresses) for i in hosts):
+                    break
+            except (WireError, TypeError, KeyError) as error:
+                if time.monotonic() > deadline:
+                    raise DeviceError(f"waited {self.wait:g} s for host 0 ({self.addresses[0]}): {error}") from error
+            time.sleep(0.5)
+        self.link.seconds = LOST_SECONDS
+        self.heard: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, args=(self.link, self.heard), daemon=True).start()
+        return variables(self.addresses, hosts, self.index)
+
+    @staticmethod
+    def _listen(link: Link, heard: queue.SimpleQueue) -> None:
+        """In a thread: beats, and at the end a verdict."""
+        try:
+            while (message := link.receive(10_000)) == "beat":
+                pass
+            heard.put(verdict_in(message))
+        except WireError:
+            heard.put(Verdict("host 0: lost", None))
+
+    def exchange(self, own: State) -> Verdict | None:
+        if (now := time.monotonic()) - self.sent > BEAT_SECONDS or own.code is not None:
+            self.sent = now
+            try:
+                self.link.send(list(own))
+            except WireError:
+                return Verdict("host 0: lost", None)
+        try:
+            verdict = self.heard.get_nowait()
+        except queue.Empty:
+            return None
+        self.link.close()
+        return verdict
+
+
+def variables(addresses: list[str], hosts: list[int], own: int) -> dict[str, str]:
+    """For a script that is to know of these hosts alone."""
+    if len(hosts) == len(addresses):
+        return {}
+    names = ",".join(addresses[index] for index in hosts)
+    return {"TPU_WORKER_ID": str(hosts.index(own)), "TPU_WORKER_HOSTNAMES": names, "TPU_SKIP_MDS_QUERY": "1"}
+
+
+def state_in(message: Any) -> State:
+    """Raises WireError."""
+    match message:
+        case [int() | None as code, bool() as silent, bool() as stopping] if type(code) is not bool:
+            return State(code, silent, stopping)
+    raise WireError(f"{message!r:.50} is no state of a script")
+
+
+def verdict_in(message: Any) -> Verdict:
+    """Raises WireError."""
+    match message:
+        case [str() as reason, int() | None as code, bool() as silent] if type(code) is not bool:
+            return Verdict(reason, code, silent)
+    raise WireError(f"{message!r:.50} is no verdict")

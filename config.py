@@ -145,6 +145,10 @@ class LogOptions:
     """Steps between two checkpoints. The last step is always saved."""
     keep_checkpoints: Annotated[int, Range("[1, inf)"), FREE] = 3
     """How many of the newest checkpoints are kept."""
+    save_memory_every: Annotated[int, Range("[0, inf)"), FREE] = 0
+    """Steps between two checkpoints in the memory of the hosts, for a run that begins again after a loss. 0: none."""
+    memory_dir: Annotated[str, FREE] = "/dev/shm"
+    """A file system in memory; those checkpoints have a folder there."""
     keep_best: Annotated[bool, FREE] = False
     """Keep the checkpoint of the best evaluation too: the largest accuracy, or the smallest validation_loss."""
     tensorboard: Annotated[bool, FREE] = True

@@ -54,7 +54,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 AIMS = ("start-up", "step", "save", "prune", "evaluation")
 PLANS = [(number, aim) for number in SIGNALS for aim in AIMS]
 TIMES = {"step_seconds", "examples_per_second", "tokens_per_second", "data_wait_seconds", "mfu", "wait_seconds"}
-TIMES |= {"host_seconds"}
+TIMES |= {"host_seconds", "began_with", "memory"}
 OF_THE_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step"}
 OF_THE_PROCESS |= {"hbm_peak_bytes"}
 

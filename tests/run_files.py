@@ -80,5 +80,14 @@ def assert_identical(a, b):
 
 
 def numbers(run_dir):
-    timing = {"step_seconds", "examples_per_second", "data_wait_seconds", "mfu", "wait_seconds", "host_seconds"}
+    timing = {
+        "step_seconds",
+        "examples_per_second",
+        "data_wait_seconds",
+        "mfu",
+        "wait_seconds",
+        "host_seconds",
+        "began_with",
+        "memory",
+    }
     return [{key: value for key, value in line.items() if key not in timing} for line in read_lines(run_dir)]

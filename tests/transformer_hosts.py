@@ -1,11 +1,14 @@
 """transformer_tpu.py as one of several hosts that each have all devices: what they agree on, without a TPU.
 
-XLA's CPU client knows no other process (tests/distributed_hosts.py), so every host computes the whole batch; meeting,
-agreeing and who writes what are real.
+XLA's CPU client knows no other process (tests/distributed_hosts.py), so every host computes the whole batch, on the
+devices of all; meeting, agreeing and who writes what are real.
 
-    python tests/transformer_hosts.py INDEX COUNT PORT OPTIONS...
+    python tests/transformer_hosts.py INDEX COUNT PORT [--devices_per_host=N] OPTIONS...
+
+tools.keep_running --elastic tells by TPU_WORKER_ID and TPU_WORKER_HOSTNAMES of fewer hosts than COUNT.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,8 +23,13 @@ from tpu_utils.remote.meeting import wait_for_peers
 
 def main() -> int:
     index, count, port = map(int, sys.argv[1:4])
+    if names := os.environ.get("TPU_WORKER_HOSTNAMES"):
+        index, count = int(os.environ["TPU_WORKER_ID"]), len(names.split(","))
+    options = sys.argv[4:]
+    if options[0].startswith("--devices_per_host="):
+        options[0] = f"--num_virtual_devices={count * int(options[0].partition('=')[2])}"
     peers = wait_for_peers(index, ["localhost"] * count, 600, port)
-    return transformer_tpu.train(parse_command_line(TransformerConfig, "", sys.argv[4:]), peers)
+    return transformer_tpu.train(parse_command_line(TransformerConfig, "", options), peers)
 
 
 if __name__ == "__main__":

@@ -31,11 +31,12 @@ from tpu_utils.errors import InputError, run_script
 from tpu_utils.fields import parse_arguments
 from tpu_utils.files import read_json, write_atomically
 from tpu_utils.hardware import attached_chips
-from tpu_utils.restarts import newest_checkpoint, options_in, to_go_on
+from tpu_utils.restarts import memory_folder, newest_checkpoint, options_in, to_go_on
 from tpu_utils.run_dir import RunLock
 
 LOOK_SECONDS = 0.2
 LONGEST_WAIT = 60.0
+MEMORY_DIR = "/dev/shm"  # the scripts' default too
 PORT = 12357
 """Of host 0; the scripts meet at 12356."""
 
@@ -63,8 +64,11 @@ class Keeper:
 
     def __init__(self, command: list[str], team: Alone, most_failures: int, silent_seconds: float):
         self.command, self.run_dir, self.team = command, run_dir_of(command), team
+        options, self.began = options_in(command[1:]), time.monotonic()
+        memory = memory_folder(options["run_dir"], options.get("memory_dir") or MEMORY_DIR)
+        self.saves = [self.run_dir / "checkpoints", memory]
         # another start empties the folder of a run in a bucket: what is written here would not stay
-        self.writes = team.decides and not options_in(command[1:])["run_dir"].startswith("gs://")
+        self.writes = team.decides and not options["run_dir"].startswith("gs://")
         self.most_failures, self.silent_seconds = most_failures, silent_seconds
         self.attempt: Attempt | None = None
         self.stopping = False
@@ -92,13 +96,13 @@ class Keeper:
             if self.count or "resume" not in options_in(options):  # also after this command itself was lost
                 options = to_go_on(options)
             self.count += 1
-            self.attempt = Attempt([script, *options], self.run_dir, variables)
+            self.attempt = Attempt([script, *options], self.run_dir, self.saves, variables)
             verdict = self.watch()
             attempt, self.attempt = self.attempt, None
             attempt.end()
             lost = attempt.lost_seconds(self.count == 1, verdict.silent)
             if verdict.code == 0:  # of its end nothing is lost; of its start something, if another was lost before
-                self.add({"restart": lost["restart"]} if self.count > 1 and "restart" in lost else {})
+                self.add({name: lost[name] for name in ("restart", "recompile") if self.count > 1 and name in lost})
                 self.summarise()
             if verdict.code is None:
                 self.add(lost)
@@ -121,7 +125,7 @@ class Keeper:
             if not verdict:
                 time.sleep(LOOK_SECONDS)
         if self.team.decides:
-            moved = newest_checkpoint(self.run_dir) > attempt.first_step
+            moved = newest_checkpoint(*self.saves) > attempt.first_step
             if verdict.code is None:
                 self.failures = 0 if moved else self.failures + 1
                 if self.failures >= self.most_failures:
@@ -131,7 +135,7 @@ class Keeper:
 
     def pause(self, verdict: Verdict) -> None:
         wait, began = min(LONGEST_WAIT, 2.0**self.failures), time.monotonic()
-        self.say(f"{verdict.reason}; goes on from step {newest_checkpoint(self.run_dir)} in {wait:.0f} s")
+        self.say(f"{verdict.reason}; goes on from step {newest_checkpoint(*self.saves)} in {wait:.0f} s")
         while time.monotonic() < began + wait:
             time.sleep(LOOK_SECONDS)
         self.add({"waiting": time.monotonic() - began})
@@ -151,7 +155,7 @@ class Keeper:
         if not self.writes or not path.exists():
             return
         seconds = {name: round(value, 3) for name, value in lost.items()}
-        line = dict(kind="restart", step=newest_checkpoint(self.run_dir), attempt=self.count, reason=reason, **seconds)
+        line = dict(kind="restart", step=newest_checkpoint(*self.saves), attempt=self.count, reason=reason, **seconds)
         lock.acquire(self.run_dir)
         try:
             content = path.read_bytes()
@@ -166,7 +170,8 @@ class Keeper:
             return
         seconds = {name: round(value, 3) for name, value in self.lost.items()}
         if self.writes and path.exists():
-            kept = dict(attempts=self.count, ended_by=self.reasons, lost_seconds=seconds)
+            total = round(time.monotonic() - self.began, 3)
+            kept = dict(attempts=self.count, seconds=total, ended_by=self.reasons, lost_seconds=seconds)
             summary = read_json(path, "the summary of a run") | dict(keep_running=kept)
             write_atomically(path, json.dumps(summary, indent=2).encode())
         shown = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())

@@ -30,7 +30,7 @@ import tyro
 
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import read_json, write_atomically
-from tpu_utils.log import DamagedLines, read_records
+from tpu_utils.records import DamagedLines, read_records
 
 matplotlib.use("Agg")  # no display on a TPU VM
 from matplotlib.figure import Figure

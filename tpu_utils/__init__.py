@@ -9,9 +9,10 @@ loader        batches on their way to the device, ahead of the step
 optim         learning rates, optimizers whose state is there before step 1, the average of the weights
 dropout       masks hashed on the device
 replicas      a process for each device, with DistributedDataParallel
-log           metrics.jsonl, progress lines, summary; events: the same for TensorBoard
+log           metrics.jsonl, progress lines, summary; records: read back; events: the same for TensorBoard
 checkpoint/   the folder of checkpoints, and the thread that writes them; saved: one of them, checked and read;
-              state: tensors to the host and back; tensor_files: safetensors and their index
+              state: tensors to the host and back; tensor_files: safetensors and their index; memory: checkpoints in
+              the memory of the hosts
 resume        where a run begins: at step 0, or after a checkpoint
 run_dir       the run directory and its lock; restarts: what a program that starts a script again has to know
 peers         the processes of a run; here: a run of one process

@@ -60,6 +60,9 @@ class Goodput:
             self._stack.pop()
             self.changes += 1
 
+    def until_now(self, *phases: str) -> dict[str, float]:
+        return {phase: round(self.seconds.get(phase, 0.0), 3) for phase in phases}
+
     def total(self) -> float:
         """Seconds since the start: the sum of all phases."""
         self._settle()

@@ -4,14 +4,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from tpu_utils.errors import InputError
-from tpu_utils.files import lines_of, open_regular, parse_json, write_atomically
+from tpu_utils.files import write_atomically
 
 SHORT = {  # how a value stands in a train line
     "loss": "loss {:.4f}",
@@ -19,8 +18,6 @@ SHORT = {  # how a value stands in a train line
     "skipped_steps": "skipped {}",
     "learning_rate": "lr {:.2e}",
 }
-LONGEST_LINE = 1 << 20  # bytes of a line in metrics.jsonl; the scripts' have a few hundred
-LARGEST_STEP = 1 << 53  # larger whole numbers are not exact in every reader of JSON
 
 
 BEST_IS_LARGEST = {"accuracy": True, "validation_loss": False}
@@ -42,9 +39,10 @@ class RunLog:
     ):
         self._silent, self._run_dir = silent, run_dir
         self._path = Path(os.devnull) if silent else run_dir / "metrics.jsonl"
-        if not silent:
-            kept = _lines_to_keep(self._path, first_step, max(num_steps, before)) if self._path.exists() else b""
-            write_atomically(self._path, kept)
+        if not silent and self._path.exists():
+            from tpu_utils.records import lines_to_keep  # only here: a new run has none
+
+            write_atomically(self._path, lines_to_keep(self._path, first_step, max(num_steps, before)))
         self._file = self._path.open("a", buffering=1)
         self.events = None
         """TensorBoard's writer, None where there is none."""
@@ -141,23 +139,6 @@ def _in_front_of_a_terminal() -> bool:
         return True
 
 
-def read_records(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
-    """(number, bytes, object) of each line of metrics.jsonl, one at a time; None is the object of a damaged line.
-
-    Raises InputError when it is no regular file.
-    """
-    with open_regular(path, "the lines a run has logged") as file:
-        for number, line in enumerate(lines_of(file, LONGEST_LINE), 1):
-            try:
-                record = parse_json(line)
-            except ValueError:
-                record = None
-            step = record.get("step") if isinstance(record, dict) else None
-            # bool is an int to isinstance
-            whole = type(step) is int and 0 <= step <= LARGEST_STEP and isinstance(record.get("kind"), str)
-            yield number, line, record if whole else None
-
-
 def better(best: dict[str, Any] | None, step: int, fields: dict[str, float]) -> dict[str, Any] | None:
     """The better of the best evaluation so far and this one: its step, the field that was compared, and its value.
 
@@ -174,42 +155,6 @@ def better(best: dict[str, Any] | None, step: int, fields: dict[str, float]) -> 
     if not math.isfinite(value) or (known and sign * value <= sign * best["value"]):
         return best
     return {"step": step, "field": name, "value": value}
-
-
-class DamagedLines:
-    """Counts the damaged lines of a file, for one warning."""
-
-    def __init__(self, path: Path):
-        self._path, self._count, self._first = path, 0, []
-
-    def add(self, number: int) -> None:
-        self._count += 1
-        if len(self._first) < 8:
-            self._first.append(str(number))
-
-    def warn(self) -> None:
-        if self._count:
-            lines, others = "line" if self._count == 1 else "lines", " and others" if self._count > 8 else ""
-            are = "is" if self._count == 1 else "are"
-            print(
-                f"warning: {self._path}: {self._count:,} damaged {lines} {are} left out ({lines} "
-                f"{', '.join(self._first)}{others}); expected JSON objects with kind and step, as a run logs them",
-                file=sys.stderr,
-            )
-
-
-def _lines_to_keep(path: Path, first_step: int, num_steps: int) -> bytearray:
-    """The lines up to first_step, byte for byte; a warning names those that no run of num_steps can have written."""
-    kept, damaged = bytearray(), DamagedLines(path)
-    for number, line, record in read_records(path):
-        if not line.endswith(b"\n"):
-            break  # a kill left it unfinished
-        if record is None or record["step"] > num_steps:
-            damaged.add(number)
-        elif record["step"] <= first_step:
-            kept += line
-    damaged.warn()
-    return kept
 
 
 def print_summary(summary: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """What whoever starts a training script again has to know of it. Standard library alone."""
 
+import hashlib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +29,13 @@ def to_go_on(arguments: Sequence[str]) -> list[str]:
     return [*given, "--resume", "auto"]
 
 
-def newest_checkpoint(run_dir: Path) -> int:
-    """Its step; 0 where there is no complete one."""
-    names = (path.parent.name for path in run_dir.glob("checkpoints/step_*/done"))
+def memory_folder(run_dir: str, memory_dir: str) -> Path:
+    """Where --save_memory_every keeps this run's checkpoint on this machine. run_dir: as --run_dir names it."""
+    place = run_dir.rstrip("/") if run_dir.startswith("gs://") else str(Path(run_dir).resolve())
+    return Path(memory_dir) / f"checkpoint_{os.geteuid()}_{hashlib.sha256(place.encode()).hexdigest()[:16]}"
+
+
+def newest_checkpoint(*folders: Path) -> int:
+    """The newest step in these folders of checkpoints; 0 where there is no complete one."""
+    names = (path.parent.name for folder in folders for path in folder.glob("step_*/done"))
     return max((int(name[5:]) for name in names if re.fullmatch(r"step_[0-9]{8}", name)), default=0)

@@ -42,6 +42,7 @@ from tpu_utils.stop import StopRequest
 
 if TYPE_CHECKING:
     from config import TrainConfig
+    from tpu_utils.checkpoint.memory import MemoryCheckpoints
 
 
 class Run:
@@ -69,6 +70,8 @@ class Run:
         self._watch = StepWatch(steps, self._goodput)
         self._writers = contextlib.ExitStack()  # closed by finish(), or by an error
         self._dir: RunDir | None = None
+        self._memory: MemoryCheckpoints | None = None  # of --save_memory_every
+        self._step_in_memory = 0  # the last one that save_due() said so of
         self._speed: Speed | None = None  # while there are steps
 
     def __enter__(self) -> "Run":
@@ -123,6 +126,12 @@ class Run:
         if config.options_from:
             self.print(f"options    from {config.options_from}")
         self._begun = Beginning(self.num_steps)
+        if config.save_memory_every and not config.compile_for:
+            from tpu_utils.checkpoint.memory import MemoryCheckpoints  # only here
+
+            self._memory = MemoryCheckpoints(self._shown_place, config.memory_dir, self._checkpoints)
+            if (step := self._memory.bring_to_disk()) is not None:
+                self.print(f"memory     held the checkpoint of step {step}: it is in the run directory now")
         if config.resume != "never" and not config.compile_for:
             from tpu_utils.resume import find_beginning  # only for a run that is to go on
 
@@ -201,7 +210,8 @@ class Run:
             return
         if self._dir.mirror:
             enter(self._dir.mirror)  # left last: it waits until all is in the bucket
-        enter(self._checkpoints)
+        for place in filter(None, (self._checkpoints, self._memory)):
+            enter(place)
         silent, before = self.peers.index > 0, self._begun.num_steps_before
         self._log = enter(RunLog(folder, *span, config.tensorboard, silent, before=before))
         if config.profile_steps:
@@ -261,10 +271,14 @@ class Run:
         """
         self._dir.check()
         values = self._read_metrics(step)
-        self._checkpoints.check()
+        for place in filter(None, (self._checkpoints, self._memory)):
+            place.check()
         if metrics := self._tracked.metrics:
             fields = {**finite_means(values), "skipped_steps": metrics.skipped_steps, **fields}
-        self._log.train(step, fields, self._speed.measure())
+        speed = self._speed.measure()
+        if self._logged <= self.first_step:  # the first line of this process
+            speed["began_with"] = self._goodput.until_now("start_up", "restore", "compile")
+        self._log.train(step, fields, speed)
         self._logged = step
         if self._speed.uploads_per_step:
             self._watch.name_uploads(self._speed.loader.uploads_beside_batches, self.print)
@@ -281,17 +295,23 @@ class Run:
             self._best = self.peers.from_first(lambda: better(self._best, step, fields))
 
     def save_due(self, step: int) -> bool:
-        """Every save_every steps, at the last one, before a stop, and with keep_best after the best evaluation so far.
+        """Every save_every steps, at the last one, before a stop, and with keep_best after the best evaluation so far;
+        every save_memory_every steps, for a checkpoint in memory.
 
         Call it once a step, after the evaluation: processes agree in it.
         """
         if self.peers.count == 1 or step % self.config.log_every == 0:  # all processes stop after the same step
             self._stop_signal = self.peers.largest(self._stop.signal or 0)
         is_best = self._best is not None and self._best["step"] == step
-        return bool(self._stop_signal) or is_best or step % self.config.save_every == 0 or step == self.num_steps
+        if self._stop_signal or is_best or step % self.config.save_every == 0 or step == self.num_steps:
+            return True
+        in_memory = self._memory is not None and step % self.config.save_memory_every == 0
+        self._step_in_memory = step if in_memory else 0
+        return in_memory
 
     def save(self, step: int) -> None:
-        """A checkpoint of all that track() was given. Waits for the copy to host memory; a thread writes it.
+        """A checkpoint of all that track() was given, in memory if save_due() has said so of this step alone, else on
+        disk. Waits for the copy to host memory; a thread writes it.
 
         Raises NonFiniteError, because a bad state is never saved, and SaveError for the save before or a run directory
         that is gone.
@@ -299,11 +319,13 @@ class Run:
         self._dir.check()
         self._read_metrics(step)
         values = {"config": self._run, "num_steps": self.num_steps, "evaluation": self.evaluation, "best": self._best}
+        in_memory = self._memory is not None and step == self._step_in_memory
+        place, token = (self._memory, {"memory": self._memory.token}) if in_memory else (self._checkpoints, {})
         with self._goodput.phase("checkpoint"):
             best = self._best and self._best["step"]
-            copy = self._checkpoints.copy(step, self._tracked.state(), values, best=best)
-        self._log.checkpoint(step, wait_seconds=copy.wait_seconds)  # on disk before the step counts as done
-        self._checkpoints.write(copy)  # behind the next steps
+            copy = place.copy(step, self._tracked.state(), values, best=best)
+        self._log.checkpoint(step, wait_seconds=copy.wait_seconds, **token)  # on disk before the step counts as done
+        place.write(copy)  # behind the next steps
 
     def _read_metrics(self, step: int) -> dict:
         """{name: values of the steps after the last log line}, all finite unless such updates are skipped."""
@@ -334,11 +356,11 @@ class Run:
         results: what the summary tells beside the last evaluation and what every run knows.
         """
         if self._begun.is_finished:
-            self._writers.close()
+            self._close()
             self.print(f"finished   step {self._step} of {self.num_steps} was reached before; nothing to do")
             return 0
         if self._stop_signal:
-            self._writers.close()
+            self._close()
             self._dir.check()
             done = (
                 f"saved after step {self._step}" if self._step else "before the first step: there was nothing to save"
@@ -368,7 +390,13 @@ class Run:
             "goodput": self._goodput.seconds,
         }
         self._log.summary(self._run, summary)
-        self._writers.close()
+        self._close()
         if self.peers.index == 0:
             print_summary(summary)
         return 0
+
+    def _close(self) -> None:
+        """All is on disk when it returns."""
+        self._writers.close()
+        if self._memory:
+            self._memory.clear()

@@ -36,7 +36,8 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 for step in range(first + 1, 11):
     time.sleep(0.05)
     with (folder / "metrics.jsonl").open("a") as log:
-        log.write(json.dumps(dict(kind="train", step=step)) + "\\n")
+        began = dict(began_with=dict(compile=0.01)) if step == first + 1 else {}
+        log.write(json.dumps(dict(kind="train", step=step, **began)) + "\\n")
     if step == first + 3 and fault:
         if fault == "killed":
             with (folder / "metrics.jsonl").open("a") as log:
@@ -88,7 +89,9 @@ def test_it_goes_on_from_the_newest_checkpoint_until_it_ends_well(kept, tmp_path
     found = summary["keep_running"]
     assert summary["steps"] == 10 and found["attempts"] == 4
     assert found["ended_by"] == ["killed by SIGKILL", "exit code 1", "exit code 143"]
-    assert found["lost_seconds"].keys() == {"lost_steps", "silence", "waiting", "restart"}
+    assert found["lost_seconds"].keys() == {"lost_steps", "silence", "waiting", "restart", "recompile"}
+    assert found["lost_seconds"]["recompile"] >= 0.02, "what the two attempts said that logged, after the first"
+    assert found["seconds"] > sum(found["lost_seconds"].values())
     restarts = [line for line in lines_of(tmp_path / "run") if line["kind"] == "restart"]
     assert [(line["step"], line["attempt"], line["reason"]) for line in restarts] == [
         (2, 1, "killed by SIGKILL"), (4, 2, "exit code 1"), (6, 3, "exit code 143")
@@ -143,7 +146,7 @@ def test_of_a_run_in_a_bucket_the_working_folder_is_watched(kept, tmp_path, monk
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_it_stops_the_script(kept, tmp_path, number):
     process = subprocess.Popen(kept("waits"), cwd=ROOT, env=environment_with({}), stderr=subprocess.PIPE, text=True)
-    waits(lambda: newest_checkpoint(tmp_path / "run") == 2 and len(lines_of(tmp_path / "run")) == 3)
+    waits(lambda: newest_checkpoint(tmp_path / "run" / "checkpoints") == 2 and len(lines_of(tmp_path / "run")) == 3)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "kept" not in said
@@ -151,7 +154,7 @@ def test_told_to_stop_it_stops_the_script(kept, tmp_path, number):
 
 def test_killed_it_leaves_nothing_behind(kept, tmp_path):
     process = subprocess.Popen(kept("waits"), cwd=ROOT, env=environment_with({}))
-    waits(lambda: newest_checkpoint(tmp_path / "run") == 2)
+    waits(lambda: newest_checkpoint(tmp_path / "run" / "checkpoints") == 2)
     (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait()
@@ -407,13 +410,13 @@ def test_a_transformer_on_two_hosts_lost_twice_ends_with_the_bits_of_a_run_that_
         return int(Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()[0])
 
     def has_saved(step: int) -> None:
-        waits(lambda: newest_checkpoint(lost) >= step or any(host.poll() is not None for host in hosts))
+        waits(lambda: newest_checkpoint(lost / "checkpoints") >= step or any(host.poll() is not None for host in hosts))
         assert all(host.poll() is None for host in hosts), [host.stderr.read() for host in hosts if host.poll()]
 
     has_saved(5)
     os.kill(script_of(hosts[1]), signal.SIGKILL)
     waits(lambda: any(line["kind"] == "restart" for line in lines_of(lost)))
-    has_saved(newest_checkpoint(lost) + 5)
+    has_saved(newest_checkpoint(lost / "checkpoints") + 5)
     hosts[0].kill()
     hosts[0].communicate()
     hosts[0] = start(0, front, lost, ports[1])

@@ -2,12 +2,13 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tpu_utils.restarts import newest_checkpoint
@@ -15,12 +16,15 @@ from tpu_utils.restarts import newest_checkpoint
 STACKS_SECONDS = 5.0
 """For a stuck script to print where its threads stand; Python's handler needs a fraction of a second."""
 PR_SET_PDEATHSIG = 1
+MOST_BYTES = 1 << 20
+"""Of the log, looked at in one turn."""
 
 
 class Attempt:
     """`python SCRIPT OPTIONS`, started. Times are of time.monotonic()."""
 
-    def __init__(self, command: list[str], run_dir: Path, environment: Mapping[str, str]):
+    def __init__(self, command: list[str], run_dir: Path, saves: Sequence[Path], environment: Mapping[str, str]):
+        """saves: where its checkpoints are, on disk and in memory."""
         libc = ctypes.CDLL(None)
         self.child = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", *command],
@@ -28,8 +32,8 @@ class Attempt:
             start_new_session=True,  # what it starts is reached as a group; Ctrl-C comes through this process
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # nothing may hold the chips
         )
-        self.run_dir, self.began = run_dir, time.monotonic()
-        self.first_step = newest_checkpoint(run_dir)
+        self.log, self.saves, self.began = run_dir / "metrics.jsonl", saves, time.monotonic()
+        self.first_step = newest_checkpoint(*saves)
         """It goes on from there."""
         self.logged: float | None = None
         """When its first line came: what is before is starting up, restoring and compiling."""
@@ -37,20 +41,24 @@ class Attempt:
         """When its newest checkpoint was complete."""
         self.moved = self.began
         """When it last logged or saved."""
+        self.compiled: float | None = None
+        """Seconds that it compiled before its first steps, once it has said so."""
         self._seen = self._state()
 
     def _state(self) -> tuple[int, int]:
         """(bytes logged, newest checkpoint): what changes when a script moves."""
         size = 0
         with contextlib.suppress(OSError):
-            size = (self.run_dir / "metrics.jsonl").stat().st_size
-        return size, newest_checkpoint(self.run_dir)
+            size = self.log.stat().st_size
+        return size, newest_checkpoint(*self.saves)
 
     def look(self) -> int | None:
         """Its exit code, None while it runs; or minus the signal that killed it."""
         now, (size, saved) = time.monotonic(), self._state()
         if size > self._seen[0]:
             self.logged = self.logged or now
+            if self.compiled is None:
+                self.compiled = compile_seconds_in(self.log, self._seen[0])
         if saved > self._seen[1]:
             self.saved = now
         if (size, saved) != self._seen:
@@ -77,6 +85,18 @@ class Attempt:
         now = time.monotonic()
         working = self.moved if silent else now
         start_up_ends = min(self.logged or working, working)
-        lost = {} if is_first and self.logged else {"restart": start_up_ends - self.began}
+        compiled = min(self.compiled or 0.0, start_up_ends - self.began)
+        restart = {"restart": start_up_ends - self.began - compiled, "recompile": compiled}
+        lost = {} if is_first and self.logged else restart
         lost["lost_steps"] = max(0.0, working - max(self.saved or 0.0, start_up_ends))
         return lost | {"silence": now - working}
+
+
+def compile_seconds_in(log: Path, offset: int) -> float | None:
+    """What the first train line of a process says, among the lines from this byte on; None where it is not there."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(offset)
+        for line in file.read(MOST_BYTES).split(b"\n"):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return float(json.loads(line)["began_with"]["compile"])
+    return None

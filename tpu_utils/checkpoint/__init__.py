@@ -28,6 +28,7 @@ from tpu_utils.checkpoint.tensor_files import (
     WHOLE_FILE,
     check_complete,
     index_as_json,
+    shard_file,
     step_folders,
     steps_in,
     write_tensors,
@@ -59,12 +60,16 @@ class Checkpoints:
     alike, on a folder that all of them see; where the mirror is of a bucket, on one that nobody else needs to see.
     """
 
+    no_room = "make room there, or move the run to a larger disk, and go on with --resume must"
+    """What to do about it."""
+
     def __init__(
         self, folder: Path, keep: int, peers: Peers | None = None, mirror: "Mirror | None" = None, run_id: str = ""
     ):
         """mirror: of the run directory, for one in a bucket. run_id: of the run that the checkpoints belong to."""
         self.folder, self.keep, self._mirror, self.run_id = folder, keep, mirror, run_id
         self._peers = peers or Peers()
+        self._own_disk, self._marks = mirror is not None, self._peers.index == 0
         self._peers_of_thread = self._peers.with_own_links()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -118,10 +123,10 @@ class Checkpoints:
         tensors = tensors_by_path(parts)
         if odd := [f"{path} is {tensor.dtype}" for path, tensor in tensors.items() if tensor.dtype not in NAMES]:
             raise SaveError(f"{odd[0]}, which a checkpoint cannot hold; nothing was written; save it as another type")
-        if not self._mirror:
+        if not self._own_disk:
             self._peers.from_first(lambda: self._check_space(step, num_bytes(tensors)))
-        copy = copy_to_host(step, tensors, values or {}, first=self._peers.index == 0)
-        if self._mirror:  # each process has its own disk, and writes its own part there
+        copy = copy_to_host(step, tensors, values or {}, first=self._marks)
+        if self._own_disk:  # each process writes its own part there
             self._check_own_space(copy)
         copy.best = best
         copy.wait_seconds = time.perf_counter() - started
@@ -129,7 +134,7 @@ class Checkpoints:
 
     def write(self, copy: HostCopy) -> None:
         """Begin to write it; wait() or the next copy() waits for the end. The copy is used up."""
-        if self._peers.index == 0 or copy.sharded:  # what is not sharded is written by the first process alone
+        if self._marks or copy.sharded:  # what is not sharded is written by the first process alone
             # no daemon: a run that ends with an error elsewhere still finishes its save
             self._thread = threading.Thread(target=self._write_and_keep_error, args=(copy,), name="checkpoint")
             self._thread.start()
@@ -164,8 +169,7 @@ class Checkpoints:
         if not has_room(folder, needed):
             raise SaveError(
                 f"checkpoint of step {step} needs {needed / 2**20:,.0f} MiB, but {room(folder)} at "
-                f"{folder}; nothing was written, the checkpoints of steps {self.steps()} are intact; make room there, "
-                "or move the run to a larger disk, and go on with --resume must"
+                f"{folder}; nothing was written, the checkpoints of steps {self.steps()} are intact; {self.no_room}"
             )
 
     def _check_own_space(self, copy: HostCopy) -> None:
@@ -199,7 +203,8 @@ class Checkpoints:
                 written = peers.gather(own) if copy.sharded else []
             if problems := [one["problem"] for one in written if "problem" in one]:
                 raise OSError("; ".join(problems))
-            peers.from_first(lambda: self._finish(copy, aside, written))
+            in_bucket = {one["name"]: one["sums"]["bytes"] for one in written[1:]} if self._mirror else {}
+            peers.from_first(lambda: self._finish(copy, aside, written, in_bucket))
         except (OSError, ValueError, SaveError) as error:
             if peers.index == 0:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -214,7 +219,7 @@ class Checkpoints:
     def _write_shards(self, aside: Path, copy: HostCopy) -> dict[str, Any]:
         """Write this process's shards. Returns file, checksums and index, or the problem: the others wait for it."""
         index = self._peers.index
-        name, apart = f"shards_{index:05d}.safetensors", self._mirror and index > 0
+        name, apart = shard_file(index), self._mirror and index > 0
         folder = self.path(copy.step) if apart else aside  # in the bucket the marker alone says what is complete
         try:
             if apart:
@@ -239,14 +244,16 @@ class Checkpoints:
         if self._mirror and copy.sharded:
             self._mirror.unmark(self.path(copy.step))  # others are about to upload their parts
 
-    def _finish(self, copy: HostCopy, aside: Path, written: list[dict[str, Any]]) -> None:
-        """On the first process, when all shards are on disk: write the rest and the marker, remove the oldest steps."""
+    def _finish(self, copy: HostCopy, aside: Path, written: list[dict[str, Any]], elsewhere: dict[str, int]) -> None:
+        """When all shards are written: write the rest and the marker, remove the oldest steps.
+
+        elsewhere: files of other processes that need not be in this folder, and their bytes.
+        """
         target = self.path(copy.step)
         files = {one["name"]: one["sums"] for one in written}
-        in_bucket = {one["name"]: one["sums"]["bytes"] for one in written[1:]} if self._mirror else {}
         for name, expected in files.items():
             size = (aside / name).stat().st_size if (aside / name).exists() else "absent"
-            if size != expected["bytes"] and name not in in_bucket:
+            if size != expected["bytes"] and name not in elsewhere:
                 raise OSError(f"{name} is {size} here, its process wrote {expected['bytes']} bytes; {SHARED_FOLDER}")
         entries = merged_entries(copy, [one["shards"] for one in written])
         for path in copy.sharded:
@@ -270,7 +277,7 @@ class Checkpoints:
         write_atomically(target / "done", json.dumps(marker).encode())
         self._prune(copy.step, copy.best)
         if self._mirror:
-            self._mirror.send(target, self.keep, copy.best, in_bucket)
+            self._mirror.send(target, self.keep, copy.best, elsewhere)
 
     def _prune(self, step: int, best: int | None) -> None:
         """Remove all before the newest `keep` up to this step, except best. This step's files were just read back.

@@ -74,6 +74,11 @@ def kind_of(tensor: torch.Tensor) -> Kind:
     return Kind(tuple(tensor.shape), tensor.dtype)
 
 
+def shard_file(index: int) -> str:
+    """The file with the shards of a process."""
+    return f"shards_{index:05d}.safetensors"
+
+
 def shard_name(path: str, offsets: Iterable[int]) -> str:
     """The name of a shard in its file."""
     return f"{path}@{','.join(map(str, offsets))}"

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,13 +125,14 @@ def _wait_for_names(meeting: Meeting, deadline: float, seconds: float) -> None:
             time.sleep(0.5)
 
 
-def _listen(meeting: Meeting, port: int) -> Listener:
-    own = meeting.addresses[0]
+def _listen(meeting: Meeting, port: int, index: int = 0, count: int = 0) -> Listener:
+    """index: of this process. count: of processes with it and its callers; 0: all."""
+    own = meeting.addresses[index]
     try:
         allowed = (
             None if meeting.anyone else {info[4][0] for a in meeting.addresses for info in socket.getaddrinfo(a, 0)}
         )
-        return Listener(own, port, len(meeting.addresses), meeting.secret, allowed, ANSWER_SECONDS)
+        return Listener(own, port, count or len(meeting.addresses), meeting.secret, allowed, ANSWER_SECONDS)
     except OSError as error:
         raise DeviceError(
             f"this host cannot listen on {own}:{port}, its own address in the slice: {error.strerror or error}; is "
@@ -180,6 +182,21 @@ class LinkedPeers(Peers):
         else:
             links = _meet(self.index, self._meeting, ANSWER_SECONDS, port)
         return LinkedPeers(self.index, self._meeting, links)
+
+    def ring(self) -> tuple[Link, Link]:
+        """New connections: to the process after this one, and from the one before. All processes must call it."""
+        addresses, secret = self._meeting.addresses, self._meeting.secret
+        own_port = self._meeting.port if len(set(addresses)) == self.count else 0  # one machine: no port twice
+        listener = _listen(self._meeting, own_port, self.index, 2)
+        after, ports = (self.index + 1) % self.count, self.gather(listener.port)
+        with ThreadPoolExecutor(1) as pool:  # each answers while it calls
+            before = pool.submit(listener.wait, ANSWER_SECONDS)
+            link = connect(addresses[after], ports[after], 1, secret, f"process {after}", ANSWER_SECONDS)
+            links = before.result()
+        listener.close()
+        if not links:
+            raise WireError(f"the process before process {self.index} did not call within {ANSWER_SECONDS:g} s")
+        return link, links[0]
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:

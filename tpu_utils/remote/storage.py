@@ -186,6 +186,10 @@ class Mirror:
         except storage_errors() as error:
             raise self._save_error(path.name, error) from error
 
+    def send_logs(self) -> None:
+        """Upload the log files soon."""
+        self._jobs.put(None)
+
     def wait(self) -> None:
         """Until every checkpoint sent is in the bucket. Raises SaveError; what was complete there still is."""
         self._jobs.join()

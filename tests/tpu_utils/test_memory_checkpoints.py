@@ -1,0 +1,339 @@
+"""Checkpoints in the hosts' memory: a lost process goes on from them, and a lost machine from those of the others."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run, start, waits
+from run_files import assert_identical, in_process, numbers, read_lines, state_in
+from test_peers import together
+
+from config import MnistConfig
+from tools.keep_running import MEMORY_DIR
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.checkpoint.memory import MemoryCheckpoints
+from tpu_utils.checkpoint.saved import read_checkpoint
+from tpu_utils.checkpoint.state import HostCopy, kind_of
+from tpu_utils.errors import InputError, SaveError
+from tpu_utils.peers import Peers
+from tpu_utils.restarts import memory_folder, newest_checkpoint
+from tpu_utils.run_dir import run_id_in
+
+TINY = ["--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--learning_rate=3e-3", "--max_shift=0", "--log_every=7"]
+TINY += ["--device=cpu", "--no_tensorboard", "--save_every=1000", "--num_epochs=2", "--save_memory_every=5"]
+
+
+def killed(run_dir: Path, memory: Path, *options: object, after: int = 15, number: int = signal.SIGKILL) -> Path:
+    """A run that has a checkpoint in memory of step `after` or later when it is killed. Returns its folder there."""
+    words = [*TINY, f"--memory_dir={memory}", f"--run_dir={run_dir}", "--resume=auto", *options]
+    process = start("simple_mnist_tpu.py", *words)
+    folder = memory_folder(str(run_dir), str(memory))
+    waits(lambda: newest_checkpoint(folder) >= after, alive=process)
+    process.send_signal(number)
+    process.wait()
+    return folder
+
+
+def go_on(run_dir: Path, memory: Path, *options: object) -> subprocess.CompletedProcess:
+    """In a process like that of the run that was killed: bits are compared."""
+    return run("simple_mnist_tpu.py", f"--run_dir={run_dir}", f"--memory_dir={memory}", "--resume=auto", *options)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The same run, never killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert go_on(folder / "run", folder, *TINY).returncode == 0
+    assert not list(folder.glob("checkpoint_*")), "the memory is given back at the end"
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def lost_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lost")
+    (folder / "memory").mkdir()
+    killed(folder / "run", folder / "memory")
+    return folder
+
+
+@pytest.fixture
+def lost(lost_once, tmp_path):
+    """(run directory, folder in memory, memory_dir) of a run that was killed: copies, at their own places."""
+    shutil.copytree(lost_once / "run", tmp_path / "run")
+    (tmp_path / "memory").mkdir()
+    (found,) = (lost_once / "memory").iterdir()
+    folder = memory_folder(str(tmp_path / "run"), str(tmp_path / "memory"))
+    shutil.copytree(found, folder)
+    return tmp_path / "run", folder, tmp_path / "memory"
+
+
+def end_state(run_dir: Path) -> dict:
+    return state_in(max((run_dir / "checkpoints").glob("step_*")))
+
+
+# --------------------------------------------------------------------------------------------------------- one machine
+
+
+def test_a_killed_run_goes_on_from_memory_to_the_same_bits(lost, whole):
+    run_dir, folder, memory = lost
+    assert not list(run_dir.glob("checkpoints/step_*")) and folder.stat().st_mode & 0o777 == 0o700
+    newest = newest_checkpoint(folder)
+    output = go_on(run_dir, memory).stdout
+    assert f"memory     held the checkpoint of step {newest}:" in output
+    assert f"resumed    after step {newest} of" in output
+    assert_identical(end_state(run_dir), end_state(whole))
+    assert numbers(run_dir) == numbers(whole)
+    assert not list(memory.iterdir()), "given back"
+    lines = [line for line in read_lines(run_dir) if line["kind"] == "checkpoint"]
+    assert [line["step"] for line in lines if "memory" in line] == list(range(5, 44, 5))
+    tokens = {line["memory"] for line in lines if "memory" in line}
+    assert len(tokens) == 2, "one of each process"
+
+
+def test_a_stop_saves_on_disk_and_gives_the_memory_back(tmp_path):
+    (tmp_path / "memory").mkdir()
+    folder = killed(tmp_path / "run", tmp_path / "memory", number=signal.SIGTERM)
+    assert not folder.exists() and newest_checkpoint(tmp_path / "run" / "checkpoints") >= 15
+
+
+def newest_file(folder: Path) -> Path:
+    return folder / f"step_{newest_checkpoint(folder):08d}" / "state.safetensors"
+
+
+def test_what_is_damaged_is_named(lost):
+    """Checked as one on disk. Here there is none before it."""
+    run_dir, folder, memory = lost
+    content = bytearray(newest_file(folder).read_bytes())
+    content[-1] ^= 1
+    newest_file(folder).write_bytes(content)
+    ended = go_on(run_dir, memory)
+    assert ended.returncode == 2 and "is damaged: state.safetensors has other content" in ended.stderr
+
+
+@pytest.mark.parametrize("what", ["truncated", "no marker", "another run", "no line", "another token", "no config"])
+def test_what_is_not_whole_or_not_of_this_run_is_not_used(lost, what):
+    run_dir, folder, memory = lost
+    newest = newest_checkpoint(folder)
+    older = sorted(folder.iterdir())[0]
+    if what == "truncated":
+        os.truncate(newest_file(folder), 100)
+    elif what == "no marker":
+        (newest_file(folder).parent / "done").unlink()
+    elif what == "another run":
+        marker = json.loads((newest_file(folder).parent / "done").read_text())
+        (newest_file(folder).parent / "done").write_text(json.dumps(marker | {"run": "other." + marker["run"][-16:]}))
+    elif what == "no config":
+        (run_dir / "config.json").unlink()
+    else:
+        lines = read_lines(run_dir)
+        for line in lines:
+            if what == "another token" and line["step"] == newest and "memory" in line:
+                line["memory"] = "0" * 16
+        kept = [line for line in lines if what == "another token" or line["step"] < newest]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    used = int(older.name[5:]) if what != "no config" else None
+    disk = Checkpoints(run_dir / "checkpoints", 3, run_id=run_id_in(run_dir))
+    assert MemoryCheckpoints(str(run_dir), str(memory), disk).bring_to_disk() == used
+    assert disk.steps() == ([used] if used else []) and not list(memory.iterdir())
+
+
+def test_a_newer_one_on_disk_is_taken(lost):
+    run_dir, folder, memory = lost
+    ended = go_on(run_dir, memory, "--save_memory_every=0")
+    assert ended.returncode == 0, "from the start: this run has none on disk"
+    assert "memory     held" not in ended.stdout and newest_checkpoint(folder), "not asked for, not touched"
+    ended = go_on(run_dir, memory, "--save_memory_every=5")
+    assert ended.returncode == 0 and "memory     held" not in ended.stdout and not folder.exists()
+
+
+@pytest.mark.parametrize("what", ["mode", "link", "file", "owner", "no folder"])
+def test_a_folder_that_others_could_have_made_is_refused(tmp_path, capsys, what):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    folder = memory_folder(str(tmp_path / "run"), str(memory))
+    expected = "expected a folder of this user alone (mode 700); remove it, or name another --memory_dir"
+    if what == "mode":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif what == "link":
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "theirs")
+    elif what == "file":
+        folder.touch(0o700)
+    elif what == "owner":
+        if os.geteuid():
+            pytest.skip("only root can give a folder away")
+        folder.mkdir(mode=0o700)
+        os.chown(folder, 65534, -1)
+    else:
+        memory.rmdir()
+        expected = "No such file or directory; expected a folder that is in memory, as /dev/shm is"
+    assert in_process(*TINY, f"--run_dir={tmp_path}/run", f"--memory_dir={memory}") == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
+
+
+def test_no_room_in_memory_is_said_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setattr("tpu_utils.checkpoint.has_room", lambda folder, size: "memory" not in str(folder))
+    assert in_process(*TINY, f"--run_dir={tmp_path}/run", f"--memory_dir={tmp_path}/memory") == 1
+    assert "nothing was written, the checkpoints of steps [] are intact; give --save_memory_every 0, or another" in (
+        capsys.readouterr().err
+    )
+
+
+def test_who_starts_a_run_again_looks_where_it_saves():
+    assert MnistConfig().memory_dir == MEMORY_DIR
+    assert memory_folder("runs/a", "/x") == memory_folder(str(Path("runs/a").resolve()) + "/", "/x")
+    assert memory_folder("gs://bucket/a", "/x") == memory_folder("gs://bucket/a/", "/x") != memory_folder("a", "/x")
+
+
+# ---------------------------------------------------------------------------------------------------- several machines
+
+
+class Machines:
+    """So many processes, here threads, each with a memory of its own; one shared run directory."""
+
+    def __init__(self, folder: Path, run, count: int):
+        self.folder, self.run, self.count = folder, run, count
+        (folder / "run" / "checkpoints").mkdir(parents=True, exist_ok=True)
+        for index in range(count):
+            (folder / f"memory_{index}").mkdir(exist_ok=True)
+
+    def memory_of(self, index: int) -> Path:
+        return memory_folder(str(self.folder / "run"), str(self.folder / f"memory_{index}"))
+
+    def lose(self, index: int) -> None:
+        shutil.rmtree(self.memory_of(index))
+
+    def make(self, peers: Peers) -> MemoryCheckpoints:
+        disk = Checkpoints(self.folder / "run" / "checkpoints", 3, peers, run_id="ours")
+        return MemoryCheckpoints(str(self.folder / "run"), str(self.folder / f"memory_{peers.index}"), disk)
+
+    def save(self, *steps: int, sharded: bool = True) -> None:
+        def save(peers: Peers) -> None:
+            memory = self.make(peers)
+            for step in steps:
+                memory.run_id = f"ours.{memory.token}"
+                memory.write(copy_of(step, peers, sharded, memory._marks))
+                memory.wait()
+                if peers.index == 0:
+                    with (self.folder / "run" / "metrics.jsonl").open("a") as log:
+                        log.write(json.dumps(dict(kind="checkpoint", step=step, memory=memory.token)) + "\n")
+
+        self.run(save)
+
+    def bring(self) -> list[int | None]:
+        return self.run(lambda peers: self.make(peers).bring_to_disk())
+
+
+def copy_of(step: int, peers: Peers, sharded: bool, first: bool) -> HostCopy:
+    """State (8, count * 2) float32, of which each process has two columns; and a small tensor that all have."""
+    copy = HostCopy(step, {"step": step})
+    state = torch.arange(16.0 * peers.count).reshape(8, -1) + step
+    if first:
+        copy.whole = {"model/small": torch.full((3,), float(step))}
+    if sharded:
+        copy.sharded = {"model/large": kind_of(state)}
+        copy.shards = {"model/large": {(0, 2 * peers.index): state[:, 2 * peers.index : 2 * peers.index + 2].clone()}}
+    elif first:
+        copy.whole["model/large"] = state
+    return copy
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("lost", [[], [0], [2], [1, 3]])
+def test_lost_machines_cost_nothing_that_the_others_have(tmp_path, sharded, lost):
+    with together(4) as on_all:
+        machines = Machines(tmp_path, on_all, 4)
+        machines.save(10, 20, 30, sharded=sharded)
+        for index in range(4):
+            assert sorted(path.name for path in machines.memory_of(index).iterdir()) == [
+                "step_00000020",
+                "step_00000030",
+            ]
+        for index in lost:
+            machines.lose(index)
+        assert machines.bring() == [30] * 4
+        saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000030", "ours")
+        files = saved.files()
+        assert torch.equal(files.read("model/large"), torch.arange(64.0).reshape(8, -1) + 30)
+        assert torch.equal(files.read("model/small"), torch.full((3,), 30.0))
+        assert not any(machines.memory_of(index).exists() for index in range(4))
+        assert machines.bring() == [None] * 4
+
+
+def test_two_neighbours_lost_leave_what_is_on_disk(tmp_path):
+    with together(4) as on_all:
+        machines = Machines(tmp_path, on_all, 4)
+        machines.save(10)
+        machines.lose(1)
+        machines.lose(2)
+        assert machines.bring() == [None] * 4, "the shards of machine 1 were there alone"
+        assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_the_newest_that_is_whole_is_taken(tmp_path):
+    """One machine was lost while it wrote: of step 20 its shards are nowhere, of step 10 they are with the next."""
+    with together(3) as on_all:
+        machines = Machines(tmp_path, on_all, 3)
+        machines.save(10, 20)
+        for index in (1, 2):
+            (machines.memory_of(index) / "step_00000020" / "shards_00001.safetensors").unlink()
+        assert machines.bring() == [10] * 3
+
+
+def test_what_a_machine_brings_back_that_was_away_is_not_taken(tmp_path):
+    """The others have gone on without it, from an earlier step, and are not yet at that one again."""
+    with together(3) as on_all:
+        machines = Machines(tmp_path, on_all, 3)
+        machines.save(20, sharded=False)
+        shutil.copytree(machines.memory_of(2), tmp_path / "away")
+        for index in range(3):
+            machines.lose(index)
+        (tmp_path / "run" / "metrics.jsonl").unlink()
+        machines.save(10, sharded=False)
+        shutil.rmtree(machines.memory_of(2))
+        shutil.copytree(tmp_path / "away", machines.memory_of(2))
+        assert machines.bring() == [10] * 3
+
+
+def test_where_the_run_directory_is_not_shared_it_is_said(tmp_path):
+    with together(3) as on_all:
+        machines = Machines(tmp_path, on_all, 3)
+        machines.save(10)
+        elsewhere = Machines(tmp_path / "elsewhere", on_all, 3)
+
+        def bring(peers: Peers):
+            memory = machines.make(peers)
+            if peers.index:
+                memory._disk.folder = elsewhere.folder / "run" / "checkpoints"
+            try:
+                return memory.bring_to_disk()
+            except SaveError as error:
+                return str(error)
+
+        found = on_all(bring)
+        assert all(
+            "process 1: it sees no" in said and "needs a --run_dir that all of them share" in said for said in found
+        )
+        assert machines.memory_of(0).exists(), "it is not given back: nothing is lost"
+
+
+def test_a_memory_dir_that_lacks_on_one_machine_is_said_by_all(tmp_path):
+    with together(2) as on_all:
+        machines = Machines(tmp_path, on_all, 2)
+        (tmp_path / "memory_1").rmdir()
+
+        def make(peers: Peers):
+            try:
+                return machines.make(peers)
+            except InputError as error:
+                return str(error)
+
+        assert all("memory_1: No such file or directory" in said for said in on_all(make))

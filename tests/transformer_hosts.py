@@ -23,12 +23,13 @@ from tpu_utils.remote.meeting import wait_for_peers
 
 def main() -> int:
     index, count, port = map(int, sys.argv[1:4])
+    addresses = ["localhost"] * count
     if names := os.environ.get("TPU_WORKER_HOSTNAMES"):
-        index, count = int(os.environ["TPU_WORKER_ID"]), len(names.split(","))
+        index, addresses = int(os.environ["TPU_WORKER_ID"]), names.split(",")
     options = sys.argv[4:]
     if options[0].startswith("--devices_per_host="):
-        options[0] = f"--num_virtual_devices={count * int(options[0].partition('=')[2])}"
-    peers = wait_for_peers(index, ["localhost"] * count, 600, port)
+        os.environ["CPU_NUM_DEVICES"] = str(len(addresses) * int(options.pop(0).partition("=")[2]))
+    peers = wait_for_peers(index, addresses, 600, port)
     return transformer_tpu.train(parse_command_line(TransformerConfig, "", options), peers)
 
 

@@ -29,9 +29,10 @@ def to_go_on(arguments: Sequence[str]) -> list[str]:
     return [*given, "--resume", "auto"]
 
 
-def memory_folder(run_dir: str, memory_dir: str) -> Path:
+def memory_folder(run_dir: str | Path, memory_dir: str | Path) -> Path:
     """Where --save_memory_every keeps this run's checkpoint on this machine. run_dir: as --run_dir names it."""
-    place = run_dir.rstrip("/") if run_dir.startswith("gs://") else str(Path(run_dir).resolve())
+    named = str(run_dir)
+    place = named.rstrip("/") if named.startswith("gs://") else str(Path(named).resolve())
     return Path(memory_dir) / f"checkpoint_{os.geteuid()}_{hashlib.sha256(place.encode()).hexdigest()[:16]}"
 
 

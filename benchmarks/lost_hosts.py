@@ -39,8 +39,10 @@ from tpu_utils.restarts import memory_folder, newest_checkpoint
 HOSTS = 4
 TIME_LIMIT = 600.0
 OPTIONS = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--num_steps=1000000"]
-OPTIONS += ["--global_batch_size=24", "--warmup_steps=0", "--eval_every=20", "--eval_batches=1", "--log_every=10"]
+OPTIONS += ["--global_batch_size=24", "--warmup_steps=0", "--eval_every=10", "--eval_batches=1", "--log_every=10"]
 OPTIONS += ["--device=cpu", "--no_tensorboard", "--scheduler=constant", "--learning_rate=1e-4"]
+HERE = {"TPU_SKIP_MDS_QUERY": 1, "OMP_NUM_THREADS": 1, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+"""Many processes on few cores: one thread each, and a third of the seconds to compile."""
 SAVES = ["--save_every=50", "--save_memory_every=5"]
 THROUGH = "127.0.0.9"
 """Where host 1 finds host 0: a connection that can be closed."""
@@ -98,7 +100,7 @@ class Slice:
     def start(self, index: int) -> None:
         self.memory_of(index).mkdir(exist_ok=True)
         names = ",".join([THROUGH if index == 1 else "localhost", *["localhost"] * (HOSTS - 1)])
-        here = {"TPU_WORKER_ID": index, "TPU_WORKER_HOSTNAMES": names, "TPU_SKIP_MDS_QUERY": 1, "OMP_NUM_THREADS": 1}
+        here = HERE | {"TPU_WORKER_ID": index, "TPU_WORKER_HOSTNAMES": names}
         words = ["-m", "tools.keep_running", f"--port={self.port}", "--silent_minutes=1", "--most_failures=20"]
         words += ["--elastic", "--wait_seconds=20"] if self.elastic else []
         words += ["--", *command_of(index, HOSTS, self.meet_at), *OPTIONS, *SAVES, f"--run_dir={self.run_dir}"]
@@ -168,12 +170,12 @@ def in_a_save(hosts: Slice) -> None:
 
 
 def in_an_evaluation(hosts: Slice) -> None:
-    """The step's own line is there, the evaluation's not yet: they are of the same step, every 20."""
+    """The step's own line is there, the evaluation's not yet."""
     size, log = hosts.size(), hosts.run_dir / "metrics.jsonl"
 
     def begun() -> bool:
         lines = [line for line in log.read_bytes()[size:].split(b"\n")[:-1] if b'"train"' in line]
-        return any(json.loads(line)["step"] % 20 == 0 for line in lines[-1:])
+        return bool(lines)
 
     hosts.until(begun)
     hosts.kill(2)
@@ -279,8 +281,8 @@ def run_whole(run_dir: Path, steps: int) -> None:
     command = ["tests/transformer_hosts.py", "0", "1", "0", f"--devices_per_host={2 * HOSTS}"]
     given = [word for word in OPTIONS if not word.startswith("--num_steps")]
     command += [*given, f"--num_steps={steps}", f"--run_dir={run_dir}"]
-    here = environment_with({"OMP_NUM_THREADS": 1})
-    subprocess.run([sys.executable, *command], cwd=ROOT, env=here, check=True, stdout=subprocess.DEVNULL)
+    quiet = dict(stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([sys.executable, *command], cwd=ROOT, env=environment_with(HERE), **quiet)
 
 
 def main() -> int:
@@ -290,7 +292,7 @@ def main() -> int:
     options = parser.parse_args()
     kinds = {"a machine stays away": machine_away} if options.elastic else LOSSES
     seconds: dict[str, list[float]] = defaultdict(list)
-    causes: dict[str, list[dict]] = defaultdict(list)
+    told_by_loss: list[tuple[str, int]] = []  # how many lines of kind restart there were before it
     with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
         folder = Path(made)
         hosts = Slice(folder, bool(options.elastic))
@@ -304,7 +306,7 @@ def main() -> int:
                     hosts.until(lambda told=told: len(hosts.restarts()) > told)
                 hosts.further()
                 seconds[name].append(time.monotonic() - began)
-                causes[name] += hosts.restarts()[told:]
+                told_by_loss.append((name, told))
                 print(f"{number + 1:4} {name}: {seconds[name][-1]:.1f} s", file=sys.stderr, flush=True)
             hosts.keepers[1].send_signal(signal.SIGTERM)  # one of them: all agree on the step to stop after
             codes = [keeper.wait(TIME_LIMIT) for keeper in hosts.keepers.values()]
@@ -316,7 +318,7 @@ def main() -> int:
         finally:
             for keeper in hosts.keepers.values():
                 keeper.kill()
-        last = newest_checkpoint(hosts.run_dir / "checkpoints")
+        last, restarts = newest_checkpoint(hosts.run_dir / "checkpoints"), hosts.restarts()
         run_whole(folder / "whole", last)
         if options.elastic:
             ours, theirs = losses_of(folder / "whole"), losses_of(hosts.run_dir)
@@ -328,8 +330,13 @@ def main() -> int:
     print("| lost | times | s to the next checkpoint | restart | recompile | lost steps | silence |")
     print("|---|---|---|---|---|---|---|")
     for name, found in seconds.items():
-        named = ("restart", "recompile", "lost_steps", "silence")
-        by_cause = [[line.get(cause, 0.0) for line in causes[name]] for cause in named]
+        rows = [told for kind, told in told_by_loss if kind == name]
+        # the line of a loss has the steps lost by it; the start after it stands in the line of the next loss
+        places = dict(restart=1, recompile=1, lost_steps=0, silence=0)
+        by_cause = [
+            [line[cause] for told in rows for line in restarts[told + later : told + later + 1] if cause in line]
+            for cause, later in places.items()
+        ]
         cells = [f"{statistics.median(values or [0.0]):.1f}" for values in (found, *by_cause)]
         print(f"| {name} | {len(found)} | {' | '.join(cells)} |")
     print(f"\nexit codes {codes}; {last} steps; {said}")

@@ -48,6 +48,13 @@ PHASE_COLOURS = {
     "evaluation": "#2b7bba",
     "checkpoint": "#f0a202",
     "other": "#d9d9d9",
+    # of all attempts, as tools.keep_running counts them
+    "kept_work": "#74c476",
+    "restart": "#525252",
+    "recompile": "#54278f",
+    "lost_steps": "#fb6a4a",
+    "silence": "#252525",
+    "waiting": "#c6a15b",
 }
 SUFFIXES = (".png", ".pdf", ".svg")
 MOST_RUNS = 100  # in a picture: its height grows with them
@@ -92,11 +99,14 @@ class Log:
 
 @dataclass(frozen=True)
 class Summary:
-    """What is drawn of summary.json. goodput: the seconds of each phase."""
+    """What is drawn of summary.json. goodput: the seconds of each phase. kept: by cause, of all attempts, where
+    tools.keep_running has started the run more than once."""
 
     steps: int
     loss_floor: float | None
     goodput: dict[str, float] = field(default_factory=dict)
+    attempts: int = 1
+    kept: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,24 +183,35 @@ def read_summary(path: Path) -> Summary | None:
     if not path.exists():
         return None
     found = read_json(path, "what a run writes at its end; delete it to draw the run as unfinished")
-    seconds, steps = found.get("goodput") or {}, found.get("steps", 0)
+    steps, again = found.get("steps", 0), found.get("keep_running") or {}
     try:
         if type(steps) is not int:
             raise ValueError(f"steps is {steps!r:.60}, no whole number")
-        if not isinstance(seconds, dict):
-            raise ValueError(f"goodput is {seconds!r:.60}, no object")
-        goodput = {}
-        for phase, value in seconds.items():
-            known = phase if phase in PHASE_COLOURS else "unknown"
-            goodput[known] = goodput.get(known, 0.0) + number(value)
-        if not all(value >= 0 for value in goodput.values()):
-            raise ValueError("goodput has seconds below 0, or not finite")
+        goodput = seconds_by_phase(found.get("goodput") or {}, "goodput")
+        if not isinstance(again, dict) or type(again.get("attempts", 1)) is not int:
+            raise ValueError(f"keep_running is {again!r:.60}, no object with attempts")
+        lost = seconds_by_phase(again.get("lost_seconds") or {}, "lost_seconds")
+        whole = number(again.get("seconds", sum(lost.values())))
+        kept = {"kept_work": max(0.0, whole - sum(lost.values())), **lost} if lost else {}
         floor = number(found.get("loss_floor"))
     except ValueError as error:
         raise InputError(
             f"{path}: {error}; expected what a run writes at its end; delete it to draw the run as unfinished"
         ) from error
-    return Summary(steps, None if math.isnan(floor) else floor, goodput)
+    return Summary(steps, None if math.isnan(floor) else floor, goodput, again.get("attempts", 1), kept)
+
+
+def seconds_by_phase(seconds: object, name: str) -> dict[str, float]:
+    """Raises ValueError for what is no object of finite seconds."""
+    if not isinstance(seconds, dict):
+        raise ValueError(f"{name} is {seconds!r:.60}, no object")
+    found = {}
+    for phase, value in seconds.items():
+        known = phase if phase in PHASE_COLOURS else "unknown"
+        found[known] = found.get(known, 0.0) + number(value)
+    if not all(value >= 0 for value in found.values()):
+        raise ValueError(f"{name} has seconds below 0, or not finite")
+    return found
 
 
 def read_run(folder: Path) -> Run:
@@ -275,9 +296,13 @@ def draw_loss(axes, runs: list[Run], colours) -> None:
 
 
 def draw_goodput(axes, runs: list[Run], names: list[str]) -> None:
-    """One bar for each run: the share of each phase in its wall time."""
-    for row, run in enumerate(runs):
-        seconds = run.summary.goodput if run.summary else {}
+    """A bar for each run: the share of each phase in its wall time. One more where there were several attempts."""
+    rows = []
+    for run, name in zip(runs, names, strict=True):
+        rows.append((name, run.summary.goodput if run.summary else {}))
+        if run.summary and run.summary.kept:
+            rows.append((f"all {run.summary.attempts} attempts", run.summary.kept))
+    for row, (_, seconds) in enumerate(rows):
         total, left = sum(seconds.values()), 0.0
         if not total:
             axes.text(1, row, "known when the run has ended", va="center", fontsize=9, color="0.4")
@@ -291,11 +316,11 @@ def draw_goodput(axes, runs: list[Run], names: list[str]) -> None:
                 axes.text(left + share / 2, row, text, ha="center", va="center", color=colour, fontsize=8)
             left += share
         axes.text(101, row, f"{total:,.0f} s", va="center", fontsize=9)
-    if len(runs) > 1:
-        axes.set_yticks(range(len(runs)), names)
+    if len(rows) > 1:
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     else:
         axes.set_yticks([])
-    axes.set_ylim(len(runs) - 0.4, -0.6)  # the first run on top
+    axes.set_ylim(len(rows) - 0.4, -0.6)  # the first run on top
     axes.set_xlim(0, 112)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("share of wall time (%)")
@@ -320,7 +345,7 @@ def plot(runs: list[Run]) -> Figure:
     ]
     # two columns: the loss, then what there is; the bars take the whole width below
     num_rows = (len(panels) + 2) // 2
-    bars = 1.1 + 0.32 * len(runs)
+    bars = 1.1 + 0.32 * sum(1 + bool(run.summary and run.summary.kept) for run in runs)
     legend = 0.35 + 0.24 * math.ceil(len(runs) / 2)
     figure = Figure(figsize=(12, 3.4 * num_rows + bars + legend), layout="constrained")
     grid = figure.add_gridspec(num_rows + 1, 2, height_ratios=[3.4] * num_rows + [bars])

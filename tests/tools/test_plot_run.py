@@ -69,6 +69,26 @@ def test_every_value_of_the_files_is_in_the_figure(tmp_path):
     assert "4 s" in [text.get_text() for text in panel(figure, "where the time").texts]
 
 
+def kept_running(folder):
+    summary = json.loads((folder / "summary.json").read_text())
+    lost = dict(restart=2.0, recompile=1.0, lost_steps=3.0, silence=0.0, waiting=2.0)
+    again = dict(attempts=3, seconds=20.0, ended_by=["killed by SIGKILL", "silent for 9 s"], lost_seconds=lost)
+    (folder / "summary.json").write_text(json.dumps(summary | dict(keep_running=again)))
+    return folder
+
+
+def test_what_was_lost_to_restarts_is_a_bar_of_its_own(tmp_path):
+    figure = plot_run.plot([plot_run.read_run(kept_running(make_run(tmp_path / "a")))])
+    axes = panel(figure, "where the time")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "all 3 attempts"]
+    widths = {bars.get_label(): bars.patches[0].get_width() for bars in axes.containers}
+    assert widths == {
+        **{"start_up": 25, "step": 75, "other": 0},
+        **{"kept_work": 60, "restart": 10, "recompile": 5, "lost_steps": 15, "silence": 0, "waiting": 10},
+    }
+    assert {"4 s", "20 s"} <= {text.get_text() for text in axes.texts}
+
+
 def test_several_runs_of_different_kinds_share_a_figure(tmp_path):
     folders = [
         make_run(tmp_path / "a" / "run", floor=0.2),
@@ -92,6 +112,7 @@ def test_several_runs_of_different_kinds_share_a_figure(tmp_path):
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_no_text_lies_on_another(tmp_path, count):
     runs = [plot_run.read_run(make_run(tmp_path / f"a_rather_long_name_of_a_run_{i}", steps=400)) for i in range(count)]
+    runs.append(plot_run.read_run(kept_running(make_run(tmp_path / "again"))))
     figure = plot_run.plot(runs)
     figure.savefig(tmp_path / "x.png")
     boxes = []
@@ -272,6 +293,8 @@ def add_line(folder, **fields):
         ("summary.json", b'{"steps": 40, "loss_floor": []}', "[] is no number"),
         ("summary.json", b'{"steps": 40, "goodput": [1]}', "goodput is [1], no object"),
         ("summary.json", b'{"steps": 40, "goodput": {"step": -1}}', "seconds below 0, or not finite"),
+        ("summary.json", b'{"steps": 40, "keep_running": [1]}', "keep_running is [1], no object with attempts"),
+        ("summary.json", b'{"steps": 40, "keep_running": {"lost_seconds": 7}}', "lost_seconds is 7, no object"),
         ("summary.json", b'{"steps": 40, "goodput": {"step": 1e999}}', "seconds below 0, or not finite"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from tools.keeping.team import State, Verdict, judge, state_in, verdict_in
 from tpu_utils.errors import InputError
 from tpu_utils.remote.storage import working_folder
 from tpu_utils.remote.wire import WireError
-from tpu_utils.restarts import newest_checkpoint, options_in, to_go_on
+from tpu_utils.restarts import memory_folder, newest_checkpoint, options_in, to_go_on
 
 # Ten steps of 50 ms, each logged and saved. What it is lost by stands in the file `faults`, one line an attempt.
 SCRIPT = """
@@ -387,16 +388,20 @@ def test_what_is_no_state_is_no_host(message):
 
 @SLOW
 def test_a_transformer_on_two_hosts_lost_twice_ends_with_the_bits_of_a_run_that_was_not(tmp_path):
-    """Its script on one host, then the machine of the other; all that happens between hosts outside of XLA is real."""
+    """Its script on one host, then the machine of the other, with what it had in memory: the run goes on from the
+    memory of the one that is left. All that happens between hosts outside of XLA is real."""
     shape = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=16", "--num_steps=60"]
-    shape += ["--global_batch_size=4", "--warmup_steps=0", "--eval_every=30", "--log_every=5", "--save_every=5"]
-    shape += ["--eval_batches=1", "--device=cpu", "--no_tensorboard"]
+    shape += ["--global_batch_size=4", "--warmup_steps=0", "--eval_every=30", "--log_every=5", "--save_every=1000"]
+    shape += ["--eval_batches=1", "--device=cpu", "--no_tensorboard", "--save_memory_every=5"]
     names = {"TPU_WORKER_HOSTNAMES": "localhost,localhost", "TPU_SKIP_MDS_QUERY": 1}
     whole, lost = tmp_path / "whole", tmp_path / "lost"
     ports, port = [free_port(), free_port()], free_port()
+    memories = [memory_folder(lost, tmp_path / f"memory_{index}") for index in range(2)]
 
     def start(index: int, front: list[str], run_dir: Path, meet_at: int) -> subprocess.Popen:
+        (tmp_path / f"memory_{index}").mkdir(exist_ok=True)
         words = [*front, "tests/transformer_hosts.py", str(index), "2", str(meet_at), *shape, f"--run_dir={run_dir}"]
+        words.append(f"--memory_dir={tmp_path}/memory_{index}")
         environment = environment_with(names | {"TPU_WORKER_ID": index})
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, **quiet)
@@ -406,25 +411,30 @@ def test_a_transformer_on_two_hosts_lost_twice_ends_with_the_bits_of_a_run_that_
     front = ["-m", "tools.keep_running", f"--port={port}", "--"]
     hosts = [start(index, front, lost, ports[1]) for index in range(2)]
 
+    def newest() -> int:
+        return newest_checkpoint(lost / "checkpoints", *memories)
+
     def script_of(host: subprocess.Popen) -> int:
         return int(Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()[0])
 
     def has_saved(step: int) -> None:
-        waits(lambda: newest_checkpoint(lost / "checkpoints") >= step or any(host.poll() is not None for host in hosts))
+        waits(lambda: newest() >= step or any(host.poll() is not None for host in hosts))
         assert all(host.poll() is None for host in hosts), [host.stderr.read() for host in hosts if host.poll()]
 
     has_saved(5)
     os.kill(script_of(hosts[1]), signal.SIGKILL)
     waits(lambda: any(line["kind"] == "restart" for line in lines_of(lost)))
-    has_saved(newest_checkpoint(lost / "checkpoints") + 5)
+    has_saved(newest() + 5)
     hosts[0].kill()
     hosts[0].communicate()
+    shutil.rmtree(memories[0], ignore_errors=True)
     hosts[0] = start(0, front, lost, ports[1])
     ended = [(host.wait(600), host.stderr.read()) for host in hosts]
     assert [code for code, _ in ended] == [0, 0], ended
-    last = [sorted(folder.glob("checkpoints/step_*"))[-1] for folder in (whole, lost)]
-    assert last[0].name == last[1].name == "step_00000060"
-    for file in sorted(last[0].glob("*.safetensors")):
-        assert file.read_bytes() == (last[1] / file.name).read_bytes()
+    assert len({line["memory"] for line in lines_of(lost) if "memory" in line}) == 3
+    steps = [sorted(path.name for path in folder.glob("checkpoints/step_*")) for folder in (whole, lost)]
+    assert steps[0] == ["step_00000060"] and len(steps[1]) >= 2, "one was in memory before"
+    for file in sorted((whole / "checkpoints" / "step_00000060").glob("*.safetensors")):
+        assert file.read_bytes() == (lost / "checkpoints" / "step_00000060" / file.name).read_bytes()
     losses = [{r["step"]: r["loss"] for r in lines_of(folder) if r["kind"] == "train"} for folder in (whole, lost)]
     assert losses[0] == losses[1] and len(losses[0]) == 12

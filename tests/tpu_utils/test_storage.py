@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from config import MnistConfig
 from language.transformer_options import TransformerConfig
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
+from tpu_utils.checkpoint.memory import MemoryCheckpoints
 from tpu_utils.checkpoint.state import HostCopy
 from tpu_utils.checkpoint.tensor_files import kind_of
 from tpu_utils.errors import InputError, PassingError, SaveError, run_script
@@ -36,6 +38,7 @@ from tpu_utils.options import parse_command_line
 from tpu_utils.peers import Peers
 from tpu_utils.remote import storage
 from tpu_utils.remote.storage import Mirror
+from tpu_utils.restarts import memory_folder
 from tpu_utils.run_dir import open_run_dir
 
 OPTIONS = ["--num_epochs", "2", "--log_every", "7", "--save_every", "10", "--channels", "4", "--hidden_dim", "16"]
@@ -461,6 +464,43 @@ def test_each_host_uploads_its_own_part_and_fetches_what_it_needs(hosts, emulato
     assert torch.equal(state["model/rows"], ROWS + 9) and torch.equal(state["model/whole"], torch.ones(5))
 
 
+@pytest.mark.parametrize("lost", [0, 2])
+def test_what_the_hosts_have_in_memory_goes_into_the_bucket(hosts, emulator, machine, tmp_path, lost):
+    """With a machine lost: its memory, and its working folder. Its part is with the next one."""
+    for index in range(3):
+        (tmp_path / f"memory_{index}").mkdir()
+    folder = f"in_memory_{lost}"
+    url = f"gs://runs/{folder}"
+
+    def memory_of(checkpoints: Checkpoints, index: int) -> MemoryCheckpoints:
+        checkpoints.run_id = "ours"
+        return MemoryCheckpoints(url, str(tmp_path / f"memory_{index}"), checkpoints)
+
+    def save(checkpoints: Checkpoints, index: int) -> None:
+        memory = memory_of(checkpoints, index)
+        copy = HostCopy(9, {"evaluation": {}}, {"model/whole": torch.ones(5)})
+        copy.sharded = {"model/rows": kind_of(ROWS)}
+        copy.shards = {"model/rows": {(2 * index, 0): ROWS[2 * index : 2 * index + 2] + 9}}
+        memory.run_id = f"ours.{memory.token}"
+        if index == 0:
+            line = json.dumps(dict(kind="checkpoint", step=9, memory=memory.token))
+            (checkpoints.folder.parent / "metrics.jsonl").write_text(line + "\n")
+        memory.write(copy)
+        memory.wait()
+
+    assert hosts(folder, save) == [None] * 3
+    assert any(name == "metrics.jsonl" for _, name, *_ in changes(emulator, folder))
+    assert not marked_steps(changes(emulator, folder))
+    machine("second")
+    shutil.rmtree(memory_folder(url, str(tmp_path / f"memory_{lost}")))
+    assert hosts(folder, lambda c, index: memory_of(c, index).bring_to_disk()) == [9] * 3
+    assert marked_steps(changes(emulator, folder)) == [9]
+    machine("third")
+    for index, (step, part, _) in enumerate(hosts(folder, load_rows)):
+        assert step == 9 and torch.equal(part, ROWS[2 * index : 2 * index + 2] + 9)
+    assert not any(list((tmp_path / f"memory_{index}").iterdir()) for index in range(3))
+
+
 def test_a_part_that_does_not_arrive_leaves_the_checkpoints_before(hosts, machine, monkeypatch):
     assert hosts("part", save_rows(3)) == [None] * 3
     upload = Mirror._upload
@@ -820,6 +860,29 @@ def test_a_transformer_run_in_a_bucket(proxy, emulator, machine, monkeypatch, ca
     assert output.endswith("\nfinished   step 4 of 4 was reached before; nothing to do\n")
     assert [change for change in changes(emulator, "transformer") if change[1] != "writable"] == before
     assert marked_steps(changes(emulator, "transformer")) == [2, 4] and end_state("transformer")[1]["step"] == 4
+
+
+def test_a_run_in_a_bucket_goes_on_from_memory(proxy, emulator, tmp_path):
+    """Killed, once a line of the log that is in the bucket says so of a checkpoint in memory."""
+    memory, url = tmp_path / "memory", "gs://runs/from_memory"
+    memory.mkdir()
+    options = [*OPTIONS, "--num_epochs=40", "--save_every=1000", "--save_memory_every=5", f"--memory_dir={memory}"]
+    options += ["--no_tensorboard", f"--run_dir={url}", "--resume=auto"]
+    process = start("tests/bucket_worker.py", "simple_mnist_tpu.py", *options)
+
+    def has_said() -> bool:
+        said = storage.read_object(url, "metrics.jsonl", "a log", 1 << 20) or b""
+        return said.count(b'"memory"') >= 2
+
+    waits(has_said, alive=process)
+    process.kill()
+    process.wait()
+    ended = run("tests/bucket_worker.py", "simple_mnist_tpu.py", *options)
+    (step,) = re.findall(r"memory     held the checkpoint of step (\d+): it is in the run directory now", ended.stdout)
+    assert ended.returncode == 0 and f"resumed    after step {step} of 880" in ended.stdout
+    assert marked_steps(changes(emulator, "from_memory")) == [int(step), 880] and not list(memory.iterdir())
+    lines = [(line["kind"], line["step"]) for line in read_lines(end_state("from_memory")[0])]
+    assert len(lines) == len(set(lines)) and ("train", int(step) // 7 * 7) in lines, "every line once"
 
 
 @pytest.mark.slow

@@ -589,9 +589,9 @@ def attack_uploads(count: int, draw: random.Random, folder: Path) -> str:
 def attack_tokenizers(count: int, draw: random.Random, folder: Path) -> str:
     """A tokenizer.json of a few hundred bytes whose steps make a letter longer."""
     import tokenizers
-    from tokenizers import models, normalizers
+    from tokenizers import decoders, models, normalizers
 
-    from language.tokenizer import load_tokenizer, panics_told
+    from language.tokenizer import MOST_GROWTH, load_tokenizer, panics_told
     from tpu_utils.errors import InputError
 
     refused, most = 0, 0
@@ -601,26 +601,32 @@ def attack_tokenizers(count: int, draw: random.Random, folder: Path) -> str:
                 normalizers.Replace(draw.choice(["a", "", "b"]), "ab"[: draw.randrange(3)] * draw.randrange(1, 9)),
                 normalizers.Prepend("a" * draw.randrange(1, 9)), normalizers.ByteLevel(), normalizers.NFKD(),
                 normalizers.Replace(tokenizers.Regex(draw.choice(["x*", "[ab]", "$"])), "a" * draw.randrange(9)),
+                normalizers.Replace(*draw.choice([("a", "\ufdfa"), ("\u0644", "\ufdfa"), ("\u2c65", "\u023a" * 2)])),
+                normalizers.Lowercase(), normalizers.NFKC(),
             ])
             for _ in range(draw.randrange(1, 9))
         ]  # fmt: skip
         made = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<|end|>": 2}, []))
         made.add_special_tokens(["<|end|>"])
         made.normalizer = normalizers.Sequence(steps)
+        made.decoder = draw.choice([None, decoders.Sequence([decoders.BPEDecoder(draw.choice(["", "b"]))] * 24)])
         made.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
         try:
-            load_tokenizer(str(folder))
+            loaded = load_tokenizer(str(folder))
         except InputError:
             refused += 1
             continue
         try:
             with panics_told("the library"):
-                grown = max(len(made.normalizer.normalize_str(text)) / len(text) for text in ("a", "ba", "x" * 9))
+                grown = max(
+                    len(made.normalizer.normalize_str(text)) / len(text) for text in ("a", "ba", "x" * 9, "\u023a")
+                )
+            grown = max(grown, len(loaded.decode([0] * 9).encode()) / 9)
         except InputError:
             refused += 1
             continue
-        expect(grown <= 256, f"a letter became {grown:,.0f}: {(folder / 'tokenizer.json').read_text()[:2000]}")
+        expect(grown <= MOST_GROWTH, f"a letter became {grown:,.0f}: {(folder / 'tokenizer.json').read_text()[:2000]}")
         most = max(most, grown)
     expect(0 < refused < count, f"{refused} of {count} were refused")
     return f"{refused} of {count} were refused, the others make text at most {most:.0f} times as long"

@@ -441,14 +441,19 @@ def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
 NOBODY = 65534  # another user of the machine; to become one takes root
 AS_NOBODY = """
 import os, sys
+from contextlib import suppress
 from pathlib import Path
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
-for place in sys.argv[1:]:
-    try:
-        (Path(place) / "planted").write_text("theirs")
-        print("1", end="")
-    except OSError:
-        print("0", end="")
+for place in map(Path, sys.argv[2:]):
+    for folder in (place, *place.parents):  # rename one, and make another in its place, as far up as needed
+        with suppress(OSError):
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "planted").write_text("theirs")
+            break
+        if folder == Path(sys.argv[1]):
+            break
+        with suppress(OSError):
+            folder.rename(folder.with_name("away"))
 """
 
 
@@ -464,16 +469,20 @@ def attack_neighbour(count: int, draw: random.Random, folder: Path) -> str:
     places, closed = [], []
     for number in range(count):
         outer = folder / str(number)
-        inner = outer / "ray" / "session"
+        inner = outer / draw.choice(["ray/session", "mine/ray/session"])
         inner.mkdir(parents=True)
         inner.chmod(0o777)
+        inner.parents[1].chmod(draw.choice([0o700, 0o755, 0o777, 0o1777]))
         inner.parent.chmod(draw.choice([0o700, 0o755, 0o777, 0o711]))
         outer.chmod(draw.choice([0o700, 0o755, 0o777, 0o750, 0o701]))
         os.chown(outer, draw.choice([0, 0, NOBODY]), 0)
         places += [inner]
         closed += [not open_to_others(inner)]
-        cache = folder / f"cache_{number}"
-        cache.mkdir()
+        above = folder / f"above_{number}"
+        cache = above / "cache"
+        cache.mkdir(parents=True)
+        above.chmod(draw.choice([0o755, 0o777, 0o1777]))
+        os.chown(above, draw.choice([0, 0, 0, NOBODY]), 0)
         cache.chmod(draw.choice([0o700, 0o755, 0o777, 0o770, 0o707]))
         os.chown(cache, draw.choice([0, 0, NOBODY]), 0)
         try:
@@ -482,8 +491,8 @@ def attack_neighbour(count: int, draw: random.Random, folder: Path) -> str:
         except InputError:
             closed += [False]
         places += [cache]
-    done = subprocess.run([sys.executable, "-c", AS_NOBODY, *places], capture_output=True, text=True, check=True)
-    written = [answer == "1" for answer in done.stdout]
+    subprocess.run([sys.executable, "-c", AS_NOBODY, folder, *places], check=True)
+    written = [(place / "planted").exists() for place in places]
     for place, is_closed, got_in in zip(places, closed, written, strict=True):
         expect(not (is_closed and got_in), f"{place} was taken for closed, and another user wrote there")
     expect(any(closed) and any(written), "no folder was closed, or none open")

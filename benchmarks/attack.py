@@ -511,18 +511,21 @@ def attack_options_of_a_folder(count: int, draw: random.Random, folder: Path) ->
     values = ["../elsewhere", "/etc/passwd", "true", "1", "1\t--flagfile=/etc/passwd", "x,--flagfile=/etc/passwd"]
     refused = 0
     for _ in range(count):
-        words = [f"{draw.choice(['', '--', '-', '----'])}{draw.choice(harmful)}={draw.choice(values)}"]
-        words += draw.sample(usual, draw.randrange(3))
+        words = draw.sample(usual, draw.randrange(3))
+        if draw.random() < 0.8:
+            words += [f"{draw.choice(['', '--', '-', '----'])}{draw.choice(harmful)}={draw.choice(values)}"]
         draw.shuffle(words)
         text = draw.choice([" ", "  ", "\t", "\n", "\v", "\x1c", "\u2003", ","]).join(words)
-        content = {"num_epochs": 7, "run_id": "ours", "data_crc32": 1, "compiler_options": text}
+        content = {"preset": "quick_test", "num_epochs": 7, "run_id": "ours", "data_crc32": 1, "compiler_options": text}
         (folder / "config.json").write_text(json.dumps(content))
         try:
             found = parse_command_line(MnistConfig, "", [f"--run_dir={folder}", "--resume=must"]).compiler_options
             taken = parse_compiler_options(found).keys() & set(harmful)
             expect(not taken, f"{taken} was taken from {text!r}")
-        except InputError:
+        except InputError as error:
+            expect("compiler_options" in str(error), f"refused for another reason: {error}")
             refused += 1
+    expect(count < 50 or 0 < refused < count, f"{refused} of {count} were refused")
     return f"{refused} of {count} were refused, no option that names a file was taken"
 
 

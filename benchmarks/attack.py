@@ -598,6 +598,102 @@ def attack_uploads(count: int, draw: random.Random, folder: Path) -> str:
     return f"{refused} of {count} folders were refused by name, nothing secret was in the others' uploads"
 
 
+def attack_resubmissions(count: int, draw: random.Random, folder: Path) -> str:
+    """A run under the name of an earlier one, whose folder or upload is refused: the earlier record has to stay."""
+    if not find_spec("ray"):
+        return "SKIPPED: Ray is not installed"
+    from cluster.client import Cluster
+    from cluster.driver import Spec
+    from tpu_utils.errors import InputError, PassingError
+
+    class Jobs:
+        """Ray's client, as far as submit() uses it."""
+
+        def __init__(self, fails: bool):
+            self.calls, self.fails = [], fails
+
+        def list_jobs(self):
+            ended = type("Status", (), {"value": "FAILED"})
+            return [type("Job", (), {"submission_id": "k", "status": ended, "metadata": {"user": "u"}})]
+
+        def _upload_working_dir_if_needed(self, environment):
+            if self.fails:
+                raise RuntimeError("the package is too large")
+
+        def _upload_py_modules_if_needed(self, environment):
+            self.calls.append("upload")
+
+        def delete_job(self, name):
+            self.calls.append("delete")
+
+        def submit_job(self, **settings):
+            self.calls.append("submit")
+
+    refused = 0
+    for _ in range(count):
+        code = folder / "code"
+        code.mkdir()
+        (code / "script.py").write_text("print()")
+        for what in draw.sample(["link", "large", "mark", "fifo", "folder"], draw.randrange(3)):
+            if what == "link":
+                (code / "linked").symlink_to(folder)
+            elif what == "large":
+                (code / "large").write_bytes(bytes(3 << 20))
+            elif what == "mark":
+                (code / ".gitignore").write_text("\ufeffx", encoding="utf-8")
+            elif what == "fifo":
+                os.mkfifo(code / "fifo")
+            else:
+                (code / "inner").mkdir()
+        cluster = Cluster.__new__(Cluster)
+        cluster.jobs, cluster.check_hosts = Jobs(draw.random() < 0.3), lambda: None
+        spec = Spec(dict(name="k", user="u", chips=1, hosts=1, kind=""), "script.py", [])
+        try:
+            cluster.submit(spec, code, 1.0, {})
+            expect(cluster.jobs.calls == ["upload", "delete", "submit"], cluster.jobs.calls)
+        except (InputError, PassingError):
+            expect("delete" not in cluster.jobs.calls, "what was refused has deleted the earlier run")
+            refused += 1
+        shutil.rmtree(code)
+    return f"{refused} of {count} were refused, none of them deleted the earlier run"
+
+
+MAKE_BOMBS = """
+import gzip, json, sys
+from pathlib import Path
+front = json.dumps({"format": 2, "name": sys.argv[2], "texts": {}, "values": {"number": 1.0, "text": ""}}).encode()
+for name, part in {"lists": b"[],", "deep": b'[', "objects": b'{"a":', "text": b"", "lines": b"\\n"}.items():
+    whole = front[:-2] + b', "x": [' + part * (1 << 26) if part else front + b"\\n" + bytes(3 << 28)
+    (Path(sys.argv[1]) / name).write_bytes(gzip.compress(whole, 1))
+"""
+
+
+def attack_cache_entries(count: int, draw: random.Random, folder: Path) -> str:
+    """Entries of the compile cache of some 100 KB that ask for gigabytes, and damaged ones."""
+    from tpu_compiler.cache import LARGEST_TEXT, Cache
+
+    Record = dataclasses.make_dataclass("Record", [("number", float), ("text", str)])
+    kept, name = Cache(folder), "answer_" + "0" * 40
+    path = folder / f"{name}.json.gz"
+    kept.write(name, Record(1.0, "long" * 2000))
+    good, read = path.read_bytes(), 0
+    expect(kept.read(name, Record), "a good entry was not read")
+    made = folder / "made"
+    made.mkdir()
+    subprocess.run(
+        [sys.executable, "-c", MAKE_BOMBS, made, name], check=True
+    )  # elsewhere: what it takes is not counted
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for content in [bomb.read_bytes() for bomb in made.iterdir()] + [mutated(good, draw) for _ in range(count)]:
+        path.write_bytes(content)
+        found = kept.read(name, Record)
+        expect(found is None or len(content) < 1000, "an entry of gigabytes was taken")
+        read += found is not None
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    expect(grown < 3 * LARGEST_TEXT, f"memory grew by {grown:,} bytes")
+    return f"{count - read} of {count} damaged ones were as good as none; memory + {grown >> 20} MiB"
+
+
 def attack_tokenizers(count: int, draw: random.Random, folder: Path) -> str:
     """A tokenizer.json of a few hundred bytes whose steps make a letter longer."""
     import tokenizers
@@ -735,6 +831,8 @@ ATTACKS = {  # how often, what
     "options": (500, attack_options_of_a_folder),
     "others_files": (200, attack_others_files),
     "uploads": (200, attack_uploads),
+    "resubmissions": (200, attack_resubmissions),
+    "cache_entries": (200, attack_cache_entries),
     "tokenizers": (500, attack_tokenizers),
     "runs": (5, attack_runs),
 }
@@ -762,7 +860,7 @@ def main() -> int:
     if options.inner:
         return one(*counts.popitem(), options.seed)
     failed = False
-    print(f"{'attack':12} {'times':>5} {'seconds':>7}  outcome")
+    print(f"{'attack':13} {'times':>5} {'seconds':>7}  outcome")
     for name, count in counts.items():
         started = time.monotonic()
         command = [
@@ -782,7 +880,7 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             bad, said = True, f"FAILED: no end within {TIME_LIMIT} s"
         failed |= bad
-        print(f"{name:12} {count:5} {time.monotonic() - started:7.0f}  {said}", flush=True)
+        print(f"{name:13} {count:5} {time.monotonic() - started:7.0f}  {said}", flush=True)
     return int(failed)
 
 

@@ -441,14 +441,19 @@ def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
 NOBODY = 65534  # another user of the machine; to become one takes root
 AS_NOBODY = """
 import os, sys
+from contextlib import suppress
 from pathlib import Path
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
-for place in sys.argv[1:]:
-    try:
-        (Path(place) / "planted").write_text("theirs")
-        print("1", end="")
-    except OSError:
-        print("0", end="")
+for place in map(Path, sys.argv[2:]):
+    for folder in (place, *place.parents):  # rename one, and make another in its place, as far up as needed
+        with suppress(OSError):
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "planted").write_text("theirs")
+            break
+        if folder == Path(sys.argv[1]):
+            break
+        with suppress(OSError):
+            folder.rename(folder.with_name("away"))
 """
 
 
@@ -464,16 +469,20 @@ def attack_neighbour(count: int, draw: random.Random, folder: Path) -> str:
     places, closed = [], []
     for number in range(count):
         outer = folder / str(number)
-        inner = outer / "ray" / "session"
+        inner = outer / draw.choice(["ray/session", "mine/ray/session"])
         inner.mkdir(parents=True)
         inner.chmod(0o777)
+        inner.parents[1].chmod(draw.choice([0o700, 0o755, 0o777, 0o1777]))
         inner.parent.chmod(draw.choice([0o700, 0o755, 0o777, 0o711]))
         outer.chmod(draw.choice([0o700, 0o755, 0o777, 0o750, 0o701]))
         os.chown(outer, draw.choice([0, 0, NOBODY]), 0)
         places += [inner]
         closed += [not open_to_others(inner)]
-        cache = folder / f"cache_{number}"
-        cache.mkdir()
+        above = folder / f"above_{number}"
+        cache = above / "cache"
+        cache.mkdir(parents=True)
+        above.chmod(draw.choice([0o755, 0o777, 0o1777]))
+        os.chown(above, draw.choice([0, 0, 0, NOBODY]), 0)
         cache.chmod(draw.choice([0o700, 0o755, 0o777, 0o770, 0o707]))
         os.chown(cache, draw.choice([0, 0, NOBODY]), 0)
         try:
@@ -482,8 +491,8 @@ def attack_neighbour(count: int, draw: random.Random, folder: Path) -> str:
         except InputError:
             closed += [False]
         places += [cache]
-    done = subprocess.run([sys.executable, "-c", AS_NOBODY, *places], capture_output=True, text=True, check=True)
-    written = [answer == "1" for answer in done.stdout]
+    subprocess.run([sys.executable, "-c", AS_NOBODY, folder, *places], check=True)
+    written = [(place / "planted").exists() for place in places]
     for place, is_closed, got_in in zip(places, closed, written, strict=True):
         expect(not (is_closed and got_in), f"{place} was taken for closed, and another user wrote there")
     expect(any(closed) and any(written), "no folder was closed, or none open")
@@ -502,18 +511,21 @@ def attack_options_of_a_folder(count: int, draw: random.Random, folder: Path) ->
     values = ["../elsewhere", "/etc/passwd", "true", "1", "1\t--flagfile=/etc/passwd", "x,--flagfile=/etc/passwd"]
     refused = 0
     for _ in range(count):
-        words = [f"{draw.choice(['', '--', '-', '----'])}{draw.choice(harmful)}={draw.choice(values)}"]
-        words += draw.sample(usual, draw.randrange(3))
+        words = draw.sample(usual, draw.randrange(3))
+        if draw.random() < 0.8:
+            words += [f"{draw.choice(['', '--', '-', '----'])}{draw.choice(harmful)}={draw.choice(values)}"]
         draw.shuffle(words)
         text = draw.choice([" ", "  ", "\t", "\n", "\v", "\x1c", "\u2003", ","]).join(words)
-        content = {"num_epochs": 7, "run_id": "ours", "data_crc32": 1, "compiler_options": text}
+        content = {"preset": "quick_test", "num_epochs": 7, "run_id": "ours", "data_crc32": 1, "compiler_options": text}
         (folder / "config.json").write_text(json.dumps(content))
         try:
             found = parse_command_line(MnistConfig, "", [f"--run_dir={folder}", "--resume=must"]).compiler_options
             taken = parse_compiler_options(found).keys() & set(harmful)
             expect(not taken, f"{taken} was taken from {text!r}")
-        except InputError:
+        except InputError as error:
+            expect("compiler_options" in str(error), f"refused for another reason: {error}")
             refused += 1
+    expect(count < 50 or 0 < refused < count, f"{refused} of {count} were refused")
     return f"{refused} of {count} were refused, no option that names a file was taken"
 
 
@@ -586,12 +598,108 @@ def attack_uploads(count: int, draw: random.Random, folder: Path) -> str:
     return f"{refused} of {count} folders were refused by name, nothing secret was in the others' uploads"
 
 
+def attack_resubmissions(count: int, draw: random.Random, folder: Path) -> str:
+    """A run under the name of an earlier one, whose folder or upload is refused: the earlier record has to stay."""
+    if not find_spec("ray"):
+        return "SKIPPED: Ray is not installed"
+    from cluster.client import Cluster
+    from cluster.driver import Spec
+    from tpu_utils.errors import InputError, PassingError
+
+    class Jobs:
+        """Ray's client, as far as submit() uses it."""
+
+        def __init__(self, fails: bool):
+            self.calls, self.fails = [], fails
+
+        def list_jobs(self):
+            ended = type("Status", (), {"value": "FAILED"})
+            return [type("Job", (), {"submission_id": "k", "status": ended, "metadata": {"user": "u"}})]
+
+        def _upload_working_dir_if_needed(self, environment):
+            if self.fails:
+                raise RuntimeError("the package is too large")
+
+        def _upload_py_modules_if_needed(self, environment):
+            self.calls.append("upload")
+
+        def delete_job(self, name):
+            self.calls.append("delete")
+
+        def submit_job(self, **settings):
+            self.calls.append("submit")
+
+    refused = 0
+    for _ in range(count):
+        code = folder / "code"
+        code.mkdir()
+        (code / "script.py").write_text("print()")
+        for what in draw.sample(["link", "large", "mark", "fifo", "folder"], draw.randrange(3)):
+            if what == "link":
+                (code / "linked").symlink_to(folder)
+            elif what == "large":
+                (code / "large").write_bytes(bytes(3 << 20))
+            elif what == "mark":
+                (code / ".gitignore").write_text("\ufeffx", encoding="utf-8")
+            elif what == "fifo":
+                os.mkfifo(code / "fifo")
+            else:
+                (code / "inner").mkdir()
+        cluster = Cluster.__new__(Cluster)
+        cluster.jobs, cluster.check_hosts = Jobs(draw.random() < 0.3), lambda: None
+        spec = Spec(dict(name="k", user="u", chips=1, hosts=1, kind=""), "script.py", [])
+        try:
+            cluster.submit(spec, code, 1.0, {})
+            expect(cluster.jobs.calls == ["upload", "delete", "submit"], cluster.jobs.calls)
+        except (InputError, PassingError):
+            expect("delete" not in cluster.jobs.calls, "what was refused has deleted the earlier run")
+            refused += 1
+        shutil.rmtree(code)
+    return f"{refused} of {count} were refused, none of them deleted the earlier run"
+
+
+MAKE_BOMBS = """
+import gzip, json, sys
+from pathlib import Path
+front = json.dumps({"format": 2, "name": sys.argv[2], "texts": {}, "values": {"number": 1.0, "text": ""}}).encode()
+for name, part in {"lists": b"[],", "deep": b'[', "objects": b'{"a":', "text": b"", "lines": b"\\n"}.items():
+    whole = front[:-2] + b', "x": [' + part * (1 << 26) if part else front + b"\\n" + bytes(3 << 28)
+    (Path(sys.argv[1]) / name).write_bytes(gzip.compress(whole, 1))
+"""
+
+
+def attack_cache_entries(count: int, draw: random.Random, folder: Path) -> str:
+    """Entries of the compile cache of some 100 KB that ask for gigabytes, and damaged ones."""
+    from tpu_compiler.cache import LARGEST_TEXT, Cache
+
+    Record = dataclasses.make_dataclass("Record", [("number", float), ("text", str)])
+    kept, name = Cache(folder), "answer_" + "0" * 40
+    path = folder / f"{name}.json.gz"
+    kept.write(name, Record(1.0, "long" * 2000))
+    good, read = path.read_bytes(), 0
+    expect(kept.read(name, Record), "a good entry was not read")
+    made = folder / "made"
+    made.mkdir()
+    subprocess.run(
+        [sys.executable, "-c", MAKE_BOMBS, made, name], check=True
+    )  # elsewhere: what it takes is not counted
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for content in [bomb.read_bytes() for bomb in made.iterdir()] + [mutated(good, draw) for _ in range(count)]:
+        path.write_bytes(content)
+        found = kept.read(name, Record)
+        expect(found is None or len(content) < 1000, "an entry of gigabytes was taken")
+        read += found is not None
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    expect(grown < 3 * LARGEST_TEXT, f"memory grew by {grown:,} bytes")
+    return f"{count - read} of {count} damaged ones were as good as none; memory + {grown >> 20} MiB"
+
+
 def attack_tokenizers(count: int, draw: random.Random, folder: Path) -> str:
     """A tokenizer.json of a few hundred bytes whose steps make a letter longer."""
     import tokenizers
-    from tokenizers import models, normalizers
+    from tokenizers import decoders, models, normalizers
 
-    from language.tokenizer import load_tokenizer, panics_told
+    from language.tokenizer import MOST_GROWTH, load_tokenizer, panics_told
     from tpu_utils.errors import InputError
 
     refused, most = 0, 0
@@ -601,26 +709,32 @@ def attack_tokenizers(count: int, draw: random.Random, folder: Path) -> str:
                 normalizers.Replace(draw.choice(["a", "", "b"]), "ab"[: draw.randrange(3)] * draw.randrange(1, 9)),
                 normalizers.Prepend("a" * draw.randrange(1, 9)), normalizers.ByteLevel(), normalizers.NFKD(),
                 normalizers.Replace(tokenizers.Regex(draw.choice(["x*", "[ab]", "$"])), "a" * draw.randrange(9)),
+                normalizers.Replace(*draw.choice([("a", "\ufdfa"), ("\u0644", "\ufdfa"), ("\u2c65", "\u023a" * 2)])),
+                normalizers.Lowercase(), normalizers.NFKC(),
             ])
             for _ in range(draw.randrange(1, 9))
         ]  # fmt: skip
         made = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<|end|>": 2}, []))
         made.add_special_tokens(["<|end|>"])
         made.normalizer = normalizers.Sequence(steps)
+        made.decoder = draw.choice([None, decoders.Sequence([decoders.BPEDecoder(draw.choice(["", "b"]))] * 24)])
         made.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
         try:
-            load_tokenizer(str(folder))
+            loaded = load_tokenizer(str(folder))
         except InputError:
             refused += 1
             continue
         try:
             with panics_told("the library"):
-                grown = max(len(made.normalizer.normalize_str(text)) / len(text) for text in ("a", "ba", "x" * 9))
+                grown = max(
+                    len(made.normalizer.normalize_str(text)) / len(text) for text in ("a", "ba", "x" * 9, "\u023a")
+                )
+            grown = max(grown, len(loaded.decode([0] * 9).encode()) / 9)
         except InputError:
             refused += 1
             continue
-        expect(grown <= 256, f"a letter became {grown:,.0f}: {(folder / 'tokenizer.json').read_text()[:2000]}")
+        expect(grown <= MOST_GROWTH, f"a letter became {grown:,.0f}: {(folder / 'tokenizer.json').read_text()[:2000]}")
         most = max(most, grown)
     expect(0 < refused < count, f"{refused} of {count} were refused")
     return f"{refused} of {count} were refused, the others make text at most {most:.0f} times as long"
@@ -717,6 +831,8 @@ ATTACKS = {  # how often, what
     "options": (500, attack_options_of_a_folder),
     "others_files": (200, attack_others_files),
     "uploads": (200, attack_uploads),
+    "resubmissions": (200, attack_resubmissions),
+    "cache_entries": (200, attack_cache_entries),
     "tokenizers": (500, attack_tokenizers),
     "runs": (5, attack_runs),
 }
@@ -744,7 +860,7 @@ def main() -> int:
     if options.inner:
         return one(*counts.popitem(), options.seed)
     failed = False
-    print(f"{'attack':12} {'times':>5} {'seconds':>7}  outcome")
+    print(f"{'attack':13} {'times':>5} {'seconds':>7}  outcome")
     for name, count in counts.items():
         started = time.monotonic()
         command = [
@@ -764,7 +880,7 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             bad, said = True, f"FAILED: no end within {TIME_LIMIT} s"
         failed |= bad
-        print(f"{name:12} {count:5} {time.monotonic() - started:7.0f}  {said}", flush=True)
+        print(f"{name:13} {count:5} {time.monotonic() - started:7.0f}  {said}", flush=True)
     return int(failed)
 
 

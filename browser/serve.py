@@ -48,13 +48,13 @@ class Handler(SimpleHTTPRequestHandler):
         super().__init__(*args, directory=str(WEB), **kwargs)
 
     def translate_path(self, path: str) -> str:
-        path = path.partition("?")[0]
-        if not path.startswith("/models/"):
-            return super().translate_path(path)
-        match = MODEL_FILE.fullmatch(path)
-        file = self.models.joinpath(*match.groups() if match else ["no such file"])
-        there = file.is_file() and file.resolve().is_relative_to(self.models.resolve())
-        return str(file if there else self.models / "no such file")
+        match = MODEL_FILE.fullmatch(path.partition("?")[0])
+        root, missing = (self.models, self.models / "no such file") if match else (WEB, WEB / "no such file")
+        file = self.models.joinpath(*match.groups()) if match else Path(super().translate_path(path))
+        # of /models/ in another writing (/%6dodels/, /./models/) nothing is given: its names were not looked at
+        looked_at = match or not file.is_relative_to(WEB / "models")
+        there = looked_at and (file.is_file() or file == WEB) and file.resolve().is_relative_to(root.resolve())
+        return str(file if there else missing)
 
     def send_head(self):
         host = self.headers.get("Host", "").rpartition(":")[0]

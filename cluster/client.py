@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cluster.deciding import Host, Request, candidates
@@ -153,9 +153,9 @@ class Cluster:
             raise PassingError(f"the head did not say where Ray keeps its files: {log[-200:]!r}; try again") from error
         if bad := [(nodes.get(node, node), place) for node, place in found.items() if place]:
             raise InputError(
-                f"host {bad[0][0]}: its other users can enter Ray's folder {bad[0][1]}, and put their code in place of "
-                "yours; expected it in a folder of mode 700: mkdir -m 700 FOLDER on every host, and ray start "
-                "--temp-dir=FOLDER/ray"
+                f"host {bad[0][0]}: its other users can enter or rename {bad[0][1]}, where Ray has its files, and put "
+                "their code in place of yours; expected a folder of mode 700 in folders that they cannot write: "
+                "mkdir -m 700 FOLDER on every host, and ray start --temp-dir=FOLDER/ray"
             )
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomically(file, "\n".join([*known[-1000:], *found]).encode())
@@ -181,8 +181,6 @@ class Cluster:
         if code.secrets:
             shown = ", ".join(code.secrets)
             print(f"note: not uploaded, as secrets have such names: {shown}; --env takes variables along")
-        if former:  # the same run goes on under its name; nothing is refused here any more
-            self.jobs.delete_job(former)
         with tempfile.TemporaryDirectory() as made:
             modules = [str(HERE), str(HERE.parent / "tpu_utils")]
             if variables:
@@ -192,7 +190,12 @@ class Cluster:
             # Each run has a package of its own. Where two had one, Ray removed what it had unpacked for the first, and
             # unpacked it again for the second (2.60, runtime_env/working_dir.py: overwrite=True).
             package = Path(made, "package")
-            code.copy(package / "code")
+            try:
+                code.copy(package / "code")
+            except OSError as error:
+                raise InputError(
+                    f"{error.filename} cannot be uploaded: {error.strerror}; add it to .rayignore"
+                ) from error
             spec = dataclasses.replace(spec, code=f"{digest_of(package / 'code')}_{secrets.token_hex(8)}")
             Path(package, "code").rename(package / spec.code)
             environment = {
@@ -203,13 +206,26 @@ class Cluster:
             entrypoint = f"exec python -P -m cluster.driver {shlex.quote(json.dumps(dataclasses.asdict(spec)))}"
             metadata = {"user": request["user"], "script": spec.script, "chips": str(request["chips"])}
             metadata |= {"hosts": str(request["hosts"]), "kind": request["kind"], "program": "python -m cluster"}
+            self._patiently(self._upload, environment)
+            if former:  # the same run goes on under its name; nothing is refused here any more
+                self.jobs.delete_job(former)
             self._submit(entrypoint, request["name"], runtime_env=environment, metadata=metadata)
 
+    def _upload(self, environment: dict) -> None:
+        """What submit_job() does first, in Ray's own private functions: then it cannot fail by it. environment: gets
+        the addresses of what is uploaded."""
+        self.jobs._upload_working_dir_if_needed(environment)
+        self.jobs._upload_py_modules_if_needed(environment)
+
     def _submit(self, entrypoint: str, name: str, **settings) -> None:
+        self._patiently(self.jobs.submit_job, entrypoint=entrypoint, submission_id=name, **settings)
+
+    @staticmethod
+    def _patiently(call: Callable, *given, **named) -> None:
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
-                self.jobs.submit_job(entrypoint=entrypoint, submission_id=name, **settings)
+                call(*given, **named)
                 return
             except RuntimeError as error:
                 if "try again later" not in str(error) or time.monotonic() > deadline:

@@ -160,9 +160,15 @@ class Driver:
         return [by_node[place.node][1] | {"host": hosts[place.node]} for place in places]
 
     def check(self, facts: Sequence[dict]) -> None:
-        """Raises ValueError where a host has other versions than the command that was given, or than the first host."""
+        """Raises ValueError for a host whose other users can change what runs, or that has other versions than the
+        command that was given, or than the first host."""
         expected = facts[0]["versions"] | self.spec.versions
         for fact in facts:
+            if place := fact["open"]:  # it joined the cluster after the run was submitted, or did not answer then
+                raise ValueError(
+                    f"host {fact['host'].address}: its other users can enter or rename {place}, where Ray has its "
+                    "files; expected a folder of mode 700, see cluster/README.md; start Ray there again, then the run"
+                )
             for name, wanted in expected.items():
                 found = fact["versions"].get(name, "none")
                 if name in facts[0]["versions"] | self.spec.versions and found != wanted:

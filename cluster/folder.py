@@ -14,8 +14,9 @@ LEFT_OUT = (".git", ".venv*", "venv", "__pycache__", ".pytest_cache", ".ruff_cac
 LEFT_OUT += ("/datasets", "/exported", "/calibration", "/checkpoints", "node_modules")
 """Never uploaded, in the syntax of .gitignore; a .gitignore or .rayignore in the folder adds to it."""
 SECRETS = (".env", ".env.*", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "*.pem", "*.p12", "*.pfx", "*.key")
-SECRETS += (".netrc", ".pypirc", ".git-credentials")
-"""Names that files with secrets have: not uploaded either, and said."""
+SECRETS += (".netrc", ".pypirc", ".npmrc", ".git-credentials", ".ssh", ".aws", ".gnupg", ".kaggle", "kaggle.json")
+SECRETS += ("id_*_sk", "*.ppk", "*.jks", "*.keystore", "*credentials*.json", "*service*account*.json")
+"""Names that files and folders with secrets have, in lower case: not uploaded either, and said."""
 MOST_MIB = 64
 MOST_FILES = 20_000
 MIB = 2**20
@@ -25,10 +26,17 @@ def uploaded(folder: Path, excludes: list[str]) -> Iterator[tuple[Path, int]]:
     """(file, its size) of all that Ray would upload of a folder: by Ray's own rules, in Ray's own code.
 
     That is a private interface of Ray 2.60.0 (ray._private.runtime_env.packaging), used nowhere else. Raises ValueError
-    for a link that leads out of the folder, or to a folder that it is in: Ray would follow it. So too for a list of
-    patterns with a byte order mark, which Ray takes for a part of the first pattern.
+    for a link that leads out of the folder, to a folder that it is in, or to what is left out of it: Ray would follow
+    it. So too for a list of patterns with a byte order mark, which Ray takes for a part of the first pattern.
     """
     from ray._private.runtime_env.packaging import _get_excludes, get_excludes_from_ignore_files
+
+    left_out = _get_excludes(folder, excludes)
+
+    def stays_here(target: Path) -> bool:
+        """Of what a link leads to."""
+        inner = [place for place in (target, *target.parents) if place.is_relative_to(folder) and place != folder]
+        return not target.is_relative_to(folder) or any(left_out(place) for place in inner)
 
     def walk(path: Path, rules: list) -> Iterator[tuple[Path, int]]:
         for patterns in (path / ".gitignore", path / ".rayignore"):
@@ -39,23 +47,25 @@ def uploaded(folder: Path, excludes: list[str]) -> Iterator[tuple[Path, int]]:
             if any(rule(inner) for rule in rules):
                 continue
             target = inner.resolve()
-            if inner.is_symlink() and (not target.is_relative_to(folder) or inner.is_relative_to(target)):
+            if inner.is_symlink() and (stays_here(target) or inner.is_relative_to(target)):
                 raise ValueError(
-                    f"{inner} is a link to {target}, whose files would be uploaded; expected links within {folder}; "
-                    "add it to .rayignore, or put a copy in its place"
+                    f"{inner} is a link to {target}, whose files would be uploaded; expected links to what is "
+                    f"uploaded of {folder}; add it to .rayignore, or put a copy in its place"
                 )
             if inner.is_dir():
                 yield from walk(inner, rules)
             elif inner.is_file():
                 yield inner, inner.stat().st_size
 
-    yield from walk(folder, [_get_excludes(folder, excludes)])
+    yield from walk(folder, [left_out])
 
 
 def ignored_by_git(folder: Path) -> list[str]:
     """What git leaves out, as patterns: by .git/info/exclude and the user's own excludes too, which Ray does not read.
     Nothing where there is no git, or no work tree of it."""
-    ask = ["git", "-C", str(folder), "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
+    # a folder of somebody else's may name a program there, which git would run
+    ask = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), "ls-files", "-z"]
+    ask += ["--others", "--ignored", "--exclude-standard", "--directory"]
     try:
         done = subprocess.run(ask, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -97,7 +107,9 @@ def check_folder(folder: Path, most_mib: float = MOST_MIB) -> Code:
     total, kept, by_entry, secrets = 0, list[Path](), dict[str, int](), dict[str, None]()
     for path, size in uploaded(folder, [*LEFT_OUT, *ignored_by_git(folder)]):
         inner = path.relative_to(folder)
-        named = [place for place in (inner, *inner.parents) if any(fnmatch(place.name, name) for name in SECRETS)]
+        leads_to = path.resolve().relative_to(folder)  # of a link: what it shows may have another name
+        places = (inner, *inner.parents, leads_to, *leads_to.parents)
+        named = [place for place in places if any(fnmatch(place.name.lower(), name) for name in SECRETS)]
         if named:
             secrets[str(named[-1])] = None
             continue

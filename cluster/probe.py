@@ -6,6 +6,7 @@ The text of this file is the command of a job, `python -c TEXT`, on the head: no
 import contextlib
 import json
 import os
+import stat
 from pathlib import Path
 
 import ray
@@ -19,13 +20,20 @@ def of_rays_folder() -> str:
 
 
 def open_to_others(place: Path) -> str:
-    """The folder, where other users can enter it; "" where it is, or stands in, a folder of this user's alone."""
-    place = place.resolve()
-    for folder in (place, *place.parents):
-        status = folder.stat()
-        if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
-            return ""
-    return str(place)
+    """The folder by which other users get in; "" where it is, or stands in, one of this user's alone, and nobody else
+    can put another in the place of that: by renaming it, in a folder above that is theirs or that they can write."""
+    for path in (place.absolute(), place.resolve()):
+        is_closed = False
+        for folder in (path, *path.parents):
+            status = folder.stat()
+            if is_closed and status.st_uid not in (os.geteuid(), 0):
+                return str(folder)
+            if is_closed and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+                return str(folder)
+            is_closed |= status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if not is_closed:
+            return str(path)
+    return ""
 
 
 if __name__ == "__main__":

@@ -22,10 +22,18 @@ from tpu_utils.files import parse_json, read_json, read_regular
 EXPECTED = "a tokenizer.json of Hugging Face's tokenizers library"
 LARGEST_FILE = 1 << 26  # bytes; those of Llama 3 and Qwen3 have 9 to 17 MiB
 LARGEST_VOCAB_SIZE = 1 << 20
-MOST_GROWTH = 256
-"""By how much a file may lengthen a text. A few replacements one after the other make gigabytes of one letter."""
+MOST_GROWTH = 1024
+"""By how much a file may lengthen a text. A few replacements one after the other make gigabytes of one letter. The
+measure is of the worst text: 528 for T5's, whose table has 33 bytes in a row."""
 MOST_SPECIAL = 1000
-"""Special tokens that it may put around a text."""
+"""Special tokens that it may put around a text, and times that it may repeat the text."""
+LENGTHENING = {
+    "ByteLevel": 2.0,  # a character for each byte
+    "NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0,  # Unicode's own figures for UTF-8 (FAQ, normalization)
+    "Lowercase": 1.5, "BertNormalizer": 8.0,  # its decomposition, its lower case, spaces around a character of Chinese
+    "WordPiece": 2.0,  # a space before a word
+}  # fmt: skip
+"""The most by which a step without settings lengthens a text, in bytes of UTF-8; others do not."""
 BESIDE = ("tokenizer_config.json", "generation_config.json", "config.json")  # the first that names a token is believed
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # where no file beside the tokenizer names one
 
@@ -166,11 +174,12 @@ def check_growth(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
     """Raises InputError for a tokenizer that would make gigabytes of a short text, before it gets any."""
     parts = [tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder, tokenizer.post_processor]
     text, words, decoded, around = [parse_json(part.__getstate__()) if part else {} for part in parts]
-    found = max(growth(text) * growth(words), growth(decoded))
+    unknown = getattr(tokenizer.model, "unk_token", None) or ""  # may stand for each letter
+    found = max(growth(text) * growth(words), growth(decoded), len(unknown.encode()))
     if found > MOST_GROWTH:
         raise InputError(f"{path} makes a text {found:.3g} times as long; expected at most {MOST_GROWTH}: {EXPECTED}")
     if (count := special_tokens(around)) > MOST_SPECIAL:
-        raise InputError(f"{path} puts {count} tokens around a text; expected at most {MOST_SPECIAL}: {EXPECTED}")
+        raise InputError(f"{path} puts {count:,} tokens around a text; expected at most {MOST_SPECIAL}: {EXPECTED}")
 
 
 def growth(part: dict) -> float:
@@ -187,17 +196,23 @@ def growth(part: dict) -> float:
     if kind == "Precompiled":  # 4 bytes, a trie of so many bytes, and texts that end with 0
         table = base64.b64decode(part["precompiled_charsmap"])
         return float(max(map(len, table[4 + int.from_bytes(table[:4], "little") :].split(b"\0"))))
-    return {"ByteLevel": 2.0, "BertNormalizer": 3.0}.get(kind, 1.0)
+    if kind == "Metaspace":
+        return 1.0 + len(part["replacement"].encode())  # in the place of a space, and before each piece of the text
+    if "" in (part.get("suffix"), part.get("word_delimiter_token")):
+        return 3.0  # BPEDecoder and CTC: a space in the place of nothing, so around each letter
+    return LENGTHENING.get(kind, 1.0)
 
 
 def special_tokens(part: dict) -> int:
-    """How many a post-processor puts around a text."""
+    """How many a post-processor puts around a text, a long one counted as several; and how often it takes the text."""
     if part.get("type") == "Sequence":
         return sum(map(special_tokens, part["processors"]))
     if part.get("type") != "TemplateProcessing":
         return 0
     names = [piece["SpecialToken"]["id"] for piece in part["single"] if "SpecialToken" in piece]
-    return sum(len(part["special_tokens"][name]["ids"]) for name in names)
+    lengths = {name: [len(text) for text in token["tokens"]] for name, token in part["special_tokens"].items()}
+    sizes = {name: sum(1 + length // MOST_GROWTH for length in found) for name, found in lengths.items()}
+    return sum(sizes[name] for name in names) + len(part["single"]) - len(names)
 
 
 class Numbers(Tokenizer):

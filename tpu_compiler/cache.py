@@ -18,6 +18,7 @@ import io
 import json
 import os
 import re
+import stat
 import sys
 import tempfile
 import time
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_utils.errors import InputError
-from tpu_utils.files import parse_json, read_regular
+from tpu_utils.files import open_regular, parse_json
 from tpu_utils.virtual_slice import COMPILER_VARIABLE
 
 FORMAT = 2
@@ -55,10 +56,10 @@ class Cache:
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES):
         """Raises InputError where nothing can be written, or others can write."""
-        self.folder, self.most_bytes = folder, most_bytes
+        self.most_bytes = most_bytes
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            check_owner(folder, "compiled programs")
+            self.folder = folder = check_owner(folder, "compiled programs")
             with tempfile.NamedTemporaryFile(dir=folder, prefix="aot_tpu_", suffix=".writing") as probe:
                 probe.write(b"\0" * 4096)
         except OSError as error:
@@ -71,7 +72,11 @@ class Cache:
         """The entry as an instance of a dataclass. None where there is none, or none that can be used."""
         path = self.folder / f"{name}.json.gz"
         try:
-            content = read_regular(path, "an entry of the compile cache", LARGEST_TEXT, follow=False)
+            with open_regular(path, "an entry of the compile cache", follow=False) as file:
+                status = os.fstat(file.fileno())
+                if is_of_others(status) or status.st_size > LARGEST_TEXT:  # put there while others could write
+                    return None
+                content = file.read(status.st_size)
             with gzip.open(io.BytesIO(content)) as file:
                 entry, rest = parse_json(file.readline(LARGEST_JSON)), file.read(LARGEST_TEXT + 1)
             if not isinstance(entry, dict) or (entry.get("format"), entry.get("name")) != (FORMAT, name):
@@ -128,18 +133,31 @@ class Cache:
             size -= entry_size
 
 
-def check_owner(folder: Path, what: str) -> None:
-    """Raises InputError for a folder that another user owns or can write: what it holds is run, or believed."""
-    status, found = folder.stat(), ""
-    if status.st_uid != os.geteuid():
-        found = f"belongs to user {status.st_uid}, and this is user {os.geteuid()}"
-    elif status.st_mode & 0o022:
-        found = f"can be written by other users (mode {status.st_mode & 0o777:o})"
-    if found:
-        raise InputError(
-            f"{folder} {found}: they could put {what} there; expected a folder that you alone can write; "
-            "chmod go-w it if it is yours, or name another"
-        )
+def is_of_others(status: os.stat_result) -> bool:
+    """Whether another user owns a file or folder, or can write it. Root can do all anyway; a link has no mode."""
+    can_write = status.st_mode & 0o022 and not stat.S_ISLNK(status.st_mode)
+    return status.st_uid not in (os.geteuid(), 0) or bool(can_write)
+
+
+def check_owner(folder: Path, what: str) -> Path:
+    """The folder without links on its way. Raises InputError where another user owns or can write it, or one that it
+    is in, and could so put another in its place: what it holds is run, or believed. In a folder such as /tmp, with the
+    sticky bit, nobody can rename what is another's. A folder that is not there yet: those that it will be in."""
+    folder = folder.resolve()
+    for place in (folder, *folder.parents):
+        if place == folder and not folder.exists():
+            continue
+        status, found = place.stat(), ""
+        if status.st_uid not in ((os.geteuid(),) if place == folder else (os.geteuid(), 0)):
+            found = f"belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+        elif status.st_mode & 0o022 and not (place != folder and status.st_mode & stat.S_ISVTX):
+            found = f"can be written by other users (mode {status.st_mode & 0o777:o})"
+        if found:
+            raise InputError(
+                f"{place} {found}: they could put {what} there; expected a folder that you alone can write, in such "
+                "folders; chmod go-w it if it is yours, or name another"
+            )
+    return folder
 
 
 def default_folder() -> Path:

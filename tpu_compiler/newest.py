@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.cache import check_owner
+from tpu_compiler.cache import check_owner, is_of_others
 from tpu_utils.errors import InputError, TrainingError
 from tpu_utils.files import read_json, written_aside
 from tpu_utils.hardware import GIB, Topology
@@ -48,10 +48,9 @@ def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
 
     Raises InputError for a folder of something else, a full disk or too old a Python, NewestError where pip fails.
     """
-    folder = folder.absolute()
-    if folder.is_dir():
-        check_owner(folder, "a program")
+    folder = check_owner(folder, "a program")
     if (folder / VERSIONS).is_file():
+        check_contents(folder)
         environment_versions(folder)
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -63,17 +62,35 @@ def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
         free = shutil.disk_usage(folder.parent).free / GIB
         if free < NEEDED_GIB:
             raise InputError(f"{folder.parent} has {free:.1f} GiB free; expected {NEEDED_GIB}; give --compiler_dir")
-        with folder.with_name(folder.name + ".lock").open("w") as lock:
+        with open(
+            f"{folder}.lock", "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
+        ) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it: then it is there when we get here
             if not (folder / VERSIONS).is_file():
                 say(f"making an environment for {', '.join(sorted(_pins()))} in {folder}: once, {SIZES}")
-                with written_aside(folder) as aside:
-                    aside.chmod(0o755)  # whatever the umask is
-                    _install(aside)
+                before = os.umask(0o022)  # others write nowhere in it
+                try:
+                    with written_aside(folder) as aside:
+                        _install(aside)
+                finally:
+                    os.umask(before)
             check_owner(folder, "a program")
+            check_contents(folder)
     except OSError as error:
         raise InputError(f"--compiler newest: {error}; give a folder that can be written as --compiler_dir") from error
     return folder
+
+
+def check_contents(folder: Path) -> None:
+    """Raises InputError for an environment in which something is another user's, or can be written by one: it was put
+    there while the folder was open to others."""
+    for place, inner, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*inner, *files)):
+            if is_of_others(path.lstat()):
+                raise InputError(
+                    f"{path} is another user's, or one can write it; expected all of {folder} to be yours alone; "
+                    f"delete {folder}, and it is made again"
+                )
 
 
 def _pins() -> list[str]:

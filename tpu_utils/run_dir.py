@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +130,8 @@ def open_run_dir(config: "TrainConfig", lock: RunLock | None = None) -> Path:
         return run_dir
     if config.resume == "must" and not run_dir.exists():
         raise InputError(f"{run_dir} holds no complete checkpoint to go on from: it does not exist; check --run_dir")
-    for inner in (run_dir / "checkpoints", run_dir / "tensorboard", run_dir / "tensorboard" / "plugins"):
+    events = run_dir / "tensorboard"  # traces are written below it, in plugins/profile/TIME
+    for inner in chain((run_dir / "checkpoints", events), events.rglob("*")):
         if inner.is_symlink():  # in a directory that came from elsewhere: a run deletes and writes there
             raise InputError(f"{inner} is a link, expected a folder; give the directory it leads into as --run_dir")
     try:

@@ -44,6 +44,28 @@ def test_only_regular_files_that_lie_below_the_models(server, tmp_path):
         assert status(server, f"/models/{name}") == 404, name
 
 
+def test_other_writings_of_the_path_of_a_model(tmp_path, monkeypatch):
+    """The page's own folder has the models by default: /%6dodels/NAME/FILE was served without a look at it."""
+    monkeypatch.setattr(serve, "WEB", tmp_path)
+    (tmp_path / "models" / "good").mkdir(parents=True)
+    (tmp_path / "index.html").write_text("page")
+    (tmp_path / "models" / "good" / "model.json").write_text("{}")
+    (tmp_path / "models" / "good" / "secret").symlink_to("/etc/passwd")
+    (tmp_path / "outside").symlink_to("/etc/passwd")
+    os.mkfifo(tmp_path / "models" / "good" / "fifo")
+    made = serve.make_server(tmp_path / "models", 0)
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    try:
+        assert [status(made, path) for path in ("/", "/index.html?x", "/models/good/model.json")] == [200] * 3
+        for start in ("/models", "/%6dodels", "/./models", "/x/../models", "/models/.", "/models%2f", "//models"):
+            for name in ("secret", "fifo", "%66ifo"):
+                assert status(made, f"{start}/good/{name}") == 404, start
+        assert status(made, "/outside") == 404
+    finally:
+        made.shutdown()
+        made.server_close()
+
+
 def test_who_sends_nothing_is_not_waited_for(server, monkeypatch):
     assert serve.Handler.timeout == 60
     monkeypatch.setattr(serve.Handler, "timeout", 0.2)

@@ -273,7 +273,7 @@ def test_a_cluster_whose_files_others_can_change_gets_nothing(cluster, show):
         nodes.add("a", 1)
         done = nodes.run("run", "show.py", "--plain", "--name", "x", folder=show)
         assert done.returncode == 2, (done.stdout, done.stderr)
-        assert f"its other users can enter Ray's folder {nodes.folder}/r, and put their code in" in done.stderr
+        assert f"its other users can enter or rename {nodes.folder}/r, where Ray has its files" in done.stderr
         assert json.loads(nodes.run("list", "--json").stdout) == []
         if os.geteuid() == 0:
             assert enters(nodes.folder / "r") and not enters(cluster.folder / "r")

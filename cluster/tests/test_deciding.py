@@ -1,6 +1,8 @@
 """Who starts next, on which chips: python -m cluster's queue without Ray."""
 
 import json
+import os
+import shutil
 import subprocess
 import tempfile
 import zipfile
@@ -18,6 +20,7 @@ from cluster.driver import Spec, arguments_for
 from cluster.folder import check_folder, digest_of
 from cluster.host import HostProcess, device_variables
 from cluster.turns import PROTOCOL, SETTLE_SECONDS, SILENT_SECONDS, Turns
+from tpu_utils.errors import InputError, PassingError
 
 TWO = [Host("a", 4), Host("b", 4)]
 SLICE = [Host(f"s{i}", 4, "v5litepod-16", "one", i, f"10.0.0.{i}") for i in range(4)]
@@ -327,6 +330,111 @@ def test_a_link_that_leaves_the_folder_is_refused_by_name(tmp_path, target):
         check_folder(folder)
     (folder / ".rayignore").write_text("/linked\n")
     assert by_ray(folder) == {"inner/script.py", "again/script.py", ".rayignore"}
+
+
+@NEEDS_RAY
+def test_a_link_shows_no_secret_and_nothing_that_is_left_out(tmp_path):
+    """A link within the folder to .env or .git/config was uploaded under its own name."""
+    (tmp_path / ".env").write_text("secret")
+    (tmp_path / "script.py").write_text("x")
+    (tmp_path / "Server.PEM").write_text("secret")
+    (tmp_path / "settings").symlink_to(".env")
+    assert by_ray(tmp_path) == {"script.py"}
+    assert check_folder(tmp_path).secrets == [".env", "Server.PEM"]
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    for target in (".git", ".git/config"):
+        (tmp_path / "repository").symlink_to(target)
+        with pytest.raises(
+            ValueError, match=f"repository is a link to {tmp_path}/{target}, .*expected links to what is"
+        ):
+            check_folder(tmp_path)
+        (tmp_path / "repository").unlink()
+
+
+@NEEDS_RAY
+def test_a_folder_of_somebody_elses_runs_nothing_here(tmp_path):
+    """Git runs what core.fsmonitor of a work tree's own configuration names."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "script.py").write_text("x")
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    subprocess.run(["git", "-C", str(folder), "add", "script.py"], check=True)
+    subprocess.run(["git", "-C", str(folder), "config", "core.fsmonitor", f"touch {tmp_path}/ran; false"], check=True)
+    check_folder(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+class OneJob:
+    """Ray's client, of a cluster with one job that has ended. calls: what was done to it."""
+
+    def __init__(self, problem=None):
+        self.calls, self.problem = [], problem
+
+    def list_jobs(self):
+        return [type("Job", (), {"submission_id": "k", "status": Job("FAILED", 1).status, "metadata": {"user": "u"}})]
+
+    def _upload_working_dir_if_needed(self, environment):
+        self.calls.append("upload")
+        if self.problem:
+            raise self.problem
+
+    def _upload_py_modules_if_needed(self, environment):
+        pass
+
+    def delete_job(self, name):
+        self.calls.append("delete")
+
+    def submit_job(self, **settings):
+        self.calls.append("submit")
+
+
+@NEEDS_RAY
+def test_a_run_that_cannot_be_uploaded_deletes_nothing(tmp_path, monkeypatch):
+    """The record and log of the earlier run under this name were gone before its files were read and sent."""
+    (tmp_path / "script.py").write_text("x")
+    cluster = client.Cluster.__new__(client.Cluster)
+    monkeypatch.setattr(cluster, "check_hosts", lambda: None)
+    request = dict(name="k", user="u", chips=1, hosts=1, kind="")
+
+    def calls(problem=None) -> list[str]:
+        cluster.jobs = OneJob(problem)
+        try:
+            cluster.submit(Spec(request, "script.py", []), tmp_path, 1, {})
+        except (InputError, PassingError) as error:
+            cluster.jobs.calls.append(str(error))
+        return cluster.jobs.calls
+
+    assert calls() == ["upload", "delete", "submit"]
+    assert calls(RuntimeError("too large")) == ["upload", "the cluster does not take the run: too large"]
+    (tmp_path / "gone").symlink_to("script.py")
+    copy = shutil.copy
+    monkeypatch.setattr(shutil, "copy", lambda path, to: copy(f"{path}_2" if path.name == "gone" else path, to))
+    (said,) = calls()
+    assert "gone_2 cannot be uploaded: No such file or directory; add it to .rayignore" in said
+
+
+@NEEDS_RAY
+def test_only_a_folder_of_ones_own_is_closed_to_others():
+    """Ray opens its folder to everybody. One in a folder of mode 700 is closed, unless that can be renamed."""
+    from cluster.probe import open_to_others
+
+    outermost = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own folder is closed
+    place = outermost / "mine" / "ray"
+    place.mkdir(parents=True)
+    place.chmod(0o777)
+    for outer, inner, expected in (
+        (0o755, 0o700, ""), (0o755, 0o755, place), (0o755, 0o711, place), (0o1777, 0o700, ""),
+        (0o777, 0o700, outermost),
+    ):  # fmt: skip
+        outermost.chmod(outer), place.parent.chmod(inner)
+        assert open_to_others(place) == str(expected), (outer, inner)
+    (outermost / "link").symlink_to(place)
+    assert open_to_others(outermost / "link") == str(outermost / "link")
+    if os.geteuid() == 0:
+        outermost.chmod(0o755)
+        os.chown(outermost, 65534, 65534)
+        assert open_to_others(place) == str(outermost)
+    shutil.rmtree(outermost)
 
 
 def test_a_host_runs_only_what_was_submitted(tmp_path, monkeypatch):

@@ -130,12 +130,38 @@ BY_LENGTH = {
     "nothing": ("normalizer", replaced("", "a" * 8, 12)),
     "regex": ("normalizer", replaced(tokenizers.Regex("x*"), "a" * 8, 12)),
     "bytes": ("normalizer", normalizers.Sequence([normalizers.ByteLevel()] * 30)),
-    "front": ("normalizer", normalizers.Prepend("a" * 300)),
+    "front": ("normalizer", normalizers.Prepend("a" * 3000)),
+    "decomposed": (
+        "normalizer",
+        normalizers.Sequence([normalizers.Replace("\u0644", "\ufdfa"), normalizers.NFKD()] * 9),
+    ),
+    "lower case": (
+        "normalizer",
+        normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace("\u2c65", "\u023a" * 2)] * 18),
+    ),
+    "words": (
+        "pre_tokenizer",
+        pre_tokenizers.Sequence(
+            [
+                step
+                for letter in "ab" * 10
+                for step in (pre_tokenizers.Split(tokenizers.Regex("."), "isolated"), pre_tokenizers.Metaspace(letter))
+            ]
+        ),
+    ),
     "decoder": ("decoder", decoders.Sequence([decoders.Replace("a", "a" * 8)] * 12)),
+    "suffix": ("decoder", decoders.Sequence([decoders.BPEDecoder(suffix="")] * 24)),
+    "delimiter": ("decoder", decoders.Sequence([decoders.CTC("x", word_delimiter_token="")] * 24)),
+    "unknown": ("model", models.WordLevel({"x" * 2000: 0, "<|end|>": 1}, unk_token="x" * 2000)),
     "template": (
         "post_processor",
         processors.TemplateProcessing("<|end|> " * 2000 + "$A", special_tokens=[("<|end|>", 0)]),
     ),
+    "long template": (
+        "post_processor",
+        processors.TemplateProcessing("x" * 2**21 + " $A", special_tokens=[("x" * 2**21, 0)]),
+    ),
+    "text again": ("post_processor", processors.TemplateProcessing(["$A"] * 2000)),
 }
 
 
@@ -145,14 +171,14 @@ def test_a_small_file_does_not_take_gigabytes(tmp_path, part):
     found = tokenizers.Tokenizer.from_file(str(trained(tmp_path) / "tokenizer.json"))
     setattr(found, *BY_LENGTH[part])
     found.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(InputError, match=r"times as long; expected at most 256|puts 2000 tokens around"):
+    with pytest.raises(InputError, match=r"times as long; expected at most 1024|puts 2,0.. tokens around"):
         load_tokenizer(str(tmp_path))
 
 
 def test_a_table_of_characters_is_measured():
     assert growth({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap(b"a" * 999))}) == 999
     usual = [normalizers.NFC(), normalizers.BertNormalizer(), normalizers.Replace(" ", "\N{LOWER ONE EIGHTH BLOCK}")]
-    assert growth(json.loads(normalizers.Sequence(usual).__getstate__())) == 9
+    assert growth(json.loads(normalizers.Sequence(usual).__getstate__())) == 72
 
 
 def test_a_name_of_a_token_that_is_no_text(tmp_path):

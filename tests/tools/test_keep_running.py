@@ -369,6 +369,7 @@ def test_hosts_that_do_not_come_are_named(tmp_path):
         ({0: State(143, stopping=True), 1: State()}, None),
         ({0: State(143, stopping=True), 1: State(0)}, Verdict("host 0: exit code 143", 143)),
         ({0: State(-15, stopping=True)}, Verdict("killed by SIGTERM", 143)),
+        ({0: State(-35)}, Verdict("killed by signal 35", None)),
         ({0: State(silent=True, stopping=True)}, Verdict("silent for 9 s", 1, True)),
         ({0: State(silent=True), 1: State(1)}, Verdict("host 1: exit code 1", None)),
         ({0: State(silent=True), 1: State()}, Verdict("silent for 9 s", None, True)),
@@ -378,7 +379,11 @@ def test_who_decides_what(states, verdict):
     assert judge(states, 9.0) == verdict
 
 
-@pytest.mark.parametrize("message", [None, 1, [], [True, 1, True], ["x", False, False], [None, False], {"code": 1}])
+NO_STATES = [None, 1, [], [True, 1, True], ["x", False, False], [None, False], {"code": 1}, ["x", 256, False]]
+NO_STATES += [[-65, False, False], [256, False, False], [1e1, False, False], ["x", -1000, False], ["x", True, False]]
+
+
+@pytest.mark.parametrize("message", NO_STATES)
 def test_what_is_no_state_is_no_host(message):
     with pytest.raises(WireError):
         state_in(message)

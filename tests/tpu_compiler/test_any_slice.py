@@ -276,6 +276,35 @@ def test_an_environment_is_made_once_said_before_and_all_or_nothing(tmp_path, mo
         newest.make_environment(tmp_path / "made", said.append)
 
 
+def test_an_environment_that_others_can_change_is_not_run(fake_environment):
+    """Its folder was closed, and bin within it was not; a link in the place of its lock's file emptied that file."""
+    assert newest.make_environment(fake_environment, print) == fake_environment
+    (fake_environment / "bin").chmod(0o777)
+    with pytest.raises(InputError, match=f"{fake_environment}/bin is another user's, or one can write it; .*delete"):
+        newest.make_environment(fake_environment, print)
+    thesis = fake_environment.with_name("thesis")
+    thesis.write_text("years of work")
+    thesis.with_name("other.lock").symlink_to(thesis)
+    with pytest.raises(InputError, match="Too many levels of symbolic links"):
+        newest.make_environment(thesis.with_name("other"), print)
+    assert thesis.read_text() == "years of work"
+
+
+def test_the_environment_is_closed_to_others_whatever_the_umask(tmp_path, monkeypatch):
+    def install(folder):
+        (folder / "bin").mkdir()
+        (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.42.1"}')
+
+    monkeypatch.setattr(newest, "_install", install)
+    before = os.umask(0)
+    try:
+        made = newest.make_environment(tmp_path / "made", print)
+        assert os.umask(0) == 0
+    finally:
+        os.umask(before)
+    assert [(made / name).stat().st_mode & 0o022 for name in ("", "bin", newest.VERSIONS)] == [0, 0, 0]
+
+
 def test_the_default_folder_belongs_to_the_pins(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(newest, "REQUIREMENTS", tmp_path / "pins.txt")

@@ -1,5 +1,6 @@
 """Deciding by the compiler: what is kept on disk, the search, two programs side by side, the picture."""
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -117,25 +118,48 @@ def test_no_file_of_anybody_else_is_deleted(tmp_path):
     assert not any((tmp_path / f"{name}.json.gz").exists() for name in mine), "its own are over the limit"
 
 
+@pytest.mark.parametrize("inner", ["", "mine"])
 @pytest.mark.parametrize(
     "how, found", [("mode", r"can be written by other users \(mode 777\)"), ("owner", "belongs to")]
 )
-def test_nothing_is_believed_or_run_that_others_can_put_there(tmp_path, how, found, capsys):
-    """A folder of another user's once ran its bin/python, and its entries were read as the compiler's own answers."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text("#!/bin/sh\n")
-    (tmp_path / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.42.1"}')
+def test_nothing_is_believed_or_run_that_others_can_put_there(tmp_path, how, found, inner, capsys):
+    """A folder of another user's once ran its bin/python, and its entries were read as the compiler's own answers. One
+    of this user's in a folder of another's is renamed by that one, and another put in its place."""
+    folder = tmp_path / inner
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text("#!/bin/sh\n")
+    (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.42.1"}')
     if how == "owner":
         if os.geteuid() != 0:
             pytest.skip("only root can give a folder to another user")
         os.chown(tmp_path, 65534, 65534)
     else:
         tmp_path.chmod(0o777)
-    for folder, make in ((tmp_path, Cache), (tmp_path, lambda folder: newest.make_environment(folder, print))):
-        with pytest.raises(InputError, match=f"{folder} {found}.*; expected a folder that you alone can write; chmod"):
+    for make in (Cache, lambda folder: newest.make_environment(folder, print)):
+        with pytest.raises(
+            InputError, match=f"{tmp_path} {found}.*; expected a folder that you alone can write.*chmod"
+        ):
             make(folder)
-    assert aot_tpu.main([str(TINY), "--topology=v5litepod-1", "--cache", str(tmp_path)]) == 2
+    assert aot_tpu.main([str(TINY), "--topology=v5litepod-1", "--cache", str(folder)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path} ")
+    if how == "mode":
+        tmp_path.chmod(0o1777)  # as /tmp: who can write there cannot rename what is another's
+        with pytest.raises(InputError) if not inner else contextlib.nullcontext():
+            Cache(folder)
+
+
+def test_what_came_while_others_could_write_is_not_believed_or_run(tmp_path):
+    """As the message says: chmod go-w. What they had put there stays."""
+    name, kept = f"answer_{'a' * 40}", Cache(tmp_path)
+    kept.write(name, a_report())
+    entry = tmp_path / f"{name}.json.gz"
+    assert kept.read(name, Report)
+    entry.chmod(0o666)
+    assert kept.read(name, Report) is None
+    if os.geteuid() == 0:
+        entry.chmod(0o600)
+        os.chown(entry, 65534, 65534)
+        assert kept.read(name, Report) is None
 
 
 SMALL_MEMORY = """
@@ -153,9 +177,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_a_small_entry_does_not_take_gigabytes(tmp_path, kind):
     """0.65 MB of gzip once took 3.8 GB."""
     front = b'{"format": 2, "name": "answer_1", "texts": {}, "values": {"a": ['
-    content = front + b"[]," * (1 << 26) if kind == "json" else front + b"]}}\n" + bytes(3 * 10**8)
-    (tmp_path / "answer_1.json.gz").write_bytes(gzip.compress(content, 1))
-    del content
+    start, part = (front, b"[]," * (1 << 22)) if kind == "json" else (front + b"]}}\n", bytes(1 << 26))
+    with gzip.open(tmp_path / "answer_1.json.gz", "wb", 1) as file:
+        file.writelines([start, *[part] * 16])
     done = run("-c", SMALL_MEMORY, tmp_path)
     assert done.returncode == 0 and int(done.stdout) < 700 << 10, done.stderr + done.stdout
 

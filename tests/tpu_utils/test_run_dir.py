@@ -224,7 +224,7 @@ def test_checkpoints_without_options_are_a_run_too(tmp_path):
         open_run_dir(MnistConfig(run_dir=str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "tensorboard/plugins"])
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "tensorboard/plugins/profile/2026"])
 def test_a_run_writes_and_deletes_nothing_behind_a_link(tmp_path, name):
     (tmp_path / "elsewhere").mkdir()
     inner = tmp_path / "run" / name

@@ -39,7 +39,13 @@ class Verdict(NamedTuple):
 
 
 def in_words(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    names = {number.value: number.name for number in signal.Signals}  # those between SIGRTMIN and SIGRTMAX have none
+    return f"exit code {code}" if code >= 0 else f"killed by {names.get(-code, f'signal {-code}')}"
+
+
+def is_code(value: Any) -> bool:
+    """Whether a process can end so: with an exit code, or by a signal; None: it runs."""
+    return value is None or (type(value) is int and -signal.SIGRTMAX <= value <= 255)
 
 
 def judge(states: dict[int, State | None], silent_seconds: float) -> Verdict | None:
@@ -160,6 +166,7 @@ class Other(Alone):
                 hosts = self.link.receive(1 << 20)["hosts"]
                 if self.index in hosts and all(type(i) is int and 0 <= i < len(self.addresses) for i in hosts):
                     break
+                raise WireError(f"{hosts!r:.50} are no hosts with this one among them")
             except (WireError, TypeError, KeyError) as error:
                 if time.monotonic() > deadline:
                     raise DeviceError(f"waited {self.wait:g} s for host 0 ({self.addresses[0]}): {error}") from error
@@ -205,7 +212,7 @@ def variables(addresses: list[str], hosts: list[int], own: int) -> dict[str, str
 def state_in(message: Any) -> State:
     """Raises WireError."""
     match message:
-        case [int() | None as code, bool() as silent, bool() as stopping] if type(code) is not bool:
+        case [code, bool() as silent, bool() as stopping] if is_code(code):
             return State(code, silent, stopping)
     raise WireError(f"{message!r:.50} is no state of a script")
 
@@ -213,6 +220,6 @@ def state_in(message: Any) -> State:
 def verdict_in(message: Any) -> Verdict:
     """Raises WireError."""
     match message:
-        case [str() as reason, int() | None as code, bool() as silent] if type(code) is not bool:
+        case [str() as reason, code, bool() as silent] if is_code(code):
             return Verdict(reason, code, silent)
     raise WireError(f"{message!r:.50} is no verdict")

@@ -31,6 +31,7 @@ from tpu_utils.errors import InputError, run_script
 from tpu_utils.fields import parse_arguments
 from tpu_utils.files import read_json, write_atomically
 from tpu_utils.hardware import attached_chips
+from tpu_utils.records import LONGEST_LINE
 from tpu_utils.restarts import memory_folder, newest_checkpoint, options_in, to_go_on
 from tpu_utils.run_dir import RunLock
 
@@ -98,8 +99,9 @@ class Keeper:
             self.count += 1
             self.attempt = Attempt([script, *options], self.run_dir, self.saves, variables)
             verdict = self.watch()
-            attempt, self.attempt = self.attempt, None
+            attempt = self.attempt
             attempt.end()
+            self.attempt = None  # only now: a signal before that would leave what it has started
             lost = attempt.lost_seconds(self.count == 1, verdict.silent)
             if verdict.code == 0:  # of its end nothing is lost; of its start something, if another was lost before
                 self.add({name: lost[name] for name in ("restart", "recompile") if self.count > 1 and name in lost})
@@ -156,11 +158,11 @@ class Keeper:
             return
         seconds = {name: round(value, 3) for name, value in lost.items()}
         line = dict(kind="restart", step=newest_checkpoint(*self.saves), attempt=self.count, reason=reason, **seconds)
-        lock.acquire(self.run_dir)
         try:
-            content = path.read_bytes()
-            whole = content[: content.rfind(b"\n") + 1]
-            write_atomically(path, whole + json.dumps(line).encode() + b"\n")
+            lock.acquire(self.run_dir)
+            append_line(path, json.dumps(line).encode())
+        except (InputError, OSError) as error:  # a full disk, somebody else's lock: the run matters more than its line
+            self.say(f"no line in {path}: {error}")
         finally:
             lock.release()
 
@@ -172,10 +174,24 @@ class Keeper:
         if self.writes and path.exists():
             total = round(time.monotonic() - self.began, 3)
             kept = dict(attempts=self.count, seconds=total, ended_by=self.reasons, lost_seconds=seconds)
-            summary = read_json(path, "the summary of a run") | dict(keep_running=kept)
-            write_atomically(path, json.dumps(summary, indent=2).encode())
+            try:
+                summary = read_json(path, "the summary of a run") | dict(keep_running=kept)
+                write_atomically(path, json.dumps(summary, indent=2).encode())
+            except (InputError, OSError) as error:  # it ended well all the same
+                self.say(f"not in {path}: {error}")
         shown = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
         self.say(f"ended after {self.count} attempts; seconds lost: {shown}")
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """After the last whole line, without reading those before. Raises OSError, also for a link or a FIFO."""
+    with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        start = max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE)
+        file.seek(start)
+        end = start + file.read().rfind(b"\n") + 1
+        file.truncate(end)
+        file.seek(end)
+        file.write(line + b"\n")
 
 
 def find_team(given: argparse.Namespace, command: list[str]) -> Alone:

@@ -100,6 +100,31 @@ def test_it_goes_on_from_the_newest_checkpoint_until_it_ends_well(kept, tmp_path
     assert "kept       killed by SIGKILL; goes on from step 2 in 1 s" in done.stderr
 
 
+@pytest.mark.parametrize("what", ["log is a FIFO", "log is a link", "lock is a link", "summary is large"])
+def test_a_folder_that_is_not_as_it_was_costs_lines_and_not_the_run(kept, tmp_path, what):
+    command, run_dir = kept("killed"), tmp_path / "run"
+    script = (tmp_path / "script.py").read_text()
+    spoil = {
+        "log is a FIFO": "(folder / 'metrics.jsonl').unlink(); os.mkfifo(folder / 'metrics.jsonl')",
+        "log is a link": "(folder / 'metrics.jsonl').rename(folder / 'x'); (folder / 'metrics.jsonl').symlink_to('x')",
+        "lock is a link": "(folder / 'lock').symlink_to('y')",
+        "summary is large": "pass",
+    }[what]
+    killed = "            os.kill(os.getpid(), signal.SIGKILL)"
+    again = "folder.joinpath('metrics.jsonl').unlink() if folder.joinpath('metrics.jsonl').is_fifo() else None"
+    script = script.replace(killed, f"            {spoil}\n{killed}").replace(
+        'print("first"', f'{again}\nprint("first"'
+    )
+    if what == "summary is large":
+        script = script.replace("dict(steps=10)", "dict(steps=10, padding='x' * (1 << 21))")
+    (tmp_path / "script.py").write_text(script)
+    done = ended(command)
+    assert done.returncode == 0, done.stderr
+    assert f"kept       no{'t in' if what == 'summary is large' else ' line in'} {run_dir}" in done.stderr
+    if what == "log is a link":
+        assert '"restart"' not in (run_dir / "x").read_text()
+
+
 SLOW = pytest.mark.slow
 
 

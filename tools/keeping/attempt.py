@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tpu_utils.errors import InputError
+from tpu_utils.files import open_regular
 from tpu_utils.restarts import newest_checkpoint
 
 STACKS_SECONDS = 5.0
@@ -41,6 +43,7 @@ class Attempt:
         """When its newest checkpoint was complete."""
         self.moved = self.began
         """When it last logged or saved."""
+        self.ended = False
         self.compiled: float | None = None
         """Seconds that it compiled before its first steps, once it has said so."""
         self._seen = self._state()
@@ -63,7 +66,9 @@ class Attempt:
             self.saved = now
         if (size, saved) != self._seen:
             self._seen, self.moved = (size, saved), now
-        return self.child.poll()
+        if (code := self.child.poll()) is not None:
+            self._end_group()
+        return code
 
     def end(self) -> None:
         """End it, stuck or not, and what it has started.
@@ -76,9 +81,17 @@ class Attempt:
                     self.child.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.child.wait(STACKS_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.child.pid, signal.SIGKILL)
-        self.child.wait()
+            if self.child.poll() is None:
+                self.child.kill()
+                self.child.wait()
+        self._end_group()
+
+    def _end_group(self) -> None:
+        """What it has started, at once when it has ended: later its number may be that of another group."""
+        if not self.ended:
+            self.ended = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.child.pid, signal.SIGKILL)
 
     def lost_seconds(self, is_first: bool, silent: bool) -> dict[str, float]:
         """By cause. The first start is no loss; work since the newest checkpoint is."""
@@ -94,7 +107,7 @@ class Attempt:
 
 def compile_seconds_in(log: Path, offset: int) -> float | None:
     """What the first train line of a process says, among the lines from this byte on; None where it is not there."""
-    with contextlib.suppress(OSError), log.open("rb") as file:
+    with contextlib.suppress(OSError, InputError), open_regular(log, "the lines of a run", follow=False) as file:
         file.seek(offset)
         for line in file.read(MOST_BYTES).split(b"\n"):
             with contextlib.suppress(ValueError, KeyError, TypeError):

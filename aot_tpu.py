@@ -152,7 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = [calibration.sentence(chip, libtpu) for chip in chips]
         reports = [dataclasses.replace(r, calibration=text) for r, text in zip(reports, said, strict=True)]
     if arguments.dcn_gb_per_s:
-        reports = [dataclasses.replace(r, network_gb_per_s=arguments.dcn_gb_per_s) for r in reports]
+        known = dict(network_gb_per_s=arguments.dcn_gb_per_s)
+        reports = [dataclasses.replace(r, **known).with_prediction() for r in reports]
     if arguments.picture:
         try:
             draw(reports, Path(arguments.picture))

@@ -93,7 +93,7 @@ def answer_decode(
     if result.compiles:
         result = dataclasses.replace(result, decode=what_binds(result, topology, model, cache_bytes, length, flops))
         seconds = result.decode["expected_ms"] / 1e3
-        result = dataclasses.replace(result, estimated_per_second=batch / seconds)
+        result = dataclasses.replace(result, predicted_per_second=batch / seconds)
     notes.append(f"decode: one token of {batch} sequences, key-value cache for {length} tokens of each")
     return hand_over(traced, dataclasses.replace(result, level=level, notes=notes), text)
 
@@ -119,7 +119,7 @@ def what_binds(
     matrix_ms = (flops or 0) / devices / hardware.bf16_tflops / 1e9 * hardware.devices_per_chip
     times = {"memory": memory_ms, "matrix unit": matrix_ms}
     bound = max(times, key=times.get)
-    expected = max(result.estimated_ms or 0, memory_ms, matrix_ms)
+    expected = max(result.predicted_ms or 0, memory_ms, matrix_ms)
     return dict(
         cache_bytes=cache_bytes, cache_length=length, read_bytes=int(read), memory_ms=memory_ms, matrix_ms=matrix_ms,
         bound_by=bound, expected_ms=expected,

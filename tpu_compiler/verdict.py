@@ -117,8 +117,8 @@ def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
             row += [f"{step_ms(r):.4g}", f"{r.estimated_ms:.4g}", f"{r.ruled_ms:.3g}"]
             row += [f"{r.communication_lower_bound_ms:.3g}", f"{examples_per_step(r) / seconds:,.0f}", mfu]
         else:
-            row += ["does not fit" if r.peak_bytes > r.limit_bytes else "does not compile", *["-"] * 5]
-        rows.append([*row, f"{r.peak_bytes / GIB:.2f}", f"{r.asked_seconds:.0f}"])
+            row += ["does not fit" if r.over_bytes else "does not compile", *["-"] * 5]
+        rows.append([*row, f"{r.needed_bytes / GIB:.2f}", f"{r.asked_seconds:.0f}"])
     rows.insert(1, ["---"] * len(rows[0]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]

@@ -403,7 +403,7 @@ def test_the_bound_is_the_compilers():
 
 def test_a_report_of_the_compiler_says_what_was_measured(measured, monkeypatch, capsys):
     vm, _ = measured
-    kept = Report("v5litepod-1", 1, "one device", True, True, "", 16 * GIB, estimated_ms=73.9)
+    kept = Report("v5litepod-1", 1, "one device", True, True, "", 16 * GIB, estimated_ms=73.9).with_prediction()
     monkeypatch.setattr(aot_tpu, "compile_script", lambda _, name, *__: dataclasses.replace(kept, topology=name))
     command = ["simple_mnist_tpu.py", "--topology", "v5litepod-1"]
     monkeypatch.chdir(vm.root)

@@ -464,7 +464,7 @@ def test_decoding_shows_its_cache_and_what_binds_it(forked, nets, capsys):
     (r,) = asked(capsys, *command)
     assert r.decode["cache_bytes"] == 2 * 4 * 128 * 128 * 2 and r.decode["bound_by"] == "memory"
     assert r.fits and r.decode["expected_ms"] >= r.decode["memory_ms"] > r.decode["matrix_ms"] > 0
-    assert r.estimated_per_second == pytest.approx(4 / r.decode["expected_ms"] * 1e3)
+    assert r.predicted_per_second == pytest.approx(4 / r.decode["expected_ms"] * 1e3)
     assert r.memory["inputs"] >= r.decode["cache_bytes"]
     assert any(line.startswith("modeling_gpt2.py:") for line, _ in r.costliest_lines), r.costliest_lines
 

@@ -204,10 +204,13 @@ def format_report(r: Report) -> str:
             cache = f"key-value cache {d['cache_bytes'] / GIB:.3f} GiB for {d['cache_length']:,} tokens a sequence"
             row("decoding", f"{cache}, {d['read_bytes'] / GIB:.3f} GiB read per token and device")
             bounds = f"memory {d['memory_ms']:.3f} ms at its bandwidth, matrix unit {d['matrix_ms']:.3f} ms at its peak"
-            row("", f"bound by the {d['bound_by']}: {bounds}; tokens/s: of the longest time, {d['expected_ms']:.3f} ms")
-            above = d["expected_ms"] / max(d["memory_ms"], d["matrix_ms"])
-            if above > 1.5:
-                row("", f"the estimate is {above:.1f} x that bound: the program takes the time, see costliest lines")
+            row("", f"bound by the {d['bound_by']}: {bounds}")
+            above = f"{d['expected_ms'] / max(d['memory_ms'], d['matrix_ms']):.1f} x that bound"
+            if d["is_a_speed"]:
+                row("", f"tokens/s: of the longest time, {d['expected_ms']:.3f} ms, {above}")
+            else:
+                row("", f"no speed: the predicted step is {above}; this program is slow, see costliest lines, and a "
+                    "server would run another")  # fmt: skip
         kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())
         row(
             "without estimate",

@@ -111,7 +111,7 @@ def ask_script(script: str, topology: str, options: Sequence[str], seconds: floa
 
 
 def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
-    """The table of what was tried, the fastest first. "equal": the best one is not better than it."""
+    """The table of what was tried, the fastest first. "equal": no other one is better than it."""
     tried = [trial for trial in trials if trial.report is not None]
     tried.sort(key=lambda t: (not t.fits, ms_per_example(t.report) if t.fits else 0.0))
     unit = tried[0].report.unit if tried else "examples"
@@ -119,7 +119,7 @@ def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
     rows[0] += ["MFU", "GiB", "compile s"]
     for trial in tried:
         r = trial.report
-        equal = best and trial.fits and trial is not best and not is_better(best, trial)
+        equal = trial.fits and not any(is_better(other, trial) for other in tried)
         row = [trial.words + (" <- best" if trial is best else " (equal)" if equal else "")]
         if trial.fits:
             ms, mfu = step_ms(r), r.mfu_at(step_ms(r))

@@ -341,10 +341,10 @@ def a_trial(changes, estimated_ms=100.0, **facts):
 def test_what_a_prediction_cannot_tell_apart_is_equal():
     """Published steps took 0.83 to 1.07 of what is predicted."""
     base = a_trial({}, ruled_ms=10.0)
-    flash = a_trial({"attention": "flash"}, estimated_ms=78.0, ruled_ms=20.0)  # less estimated, more by rule
+    flash = a_trial({"attention": "flash"}, estimated_ms=85.0, ruled_ms=22.0)  # 15 less estimated, 12 more by rule
     assert not fastest.is_better(flash, base) and not fastest.is_better(base, flash)
-    much = a_trial({"attention": "flash"}, estimated_ms=60.0, ruled_ms=20.0)
-    assert fastest.is_better(much, base)
+    much = a_trial({"attention": "flash"}, estimated_ms=84.0, ruled_ms=22.0)
+    assert fastest.is_better(much, base), "16 and 12: even 0.83 of the gain is more than 1.07 of the loss"
     mesh = a_trial({"mesh": "1x8x1"}, estimated_ms=90.0, ruled_ms=10.0, exposed_ms=8.0)
     assert not fastest.is_better(mesh, base)
     explained = a_trial({"mesh": "1x8x1"}, estimated_ms=99.0, ruled_ms=10.0)
@@ -355,8 +355,8 @@ def test_what_a_prediction_cannot_tell_apart_is_equal():
     assert not fastest.is_better(a_trial({"mesh": "1x8x1"}, estimated_ms=99.99, ruled_ms=10.0), base)
     too_large = a_trial({"mesh": "1x8x1"}, estimated_ms=1.0, fits=False)
     assert not fastest.is_better(too_large, base) and fastest.is_better(base, too_large)
-    table = verdict.format_trials([base, flash, much, explained], much).splitlines()
-    assert [line.count("(equal)") for line in table[2:6]] == [0, 0, 0, 0] and "<- best" in table[2]
+    table = verdict.format_trials([base, much, two], much).splitlines()
+    assert "<- best" in table[2] and ["(equal)" in line for line in table[2:5]] == [False, True, False]
     table = verdict.format_trials([base, flash], base).splitlines()
     assert ["(equal)" in line for line in table[2:4]] == [True, False] and "equal: within 15%" in table[-2]
 
@@ -666,8 +666,9 @@ def test_a_memory_bound_step_says_what_the_cost_model_assumes():
     bound = a_report(topology="v5litepod-1", devices=1, moved_bytes=819e6 * 30, model_flops=197e9 * 20, flops=0.0)
     assert "about half the published bandwidth; the bytes moved need 30.000 ms at it" in format_report(bound)
     assert "memory-bound: v5litepod-1" in format_table([bound])
-    fast = dataclasses.replace(bound, model_flops=197e9 * 40)
-    assert "half" not in format_report(fast) and "half" not in format_table([fast])
+    for other in (dict(model_flops=197e9 * 40), dict(moved_bytes=819e6 * 24)):  # ms of products; little of 100 ms
+        text = format_report(dataclasses.replace(bound, **other))
+        assert "half" not in text and "half" not in format_table([dataclasses.replace(bound, **other)])
 
 
 @pytest.mark.parametrize("peak, needed", [(15 * GIB, 15), (0, 17), (18 * GIB, 17)])

@@ -27,4 +27,4 @@ def admit(script: Path, arguments: Sequence[str], kind: str) -> str:
         print(format_report(report), file=sys.stderr)
         raise InputError(f"{script.name} does not fit {kind}: nothing was queued; the report is above{without}")
     where = "kept from before" if report.from_cache else f"asked for {report.asked_seconds:.0f} s"
-    return f"{kind}: fits, {report.peak_bytes / 2**30:.2f} of {report.limit_bytes / 2**30:.2f} GiB a device ({where})"
+    return f"{kind}: fits, {report.memory_text} a device ({where})"

@@ -18,9 +18,11 @@ from jax.extend.mlir import ir
 
 from tpu_compiler import compiling
 from tpu_compiler.cache import Cache, cache_of_environment, digest
+from tpu_compiler.calibration import CALIBRATION, read_calibration
 from tpu_compiler.compiling import Compiled, compile_program, compile_with_newest, host_peak_gib, program_inputs
 from tpu_compiler.newest import environment_versions
 from tpu_compiler.reading import (
+    HOST,
     group_modules,
     parse_program,
     read_collectives,
@@ -32,6 +34,7 @@ from tpu_compiler.reading import (
 )
 from tpu_compiler.report import Report, format_report
 from tpu_compiler.rules import moved_bytes, ruled_ms
+from tpu_compiler.schedule import exposed_ms, read_host_transfers
 from tpu_compiler.search import OUTPUT_VARIABLE, suggest
 from tpu_compiler.tracing import Traced, create_state, trace_step
 from tpu_utils.errors import InputError
@@ -57,6 +60,8 @@ def compile_for(
     """
     if not xr.is_spmd() and xr.global_ordinal() > 0:
         return 0  # all replicas run the same program; the first one compiles it
+    alone = not os.environ.get(OUTPUT_VARIABLE)  # nobody else reads the calibration, and prints the report
+    calibration = read_calibration(CALIBRATION) if alone and CALIBRATION.exists() else None
     everything, settings, mesh = [*args, *kwargs.values()], dict(settings or {}), xs.get_global_mesh()
     if mesh is not None and "mesh" in settings:
         settings["mesh"] = "x".join(map(str, mesh.mesh_shape))  # the mesh that auto chose
@@ -67,8 +72,11 @@ def compile_for(
     traced = trace_step(step, *args, owners=(model, *optimizers), **kwargs)
     sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
     result, text = ask_compiler(traced, topology, **sizes, settings=settings, cache=cache_of_environment())
-    if os.environ.get(OUTPUT_VARIABLE):
+    if not alone:
         return hand_over(traced, result, text)
+    if calibration:
+        said = calibration.sentence(parse_topology(topology).generation, result.versions["libtpu"])
+        result = dataclasses.replace(result, calibration=said)
     print(format_report(result), flush=True)
     if result.over_bytes:
         print(suggest(result, sys.argv[0], sys.argv[1:]), flush=True)
@@ -145,8 +153,8 @@ def ask_compiler(
         cache.write(name, compiled)
     computations = parse_program(compiled.text)
     memory = read_memory(compiled, computations, traced.roles)
-    peak = sum(memory.values())
-    fits = peak <= limit  # libtpu 0.0.21 leaves the arguments out of its own check
+    host = read_host_transfers(computations)
+    host_bytes = sum(direction["bytes"] for direction in host.values()) * hardware.devices_per_chip
     collectives = read_collectives(computations, devices)
     (cycles, unpriced), modules = read_cycles(computations), read_modules(computations)
     seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
@@ -154,13 +162,12 @@ def ask_compiler(
     to_other_slices = hardware.slice_gb_per_s and hardware.slice_gb_per_s / hardware.devices_per_chip
     sent = sum(kind["sent_bytes"] for kind in collectives.values())
     loops = sum(operation.kind == "while" for operations in computations.values() for operation in operations)
-    too_much = f"needs {peak / GIB:.2f} of {limit / GIB:.2f} GiB, over by {(peak - limit) / GIB:.2f} GiB"
     result = Report(
         **facts,
         compiles=True,
-        fits=fits,
-        reason="" if fits else too_much,
-        peak_bytes=peak,
+        fits=True,
+        reason="",
+        peak_bytes=sum(memory.values()),
         memory=memory,
         compiler_peak_bytes=compiled.peak_bytes,
         flops=compiled.flops,
@@ -171,6 +178,9 @@ def ask_compiler(
         communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
         slice_transfers=read_slice_transfers(computations, topology.num_slices),
         network_gb_per_s=to_other_slices,
+        host_transfers=host,
+        host_transfer_ms=host_bytes / hardware.host_gb_per_s / 1e6 if hardware.host_gb_per_s else 0.0,
+        exposed_ms=exposed_ms(computations, topology, devices),
         estimated_ms=seconds * 1e3,
         estimated_per_second=examples / seconds if examples and seconds else None,
         estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,
@@ -183,7 +193,9 @@ def ask_compiler(
         largest_results=read_largest_results(computations),
         compile_seconds=compiled.seconds,
         host_peak_gib=host_peak_gib(),
-    )
+    ).with_prediction()
+    if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
+        result = dataclasses.replace(result, fits=False, reason=f"needs {result.memory_text}")
     return result, compiled.text
 
 
@@ -200,7 +212,7 @@ def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) 
     """Bytes per device of parameters, optimizer_state, inputs, activations, program."""
     memory = dict.fromkeys(("parameters", "optimizer_state", "inputs"), 0)
     for operation in computations["ENTRY"]:
-        if operation.kind == "parameter":
+        if operation.kind == "parameter" and HOST not in operation.type:
             memory[roles[int(operation.find(r" parameter\((\d+)\)"))]] += sum(shape_bytes(operation.type))
     memory["inputs"] += compiled.argument_bytes - sum(memory.values())  # rounding of small buffers
     return memory | {

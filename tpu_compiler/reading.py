@@ -30,6 +30,9 @@ MEGASCALE = {
     "ALL_GATHER": ("all-gather", lambda slices: slices - 1),
 }
 
+HOST = "S(5)"
+"""In the layout of an array that lies in the host's memory."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
@@ -41,6 +44,41 @@ class Operation:
     def find(self, pattern: str) -> str | None:
         match = re.search(pattern, self.line)
         return match and match[1]
+
+    @property
+    def base(self) -> str:
+        """Its kind, of one that is started here and awaited later too: all-gather of all-gather-start."""
+        return self.kind.removesuffix("-start")
+
+    @property
+    def is_free(self) -> bool:
+        """It takes no time of its own: nothing is done, or it awaits what another operation began."""
+        return self.kind in FREE or self.kind.endswith(("-done", "-update"))
+
+    @property
+    def result(self) -> str:
+        """The type of what it makes. Of a -start without the operands and the context that stand beside it."""
+        if not self.kind.endswith("-start") or not self.type.startswith("("):
+            return self.type
+        parts = elements(self.type)
+        return parts[0] if self.base == "copy" or len(parts) < 2 else parts[1]
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of its operands, such as fusion.12."""
+        inside = self.line.partition(f" {self.kind}(")[2]
+        return re.findall(r"%([\w.\-]+)", inside.partition("), ")[0])
+
+
+def elements(shape: str) -> list[str]:
+    """The types in the type of a tuple, which may be tuples."""
+    found, depth, start = [], 0, 1
+    for place, letter in enumerate(shape):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or depth == 0:
+            found.append(shape[start:place].strip())
+            start = place + 1
+    return found
 
 
 def parse_program(text: str) -> dict[str, list[Operation]]:
@@ -63,17 +101,22 @@ def _times_run(computations: dict[str, list[Operation]]) -> dict[str, int]:
         name, count = waiting.pop()
         times[name] += count
         for operation in computations.get(name, ()):
-            trips = 1
-            if operation.kind == "while":
-                trips = int(operation.find(r'"known_trip_count":\{"n":"(\d+)"') or 0)
-                if not trips:  # the bound is the largest constant the condition compares with
-                    condition = computations.get(operation.find(r"condition=%?([\w.\-]+)") or "", ())
-                    trips = max([int(o.find(r"constant\((\d+)\)") or 0) for o in condition] + [1])
-            for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", operation.line):
-                waiting.append((called, count * trips))
-            for branches in re.findall(r"branch_computations=\{([^}]*)\}", operation.line):
-                waiting += [(branch.strip().lstrip("%"), count) for branch in branches.split(",")]
+            waiting += [(called, count * trips) for called, trips in called_by(operation, computations)]
     return times
+
+
+def called_by(operation: Operation, computations: dict[str, list[Operation]]) -> list[tuple[str, int]]:
+    """(computation, how often it runs) of what an operation calls: loop bodies with their trips, and each branch."""
+    trips = 1
+    if operation.kind == "while":
+        trips = int(operation.find(r'"known_trip_count":\{"n":"(\d+)"') or 0)
+        if not trips:  # the bound is the largest constant the condition compares with
+            condition = computations.get(operation.find(r"condition=%?([\w.\-]+)") or "", ())
+            trips = max([int(o.find(r"constant\((\d+)\)") or 0) for o in condition] + [1])
+    found = [(called, trips) for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", operation.line)]
+    for branches in re.findall(r"branch_computations=\{([^}]*)\}", operation.line):
+        found += [(branch.strip().lstrip("%"), 1) for branch in branches.split(",")]
+    return found
 
 
 def shape_bytes(shape: str, padded: bool = True) -> list[int]:
@@ -89,6 +132,13 @@ def shape_bytes(shape: str, padded: bool = True) -> list[int]:
                 dims[dim] = -(-dims[dim] // size) * size
         sizes.append(math.prod(dims) * ITEM_BYTES.get(dtype, 4))
     return sizes
+
+
+def arrays_of(shape: str, on_chip: bool = False) -> list[str]:
+    """The types of the arrays of a type that lie in a device's memory: not on the host, S(5), nor, without on_chip, on
+    the chip, S(1)."""
+    arrays = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", shape)
+    return [array for array in arrays if HOST not in array and (on_chip or "S(1)" not in array)]
 
 
 def list_collectives(
@@ -122,9 +172,13 @@ def list_collectives(
                 size *= group
             share = 1.0 if kind == "collective-permute" else (group - 1) / group * (2 if kind == "all-reduce" else 1)
             if group > 1:
-                channel = operation.find(r"channel_id=(\d+)") or operation.name
-                seen[channel] = (operation, kind, times[computation], size, share * size)
+                seen[channel_of(operation)] = (operation, kind, times[computation], size, share * size)
     return list(seen.values())
+
+
+def channel_of(operation: Operation) -> str:
+    """What names a collective: the same in every piece of one that the compiler has taken apart."""
+    return operation.find(r"channel_id=(\d+)") or operation.name
 
 
 def read_collectives(computations: dict[str, list[Operation]], num_devices: int) -> dict[str, dict[str, float]]:
@@ -179,6 +233,17 @@ def _nested(computations: dict[str, list[Operation]]) -> set[str]:
         if called <= nested:
             return nested
         nested |= called
+
+
+def collectives_in(
+    operation: Operation, computations: dict[str, list[Operation]], seen: frozenset[str] = frozenset()
+) -> set[str]:
+    """Channels of the collectives that an operation is a piece of: itself, or inside the fusion."""
+    found = {channel_of(operation)} if operation.base in COLLECTIVES else set()
+    for called in re.findall(r"calls=%?([\w.\-]+)", operation.line) if operation.kind == "fusion" else ():
+        for inner in computations.get(called, ()) if called not in seen else ():
+            found |= collectives_in(inner, computations, seen | {called})
+    return found
 
 
 def scheduled(computations: dict[str, list[Operation]]) -> list[tuple[str, int, list[Operation]]]:
@@ -240,10 +305,9 @@ def read_largest_results(computations: dict[str, list[Operation]], count: int = 
         if name in nested or not times[name]:
             continue
         for operation in operations:
-            if operation.kind in FREE or operation.kind in ("dynamic-update-slice", "copy-start"):
+            if operation.is_free or operation.kind in ("dynamic-update-slice", "copy-start"):
                 continue
-            arrays = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", operation.type)
-            sizes = [shape_bytes(array)[0] for array in arrays if "S(1)" not in array]  # S(1): on-chip memory
+            sizes = [shape_bytes(array)[0] for array in arrays_of(operation.type)]
             if sizes:
                 found.append((max(sizes), operation.kind, source_of(operation), module_of(operation)))
     return sorted(found, key=lambda row: -row[0])[:count]
@@ -268,6 +332,6 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
             estimate = operation.find(r'"estimated_cycles":"(\d+)"')
             if estimate:
                 cycles[source_of(operation)] += int(estimate) * times[computation]
-            elif operation.kind not in FREE and "ConcatBitcast" not in operation.line and not small(operation):
-                unpriced[operation.kind.removesuffix("-start")] += times[computation]
+            elif not operation.is_free and "ConcatBitcast" not in operation.line and not small(operation):
+                unpriced[operation.base] += times[computation]
     return cycles, unpriced

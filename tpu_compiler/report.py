@@ -1,12 +1,23 @@
-"""What the TPU compiler said about one training step: a record, its text, and a table of several."""
+"""What the TPU compiler said about one training step: a record, its text, and a table of several.
+
+One number comes first: the predicted step, the compiler's estimate and what the rule adds for operations without one.
+Communication stands beside it, as a range of the step: from all hidden that the schedule lets hide to nothing hidden.
+"""
 
 import dataclasses
 from collections.abc import Sequence
 
 from tpu_compiler.rules import RULE
-from tpu_utils.hardware import GIB
+from tpu_utils.hardware import GIB, parse_topology
 
-LABEL = "compiler estimate, not measured; excludes collectives"
+LABEL = "not measured: estimate, and by rule what has no price; communication apart"
+ESTIMATE_LABEL = "compiler estimate alone, not measured; excludes flash kernels, all else without estimate, collectives"
+ERROR = (
+    "seven published steps took 0.83 to 1.07 of this: v6e 1.02 to 1.07, v5e 0.83 to 1.01, v5p 0.83 to 0.84; "
+    "tools.calibrate measures your chip"
+)
+ALL_HIDDEN = "all hidden that the schedule can hide"
+HALF = "the compiler's cost model assumes about half the published bandwidth"
 KEPT = " (kept from then)"
 COMMUNICATION_LABEL = "lower bound: bytes over link bandwidth, not measured"
 NETWORK_LABEL = "lower bound: bytes over the data center network's {:.4g} GB/s a device, not measured"
@@ -14,7 +25,11 @@ NETWORK_LABEL = "lower bound: bytes over the data center network's {:.4g} GB/s a
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the compiler says about one step on one slice. Bytes and FLOPs are per device unless they say otherwise."""
+    """What the compiler says about one step on one slice. Bytes and FLOPs are per device unless they say otherwise.
+
+    predicted_* are the figures to go by; with_prediction() works them out. estimated_* leave out every operation that
+    the compiler has no price for, flash kernels among them.
+    """
 
     topology: str
     devices: int
@@ -23,9 +38,11 @@ class Report:
     fits: bool
     reason: str  # the compiler's own words when it does not compile or fit
     limit_bytes: int
-    peak_bytes: int = 0  # the sum of memory below
+    peak_bytes: int = 0  # the sum of memory below, which counts as if all of it were alive at once
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    compiler_peak_bytes: int = 0  # the compiler's own figure; for small programs it includes on-chip memory
+    # the compiler's own: inputs, and the most of one memory; of a small program on-chip memory, of one with more on the
+    # host than on the device the host's
+    compiler_peak_bytes: int = 0
     flops: float = 0.0
     loops: int = 0  # in the program; flops counts the body of each once
     model_flops: float | None = None  # of a step, all devices
@@ -35,10 +52,18 @@ class Report:
     communication_label: str = COMMUNICATION_LABEL
     slice_transfers: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # what leaves the slice
     network_gb_per_s: float | None = None  # of a device, to other slices; None: no figure is published
-    estimated_ms: float | None = None
-    estimated_per_second: float | None = None  # examples or tokens, all devices
-    estimated_mfu: float | None = None
-    estimate_label: str = LABEL
+    host_transfers: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # "to host", "from host"
+    host_transfer_ms: float = 0.0  # both directions one after the other, at the published bandwidth of PCIe
+    exposed_ms: float = 0.0  # of communication and host transfers, what the schedule cannot hide at least
+    predicted_ms: float | None = None  # estimated_ms + ruled_ms
+    predicted_ms_all_hidden: float | None = None  # with exposed_ms, and not less than slices need between them
+    predicted_ms_nothing_hidden: float | None = None  # with all bounds of communication and host transfers
+    predicted_per_second: float | None = None  # examples or tokens, all devices, by predicted_ms
+    predicted_mfu: float | None = None  # by predicted_ms
+    estimated_ms: float | None = None  # leaves out whatever the compiler has no price for
+    estimated_per_second: float | None = None  # by estimated_ms
+    estimated_mfu: float | None = None  # by estimated_ms
+    estimate_label: str = ESTIMATE_LABEL
     calibration: str = ""  # what was measured on this chip, as calibration.Calibration.sentence says it
     unit: str = "examples"
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -67,8 +92,62 @@ class Report:
         return sent / self.network_gb_per_s / 1e6 if self.network_gb_per_s else None
 
     @property
+    def needed_bytes(self) -> int:
+        """Device memory that decides whether the step fits: the compiler's own peak, or the sum of memory where that is
+        smaller, or the compiler gave no peak."""
+        return min(self.compiler_peak_bytes or self.peak_bytes, self.peak_bytes)
+
+    @property
+    def memory_text(self) -> str:
+        """'5.35 of 15.75 GiB (its parts add up to 5.73)'."""
+        text = f"{self.needed_bytes / GIB:.2f} of {self.limit_bytes / GIB:.2f} GiB"
+        shares = f"{self.needed_bytes / GIB:.2f}" != f"{self.peak_bytes / GIB:.2f}"
+        return text + (f" (its parts add up to {self.peak_bytes / GIB:.2f})" if shares else "")
+
+    @property
     def over_bytes(self) -> int:
-        return max(0, self.peak_bytes - self.limit_bytes)
+        return max(0, self.needed_bytes - self.limit_bytes)
+
+    @property
+    def flops_per_device(self) -> float:
+        """FLOPs of a step on a device. The model's if larger: the compiler counts the body of a loop only once."""
+        return max(self.model_flops / self.devices if self.model_flops else 0.0, self.flops)
+
+    @property
+    def compute_ms(self) -> float:
+        """Milliseconds of a step that the matrix units need at their published peak."""
+        hardware = parse_topology(self.topology).hardware
+        return self.flops_per_device / (hardware.bf16_tflops / hardware.devices_per_chip * 1e9)
+
+    @property
+    def memory_ms(self) -> float:
+        """Milliseconds of a step that main memory needs for the bytes moved, at its published bandwidth."""
+        hardware = parse_topology(self.topology).hardware
+        return self.moved_bytes / (hardware.memory_gb_per_s / hardware.devices_per_chip * 1e6)
+
+    @property
+    def is_memory_bound(self) -> bool:
+        """Moving bytes takes longer than the products, and is no small part of the step even at the full bandwidth."""
+        return self.memory_ms > max(self.compute_ms, (self.predicted_ms or 0.0) / 4)
+
+    def with_prediction(self) -> "Report":
+        """With predicted_* worked out from the other fields."""
+        if self.estimated_ms is None:
+            return self
+        ms, network = self.estimated_ms + self.ruled_ms, self.slice_lower_bound_ms or 0.0
+        share = self.estimated_ms / ms if ms else 0.0
+        return dataclasses.replace(
+            self,
+            predicted_ms=ms,
+            predicted_ms_all_hidden=max(ms + self.exposed_ms, network),
+            predicted_ms_nothing_hidden=ms + self.communication_lower_bound_ms + self.host_transfer_ms + network,
+            predicted_per_second=self.estimated_per_second and self.estimated_per_second * share,
+            predicted_mfu=self.estimated_mfu and self.estimated_mfu * share,
+        )
+
+    def mfu_at(self, ms: float) -> float | None:
+        """Model FLOPs of a step of so many milliseconds over the peak of all devices."""
+        return self.predicted_mfu * self.predicted_ms / ms if self.predicted_mfu and ms else None
 
     @property
     def exit_code(self) -> int:
@@ -77,7 +156,7 @@ class Report:
 
 def format_report(r: Report) -> str:
     """The report as text, a fact a line."""
-    verdict = "compiles and fits" if r.fits else "does not fit" if r.peak_bytes > r.limit_bytes else "does not compile"
+    verdict = "compiles and fits" if r.fits else "does not fit" if r.over_bytes else "does not compile"
     lines = [f"{r.topology}: {verdict} ({r.program}{f', {r.level}' if r.level else ''})"]
 
     def row(name: str, text: str) -> None:
@@ -88,8 +167,8 @@ def format_report(r: Report) -> str:
     if r.settings.get("compiler_options"):
         row("compiler options", r.settings["compiler_options"])
     if r.memory:
-        row("memory per device", f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f} GiB" + (
-            f", over by {r.over_bytes / GIB:.2f} GiB" if r.over_bytes else ""))  # fmt: skip
+        over = f", over by {r.over_bytes / GIB:.2f} GiB" if r.over_bytes else ""
+        row("memory per device", r.memory_text + over)
         row("", ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3f}" for name, size in r.memory.items()))
     if r.compiles:
         model = f", {r.flops_ratio:.2f} x the model's {r.model_flops:.3g}" if r.flops_ratio else ""
@@ -106,31 +185,45 @@ def format_report(r: Report) -> str:
             bound = r.slice_lower_bound_ms
             row("between slices", f"a device sends {', '.join(sent)}")
             row("", f"at least {bound:.3f} ms ({label})" if bound is not None else label)
-        rate = f", {r.estimated_per_second:,.0f} {r.unit}/s" if r.estimated_per_second else ""
-        mfu = f", MFU {r.estimated_mfu:.1%}" if r.estimated_mfu else ""
-        row("time per step", f"{r.estimated_ms:.3f} ms{rate}{mfu} ({r.estimate_label})")
+        if r.host_transfers:
+            sent = [f"{v['bytes'] / 1e6:.1f} MB {direction}" for direction, v in r.host_transfers.items()]
+            bound = f"at least {r.host_transfer_ms:.3f} ms over PCIe" if r.host_transfer_ms else "its speed is unknown"
+            row("host memory", f"{', '.join(sent)}: {bound}")
+        rate = f", {r.predicted_per_second:,.0f} {r.unit}/s" if r.predicted_per_second else ""
+        mfu = f", MFU {r.predicted_mfu:.1%}" if r.predicted_mfu else ""
+        row("predicted step", f"{r.predicted_ms:.3f} ms{rate}{mfu} ({LABEL})")
+        row("", f"the compiler's estimate {r.estimated_ms:.3f} ms, by rule {r.ruled_ms:.3f} ms")
+        if r.predicted_ms_nothing_hidden > r.predicted_ms:
+            hidden, whole = r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden
+            mfus = [f"{mfu:.1%}" for mfu in (r.mfu_at(hidden), r.mfu_at(whole)) if mfu]
+            shares = f" (MFU {mfus[0]} to {mfus[1]})" if mfus else ""
+            row("with communication", f"{hidden:.3f} ms, {ALL_HIDDEN}, to {whole:.3f}, nothing hidden{shares}")
+        if r.is_memory_bound:
+            row("memory-bound", f"{HALF}; the bytes moved need {r.memory_ms:.3f} ms at it")
+        row("calibration" if r.calibration else "its error", r.calibration or ERROR)
         if d := r.decode:
             cache = f"key-value cache {d['cache_bytes'] / GIB:.3f} GiB for {d['cache_length']:,} tokens a sequence"
             row("decoding", f"{cache}, {d['read_bytes'] / GIB:.3f} GiB read per token and device")
             bounds = f"memory {d['memory_ms']:.3f} ms at its bandwidth, matrix unit {d['matrix_ms']:.3f} ms at its peak"
-            row("", f"bound by the {d['bound_by']}: {bounds}; tokens/s: of the longest time, {d['expected_ms']:.3f} ms")
-            above = d["expected_ms"] / max(d["memory_ms"], d["matrix_ms"])
-            if above > 1.5:
-                row("", f"the estimate is {above:.1f} x that bound: the program takes the time, see costliest lines")
-        if r.calibration:
-            row("calibration", r.calibration)
+            row("", f"bound by the {d['bound_by']}: {bounds}")
+            above = f"{d['expected_ms'] / max(d['memory_ms'], d['matrix_ms']):.1f} x that bound"
+            if d["is_a_speed"]:
+                row("", f"tokens/s: of the longest time, {d['expected_ms']:.3f} ms, {above}")
+            else:
+                row("", f"no speed: the predicted step is {above}; this program is slow, see costliest lines, and a "
+                    "server would run another")  # fmt: skip
         kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())
         row(
             "without estimate",
             f"{sum(r.operations_without_estimate.values())} operations{': ' + kinds if kinds else ''}",
         )
         if r.ruled_ms >= 0.001:
-            row("", f"{r.ruled_ms:.3f} ms more, {RULE}")
+            row("", f"{r.ruled_ms:.3f} ms, {RULE}")
         for i, (line, ms) in enumerate(r.costliest_lines):
-            row("" if i else "costliest lines", f"{ms:9.3f} ms  {ms / r.estimated_ms:5.1%}  {line}")
+            row("" if i else "costliest lines", f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {line}")
         for i, (name, count, ms) in enumerate(r.module_groups):
             several = f" ({count} modules)" if count > 1 else ""
-            row("" if i else "costliest modules", f"{ms:9.3f} ms  {ms / r.estimated_ms:5.1%}  {name}{several}")
+            row("" if i else "costliest modules", f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {name}{several}")
         large = [result for result in r.largest_results if result[0] >= 1e6]
         for i, (size, kind, line, module) in enumerate(large[:5]):
             where = f"{kind}, {line}{f', {module}' if module else ''}"
@@ -148,18 +241,18 @@ def format_table(reports: Sequence[Report]) -> str:
     """Several slices side by side, as a Markdown table."""
     unit, levels = reports[0].unit, any(r.level for r in reports)
     header = ["slice", *(["level"] if levels else []), "devices", "fits", "GiB of limit", "FLOPs / model",
-              "collectives MB", "comm. ms >=", "est. ms", f"est. {unit}/s", "est. MFU", "no estimate",
+              "collectives MB", "predicted ms", "with comm. ms", f"{unit}/s", "MFU", "no estimate",
               "compile s"]  # fmt: skip
     rows = [header, ["---"] * len(header)]
     for r in reports:
         row = [r.topology, *([r.level] if levels else []), str(r.devices), "yes" if r.fits else "no"]
-        row.append(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-")
+        row.append(f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-")
         if r.compiles:
             row += [f"{r.flops_ratio:.2f}" if r.flops_ratio else "-"]
             row += [f"{sum(v['bytes'] for v in r.collectives.values()) / 1e6:.1f}"]
-            row += [f"{r.communication_lower_bound_ms:.2f}", f"{r.estimated_ms:.2f}"]
-            row += [f"{r.estimated_per_second:,.0f}" if r.estimated_per_second else "-"]
-            row += [f"{r.estimated_mfu:.1%}" if r.estimated_mfu else "-"]
+            row += [f"{r.predicted_ms:.2f}", communication_range(r)]
+            row += [f"{r.predicted_per_second:,.0f}" if r.predicted_per_second else "-"]
+            row += [f"{r.predicted_mfu:.1%}" if r.predicted_mfu else "-"]
             row += [str(sum(r.operations_without_estimate.values()))]
         else:
             row += ["-"] * 7
@@ -177,7 +270,23 @@ def format_table(reports: Sequence[Report]) -> str:
     said = [f"{r.level}: {note}" for r in reports for note in r.notes]
     lines += list(dict.fromkeys(said))
     lines += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
-    return "\n".join([*lines, f"est.: {LABEL}. comm.: {COMMUNICATION_LABEL}."])
+    return "\n".join([*lines, *legend(reports)])
+
+
+def communication_range(r: Report) -> str:
+    """Milliseconds of a step with communication, from all hidden that the schedule can hide to nothing hidden."""
+    if r.predicted_ms_nothing_hidden == r.predicted_ms:
+        return "-"
+    return f"{r.predicted_ms_all_hidden:.2f} to {r.predicted_ms_nothing_hidden:.2f}"
+
+
+def legend(reports: Sequence[Report]) -> list[str]:
+    """What stands below a table: what its milliseconds are, and how far they were from clocks."""
+    lines = [f"predicted, rate, MFU: {LABEL}."]
+    lines += [f"with comm.: from {ALL_HIDDEN} to nothing hidden; {COMMUNICATION_LABEL}."]
+    memory = [r.topology for r in reports if r.compiles and r.is_memory_bound]
+    lines += [f"memory-bound: {', '.join(dict.fromkeys(memory))}; {HALF}."] if memory else []
+    return lines + ([f"error: {ERROR}."] if any(r.compiles and not r.calibration for r in reports) else [])
 
 
 def format_compilers(reports: Sequence[Report]) -> str:
@@ -193,21 +302,24 @@ def format_compilers(reports: Sequence[Report]) -> str:
                                     for r in reports)]]  # fmt: skip
     rows += [["---"] * len(rows[0])]
     rows += [["fits", *("yes" if r.fits else f"no: {r.reason}" for r in reports)]]
-    rows += [["GiB of limit", *(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" for r in reports)]]
+    rows += [["GiB of limit", *(f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" for r in reports)]]
+    rows += [["  parts together", *(f"{r.peak_bytes / GIB:.2f}" for r in reports)]]
     for part in dict.fromkeys(name for r in reports for name in r.memory):
         rows += [[f"  {part.replace('_', ' ')}", *(f"{r.memory.get(part, 0) / GIB:.3f}" for r in reports)]]
     for name, text in (
         ("FLOPs / model", lambda r: f"{r.flops_ratio:.2f}" if r.flops_ratio else "-"),
-        ("est. ms", lambda r: f"{r.estimated_ms:.3f}"),
-        (f"est. {reports[0].unit}/s", lambda r: f"{r.estimated_per_second:,.0f}" if r.estimated_per_second else "-"),
-        ("est. MFU", lambda r: f"{r.estimated_mfu:.1%}" if r.estimated_mfu else "-"),
+        ("predicted ms", lambda r: f"{r.predicted_ms:.3f}"),
+        ("  estimate", lambda r: f"{r.estimated_ms:.3f}"),
+        ("  by rule", lambda r: f"{r.ruled_ms:.3f}"),
+        ("with comm. ms", communication_range),
+        (f"{reports[0].unit}/s", lambda r: f"{r.predicted_per_second:,.0f}" if r.predicted_per_second else "-"),
+        ("MFU", lambda r: f"{r.predicted_mfu:.1%}" if r.predicted_mfu else "-"),
         ("no estimate", lambda r: str(sum(r.operations_without_estimate.values()))),
         ("collectives", lambda r: kinds(r.collectives)),
-        ("comm. ms >=", lambda r: f"{r.communication_lower_bound_ms:.2f}"),
         ("between slices", lambda r: kinds(r.slice_transfers)),
         ("compile s", lambda r: f"{r.compile_seconds:.0f}"),
     ):
         rows += [[name, *(text(r) if r.compiles else "-" for r in reports)]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    return "\n".join([*lines, f"est.: {LABEL}. comm.: {COMMUNICATION_LABEL}."])
+    return "\n".join([*lines, *legend(reports)])

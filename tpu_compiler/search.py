@@ -165,8 +165,8 @@ def fit(
             say(f"{field} {value:>7}: refused by {script}, see above")
             return False
         r = tried[value]
-        say(f"{field} {value:>7}: {'fits' if r.fits else 'does not fit'}, {r.peak_bytes / GIB:.2f} of "
-            f"{r.limit_bytes / GIB:.2f} GiB, {r.compile_seconds:.0f} s to compile")  # fmt: skip
+        verdict = "fits" if r.fits else "does not fit"
+        say(f"{field} {value:>7}: {verdict}, {r.memory_text}, {r.compile_seconds:.0f} s to compile")
         return r.fits
 
     unit = batch_increment(first) if field == "global_batch_size" else 1
@@ -210,12 +210,12 @@ def suggest(r: Report, script: str, options: Sequence[str]) -> str:
             lines.append(f"  {name:<34} not possible: {error}")
             return False
         verdict = "fits" if other.fits else "does not fit"
-        lines.append(f"  {name:<34} {verdict}, {other.peak_bytes / GIB:.2f} of {other.limit_bytes / GIB:.2f} GiB")
+        lines.append(f"  {name:<34} {verdict}, {other.memory_text}")
         return other.fits
 
     batch, scale = r.settings.get("global_batch_size"), r.memory.get("activations", 0)
     if batch and scale:
-        room = 0.95 * r.limit_bytes - (sum(r.memory.values()) - scale)
+        room = 0.95 * r.limit_bytes - (r.needed_bytes - scale)
         unit = batch_increment(r)
         guess = int(batch * room / scale) // unit * unit  # activations grow with the batch
         while unit <= guess < batch:

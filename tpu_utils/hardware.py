@@ -22,7 +22,9 @@ class Generation:
     of the bidirectional figure on those pages (v5e 400, v5p 1200, v6e 800 GB/s); v4: 6 links of 50 GB/s; TPU7x: half of
     a chip's 1200 for each of its devices, and the link between these two, "six times faster than a 1D ICI link".
     slice_gb_per_s is what a chip can send to other slices: the page of tpu7x has 50 (v5p) and 100 Gb/s (v6e, TPU7x) of
-    data center network per chip, the page of v5e 6.4 Tb/s for a pod of 256. None: no figure is published.
+    data center network per chip, the page of v5e 6.4 Tb/s for a pod of 256. host_gb_per_s is PCIe between a chip and
+    its host, in one direction: jax-ml.github.io/scaling-book/tpus has 16 for v4, 15 for most and 32 for v6e. None: no
+    figure is published.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Generation:
     limit_gib: float | None = None
     link_gb_per_s: float | None = None
     slice_gb_per_s: float | None = None
+    host_gb_per_s: float | None = None
     devices_per_chip: int = 1
     cores_in_name: int = 1  # v4-8 and v5p-8 count cores: 4 chips
     largest_host: tuple[int, ...] = (2, 2, 1)
@@ -46,12 +49,12 @@ GENERATIONS = {
     generation.name: generation
     for generation in (
         Generation(
-            "v4", "0x005e", 32, 275, 1228, 1.05, 30.75, 300,
+            "v4", "0x005e", 32, 275, 1228, 1.05, 30.75, 300, None, 16,
             cores_in_name=2, compiler_options=(("chip_config_name", "megacore"),),
         ),
-        Generation("v5e", "0x0063", 16, 197, 819, 1.5, 15.75, 200, 3.125, largest_host=(2, 4, 1)),
-        Generation("v5p", "0x0062", 95, 459, 2765, 1.75, 95.74, 600, 6.25, cores_in_name=2),
-        Generation("v6e", "0x006f", 32, 918, 1638, 1.75, 31.25, 400, 12.5, largest_host=(2, 4, 1)),
+        Generation("v5e", "0x0063", 16, 197, 819, 1.5, 15.75, 200, 3.125, 15, largest_host=(2, 4, 1)),
+        Generation("v5p", "0x0062", 95, 459, 2765, 1.75, 95.74, 600, 6.25, 15, cores_in_name=2),
+        Generation("v6e", "0x006f", 32, 918, 1638, 1.75, 31.25, 400, 12.5, 32, largest_host=(2, 4, 1)),
         Generation(
             "TPU7x", "0x0076", 192, 2307, 7380, 2.2, 94.75, 1500, 12.5,
             devices_per_chip=2, cores_in_name=2, newest_only=True,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT, run
+from processes import ROOT, Script, run
 
 import aot_tpu
 import config
 from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistConfig, TrainConfig
 from language.transformer_options import TransformerConfig
 from tpu_compiler import ask, reading, search, tracing
-from tpu_compiler.report import COMMUNICATION_LABEL, LABEL, Report
+from tpu_compiler.report import COMMUNICATION_LABEL, ERROR, LABEL, Report
 from tpu_utils import virtual_slice
 from tpu_utils.environment import choose_device
 from tpu_utils.errors import InputError, run_script
@@ -232,15 +232,35 @@ def test_one_device():
     assert r.compiles and r.fits and r.exit_code == 0 and not r.collectives
     assert r.memory["parameters"] == pytest.approx(weights, rel=0.05)  # tiles round the biases up
     assert r.memory["optimizer_state"] == pytest.approx(2 * weights, rel=0.05)
-    assert sum(r.memory.values()) == r.peak_bytes < r.limit_bytes
+    assert r.needed_bytes <= sum(r.memory.values()) == r.peak_bytes < r.limit_bytes
     assert 0.7 < r.flops_ratio < 1.1
-    assert r.estimate_label == "compiler estimate, not measured; excludes collectives"
+    assert "alone, not measured; excludes flash kernels" in r.estimate_label
+    assert r.predicted_ms == r.predicted_ms_all_hidden == r.predicted_ms_nothing_hidden == r.estimated_ms + r.ruled_ms
     source = TINY.read_text().splitlines()
     lines = {line.split(":")[1] for line, _ in r.costliest_lines}
     for mark in ("down(torch.nn", "# UPDATE"):  # forward, backward and optimizer: each under the line that caused it
         number = next(i for i, text in enumerate(source, 1) if mark in text)
         assert any(line.split()[0] == str(number) for line in lines), r.costliest_lines
     assert any(line.endswith(" backward") for line in lines)
+
+
+def test_a_script_says_what_was_measured_on_such_a_chip(tmp_path):
+    """Else the error of published steps, and no other figure changes."""
+    machine = {"chip": "v5e", "num_devices": 1, "versions": {"libtpu": "0.0.21"}}
+    (tmp_path / "calibration").mkdir()
+    file = tmp_path / "calibration" / "calibration.json"
+    said = []
+    for content in (None, {"format": 2, "machine": machine, "ratios": {"a": 1.1}}):
+        if content:
+            file.write_text(json.dumps(content))
+        done = Script(TINY, "--compile_for", "v5litepod-1", folder=tmp_path)
+        assert done.wait() == 0, done.text("err")
+        said.append(done.text("out"))
+    assert ERROR in said[0] and "calibration  " not in said[0]
+    assert ERROR not in said[1] and "calibration        measured on v5e: 1.10 x the predicted step (n = 1)" in said[1]
+    file.write_text("{")
+    refused = Script(TINY, "--compile_for", "v5litepod-1", folder=tmp_path)
+    assert refused.wait() and "calibration.json cannot be read as JSON" in refused.text("err")
 
 
 def test_same_input_same_program():
@@ -469,7 +489,7 @@ def test_compare_slices(forked, capsys):
     said = capsys.readouterr().out
     rows = [line for line in said.splitlines() if line.startswith("| v")]
     assert [row.split()[1] for row in rows] == ["v5litepod-1", "v6e-1"]
-    assert LABEL in said and COMMUNICATION_LABEL in said
+    assert LABEL in said and COMMUNICATION_LABEL in said and ERROR in said
 
 
 def test_a_compile_in_a_process_of_its_own(tmp_path):

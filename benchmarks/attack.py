@@ -79,7 +79,7 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
             part = HostCopy(step, {}, {}, copy.sharded, {"model/sharded": {at: shard}})
             sums = write_tensors(aside / name, part.shard_file())
             written.append({"name": name, "sums": sums, "shards": shards_by_path(part, name)})
-        checkpoints._finish(copy, aside, written)
+        checkpoints._finish(copy, aside, written, {})
     return checkpoints
 
 

@@ -171,7 +171,9 @@ def test_of_a_run_in_a_bucket_the_working_folder_is_watched(kept, tmp_path, monk
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_it_stops_the_script(kept, tmp_path, number):
-    process = subprocess.Popen(kept("waits"), cwd=ROOT, env=environment_with({}), stderr=subprocess.PIPE, text=True)
+    heard = dict(preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))  # a job in the background ignores SIGINT
+    quiet = dict(stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(kept("waits"), cwd=ROOT, env=environment_with({}), **quiet, **heard)
     waits(lambda: newest_checkpoint(tmp_path / "run" / "checkpoints") == 2 and len(lines_of(tmp_path / "run")) == 3)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)

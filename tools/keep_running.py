@@ -17,6 +17,7 @@ summary.json has them by cause, of all attempts: keep_running. Of a run in a buc
 """
 
 import argparse
+import difflib
 import json
 import os
 import resource
@@ -47,12 +48,15 @@ def run_dir_of(command: list[str]) -> Path:
     cannot be kept running."""
     if not command or not command[0].endswith(".py") or not Path(command[0]).is_file():
         found = command[0] if command else "nothing"
-        raise InputError(f"found {found} after --; expected a training script and its options: -- SCRIPT OPTIONS")
-    run_dir = options_in(command[1:]).get("run_dir", "")
-    if not run_dir:
         raise InputError(
-            "found no --run_dir; a script that is started again goes on from its checkpoints there; name it"
+            f"found {found} after --; expected a training script that is here, and its options: -- SCRIPT OPTIONS"
         )
+    options = options_in(command[1:])
+    if not (run_dir := options.get("run_dir", "")):
+        near = difflib.get_close_matches("run_dir", options, 1)
+        found = "--run_dir has no value" if "run_dir" in options else "found no --run_dir"
+        hint = f" (is --{near[0]} meant?)" if near and near[0] != "run_dir" else ""
+        raise InputError(f"{found}{hint}; a script that is started again goes on from its checkpoints there; name it")
     if not run_dir.startswith("gs://"):
         return Path(run_dir)
     from tpu_utils.remote.storage import working_folder  # only here: nothing else needs buckets
@@ -102,6 +106,8 @@ class Keeper:
             attempt = self.attempt
             attempt.end()
             self.attempt = None  # only now: a signal before that would leave what it has started
+            if self.stopping and verdict.code is None:  # told so while it was ended
+                verdict = verdict._replace(code=1)
             lost = attempt.lost_seconds(self.count == 1, verdict.silent)
             if verdict.code == 0:  # of its end nothing is lost; of its start something, if another was lost before
                 self.add({name: lost[name] for name in ("restart", "recompile") if self.count > 1 and name in lost})
@@ -113,7 +119,7 @@ class Keeper:
                 continue
             if self.failures >= self.most_failures:
                 self.note(verdict.reason, lost)
-                self.say(f"{verdict.reason}; given up: {self.failures} attempts without a new checkpoint")
+                self.say(f"{verdict.reason}; given up: {self.failures} in a row without a new checkpoint")
             return verdict.code
 
     def watch(self) -> Verdict:
@@ -127,7 +133,7 @@ class Keeper:
             if not verdict:
                 time.sleep(LOOK_SECONDS)
         if self.team.decides:
-            moved = newest_checkpoint(*self.saves) > attempt.first_step
+            moved = attempt.has_saved()
             if verdict.code is None:
                 self.failures = 0 if moved else self.failures + 1
                 if self.failures >= self.most_failures:
@@ -137,7 +143,7 @@ class Keeper:
 
     def pause(self, verdict: Verdict) -> None:
         wait, began = min(LONGEST_WAIT, 2.0**self.failures), time.monotonic()
-        self.say(f"{verdict.reason}; goes on from step {newest_checkpoint(*self.saves)} in {wait:.0f} s")
+        self.say(f"{verdict.reason}; goes on in {wait:.0f} s, from step {newest_checkpoint(*self.saves)}")
         while time.monotonic() < began + wait:
             time.sleep(LOOK_SECONDS)
         self.add({"waiting": time.monotonic() - began})
@@ -214,7 +220,10 @@ def find_team(given: argparse.Namespace, command: list[str]) -> Alone:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.keep_running", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.keep_running",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     for name, kind, default, text in (
         ("most_failures", int, 5, "ends after so many attempts in a row without a new checkpoint"),
@@ -231,8 +240,11 @@ def main() -> int:
     arguments = sys.argv[1:]
     at = arguments.index("--") if "--" in arguments else len(arguments)
     given, command = parse_arguments(parser, arguments[:at]), arguments[at + 1 :]
-    if given.most_failures < 1 or not (given.silent_minutes > 0 and given.wait_seconds > 0):
-        raise InputError("--most_failures, --silent_minutes and --wait_seconds are numbers above 0")
+    for name, least, most in (
+        ("most_failures", 1, 10**6), ("silent_minutes", 1e-3, 1e6), ("wait_seconds", 1e-3, 1e9), ("port", 1, 65535)
+    ):  # fmt: skip
+        if not least <= getattr(given, name) <= most:
+            raise InputError(f"--{name} is {getattr(given, name):g}; expected a number from {least:g} to {most:g}")
     run_dir_of(command)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a stuck script is ended by SIGABRT: no gigabytes on the disk
     keeper = Keeper(command, find_team(given, command), given.most_failures, 60 * given.silent_minutes)

@@ -50,7 +50,7 @@ PHASE_COLOURS = {
     "other": "#d9d9d9",
     # of all attempts, as tools.keep_running counts them
     "kept_work": "#74c476",
-    "restart": "#525252",
+    "restart": "#e377c2",
     "recompile": "#54278f",
     "lost_steps": "#fb6a4a",
     "silence": "#252525",
@@ -324,7 +324,7 @@ def draw_goodput(axes, runs: list[Run], names: list[str]) -> None:
     axes.set_xlim(0, 112)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("share of wall time (%)")
-    axes.set_title("where the time went (of the process that ended the run)", loc="left", fontsize=11)
+    axes.set_title("where the time went (a run: of the process that ended it)", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     present = [phase for phase in PHASE_COLOURS if phase in {bar.get_label() for bar in axes.containers}]
     handles = [Patch(color=PHASE_COLOURS[phase], label=phase.replace("_", " ")) for phase in present]

@@ -13,8 +13,8 @@ from tpu_utils.hardware import GIB, parse_topology
 LABEL = "not measured: estimate, and by rule what has no price; communication apart"
 ESTIMATE_LABEL = "compiler estimate alone, not measured; excludes flash kernels, all else without estimate, collectives"
 ERROR = (
-    "seven published steps took 0.83 to 1.07 of this: v6e 1.02 to 1.07, v5e 0.83 to 1.01, v5p 0.83 to 0.84; "
-    "tools.calibrate measures your chip"
+    "of seven published steps the clock was 0.83 to 1.07 x the prediction: v6e 1.02 to 1.07, v5e 0.83 to 1.01, "
+    "v5p 0.83 to 0.84; tools.calibrate measures your chip"
 )
 ALL_HIDDEN = "all hidden that the schedule can hide"
 HALF = "the compiler's cost model assumes about half the published bandwidth"
@@ -200,7 +200,7 @@ def format_report(r: Report) -> str:
             row("with communication", f"{hidden:.3f} ms, {ALL_HIDDEN}, to {whole:.3f}, nothing hidden{shares}")
         if r.is_memory_bound:
             row("memory-bound", f"{HALF}; the bytes moved need {r.memory_ms:.3f} ms at it")
-        row("calibration" if r.calibration else "its error", r.calibration or ERROR)
+        row("calibration" if r.calibration else "accuracy", r.calibration or ERROR)
         if d := r.decode:
             cache = f"key-value cache {d['cache_bytes'] / GIB:.3f} GiB for {d['cache_length']:,} tokens a sequence"
             row("decoding", f"{cache}, {d['read_bytes'] / GIB:.3f} GiB read per token and device")
@@ -286,7 +286,7 @@ def legend(reports: Sequence[Report]) -> list[str]:
     lines += [f"with comm.: from {ALL_HIDDEN} to nothing hidden; {COMMUNICATION_LABEL}."]
     memory = [r.topology for r in reports if r.compiles and r.is_memory_bound]
     lines += [f"memory-bound: {', '.join(dict.fromkeys(memory))}; {HALF}."] if memory else []
-    return lines + ([f"error: {ERROR}."] if any(r.compiles and not r.calibration for r in reports) else [])
+    return lines + ([f"accuracy: {ERROR}."] if any(r.compiles and not r.calibration for r in reports) else [])
 
 
 def format_compilers(reports: Sequence[Report]) -> str:

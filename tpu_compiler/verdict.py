@@ -134,7 +134,7 @@ def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
     lines += [f"{trial.words}: {trial.said}" for trial in trials if trial.report is None]
     lines += [f"ms a step, {unit}/s, MFU: {LABEL}; equal: within {EQUAL:.0%}"]
-    return "\n".join([*lines, f"error: {ERROR}"])
+    return "\n".join([*lines, f"accuracy: {ERROR}"])
 
 
 def command_of(script: str, trial: Trial) -> str:

@@ -97,7 +97,7 @@ def test_it_goes_on_from_the_newest_checkpoint_until_it_ends_well(kept, tmp_path
     assert [(line["step"], line["attempt"], line["reason"]) for line in restarts] == [
         (2, 1, "killed by SIGKILL"), (4, 2, "exit code 1"), (6, 3, "exit code 143")
     ]  # fmt: skip
-    assert "kept       killed by SIGKILL; goes on from step 2 in 1 s" in done.stderr
+    assert "kept       killed by SIGKILL; goes on in 1 s, from step 2" in done.stderr
 
 
 @pytest.mark.parametrize("what", ["log is a FIFO", "log is a link", "lock is a link", "summary is large"])
@@ -145,7 +145,7 @@ def test_what_is_stuck_shows_where_and_is_ended(kept, tmp_path, monkeypatch, fau
 def test_it_gives_up_where_no_attempt_gets_further(kept, tmp_path):
     done = ended(kept("early", "early", "3", "early", "early", "early", options=["--most_failures", "2"]))
     assert done.returncode == 1
-    said = "kept       exit code 1; given up: 2 attempts without a new checkpoint"
+    said = "kept       exit code 1; given up: 2 in a row without a new checkpoint"
     assert done.stderr.splitlines()[-1] == said
     assert done.stdout.count("first") == 2
 
@@ -195,6 +195,8 @@ def test_killed_it_leaves_nothing_behind(kept, tmp_path):
         ([], "found nothing after --; expected a training script"),
         (["nowhere.py", "--run_dir", "x"], "found nowhere.py after --"),
         (["simple_mnist_tpu.py", "--seed=1"], "found no --run_dir; a script that is started again goes on from"),
+        (["simple_mnist_tpu.py", "--run_dri", "x"], r"found no --run_dir \(is --run_dri meant\?\); a script"),
+        (["simple_mnist_tpu.py", "--run_dir"], "--run_dir has no value; a script that is started again"),
     ],
 )
 def test_what_cannot_be_kept_running_is_refused(command, said, monkeypatch):

@@ -16,10 +16,11 @@ from test_peers import together
 from config import MnistConfig
 from tools.keep_running import MEMORY_DIR
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.checkpoint.memory import MemoryCheckpoints
+from tpu_utils.checkpoint.memory import MemoryCheckpoints, kind_of_files
 from tpu_utils.checkpoint.saved import read_checkpoint
 from tpu_utils.checkpoint.state import HostCopy, kind_of
 from tpu_utils.errors import InputError, SaveError
+from tpu_utils.files import checksum_of
 from tpu_utils.peers import Peers
 from tpu_utils.restarts import memory_folder, newest_checkpoint
 from tpu_utils.run_dir import run_id_in
@@ -105,14 +106,55 @@ def newest_file(folder: Path) -> Path:
     return folder / f"step_{newest_checkpoint(folder):08d}" / "state.safetensors"
 
 
-def test_what_is_damaged_is_named(lost):
-    """Checked as one on disk. Here there is none before it."""
+def bring(run_dir: Path, memory: Path) -> tuple[int | None, Checkpoints]:
+    disk = Checkpoints(run_dir / "checkpoints", 3, run_id=run_id_in(run_dir))
+    return MemoryCheckpoints(str(run_dir), str(memory), disk).bring_to_disk(), disk
+
+
+def test_what_is_damaged_is_named_and_the_one_before_it_used(lost, capsys):
     run_dir, folder, memory = lost
     content = bytearray(newest_file(folder).read_bytes())
     content[-1] ^= 1
     newest_file(folder).write_bytes(content)
-    ended = go_on(run_dir, memory)
-    assert ended.returncode == 2 and "is damaged: state.safetensors has other content" in ended.stderr
+    damaged, older = newest_file(folder), sorted(folder.iterdir())[0]
+    step, disk = bring(run_dir, memory)
+    assert f"{damaged}, in memory, is damaged and not used" in capsys.readouterr().err
+    assert step == int(older.name[5:]) and disk.steps() == [step]
+
+
+def saved_on_disk(run_dir: Path, step: int, logged: bool = True) -> None:
+    (run_dir / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    (run_dir / "checkpoints" / f"step_{step:08d}" / "done").touch()
+    if logged:
+        with (run_dir / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps(dict(kind="checkpoint", step=step)) + "\n")
+
+
+@pytest.mark.parametrize("saved", [4, 6])
+def test_a_best_one_that_was_lost_while_it_was_written_is_reached_again(lost, saved):
+    """The best one, of step 5, is newer than all on disk. Where it is not, it was removed there by hand."""
+    run_dir, folder, memory = lost
+    for path in folder.iterdir():
+        index = json.loads((path / "state.json").read_text())
+        index["values"]["best"] = dict(step=5, field="accuracy", value=0.5)
+        (path / "state.json").write_text(json.dumps(index))
+        marker = json.loads((path / "done").read_text())
+        with (path / "state.json").open("rb") as file:
+            marker["files"]["state.json"] = checksum_of(file)
+        (path / "done").write_text(json.dumps(marker))
+    saved_on_disk(run_dir, saved)
+    newest = newest_checkpoint(folder)
+    step, _ = bring(run_dir, memory)
+    assert step == (newest if saved == 6 else None)
+
+
+def test_a_damaged_one_on_disk_is_not_newer(lost):
+    """A run that fell back from it has dropped its line."""
+    run_dir, folder, memory = lost
+    saved_on_disk(run_dir, 999, logged=False)
+    newest = newest_checkpoint(folder)
+    step, _ = bring(run_dir, memory)
+    assert step == newest
 
 
 @pytest.mark.parametrize("what", ["truncated", "no marker", "another run", "no line", "another token", "no config"])
@@ -137,9 +179,8 @@ def test_what_is_not_whole_or_not_of_this_run_is_not_used(lost, what):
         kept = [line for line in lines if what == "another token" or line["step"] < newest]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     used = int(older.name[5:]) if what != "no config" else None
-    disk = Checkpoints(run_dir / "checkpoints", 3, run_id=run_id_in(run_dir))
-    assert MemoryCheckpoints(str(run_dir), str(memory), disk).bring_to_disk() == used
-    assert disk.steps() == ([used] if used else []) and not list(memory.iterdir())
+    step, disk = bring(run_dir, memory)
+    assert step == used and disk.steps() == ([used] if used else []) and not list(folder.iterdir())
 
 
 def test_a_newer_one_on_disk_is_taken(lost):
@@ -220,6 +261,7 @@ class Machines:
             memory = self.make(peers)
             for step in steps:
                 memory.run_id = f"ours.{memory.token}"
+                memory.keep_newest()
                 memory.write(copy_of(step, peers, sharded, memory._marks))
                 memory.wait()
                 if peers.index == 0:
@@ -264,7 +306,7 @@ def test_lost_machines_cost_nothing_that_the_others_have(tmp_path, sharded, lost
         files = saved.files()
         assert torch.equal(files.read("model/large"), torch.arange(64.0).reshape(8, -1) + 30)
         assert torch.equal(files.read("model/small"), torch.full((3,), 30.0))
-        assert not any(machines.memory_of(index).exists() for index in range(4))
+        assert not any(list(machines.memory_of(index).iterdir()) for index in range(4) if index not in lost)
         assert machines.bring() == [None] * 4
 
 
@@ -322,7 +364,7 @@ def test_where_the_run_directory_is_not_shared_it_is_said(tmp_path):
         assert all(
             "process 1: it sees no" in said and "needs a --run_dir that all of them share" in said for said in found
         )
-        assert machines.memory_of(0).exists(), "it is not given back: nothing is lost"
+        assert list(machines.memory_of(0).iterdir()), "it is not given back: nothing is lost"
 
 
 def test_a_memory_dir_that_lacks_on_one_machine_is_said_by_all(tmp_path):
@@ -337,3 +379,75 @@ def test_a_memory_dir_that_lacks_on_one_machine_is_said_by_all(tmp_path):
                 return str(error)
 
         assert all("memory_1: No such file or directory" in said for said in on_all(make))
+
+
+def test_a_memory_dir_that_is_on_a_disk_is_said(tmp_path, capsys, monkeypatch):
+    kinds = {line.split()[1]: line.split()[2] for line in Path("/proc/self/mounts").read_text().splitlines()}
+    assert kind_of_files(Path("/dev/shm")) == kinds.get("/dev/shm", kind_of_files(Path("/dev"))), "the nearest mount"
+    assert kind_of_files(Path("/proc/self")) == "proc"
+    monkeypatch.setattr("tpu_utils.checkpoint.memory.kind_of_files", lambda folder: "ext4")
+    MemoryCheckpoints(str(tmp_path / "run"), str(tmp_path), Checkpoints(tmp_path / "run", 3))
+    assert capsys.readouterr().err == f"warning: memory_dir {tmp_path} is on ext4, which is not in memory\n"
+
+
+def test_room_is_for_two_and_never_for_three(tmp_path, monkeypatch):
+    """Said at the first one, and what is old goes before the next is copied."""
+    asked = []
+    monkeypatch.setattr("tpu_utils.checkpoint.has_room", lambda folder, size: asked.append(size) or True)
+    (tmp_path / "memory").mkdir()
+    memory = MemoryCheckpoints(str(tmp_path / "run"), str(tmp_path / "memory"), Checkpoints(tmp_path / "run", 3))
+    for step in (10, 20, 30, 40):
+        copy = memory.copy(step, {"model": {"weight": torch.zeros(1 << 20)}})
+        assert len(memory.steps()) <= 1
+        memory.write(copy)
+        memory.wait()
+    assert memory.steps() == [30, 40]
+    assert [int(size / 2**22) for size in asked] == [2, 1, 1, 1]
+
+
+class Full:
+    """A file that takes nothing."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.file.close()
+
+    def write(self, content):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["making the folder", "the shards of the machine before"])
+def test_a_machine_without_room_ends_the_save_on_all_at_once(tmp_path, monkeypatch, where):
+    """Nobody waits for another: that would be half an hour."""
+    with together(3) as on_all:
+        machines, opened = Machines(tmp_path, on_all, 3), Path.open
+        full = machines.memory_of(1) / ".writing_00000010" / "shards_00000.safetensors"
+
+        def opens(path: Path, *arguments, **keywords):
+            file = opened(path, *arguments, **keywords)
+            return Full(file) if path == full else file
+
+        if where != "making the folder":
+            monkeypatch.setattr(Path, "open", opens)
+
+        def save(peers: Peers) -> str:
+            memory = machines.make(peers)
+            memory.run_id = f"ours.{memory.token}"
+            if where == "making the folder" and peers.index == 1:
+                memory._make = lambda *_: Full(None).write(b"")
+            try:
+                memory.write(copy_of(10, peers, True, memory._marks))
+                memory.wait()
+            except SaveError as error:
+                return str(error)
+            return "saved"
+
+        for said in on_all(save):
+            assert "could not be kept in memory" in said
+            assert "process 1: [Errno 28] No space left on device" in said
+        assert not any(list(machines.memory_of(index).glob("step_*")) for index in range(3))

@@ -35,8 +35,8 @@ class Attempt:
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # nothing may hold the chips
         )
         self.log, self.saves, self.began = run_dir / "metrics.jsonl", saves, time.monotonic()
-        self.first_step = newest_checkpoint(*saves)
-        """It goes on from there."""
+        self.newest = {folder: newest_checkpoint(folder) for folder in saves}
+        """What was there before."""
         self.logged: float | None = None
         """When its first line came: what is before is starting up, restoring and compiling."""
         self.saved: float | None = None
@@ -54,6 +54,9 @@ class Attempt:
         with contextlib.suppress(OSError):
             size = self.log.stat().st_size
         return size, newest_checkpoint(*self.saves)
+
+    def has_saved(self) -> bool:
+        return any(newest_checkpoint(folder) > before for folder, before in self.newest.items())
 
     def look(self) -> int | None:
         """Its exit code, None while it runs; or minus the signal that killed it."""

@@ -4,6 +4,7 @@ They talk over the authenticated connections of tpu_utils/remote/wire.py, each w
 LOST_SECONDS is lost.
 """
 
+import contextlib
 import queue
 import signal
 import socket
@@ -191,7 +192,9 @@ class Other(Alone):
             self.sent = now
             try:
                 self.link.send(list(own))
-            except WireError:
+            except WireError:  # it may have said why before it closed
+                with contextlib.suppress(queue.Empty):
+                    return self.heard.get(timeout=1.0)
                 return Verdict("host 0: lost", None)
         try:
             verdict = self.heard.get_nowait()

@@ -174,15 +174,19 @@ class Checkpoints:
 
     def _check_own_space(self, copy: HostCopy) -> None:
         """Raises SaveError on all processes when one of them has no room for what it is to write."""
-        own = [*copy.whole.values(), *(shard for shards in copy.shards.values() for shard in shards.values())]
         problem = None
         try:
-            self._check_space(copy.step, sum(tensor.nbytes for tensor in own))
+            self._check_space(copy.step, self._room_for(copy))
         except SaveError as error:
             problem = str(error)
         for said in self._peers.gather(problem):
             if said:
                 raise SaveError(str(said))
+
+    def _room_for(self, copy: HostCopy) -> int:
+        """Bytes that this process is to write."""
+        own = [*copy.whole.values(), *(shard for shards in copy.shards.values() for shard in shards.values())]
+        return sum(tensor.nbytes for tensor in own)
 
     def _write_and_keep_error(self, copy: HostCopy) -> None:
         try:

@@ -13,6 +13,8 @@ import os
 import secrets
 import shutil
 import stat
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from tpu_utils.checkpoint import SHARED_FOLDER, Checkpoints, remove
 from tpu_utils.checkpoint.saved import read_marker
 from tpu_utils.checkpoint.state import HostCopy
-from tpu_utils.checkpoint.tensor_files import WHOLE_FILE, shard_file, steps_in
+from tpu_utils.checkpoint.tensor_files import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, shard_file, steps_in
 from tpu_utils.errors import InputError, SaveError
-from tpu_utils.files import sync_folder, write_atomically
+from tpu_utils.files import checksum_of, open_regular, read_json, sync_folder, write_atomically
 from tpu_utils.peers import Peers
 from tpu_utils.records import read_records
 from tpu_utils.restarts import memory_folder
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from tpu_utils.remote.wire import Link
 
 BLOCK = 1 << 22  # bytes that go to another machine at a time
+IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs", "unknown")
 
 
 class MemoryCheckpoints(Checkpoints):
@@ -47,8 +50,10 @@ class MemoryCheckpoints(Checkpoints):
         self._disk, self._own_disk = disk, True
         problem, place = None, None
         try:
-            check_private(self.folder)
             found = Path(memory_dir).stat()
+            check_private(self.folder)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            check_private(self.folder)  # another user may have been first; from here on it is ours
             place = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), found.st_dev, found.st_ino]
         except InputError as error:
             problem = str(error)
@@ -58,6 +63,8 @@ class MemoryCheckpoints(Checkpoints):
         for said, _ in places:
             if said:
                 raise InputError(said)
+        if (kind := kind_of_files(Path(memory_dir))) not in IN_MEMORY and self._peers.index == 0:
+            print(f"warning: memory_dir {memory_dir} is on {kind}, which is not in memory", file=sys.stderr)
         self._marks = places.index([None, place]) == self._peers.index  # the first process of this machine
         self._others_have_own = all(places.count(one) == 1 for one in places) and len(places) > 1
         self._ring: tuple[Link, Link] | None = None
@@ -65,40 +72,49 @@ class MemoryCheckpoints(Checkpoints):
 
     def copy(self, step: int, *arguments, **keywords) -> HostCopy:
         self.run_id = f"{self._disk.run_id}.{self.token}"
+        self.wait()
+        self.keep_newest()
         return super().copy(step, *arguments, **keywords)
+
+    def keep_newest(self) -> None:
+        """Remove the others. After wait(): every machine has it whole."""
+        for old in self.steps()[:-1] if self._marks else ():
+            remove(self.path(old))
 
     def clear(self) -> None:
         """Give the memory back."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _room_for(self, copy: HostCopy) -> int:
+        """Where there is none yet, for the next one too; with shards, for about as much of the machine before."""
+        shards = sum(shard.nbytes for shards in copy.shards.values() for shard in shards.values())
+        both = super()._room_for(copy) + (shards if self._others_have_own else 0)
+        return both if self.steps() else 2 * both
+
     # ----------------------------------------------------------------------------------------------------- written
 
     def _make(self, aside: Path, copy: HostCopy) -> None:
-        """Every machine has its newest one whole by now: the older ones go."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         check_private(self.folder)
-        for old in (*self.folder.glob(".writing_*"), *map(self.path, self.steps()[:-1])):
-            remove(old)
+        for left_by_a_kill in self.folder.glob(".writing_*"):
+            remove(left_by_a_kill)
         aside.mkdir()
 
     def _prune(self, step: int, best: int | None) -> None:
-        """Not yet: another machine may not have this one whole."""
+        """Not yet: another machine may not have this one whole. keep_newest() does."""
 
     def _write(self, copy: HostCopy) -> None:
         """Runs in the thread. If nothing is sharded, without messages to other machines."""
         peers = self._peers_of_thread if copy.sharded else Peers()
         aside, own = self.folder / f".writing_{copy.step:08d}", None
         try:
-            peers.gather(None)  # every process has written the checkpoint before
-            if self._marks:
-                self._make(aside, copy)
-            peers.gather(None)  # the folder is there
+            agree(peers, lambda: self._make(aside, copy) if self._marks else None)
             own = self._write_shards(aside, copy) if copy.sharded else None
             written = peers.gather(own) if copy.sharded else []
             if problems := [one["problem"] for one in written if "problem" in one]:
                 raise OSError("; ".join(problems))
             if copy.sharded and self._others_have_own:
-                self._exchange(aside, written)
+                agree(peers, lambda: self._exchange(aside, written))
             if self._marks:
                 elsewhere = {one["name"]: one["sums"]["bytes"] for one in written}
                 self._finish(copy, aside, written, elsewhere if self._others_have_own else {})
@@ -125,11 +141,18 @@ class MemoryCheckpoints(Checkpoints):
 
         with ThreadPoolExecutor(1) as pool, (aside / other).open("xb") as file:
             given, left = pool.submit(give), written[self._peers.index - 1]["sums"]["bytes"]
+            problem = None
             while left:
                 block = bytearray(min(left, BLOCK))
                 before.receive_into(memoryview(block))
-                left -= file.write(block)
+                left -= len(block)
+                try:
+                    file.write(block)
+                except OSError as error:  # no room: all is received, else the giver would wait
+                    problem = error
             given.result()
+            if problem:
+                raise problem
 
     # -------------------------------------------------------------------------------------------------- back again
 
@@ -139,8 +162,8 @@ class MemoryCheckpoints(Checkpoints):
 
         The memory is given back then, and where what it holds is of no use.
         """
-        known = self._peers.from_first(self._known)
-        own = {str(step): found for step in self.steps() if (found := self._found(step, known.get(str(step))))}
+        newest, tokens = self._peers.from_first(self._known)
+        own = {str(s): found for s in self.steps() if (found := self._found(s, tokens.get(str(s)), newest))}
         have = self._peers.gather(own)  # by process
         step = None
         for candidate in sorted({int(step) for of_one in have for step in of_one}, reverse=True):
@@ -151,43 +174,62 @@ class MemoryCheckpoints(Checkpoints):
                 break
         self._peers.gather(None)  # nobody reads there any more
         if self._marks:
-            self.clear()
+            for path in self.folder.iterdir():
+                remove(path)
         return step
 
-    def _known(self) -> dict[str, str]:
-        """Of the first process: {step: token} of the run's checkpoints in memory that are newer than those on disk."""
-        log, newest = self._disk.folder.parent / "metrics.jsonl", max(steps_in(self._disk.folder), default=0)
-        lines = (line for _, _, line in read_records(log) if line and "memory" in line) if log.exists() else ()
-        return {str(line["step"]): line["memory"] for line in lines if line["step"] > newest}
+    def _known(self) -> tuple[int, dict[str, str]]:
+        """Of the first process: the newest step on disk, and {step: token} of newer checkpoints in memory. A step whose
+        line a run has dropped again, because the checkpoint was damaged, is not on disk."""
+        log, tokens, logged = self._disk.folder.parent / "metrics.jsonl", {}, set()
+        for _, _, line in read_records(log) if log.exists() else ():
+            if line and line["kind"] == "checkpoint":
+                tokens[line["step"]] = line.get("memory")
+                logged.add(line["step"])
+        newest = max((step for step in steps_in(self._disk.folder) if step in logged), default=0)
+        return newest, {str(step): token for step, token in tokens.items() if token and step > newest}
 
-    def _found(self, step: int, token: str | None) -> dict[str, Any] | None:
-        """What this machine has of a checkpoint: its marker, and the names of the files that are "here"."""
+    def _found(self, step: int, token: str | None, newest: int) -> dict[str, Any] | None:
+        """What this machine has of a checkpoint: its marker, and the names of the files that are "here" and whole.
+
+        newest: the newest step on disk. A checkpoint that names a later one as the best does not count: that was lost
+        while it was written, and the run has to come there again.
+        """
         folder = self.path(step)
         try:
             marker = read_marker(folder)
-        except (OSError, ValueError, InputError):
+            if not (token and self._disk.run_id) or marker["run"] != f"{self._disk.run_id}.{token}":
+                return None
+            here = []
+            for name, sums in marker["files"].items():
+                if (folder / name).exists():
+                    with open_regular(folder / name, "a file of a checkpoint", follow=False) as file:
+                        if checksum_of(file) == sums:
+                            here.append(name)
+                        else:
+                            print(f"warning: {folder / name}, in memory, is damaged and not used", file=sys.stderr)
+            best = read_json(folder / INDEX_FILE, "an index", LONGEST_HEADER)["values"].get("best")
+        except (OSError, ValueError, KeyError, AttributeError):  # InputError too
             return None
-        if not self._disk.run_id or marker["run"] != f"{self._disk.run_id}.{token}":
-            return None
-        here = [name for name, sums in marker["files"].items() if _size(folder / name) == sums["bytes"]]
-        return {"marker": marker, "here": here}
+        return None if best and best["step"] > newest else {"marker": marker, "here": here}
 
     def _put(self, step: int, marker: dict[str, Any], givers: dict[str, int]) -> None:
         """givers: by file, the process that puts it there. The marker comes last, as with every checkpoint."""
         disk, mirror, index = self._disk, self._disk._mirror, self._peers.index
         target, aside = disk.path(step), disk.folder / f".writing_{step:08d}"
         folder = target if mirror else aside
-        if index == 0 or mirror:
-            disk.folder.mkdir(exist_ok=True)
-            for old in (aside, target):
-                if old.exists():
-                    remove(old)
-            folder.mkdir()
-        if mirror and index == 0:
-            mirror.unmark(target)
-        self._peers.gather(None)
-        problem = None
-        try:
+
+        def make() -> None:
+            if index == 0 or mirror:
+                disk.folder.mkdir(exist_ok=True)
+                for old in (aside, target):
+                    if old.exists():
+                        remove(old)
+                folder.mkdir()
+            if mirror and index == 0:
+                mirror.unmark(target)
+
+        def put() -> None:
             for path in self.path(step).glob("*.*"):  # own files, whatever names another process says
                 if givers.get(path.name) != index:
                     continue
@@ -199,10 +241,12 @@ class MemoryCheckpoints(Checkpoints):
                     os.fsync(file.fileno())
                 if mirror:
                     mirror.put(folder / path.name)
-        except (OSError, SaveError) as error:
-            problem = f"process {index}: {error}"
-        if problems := [said for said in self._peers.gather(problem) if said]:
-            raise SaveError(f"the checkpoint of step {step}, kept in memory, could not be put on disk: {problems[0]}")
+
+        try:
+            agree(self._peers, make)
+            agree(self._peers, put)
+        except OSError as error:
+            raise SaveError(f"the checkpoint of step {step}, in memory, could not be put on disk: {error}") from error
 
         def mark() -> None:
             sync_folder(folder)
@@ -214,6 +258,17 @@ class MemoryCheckpoints(Checkpoints):
                 mirror.put(target / "done")
 
         self._peers.from_first(mark)
+
+
+def agree(peers: Peers, action: Callable[[], None]) -> None:
+    """Do this on all processes. Raises OSError on all of them where it fails on one: nobody waits for another."""
+    problem = None
+    try:
+        action()
+    except (OSError, ValueError, SaveError) as error:
+        problem = f"process {peers.index}: {error}" if peers.count > 1 else str(error)
+    if said := [one for one in peers.gather(problem) if one]:
+        raise OSError("; ".join(said))
 
 
 def _givers(held: list[dict[str, Any]]) -> dict[str, int] | None:
@@ -240,8 +295,12 @@ def check_private(folder: Path) -> None:
         )
 
 
-def _size(path: Path) -> int | None:
+def kind_of_files(folder: Path) -> str:
+    """The kind of file system that a folder is on, as Linux names it; "unknown" elsewhere."""
     try:
-        return path.lstat().st_size
+        lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
-        return None
+        return "unknown"
+    kinds = {line.split()[1]: line.split()[2] for line in lines}  # the last mount at a place is the one that is seen
+    found = folder.resolve()
+    return next((kinds[str(path)] for path in (found, *found.parents) if str(path) in kinds), "unknown")

@@ -191,7 +191,11 @@ class LinkedPeers(Peers):
         after, ports = (self.index + 1) % self.count, self.gather(listener.port)
         with ThreadPoolExecutor(1) as pool:  # each answers while it calls
             before = pool.submit(listener.wait, ANSWER_SECONDS)
-            link = connect(addresses[after], ports[after], 1, secret, f"process {after}", ANSWER_SECONDS)
+            try:
+                link = connect(addresses[after], ports[after], 1, secret, f"process {after}", ANSWER_SECONDS)
+            except OSError:
+                listener.close()  # else the thread would wait for its caller
+                raise
             links = before.result()
         listener.close()
         if not links:

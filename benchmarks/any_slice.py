@@ -1,4 +1,4 @@
-"""What the TPU compiler estimates from 8 to 512 chips: a table and a picture for docs/any_slice.md. Nothing runs.
+"""What the TPU compiler predicts from 8 to 512 chips: a table and a picture for docs/any_slice.md. Nothing runs.
 
 Run:     nice python benchmarks/any_slice.py DIR [MODEL ...]
              compiles what is not yet in DIR, one at a time (2 to 10 minutes
@@ -51,13 +51,14 @@ def asked(model: str, topology: str, folder: Path) -> Report | None:
 
 
 def table(reports: dict[tuple[str, str], Report]) -> str:
-    lines = ["| model | slice | mesh | fits | GiB a chip | est. ms | est. MFU | communication >= ms | compile s |"]
+    lines = ["| model | slice | mesh | fits | GiB a chip | predicted ms | MFU | with communication, ms | compile s |"]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
     for (model, topology), r in reports.items():
-        memory = f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-"
+        memory = f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-"
         row = [model, topology, r.settings.get("mesh", "-"), "yes" if r.fits else "no", memory]
         if r.compiles:
-            row += [f"{r.estimated_ms:,.0f}", f"{r.estimated_mfu:.1%}", f"{r.communication_lower_bound_ms:.1f}"]
+            both = f"{r.predicted_ms_all_hidden:,.0f} to {r.predicted_ms_nothing_hidden:,.0f}"
+            row += [f"{r.predicted_ms:,.0f}", f"{r.predicted_mfu:.1%}", both]
         else:
             row += ["-"] * 3
         lines.append(f"| {' | '.join([*row, f'{r.compile_seconds:.0f}'])} |")
@@ -75,25 +76,27 @@ def commands(models: list[str]) -> str:
 
 
 def picture(reports: dict[tuple[str, str], Report], file: Path) -> None:
-    """Estimated computation beside the bound of communication, for each model and slice that fits."""
+    """The predicted step, and communication beside it, for each model and slice that fits."""
     models = [model for model in MODELS if any(name == model and r.compiles for (name, _), r in reports.items())]
     figure = Figure(figsize=(11, 2.6 * len(models)), layout="constrained")
     for number, model in enumerate(models):
         rows = [(topology, r) for (name, topology), r in reports.items() if name == model and r.compiles]
         names = [f"{t}\n{r.devices} chips, {r.settings.get('mesh', '-')}" for t, r in rows]
         left, right = (figure.add_subplot(len(models), 2, 2 * number + side) for side in (1, 2))
-        left.barh(names, [r.estimated_ms for _, r in rows], color="tab:blue", label="computation, estimate")
-        left.barh(names, [r.communication_lower_bound_ms for _, r in rows], color="tab:red", height=0.35,
-                  label="communication, lower bound")  # fmt: skip
+        left.barh(names, [r.predicted_ms for _, r in rows], color="tab:blue", label="predicted step")
+        whole = [r.predicted_ms_nothing_hidden - r.predicted_ms for _, r in rows]
+        exposed = [r.predicted_ms_all_hidden - r.predicted_ms for _, r in rows]
+        left.barh(names, whole, color="tab:red", height=0.35, label="communication, lower bound")
+        left.barh(names, exposed, color="black", height=0.1, label="of it what no operation hides")
         left.set(title=f"{model}: ms a step", xlabel="ms")
         left.legend(fontsize=7)
-        right.barh(names, [r.peak_bytes / GIB for _, r in rows], color="tab:green")
+        right.barh(names, [r.needed_bytes / GIB for _, r in rows], color="tab:green")
         right.barh(names, [r.limit_bytes / GIB for _, r in rows], fill=False, edgecolor="black")
         right.set(title=f"{model}: GiB a chip, of its limit", xlabel="GiB")
         for axes in (left, right):
             axes.tick_params(labelsize=7)
             axes.invert_yaxis()
-    figure.suptitle("Estimates of the TPU compiler, nothing measured", fontsize=10)
+    figure.suptitle("Predicted by the TPU compiler, nothing measured", fontsize=10)
     figure.savefig(file, dpi=110)
 
 

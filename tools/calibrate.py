@@ -1,5 +1,5 @@
-"""How far are the compiler's estimates from the clock, on the TPU that is
-attached? What to run first on a TPU VM, as one command.
+"""How far are predicted steps from the clock, on the TPU that is attached?
+What to run first on a TPU VM, as one command.
 
 Run:     python -m tools.calibrate                  # whatever is attached
          python -m tools.calibrate --device cpu     # rehearsal without a TPU
@@ -92,7 +92,7 @@ def calibrate(device: str, folder: Path, time_limit: float, root: Path) -> int:
     bench = Bench(machine, folder, time_limit)
     where = f"{machine.slice or machine.chip}, devices: {machine.num_devices}"
     if machine.device == "cpu":
-        where = f"a CPU, devices: {machine.num_devices}; a rehearsal, with estimates for {machine.slice or 'no slice'}"
+        where = f"a CPU, devices: {machine.num_devices}; a rehearsal, predicting for {machine.slice or 'no slice'}"
     print(f"machine    {where}; torch_xla {machine.versions['torch_xla']}, commit {machine.commit}", flush=True)
     write_mnist(folder / "mnist")
     measure_all(bench)

@@ -18,6 +18,7 @@ from jax.extend.mlir import ir
 
 from tpu_compiler import compiling
 from tpu_compiler.cache import Cache, cache_of_environment, digest
+from tpu_compiler.calibration import CALIBRATION, read_calibration
 from tpu_compiler.compiling import Compiled, compile_program, compile_with_newest, host_peak_gib, program_inputs
 from tpu_compiler.newest import environment_versions
 from tpu_compiler.reading import (
@@ -59,6 +60,8 @@ def compile_for(
     """
     if not xr.is_spmd() and xr.global_ordinal() > 0:
         return 0  # all replicas run the same program; the first one compiles it
+    alone = not os.environ.get(OUTPUT_VARIABLE)  # nobody else reads the calibration, and prints the report
+    calibration = read_calibration(CALIBRATION) if alone and CALIBRATION.exists() else None
     everything, settings, mesh = [*args, *kwargs.values()], dict(settings or {}), xs.get_global_mesh()
     if mesh is not None and "mesh" in settings:
         settings["mesh"] = "x".join(map(str, mesh.mesh_shape))  # the mesh that auto chose
@@ -69,8 +72,11 @@ def compile_for(
     traced = trace_step(step, *args, owners=(model, *optimizers), **kwargs)
     sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
     result, text = ask_compiler(traced, topology, **sizes, settings=settings, cache=cache_of_environment())
-    if os.environ.get(OUTPUT_VARIABLE):
+    if not alone:
         return hand_over(traced, result, text)
+    if calibration:
+        said = calibration.sentence(parse_topology(topology).generation, result.versions["libtpu"])
+        result = dataclasses.replace(result, calibration=said)
     print(format_report(result), flush=True)
     if result.over_bytes:
         print(suggest(result, sys.argv[0], sys.argv[1:]), flush=True)

@@ -1,4 +1,4 @@
-"""What measurements say of the compiler's estimates: the part of calibration.json that a report needs. No torch."""
+"""What measurements say of predicted steps: the part of calibration.json that a report needs. No torch."""
 
 import dataclasses
 import statistics
@@ -9,21 +9,22 @@ from tpu_utils.files import read_json
 
 CALIBRATION = Path("calibration/calibration.json")
 """Where tools.calibrate writes it, relative to the folder in which it was started."""
+FORMAT = 2
 SHORTEST_MS = 1.0
-"""Shorter estimates are not compared: such a step takes as long as the host needs to dispatch it."""
+"""Steps predicted to be shorter are not compared: such a step takes as long as the host needs to dispatch it."""
 
 MOST = 1e6
 """A ratio must be below this; a larger one is no sound measurement, and is refused."""
 
 
 def is_held_up(figures: dict[str, float]) -> bool:
-    """Whether host work and waiting for data take over 70 % of a step; then it says nothing of the estimate."""
+    """Whether host work and waiting for data take over 70 % of a step; then it says nothing of the prediction."""
     return figures["host_ms"] + figures["data_wait_ms"] > 0.7 * figures["ms"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Measured over estimated milliseconds of several programs on one kind of chip."""
+    """Measured over predicted milliseconds of several programs on one kind of chip."""
 
     chip: str
     libtpu: str
@@ -31,13 +32,13 @@ class Calibration:
     ratios: dict[str, float]
 
     def sentence(self, chip: str, libtpu: str) -> str:
-        """How far estimates for this chip are from measurements; "" if measured on another chip, or without ratios."""
+        """How far predicted steps are from measured ones; "" for another chip than was measured, or without ratios."""
         if chip != self.chip or not self.ratios:
             return ""
         ratios = sorted(self.ratios.values())
-        text = f"measured on {chip}: {statistics.median(ratios):.2f} x the estimate (n = {len(ratios)})"
+        text = f"measured on {chip}: {statistics.median(ratios):.2f} x the predicted step (n = {len(ratios)})"
         text += f", from {ratios[0]:.2f} to {ratios[-1]:.2f}" if len(ratios) > 1 else ""
-        # a measured step includes its collectives, an estimate does not
+        # a measured step includes its collectives, a predicted one does not
         text += f", on {self.num_devices} devices, collectives included" if self.num_devices > 1 else ""
         return text + ("" if libtpu == self.libtpu else f", with libtpu {self.libtpu}")
 
@@ -48,8 +49,13 @@ def read_calibration(path: Path) -> Calibration:
     found = read_json(path, expected)
     machine, ratios = found.get("machine"), found.get("ratios")
     versions = machine.get("versions") if isinstance(machine, dict) else None
-    if found.get("format") != 1 or not isinstance(versions, dict) or not isinstance(ratios, dict):
-        raise InputError(f"{path} is not {expected}: expected format 1, machine with versions, and ratios")
+    if found.get("format") == 1 and isinstance(ratios, dict):
+        raise InputError(
+            f"{path} is a calibration of tools.calibrate against the compiler's estimate alone, which leaves out flash "
+            "kernels; expected one against the predicted step; run tools.calibrate again"
+        )
+    if found.get("format") != FORMAT or not isinstance(versions, dict) or not isinstance(ratios, dict):
+        raise InputError(f"{path} is not {expected}: expected format {FORMAT}, machine with versions, and ratios")
     chip, libtpu, devices = machine.get("chip"), versions.get("libtpu"), machine.get("num_devices")
     if not all(isinstance(text, str) and len(text) <= 40 and text.isprintable() for text in (chip, libtpu)):
         raise InputError(

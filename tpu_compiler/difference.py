@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tpu_compiler.reading import list_collectives, parse_program, read_cycles, source_of
-from tpu_compiler.report import LABEL, Report
+from tpu_compiler.report import ESTIMATE_LABEL, LABEL, Report
 from tpu_compiler.rules import ruled_ms
+from tpu_compiler.schedule import exposed_ms
 from tpu_compiler.search import ScriptError, compile_script, option_name, with_option
 from tpu_utils.hardware import GIB, parse_topology
 
@@ -103,8 +104,10 @@ def format_difference(names: tuple[str, str], a: tuple[Report, str], b: tuple[Re
     lines += table("memory per device, GiB", *roles, ".3f")
     totals = []
     for r, program in zip(reports, programs, strict=True):  # ruled_ms anew: an older commit's report may lack it
-        totals.append({"estimate": r.estimated_ms, "counted by rule": ruled_ms(program, topology)})
+        rule = ruled_ms(program, topology)
+        totals.append({"predicted": r.estimated_ms + rule, "  estimate": r.estimated_ms, "  counted by rule": rule})
         totals[-1]["communication, at least"] = r.communication_lower_bound_ms
+        totals[-1]["  of it not hidden, at least"] = exposed_ms(program, topology, r.devices)
     lines += table("milliseconds of a step", *totals, ".3f")
     cycles = [{line: c / clock / 1e6 for line, c in read_cycles(p)[0].items()} for p in programs]
     lines += table("milliseconds by source line", *cycles, ".3f")
@@ -113,7 +116,7 @@ def format_difference(names: tuple[str, str], a: tuple[Report, str], b: tuple[Re
     bytes_sent = [{name: size / 1e6 for name, (_, size) in found.items()} for found in sent]
     lines += table("collectives by source line, how many", *counts, "d")
     lines += table("MB a device sends for them, at least", *bytes_sent, ".1f")
-    return "\n".join([*lines, f"milliseconds: {LABEL}"])
+    return "\n".join([*lines, f"milliseconds of a step: {LABEL}", f"by source line: {ESTIMATE_LABEL}"])
 
 
 def collectives_by_line(computations: dict, devices: int) -> dict[str, tuple[int, float]]:

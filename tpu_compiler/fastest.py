@@ -1,8 +1,9 @@
 """The fastest way to run a step on a slice: settings tried one after the other.
 
-Every candidate is compiled, none is guessed. They are ranked by time per example (or token): the compiler's estimate,
-plus what rules.py adds for operations without one, plus the lower bound of communication. Collectives count by that
-bound alone, so a candidate with many of them may look better than it is.
+Every candidate is compiled, none is guessed. They are ranked by time per example (or token): the predicted step, and
+of communication what the schedule cannot hide. Published steps took LOW to HIGH of what is predicted, so settings
+within EQUAL of each other are called equal, and the one found first is kept. One exception: where one option alone is
+changed, what is common is off by the same, and only the parts that changed can mislead.
 """
 
 import dataclasses
@@ -17,14 +18,18 @@ from tpu_compiler.rules import RULE
 from tpu_compiler.search import OutOfTimeError, ScriptError, with_option
 from tpu_utils.hardware import GIB
 
-BETTER = 0.999
-"""A setting replaces the best one only if it takes less than this fraction of its time."""
+LOW, HIGH = 0.83, 1.07
+"""Clock of seven published steps over what was predicted for them."""
+EQUAL = 0.15
+"""Settings whose times differ by less than this share are equal."""
+WORTH = 0.001
+"""The share by which the time of a setting must be shorter in any case."""
 COMPILER_OPTIONS = ("xla_tpu_scoped_vmem_limit_kib=32768", "xla_tpu_scoped_vmem_limit_kib=65536")
 """On-chip memory that one fusion may use; 16384 by default."""
 FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "mesh")
 FIELDS += ("shard_parameters", "windowed_einsum", "scan_layers", "global_batch_size")
 """All that candidates() may try."""
-LABEL = f"compiler estimate, {RULE}, and the lower bound of communication; not measured"
+LABEL = f"predicted, {RULE}, and of communication what the schedule cannot hide; not measured"
 Compile = Callable[[list[str], float], Report]
 """(options, seconds it may take) -> report. Raises ScriptError."""
 
@@ -40,7 +45,7 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        return self.report is not None and self.report.fits and bool(self.report.estimated_ms)
+        return self.report is not None and self.report.fits and bool(self.report.predicted_ms)
 
     @property
     def words(self) -> str:
@@ -48,17 +53,42 @@ class Trial:
 
 
 def step_ms(r: Report) -> float:
-    """Milliseconds of a step: estimate, operations counted by rule, and the least that communication takes."""
-    return (r.estimated_ms or 0.0) + r.ruled_ms + r.communication_lower_bound_ms + (r.slice_lower_bound_ms or 0.0)
+    """Milliseconds of a step: the predicted one, and what no operation hides of communication."""
+    return r.predicted_ms_all_hidden or 0.0
 
 
 def examples_per_step(r: Report) -> float:
     """Examples (or tokens) of a step; 1.0 where the script does not say."""
-    return r.estimated_per_second * r.estimated_ms / 1e3 if r.estimated_per_second and r.estimated_ms else 1.0
+    return r.predicted_per_second * r.predicted_ms / 1e3 if r.predicted_per_second and r.predicted_ms else 1.0
 
 
 def ms_per_example(r: Report) -> float:
     return step_ms(r) / examples_per_step(r)
+
+
+def parts_per_example(r: Report) -> tuple[float, ...]:
+    """What ms_per_example is the sum of: estimate, by rule, communication and host transfers that nothing hides."""
+    hidden = (r.estimated_ms or 0.0) + r.ruled_ms
+    return tuple(part / examples_per_step(r) for part in (r.estimated_ms or 0.0, r.ruled_ms, step_ms(r) - hidden))
+
+
+def is_better(trial: "Trial", other: "Trial") -> bool:
+    """Whether a setting is faster than another by more than the error of a prediction, or for a reason: one option was
+    changed, and what became shorter outweighs what became longer, however far off each of them is."""
+    if not (trial.fits and other.fits):
+        return trial.fits
+    now, then = ms_per_example(trial.report), ms_per_example(other.report)
+    parts = zip(parts_per_example(trial.report), parts_per_example(other.report), strict=True)
+    changes = [before - after for after, before in parts]
+    gain, loss = sum(c for c in changes if c > 0), -sum(c for c in changes if c < 0)
+    explained = differs_in_one(trial, other) and LOW * gain > HIGH * loss
+    return now < then * (1 - (WORTH if explained else EQUAL))
+
+
+def differs_in_one(trial: "Trial", other: "Trial") -> bool:
+    """Whether one option was changed; remat_keep comes and goes with remat."""
+    names = {n for n in trial.changes.keys() | other.changes.keys() if trial.changes.get(n) != other.changes.get(n)}
+    return len(names - {"remat_keep"} if "remat" in names else names) == 1
 
 
 def with_change(options: Sequence[str], name: str, value: Any) -> list[str]:
@@ -174,10 +204,8 @@ class Search:
             self.spent += took
             self.longest = max(self.longest, took)
         self.trials.append(trial)
-        is_better = trial.fits and (
-            self.best is None or ms_per_example(trial.report) < BETTER * ms_per_example(self.best.report)
-        )
-        self.best = trial if is_better else self.best
+        if trial.fits and (self.best is None or is_better(trial, self.best)):
+            self.best = trial
         self.say(f"{self.spent / 60:5.1f} of {self.seconds / 60:.3g} min  {self.line(trial)}")
         return trial
 

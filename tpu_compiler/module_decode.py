@@ -1,7 +1,10 @@
 """--mode decode: one decoding step with a key-value cache, for causal models of Hugging Face transformers."""
 
 import dataclasses
+import inspect
 import math
+import sys
+from collections.abc import Mapping
 
 import torch
 import torch_xla
@@ -9,13 +12,16 @@ import torch_xla.distributed.spmd as xs
 
 from tpu_compiler.ask import ask_compiler, hand_over
 from tpu_compiler.cache import cache_of_environment
-from tpu_compiler.module_inputs import batch_axes, mark, settings_of
+from tpu_compiler.module_inputs import batch_axes, mark, placement_of, settings_of
 from tpu_compiler.module_trace import in_words, model_flops, probe
 from tpu_compiler.modules import Question
 from tpu_compiler.report import Report
 from tpu_compiler.tracing import settle, trace_step
 from tpu_utils.errors import InputError
 from tpu_utils.hardware import Topology
+
+MOST = 4.0
+"""A predicted step of more times its bound is not called a speed. The compiler's cost model alone can make it two."""
 
 
 def decode_inputs(question: Question, model: torch.nn.Module, inputs: dict) -> tuple[list, dict, int]:
@@ -44,6 +50,48 @@ def cache_of(model: torch.nn.Module, length: int):
     return StaticCache(config=model.config, max_cache_len=length)
 
 
+def grouped_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """What transformers' eager attention computes for one token, without its copy of the cache for each query head.
+
+    query (B, H, 1, K), key and value (B, G, T, K), attention_mask (B, 1, 1, T): ((B, 1, H, K), None).
+    """
+    batch, heads, _, width = query.shape
+    query_BGRK = query.reshape(batch, key.shape[1], heads // key.shape[1], width)
+    # einsum: @ would make one axis of batch and heads, and what is sharded over heads would be gathered for it
+    scores = torch.einsum("bgrk,bgtk->bgrt", query_BGRK, key) * scaling
+    scores = scores if attention_mask is None else scores + attention_mask[..., : key.shape[2]]
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.einsum("bgrt,bgtk->bgrk", weights, value).reshape(batch, 1, heads, width), None
+
+
+def attend_in_groups(model: torch.nn.Module, notes: list[str]) -> None:
+    """Let the model use grouped_attention, if its own eager attention is Llama's, for which it stands."""
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+    from transformers.modeling_utils import AttentionInterface
+    from transformers.models.llama import modeling_llama
+
+    own = getattr(sys.modules[type(model).__module__], "eager_attention_forward", None)
+    known = inspect.getsource(modeling_llama.eager_attention_forward)
+    if own is None or inspect.getsource(own) != known:
+        return
+    AttentionInterface.register("grouped", grouped_attention)
+    AttentionMaskInterface.register("grouped", eager_mask)
+    model.set_attn_implementation("grouped")
+    notes.append("attention by groups of query heads: eager attention would copy the cache for each of them")
+
+
+def cache_axes(question: Question, mesh: xs.Mesh | None, model: torch.nn.Module, heads: int) -> Mapping:
+    """{dimension: axes of the mesh} of the cache (batch, heads, tokens, width): heads lie where --shard puts k_proj."""
+    if mesh is None:
+        return {}
+    sizes = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True))
+    names = (name for name, _ in model.named_parameters() if name.endswith("k_proj.weight"))
+    placement = placement_of(question, next(names, ""))
+    axis = placement.axes.get(0) if placement else None
+    over_heads = {1: (axis,)} if axis and heads % sizes[axis] == 0 and axis not in batch_axes(mesh).get(0, ()) else {}
+    return batch_axes(mesh) | over_heads
+
+
 def decode_forward(model, cache, tokens, position):
     return model(
         input_ids=tokens,
@@ -69,15 +117,19 @@ def answer_decode(
     length: int,
     notes: list[str],
 ) -> int:
+    attend_in_groups(model, notes)
     cache = cache_of(model, length)
     _, counted = probe(question, lambda: decode_forward(model, cache, **inputs))  # creates the cache's tensors
     flops = model_flops(counted, question, notes)
     held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     mesh = xs.get_global_mesh()
+    axes = cache_axes(question, mesh, model, held[0].shape[1])
     for tensor in held if mesh else ():
-        mark(question, mesh, tensor, batch_axes(mesh), "the key-value cache")
+        mark(question, mesh, tensor, axes, "the key-value cache")
+    sizes = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True)) if mesh else {}
+    parts = math.prod(sizes[axis] for along in axes.values() for axis in along)  # of the cache
     settle()
-    owners = (torch.nn.ModuleList([model]),)
+    owners = (torch.nn.ModuleList([model]), held)  # else the mark is lost: the cache once lay whole on each device
     traced = in_words(question, lambda: trace_step(decode_step, model, cache, **inputs, owners=owners))
     batch = inputs["tokens"].shape[0]
     result, text = ask_compiler(
@@ -91,19 +143,27 @@ def answer_decode(
     )
     cache_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
     if result.compiles:
-        result = dataclasses.replace(result, decode=what_binds(result, topology, model, cache_bytes, length, flops))
-        seconds = result.decode["expected_ms"] / 1e3
-        result = dataclasses.replace(result, predicted_per_second=batch / seconds)
+        decode = what_binds(result, topology, model, cache_bytes, cache_bytes / parts, length, flops)
+        rate = batch / decode["expected_ms"] * 1e3 if decode["is_a_speed"] else None
+        result = dataclasses.replace(result, decode=decode, predicted_per_second=rate)
     notes.append(f"decode: one token of {batch} sequences, key-value cache for {length} tokens of each")
     return hand_over(traced, dataclasses.replace(result, level=level, notes=notes), text)
 
 
 def what_binds(
-    result: Report, topology: Topology, model: torch.nn.Module, cache_bytes: int, length: int, flops: float | None
+    result: Report,
+    topology: Topology,
+    model: torch.nn.Module,
+    cache_bytes: int,
+    cache_read: float,
+    length: int,
+    flops: float | None,
 ) -> dict:
     """What bounds a step: memory bandwidth, by reading weights and cache, or the matrix unit; and the time to expect.
 
-    An embedding that is not tied to the output layer does not count: only one row of it for each sequence is read.
+    is_a_speed: whether the predicted step is at most MOST times the longer bound. Above that it is the model's program
+    that is slow, and no server runs that program. cache_read: bytes of the cache on one device. An embedding that is
+    not tied to the output layer does not count: only one row of it for each sequence is read.
     """
     hardware, devices = topology.hardware, topology.num_devices
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -111,10 +171,7 @@ def what_binds(
     unread = 0 if tied else embedding.weight.numel() * embedding.weight.element_size()
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     parameters = result.memory["parameters"] * (1 - unread / whole)
-    mesh = xs.get_global_mesh()
-    sizes = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True)) if mesh else {}
-    parts = math.prod(sizes[axis] for axis in batch_axes(mesh).get(0, ())) if mesh else 1
-    read = parameters + cache_bytes / parts
+    read = parameters + cache_read
     memory_ms = read / hardware.memory_gb_per_s / 1e6 * hardware.devices_per_chip
     matrix_ms = (flops or 0) / devices / hardware.bf16_tflops / 1e9 * hardware.devices_per_chip
     times = {"memory": memory_ms, "matrix unit": matrix_ms}
@@ -122,5 +179,5 @@ def what_binds(
     expected = max(result.predicted_ms or 0, memory_ms, matrix_ms)
     return dict(
         cache_bytes=cache_bytes, cache_length=length, read_bytes=int(read), memory_ms=memory_ms, matrix_ms=matrix_ms,
-        bound_by=bound, expected_ms=expected,
+        bound_by=bound, expected_ms=expected, is_a_speed=expected <= MOST * times[bound],
     )  # fmt: skip

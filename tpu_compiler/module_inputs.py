@@ -10,7 +10,7 @@ import torch
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
-from tpu_compiler.modules import Question
+from tpu_compiler.modules import Placement, Question
 from tpu_utils.errors import InputError
 from tpu_utils.fields import nearest
 from tpu_utils.hardware import Topology
@@ -108,6 +108,11 @@ def mark(
     xs.mark_sharding(tensor, mesh, tuple(axes.get(dimension) for dimension in range(tensor.dim())))
 
 
+def placement_of(question: Question, name: str) -> Placement | None:
+    """What --shard says of a parameter or an input: the first pattern that matches."""
+    return next((p for p in question.placements if fnmatch.fnmatchcase(name, p.pattern)), None)
+
+
 def shard(
     question: Question, mesh: xs.Mesh | None, model: torch.nn.Module, args: list, kwargs: dict, notes: list[str]
 ) -> None:
@@ -117,11 +122,10 @@ def shard(
     batch = batch_axes(mesh) if mesh else {}
 
     def axes_of(name: str, default: dict) -> dict[int, tuple[str, ...]]:
-        for placement in question.placements:
-            if fnmatch.fnmatchcase(name, placement.pattern):
-                unused.discard(placement.pattern)
-                return {dimension: (axis,) for dimension, axis in placement.axes.items()}
-        return default
+        if (placement := placement_of(question, name)) is None:
+            return default
+        unused.discard(placement.pattern)
+        return {dimension: (axis,) for dimension, axis in placement.axes.items()}
 
     names = [name for name, _ in model.named_parameters()]
     inputs = {str(place): a for place, a in enumerate(args)} | kwargs

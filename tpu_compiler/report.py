@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tpu_compiler.rules import RULE
 from tpu_utils.hardware import GIB, parse_topology
 
-LABEL = "not measured: the compiler's estimate, and by rule what it has no price for; communication is apart"
+LABEL = "not measured: estimate, and by rule what has no price; communication apart"
 ESTIMATE_LABEL = "compiler estimate alone, not measured; excludes flash kernels, all else without estimate, collectives"
 ERROR = (
     "seven published steps took 0.83 to 1.07 of this: v6e 1.02 to 1.07, v5e 0.83 to 1.01, v5p 0.83 to 0.84; "
@@ -127,7 +127,8 @@ class Report:
 
     @property
     def is_memory_bound(self) -> bool:
-        return self.memory_ms > self.compute_ms
+        """Moving bytes takes longer than the products, and is no small part of the step even at the full bandwidth."""
+        return self.memory_ms > max(self.compute_ms, (self.predicted_ms or 0.0) / 4)
 
     def with_prediction(self) -> "Report":
         """With predicted_* worked out from the other fields."""
@@ -204,10 +205,13 @@ def format_report(r: Report) -> str:
             cache = f"key-value cache {d['cache_bytes'] / GIB:.3f} GiB for {d['cache_length']:,} tokens a sequence"
             row("decoding", f"{cache}, {d['read_bytes'] / GIB:.3f} GiB read per token and device")
             bounds = f"memory {d['memory_ms']:.3f} ms at its bandwidth, matrix unit {d['matrix_ms']:.3f} ms at its peak"
-            row("", f"bound by the {d['bound_by']}: {bounds}; tokens/s: of the longest time, {d['expected_ms']:.3f} ms")
-            above = d["expected_ms"] / max(d["memory_ms"], d["matrix_ms"])
-            if above > 1.5:
-                row("", f"the estimate is {above:.1f} x that bound: the program takes the time, see costliest lines")
+            row("", f"bound by the {d['bound_by']}: {bounds}")
+            above = f"{d['expected_ms'] / max(d['memory_ms'], d['matrix_ms']):.1f} x that bound"
+            if d["is_a_speed"]:
+                row("", f"tokens/s: of the longest time, {d['expected_ms']:.3f} ms, {above}")
+            else:
+                row("", f"no speed: the predicted step is {above}; this program is slow, see costliest lines, and a "
+                    "server would run another")  # fmt: skip
         kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())
         row(
             "without estimate",

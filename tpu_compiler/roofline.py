@@ -10,12 +10,12 @@ from tpu_compiler.report import Report
 from tpu_utils.files import write_atomically
 from tpu_utils.hardware import parse_topology
 
-COLOURS = {"compute": "#2b8a3e", "memory": "#2b7bba", "links": "#d7301f", "estimate": "#9d9d9d"}
+COLOURS = {"compute": "#2b8a3e", "memory": "#2b7bba", "links": "#d7301f", "predicted": "#9d9d9d"}
 LABELS = {
     "compute": "FLOPs over the peak of the matrix units",
     "memory": "bytes moved over memory bandwidth",
     "links": "bytes sent over link bandwidth",
-    "estimate": "compiler estimate, and operations counted by rule",
+    "predicted": "predicted: compiler estimate, and operations counted by rule",
 }
 
 
@@ -27,20 +27,13 @@ def check_picture(path: Path) -> None:
         raise ValueError(f"--picture is {str(path)!r:.80}, but there is no folder {path.parent}; make it first")
 
 
-def flops_per_device(r: Report) -> float:
-    """FLOPs of a step on a device. The model's if larger: the compiler counts the body of a loop only once."""
-    return max(r.model_flops / r.devices if r.model_flops else 0.0, r.flops)
-
-
 def bounds(r: Report) -> dict[str, float]:
-    """Milliseconds of a step that each resource of a device needs at its published peak, and the estimate."""
-    hardware = parse_topology(r.topology).hardware
-    shared = hardware.devices_per_chip  # devices share a chip's peak
+    """Milliseconds of a step that each resource of a device needs at its published peak, and the predicted step."""
     return {
-        "compute": flops_per_device(r) / (hardware.bf16_tflops / shared * 1e9),
-        "memory": r.moved_bytes / (hardware.memory_gb_per_s / shared * 1e6),
+        "compute": r.compute_ms,
+        "memory": r.memory_ms,
         "links": r.communication_lower_bound_ms + (r.slice_lower_bound_ms or 0.0),
-        "estimate": (r.estimated_ms or 0.0) + r.ruled_ms,
+        "predicted": r.predicted_ms or 0.0,
     }
 
 
@@ -55,7 +48,7 @@ def efficiencies(reports: Sequence[Report]) -> dict[str, list[tuple[int, float]]
 
 def draw(reports: Sequence[Report], path: Path) -> None:
     """Write the picture of the steps that compile. Raises ValueError when none does, OSError."""
-    reports = [r for r in reports if r.compiles and r.estimated_ms]
+    reports = [r for r in reports if r.compiles and r.predicted_ms]
     if not reports:
         raise ValueError("--picture: nothing compiles, so there is nothing to draw")
     scaling = {name: points for name, points in efficiencies(reports).items() if len(points) > 1}
@@ -69,7 +62,7 @@ def draw(reports: Sequence[Report], path: Path) -> None:
     if scaling:
         draw_scaling(panels[2], scaling)
     figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
-    figure.suptitle("By the TPU compiler's estimate and published peaks, nothing measured", fontsize=11)
+    figure.suptitle("Predicted by the TPU compiler and published peaks, nothing measured", fontsize=11)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=110)
     write_atomically(path, content.getvalue())
@@ -77,7 +70,7 @@ def draw(reports: Sequence[Report], path: Path) -> None:
 
 def draw_roofline(axes, reports: Sequence[Report]) -> None:
     points = [
-        (flops_per_device(r) / max(r.moved_bytes, 1), flops_per_device(r) / (bounds(r)["estimate"] / 1e3))
+        (r.flops_per_device / max(r.moved_bytes, 1), r.flops_per_device / (bounds(r)["predicted"] / 1e3))
         for r in reports
     ]
     kinds = list(dict.fromkeys(parse_topology(r.topology).generation for r in reports))
@@ -125,7 +118,7 @@ def draw_bounds(axes, reports: Sequence[Report]) -> None:
     axes.set_ylim(len(reports) - 0.5, -0.5)
     axes.set_xlim(0, longest * 1.12)
     axes.set_xlabel("milliseconds of a step")
-    axes.set_title("what each resource needs, and the estimate", fontsize=10)
+    axes.set_title("what each resource needs, and the predicted step", fontsize=10)
 
 
 def draw_scaling(axes, scaling: dict[str, list[tuple[int, float]]]) -> None:
@@ -147,6 +140,6 @@ def draw_scaling(axes, scaling: dict[str, list[tuple[int, float]]]) -> None:
     top = max(100 * e for points in scaling.values() for _, e in points)
     axes.set_ylim(0, math.ceil(top / 10) * 10 + 15)
     axes.set(xlabel="devices", ylabel="rate of a device, % of the smallest slice")
-    axes.set_title("efficiency, communication not hidden", fontsize=10)
+    axes.set_title("efficiency, with communication that nothing hides", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower left")

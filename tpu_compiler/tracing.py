@@ -104,11 +104,13 @@ def _pending_tensors() -> list:
 
 
 def _owned_tensors(owners: Sequence) -> dict[int, tuple[str, str]]:
-    """{number of a tensor: (role, sharding)} of what modules and optimizers own on the device."""
+    """{number of a tensor: (role, sharding)} of what modules and optimizers own on the device, and of listed inputs."""
     owned = {}
     for owner in owners:
         if isinstance(owner, torch.nn.Module):
             named = [("parameters", t) for t in (*owner.parameters(), *owner.buffers())]
+        elif isinstance(owner, list):
+            named = [("inputs", t) for t in owner]
         else:
             named = [("optimizer_state", t) for state in owner.state.values() for t in state.values()]
         for role, tensor in named:
@@ -122,8 +124,8 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
     """Run step's Python once, execute nothing, return the program it would execute.
 
     step may be wrapped by torch_xla.compile: the sync at its end is where the program is taken. All that is alive there
-    is an output, as in a real run. owners are the modules and optimizers whose tensors the report tells apart. Raises
-    RuntimeError when the step makes no program, or more than one.
+    is an output, as in a real run. owners are modules and optimizers whose tensors the report tells apart, and lists
+    of tensors that are marked and neither's. Raises RuntimeError when the step makes no program, or more than one.
     """
     xlac, programs, start = torch_xla._XLAC, [], time.monotonic()
     settle()

@@ -5,8 +5,18 @@ import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tpu_compiler.fastest import FIELDS, LABEL, Search, Trial, examples_per_step, ms_per_example, step_ms
-from tpu_compiler.report import Report
+from tpu_compiler.fastest import (
+    EQUAL,
+    FIELDS,
+    LABEL,
+    Search,
+    Trial,
+    examples_per_step,
+    is_better,
+    ms_per_example,
+    step_ms,
+)
+from tpu_compiler.report import ERROR, Report
 from tpu_compiler.search import compile_script
 from tpu_utils.hardware import GENERATIONS, GIB, parse_topology
 
@@ -101,29 +111,30 @@ def ask_script(script: str, topology: str, options: Sequence[str], seconds: floa
 
 
 def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
-    """The table of what was tried, the fastest first."""
+    """The table of what was tried, the fastest first. "equal": no other one is better than it."""
     tried = [trial for trial in trials if trial.report is not None]
     tried.sort(key=lambda t: (not t.fits, ms_per_example(t.report) if t.fits else 0.0))
     unit = tried[0].report.unit if tried else "examples"
-    rows = [["setting", "ms a step", "estimate", "by rule", "comm. >=", f"{unit}/s", "MFU", "GiB", "compile s"]]
+    rows = [["setting", "ms a step", "estimate", "by rule", "comm. not hidden", "ms, nothing hidden", f"{unit}/s"]]
+    rows[0] += ["MFU", "GiB", "compile s"]
     for trial in tried:
         r = trial.report
-        row = [trial.words + (" <- best" if trial is best else "")]
+        equal = trial.fits and not any(is_better(other, trial) for other in tried)
+        row = [trial.words + (" <- best" if trial is best else " (equal)" if equal else "")]
         if trial.fits:
-            seconds = step_ms(r) / 1e3
-            hardware = parse_topology(r.topology).hardware
-            peak = r.devices * hardware.bf16_tflops / hardware.devices_per_chip * 1e12
-            mfu = f"{r.model_flops / seconds / peak:.1%}" if r.model_flops else "-"
-            row += [f"{step_ms(r):.4g}", f"{r.estimated_ms:.4g}", f"{r.ruled_ms:.3g}"]
-            row += [f"{r.communication_lower_bound_ms:.3g}", f"{examples_per_step(r) / seconds:,.0f}", mfu]
+            ms, mfu = step_ms(r), r.mfu_at(step_ms(r))
+            row += [f"{ms:.4g}", f"{r.estimated_ms:.4g}", f"{r.ruled_ms:.3g}", f"{ms - r.predicted_ms:.3g}"]
+            row += [f"{r.predicted_ms_nothing_hidden:.4g}", f"{examples_per_step(r) / ms * 1e3:,.0f}"]
+            row += [f"{mfu:.1%}" if mfu else "-"]
         else:
-            row += ["does not fit" if r.over_bytes else "does not compile", *["-"] * 5]
+            row += ["does not fit" if r.over_bytes else "does not compile", *["-"] * 6]
         rows.append([*row, f"{r.needed_bytes / GIB:.2f}", f"{r.asked_seconds:.0f}"])
     rows.insert(1, ["---"] * len(rows[0]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
     lines += [f"{trial.words}: {trial.said}" for trial in trials if trial.report is None]
-    return "\n".join([*lines, f"ms a step, {unit}/s, MFU: {LABEL}"])
+    lines += [f"ms a step, {unit}/s, MFU: {LABEL}; equal: within {EQUAL:.0%}"]
+    return "\n".join([*lines, f"error: {ERROR}"])
 
 
 def command_of(script: str, trial: Trial) -> str:

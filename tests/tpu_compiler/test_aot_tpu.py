@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT, run
+from processes import ROOT, Script, run
 
 import aot_tpu
 import config
@@ -242,6 +242,25 @@ def test_one_device():
         number = next(i for i, text in enumerate(source, 1) if mark in text)
         assert any(line.split()[0] == str(number) for line in lines), r.costliest_lines
     assert any(line.endswith(" backward") for line in lines)
+
+
+def test_a_script_says_what_was_measured_on_such_a_chip(tmp_path):
+    """Else the error of published steps, and no other figure changes."""
+    machine = {"chip": "v5e", "num_devices": 1, "versions": {"libtpu": "0.0.21"}}
+    (tmp_path / "calibration").mkdir()
+    file = tmp_path / "calibration" / "calibration.json"
+    said = []
+    for content in (None, {"format": 2, "machine": machine, "ratios": {"a": 1.1}}):
+        if content:
+            file.write_text(json.dumps(content))
+        done = Script(TINY, "--compile_for", "v5litepod-1", folder=tmp_path)
+        assert done.wait() == 0, done.text("err")
+        said.append(done.text("out"))
+    assert ERROR in said[0] and "calibration  " not in said[0]
+    assert ERROR not in said[1] and "calibration        measured on v5e: 1.10 x the predicted step (n = 1)" in said[1]
+    file.write_text("{")
+    refused = Script(TINY, "--compile_for", "v5litepod-1", folder=tmp_path)
+    assert refused.wait() and "calibration.json cannot be read as JSON" in refused.text("err")
 
 
 def test_same_input_same_program():

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.calibration import CALIBRATION, SHORTEST_MS, is_held_up
+from tpu_compiler.calibration import CALIBRATION, FORMAT, SHORTEST_MS, is_held_up
 from tpu_utils.errors import DeviceError, InputError, TrainingError
 from tpu_utils.files import parse_json, read_json, write_atomically
 from tpu_utils.hardware import attached_chips, parse_topology
@@ -36,7 +36,7 @@ class Machine:
 
     device: str  # tpu or cpu
     chip: str  # v5e, or cpu
-    slice: str  # what estimates are made for; "" where the compiler has no such slice
+    slice: str  # what steps are predicted for; "" where the compiler has no such slice
     num_devices: int
     versions: dict[str, str]
     commit: str
@@ -73,7 +73,7 @@ def find_machine(device: str, root: Path) -> Machine:
         )
     name, each = family(chip)
     try:
-        # newest_only: PyTorch/XLA's libtpu cannot compile for it, so there is no estimate
+        # newest_only: PyTorch/XLA's libtpu cannot compile for it, so nothing is predicted
         topology = None if chip.newest_only else parse_topology(f"{name}-{len(chips) * each}")
     except ValueError:  # no slice has so many chips
         topology = None
@@ -134,20 +134,22 @@ class Bench:
 
     def record(self, name: str, record: dict[str, Any]) -> None:
         self.measurements[name] = record
-        content = dict(format=1, machine=asdict(self.machine), ratios=self.ratios(), measurements=self.measurements)
+        content = dict(
+            format=FORMAT, machine=asdict(self.machine), ratios=self.ratios(), measurements=self.measurements
+        )
         write_atomically(self.file, json.dumps(content, indent=1).encode())
 
     def ratios(self) -> dict[str, float]:
-        """Measured over estimated milliseconds of each step that has both; none on a CPU, whose time is no TPU's, and
-        none of a step that waits for its host or its data: that says nothing of the estimate."""
+        """Measured over predicted milliseconds of each step that has both; none on a CPU, whose time is no TPU's, and
+        none of a step that waits for its host or its data: that says nothing of the prediction."""
         found = {}
         for name in self.measurements if self.machine.device == "tpu" else ():
             step = name.removeprefix("step ")
             measured, asked = self.figures(name), self.figures(f"estimate {step}")
-            if name == step or not measured or not asked or (asked["estimated_ms"] or 0) < SHORTEST_MS:
+            if name == step or not measured or not asked or (asked["predicted_ms"] or 0) < SHORTEST_MS:
                 continue
             if not is_held_up(measured):
-                found[step] = measured["ms"] / asked["estimated_ms"]
+                found[step] = measured["ms"] / asked["predicted_ms"]
         return found
 
     def figures(self, name: str) -> dict[str, Any] | None:

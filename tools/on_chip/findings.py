@@ -41,14 +41,14 @@ def steps_in(measurements: dict[str, Any]) -> Iterator[tuple[str, dict, dict]]:
 def step_rows(measurements: dict[str, Any], ratios: bool) -> list[list[str]]:
     rows = []
     for name, asked, found in steps_in(measurements):
-        estimated, ms = asked.get("estimated_ms"), found.get("ms")
-        memory, used = asked.get("peak_bytes"), found.get("hbm_peak_bytes")
+        predicted, ms = asked.get("predicted_ms"), found.get("ms")
+        memory, used = asked.get("needed_bytes"), found.get("hbm_peak_bytes")
         spread = f"{ms:.2f} ({found['ms_low']:.2f} to {found['ms_high']:.2f})" if found else "-"
-        rows.append([name, figure(estimated, ".3f"), spread])
-        compared = f"{ms / estimated:.2f}" if ratios and ms and estimated else "-"
+        rows.append([name, figure(predicted, ".3f"), spread])
+        compared = f"{ms / predicted:.2f}" if ratios and ms and predicted else "-"
         rows[-1].append("host" if compared != "-" and is_held_up(found) else compared)
         rows[-1] += [figure(memory and memory / GIB, ".3f"), figure(used and used / GIB, ".3f")]
-        rows[-1] += [figure(asked.get("estimated_mfu"), ".1%"), figure(found.get("mfu"), ".1%")]
+        rows[-1] += [figure(asked.get("predicted_mfu"), ".1%"), figure(found.get("mfu"), ".1%")]
         rows[-1] += [figure(found.get(f"{phase}_seconds"), ".1f") for phase in ("start_up", "compile", "checkpoint")]
     return rows
 
@@ -89,16 +89,14 @@ def report_text(content: dict[str, Any]) -> str:
     if on_tpu:
         chip, libtpu = machine["chip"], versions["libtpu"]
         said = Calibration(chip, libtpu, machine["num_devices"], ratios).sentence(chip, libtpu)
-        said = said and f"{said}; of steps with an estimate of {SHORTEST_MS:g} ms or more."
-        lines += [said or f"Nothing compares: no step with an estimate of {SHORTEST_MS:g} ms or more was measured.", ""]
+        said = said and f"{said}; of steps predicted to take {SHORTEST_MS:g} ms or more."
+        lines += [said or f"Nothing compares: no step predicted to take {SHORTEST_MS:g} ms or more was measured.", ""]
     else:
-        lines += ["A rehearsal: estimates are for a TPU, times are this CPU's, and no ratio is made of them.", ""]
-    header = (
-        "step | est. ms | measured ms (range) | x est. | est. GiB | peak GiB | est. MFU | MFU | start-up s | compile s"
-    )
-    lines += table(f"{header} | save s", step_rows(measurements, on_tpu))
+        lines += ["A rehearsal: predictions are for a TPU, times are this CPU's, and no ratio is made of them.", ""]
+    header = "step | predicted ms | measured ms (range) | x pred. | pred. GiB | peak GiB | pred. MFU | MFU"
+    lines += table(f"{header} | start-up s | compile s | save s", step_rows(measurements, on_tpu))
     known = (
-        'Peak GiB is known where a step runs on one device: under SPMD torch_xla does not tell it. x est. "host": '
+        'Peak GiB is known where a step runs on one device: under SPMD torch_xla does not tell it. x pred. "host": '
         "such a step waits for its host or its data, and nothing is compared."
     )
     lines += [known, ""] if on_tpu else []
@@ -116,7 +114,7 @@ def report_text(content: dict[str, Any]) -> str:
 
 
 def draw(content: dict[str, Any]):
-    """The figure: estimate against clock, the chip alone against what is published, collectives against their bound."""
+    """The figure: prediction and clock, the chip alone against what is published, collectives against their bound."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display on a TPU VM
@@ -125,17 +123,17 @@ def draw(content: dict[str, Any]):
     machine, measurements = content["machine"], content["measurements"]
     drawing = Figure(figsize=(16, 5.5), layout="constrained")
     left, right = drawing.subplots(1, 2, width_ratios=(3, 2))
-    points = [(n, a["estimated_ms"], m["ms"]) for n, a, m in steps_in(measurements) if m and a.get("estimated_ms")]
-    for number, (name, estimated, ms) in enumerate(points):
-        left.plot([estimated], [ms], "os^"[number // 10], label=name)  # matplotlib has ten colours
+    points = [(n, a["predicted_ms"], m["ms"]) for n, a, m in steps_in(measurements) if m and a.get("predicted_ms")]
+    for number, (name, predicted, ms) in enumerate(points):
+        left.plot([predicted], [ms], "os^"[number // 10], label=name)  # matplotlib has ten colours
     if points:
         ends = [min(min(e, m) for _, e, m in points) / 2, max(max(e, m) for _, e, m in points) * 2]
-        left.plot(ends, ends, "--", color="#9d9d9d", label="clock = estimate")
+        left.plot(ends, ends, "--", color="#9d9d9d", label="clock = prediction")
         left.set(xscale="log", yscale="log")
         left.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))  # beside the points, not on them
     clock = "measured ms" if machine["device"] == "tpu" else "ms on a CPU: a rehearsal"
-    left.set(xlabel=f"estimated ms ({machine['slice'] or 'no slice'})", ylabel=clock)
-    left.set_title("a step: the compiler's estimate and the clock", loc="left")
+    left.set(xlabel=f"predicted ms ({machine['slice'] or 'no slice'})", ylabel=clock)
+    left.set_title("a step: predicted by the compiler, and the clock", loc="left")
     shares = {}
     for name, record in measurements.items():
         for size, found in (record.get("figures") or {}).items() if name.startswith("peak ") else ():

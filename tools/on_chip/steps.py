@@ -1,4 +1,4 @@
-"""Each preset's step: what the compiler estimates, and what the clock says."""
+"""Each preset's step: what is predicted by the compiler, and what the clock says."""
 
 import statistics
 import struct
@@ -97,8 +97,9 @@ def estimate(bench: Bench, step: Step) -> dict[str, Any]:
             if not path.exists():  # else exit code 1 is that of a step that does not fit
                 raise
         report = Report(**read_json(path, "a report of the compiler", 1 << 24))
-    names = "fits reason estimated_ms estimated_mfu peak_bytes limit_bytes communication_lower_bound_ms collectives"
-    return {name: getattr(report, name) for name in f"{names} operations_without_estimate compile_seconds".split()}
+    names = "fits reason predicted_ms predicted_mfu predicted_ms_all_hidden predicted_ms_nothing_hidden estimated_ms "
+    names += "ruled_ms needed_bytes limit_bytes communication_lower_bound_ms collectives operations_without_estimate"
+    return {name: getattr(report, name) for name in f"{names} compile_seconds".split()}
 
 
 def run_step(bench: Bench, step: Step) -> dict[str, Any]:

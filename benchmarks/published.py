@@ -112,7 +112,7 @@ def ratio(row: Row, found: dict) -> float:
 
 
 def milliseconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value >= 1 else f"{value:.3g}"
 
 
 def table(rows: Iterable[Row], found: dict[str, dict]) -> str:
@@ -123,8 +123,8 @@ def table(rows: Iterable[Row], found: dict[str, dict]) -> str:
     for row in rows:
         if (r := found.get(row.key)) is None:
             continue
-        bounds = [milliseconds(r[f"predicted_ms_{end}_hidden"]) for end in ("all", "nothing")]
-        both = f"{bounds[0]} to {bounds[1]}" if bounds[0] != bounds[1] else "-"
+        ends = [milliseconds(r[f"predicted_ms_{end}_hidden"]) for end in ("all", "nothing")]
+        both = " to ".join(dict.fromkeys(ends)) if r["communication_lower_bound_ms"] else "-"
         memory = min(r["compiler_peak_bytes"] or r["peak_bytes"], r["peak_bytes"]) / GIB
         over = "" if r["fits"] else f", over {r['limit_bytes'] / GIB:.2f}"
         what = row.name + (f", {row.label}" if row.label else "")

@@ -1,0 +1,225 @@
+"""Our prediction beside times that others have published: tables and a picture for docs/published.md. Nothing runs.
+
+Run:     nice python benchmarks/published.py --out DIR
+             compiles every row of benchmarks/published/rows.json that is not
+             yet in DIR, one at a time, and prints the table of all that are;
+             writes DIR/results.json and DIR/published.png
+         python benchmarks/published.py --out DIR --only 'product*'
+             these rows alone; --all: those too that take more than 10 minutes
+         python benchmarks/published.py --results benchmarks/published/results.json
+             the tables from what is kept, with --picture FILE the picture; compiles
+             nothing
+Exit:    0; 1 where a row failed: it is said, and the rest go on.
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from matplotlib.figure import Figure
+
+from tpu_utils.files import write_atomically
+from tpu_utils.hardware import GIB, parse_topology
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ROOT / "benchmarks" / "published" / "rows.json"
+KEPT = ("devices", "compiles", "fits", "reason", "limit_bytes", "compiler_peak_bytes", "peak_bytes", "estimated_ms")
+KEPT += ("ruled_ms", "predicted_ms", "predicted_ms_all_hidden", "predicted_ms_nothing_hidden", "predicted_mfu")
+KEPT += ("communication_lower_bound_ms", "operations_without_estimate", "compile_seconds", "versions")
+"""Of a report, in results.json."""
+KINDS = ("training step", "product", "copy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A published time and the command that asks for ours."""
+
+    name: str
+    slice: str
+    clock_ms: float
+    source: str  # repository and file
+    measured: str  # by whom, and what
+    software: str
+    differs: str  # our program from what was measured
+    ask: str  # aot_tpu.py's arguments, but the slice
+    label: str = ""
+    options: str = ""  # more of ask
+    flags: str = ""  # LIBTPU_INIT_ARGS
+    slow: bool = False  # more than 10 minutes on 2 cores
+
+    @property
+    def key(self) -> str:
+        return ", ".join(part for part in (self.name, self.label, self.slice) if part)
+
+    @property
+    def kind(self) -> str:
+        return next((kind for kind in KINDS if self.name.startswith(kind)), KINDS[0])
+
+    @property
+    def generation(self) -> str:
+        return parse_topology(self.slice).generation
+
+    @property
+    def command(self) -> list[str]:
+        return ["aot_tpu.py", *self.ask.split(), *self.options.split(), "--topology", self.slice]
+
+
+def read_rows(path: Path = ROWS) -> list[Row]:
+    """A group of the file says what its rows share; a row adds to it or replaces it."""
+    groups = json.loads(path.read_text())
+    shared = [{name: value for name, value in group.items() if name != "rows"} for group in groups]
+    return [Row(**(said | own)) for said, group in zip(shared, groups, strict=True) for own in group["rows"]]
+
+
+def asked(row: Row, folder: Path, again: bool) -> str:
+    """Puts the report of a row into the folder, unless it is there for this command. Returns what failed, or ""."""
+    file = folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', row.key)}.json"
+    if file.exists() and not again and json.loads(file.read_text())["command"] == [*row.command, row.flags]:
+        return ""
+    print(f"{row.key}: python {' '.join(row.command)}", file=sys.stderr, flush=True)
+    variables = os.environ | ({"LIBTPU_INIT_ARGS": row.flags} if row.flags else {})
+    line = [sys.executable, *row.command, "--json"]
+    done = subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True)
+    reports = json.loads(done.stdout) if done.stdout.strip() else []
+    if not reports or not reports[0]["compiles"]:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return reports[0]["reason"] if reports else last
+    record = {"key": row.key, "command": [*row.command, row.flags], "report": reports[0]}
+    write_atomically(file, json.dumps(record, indent=1).encode())
+    return ""
+
+
+def results(folder: Path) -> dict[str, dict]:
+    """{key of a row: what KEPT names of its report}, of all rows in the folder."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.name != "results.json"]
+    return {record["key"]: {name: record["report"][name] for name in KEPT} for record in records}
+
+
+def ratio(row: Row, found: dict) -> float:
+    """The clock over our prediction: below 1 where the step was faster than we say."""
+    return row.clock_ms / found["predicted_ms"]
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value >= 1 else f"{value:.3g}"
+
+
+def table(rows: Iterable[Row], found: dict[str, dict]) -> str:
+    lines = [
+        "| what | slice | clock, ms | predicted, ms | clock / predicted | of it by rule | with communication | GiB |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for row in rows:
+        if (r := found.get(row.key)) is None:
+            continue
+        ends = [milliseconds(r[f"predicted_ms_{end}_hidden"]) for end in ("all", "nothing")]
+        both = " to ".join(dict.fromkeys(ends)) if r["communication_lower_bound_ms"] else "-"
+        memory = min(r["compiler_peak_bytes"] or r["peak_bytes"], r["peak_bytes"]) / GIB
+        over = "" if r["fits"] else f", over {r['limit_bytes'] / GIB:.2f}"
+        what = row.name + (f", {row.label}" if row.label else "")
+        cells = [what, row.slice, milliseconds(row.clock_ms), milliseconds(r["predicted_ms"]), f"{ratio(row, r):.2f}"]
+        cells += [milliseconds(r["ruled_ms"]), both, f"{memory:.2f}{over}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def errors(rows: Iterable[Row], found: dict[str, dict]) -> str:
+    """Of training steps, products and copies apart, each generation and all: median and ends of clock / predicted."""
+    ratios = {}
+    for row in (row for row in rows if row.key in found):
+        for generation in (row.generation, "all"):
+            ratios.setdefault((row.kind, generation), []).append(ratio(row, found[row.key]))
+    lines = [
+        "| of | generation | rows | median of clock / predicted | smallest | largest |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (kind, generation), values in sorted(ratios.items(), key=lambda pair: (KINDS.index(pair[0][0]), pair[0][1])):
+        middle, low, high = statistics.median(values), min(values), max(values)
+        lines.append(f"| {kind} | {generation} | {len(values)} | {middle:.2f} | {low:.2f} | {high:.2f} |")
+    return "\n".join(lines)
+
+
+def sources(rows: Iterable[Row], found: dict[str, dict]) -> str:
+    """What was measured, by whom, with what; and what differs in our program. Rows that share all of it are one."""
+    groups = {}
+    for row in (row for row in rows if row.key in found):
+        said = (row.source, row.measured, row.software, row.differs)
+        groups.setdefault((row.name, *said), []).append(f"{row.label}, {row.slice}" if row.label else row.slice)
+    lines = ["| what | rows | source | measured | software and settings | what differs |", "|---|---|---|---|---|---|"]
+    for (name, *said), labels in groups.items():
+        lines.append(f"| {' | '.join([name, '; '.join(labels), *said])} |")
+    return "\n".join(lines)
+
+
+def picture(rows: Iterable[Row], found: dict[str, dict], file: Path) -> None:
+    """A dot a row: the published clock over our prediction, both logarithmic."""
+    figure = Figure(figsize=(7.5, 6.5), layout="constrained")
+    axes = figure.add_subplot()
+    groups = {}
+    for row in (row for row in rows if row.key in found):
+        groups.setdefault(row.generation, []).append((found[row.key]["predicted_ms"], row.clock_ms))
+    values = [value for pairs in groups.values() for pair in pairs for value in pair]
+    ends = (10 ** math.floor(math.log10(min(values))), 10 ** math.ceil(math.log10(max(values))))
+    axes.plot(ends, ends, color="black", linewidth=0.8, label="clock = prediction")
+    axes.fill_between(
+        ends, [0.8 * e for e in ends], [1.2 * e for e in ends], color="#d9d9d9", label="20 % to either side"
+    )
+    for name, pairs in sorted(groups.items()):
+        axes.scatter(*zip(*pairs, strict=True), s=28, alpha=0.8, label=f"{name}, {len(pairs)} rows", zorder=3)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    axes.set(xlabel="predicted by the TPU compiler and our rule, ms", ylabel="published clock, ms")
+    axes.set_title("Step times that others published, and what is predicted here for our program", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, metavar="DIR", help="compile into this folder what is not yet in it")
+    where.add_argument("--results", type=Path, metavar="FILE", help="compile nothing, read this results.json")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="default: DIR/published.png of --out DIR")
+    parser.add_argument("--only", metavar="PATTERN", default="*", help="rows whose name, label and slice match")
+    parser.add_argument("--all", action="store_true", help="the slow rows too")
+    parser.add_argument("--again", action="store_true", help="ask again for rows that are there")
+    arguments = parser.parse_args()
+    rows = [row for row in read_rows() if fnmatch.fnmatch(row.key, arguments.only)]
+    if not rows:
+        parser.error(f"--only {arguments.only!r} matches no row; they are called {read_rows()[0].key!r} and so on")
+    failed = {}
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        for row in rows:
+            if row.slow and not arguments.all:
+                print(f"left out: {row.key}: takes more than 10 minutes; give --all", file=sys.stderr)
+            elif reason := asked(row, arguments.out, arguments.again):
+                failed[row.key] = reason
+                print(f"failed: {row.key}: {reason}", file=sys.stderr, flush=True)
+        found = results(arguments.out)
+        write_atomically(arguments.out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
+    else:
+        found = json.loads(arguments.results.read_text())
+    if not found.keys() & {row.key for row in rows}:
+        print("no row is compiled yet", file=sys.stderr)
+        return 1
+    print(table(rows, found), errors(rows, found), sources(rows, found), sep="\n\n")
+    if place := arguments.picture or (arguments.out and arguments.out / "published.png"):
+        picture(rows, found, place)
+    for key, reason in failed.items():
+        print(f"failed: {key}: {reason}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -145,7 +145,7 @@ def check_owner(folder: Path, what: str) -> Path:
     sticky bit, nobody can rename what is another's. A folder that is not there yet: those that it will be in."""
     folder = folder.resolve()
     for place in (folder, *folder.parents):
-        if place == folder and not folder.exists():
+        if not place.exists():
             continue
         status, found = place.stat(), ""
         if status.st_uid not in ((os.geteuid(),) if place == folder else (os.geteuid(), 0)):

@@ -215,7 +215,7 @@ def find_team(given: argparse.Namespace, command: list[str]) -> Alone:
     secret = read_secret(options_in(command[1:]).get("peers_secret", ""))
     if index == 0:
         return First(addresses, given.port, secret, silent_seconds, given.wait_seconds, given.elastic)
-    return Other(index, addresses, given.port, secret, given.wait_seconds)
+    return Other(index, addresses, given.port, secret, given.wait_seconds, given.elastic)
 
 
 def main() -> int:

@@ -6,13 +6,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from processes import ROOT, environment_with, free_port, waits
 
 from tools import keep_running
-from tools.keeping.team import State, Verdict, judge, state_in, verdict_in
+from tools.keeping.team import First, Other, State, Verdict, judge, state_in, verdict_in
 from tpu_utils.errors import InputError
 from tpu_utils.remote.storage import working_folder
 from tpu_utils.remote.wire import WireError
@@ -472,3 +473,17 @@ def test_a_transformer_on_two_hosts_lost_twice_ends_with_the_bits_of_a_run_that_
         assert file.read_bytes() == (lost / "checkpoints" / "step_00000060" / file.name).read_bytes()
     losses = [{r["step"]: r["loss"] for r in lines_of(folder) if r["kind"] == "train"} for folder in (whole, lost)]
     assert losses[0] == losses[1] and len(losses[0]) == 12
+
+
+def test_a_machine_that_comes_back_to_an_elastic_run_waits_for_the_next_start():
+    """However long the others go on without it."""
+    port, addresses = free_port(), ["localhost"] * 2
+    back = Other(1, addresses, port, b"", 0.1, elastic=True)
+    with ThreadPoolExecutor(1) as pool:
+        met = pool.submit(back.meet)
+        with pytest.raises(TimeoutError):
+            met.result(timeout=3)
+        first = First(addresses, port, b"", 9.0, 60.0, True)
+        assert first.meet() == met.result(timeout=60) == {}
+        first.tell(Verdict("exit code 0", 0))
+        waits(lambda: back.exchange(State()) == Verdict("exit code 0", 0), 60)

@@ -153,8 +153,10 @@ class First(Alone):
 class Other(Alone):
     """Any other host of several. It does what host 0 says; where that is lost, it ends its script and waits for it."""
 
-    def __init__(self, index: int, addresses: list[str], port: int, secret: bytes, wait: float):
+    def __init__(self, index: int, addresses: list[str], port: int, secret: bytes, wait: float, elastic: bool = False):
+        """elastic: wait without end, since host 0 may go on without this one until the next start."""
         super().__init__(0.0)
+        self.elastic = elastic
         self.index, self.addresses, self.port, self.secret, self.wait = index, addresses, port, secret, wait
         self.decides = False
         self.sent = 0.0
@@ -169,7 +171,7 @@ class Other(Alone):
                     break
                 raise WireError(f"{hosts!r:.50} are no hosts with this one among them")
             except (WireError, TypeError, KeyError) as error:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline and not self.elastic:
                     raise DeviceError(f"waited {self.wait:g} s for host 0 ({self.addresses[0]}): {error}") from error
             time.sleep(0.5)
         self.link.seconds = LOST_SECONDS

@@ -185,11 +185,9 @@ def test_what_is_not_whole_or_not_of_this_run_is_not_used(lost, what):
 
 def test_a_newer_one_on_disk_is_taken(lost):
     run_dir, folder, memory = lost
-    ended = go_on(run_dir, memory, "--save_memory_every=0")
-    assert ended.returncode == 0, "from the start: this run has none on disk"
-    assert "memory     held" not in ended.stdout and newest_checkpoint(folder), "not asked for, not touched"
-    ended = go_on(run_dir, memory, "--save_memory_every=5")
-    assert ended.returncode == 0 and "memory     held" not in ended.stdout and not folder.exists()
+    saved_on_disk(run_dir, 999)
+    step, disk = bring(run_dir, memory)
+    assert step is None and disk.steps() == [999] and not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("what", ["mode", "link", "file", "owner", "no folder"])

@@ -612,9 +612,9 @@ def test_options_that_save_memory_are_those_of_the_script():
 
 @pytest.mark.slow
 def test_a_transformer_over_the_limit_says_what_would_help():
-    """A v5e of 1 MiB; what would help is compiled for a real one, in processes of its own."""
+    """A v5e of 128 KiB; what would help is compiled for a real one, in processes of its own."""
     smaller = "import sys, dataclasses, tpu_utils.hardware as h, tpu_compiler.of_script as it; " + (
-        "h.GENERATIONS['v5e'] = dataclasses.replace(h.GENERATIONS['v5e'], limit_gib=2**-10); "
+        "h.GENERATIONS['v5e'] = dataclasses.replace(h.GENERATIONS['v5e'], limit_gib=2**-13); "
         "sys.exit(it.run(sys.argv[1:]))"
     )
     tiny = "--num_layers 1 --embedding_dim 32 --num_heads 2 --sequence_length 16 --global_batch_size 8".split()

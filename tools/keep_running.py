@@ -76,6 +76,8 @@ class Keeper:
         self.writes = team.decides and not options["run_dir"].startswith("gs://")
         self.most_failures, self.silent_seconds = most_failures, silent_seconds
         self.attempt: Attempt | None = None
+        self.signals: list[int] = []
+        """Heard, to be passed on."""
         self.stopping = False
         self.count, self.failures = 0, 0
         self.reasons: list[str] = []
@@ -87,8 +89,7 @@ class Keeper:
         if not self.attempt:
             raise SystemExit(128 + number)
         self.stopping = True
-        if self.attempt.child.poll() is None:
-            self.attempt.child.send_signal(number)
+        self.signals.append(number)
 
     def run(self) -> int:
         """The exit code: the script's own at its last end, 1 where it failed too often without getting further."""
@@ -129,7 +130,12 @@ class Keeper:
             code = attempt.look()
             waited = time.monotonic() - attempt.moved
             silent = self.team.decides and code is None and waited > self.silent_seconds  # host 0 logs and saves
+            heard = len(self.signals)
             verdict = self.team.exchange(State(code, silent, self.stopping))
+            # only after host 0 was told: the scripts stop together, and an end that nobody was told of is a loss
+            for number in self.signals[:heard]:
+                attempt.pass_on(number)
+            del self.signals[:heard]
             if not verdict:
                 time.sleep(LOOK_SECONDS)
         if self.team.decides:

@@ -228,7 +228,8 @@ first = int(saved[-1].parent.name[5:]) if saved and options.get("--resume") == "
 print("first", first, "of", count, flush=True)
 fault = folder / f"fault_{index}"
 here, stop = folder / f"at_{count}_{index}", folder / "stop"
-signal.signal(signal.SIGTERM, lambda *_: stop.touch())
+# the others end at once; this one later, as its checkpoint may take longer
+signal.signal(signal.SIGTERM, lambda *_: (stop.touch(), time.sleep(1.5)))
 def at(other):
     try:
         return int((folder / f"at_{count}_{other}").read_text() or 0)
@@ -237,7 +238,7 @@ def at(other):
 for step in range(first + 1, 11):
     here.with_suffix(".new").write_text(str(step))
     here.with_suffix(".new").replace(here)
-    while min(map(at, range(count))) < step:
+    while min(map(at, range(count))) < step and not stop.exists():
         time.sleep(0.01)
     time.sleep(0.03)
     if stop.exists():

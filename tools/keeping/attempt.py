@@ -73,6 +73,11 @@ class Attempt:
             self._end_group()
         return code
 
+    def pass_on(self, number: int) -> None:
+        """A signal, to the script alone."""
+        if self.child.poll() is None:
+            self.child.send_signal(number)
+
     def end(self) -> None:
         """End it, stuck or not, and what it has started.
 

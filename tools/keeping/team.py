@@ -159,7 +159,7 @@ class Other(Alone):
         self.elastic = elastic
         self.index, self.addresses, self.port, self.secret, self.wait = index, addresses, port, secret, wait
         self.decides = False
-        self.sent = 0.0
+        self.sent, self.said = 0.0, State()
 
     def meet(self) -> dict[str, str]:
         deadline = time.monotonic() + self.wait
@@ -190,8 +190,8 @@ class Other(Alone):
             heard.put(Verdict("host 0: lost", None))
 
     def exchange(self, own: State) -> Verdict | None:
-        if (now := time.monotonic()) - self.sent > BEAT_SECONDS or own.code is not None:
-            self.sent = now
+        if (now := time.monotonic()) - self.sent > BEAT_SECONDS or own != self.said:
+            self.sent, self.said = now, own
             try:
                 self.link.send(list(own))
             except WireError:  # it may have said why before it closed

@@ -128,7 +128,7 @@ def test_nothing_is_believed_or_run_that_others_can_put_there(tmp_path, how, fou
     folder = tmp_path / inner
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").write_text("#!/bin/sh\n")
-    (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.42.1"}')
+    (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.52"}')
     if how == "owner":
         if os.geteuid() != 0:
             pytest.skip("only root can give a folder to another user")

@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write the optimized program text of each slice there, of the newest compiler in DIR/newest",
     )
     parser.add_argument(
-        "--compiler", choices=("installed", "newest"), default="installed",
-        help="newest: ask that of requirements-newest-compiler.txt too; makes its environment the first time",
+        "--compiler", choices=("installed", "newest", "newest_alone"), default="installed",
+        help="newest: that of requirements-newest-compiler.txt too, whose environment is made the first time",
     )  # fmt: skip
     parser.add_argument("--compiler_dir", metavar="DIR", help="of the newest compiler's environment; default: a cache")
     parser.add_argument(
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sides and "," in arguments.topology:
             raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
         choose_cache(arguments.cache, arguments.no_cache)
-        newest = arguments.compiler == "newest"
+        newest = arguments.compiler != "installed"
         if newest and (sides or arguments.search):
             raise ValueError("--search and --diff ask the installed compiler; leave --compiler newest out")
         topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
@@ -121,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--compiler_dir has no effect without --compiler newest")
         folder = newest and make_environment(Path(arguments.compiler_dir or default_folder()), say)
         # every compiler that knows the chip is asked; the child process finds the one to use in COMPILER_VARIABLE
-        asked = [(t.name, "") for t in topologies if not t.hardware.newest_only]
+        installed = [] if arguments.compiler == "newest_alone" else topologies
+        asked = [(t.name, "") for t in installed if not t.hardware.newest_only]
         asked += [(t.name, str(folder)) for t in topologies if newest]
         reports, found = [], True
         if arguments.search:

@@ -236,7 +236,7 @@ def _refused(message: str, traced: Traced, facts: dict) -> Report:
         memory["activations"] = max(0, temporary)
         peak = sum(memory.values())
     elif total := re.search(r"the total memory required for HLO temporaries \(([\d.]+)G\) exceeds", message):
-        memory = argument_bytes(traced) | {"activations": int(float(total[1]) * GIB)}  # libtpu 0.0.42 says it so
+        memory = argument_bytes(traced) | {"activations": int(float(total[1]) * GIB)}  # libtpu 0.0.52 says it so
         peak = sum(memory.values())
     reason = found[0] if found else message.strip().splitlines()[0][:300]
     return Report(

@@ -73,21 +73,14 @@ def jax_backward(q_BHTK, k_BGTK, v_BGTK, out, logsumexp, grad, *starts_BT):
 def lower(function, *arguments):
     """XLA computation of a jax function for arguments given as (shape, dtype)."""
     import jax
-
-    arguments = [jax.ShapeDtypeStruct(shape, str(dtype).removeprefix("torch.")) for shape, dtype in arguments]
-    hlo = to_hlo(function, *arguments).as_serialized_hlo_module_proto()
-    return xla_builder.computation_from_module_proto(function.__name__, hlo)
-
-
-def to_hlo(function, *arguments):
-    """jax's HLO of its function, kernels included, for the device that is jax's default."""
-    import jax
     from jax._src import tpu_custom_call
 
     # jax 0.7.1 writes format 8 for every libtpu built from 14 August 2025 on. libtpu 0.0.21 is of the 15th, and reads 7
     # at most: "Unsupported version: expected <= 7 but got 8" (jax/_src/tpu_custom_call.py; pytorch/xla#9614)
     tpu_custom_call.get_ir_version = lambda ctx: 7
-    return jax.jit(function, keep_unused=True).lower(*arguments).compiler_ir("hlo")
+    arguments = [jax.ShapeDtypeStruct(shape, str(dtype).removeprefix("torch.")) for shape, dtype in arguments]
+    hlo = jax.jit(function, keep_unused=True).lower(*arguments).compiler_ir("hlo")
+    return xla_builder.computation_from_module_proto(function.__name__, hlo.as_serialized_hlo_module_proto())
 
 
 def spec(tensor) -> tuple:

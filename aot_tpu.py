@@ -49,7 +49,7 @@ from pathlib import Path
 from tpu_compiler import cache
 from tpu_compiler.calibration import CALIBRATION, read_calibration
 from tpu_compiler.difference import compare, take_sides
-from tpu_compiler.modules import HELP, compile_module, names_a_module, option_parser
+from tpu_compiler.modules import HELP, compile_module, names_a_module, option_parser, parse_question
 from tpu_compiler.newest import NewestError, default_folder, make_environment
 from tpu_compiler.report import format_compilers, format_report, format_table
 from tpu_compiler.roofline import check_picture, draw
@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write the optimized program text of each slice there, of the newest compiler in DIR/newest",
     )
     parser.add_argument(
-        "--compiler", choices=("installed", "newest"), default="installed",
-        help="newest: ask libtpu 0.0.42.1 too, and show both answers; makes its environment the first time",
+        "--compiler", choices=("installed", "newest", "newest_alone"), default="installed",
+        help="newest: that of requirements-newest-compiler.txt too, whose environment is made the first time",
     )  # fmt: skip
     parser.add_argument("--compiler_dir", metavar="DIR", help="of the newest compiler's environment; default: a cache")
     parser.add_argument(
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sides and "," in arguments.topology:
             raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
         choose_cache(arguments.cache, arguments.no_cache)
-        newest = arguments.compiler == "newest"
+        newest = arguments.compiler != "installed"
         if newest and (sides or arguments.search):
             raise ValueError("--search and --diff ask the installed compiler; leave --compiler newest out")
         topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
@@ -107,9 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_module and (sides or arguments.search or arguments.fit):
             question = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
             raise ValueError(f"{question} is for scripts, and {arguments.script} is a module; change its options")
-        if not is_module:
+        if is_module:
+            parse_question(arguments.script, options)  # whatever is wrong with it is said before anything is downloaded
+        else:
             check_script(Path(arguments.script))
-        libtpu = check_private_interfaces()["libtpu"]
+        check_private_interfaces()
         given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
         calibration = read_calibration(Path(given)) if given else None
         say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
@@ -118,13 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.compiler_dir and not newest:
             raise ValueError("--compiler_dir has no effect without --compiler newest")
         folder = newest and make_environment(Path(arguments.compiler_dir or default_folder()), say)
-        # every compiler that knows the chip is asked; a script finds the one to use in COMPILER_VARIABLE
-        asked = [(t.name, "") for t in topologies if not t.hardware.newest_only]
+        # every compiler that knows the chip is asked; the child process finds the one to use in COMPILER_VARIABLE
+        installed = [] if arguments.compiler == "newest_alone" else topologies
+        asked = [(t.name, "") for t in installed if not t.hardware.newest_only]
         asked += [(t.name, str(folder)) for t in topologies if newest]
         reports, found = [], True
-        if is_module:
-            names = [t.name for t in topologies]
-            reports, asked = compile_module(arguments.script, options, names, arguments.program), []
         if arguments.search:
             limits, names = (arguments.minutes, arguments.vary_batch, only), [t.name for t in topologies]
             reports = decide(arguments.script, names, options, say, *limits, tokens, prices)
@@ -134,13 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         for topology, compiler in asked:
             os.environ[COMPILER_VARIABLE] = compiler
-            if arguments.fit:
+            place = arguments.program and str(Path(arguments.program, "newest" if compiler else ""))
+            if is_module:
+                reports += compile_module(arguments.script, options, topology, place)
+            elif arguments.fit:
                 value, best = fit(arguments.script, topology, arguments.fit, options, say)
                 say(f"{topology}: largest {arguments.fit} that fits is {value}" if best else f"{topology}: none fits")
                 reports += [best] if best else []
                 found &= best is not None
             else:
-                place = arguments.program and str(Path(arguments.program, "newest" if compiler else ""))
                 given = with_batch(options, topology, arguments.batch_per_device)
                 reports.append(compile_script(arguments.script, topology, given, place))
     except (ValueError, RuntimeError, OSError) as error:
@@ -151,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         os.environ.pop(COMPILER_VARIABLE, None)
     if calibration:
-        chips = [parse_topology(r.topology).generation if r.compiles else "" for r in reports]
-        said = [calibration.sentence(chip, libtpu) for chip in chips]
+        chips = [(parse_topology(r.topology).generation if r.compiles else "", r.versions) for r in reports]
+        said = [calibration.sentence(chip, versions.get("libtpu", "")) for chip, versions in chips]
         reports = [dataclasses.replace(r, calibration=text) for r, text in zip(reports, said, strict=True)]
     if arguments.dcn_gb_per_s:
         known = dict(network_gb_per_s=arguments.dcn_gb_per_s)

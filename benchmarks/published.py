@@ -6,9 +6,12 @@ Run:     nice python benchmarks/published.py --out DIR
              writes DIR/results.json and DIR/published.png
          python benchmarks/published.py --out DIR --only 'product*'
              these rows alone; --all: those too that take more than 10 minutes
+         python benchmarks/published.py --out DIR --compiler newest
+             asks the newest compiler alone, into DIR/newest, and prints its error
+             beside the installed one's, for the rows that DIR has of that
          python benchmarks/published.py --results benchmarks/published/results.json
              the tables from what is kept, with --picture FILE the picture; compiles
-             nothing
+             nothing. With --compiler newest from benchmarks/published/newest.json
 Exit:    0; 1 where a row failed: it is said, and the rest go on.
 """
 
@@ -22,7 +25,7 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,6 +34,7 @@ from matplotlib.figure import Figure
 
 from tpu_utils.files import write_atomically
 from tpu_utils.hardware import GIB, parse_topology
+from tpu_utils.virtual_slice import TESTED_VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "published" / "rows.json"
@@ -38,6 +42,8 @@ KEPT = ("devices", "compiles", "fits", "reason", "limit_bytes", "compiler_peak_b
 KEPT += ("ruled_ms", "predicted_ms", "predicted_ms_all_hidden", "predicted_ms_nothing_hidden", "predicted_mfu")
 KEPT += ("communication_lower_bound_ms", "operations_without_estimate", "compile_seconds", "versions")
 """Of a report, in results.json."""
+OF_BOTH = ("predicted_ms", "estimated_ms", "ruled_ms", "fits", "compiler_peak_bytes", "compile_seconds", "versions")
+"""Of these, in newest.json, for each of the two compilers."""
 KINDS = ("training step", "product", "copy")
 
 
@@ -82,20 +88,23 @@ def read_rows(path: Path = ROWS) -> list[Row]:
     return [Row(**(said | own)) for said, group in zip(shared, groups, strict=True) for own in group["rows"]]
 
 
-def asked(row: Row, folder: Path, again: bool) -> str:
-    """Puts the report of a row into the folder, unless it is there for this command. Returns what failed, or ""."""
+def asked(row: Row, folder: Path, again: bool, compiler: Sequence[str] = ()) -> str:
+    """Puts the report of a row into the folder, unless it is there for this command. Returns what failed, or "".
+
+    compiler: options that choose it."""
+    command = [*row.command, *compiler]
     file = folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', row.key)}.json"
-    if file.exists() and not again and json.loads(file.read_text())["command"] == [*row.command, row.flags]:
+    if file.exists() and not again and json.loads(file.read_text())["command"] == [*command, row.flags]:
         return ""
-    print(f"{row.key}: python {' '.join(row.command)}", file=sys.stderr, flush=True)
+    print(f"{row.key}: python {' '.join(command)}", file=sys.stderr, flush=True)
     variables = os.environ | ({"LIBTPU_INIT_ARGS": row.flags} if row.flags else {})
-    line = [sys.executable, *row.command, "--json"]
+    line = [sys.executable, *command, "--json"]
     done = subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True)
     reports = json.loads(done.stdout) if done.stdout.strip() else []
     if not reports or not reports[0]["compiles"]:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         return reports[0]["reason"] if reports else last
-    record = {"key": row.key, "command": [*row.command, row.flags], "report": reports[0]}
+    record = {"key": row.key, "command": [*command, row.flags], "report": reports[0]}
     write_atomically(file, json.dumps(record, indent=1).encode())
     return ""
 
@@ -104,6 +113,15 @@ def results(folder: Path) -> dict[str, dict]:
     """{key of a row: what KEPT names of its report}, of all rows in the folder."""
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.name != "results.json"]
     return {record["key"]: {name: record["report"][name] for name in KEPT} for record in records}
+
+
+def both(folder: Path) -> dict[str, dict[str, dict | None]]:
+    """{key of a row: {"newest": what OF_BOTH names, "installed": the same, or None where that was not asked}}."""
+    old, new = results(folder), results(folder / "newest")
+    # for a chip that the installed one does not know, the folder has another one's answer
+    old = {key: found for key, found in old.items() if found["versions"]["libtpu"] == TESTED_VERSIONS["libtpu"]}
+    few = lambda found: found and {name: found[name] for name in OF_BOTH}  # noqa: E731
+    return {key: {"installed": few(old.get(key)), "newest": few(found)} for key, found in new.items()}
 
 
 def ratio(row: Row, found: dict) -> float:
@@ -162,6 +180,34 @@ def sources(rows: Iterable[Row], found: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def table_of_both(rows: Iterable[Row], found: dict[str, dict]) -> str:
+    """The error of each row by the installed and by the newest compiler."""
+    versions = next(iter(found.values()))["newest"]["versions"]
+    heads = [f"clock / predicted, libtpu {libtpu}" for libtpu in (TESTED_VERSIONS["libtpu"], versions["libtpu"])]
+    lines = [f"| what | slice | clock, ms | {' | '.join(heads)} |", "|---|---|---|---|---|"]
+    for row in (row for row in rows if row.key in found):
+        ratios = [f"{ratio(row, one):.2f}" if one else "-" for one in map(found[row.key].get, ("installed", "newest"))]
+        what = row.name + (f", {row.label}" if row.label else "")
+        lines.append(f"| {' | '.join([what, row.slice, milliseconds(row.clock_ms), *ratios])} |")
+    return "\n".join(lines)
+
+
+def errors_of_both(rows: Iterable[Row], found: dict[str, dict]) -> str:
+    """Of the rows that both answered: median of clock / predicted, and the one farthest from 1."""
+    groups = {}
+    for row in (row for row in rows if row.key in found and found[row.key]["installed"]):
+        groups.setdefault(row.kind, []).append([ratio(row, found[row.key][name]) for name in ("installed", "newest")])
+    lines = ["| of | rows | installed: median | farthest from 1 | newest: median | farthest from 1 |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for kind in (kind for kind in KINDS if kind in groups):
+        cells = [kind, str(len(groups[kind]))]
+        for values in zip(*groups[kind], strict=True):
+            farthest = max(values, key=lambda value: abs(math.log(value)))
+            cells += [f"{statistics.median(values):.2f}", f"{farthest:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def picture(rows: Iterable[Row], found: dict[str, dict], file: Path) -> None:
     """A dot a row: the published clock over our prediction, both logarithmic."""
     figure = Figure(figsize=(7.5, 6.5), layout="constrained")
@@ -192,29 +238,39 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="default: DIR/published.png of --out DIR")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="rows whose name, label and slice match")
     parser.add_argument("--all", action="store_true", help="the slow rows too")
+    parser.add_argument(
+        "--compiler", choices=("installed", "newest"), default="installed", help="of which the error is asked"
+    )
     parser.add_argument("--again", action="store_true", help="ask again for rows that are there")
     arguments = parser.parse_args()
     rows = [row for row in read_rows() if fnmatch.fnmatch(row.key, arguments.only)]
     if not rows:
         parser.error(f"--only {arguments.only!r} matches no row; they are called {read_rows()[0].key!r} and so on")
-    failed = {}
+    failed, newest = {}, arguments.compiler == "newest"
+    if newest and arguments.picture:
+        parser.error("--picture has no effect with --compiler newest")
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
+        folder = arguments.out / "newest" if newest else arguments.out
+        compiler = ["--compiler", "newest_alone"] if newest else []
+        folder.mkdir(parents=True, exist_ok=True)
         for row in rows:
             if row.slow and not arguments.all:
                 print(f"left out: {row.key}: takes more than 10 minutes; give --all", file=sys.stderr)
-            elif reason := asked(row, arguments.out, arguments.again):
+            elif reason := asked(row, folder, arguments.again, compiler):
                 failed[row.key] = reason
                 print(f"failed: {row.key}: {reason}", file=sys.stderr, flush=True)
-        found = results(arguments.out)
-        write_atomically(arguments.out / "results.json", (json.dumps(found, indent=1) + "\n").encode())
+        found = both(arguments.out) if newest else results(arguments.out)
+        write_atomically(folder / "results.json", (json.dumps(found, indent=1) + "\n").encode())
     else:
         found = json.loads(arguments.results.read_text())
     if not found.keys() & {row.key for row in rows}:
         print("no row is compiled yet", file=sys.stderr)
         return 1
-    print(table(rows, found), errors(rows, found), sources(rows, found), sep="\n\n")
-    if place := arguments.picture or (arguments.out and arguments.out / "published.png"):
+    if newest:
+        print(table_of_both(rows, found), errors_of_both(rows, found), sep="\n\n")
+    else:
+        print(table(rows, found), errors(rows, found), sources(rows, found), sep="\n\n")
+    if not newest and (place := arguments.picture or (arguments.out and arguments.out / "published.png")):
         picture(rows, found, place)
     for key, reason in failed.items():
         print(f"failed: {key}: {reason}", file=sys.stderr)

@@ -20,7 +20,7 @@ from tpu_compiler import compiling
 from tpu_compiler.cache import Cache, cache_of_environment, digest
 from tpu_compiler.calibration import CALIBRATION, read_calibration
 from tpu_compiler.compiling import Compiled, compile_program, compile_with_newest, host_peak_gib, program_inputs
-from tpu_compiler.newest import environment_versions
+from tpu_compiler.newest import CHILD, environment_versions
 from tpu_compiler.reading import (
     HOST,
     group_modules,
@@ -200,11 +200,13 @@ def ask_compiler(
 
 
 def program_key(traced: Traced, topology: Topology, options: dict[str, str] | None, versions: dict[str, str]) -> str:
-    """A hash of all that decides what the compiler returns, compiling.py itself included."""
+    """A hash of all that decides what the compiler returns, compiling.py or newest_child.py included."""
     inputs = [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
     chips = [topology.compiler_name, topology.num_slices, topology.chips_per_host, topology.hardware.compiler_options]
     variable = sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split())  # options that libtpu has read
     code = Path(compiling.__file__).read_bytes()
+    if os.environ.get(COMPILER_VARIABLE):
+        code += CHILD.read_bytes()
     return digest(traced.hlo, code, inputs, chips, options or {}, variable, versions)
 
 
@@ -234,7 +236,7 @@ def _refused(message: str, traced: Traced, facts: dict) -> Report:
         memory["activations"] = max(0, temporary)
         peak = sum(memory.values())
     elif total := re.search(r"the total memory required for HLO temporaries \(([\d.]+)G\) exceeds", message):
-        memory = argument_bytes(traced) | {"activations": int(float(total[1]) * GIB)}  # libtpu 0.0.42 says it so
+        memory = argument_bytes(traced) | {"activations": int(float(total[1]) * GIB)}  # libtpu 0.0.52 says it so
         peak = sum(memory.values())
     reason = found[0] if found else message.strip().splitlines()[0][:300]
     return Report(

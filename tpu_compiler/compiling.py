@@ -19,7 +19,6 @@ from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
 
 from tpu_compiler.newest import compile_there
 from tpu_compiler.tracing import Traced
-from tpu_utils.errors import InputError
 from tpu_utils.hardware import GIB, Topology, parse_topology
 from tpu_utils.virtual_slice import check_private_interfaces, quiet_libtpu
 
@@ -57,15 +56,16 @@ def compile_only_devices(topology: Topology) -> list:
 
 
 def lower_pallas_for(compile_for: str) -> None:
-    """From here on, Pallas kernels of this process are lowered for the slice's chips. Call it before tracing."""
+    """From here on, Pallas kernels of this process are lowered for the slice's chips. Call it before tracing.
+
+    jax asks the device whether it is a TPU, and how old its compiler is; what it writes is the same for all chips, and
+    which one it is, the compiler decides. So a chip that the installed libtpu does not know has v6e's kernels.
+    """
     check_private_interfaces()
     quiet_libtpu()
-    if parse_topology(compile_for).hardware.newest_only:
-        raise InputError(
-            f"attention is flash, whose kernels are lowered by libtpu 0.0.21, which does not know {compile_for}; use "
-            "--attention plain"
-        )
-    jax.config.update("jax_default_device", compile_only_devices(parse_topology(compile_for))[0])
+    topology = parse_topology(compile_for)
+    known = parse_topology("v6e-1") if topology.hardware.newest_only else topology
+    jax.config.update("jax_default_device", compile_only_devices(known)[0])
 
 
 def compile_program(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> Compiled:

@@ -233,18 +233,15 @@ def parse_placements(words: Sequence[str], mesh: dict[str, int]) -> tuple[Placem
     return tuple(found)
 
 
-def compile_module(
-    target: str, options: Sequence[str], topologies: Sequence[str], program_dir: str | None
-) -> list[Report]:
-    """One report for each level and slice. Raises InputError, or ScriptError after a child that said why itself."""
+def compile_module(target: str, options: Sequence[str], topology: str, program_dir: str | None) -> list[Report]:
+    """One report for each level. Raises InputError, or ScriptError after a child that said why itself."""
     question, reports = parse_question(target, options), []
     if program_dir:
         make_folder(program_dir)
-    for topology in topologies:
-        for level in question.levels:
-            place = program_dir and str(Path(program_dir, level) if len(question.levels) > 1 else program_dir)
-            command = [f"--target={target}", *options, f"--at={level}"]
-            reports.append(compile_script(str(STEP_SCRIPT), topology, command, place))
+    for level in question.levels:
+        place = program_dir and str(Path(program_dir, level) if len(question.levels) > 1 else program_dir)
+        command = [f"--target={target}", *options, f"--at={level}"]
+        reports.append(compile_script(str(STEP_SCRIPT), topology, command, place))
     return reports
 
 

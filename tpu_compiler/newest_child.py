@@ -29,7 +29,12 @@ def main(folder: Path) -> None:
 
 
 def compile_program(hlo: bytes, request: dict, folder: Path) -> dict:
-    """What compiling.py does with the libtpu that belongs to PyTorch/XLA, call by call."""
+    """What compiling.py does with the libtpu that belongs to PyTorch/XLA, call by call, but for the program's text.
+
+    The text is the one that libtpu itself writes. jaxlib would read the program back first (hlo_modules), and a libtpu
+    may be newer than any jaxlib: 0.10.2 refuses the collectives that 0.0.51 and 0.0.52 give to TPU7x's SparseCores,
+    "async-update instruction should have 1 operands but sees 2". Where it can read, both texts say the same.
+    """
     replicas, partitions = request["replicas"], request["partitions"]
     described = topologies.get_topology_desc(
         request["topology"], platform="tpu", chips_per_host_bounds=tuple(request["chips_per_host"]), **request["slice"]
@@ -37,7 +42,9 @@ def compile_program(hlo: bytes, request: dict, folder: Path) -> dict:
     devices = sorted(described.devices, key=lambda device: device.id)[: replicas * partitions]
     options = _jax.CompileOptions()
     options.num_replicas, options.num_partitions = replicas, partitions
-    options.env_option_overrides = list(request["options"].items())
+    dump = folder / "dump"
+    own = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": "True"}
+    options.env_option_overrides = list((request["options"] | own).items())
     build = options.executable_build_options
     build.num_replicas, build.num_partitions = replicas, partitions
     build.use_spmd_partitioning = partitions > 1
@@ -63,7 +70,10 @@ def compile_program(hlo: bytes, request: dict, folder: Path) -> dict:
         )
     memory, cost = executable.get_compiled_memory_stats(), executable.cost_analysis()
     cost = cost[0] if isinstance(cost, list) else cost
-    (folder / "program.txt").write_text(executable.hlo_modules()[0].to_string())
+    written = list(dump.glob("*.after_codegen.txt"))
+    if len(written) != 1:
+        raise RuntimeError(f"libtpu wrote {len(written)} texts of compiled programs into xla_dump_to; expected one")
+    written[0].rename(folder / "program.txt")
     return {
         "peak_bytes": memory.peak_memory_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,

@@ -34,6 +34,9 @@ HOST = "S(5)"
 """In the layout of an array that lies in the host's memory."""
 
 
+NO_ESTIMATE = 2**63 - 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
     name: str
@@ -44,6 +47,12 @@ class Operation:
     def find(self, pattern: str) -> str | None:
         match = re.search(pattern, self.line)
         return match and match[1]
+
+    @property
+    def cycles(self) -> int | None:
+        """The compiler's estimate. None where it has none; libtpu 0.0.52 then writes the largest number there is."""
+        estimate = self.find(r'"estimated_cycles":"(\d+)"')
+        return int(estimate) if estimate and int(estimate) < NO_ESTIMATE else None
 
     @property
     def base(self) -> str:
@@ -114,8 +123,9 @@ def called_by(operation: Operation, computations: dict[str, list[Operation]]) ->
             condition = computations.get(operation.find(r"condition=%?([\w.\-]+)") or "", ())
             trips = max([int(o.find(r"constant\((\d+)\)") or 0) for o in condition] + [1])
     found = [(called, trips) for called in re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", operation.line)]
-    for branches in re.findall(r"branch_computations=\{([^}]*)\}", operation.line):
-        found += [(branch.strip().lstrip("%"), 1) for branch in branches.split(",")]
+    # called_computations: of a custom call, which is how a collective is handed to the SparseCore of TPU7x
+    for several in re.findall(r"(?:branch|called)_computations=\{([^}]*)\}", operation.line):
+        found += [(called.strip().lstrip("%"), 1) for called in several.split(",")]
     return found
 
 
@@ -161,11 +171,7 @@ def list_collectives(
                 sizes = [s for s in sizes if s > 4] or sizes
                 sizes = sizes[len(sizes) // 2 :]
             size = sum(sizes)
-            listed, iota = (
-                operation.find(r"replica_groups=\{\{([\d,]+)\}"),
-                operation.find(r"replica_groups=\[\d+,(\d+)\]"),
-            )
-            group = len(listed.split(",")) if listed else int(iota or num_devices)
+            group = group_size(operation, num_devices)
             if "all-reduce-scatter" in computation:
                 kind = "reduce-scatter"
             elif kind == "reduce-scatter":
@@ -174,6 +180,20 @@ def list_collectives(
             if group > 1:
                 seen[channel_of(operation)] = (operation, kind, times[computation], size, share * size)
     return list(seen.values())
+
+
+def group_size(operation: Operation, num_devices: int) -> int:
+    """How many devices take part together: {{0,1},{2,3}}, [2,2]<=[4], or axes of a mesh, mesh['a'=2,'b'=4] {'a'}; of
+    an axis perhaps a part, 'b':(2)2, which has the size that stands last. All of them where nothing is said."""
+    if listed := operation.find(r"replica_groups=\{\{([\d,]+)\}"):
+        return len(listed.split(","))
+    if iota := operation.find(r"replica_groups=\[\d+,(\d+)\]"):
+        return int(iota)
+    mesh = re.search(r"replica_groups=@?mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}", operation.line)
+    if not mesh:
+        return num_devices
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+    return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2]))
 
 
 def channel_of(operation: Operation) -> str:
@@ -238,9 +258,11 @@ def _nested(computations: dict[str, list[Operation]]) -> set[str]:
 def collectives_in(
     operation: Operation, computations: dict[str, list[Operation]], seen: frozenset[str] = frozenset()
 ) -> set[str]:
-    """Channels of the collectives that an operation is a piece of: itself, or inside the fusion."""
+    """Channels of the collectives that an operation is a piece of: itself, or inside what it calls."""
     found = {channel_of(operation)} if operation.base in COLLECTIVES else set()
-    for called in re.findall(r"calls=%?([\w.\-]+)", operation.line) if operation.kind == "fusion" else ():
+    # async-start: a computation that another core runs meanwhile, such as the SparseCore
+    inside = operation.kind in ("fusion", "async-start", "custom-call") and called_by(operation, computations)
+    for called, _ in inside or ():
         for inner in computations.get(called, ()) if called not in seen else ():
             found |= collectives_in(inner, computations, seen | {called})
     return found
@@ -280,9 +302,9 @@ def read_modules(computations: dict[str, list[Operation]]) -> Counter:
     times, nested, cycles = _times_run(computations), _nested(computations), Counter()
     for name, operations in computations.items():
         for operation in operations if name not in nested else ():
-            estimate, module = operation.find(r'"estimated_cycles":"(\d+)"'), module_of(operation)
+            estimate, module = operation.cycles, module_of(operation)
             if estimate and module and times[name]:
-                cycles[module] += int(estimate) * times[name]
+                cycles[module] += estimate * times[name]
     return cycles
 
 
@@ -329,9 +351,9 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
         if computation in nested or not times[computation]:
             continue
         for operation in operations:
-            estimate = operation.find(r'"estimated_cycles":"(\d+)"')
-            if estimate:
-                cycles[source_of(operation)] += int(estimate) * times[computation]
+            estimate = operation.cycles
+            if estimate is not None:
+                cycles[source_of(operation)] += estimate * times[computation]
             elif not operation.is_free and "ConcatBitcast" not in operation.line and not small(operation):
                 unpriced[operation.base] += times[computation]
     return cycles, unpriced

@@ -270,7 +270,9 @@ def format_table(reports: Sequence[Report]) -> str:
     said = [f"{r.level}: {note}" for r in reports for note in r.notes]
     lines += list(dict.fromkeys(said))
     lines += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
-    return "\n".join([*lines, *legend(reports)])
+    said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
+    said += [f"libtpu {r.versions.get('libtpu', '?')}: {r.calibration}" for r in reports if r.calibration]
+    return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])
 
 
 def communication_range(r: Report) -> str:
@@ -298,8 +300,10 @@ def format_compilers(reports: Sequence[Report]) -> str:
         found = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in collectives.items()]
         return ", ".join(found) or "none"
 
-    rows = [[reports[0].topology, *(f"libtpu {r.versions.get('libtpu', '?')}, jax {r.versions.get('jax', '?')}"
-                                    for r in reports)]]  # fmt: skip
+    levels = len({r.level for r in reports}) > 1
+    heads = [f"libtpu {r.versions.get('libtpu', '?')}, jax {r.versions.get('jax', '?')}" for r in reports]
+    heads = [f"{head}, {r.level}" if levels else head for head, r in zip(heads, reports, strict=True)]
+    rows = [[reports[0].topology, *heads]]
     rows += [["---"] * len(rows[0])]
     rows += [["fits", *("yes" if r.fits else f"no: {r.reason}" for r in reports)]]
     rows += [["GiB of limit", *(f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" for r in reports)]]
@@ -322,4 +326,6 @@ def format_compilers(reports: Sequence[Report]) -> str:
         rows += [[name, *(text(r) if r.compiles else "-" for r in reports)]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    return "\n".join([*lines, *legend(reports)])
+    said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
+    said += [f"libtpu {r.versions.get('libtpu', '?')}: {r.calibration}" for r in reports if r.calibration]
+    return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])

@@ -44,7 +44,7 @@ def rule_seconds(
     operation: Operation, types: dict[str, str], computations: dict[str, list[Operation]], topology: Topology
 ) -> float:
     """Seconds of one operation by the rule; 0.0 for one that has an estimate. types: of the operations around it."""
-    if "estimated_cycles" in operation.line or operation.is_free or "ConcatBitcast" in operation.line:
+    if operation.cycles is not None or operation.is_free or "ConcatBitcast" in operation.line:
         return 0.0
     if operation.kind == "custom-call":
         return flash_seconds(operation, topology)

@@ -18,7 +18,7 @@ class Generation:
     on the page of tpu7x; v4: arXiv:2304.01433. pci_id: torch_xla/_internal/tpu.py.
     clock_ghz is implied by the peak over the width of the matrix units (TPU7x: 524,288 FLOPs a cycle and device; the
     compiler's own estimate for a product of 32,768 comes to 88 % of that). limit_gib is the memory per device that
-    libtpu 0.0.21 enforces, of TPU7x 0.0.42.1. link_gb_per_s is all links of a device together, in one direction: half
+    libtpu 0.0.21 enforces, of TPU7x 0.0.52. link_gb_per_s is all links of a device together, in one direction: half
     of the bidirectional figure on those pages (v5e 400, v5p 1200, v6e 800 GB/s); v4: 6 links of 50 GB/s; TPU7x: half of
     a chip's 1200 for each of its devices, and the link between these two, "six times faster than a 1D ICI link".
     slice_gb_per_s is what a chip can send to other slices: the page of tpu7x has 50 (v5p) and 100 Gb/s (v6e, TPU7x) of
@@ -56,7 +56,7 @@ GENERATIONS = {
         Generation("v5p", "0x0062", 95, 459, 2765, 1.75, 95.74, 600, 6.25, 15, cores_in_name=2),
         Generation("v6e", "0x006f", 32, 918, 1638, 1.75, 31.25, 400, 12.5, 32, largest_host=(2, 4, 1)),
         Generation(
-            "TPU7x", "0x0076", 192, 2307, 7380, 2.2, 94.75, 1500, 12.5,
+            "TPU7x", "0x0076", 192, 2307, 7380, 2.2, 94.74, 1500, 12.5,
             devices_per_chip=2, cores_in_name=2, newest_only=True,
         ),
     )

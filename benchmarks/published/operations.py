@@ -3,7 +3,8 @@
 Run:     python aot_tpu.py benchmarks/published/operations.py:Product --mode forward --topology v6e-1 \
              --inputs 'bfloat16[8192,8192]' 'bfloat16[8192,8192]'
          python aot_tpu.py benchmarks/published/operations.py --topology tpu7x-2 --compiler newest --product 8192
-             as a script, because only scripts can be asked of the newest compiler; or --copy 16777216
+             as a script: on one device of the chip's two, where a module would have its first axis on both; or
+             --copy 16777216
 """
 
 import argparse

@@ -31,7 +31,7 @@ def test_a_row_says_where_its_clock_comes_from():
 def test_a_command_parses_and_fits_its_slice(row, monkeypatch):
     """Its config.json too, which TransformerConfig reads."""
     monkeypatch.chdir(ROOT)
-    program, target, *options = row.command
+    program, target, *options = [word for word in row.command if word not in ("--compiler", "newest")]
     devices = parse_topology(row.slice).num_devices
     assert program == "aot_tpu.py" and options[-2:] == ["--topology", row.slice]
     if target == "transformer_tpu.py":
@@ -42,7 +42,8 @@ def test_a_command_parses_and_fits_its_slice(row, monkeypatch):
     elif ":" in target:
         assert parse_question(target, options[:-2], row.slice).mode == "forward"
     else:
-        assert (ROOT / target).exists() and options[:2] == ["--compiler", "newest"]
+        assert (ROOT / target).exists()
+    assert ("newest" in row.command) == parse_topology(row.slice).hardware.newest_only
 
 
 def test_page_and_data_are_the_same():
@@ -70,6 +71,43 @@ def test_a_row_that_fails_is_said_and_the_rest_go_on(tmp_path, monkeypatch, caps
     assert (tmp_path / "published.png").stat().st_size > 1000
     asked = len(commands)
     assert asked == 3 and published.main() == 1 and len(commands) == asked + 1  # the copy alone, which failed
+
+
+def test_page_and_what_the_newest_compiler_says_are_the_same():
+    """`python benchmarks/published.py --results benchmarks/published/newest.json --compiler newest` prints it."""
+    found = json.loads((ROOT / "benchmarks" / "published" / "newest.json").read_text())
+    assert found.keys() <= {row.key for row in ROWS}
+    for text in (published.table_of_both(ROWS, found), published.errors_of_both(ROWS, found)):
+        assert text in PAGE
+
+
+def test_the_newest_compiler_is_asked_alone_and_kept_apart(tmp_path, monkeypatch, capsys):
+    """Beside it stands what the installed one said, in the folder that is there already."""
+    rows = [row for row in ROWS if row.key in RESULTS and row.name.startswith(("copy of", "product of"))]
+    for row in rows:
+        record = {"key": row.key, "command": [], "report": RESULTS[row.key]}
+        (tmp_path / f"{ROWS.index(row)}.json").write_text(json.dumps(record))
+    commands = []
+
+    def answer(line, **_):
+        commands.append(line)
+        report = next(iter(RESULTS.values())) | {"predicted_ms": 0.1, "versions": {"libtpu": "0.0.52"}}
+        return published.subprocess.CompletedProcess(line, 0, json.dumps([report]), "")
+
+    monkeypatch.setattr(published.subprocess, "run", answer)
+    for pattern in ("copy of*", "product of*,*1024*", "copy of*"):
+        asked = ["published.py", "--out", str(tmp_path), "--only", pattern, "--compiler", "newest"]
+        monkeypatch.setattr(published.sys, "argv", asked)
+        assert published.main() == 0
+    assert [line[-3:-1] for line in commands] == [["--compiler", "newest_alone"]] * 2
+    assert not (tmp_path / "results.json").exists() and not (tmp_path / "published.png").exists()
+    found = json.loads((tmp_path / "newest" / "results.json").read_text())
+    (copy,) = [row for row in rows if row.name.startswith("copy of")]
+    assert found[copy.key]["installed"] == {name: RESULTS[copy.key][name] for name in published.OF_BOTH}
+    assert found[copy.key]["newest"]["predicted_ms"] == 0.1
+    assert found["product of square matrices, bfloat16, 1024, tpu7x-2"]["installed"] is None
+    assert f"| {copy.name}, trace | v6e-1 | 0.0494 | 0.49 | 0.49 |" in capsys.readouterr().out
+    assert "| copy | 1 | 0.49 | 0.49 | 0.49 | 0.49 |" in published.errors_of_both(ROWS, found)
 
 
 @pytest.mark.slow

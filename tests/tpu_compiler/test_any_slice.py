@@ -11,7 +11,7 @@ import pytest
 from processes import ROOT, run
 
 import aot_tpu
-from tpu_compiler import newest, reading, search
+from tpu_compiler import modules, newest, reading, schedule, search
 from tpu_compiler.report import Report, format_report, format_table
 from tpu_utils import virtual_slice
 from tpu_utils.errors import InputError
@@ -120,6 +120,42 @@ def test_what_a_device_sends_to_other_slices():
     assert found == {name: {"count": 1, "bytes": size, "sent_bytes": share * size} for name, share in sizes.items()}
 
 
+def test_what_the_newest_compiler_gives_to_the_sparse_core_is_read():
+    """Its text for TPU7x: a collective in a custom call of another core, which begins when an update brings the data;
+    groups as axes of a mesh; and the largest number where there is no estimate."""
+    group = "replica_groups=mesh['a'=2,'b'=8,'c'=3] {'a','b':(2)4}"
+    cycles = 'backend_config={"estimated_cycles":"%s"}'
+    text = f"""
+%called (p: bf16[4096,1024]) -> bf16[32768,1024] {{
+  %p = bf16[4096,1024]{{1,0}} parameter(0)
+  ROOT %g = bf16[32768,1024]{{1,0}} all-gather(%p), channel_id=2, {group}, dimensions={{0}}
+}}, execution_thread="sparsecore"
+%async_computation (q: bf16[4096,1024]) -> bf16[32768,1024] {{
+  %q = bf16[4096,1024]{{1,0}} parameter(0)
+  ROOT %c = bf16[32768,1024]{{1,0}} custom-call(%q), custom_call_target="TODO(b/1)", called_computations={{%called}}
+}}, execution_thread="sparsecore"
+ENTRY %main (x: bf16[4096,1024]) -> bf16[32768,1024] {{
+  %x = bf16[4096,1024]{{1,0}} parameter(0)
+  %call-start = ((), (), (s32[8192]{{0:T(1024)}})) async-start(), calls=%async_computation
+  %before = f32[8192]{{0}} fusion(%x), kind=kLoop, calls=%f, {cycles % 2_000_000}
+  %call-update = ((bf16[4096,1024]{{1,0}}), bf16[32768,1024]{{1,0}}, ()) async-update(%call-start, %x)
+  %beside = f32[8192]{{0}} fusion(%x), kind=kLoop, calls=%f, BESIDE
+  ROOT %call-done = bf16[32768,1024]{{1,0}} async-done(%call-update)
+}}
+"""
+    topology = parse_topology("tpu7x-8")
+    for beside, waits in ((cycles % 0, True), (cycles % 2_000_000, False), (cycles % (2**63 - 1), True)):
+        computations = reading.parse_program(text.replace("BESIDE", beside))
+        size, cost = 32768 * 1024 * 2, reading.read_cycles(computations)
+        expected = {"count": 1, "bytes": size, "sent_bytes": size * 7 / 8}
+        assert reading.read_collectives(computations, 48) == {"all-gather": expected}
+        assert sum(cost[0].values()) in (2_000_000, 4_000_000) and cost[1]["fusion"] == beside.count("92233")
+        exposed = schedule.exposed_ms(computations, topology, 48)
+        assert exposed == pytest.approx(
+            size * 7 / 8 / topology.hardware.link_gb_per_s / 1e6 if waits else 0.0, abs=1e-4
+        )
+
+
 def test_the_first_axis_of_a_mesh_spans_the_slices(monkeypatch):
     """Devices are counted as PyTorch/XLA counts them, so data parallelism in front is what crosses between slices."""
     from tpu_compiler import compiling
@@ -177,7 +213,7 @@ def fake_environment(tmp_path):
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").write_text(FAKE_PYTHON)
     (folder / "bin" / "python").chmod(0o755)
-    (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.42.1"}')
+    (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.52"}')
     return folder
 
 
@@ -208,20 +244,48 @@ def test_both_answers_side_by_side(fake_environment, ask):
     code, said = ask("v5litepod-1,tpu7x-2")
     assert code == 0 and virtual_slice.COMPILER_VARIABLE not in os.environ
     first, second = said.split("\n\n")
-    assert re.search(r"v5litepod-1 +\| libtpu 0.0.21, jax 0.7.1 +\| libtpu 0.0.42.1, jax 0.10.2 +\|", first)
+    assert re.search(r"v5litepod-1 +\| libtpu 0.0.21, jax 0.7.1 +\| libtpu 0.0.52, jax 0.10.2 +\|", first)
     assert re.search(r"fits +\| yes +\| yes", first)
     assert re.search(r"GiB of limit +\| 0.00 of 15.75 +\| 3.00 of 15.75", first)
     assert re.search(r"parts together +\| 0.00 +\| 12.00", first)
     assert re.search(r"predicted ms +\| 0\.\d+ +\| 2.000 +\|", first)
-    assert re.search(r"tpu7x-2 +\| libtpu 0.0.42.1, jax 0.10.2 +\|", second) and "of 94.75" in second
+    assert re.search(r"tpu7x-2 +\| libtpu 0.0.52, jax 0.10.2 +\|", second) and "of 94.74" in second
     request = json.loads((fake_environment / "request.json").read_text())
     assert request["topology"] == "tpu7x:1x1x1" and request["chips_per_host"] == [1, 1, 1]
     assert len(request["donated"]) == len(request["shardings"]) and request["partitions"] == 2
     assert (fake_environment / "seen").read_text() == "\n"  # torch_xla's import sets it to its own libtpu
 
 
+def test_a_module_too_is_asked_of_every_compiler_that_knows_the_chip(fake_environment, monkeypatch, capsys):
+    """It was compiled by the installed one alone, for TPU7x too, and the answer did not say so."""
+    asked = []
+
+    def answer(script, topology, command, place):
+        compiler = os.environ[virtual_slice.COMPILER_VARIABLE]
+        asked.append((topology, compiler, command[-1], place))
+        facts = dict(topology=topology, devices=1, program="", compiles=False, fits=False, reason="no", limit_bytes=1)
+        libtpu = "0.0.52" if compiler else "0.0.21"
+        level = command[-1].removeprefix("--at=")
+        return Report(**facts, peak_bytes=0, memory={}, level=level, notes=["a loss"], versions={"libtpu": libtpu})
+
+    monkeypatch.setattr(modules, "compile_script", answer)
+    programs, new = fake_environment.with_name("programs"), str(fake_environment)
+    command = ["torch.nn:Identity", "--inputs", "float32[8]", "--topology", "v5e-1,tpu7x-2", "--program", str(programs)]
+    command += ["--compiler", "newest", "--compiler_dir", new]
+    assert aot_tpu.main([*command, "--level", "conservative,balanced"]) == 1
+    levels = ("conservative", "balanced")
+    places = {"": programs, new: programs / "newest"}
+    pairs = (("v5e-1", ""), ("v5e-1", new), ("tpu7x-2", new))
+    assert asked == [(t, c, f"--at={level}", str(places[c] / level)) for t, c in pairs for level in levels]
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert re.search(r"v5e-1 +\| libtpu 0.0.21, jax \?, conservative +\|.*libtpu 0.0.52, jax \?, balanced +\|", first)
+    assert re.search(r"tpu7x-2 +\| libtpu 0.0.52, jax \?, conservative +\|", second) and "balanced: a loss" in second
+    monkeypatch.setattr(aot_tpu, "make_environment", lambda *_: pytest.fail("made before the question was read"))
+    assert aot_tpu.main([*command, "--level", "none"]) == 2
+
+
 def test_what_the_newer_compiler_refuses_is_its_answer(fake_environment, ask):
-    words = "the total memory required for HLO temporaries (600.00G) exceeds available HBM (94.75G)."
+    words = "the total memory required for HLO temporaries (600.00G) exceeds available HBM (94.74G)."
     (fake_environment / "answer.json").write_text(json.dumps({"error": f"RESOURCE_EXHAUSTED: Ran out, {words}"}))
     (fake_environment / "program.txt").write_text("")
     code, said = ask("tpu7x-2")
@@ -254,13 +318,14 @@ def test_an_environment_is_made_once_said_before_and_all_or_nothing(tmp_path, mo
     said = []
 
     def install(folder):
-        assert len(said) == 1 and "libtpu==0.0.42.1" in said[0] and str(tmp_path) in said[0] and " GB" in said[0]
+        assert len(said) == 1 and "libtpu==0.0.52" in said[0] and str(tmp_path) in said[0] and " GB" in said[0]
         (folder / "half").write_text("")
         if not (tmp_path / "network").exists():
             raise newest.NewestError("no network")
-        (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.42.1"}')
+        (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.52"}')
 
     monkeypatch.setattr(newest, "_install", install)
+    monkeypatch.setattr(newest, "index_says", lambda folder: "the index")
     with pytest.raises(newest.NewestError):
         newest.make_environment(tmp_path / "made", said.append)
     assert not (tmp_path / "made").exists()
@@ -268,13 +333,32 @@ def test_an_environment_is_made_once_said_before_and_all_or_nothing(tmp_path, mo
     said.clear()
     for _ in range(2):
         assert newest.make_environment(tmp_path / "made", said.append) == tmp_path / "made"
-    assert len(said) == 1
+    assert len(said) == 2 and said[1] == "the index"
     monkeypatch.setattr(newest, "NEEDED_GIB", 1e9)
     with pytest.raises(InputError, match=r"GiB free; expected"):
         newest.make_environment(tmp_path / "other", said.append)
     (tmp_path / "made" / newest.VERSIONS).write_text('{"jax": []}')
     with pytest.raises(InputError, match="expected versions of jax and libtpu"):
         newest.make_environment(tmp_path / "made", said.append)
+
+
+@pytest.mark.parametrize(
+    "answer, expected",
+    [
+        ("libtpu (0.0.52)\nAvailable versions: 0.0.52, 0.0.51", r"2026-11-25, and is the newest now"),
+        (
+            "libtpu (0.0.53)\nAvailable versions: 0.0.53, 0.0.52",
+            r"2026-11-25; the newest now is 0.0.53, not tried",
+        ),
+        ("", "what is the newest now, pip does not say"),
+    ],
+)
+def test_it_is_said_when_the_package_index_has_moved_on(fake_environment, answer, expected, monkeypatch):
+    (fake_environment / "pins.txt").write_text("# the newest on 2026-11-25\njax==0.10.2\nlibtpu==0.0.52\n")
+    monkeypatch.setattr(newest, "REQUIREMENTS", fake_environment / "pins.txt")
+    (fake_environment / "bin" / "python").write_text(f"#!/bin/sh\necho '{answer}'\n")
+    said = newest.index_says(fake_environment)
+    assert re.search(expected, said) and said.startswith("libtpu==0.0.52 of pins.txt")
 
 
 def test_an_environment_that_others_can_change_is_not_run(fake_environment):
@@ -294,9 +378,10 @@ def test_an_environment_that_others_can_change_is_not_run(fake_environment):
 def test_the_environment_is_closed_to_others_whatever_the_umask(tmp_path, monkeypatch):
     def install(folder):
         (folder / "bin").mkdir()
-        (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.42.1"}')
+        (folder / newest.VERSIONS).write_text('{"jax": "0.10.2", "libtpu": "0.0.52"}')
 
     monkeypatch.setattr(newest, "_install", install)
+    monkeypatch.setattr(newest, "index_says", lambda folder: "")
     before = os.umask(0)
     try:
         made = newest.make_environment(tmp_path / "made", print)
@@ -318,20 +403,75 @@ def test_the_default_folder_belongs_to_the_pins(monkeypatch, tmp_path):
     assert first != newest.default_folder()
 
 
+def test_kernels_of_flash_attention_are_the_same_for_every_chip():
+    """So TPU7x, which jax 0.7.1 and libtpu 0.0.21 do not know, is given those of another: its compiler reads them."""
+    import jax
+    import torch
+    import torch_xla
+
+    from language import flash_attention
+    from tpu_compiler import compiling
+
+    written, before = set(), jax.config.jax_default_device
+    qkv = [torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="xla") for _ in range(3)]
+    try:
+        for name in ("v4-8", "v5litepod-1", "v6e-1", "tpu7x-2"):
+            compiling.lower_pallas_for(name)
+            flash_attention.lower.cache_clear()
+            text = torch_xla._XLAC._get_xla_tensors_hlo([flash_attention.flash_attention(*qkv)])
+            written.add(re.search(r'custom_call_target="tpu_custom_call".*backend_config=(.*)', text)[1])
+    finally:
+        jax.config.update("jax_default_device", before)
+        flash_attention.lower.cache_clear()
+    assert len(written) == 1 and len(written.pop()) > 1000
+
+
+@pytest.fixture(scope="module")
+def newest_environment(tmp_path_factory):
+    """Options of aot_tpu.py; the first use makes the environment of the pinned versions, from the package index."""
+    folder = tmp_path_factory.mktemp("environment") / "newest"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):  # those of this environment's own packages have not these
+            patch.delenv(name, raising=False)
+        try:
+            newest.make_environment(folder, print)
+        except newest.NewestError as error:
+            pytest.skip(str(error))
+    return ("--compiler_dir", folder, "--json", "--compiler")
+
+
 @pytest.mark.slow
-def test_the_newest_compiler_for_real(tmp_path):
-    """Makes the environment (0.34 GB from the package index) and compiles for a v5e and a TPU7x."""
-    options = ("--compiler", "newest", "--compiler_dir", tmp_path / "newest", "--json", "--shard_parameters")
-    index = dict(PIP_NO_INDEX="", PIP_FIND_LINKS="")  # those of this environment's own packages have not these
-    done = run("aot_tpu.py", TINY, "--topology", "v5litepod-8,tpu7x-8", *options, **index)
-    if "pip cannot install" in done.stderr:
-        pytest.skip(done.stderr.splitlines()[-1])
+def test_the_newest_compiler_for_real(newest_environment):
+    """The pinned pair, and the same figures from the two compilers of what the program fixes."""
+    asked = ("--topology", "v5litepod-8,tpu7x-8", *newest_environment, "newest", "--shard_parameters")
+    done = run("aot_tpu.py", TINY, *asked)
     assert done.returncode == 0, done.stderr
     reports = [Report(**r) for r in json.loads(done.stdout)]
     assert [(r.topology, r.versions["libtpu"]) for r in reports] == [
-        *(("v5litepod-8", "0.0.21"), ("v5litepod-8", "0.0.42.1"), ("tpu7x-8", "0.0.42.1"))
+        *(("v5litepod-8", "0.0.21"), ("v5litepod-8", "0.0.52"), ("tpu7x-8", "0.0.52"))
     ]
     old, new, tpu7x = reports
     assert new.memory["parameters"] == old.memory["parameters"] and tpu7x.devices == 8
     for r in (new, tpu7x):
         assert r.fits and r.estimated_ms and {"all-gather", "reduce-scatter"} <= set(r.collectives)
+    for kind in ("all-gather", "reduce-scatter"):  # on TPU7x by the SparseCores
+        assert tpu7x.collectives[kind] == new.collectives[kind]
+
+
+@pytest.mark.slow
+def test_text_memory_and_cycles_of_a_step_on_every_chip_that_the_pinned_pair_is_for(newest_environment, tmp_path):
+    """Flash attention in a transformer's training step. Whoever pins another pair tries it with this."""
+    shape = "--num_layers=1 --embedding_dim=256 --num_heads=2 --sequence_length=256 --global_batch_size=8".split()
+    asked = ("--topology", "v5e-1,v6e-1,tpu7x-2", *newest_environment, "newest_alone", "--program", tmp_path)
+    done = run("aot_tpu.py", "transformer_tpu.py", *asked, "--attention=flash", "--precision=bfloat16", *shape)
+    assert done.returncode == 0, done.stderr
+    reports = [Report(**r) for r in json.loads(done.stdout)]
+    assert [(r.topology, r.devices, r.versions["libtpu"]) for r in reports] == [
+        *(("v5e-1", 1, "0.0.52"), ("v6e-1", 1, "0.0.52"), ("tpu7x-2", 2, "0.0.52"))
+    ]
+    for r in reports:
+        assert r.fits and 0 < r.compiler_peak_bytes < r.limit_bytes and min(r.memory.values()) > 0
+        assert 1e-3 < r.estimated_ms < 10 and r.ruled_ms and 0.5 < r.flops_ratio < 2
+    assert set(reports[-1].collectives) == {"all-reduce"}
+    for path in sorted((tmp_path / "newest").glob("*.txt")):
+        assert len(re.findall(r"custom-call\(.*tpu_custom_call", path.read_text())) >= 3, path

@@ -267,11 +267,8 @@ def format_table(reports: Sequence[Report]) -> str:
         bound = r.slice_lower_bound_ms
         at_least = "" if bound is None else f", at least {bound:.2f} ms ({NETWORK_LABEL.format(r.network_gb_per_s)})"
         lines += [f"{r.topology}: between slices a device sends {sent:.1f} MB{at_least}"] if sent else []
-    said = [f"{r.level}: {note}" for r in reports for note in r.notes]
-    lines += list(dict.fromkeys(said))
-    lines += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
     said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
-    said += [f"libtpu {r.versions.get('libtpu', '?')}: {r.calibration}" for r in reports if r.calibration]
+    said += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
     return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])
 
 

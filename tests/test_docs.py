@@ -156,6 +156,7 @@ def test_commands_run(page, checkout, monkeypatch, capsys):
         return done.returncode
 
     monkeypatch.setattr(search, "run_script", forked)
+    monkeypatch.setenv("AOT_TPU_CACHE", str(checkout.parent / "cache"))  # many pages ask about the same step
     monkeypatch.chdir(checkout)
     for command, reason in commands_of(page):
         if reason or of_the_first_screen(command):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from processes import ROOT, Script, run
 
 import aot_tpu
 import config
+from benchmarks import budgets
 from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistConfig, TrainConfig
 from language.transformer_options import TransformerConfig
 from tpu_compiler import ask, reading, search, tracing
@@ -397,28 +399,12 @@ def test_a_transformer_is_sharded_as_its_table_says():
 
 # ------------------------------------------------------------------------------------------------------------- presets
 
-# every preset of every script, and the slice it is meant for
-PRESET_SLICES = {
-    "simple_mnist_tpu.py": dict.fromkeys(("quick_test", "development", "production", "distributed"), "v5litepod-1"),
-    "distributed_mnist_tpu.py": dict.fromkeys(
-        ("quick_test", "development", "production", "distributed"), "v5litepod-8"
-    ),
-    "ddp_mnist_tpu.py": dict.fromkeys(("quick_test", "development", "production", "distributed"), "v5litepod-8"),
-    "resnet_cifar_tpu.py": dict(
-        quick_test="v5litepod-1", development="v5litepod-1", production="v5litepod-1", distributed="v5litepod-8"
-    ),
-    "transformer_tpu.py": dict(
-        quick_test="v5litepod-1", development="v5litepod-1", production="v5litepod-8", distributed="v5litepod-16"
-    ),
-}
-SLOW = {("transformer_tpu.py", "production"), ("transformer_tpu.py", "distributed")}
-# large batches of 28 x 28 images on one chip: 10 to 20 s each
-SLOW |= {("simple_mnist_tpu.py", preset) for preset in ("development", "production", "distributed")}
-# libtpu takes 2 to 4 s of a core for each convolution and each of its gradients
-SLOW |= {("resnet_cifar_tpu.py", preset) for preset in ("quick_test", "development", "production", "distributed")}
-SLOW |= {("distributed_mnist_tpu.py", "distributed"), ("transformer_tpu.py", "development")}
-SLOW |= {("ddp_mnist_tpu.py", preset) for preset in ("development", "production", "distributed")}
-ALL_PRESETS = [(script, preset) for script, slices in PRESET_SLICES.items() for preset in slices]
+# every preset of every script, for the slice it is meant for: rows called "SCRIPT PRESET"
+ROWS = {row.name: row for row in budgets.read_rows()}
+PRESETS = [name for name in ROWS if re.fullmatch(r"\w+_tpu\.py \w+", name)]
+# the rest take 10 s to a minute: large batches on one chip, and 2 to 4 s for each convolution and each of its gradients
+QUICK = ("simple_mnist_tpu.py quick_test", "ddp_mnist_tpu.py quick_test", "transformer_tpu.py quick_test")
+QUICK += tuple(f"distributed_mnist_tpu.py {preset}" for preset in ("quick_test", "development", "production"))
 
 
 def test_no_preset_is_left_out():
@@ -427,46 +413,44 @@ def test_no_preset_is_left_out():
     ours = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, TrainConfig)]
     assert set(ours) == {TrainConfig, ImageConfig, *kinds}
     kinds |= {TransformerConfig: "transformer"}
-    assert {f"{name}_tpu.py": set(presets_of(kind)) for kind, name in kinds.items()} == {
-        script: set(slices) for script, slices in PRESET_SLICES.items()
-    }
+    expected = {f"{name}_tpu.py {preset}" for kind, name in kinds.items() for preset in presets_of(kind)}
+    assert set(PRESETS) == expected
 
 
-def compile_preset(script, preset, folder):
-    """Of production without MNIST's files: shapes suffice."""
-    options = ["--preset", preset, "--compile_for", PRESET_SLICES[script][preset]]
-    # how products are divided is searched until it is this good: a ResNet of 8 layers takes 12 s instead of 70, the
-    # transformer's production 50 instead of 100
-    options += ["--compiler_options", "xla_jf_convolution_performance_target=0.9"]
-    if script != "transformer_tpu.py":
-        options += ["--data_dir", "nowhere" if preset == "production" else folder]
-    return compiled(ROOT / script, *options)
+def compile_row(row):
+    script, *options = shlex.split(row.ask)
+    if script.endswith(".py"):
+        return compiled(ROOT / script, "--compile_for", row.slice, *options)["report.json"]
+    return Report(**json.loads(run("aot_tpu.py", *row.command, "--json").stdout)[0])  # a module
 
 
 @pytest.fixture(scope="module")
-def small_presets(mnist_dir):
+def quick_rows():
     """Reports of all presets that compile in seconds, two compiles at a time."""
     with ThreadPoolExecutor(2) as pool:
-        reports = {case: pool.submit(compile_preset, *case, mnist_dir) for case in ALL_PRESETS if case not in SLOW}
-        return {case: files.result()["report.json"] for case, files in reports.items()}
+        reports = {name: pool.submit(compile_row, ROWS[name]) for name in QUICK}
+        return {name: files.result() for name, files in reports.items()}
 
 
-@pytest.mark.parametrize("script, preset", [case for case in ALL_PRESETS if case not in SLOW])
-def test_every_preset_compiles_for_its_slice(small_presets, script, preset):
-    assert_is_meant_for(small_presets[script, preset], script, preset)
+@pytest.mark.parametrize("name", QUICK)
+def test_every_preset_compiles_for_its_slice_as_in_the_budget(quick_rows, name):
+    assert_is_in_budget(quick_rows[name], ROWS[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, preset", sorted(SLOW))
-def test_every_large_preset_compiles_for_its_slice(mnist_dir, script, preset):
-    assert_is_meant_for(compile_preset(script, preset, mnist_dir)["report.json"], script, preset)
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in QUICK and (name in PRESETS or ROWS[name].fast)])
+def test_every_large_preset_and_headline_program_is_in_budget(name):
+    """Headline programs that take less than a minute; benchmarks/budgets.py has the rest."""
+    assert_is_in_budget(compile_row(ROWS[name]), ROWS[name])
 
 
-def assert_is_meant_for(r, script, preset):
+def assert_is_in_budget(r, row):
     assert r.compiles and r.fits, r.reason
-    assert r.topology == PRESET_SLICES[script][preset] and r.settings["preset"] == preset
+    assert r.topology == row.slice and (row.name not in PRESETS or r.settings["preset"] == row.name.split()[-1])
     # what is to run on several devices talks between them, and nothing else does
     assert bool(r.collectives) == (r.devices > 1)
+    moves = budgets.compared(row, dataclasses.asdict(r))
+    assert not moves, f"{budgets.table(moves)}\nis it meant? benchmarks/budgets.py --renew --only '{row.name}'"
 
 
 # --------------------------------------------------------------------------------------------------------- command line

@@ -1,0 +1,216 @@
+"""What the TPU compiler predicts of presets and headline programs, kept in a file: what moved since? Nothing runs.
+
+Run:     python benchmarks/budgets.py
+             compiles every row of benchmarks/budgets.json but the slow ones, one
+             at a time, and compares; --all: the slow ones too
+         python benchmarks/budgets.py --only '*mnist*'       # rows whose name matches
+         python benchmarks/budgets.py --fast                 # took less than a minute
+         python benchmarks/budgets.py --renew                # writes what it finds
+         python benchmarks/budgets.py --file FILE
+             rows of your own; their commands run in the folder of the file
+Exit:    0 nothing moved; 1 something moved, has no figures yet or does not fit; 2
+         wrong usage, or figures of another compiler.
+
+A row moved where milliseconds, memory, bytes of collectives or the number of
+operations without an estimate are more than 2 % from the file's, up or down, or
+a count of collectives differs at all. A gain is to be renewed as well, so that
+the file's history shows it. Answers come from the compile cache where nothing
+changed, so a check that broke off goes on where it was (docs/search.md).
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tpu_compiler.cache import from_json
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.files import read_json, write_atomically
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "benchmarks" / "budgets.json"
+TOLERANCE = 0.02
+"""Share of the kept figure. A count of collectives may not differ."""
+FAST = 60
+"""Seconds to trace and compile."""
+MEASURES = ("predicted_ms", "predicted_ms_all_hidden", "predicted_ms_nothing_hidden", "compiler_peak_bytes")
+EXPECTED = 'rows with name, ask and slice: {"rows": [{"name": "mine", "ask": "train.py", "slice": "v5litepod-1"}]}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A program, and what was predicted of it when the file was renewed."""
+
+    name: str
+    ask: str  # aot_tpu.py's arguments, but the slice
+    slice: str
+    slow: bool = False  # left out without --all
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)  # as figures_of; empty: never renewed
+    seconds: float = 0.0  # to trace and compile; the fewest that this took
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def command(self) -> list[str]:
+        return [*shlex.split(self.ask), "--topology", self.slice]
+
+    @property
+    def fast(self) -> bool:
+        return bool(self.figures) and self.seconds < FAST
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A figure that is not what the file says."""
+
+    row: str
+    figure: str
+    was: float
+    now: float
+
+    @property
+    def cells(self) -> list[str]:
+        change = f"{self.now / self.was - 1:+.1%}" if self.was and self.now else "gone" if self.was else "new"
+        return [self.row, self.figure, f"{self.was:,.10g}", f"{self.now:,.10g}", change]
+
+
+def read_rows(path: Path = FILE) -> list[Row]:
+    """Raises InputError for anything that is no file of budgets."""
+    try:
+        rows = [from_json(Row, dataclasses.asdict(Row("", "", "")) | row) for row in read_json(path, EXPECTED)["rows"]]
+        names = [row.name for row in rows]
+        for row in rows:
+            if not (row.name and shlex.split(row.ask) and row.slice):
+                raise ValueError(f"row {row.name}: expected a name, what to ask and a slice")
+            if names.count(row.name) > 1:
+                raise ValueError(f"two rows are called {row.name}")
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} is no file of budgets: {error}; expected {EXPECTED}") from error
+    return rows
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """A figure a line, and nothing that says no more than its default."""
+    default = dataclasses.asdict(Row("", "", ""))
+    kept = [{n: v for n, v in dataclasses.asdict(row).items() if v != default[n]} for row in rows]
+    write_atomically(path, (json.dumps({"rows": kept}, indent=1) + "\n").encode())
+
+
+def figures_of(report: dict[str, Any]) -> dict[str, float]:
+    """What is kept of a report: MEASURES, and of each kind of collective how many and their bytes, of one device."""
+    found = {name: report[name] for name in MEASURES}
+    found["operations_without_estimate"] = sum(report["operations_without_estimate"].values())
+    for kind, numbers in sorted(report["collectives"].items()):
+        found |= {f"count of {kind}": numbers["count"], f"bytes of {kind}": numbers["bytes"]}
+    return {name: float(f"{v:.6g}") if name.endswith("ms") or "_ms_" in name else int(v) for name, v in found.items()}
+
+
+def compared(row: Row, report: dict[str, Any]) -> list[Move]:
+    """What moved. Raises InputError where no figures are kept, or those of another compiler."""
+    if not row.figures:
+        raise InputError(f"{row.name} has no figures yet; expected those of a renewed row; give --renew")
+    if report["versions"] != row.versions:
+        was, now = (", ".join(f"{n} {v}" for n, v in found.items()) for found in (row.versions, report["versions"]))
+        raise InputError(
+            f"{row.name}: found {now}; the kept figures are of {was}, and those of two compilers cannot be compared; "
+            "expected the same versions: install them, or renew the file: --renew --all"
+        )
+    now, moves = figures_of(report), []
+    for name in dict.fromkeys([*row.figures, *now]):
+        was, is_now = row.figures.get(name, 0), now.get(name, 0)
+        if abs(is_now - was) > (0 if name.startswith("count of") else TOLERANCE * was):
+            moves.append(Move(row.name, name, was, is_now))
+    return moves
+
+
+def table(moves: Sequence[Move]) -> str:
+    rows = [["row", "figure", "was", "is", "change"], ["---"] * 5, *(move.cells for move in moves)]
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return "\n".join(f"| {' | '.join(c.ljust(w) for c, w in zip(row, widths, strict=True))} |" for row in rows)
+
+
+def ask(row: Row, folder: Path) -> dict[str, Any]:
+    """The report of a row. Raises RuntimeError with what aot_tpu.py said where there is none, or it does not fit."""
+    line = [sys.executable, str(ROOT / "aot_tpu.py"), *row.command, "--json"]
+    done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
+    reports = json.loads(done.stdout) if done.stdout.strip() else []
+    if not reports:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise RuntimeError(next((line for line in said if line.startswith("error: ")), said[-1]))
+    if not reports[0]["fits"]:
+        raise RuntimeError(reports[0]["reason"] or "it does not fit")
+    return reports[0]
+
+
+def renewed(row: Row, report: dict[str, Any]) -> Row:
+    """The row with what a report says. Of the same figures the fewest seconds are kept: a busy machine takes longer."""
+    found = dict(figures=figures_of(report), versions=report["versions"])
+    seconds = round(report["trace_seconds"] + report["compile_seconds"], 1)
+    if (row.figures, row.versions) == (found["figures"], found["versions"]):
+        seconds = min(seconds, row.seconds)
+    return dataclasses.replace(row, **found, seconds=seconds)
+
+
+def check(path: Path, rows: Sequence[Row], chosen: Sequence[Row], renew: bool) -> int:
+    """Ask for the chosen rows, in the file's order, and say what moved; renew: write each as soon as it is known."""
+    folder = ROOT if path.resolve() == FILE else path.resolve().parent
+    moves, failed, written, rows = [], {}, 0, {row.name: row for row in rows}
+    for row in chosen:
+        if not (row.figures or renew):
+            failed[row.name] = "has no figures yet; give --renew"
+            continue
+        print(f"{row.name}: python aot_tpu.py {shlex.join(row.command)}", file=sys.stderr, flush=True)
+        try:
+            report = ask(row, folder)
+        except RuntimeError as error:
+            failed[row.name] = str(error)
+            continue
+        if row.versions == report["versions"] or not renew:
+            moves += compared(row, report)
+        if renew and (new := renewed(row, report)) != row:
+            rows[row.name], written = new, written + 1
+            write_rows(path, list(rows.values()))
+    if moves:
+        print(table(moves))
+    for name, reason in failed.items():
+        print(f"failed: {name}: {reason}")
+    moved = len({move.row for move in moves})
+    print(f"{len(chosen)} rows: {len(failed)} failed, {moved} moved by more than 2 % or in a count of collectives")
+    if renew:
+        print(f"{written} written to {path}")
+    elif moved:
+        print("where that is meant, write it: the same command with --renew")
+    return 1 if failed or (moved and not renew) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--file", type=Path, default=FILE, help="default: benchmarks/budgets.json")
+    parser.add_argument("--only", metavar="PATTERN", default="*", help="rows whose name matches")
+    parser.add_argument("--fast", action="store_true", help="rows that took less than a minute to compile")
+    parser.add_argument("--all", action="store_true", help="the slow rows too")
+    parser.add_argument("--renew", action="store_true", help="write what is found into the file")
+    arguments = parser.parse_args(argv)
+    rows = read_rows(arguments.file)
+    chosen = [row for row in rows if fnmatch.fnmatchcase(row.name, arguments.only)]
+    chosen = [row for row in chosen if row.fast or not arguments.fast]
+    for row in (row for row in chosen if row.slow and not arguments.all):
+        print(f"left out: {row.name}: takes long; give --all", file=sys.stderr)
+    chosen = [row for row in chosen if arguments.all or not row.slow]
+    if not chosen:
+        said = ", ".join(row.name for row in rows[:3])
+        raise InputError(f"no row to ask for; expected --all, or a pattern of --only that matches, such as of {said}")
+    return check(arguments.file, rows, chosen, arguments.renew)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, answers=True))

@@ -1,0 +1,222 @@
+"""benchmarks/budgets.py: each kind of movement is seen and named. Nothing is compiled here; test_aot_tpu.py compiles
+the rows of less than a minute."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+from processes import ROOT, run
+
+from benchmarks import budgets
+from benchmarks.budgets import Row
+from tpu_compiler.report import Report
+from tpu_utils.errors import InputError
+from tpu_utils.hardware import parse_topology
+
+ROWS = budgets.read_rows()
+VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
+FACTS = dict(topology="v5litepod-8", devices=8, program="", compiles=True, fits=True, reason="", limit_bytes=2**34)
+FACTS |= dict(compiler_peak_bytes=10**9, estimated_ms=100.0, exposed_ms=2.0, communication_lower_bound_ms=5.0)
+FACTS |= dict(operations_without_estimate={"copy": 90, "sort": 10}, trace_seconds=1.0, compile_seconds=9.0)
+REDUCED = {"all-reduce": {"count": 7, "bytes": 10**6, "sent_bytes": 2e6}}
+REPORT = dataclasses.asdict(Report(**FACTS, collectives=REDUCED, versions=VERSIONS).with_prediction())
+KEPT = budgets.renewed(Row("mine", "train.py --width 8", "v5litepod-8"), REPORT)
+
+
+def changed(path, value):
+    """REPORT with another value at a path of names."""
+    report = copy.deepcopy(REPORT)
+    *above, name = path.split("/")
+    place = report
+    for key in above:
+        place = place[key]
+    place[name] = value
+    return report
+
+
+def test_what_is_kept_of_a_report():
+    assert KEPT.figures == {
+        "predicted_ms": 100.0,
+        "predicted_ms_all_hidden": 102.0,
+        "predicted_ms_nothing_hidden": 105.0,
+        "compiler_peak_bytes": 10**9,
+        "operations_without_estimate": 100,
+        "count of all-reduce": 7,
+        "bytes of all-reduce": 10**6,
+    }
+    assert (KEPT.seconds, KEPT.versions) == (10.0, VERSIONS) and KEPT.fast and budgets.compared(KEPT, REPORT) == []
+
+
+@pytest.mark.parametrize(
+    "path, value, figure, was, change",
+    [
+        ("predicted_ms", 102.1, "predicted_ms", "100", "+2.1%"),
+        ("predicted_ms", 97.9, "predicted_ms", "100", "-2.1%"),  # a gain as well
+        ("predicted_ms_all_hidden", 110.0, "predicted_ms_all_hidden", "102", "+7.8%"),
+        ("predicted_ms_nothing_hidden", 90.0, "predicted_ms_nothing_hidden", "105", "-14.3%"),
+        ("compiler_peak_bytes", 1_030_000_000, "compiler_peak_bytes", "1,000,000,000", "+3.0%"),
+        ("operations_without_estimate/sort", 13, "operations_without_estimate", "100", "+3.0%"),
+        ("collectives/all-reduce/count", 8, "count of all-reduce", "7", "+14.3%"),
+        ("collectives/all-reduce/bytes", 970_000, "bytes of all-reduce", "1,000,000", "-3.0%"),
+        ("collectives/all-gather", {"count": 1, "bytes": 4}, "count of all-gather", "0", "new"),
+        ("collectives", {}, "count of all-reduce", "7", "gone"),
+    ],
+)
+def test_each_kind_of_movement_is_seen_and_named(path, value, figure, was, change):
+    moves = budgets.compared(KEPT, changed(path, value))
+    (found,) = [move for move in moves if move.figure == figure]
+    assert {move.figure.split(" of ")[-1] for move in moves} == {figure.split(" of ")[-1]}
+    assert [found.cells[0], found.cells[2], found.cells[4]] == ["mine", was, change]
+    assert all(cell in budgets.table(moves) for cell in found.cells)
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("predicted_ms", 101.9),
+        ("predicted_ms", 98.1),
+        ("compiler_peak_bytes", 985_000_000),
+        ("collectives/all-reduce/bytes", 1_015_000),
+        ("operations_without_estimate/sort", 12),
+        ("compile_seconds", 900.0),
+    ],
+)
+def test_what_is_within_the_tolerance_has_not_moved(path, value):
+    assert budgets.compared(KEPT, changed(path, value)) == []
+
+
+def test_a_collective_more_in_a_thousand_has_moved():
+    many = budgets.renewed(KEPT, changed("collectives/all-reduce/count", 1000))
+    (move,) = budgets.compared(many, changed("collectives/all-reduce/count", 1001))
+    assert move.figure == "count of all-reduce"
+
+
+def test_what_has_no_figures_is_not_compared():
+    with pytest.raises(InputError, match=r"new has no figures yet; expected .*; give --renew"):
+        budgets.compared(Row("new", "new.py", "v6e-8"), REPORT)
+
+
+def test_figures_of_another_compiler_are_not_compared():
+    other = changed("versions", VERSIONS | {"libtpu": "0.0.42"}) | {"predicted_ms": 1.0}
+    with pytest.raises(InputError, match=r"found .*libtpu 0\.0\.42; .*libtpu 0\.0\.21.*expected.*--renew --all"):
+        budgets.compared(KEPT, other)
+
+
+# --------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """command(reports, *options): exit code, what it says, what the file then holds, what was asked. reports: {script:
+    report, or what aot_tpu.py says instead}; the file has a row each for kept.py, slow.py (slow) and new.py."""
+    file = tmp_path / "budgets.json"
+    slow = dataclasses.replace(KEPT, name="slow", ask="slow.py", slow=True, seconds=400.0)
+    budgets.write_rows(file, [dataclasses.replace(KEPT, ask="kept.py"), slow, Row("new", "new.py", "v6e-8")])
+
+    def answered(reports, *options):
+        asked = []
+
+        def answer(line, cwd, **_):
+            assert cwd == tmp_path and line[-1] == "--json"
+            asked.append(line[2])
+            found = reports.get(line[2], REPORT)
+            written = ("", found) if isinstance(found, str) else (json.dumps([found]), "")
+            return budgets.subprocess.CompletedProcess(line, 0, *written)
+
+        monkeypatch.setattr(budgets.subprocess, "run", answer)
+        code = budgets.main(["--file", str(file), *options])
+        said = capsys.readouterr()
+        return code, said.out + said.err, {row.name: row for row in budgets.read_rows(file)}, asked
+
+    return answered
+
+
+def test_a_check_without_movement_and_with(command):
+    code, said, _, asked = command({}, "--only", "mine")
+    assert code == 0 and "1 rows: 0 failed, 0 moved" in said and asked == ["kept.py"]
+    code, said, rows, _ = command({"kept.py": changed("predicted_ms", 120.0)}, "--only", "mine")
+    assert code == 1 and "| mine | predicted_ms | 100 | 120 | +20.0% |" in said and "--renew" in said
+    assert rows["mine"].figures["predicted_ms"] == 100.0, "a check writes nothing"
+
+
+def test_a_row_without_figures_fails_and_is_not_compiled(command):
+    code, said, _, asked = command({})
+    assert code == 1 and "failed: new: has no figures yet; give --renew" in said and asked == ["kept.py"]
+    assert "left out: slow: takes long; give --all" in said
+
+
+def test_rows_that_give_no_report_or_do_not_fit_fail_and_keep_their_figures(command):
+    full = changed("fits", False) | {"reason": "Exceeded hbm capacity by 6.68G"}
+    reports = {"kept.py": "loading\nerror: no such script: kept.py\nerror: it ended", "slow.py": full}
+    code, said, rows, asked = command(reports, "--all", "--renew")
+    assert code == 1 and asked == ["kept.py", "slow.py", "new.py"]
+    assert "failed: mine: error: no such script: kept.py" in said and "failed: slow: Exceeded hbm capacity" in said
+    assert rows["mine"].figures == KEPT.figures and rows["new"].figures == KEPT.figures
+
+
+def test_which_rows_are_asked_for(command):
+    assert command({}, "--fast")[3] == ["kept.py"]
+    assert command({}, "--all", "--renew")[3] == ["kept.py", "slow.py", "new.py"]
+    assert command({}, "--only", "s*", "--all")[3] == ["slow.py"]
+    for pattern in ("nothing", "slow"):
+        with pytest.raises(InputError, match=r"no row to ask for; expected --all, or .* such as of mine, slow, new"):
+            command({}, "--only", pattern)
+
+
+def test_renewing_writes_what_moved_and_a_second_time_nothing(command, tmp_path):
+    reports = {"kept.py": changed("predicted_ms", 101.0) | {"compile_seconds": 70.0}}
+    code, _, rows, _ = command(reports, "--renew")
+    assert code == 0 and rows["mine"].figures["predicted_ms"] == 101.0 and not rows["mine"].fast
+    assert rows["slow"].figures == KEPT.figures and rows["new"].seconds == 10.0
+    before = (tmp_path / "budgets.json").read_bytes()
+    busy = {"kept.py": reports["kept.py"] | {"compile_seconds": 500.0}}
+    assert command(busy, "--renew")[0] == 0 and (tmp_path / "budgets.json").read_bytes() == before
+    quiet = {"kept.py": reports["kept.py"] | {"compile_seconds": 50.0}}
+    assert command(quiet, "--renew")[2]["mine"].fast
+
+
+def test_renewing_with_another_compiler_compares_nothing(command):
+    other = changed("versions", VERSIONS | {"libtpu": "0.0.42"}) | {"predicted_ms": 1.0}
+    code, said, rows, _ = command({"kept.py": other}, "--renew", "--only", "mine")
+    assert code == 0 and rows["mine"].versions["libtpu"] == "0.0.42" and "was" not in said
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[]", "expected a JSON object"),
+        ("{}", "no file of budgets: 'rows'"),
+        ('{"rows": [1]}', "no file of budgets"),
+        ('{"rows": [{"name": "a", "ask": "a.py"}]}', "row a: expected a name, what to ask and a slice"),
+        ('{"rows": [{"name": "a", "ask": "a.py", "slice": "v5e-1", "fast": 1}]}', "expected the fields of Row"),
+        ('{"rows": [{"name": "a", "ask": "a.py", "slice": "v5e-1", "figures": {"ms": "1"}}]}', "'1' is no"),
+        ('{"rows": [{"name": "a", "ask": "\'a.py", "slice": "v5e-1"}]}', "No closing quotation"),
+        ('{"rows": [{"name": "a", "ask": "a.py", "slice": "v5e-1"}, {"name": "a", "ask": "b.py", "slice": "v5e-1"}]}',
+         "two rows are called a"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_none_is_refused(tmp_path, text, message):
+    file = tmp_path / "budgets.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        budgets.read_rows(file)
+    assert str(file) in str(caught.value)
+
+
+def test_the_file_here_is_as_written_and_its_rows_can_be_asked(tmp_path):
+    budgets.write_rows(tmp_path / "same.json", ROWS)
+    assert (tmp_path / "same.json").read_bytes() == budgets.FILE.read_bytes()
+    for row in ROWS:
+        target = row.command[0]
+        assert target.startswith("hf:") or (ROOT / target.split(":")[0]).is_file(), row.name
+        assert parse_topology(row.slice) and bool(row.figures) == bool(row.versions), row.name
+    assert {row.fast for row in ROWS} == {True, False} and not any(row.fast and row.slow for row in ROWS)
+
+
+def test_wrong_usage_is_one_message():
+    done = run("benchmarks/budgets.py", "--file", "absent.json")
+    assert done.returncode == 2 and done.stderr.startswith("error: absent.json: no such file; expected rows with name")

@@ -119,6 +119,7 @@ class GPT(Decoder):
             x = dropout(x, self.dropout, keys[0], indices)
             for layer, w in enumerate(layers):
                 w["dropout_keys"] = keys[1 + 2 * layer : 3 + 2 * layer]
-        x = self.through_layers(self.hold_sharding(x.to(self.compute_dtype)), layers, indices)
+        of_blocks = [{"shared": indices} for _ in layers]
+        x = self.through_layers(self.hold_sharding(x.to(self.compute_dtype)), layers, of_blocks)
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
         return F.linear(x, cast["token_embedding"])

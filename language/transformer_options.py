@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from config import ON_TPU, HostOptions, TrainConfig
-from language.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape, shape_of
+from language.hf_config import shape_of
+from language.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape
 from tpu_utils.errors import InputError
 from tpu_utils.fields import FREE, NoEffect, Range
 from tpu_utils.files import parse_object, read_json

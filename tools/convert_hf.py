@@ -19,7 +19,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from language.shapes import SPECIAL_TOKENS, LlamaShape, hugging_face_config, shape_of
+from language.hf_config import SPECIAL_TOKENS, hugging_face_config, shape_of
+from language.shapes import LlamaShape, ModelShape
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError, SaveError, run_script
 from tpu_utils.fields import nearest
@@ -84,7 +85,7 @@ from language.hf_files import (
     write_json,
     write_weights,
 )
-from language.hf_layout import sources
+from language.hf_layout import sources, whole
 from language.run_weights import (
     PREFIX,
     TOKENIZER,
@@ -153,9 +154,11 @@ def export(
 
 
 def their_tensors(shape, saved: Saved, scale: float, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, source in sources(shape).items():
-        value = read_merged(saved, name, scale).to(dtype)
-        yield from source.split(value)
+    return whole(
+        part
+        for name, source in sources(shape).items()
+        for part in source.split(read_merged(saved, name, scale).to(dtype))
+    )
 
 
 def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: str = "newest") -> None:

@@ -16,12 +16,13 @@ from test_llama_parity import SHAPES, hugging_face_model
 
 import transformer_tpu
 from language.gpt import GPT
+from language.hf_config import hugging_face_config, shape_of
 from language.hf_files import HEAD, INDEX, WHOLE, open_weights
 from language.hf_layout import sources
 from language.layers import adapter_sizes
 from language.llama import Llama, parameter_shapes
 from language.run_weights import read_merged, read_run
-from language.shapes import MODEL_SIZES, LlamaShape, ModelShape, hugging_face_config, shape_of
+from language.shapes import MODEL_SIZES, LlamaShape, ModelShape
 from language.transformer_options import TransformerConfig
 from tools import convert_hf, convert_llmc
 from tpu_utils.checkpoint import Checkpoints

@@ -121,7 +121,7 @@ def load(source: Source) -> torch.nn.Module:
     with torch.device("meta"):
         model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape)
     if isinstance(model, llama.Llama):
-        model.frequencies = llama.rotary_frequencies(source.shape)
+        model.frequencies = llama.frequency_table(source.shape)
     for name, parameter in list(model.named_parameters()):
         value = source.read(name)
         value = value.to(source.dtype).float() if parameter.dim() > 1 else value.float()
@@ -165,7 +165,7 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
         )
     return dict(
         kind="language_model",
-        family="gpt2" if not isinstance(shape, LlamaShape) else "qwen3" if shape.qk_norm else "llama",
+        family=getattr(shape, "family", "gpt2"),
         weights=given.weights,
         context=context,
         chunk=chunk,

@@ -130,9 +130,7 @@ def _pattern(found: dict, how: str, layers: int, name: str) -> tuple[str, ...]:
     return tuple(kinds[:period])
 
 
-def _rotary(
-    found: dict, kind: str, pairs: int, context: int, name: str
-) -> tuple[float, RopeScaling | None, float]:
+def _rotary(found: dict, kind: str, pairs: int, context: int, name: str) -> tuple[float, RopeScaling | None, float]:
     """rope_theta, rope_scaling, and the rope_theta of local layers; transformers 5 has all in rope_parameters."""
     said, local_theta = found.get("rope_parameters") or found.get("rope_scaling") or {}, 0.0
     if "rope_local_base_freq" in found and isinstance(said, dict):

@@ -81,21 +81,26 @@ def whole(parts: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torc
         yield name, torch.cat(rows) if len(rows) > 1 else rows[0]
 
 
+def sizes_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every parameter of our model, those of the layers stacked."""
+    return (llama if isinstance(shape, LlamaShape) else gpt).parameter_shapes(shape)
+
+
 def sources(shape: ModelShape) -> dict[str, Source]:
     """By the names of our model's parameters; those that are rows of one of theirs follow each other."""
     transposed = not isinstance(shape, LlamaShape)
     if isinstance(shape, LlamaShape):
-        sizes, table, below = llama.parameter_shapes(shape), dict(LLAMA), "model.layers"
+        table, below = dict(LLAMA), "model.layers"
         table |= NORMS_BEFORE if shape.of_family.norms == "before" else {}
         table |= FUSED if shape.of_family.fused else {}
         top = {"token_embedding": "model.embed_tokens.weight", "final_ln_weight": "model.norm.weight"}
         top["head_weight"] = "lm_head.weight"
     else:
-        sizes, table, below = gpt.parameter_shapes(shape), {n: (t,) for n, t in GPT2.items()}, "transformer.h"
+        table, below = {n: (t,) for n, t in GPT2.items()}, "transformer.h"
         top = {"token_embedding": "transformer.wte.weight", "position_embedding": "transformer.wpe.weight"}
         top |= {"final_ln_weight": "transformer.ln_f.weight", "final_ln_bias": "transformer.ln_f.bias"}
     found = {}
-    for name, size in sizes.items():
+    for name, size in sizes_of(shape).items():
         if name in top:
             of_vocabulary = name in ("token_embedding", "head_weight")
             found[name] = Source(size, (top[name],), (shape.vocab_size, size[1]) if of_vocabulary else size)

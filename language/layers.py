@@ -64,6 +64,11 @@ def add_adapter(y, x_BTI, adapter=None):
     return y + F.linear(F.linear(x_BTI.flatten(2), a), b).view(y.shape)
 
 
+def adapter(w, matrix: str, part=...):
+    """LoRA's (a, b) of a matrix, or of one part of it, such as k of kv; None without LoRA."""
+    return (w[f"{matrix}_lora_a"][part], w[f"{matrix}_lora_b"][part]) if f"{matrix}_lora_a" in w else None
+
+
 def find_documents(marked_BT):
     """(tokens, position at which the document of each token begins), both (B, T), for rows of several documents.
 

@@ -1,4 +1,4 @@
-"""Llama and the families like it: parameters, one layer, the model. Operations: operations.py; differences: families.py.
+"""Llama and the families like it, by the table in families.py: parameters, one layer, the model.
 
 Shape suffixes: B batch, T time, D embedding width, H heads of queries, G heads of keys and values, K head_dim,
 E width of the MLP, V padded vocabulary; L layers.
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from language.layers import Decoder, add_adapter, find_documents, product
+from language.layers import Decoder, adapter, add_adapter, find_documents, product
 from language.operations import causal_attention, rms_norm
 from language.shapes import LlamaShape
 
@@ -58,7 +58,7 @@ def rotary_frequencies(shape: LlamaShape, kind: str = "global", long: bool = Fal
     frequencies = 1.0 / waves
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    # Llama 3.1: waves much shorter than the original context stay, much longer ones are stretched, those between in part
+    # waves much shorter than the original context stay, much longer ones are stretched, those between in part
     waves = scaling.original_context * frequencies / (2 * math.pi)  # periods in the original context
     share = (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     share = share.clamp(0.0, 1.0)
@@ -81,15 +81,15 @@ def rotate(x_BTHK, cos, sin, scale: float = 1.0):
     R = 2 * cos.shape[-1]
     x, y = x_BTHK[..., :R].float().chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    rest = [x_BTHK[..., R:].float() * scale] if R < x_BTHK.shape[-1] else []
+    rest = [x_BTHK[..., R:].float() * scale] if x_BTHK.shape[-1] > R else []
     return torch.cat([x * cos - y * sin, y * cos + x * sin, *rest], -1).to(x_BTHK.dtype)
 
 
 def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, shared=None, saved=None, window=0):
     """One layer. w: its parameters by name, as Llama.cast() gives them; which norms and biases it has, they tell.
 
-    attention: of q (B, T, H, K) that is scaled, k and v (B, T, G, K), the documents' first positions, what is saved, and
-    the window. shared: cos and sin of the rotations.
+    attention: of q (B, T, H, K) that is scaled, k and v (B, T, G, K), the documents' first positions, what is saved,
+    and the window. shared: cos and sin of the rotations.
     """
     D, H, G = x_BTD.shape[-1], shape.num_heads, shape.num_kv_heads
     starts_BT, window = w.get("starts"), w.get("window", window)
@@ -124,11 +124,6 @@ def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, sha
     return hold_sharding(x_BTD + norm(y, "ln2_after_weight"))
 
 
-def adapter(w, matrix: str, part=...):
-    """LoRA's (a, b) of a matrix, or of one part of it, such as k of kv; None without LoRA."""
-    return (w[f"{matrix}_lora_a"][part], w[f"{matrix}_lora_b"][part]) if f"{matrix}_lora_a" in w else None
-
-
 def positions(x_BT, starts_BT=None):
     """0 to T - 1, (T,) float32; or counted from the first token of each document, (B, T)."""
     here = torch.arange(x_BT.shape[1], dtype=torch.float32, device=x_BT.device)
@@ -139,7 +134,9 @@ def angles(positions_T, frequencies, shape: LlamaShape):
     """(cos, sin) of positions (T,) or (B, T), each (..., R / 2) float32."""
     radians, scaling = positions_T[..., None] * frequencies, shape.rope_scaling
     cos, sin = radians.cos(), radians.sin()
-    return (cos, sin) if scaling is None or scaling.amplitude == 1 else (cos * scaling.amplitude, sin * scaling.amplitude)
+    return (
+        (cos, sin) if scaling is None or scaling.amplitude == 1 else (cos * scaling.amplitude, sin * scaling.amplitude)
+    )
 
 
 class Llama(Decoder):
@@ -184,7 +181,7 @@ class Llama(Decoder):
         return dict(zip(distinct, self.frequencies[len(distinct) * is_long :], strict=False))
 
     def of_blocks(self, positions_T, length: int) -> list[dict]:
-        """What each layer's block takes beside its parameters. positions: (T,) or (B, T). length: of the longest text."""
+        """What each layer's block takes beside its parameters. positions: (T,) or (B, T). length: as in of_kinds()."""
         shared = {kind: angles(positions_T, own, self.shape) for kind, own in self.of_kinds(length).items()}
         return [
             {"shared": shared[kind], "window": window}

@@ -164,7 +164,8 @@ def causal_attention(
     scores; 8 (9/16) from T 2,048 on; 6 for T 1,024 and heads below 128 lanes, which saves 1 to 3 % of a step of GPT-2
     (libtpu 0.0.21's estimates for v5e); 1 unless 512 divides T. starts_BT: where the document of each position begins;
     None: at the row's first token. saved: an empty list receives the output and the row sums; a filled one gives
-    them. window: how many positions one sees, itself among them; 0: all before it; an int32 scalar in a scanned layer."""
+    them. window: how many positions one sees, itself among them; 0: all before it. An int32 scalar in a scanned layer.
+    """
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     chunks = chunks or (1 if T % 512 else 8 if T >= 2048 else 6 if T == 1024 and K < 128 else 4)
     out = CausalAttention.apply(q_BTHK.view(B, T, G, H // G, K), k_BTGK, v_BTGK, chunks, starts_BT, saved, window)

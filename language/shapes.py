@@ -37,9 +37,9 @@ class ModelShape:
         return self.num_heads
 
     @property
-    def num_seen(self) -> int:
-        """Positions that the layers attend to, added up: the window in layers that have one, else the context."""
-        return self.num_layers * self.sequence_length
+    def windows(self) -> tuple[int, ...]:
+        """Of each layer: how many positions one sees, itself among them; 0: the whole context."""
+        return (0,) * self.num_layers
 
     @property
     def num_parameters(self) -> int:
@@ -55,9 +55,10 @@ class ModelShape:
 
     @property
     def flops_per_token(self) -> int:
-        """Of a training step: 6 N + 12 L D T, both passes, the causal half of attention not taken off (as llm.c). T of a
-        layer with a window: the window."""
-        return 6 * self.num_multiplied + 12 * self.num_heads * self.head_dim * self.num_seen
+        """Of a training step: 6 N + 12 L D T, both passes, the causal half of attention not taken off (as llm.c). In a
+        layer with a window T is the window."""
+        seen = sum(window or self.sequence_length for window in self.windows)
+        return 6 * self.num_multiplied + 12 * self.num_heads * self.head_dim * seen
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,9 @@ class LlamaShape(ModelShape):
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of each layer; 0: it sees the whole context."""
         return tuple(
             self.window if kind == "local" and self.window < self.sequence_length else 0 for kind in self.kinds
         )
-
-    @property
-    def num_seen(self) -> int:
-        return sum(window or self.sequence_length for window in self.windows)
 
     @property
     def num_parameters(self) -> int:

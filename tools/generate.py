@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from config import TrainConfig
+from language.hf_config import shape_of
 from language.llmc_files import read_header
 from language.sampling import SamplingOptions, ask, print_continuations
-from language.hf_config import shape_of
 from tpu_utils.environment import choose_device, command_line
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import open_regular, read_json

@@ -15,6 +15,7 @@ from language.layers import is_matrix
 from language.llama import Llama
 from language.operations import losses
 from language.shapes import LlamaShape, RopeScaling
+from tpu_utils.checkpoint.tensor_files import one_thread
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
@@ -38,6 +39,13 @@ SHAPES = {
     "qwen3": QWEN3,
     "smollm3": dataclasses.replace(TIED, num_layers=4, family="smollm3", pattern=(*["global"] * 3, "unrotated")),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_one_thread():
+    """Models so small wait for their threads most of the time, where other tests run beside them."""
+    with one_thread():
+        yield
 
 
 def hugging_face_model(shape: LlamaShape, seed: int = 0):

@@ -1,0 +1,177 @@
+"""What each family has to do beside its forward pass: decoding, a loop over its layers, packed rows, adapters."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch_xla
+from test_gpt_parity import SHAPE as GPT2
+from test_gpt_parity import relative_error
+from test_llama_parity import GEMMA3, MISTRAL, SHAPES, hugging_face_model, in_our_layout
+from test_llama_parity import our_loss as loss_of
+
+from language import decoding
+from language.gpt import GPT
+from language.layers import find_documents, load_weights
+from language.llama import Llama
+from language.operations import causal_attention
+from language.shapes import LlamaShape, ModelShape
+from language.token_data import START
+from tools.convert_hf import adapter_names, adapters
+from tpu_utils.checkpoint.tensor_files import one_thread
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_one_thread():
+    """Models so small wait for their threads most of the time, where other tests run beside them."""
+    with one_thread():
+        yield
+
+
+def random_model(shape: ModelShape, **options):
+    model = (Llama if isinstance(shape, LlamaShape) else GPT)(shape, **options)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator) + ("ln" in name))
+    return model
+
+
+def tokens_of(shape: ModelShape, rows: int, length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_decoding_with_the_cache_is_the_forward_pass(name):
+    """Rows whose prompts are shorter and longer than the window; a local layer keeps no more than its window."""
+    shape, T = dataclasses.replace(SHAPES[name], sequence_length=128), 72
+    model, device = random_model(shape), torch_xla.device()
+    tokens, lengths = tokens_of(shape, 2, T), torch.tensor([3, 41])
+    expected = model(tokens)[..., : shape.vocab_size].detach()
+    model.to(device)
+    cache = decoding.Cache(model, 2, T, device)
+    assert [len(keys[0]) for keys in cache.keys] == [window or T for window in shape.windows]
+    padded = torch.where(torch.arange(T) < lengths[:, None], tokens, 7).int()
+    found, at = [decoding.prefill(model, cache, padded.to(device), lengths.int().to(device))], lengths.clone()
+    while at.max() < T:
+        found.append(decoding.decode(model, cache, tokens.gather(1, at[:, None])[:, 0].int().to(device)))
+        at += 1
+    for row, length in enumerate(lengths.tolist()):
+        here = torch.stack([logits.cpu()[row] for logits in found])
+        assert relative_error(here, expected[row, length - 1 : length - 1 + len(here)]) < 1e-4, name
+
+
+@pytest.mark.parametrize("options", [dict(scan_layers=True), dict(remat=True, remat_keep="attention")], ids=str)
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "phi4", "smollm3"])
+def test_layers_of_several_kinds_in_one_loop_and_run_again(name, options):
+    """Loss and gradients of one layer after the other, in plain PyTorch."""
+    shape = SHAPES[name]
+    alone, model = random_model(shape), random_model(shape, **options).to(torch_xla.device())
+    tokens = tokens_of(shape, 2, 97)
+    expected, _ = loss_of(alone, tokens[:, :-1], tokens[:, 1:])
+    expected.backward()
+    tokens = tokens.to(torch_xla.device())
+    found, _ = loss_of(model, tokens[:, :-1], tokens[:, 1:])
+    found.backward()
+    torch_xla.sync()
+    assert abs(found.item() - expected.item()) < 1e-4 * expected.item()
+    gradients = dict(alone.named_parameters())
+    errors = {n: relative_error(p.grad.cpu(), gradients[n].grad) for n, p in model.named_parameters()}
+    assert max(errors.values()) < 1e-4, errors
+
+
+@pytest.mark.parametrize("shape", [MISTRAL, GEMMA3], ids=["mistral", "gemma3"])
+def test_documents_of_one_row_do_not_see_each_other_through_a_window(shape):
+    model, alone = random_model(shape, packed=True), random_model(shape)
+    documents = [tokens_of(shape, 1, n, n) for n in (50, 3, 43)]
+    row = torch.cat(documents, 1)
+    row[:, [0, 50, 53]] += START
+    assert find_documents(row)[1].unique().tolist() == [0, 50, 53]
+    found, expected = model(row), torch.cat([alone(document) for document in documents], 1)
+    assert relative_error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("window", [1, 100, 512, 700, 1023])
+def test_slices_of_queries_and_a_window_are_the_whole_square(window):
+    """Keys before the window of a slice take no part, in both passes; a window that is a tensor, as in a loop, too."""
+    T = 1024
+    values = [torch.randn(1, T, heads, 8, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2)]
+    here = torch.arange(T)
+    is_seen = (here[None] <= here[:, None]) & (here[None] > here[:, None] - window)
+    runs = []
+    for how in (window, torch.tensor(window, dtype=torch.int32), None):
+        inputs = [x.clone().requires_grad_() for x in values]
+        if how is None:
+            q, k, v = (x.transpose(1, 2) for x in inputs)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True).transpose(1, 2)
+        else:
+            out = causal_attention(inputs[0] * 8**-0.5, *inputs[1:], window=how)
+        (out * torch.arange(8)).sum().backward()
+        runs.append([out.detach(), *(x.grad for x in inputs)])
+    for found in runs[:2]:
+        assert max(relative_error(a, b) for a, b in zip(found, runs[2], strict=True)) < 1e-5
+
+
+def test_a_layer_with_a_window_counts_its_window_in_the_flops():
+    whole = dataclasses.replace(GEMMA3, pattern=("global",))
+    T, heads = GEMMA3.sequence_length, GEMMA3.num_heads * GEMMA3.head_dim
+    assert whole.flops_per_token - GEMMA3.flops_per_token == 12 * heads * 3 * (T - GEMMA3.window)
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize("name", ["gpt2", "stretched", *(name for name in SHAPES if name not in ("tied", "stretched"))])
+def test_adapters_equal_those_of_peft(name):
+    """Logits and every gradient, with adapters that are no longer at their beginning; the base gets none."""
+    peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
+    if name == "gpt2":
+        from test_gpt_parity import hugging_face_model as gpt2_model
+
+        shape, theirs = GPT2, gpt2_model()
+    else:
+        shape = dataclasses.replace(SHAPES[name], sequence_length=SHAPES[name].sequence_length)
+        theirs = hugging_face_model(shape)
+    for parameter in theirs.parameters():  # the base as a LoRA run has it
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+    base = in_our_layout(dict(theirs.named_parameters()), shape)
+    build = GPT if name == "gpt2" else Llama
+    ours = load_weights(lambda: build(shape, lora_rank=3, lora_alpha=12), base.__getitem__, "cpu", None, seed=0)
+    found = adapters(shape)
+    several = {module.split(".")[-1]: len(parts) for module, parts in found.items()}
+    patterns = dict(rank_pattern={module: 3 * n for module, n in several.items()})
+    patterns |= dict(alpha_pattern={module: 12 * n for module, n in several.items()})
+    theirs = peft.get_peft_model(
+        theirs,
+        peft.LoraConfig(r=3, lora_alpha=12, target_modules=list(several), fan_in_fan_out=name == "gpt2", **patterns),
+    )
+    parameters, trained, compared = dict(theirs.named_parameters()), ours.trained(), 0
+    with torch.no_grad():
+        for seed, parameter in enumerate(trained.values()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.1)
+        for module, parts in found.items():
+            a, b = zip(*(ours_of(trained, part) for part in parts), strict=True)
+            parameters[f"{module}.lora_A.default.weight"].copy_(torch.cat(a))
+            parameters[f"{module}.lora_B.default.weight"].copy_(torch.block_diag(*b))
+    tokens = tokens_of(shape, 2, 64)
+    logits, here = theirs(tokens).logits, ours(tokens)[..., : shape.vocab_size]
+    assert relative_error(here, logits) < 1e-4
+    for values in (logits, here):
+        torch.nn.functional.cross_entropy(values[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {n: p.grad for n, p in trained.items()}
+    for module, parts in found.items():
+        of_a, of_b = (parameters[f"{module}.lora_{letter}.default.weight"].grad for letter in "AB")
+        row = 0
+        for number, part in enumerate(parts):
+            a, b = ours_of(gradients, part)
+            assert relative_error(a, of_a[3 * number :][:3]) < 1e-4, (module, number)
+            assert relative_error(b, of_b[row:, 3 * number :][: len(b), :3]) < 1e-4, (module, number)
+            row, compared = row + len(b), compared + a.numel() + b.numel()
+    assert compared == sum(parameter.numel() for parameter in trained.values())
+    assert all(p.grad is None and p.dtype == torch.bfloat16 for p in ours.parameters() if not p.requires_grad)
+
+
+def ours_of(tensors: dict[str, torch.Tensor], part) -> list[torch.Tensor]:
+    """(a, b) of an entry of adapters()."""
+    name, number, _ = part
+    return [tensors[n].reshape(-1, *tensors[n].shape[-2:])[number] for n in adapter_names(name)]

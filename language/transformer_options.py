@@ -48,7 +48,9 @@ class TransformerConfig(HostOptions, TrainConfig):
     """As train_data. Empty with text and chat: the last tenth of train_data."""
     tokenizer: Annotated[str, FREE, NOT_CHAT] = ""
     """chat: tokenizer.json or its folder. Empty: that of initial_weights, else bytes."""
-    chat_format: Annotated[Literal["auto", "plain", "chatml", "qwen3", "llama3"], NOT_CHAT] = "auto"
+    chat_format: Annotated[
+        Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"], NOT_CHAT
+    ] = "auto"
     """chat: how a conversation becomes text. auto: by the special tokens that the tokenizer has, else plain."""
     document_separator: Annotated[str, NOT_TEXT] = ""
     """text: what divides documents inside a file, for example a blank line. Empty: a file is one document."""

@@ -41,7 +41,11 @@ def tokens_of(shape: ModelShape, rows: int, length: int, seed: int = 1) -> torch
     return torch.randint(shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+QUICK = ("mistral", "gemma3", "phi4")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_decoding_with_the_cache_is_the_forward_pass(name):
     """Rows whose prompts are shorter and longer than the window; a local layer keeps no more than its window."""
     shape, T = dataclasses.replace(SHAPES[name], sequence_length=128), 72
@@ -61,8 +65,18 @@ def test_decoding_with_the_cache_is_the_forward_pass(name):
         assert relative_error(here, expected[row, length - 1 : length - 1 + len(here)]) < 1e-4, name
 
 
-@pytest.mark.parametrize("options", [dict(scan_layers=True), dict(remat=True, remat_keep="attention")], ids=str)
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "phi4", "smollm3"])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("gemma3", dict(scan_layers=True)),
+        ("gemma3", dict(remat=True, remat_keep="attention")),
+        *(
+            pytest.param(name, dict(scan_layers=True), marks=pytest.mark.slow)
+            for name in ("mistral", "phi4", "smollm3")
+        ),
+    ],
+    ids=str,
+)
 def test_layers_of_several_kinds_in_one_loop_and_run_again(name, options):
     """Loss and gradients of one layer after the other, in plain PyTorch."""
     shape = SHAPES[name]
@@ -130,7 +144,7 @@ def test_adapters_equal_those_of_peft(name):
 
         shape, theirs = GPT2, gpt2_model()
     else:
-        shape = dataclasses.replace(SHAPES[name], sequence_length=SHAPES[name].sequence_length)
+        shape = SHAPES[name]
         theirs = hugging_face_model(shape)
     for parameter in theirs.parameters():  # the base as a LoRA run has it
         parameter.data = parameter.data.to(torch.bfloat16).float()

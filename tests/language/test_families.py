@@ -1,24 +1,33 @@
 """What each family has to do beside its forward pass: decoding, a loop over its layers, packed rows, adapters."""
 
 import dataclasses
+import json
 
+import numpy as np
 import pytest
 import torch
 import torch_xla
+from processes import run
+from run_files import assert_identical, state_in
 from test_gpt_parity import SHAPE as GPT2
+from test_gpt_parity import hugging_face_model as gpt2_model
 from test_gpt_parity import relative_error
-from test_llama_parity import GEMMA3, MISTRAL, SHAPES, hugging_face_model, in_our_layout
+from test_llama_parity import FACTORS, GEMMA3, MISTRAL, SHAPES, hugging_face_model, in_our_layout
 from test_llama_parity import our_loss as loss_of
+from test_transformer_tpu import losses_of, train_all
 
 from language import decoding
 from language.gpt import GPT
+from language.hf_config import hugging_face_config
 from language.layers import find_documents, load_weights
 from language.llama import Llama
 from language.operations import causal_attention
 from language.shapes import LlamaShape, ModelShape
 from language.token_data import START
+from language.transformer_options import TransformerConfig
 from tools.convert_hf import adapter_names, adapters
 from tpu_utils.checkpoint.tensor_files import one_thread
+from tpu_utils.errors import InputError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,8 +149,6 @@ def test_adapters_equal_those_of_peft(name):
     """Logits and every gradient, with adapters that are no longer at their beginning; the base gets none."""
     peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
     if name == "gpt2":
-        from test_gpt_parity import hugging_face_model as gpt2_model
-
         shape, theirs = GPT2, gpt2_model()
     else:
         shape = SHAPES[name]
@@ -189,3 +196,93 @@ def ours_of(tensors: dict[str, torch.Tensor], part) -> list[torch.Tensor]:
     """(a, b) of an entry of adapters()."""
     name, number, _ = part
     return [tensors[n].reshape(-1, *tensors[n].shape[-2:])[number] for n in adapter_names(name)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+RUN = dict(
+    dataset="chat", train_data="chats.jsonl", sequence_length=64, num_steps=20, global_batch_size=8, device="cpu"
+)
+RUN |= dict(learning_rate=5e-3, warmup_steps=2, log_every=1, save_every=10, eval_every=20, eval_batches=1)
+LORA, ALL_WAYS = dict(lora_rank=4, lora_alpha=8.0), ["--gradient_accumulation_steps=2", "--remat", "--scan_layers"]
+TUNED = {"gpt2": LORA, "qwen2": {}, "mistral": {}, "gemma3": {}, "olmo2": {}, "phi4": LORA, "smollm3": {}}
+
+
+@pytest.mark.slow
+def test_a_run_of_each_family_is_the_same_on_a_mesh_and_resumes_bit_identical(tmp_path):
+    """All weights or adapters; on the mesh accumulated, recomputed and scanned, with a tensor axis. Its configuration
+    is what the run has kept."""
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), random.integers(2, 7))) for _ in range(80)]
+    chats = [{"prompt": f"Say {word} twice.", "completion": f"{word} {word}"} for word in words]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    runs: dict[int, list[list[str]]] = {1: [], 4: []}
+    for name, more in TUNED.items():
+        base = tmp_path / f"base_{name}"
+        shape = GPT2 if name == "gpt2" else SHAPES[name]
+        sizes = dict(vocab_size=257, num_layers=2 if name in ("gpt2", "qwen2", "olmo2") else shape.num_layers)
+        (gpt2_model if name == "gpt2" else hugging_face_model)(dataclasses.replace(shape, **sizes)).save_pretrained(
+            base
+        )
+        options = {**RUN, **more, "initial_weights": base, "data_dir": tmp_path}
+        options = [f"--{option}={value}" for option, value in options.items()]
+        runs[1] += [[name, *options], [f"{name}/{name}_resumed", *options, "--resume=must"]]
+        runs[4].append([f"{name}_mesh", *options, *ALL_WAYS, "--mesh=1x2x2"])
+    for devices, of_these in runs.items():
+        train_all(tmp_path, devices, of_these)
+    for name in TUNED:
+        losses = losses_of(tmp_path / name)
+        np.testing.assert_allclose(losses_of(tmp_path / f"{name}_mesh"), losses, rtol=1e-4, err_msg=name)
+        assert losses[-1] < 0.9 * losses[0], name
+        states = [state_in(tmp_path / one / "checkpoints" / "step_00000020") for one in (name, f"{name}_resumed")]
+        assert_identical(*states)
+        for one in (name, f"{name}_mesh"):
+            summary = json.loads((tmp_path / one / "summary.json").read_text())
+            assert summary["train_graphs"] == 1 and summary["host_to_device_uploads_per_step"] == 0, one
+
+
+# --------------------------------------------------------------------------------------------------------- for a slice
+
+FOR_A_TPU = dict(num_layers=2, sequence_length=256, head_width=64, embedding_dim=128, mlp_dim=256, vocab_size=512)
+PATTERNS = {"gemma3": ("local", "global"), "smollm3": ("global", "unrotated")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_step_compiles_for_a_tpu(tmp_path, name):
+    """With the kernels of flash attention; of a local layer they know the window. No TPU here runs them."""
+    shape = SHAPES[name]
+    scaling = shape.rope_scaling
+    if scaling and scaling.kind == "longrope":
+        scaling = dataclasses.replace(scaling, factor=1.0, original_context=256, **dict.fromkeys(FACTORS, (1.0,) * 24))
+    more = dict(rotated_width=shape.rotated_width and 48, window=shape.window and 100, rope_scaling=scaling)
+    shape = dataclasses.replace(shape, **FOR_A_TPU, **more, pattern=PATTERNS.get(name, shape.pattern))
+    (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(shape)))
+    options = [
+        f"--model_config={tmp_path / 'config.json'}",
+        "--dataset=chat",
+        "--attention=flash",
+        "--precision=bfloat16",
+    ]
+    result = run("transformer_tpu.py", *options, "--global_batch_size=2", "--compile_for=v5litepod-1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "v5litepod-1: compiles and fits" in result.stdout
+    assert int(result.stdout.split(" custom-call")[0].split()[-1]) >= 6  # three kernels a layer
+
+
+def test_a_loop_over_layers_has_one_kernel(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(GEMMA3)))
+    options = dict(model_config=str(tmp_path / "config.json"), dataset="tokens", attention="flash", scan_layers=True)
+    with pytest.raises(
+        InputError, match="layers of gemma3_text have different windows, and a loop has one kernel; leave"
+    ):
+        TransformerConfig(**options)
+    assert TransformerConfig(**options | dict(attention="plain")).shape == GEMMA3
+
+
+def test_rows_of_conversations_are_no_longer_than_the_context_of_longrope(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(SHAPES["phi4"])))
+    options = dict(model_config=str(tmp_path / "config.json"), dataset="chat")
+    with pytest.raises(InputError, match=r"^sequence_length is 128, but a row holds .*; choose 64 or less"):
+        TransformerConfig(**options)
+    assert TransformerConfig(**options, sequence_length=64).shape.rope_scaling.factor == 2

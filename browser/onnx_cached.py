@@ -34,7 +34,6 @@ class CachedModel(torch.nn.Module):
 
         def attention_of_layer(layer):
             window = model.shape.windows[layer]
-            is_near = is_seen & (rows[None, :] > (position + here - window)[:, None]) if window else is_seen
 
             def attention(q, k, v, *_):
                 new.append((k, v))
@@ -42,8 +41,10 @@ class CachedModel(torch.nn.Module):
                 q_GRC = q.view(C, k.shape[2], -1, q.shape[3]).permute(1, 2, 0, 3)
                 keys = torch.cat([keys_L1TGK[layer], k], 1)[0].permute(1, 2, 0)[:, None]  # (G, 1, K, S)
                 values = torch.cat([values_L1TGK[layer], v], 1)[0].permute(1, 0, 2)[:, None]  # (G, 1, S, K)
-                scores = (q_GRC @ keys).masked_fill(~is_near, -1e30).softmax(-1)
-                return (scores @ values).permute(2, 0, 1, 3).reshape(q.shape)
+                scores = (q_GRC @ keys).masked_fill(~is_seen, -1e30)
+                if window:
+                    scores = torch.where(rows[None, :] < (position + here - (window - 1))[:, None], -1e30, scores)
+                return (scores.softmax(-1) @ values).permute(2, 0, 1, 3).reshape(q.shape)
 
             return attention
 

@@ -3,8 +3,6 @@
 What it says and this project does not compute is refused by name: expected in families.py, and here what depends on it.
 """
 
-import dataclasses
-
 from language.families import FAMILIES
 from language.shapes import LlamaShape, ModelShape, RopeScaling
 from tpu_utils.errors import InputError
@@ -30,38 +28,33 @@ def shape_of(found: dict, name: str = "config.json") -> ModelShape:
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         more = INSTEAD.get(kind, "") if isinstance(kind, str) else ""
-        raise InputError(
-            f"{name}: model_type is {kind!r:.60}; expected {', '.join(FAMILIES)}; other models are not built here{more}"
-        )
+        raise _wrong(name, "model_type", kind, f"{', '.join(FAMILIES)}; other models are not built here{more}")
     family, rope = FAMILIES[kind], found.get("rope_parameters")
     if isinstance(rope, dict):  # of transformers 5
-        moved = ("partial_rotary_factor", "original_max_position_embeddings")
-        found = found | {key: rope[key] for key in moved if key in rope}
-    expected = family.expected | {"quantization_config": (None,)}
-    if "partial_rotary_factor" not in family.defaults:
-        expected |= {"partial_rotary_factor": (1.0, None)}
-    for key, (usual, *others) in expected.items():
-        if (value := found.get(key, usual)) not in (usual, *others):
-            raise InputError(
-                f"{name}: {key} is {value!r:.60}; expected {usual}: the {kind} of this project has no other"
-            )
+        found = found | {key: rope[key] for key in ROTARY["all"][3:] if key in rope}
+    usual = {} if "partial_rotary_factor" in family.defaults else {"partial_rotary_factor": (1.0, None)}
+    for key, values in (family.expected | usual | {"quantization_config": (None,)}).items():
+        if (value := found.get(key, values[0])) not in values:
+            raise _wrong(name, key, value, f"{values[0]}: the {kind} of this project has no other")
     # a key that is null has no default: it says that there is none
     return _gpt(found, name) if kind == "gpt2" else _llama(family.defaults | found, kind, name)
+
+
+def _wrong(name: str, key: str, value, expected: str) -> InputError:
+    return InputError(f"{name}: {key} is {value!r:.60}; expected {expected}")
 
 
 def _size(found: dict, key: str, bound: str, name: str, default: int | None = None) -> int:
     value = default if found.get(key) is None else found[key]
     if type(value) is not int or not 1 <= value <= MOST[bound]:
-        raise InputError(
-            f"{name}: {key} is {value!r:.60}; expected an integer from 1 to {MOST[bound]:,}; copy the file again"
-        )
+        raise _wrong(name, key, value, f"an integer from 1 to {MOST[bound]:,}; copy the file again")
     return value
 
 
 def _positive(found: dict, key: str, name: str, default: float | None = None) -> float:
     value = default if found.get(key) is None else found[key]
     if type(value) not in (int, float) or not 0 < value < 1e30:
-        raise InputError(f"{name}: {key} is {value!r:.60}; expected a finite number above 0; copy the file again")
+        raise _wrong(name, key, value, "a finite number above 0; copy the file again")
     return float(value)
 
 
@@ -91,7 +84,7 @@ def _llama(found: dict, kind: str, name: str) -> LlamaShape:
         )
     tied = found.get("tie_word_embeddings", False)
     if type(tied) is not bool:
-        raise InputError(f"{name}: tie_word_embeddings is {tied!r:.60}; expected true or false; copy the file again")
+        raise _wrong(name, "tie_word_embeddings", tied, "true or false; copy the file again")
     pattern = _pattern(found, FAMILIES[kind].layers, layers, name)
     theta, scaling, local_theta = _rotary(found, kind, rotated // 2, context, name)
     return LlamaShape(
@@ -116,15 +109,14 @@ def _pattern(found: dict, how: str, layers: int, name: str) -> tuple[str, ...]:
         expected = ("sliding_attention",)
     types = expected * layers if types is None else types
     if not isinstance(types, list | tuple) or len(types) != layers or any(one not in expected for one in types):
-        raise InputError(f"{name}: layer_types is {types!r:.60}; expected {' or '.join(expected)} for every layer")
+        raise _wrong(name, "layer_types", types, f"{' or '.join(expected)} for every layer")
     kinds = [KINDS[one] for one in types]
     if how == "unrotated":
-        rotated = found.get("no_rope_layers")
-        if rotated is None:
-            interval = _size(found, "no_rope_layer_interval", "layers", name)
-            rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+        interval = _size(found, "no_rope_layer_interval", "layers", name)
+        usual = [int((layer + 1) % interval != 0) for layer in range(layers)]
+        rotated = usual if found.get("no_rope_layers") is None else found["no_rope_layers"]
         if not isinstance(rotated, list) or len(rotated) != layers or any(one not in (0, 1) for one in rotated):
-            raise InputError(f"{name}: no_rope_layers is {rotated!r:.60}; expected 0 or 1 for every layer")
+            raise _wrong(name, "no_rope_layers", rotated, "0 or 1 for every layer")
         kinds = ["global" if one else "unrotated" for one in rotated]
     period = next(n for n in range(1, layers + 1) if all(kinds[i] == kinds[i % n] for i in range(layers)))
     return tuple(kinds[:period])
@@ -132,19 +124,18 @@ def _pattern(found: dict, how: str, layers: int, name: str) -> tuple[str, ...]:
 
 def _rotary(found: dict, kind: str, pairs: int, context: int, name: str) -> tuple[float, RopeScaling | None, float]:
     """rope_theta, rope_scaling, and the rope_theta of local layers; transformers 5 has all in rope_parameters."""
-    said, local_theta = found.get("rope_parameters") or found.get("rope_scaling") or {}, 0.0
+    said, known = found.get("rope_parameters") or found.get("rope_scaling") or {}, FAMILIES[kind].rotary
+    local_theta = 0.0
     if "rope_local_base_freq" in found and isinstance(said, dict):
         local = said.get("sliding_attention", {"rope_theta": found["rope_local_base_freq"]})
         said = said.get("full_attention", said)
         if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
-            raise InputError(f"{name}: the rotary positions of local layers are {local!r:.60}; expected default")
+            raise _wrong(name, "the rotary positions of local layers", local, "default")
         local_theta = _positive(local, "rope_theta", name)
     rotary = said.get("rope_type", said.get("type", "default")) if isinstance(said, dict) else said
-    if not isinstance(said, dict) or rotary not in FAMILIES[kind].rotary:
-        raise InputError(
-            f"{name}: the rotary positions are {rotary!r:.60}; expected {' or '.join(FAMILIES[kind].rotary)}; others "
-            "are not built here"
-        )
+    if not isinstance(said, dict) or rotary not in known:
+        expected = f"{' or '.join(known)}; others are not built here"
+        raise InputError(f"{name}: the rotary positions are {rotary!r:.60}; expected {expected}")
     theta = {"rope_theta": 1e4} | {k: v for k, v in found.items() if v is not None} | said
     theta = _positive(theta, "rope_theta", name)
     if rotary == "default":
@@ -153,21 +144,17 @@ def _rotary(found: dict, kind: str, pairs: int, context: int, name: str) -> tupl
     if unknown:
         raise InputError(f"{name}: rope_scaling has {unknown[0]!r:.60}; expected {', '.join(ROTARY[rotary])} alone")
     if rotary == "longrope":
-        original = _size(found, "original_max_position_embeddings", "tokens", name)
-        factors = [said.get(key) for key in ROTARY[rotary]]
+        original, factors = _size(found, ROTARY["all"][-1], "tokens", name), [said.get(key) for key in ROTARY[rotary]]
         for key, values in zip(ROTARY[rotary], factors, strict=True):
-            if not isinstance(values, list) or len(values) != pairs:
-                raise InputError(f"{name}: {key} is {values!r:.60}; expected a list of {pairs} numbers")
-        short, long = (
-            tuple(_positive({key: value}, key, name) for value in values)
-            for key, values in zip(ROTARY[rotary], factors, strict=True)
-        )
-        scaling = RopeScaling(context / original, original_context=original, kind=rotary)
-        return theta, dataclasses.replace(scaling, short_factors=short, long_factors=long), local_theta
-    numbers = [_positive(said, key, name) for key in ROTARY[rotary]]
+            if not isinstance(values, list) or len(values) != pairs or original < 2:
+                raise _wrong(name, key, values, f"a list of {pairs} numbers, and an original context of 2 or more")
+        short, long = (tuple(_positive({rotary: x}, rotary, name) for x in values) for values in factors)
+        scaling = RopeScaling(context / original, 1.0, 4.0, original, rotary, short, long)
+        return theta, scaling, local_theta
+    factor, *waves = [_positive(said, key, name) for key in ROTARY[rotary]]
     if rotary == "linear":
-        return theta, RopeScaling(*numbers, kind=rotary), local_theta
-    factor, low, high, original = numbers
+        return theta, RopeScaling(factor, kind=rotary), local_theta
+    low, high, original = waves
     if not (factor >= 1 and low < high and 1 <= original == int(original) <= MOST["tokens"]):
         raise InputError(
             f"{name}: rope_scaling is {said!r:.200}; expected a factor of 1 or more, low_freq_factor below "

@@ -390,7 +390,11 @@ OF_FAMILIES = [
         dict(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
         "a list of 6 numbers",
     ),
-    ("phi4", dict(rope_scaling={"type": "longrope", "short_factor": ["a"] * 6, "long_factor": [1.0] * 6}), "is 'a'"),
+    (
+        "phi4",
+        dict(rope_scaling={"type": "longrope", "short_factor": ["a"] * 6, "long_factor": [1.0] * 6}),
+        "longrope is 'a'",
+    ),
     ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers is [1, 0]; expected 0 or 1 for every layer"),
     ("smollm3", dict(use_sliding_window=True), "use_sliding_window is True"),
 ]

@@ -4,7 +4,7 @@ Run:     python -m browser.export RUN_DIR OUT
              the newest checkpoint of a run of transformer_tpu.py, or of
              simple_mnist_tpu.py or distributed_mnist_tpu.py
          python -m browser.export HF_DIR OUT --weights int8
-             a folder of Hugging Face (GPT-2, Llama, Qwen3)
+             a folder of Hugging Face
          python -m browser.onnx_generate --onnx OUT --prompt "ROMEO:"
              text of it by onnxruntime; browser/page/ is the page that does so
 

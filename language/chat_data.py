@@ -141,7 +141,8 @@ def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int
 def without_system(messages: list[dict], format: str) -> list[dict]:
     """A first message of the system with the first user's, or the last one's. Raises InputError for roles that do not
     take turns: these formats have no other."""
-    system, rest = (messages[0]["content"], messages[1:]) if messages[0]["role"] == "system" else ("", messages)
+    has_system = messages[0]["role"] == "system"
+    system, rest = messages[0]["content"] + "\n\n" if has_system else "", messages[has_system:]
     roles = [message["role"] for message in rest]
     if roles != [("user", "assistant")[number % 2] for number in range(len(roles))] or len(roles) < 2:
         raise InputError(
@@ -149,7 +150,7 @@ def without_system(messages: list[dict], format: str) -> list[dict]:
             "assistant in turn, behind at most one of the system"
         )
     place = 0 if format == "gemma" else len(roles) - 1 - roles[::-1].index("user")
-    return [{**m, "system": system + "\n\n"} if system and n == place else m for n, m in enumerate(rest)]
+    return [{**message, "system": system} if number == place else message for number, message in enumerate(rest)]
 
 
 def end_of_answer(format: str, tokenizer) -> int:

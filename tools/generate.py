@@ -4,7 +4,7 @@ Run:     python -m tools.generate --run_dir RUN --prompt "ROMEO:"
              from the newest checkpoint of a run of transformer_tpu.py,
              or from the best one: --checkpoint best
          python -m tools.generate --hf Qwen3-0.6B/ --prompt "One" "A second"
-             from a folder of Hugging Face , two at once
+             from a folder of Hugging Face, two at once
          python -m tools.generate --hf Qwen3-0.6B/ --chat "Who are you?"
              a question to a model that was trained on conversations
          python -m tools.generate --llmc gpt2_124M.bin --prompt "Hello"

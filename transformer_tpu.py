@@ -60,14 +60,14 @@ PARTITION = {
     "head_weight": ("tensor", "fsdp"),
     r"(qkv|kv|gate_up)_weight\.\d+": (None, "tensor", "fsdp"),
     r"q_weight\.\d+": ("tensor", "fsdp"),
-    "qkv_bias": (None, None, "tensor"),
+    "(qkv|kv)_bias": (None, None, "tensor"),
     r"(attention|mlp)_out_weight\.\d+": ("fsdp", "tensor"),
     r"mlp_in_weight\.\d+": ("tensor", "fsdp"),
-    "mlp_in_bias": (None, "tensor"),
-    r"q_lora_a\.\d+": (None, "fsdp"),  # LoRA's a (rank, in) and b (out, rank): sharded like their matrix, rank not
-    r"q_lora_b\.\d+": ("tensor", None),
-    r"(kv|gate_up)_lora_a\.\d+": (None, None, "fsdp"),
-    r"(kv|gate_up)_lora_b\.\d+": (None, "tensor", None),
+    "(mlp_in|q)_bias": (None, "tensor"),
+    r"(q|mlp_in)_lora_a\.\d+": (None, "fsdp"),  # LoRA's a (rank, in), b (out, rank): sharded as their matrix, rank not
+    r"(q|mlp_in)_lora_b\.\d+": ("tensor", None),
+    r"(qkv|kv|gate_up)_lora_a\.\d+": (None, None, "fsdp"),
+    r"(qkv|kv|gate_up)_lora_b\.\d+": (None, "tensor", None),
     r"(attention|mlp)_out_lora_a\.\d+": (None, "tensor"),
     r"(attention|mlp)_out_lora_b\.\d+": ("fsdp", None),
 }

@@ -31,9 +31,10 @@ import torch_xla  # noqa: E402
 import torch_xla.core.xla_model as xm  # noqa: E402
 import torch_xla.runtime as xr  # noqa: E402
 
+from language.hf_config import hugging_face_config  # noqa: E402
 from language.hf_files import open_weights, write_json, write_weights  # noqa: E402
 from language.hf_layout import sources  # noqa: E402
-from language.shapes import MODEL_SIZES, ModelShape, hugging_face_config  # noqa: E402
+from language.shapes import MODEL_SIZES, ModelShape  # noqa: E402
 from language.transformer_options import TransformerConfig  # noqa: E402
 from transformer_tpu import build_model, start_mesh  # noqa: E402
 

@@ -4,7 +4,7 @@ Run:     python -m browser.export RUN_DIR OUT
              the newest checkpoint of a run of transformer_tpu.py, or of
              simple_mnist_tpu.py or distributed_mnist_tpu.py
          python -m browser.export HF_DIR OUT --weights int8
-             a folder of Hugging Face (GPT-2, Llama, Qwen3)
+             a folder of Hugging Face
          python -m browser.onnx_generate --onnx OUT --prompt "ROMEO:"
              text of it by onnxruntime; browser/page/ is the page that does so
 
@@ -121,7 +121,7 @@ def load(source: Source) -> torch.nn.Module:
     with torch.device("meta"):
         model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape)
     if isinstance(model, llama.Llama):
-        model.frequencies = llama.rotary_frequencies(source.shape)
+        model.frequencies = llama.frequency_table(source.shape)
     for name, parameter in list(model.named_parameters()):
         value = source.read(name)
         value = value.to(source.dtype).float() if parameter.dim() > 1 else value.float()
@@ -165,7 +165,7 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
         )
     return dict(
         kind="language_model",
-        family="gpt2" if not isinstance(shape, LlamaShape) else "qwen3" if shape.qk_norm else "llama",
+        family=getattr(shape, "family", "gpt2"),
         weights=given.weights,
         context=context,
         chunk=chunk,

@@ -30,25 +30,32 @@ class CachedModel(torch.nn.Module):
         cached = (torch.arange(T, dtype=torch.int32) < position).expand(C, T)
         is_seen = torch.cat([cached, here[:, None] >= here[None, :]], 1)  # (C, S)
 
+        rows = torch.cat([torch.arange(T, dtype=torch.int32), position + here])  # positions of the S keys
+
         def attention_of_layer(layer):
+            window = model.shape.windows[layer]
+
             def attention(q, k, v, *_):
                 new.append((k, v))
                 # heads in front, as a matrix product wants them: einsum would leave transpositions of weights behind
                 q_GRC = q.view(C, k.shape[2], -1, q.shape[3]).permute(1, 2, 0, 3)
                 keys = torch.cat([keys_L1TGK[layer], k], 1)[0].permute(1, 2, 0)[:, None]  # (G, 1, K, S)
                 values = torch.cat([values_L1TGK[layer], v], 1)[0].permute(1, 0, 2)[:, None]  # (G, 1, S, K)
-                scores = (q_GRC @ keys).masked_fill(~is_seen, -1e30).softmax(-1)
-                return (scores @ values).permute(2, 0, 1, 3).reshape(q.shape)
+                scores = (q_GRC @ keys).masked_fill(~is_seen, -1e30)
+                if window:
+                    scores = torch.where(rows[None, :] < (position + here - (window - 1))[:, None], -1e30, scores)
+                return (scores.softmax(-1) @ values).permute(2, 0, 1, 3).reshape(q.shape)
 
             return attention
 
         weights, layers = model.cast()
-        x, at = F.embedding(tokens_1C, model.token_embedding), position + here
+        at = position + here
         if isinstance(model, llama.Llama):
-            angles = llama.angles(at.float(), model.frequencies)
-            for layer, w in enumerate(layers):
-                x = llama.block(x, w, model.shape, attention_of_layer(layer), shared=angles)
+            x = model.embed(tokens_1C)
+            for layer, (w, own) in enumerate(zip(layers, model.of_blocks(at.float(), T), strict=True)):
+                x = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
         else:
+            x = F.embedding(tokens_1C, model.token_embedding)
             x = x + F.embedding(at.clamp(max=len(model.position_embedding) - 1), model.position_embedding)
             for layer, w in enumerate(layers):
                 x = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))

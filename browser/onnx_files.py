@@ -177,4 +177,4 @@ OPERATORS = frozenset(
     "MatMulInteger Min Mul Reciprocal ReduceMean Relu Reshape Sigmoid Sin Slice Softmax Split Sqrt Squeeze Sub "
     "Transpose Unsqueeze Where".split()
 )
-"""Of the default domain: what browser.export writes for GPT-2, Llama, Qwen3 and ConvNet, in three kinds of weights."""
+"""Of the default domain: what browser.export writes for language models and ConvNet, in three kinds of weights."""

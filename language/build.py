@@ -27,9 +27,9 @@ def build_model(
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
     options |= dict(remat_keep=config.remat_keep, packed=config.dataset == "chat")
+    options |= dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
     if isinstance(config.shape, LlamaShape):
-        adapters = dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
-        build = partial(Llama, config.shape, dtype, **adapters, **options)
+        build = partial(Llama, config.shape, dtype, **options)
     else:
         build = partial(GPT, config.shape, dtype, dropout=config.dropout, **options)
     if config.compile_for:

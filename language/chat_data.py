@@ -32,17 +32,33 @@ ROLES = ("system", "user", "assistant")
 #           SmolLM2 adds "You are a helpful AI assistant named SmolLM, trained by Hugging Face", Qwen2.5 its own.
 #   qwen3   Qwen3 (2025-04) with enable_thinking false: chatml, and an empty thought before the last answer. Its
 #           template takes thoughts out of earlier answers; here a text that holds one is refused.
+#   gemma   Gemma 2 and 3. No role of the system: such a message stands in front of the first user's text.
+#   mistral Mistral's with [INST] as a token (7B v0.3 and later). A message of the system goes to the last user's text.
+#   phi4    Phi-4-mini. olmo2: OLMo 2; its roles are plain text.
 #   llama3  Llama 3. The templates of Llama 3.1 and 3.2 put "Cutting Knowledge Date: December 2023\nToday Date: ...\n\n"
 #           into the system message, 3.2 with the day on which it runs; here a message says what the file says.
-# Source: chat_template in tokenizer_config.json of HuggingFaceTB/SmolLM2-135M-Instruct, Qwen/Qwen3-0.6B and
-# meta-llama/Meta-Llama-3-8B-Instruct. Text between two special tokens is encoded whole, as there; but the header of an
+# Source: chat_template in tokenizer_config.json of HuggingFaceTB/SmolLM2-135M-Instruct, Qwen/Qwen3-0.6B,
+# meta-llama/Meta-Llama-3-8B-Instruct, google/gemma-3-1b-it, mistralai/Mistral-7B-Instruct-v0.3,
+# microsoft/Phi-4-mini-instruct and allenai/OLMo-2-1124-7B-Instruct.
+# Text between two special tokens is encoded whole, as there; but the header of an
 # answer and the answer are encoded apart, because a prompt ends between them.
 FORMATS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "qwen3": ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<bos>", "<start_of_turn>", "<end_of_turn>"),
+    "mistral": ("<s>", "[INST]", "[/INST]", "</s>"),
+    "phi4": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "olmo2": ("<|endoftext|>", "<|endofprompt|>", "|||IP_ADDRESS|||"),  # the others tell its tokenizer from ChatML's
 }
+# place in FORMATS of the token in front of a conversation and of the one behind a message, text behind that
+AROUND = {
+    **{"chatml": (None, 1, "\n"), "qwen3": (None, 1, "\n"), "llama3": (0, 3, ""), "gemma": (0, 2, "\n")},
+    **{"mistral": (0, 3, ""), "phi4": (None, 3, ""), "olmo2": (0, 0, "\n")},
+}
+ENDED = ("chatml", "qwen3", "llama3", "gemma", "phi4")  # a token stands behind every message, elsewhere behind answers
+STRIPPED = ("llama3", "gemma")
 
 
 def choose_format(format: str, tokenizer) -> str:
@@ -75,6 +91,14 @@ def header(role: str, format: str, special: list[int], last: bool) -> list[int |
         return ["Assistant:" if role == "assistant" else f"{role.capitalize()}: "]
     if format == "llama3":
         return [special[1], role, special[2], "\n\n"]
+    if format == "gemma":
+        return [special[1], "model\n" if role == "assistant" else f"{role}\n"]
+    if format == "mistral":
+        return [special[2], ""] if role == "assistant" else [special[1], " "]
+    if format == "phi4":
+        return [special[("system", "user", "assistant").index(role)], ""]
+    if format == "olmo2":
+        return [f"<|{role}|>\n"]
     if format == "qwen3" and role == "assistant" and last:
         return [special[0], "assistant\n", special[2], "\n\n", special[3], "\n\n"]
     return [special[0], f"{role}\n"]
@@ -83,19 +107,20 @@ def header(role: str, format: str, special: list[int], last: bool) -> list[int |
 def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int | str, bool]]:
     """A conversation in order: a special token, or text to encode, and whether it is a target."""
     special = special_tokens(format, tokenizer)
-    if format == "plain":
-        begin, end, after = tokenizer.begin, tokenizer.end, "\n"
-    elif format == "llama3":
-        begin, end, after = special[0], special[3], ""
-    else:
-        begin, end, after = None, special[1], "\n"
+    begin, end, after = tokenizer.begin, end_of_answer(format, tokenizer), "\n"
+    if format != "plain":
+        first, _, after = AROUND[format]
+        begin = None if first is None else special[first]
+    messages = without_system(messages, format) if format in ("gemma", "mistral") else messages
     if begin is not None:
         yield begin, False
     for number, message in enumerate(messages, 1):
         answers = message["role"] == "assistant"
         content, last = message["content"], number == len(messages)
-        if format == "llama3":
+        if format in STRIPPED:
             content = content.strip()
+        elif format == "mistral" and answers:
+            content = f" {content.strip()}"
         elif format == "qwen3" and answers and last:
             content = content.lstrip("\n")
         *before, text = header(message["role"], format, special, last)
@@ -104,10 +129,33 @@ def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int
             yield text, False
             yield (f" {content}" if format == "plain" else content), True
         else:
-            yield text + content, False
-        if answers or format != "plain":
+            yield text + message.get("system", "") + content, False
+        if answers or format in ENDED:
             yield end, answers
-        yield after, False
+        if format != "olmo2" or not (answers and last):
+            yield after, False
+    if format == "phi4":
+        yield tokenizer.end, False
+
+
+def without_system(messages: list[dict], format: str) -> list[dict]:
+    """A first message of the system with the first user's, or the last one's. Raises InputError for roles that do not
+    take turns: these formats have no other."""
+    has_system = messages[0]["role"] == "system"
+    system, rest = messages[0]["content"] + "\n\n" if has_system else "", messages[has_system:]
+    roles = [message["role"] for message in rest]
+    if roles != [("user", "assistant")[number % 2] for number in range(len(roles))] or len(roles) < 2:
+        raise InputError(
+            f"the roles are {', '.join(message['role'] for message in messages)[:200]}; {format} has user and "
+            "assistant in turn, behind at most one of the system"
+        )
+    place = 0 if format == "gemma" else len(roles) - 1 - roles[::-1].index("user")
+    return [{**message, "system": system} if number == place else message for number, message in enumerate(rest)]
+
+
+def end_of_answer(format: str, tokenizer) -> int:
+    """The token behind each answer in training."""
+    return tokenizer.end if format == "plain" else special_tokens(format, tokenizer)[AROUND[format][1]]
 
 
 def encode(parts: Iterator[tuple[int | str, bool]], format: str, tokenizer) -> tuple[list[int], list[bool]]:
@@ -144,10 +192,7 @@ def prompt_of_chat(messages: list[dict], format: str, tokenizer) -> list[int]:
 
 def stop_tokens(format: str, tokenizer) -> set[int]:
     """Any of these ends an answer."""
-    format = choose_format(format, tokenizer)
-    special = special_tokens(format, tokenizer)
-    end = {"plain": [], "llama3": [3]}.get(format, [1])
-    return {tokenizer.end, *(special[place] for place in end)}
+    return {tokenizer.end, end_of_answer(choose_format(format, tokenizer), tokenizer)}
 
 
 def messages_of(line: bytes) -> list[dict[str, str]]:

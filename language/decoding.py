@@ -18,30 +18,42 @@ from tpu_utils.errors import InputError
 class Cache:
     """Keys and values of each layer, (B, T, G, K), of the G heads of keys and values, not of the H heads of queries.
 
-    position (B,): the next one to fill, in each row; what lies after it belongs to no token yet.
+    position (B,): the next one to fill, in each row; what lies after it belongs to no token yet. A layer with a window
+    has a ring of W places. ages (W,): how far behind the end of its row's prompt the token in a place is, below 0
+    in the prompt. So all rows fill the same place, which is the one of age n - W.
     """
 
     def __init__(self, model: Decoder, batch: int, context: int, device):
         shape = model.shape
-        zeros = torch.zeros(batch, context, shape.num_cached_heads, shape.head_dim, dtype=model.compute_dtype)
-        self.keys, self.values = ([zeros.to(device) for _ in range(shape.num_layers)] for _ in range(2))
+        self.windows = [window if window < context else 0 for window in shape.windows]
+        zeros = [
+            torch.zeros(batch, window or context, shape.num_cached_heads, shape.head_dim, dtype=model.compute_dtype)
+            for window in self.windows
+        ]
+        self.keys, self.values = ([layer.to(device) for layer in zeros] for _ in range(2))
+        self.window = max(self.windows)
+        if self.window:
+            ages = torch.arange(-self.window, 0, dtype=torch.int32)
+            self.ages, self.oldest = ages.to(device), ages[:1].to(device)
+            self.first_row = (torch.arange(batch, dtype=torch.int32)[:, None] * context).to(device)
+            self.length = torch.zeros(batch, 1, dtype=torch.int32).to(device)
         self.position = torch.zeros(batch, dtype=torch.int32).to(device)
         self.everywhere = torch.arange(context, dtype=torch.int32).to(device)
 
 
-def run_layers(model: Decoder, tokens_BT, positions, attention_of_layer, pick=lambda x_BTD: x_BTD):
+def run_layers(model: Decoder, tokens_BT, positions, context, attention_of_layer, pick=lambda x_BTD: x_BTD):
     """The model's forward pass with another attention in each layer. Logits of the positions that `pick` keeps.
 
-    positions: (T,), the same in all rows, or (B, 1).
+    positions: (T,), the same in all rows, or (B, 1). context: of the cache, by which rotations are for long texts.
     """
     weights, layers = model.cast()
-    x = F.embedding(tokens_BT, model.token_embedding)
     if isinstance(model, llama.Llama):
-        x, rotations = x.to(model.compute_dtype), llama.angles(positions.float(), model.frequencies)
-        for layer, w in enumerate(layers):
-            x = llama.block(x, w, model.shape, attention_of_layer(layer), shared=rotations)
+        x = model.embed(tokens_BT)
+        for layer, (w, own) in enumerate(zip(layers, model.of_blocks(positions.float(), context), strict=True)):
+            x = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
         return model.head(pick(x), weights)
-    x = (x + F.embedding(positions, model.position_embedding)).to(model.compute_dtype)
+    x = F.embedding(tokens_BT, model.token_embedding) + F.embedding(positions, model.position_embedding)
+    x = x.to(model.compute_dtype)
     for layer, w in enumerate(layers):
         x = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
     x = layer_norm(pick(x), weights["final_ln_weight"], weights["final_ln_bias"])
@@ -53,29 +65,43 @@ def prefill(model: Decoder, cache: Cache, tokens_BT, length_B):
     """Fill the cache from prompts, each padded to the whole context. Logits (B, V) after the last token of each."""
     is_last = (cache.everywhere == length_B[:, None] - 1)[:, :, None]
 
+    if cache.window:  # the last W tokens of each prompt, in rows of (B T, G, K)
+        last_BW = length_B[:, None] + cache.ages
+        last_BW = (torch.maximum(last_BW, torch.zeros_like(last_BW)) + cache.first_row).flatten()
+
     def attention_of_layer(layer):
         def attention(q, k, v, *_):
-            cache.keys[layer].copy_(k)
-            cache.values[layer].copy_(v)
-            return causal_attention(q, k, v)
+            for held, new in ((cache.keys[layer], k), (cache.values[layer], v)):
+                is_ring = cache.windows[layer]
+                held.copy_(new.flatten(0, 1).index_select(0, last_BW).view(held.shape) if is_ring else new)
+            return causal_attention(q, k, v, window=cache.windows[layer])
 
         return attention
 
     with torch.no_grad():
         cache.position.copy_(length_B)
+        if cache.window:
+            cache.length.copy_(length_B[:, None])
         # before the head: logits of all tokens would be large. By a sum: a product with a one-hot mask rounds on a TPU
         last = lambda x_BTD: torch.where(is_last, x_BTD, 0.0).sum(1, keepdim=True)  # noqa: E731
-        logits = run_layers(model, tokens_BT, cache.everywhere, attention_of_layer, last)
+        logits = run_layers(model, tokens_BT, cache.everywhere, tokens_BT.shape[1], attention_of_layer, last)
         return logits[:, 0, : model.shape.vocab_size].float()
 
 
 @torch_xla.compile(full_graph=True, name="decode")
 def decode(model: Decoder, cache: Cache, token_B):
     """Logits (B, V) after one more token of each row; the cache and its positions move on by one."""
-    is_here = (cache.everywhere == cache.position[:, None])[:, :, None, None]
-    is_seen = (cache.everywhere <= cache.position[:, None])[:, None, None]
+    here = (cache.everywhere == cache.position[:, None])[:, :, None, None]
+    masks = {0: (here, (cache.everywhere <= cache.position[:, None])[:, None, None])}
+    if cache.window:
+        newest = cache.position[:1] - cache.length[0]
+        is_oldest = cache.ages == newest + cache.oldest
+        ages = torch.where(is_oldest, newest, cache.ages)
+        masks[cache.window] = is_oldest[:, None, None], (ages >= -cache.length)[:, None, None]  # none before a prompt
 
     def attention_of_layer(layer):
+        is_here, is_seen = masks[cache.windows[layer]]
+
         def attention(q, k, v, *_):
             # the whole cache is rewritten: by libtpu's estimate a scatter of the new row takes three times as long
             keys, values = torch.where(is_here, k, cache.keys[layer]), torch.where(is_here, v, cache.values[layer])
@@ -88,8 +114,11 @@ def decode(model: Decoder, cache: Cache, token_B):
         return attention
 
     with torch.no_grad():
-        logits = run_layers(model, token_B[:, None], cache.position[:, None], attention_of_layer)
+        context = len(cache.everywhere)
+        logits = run_layers(model, token_B[:, None], cache.position[:, None], context, attention_of_layer)
         cache.position.add_(1)
+        if cache.window:
+            cache.ages.copy_(ages)
         return logits[:, 0, : model.shape.vocab_size].float()
 
 

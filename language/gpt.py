@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from language.layers import Decoder, find_documents
+from language.layers import Decoder, adapter, add_adapter, find_documents, product
 from language.operations import add_bias, causal_attention, layer_norm
 from language.shapes import ModelShape
 from tpu_utils.dropout import dropout, layer_keys, positions
@@ -56,13 +56,14 @@ def block(x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shar
     q = (q[0].float() / math.sqrt(D // num_heads)).to(q[0].dtype), q[1]  # fused with the product; cast() does the bias
     add = torch.add if attention is causal_attention else add_bias  # XLA cannot fuse a bias gradient into a kernel
     qkv = [add(torch.einsum("btd,hkd->bthk", y, weight), bias) for weight, bias in (q, k, v)]
-    out_weight = w["attention_out_weight"].view(D, num_heads, -1)
-    y = torch.einsum("bthk,dhk->btd", attention(*qkv, w.get("starts"), saved), out_weight) + w["attention_out_bias"]
+    qkv = [add_adapter(x, y, adapter(w, "qkv", part)) for part, x in enumerate(qkv)]
+    out_weight, y = w["attention_out_weight"].view(D, num_heads, -1), attention(*qkv, w.get("starts"), saved)
+    y = product("bthk,dhk->btd", y, out_weight, adapter(w, "attention_out")) + w["attention_out_bias"]
     y = y if keys is None else dropout(y, p, keys[0], shared)
     x_BTD = hold_sharding(x_BTD + y)
     y = layer_norm(x_BTD, w["ln2_weight"], w["ln2_bias"])
-    y = F.gelu(torch.einsum("btd,ed->bte", y, w["mlp_in_weight"]) + w["mlp_in_bias"], approximate="tanh")
-    y = torch.einsum("bte,de->btd", y, w["mlp_out_weight"])
+    y = product("btd,ed->bte", y, w["mlp_in_weight"], adapter(w, "mlp_in")) + w["mlp_in_bias"]
+    y = product("bte,de->btd", F.gelu(y, approximate="tanh"), w["mlp_out_weight"], adapter(w, "mlp_out"))
     if keys is None:
         return hold_sharding(x_BTD + y + w["mlp_out_bias"])
     return hold_sharding(x_BTD + dropout(y + w["mlp_out_bias"], p, keys[1], shared))
@@ -87,13 +88,15 @@ class GPT(Decoder):
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         """All parameters in the compute dtype, once a step, and those of each layer.
 
-        Layer norms stay float32: they compute in it anyway. The biases of q are divided by sqrt(K) here, in one
-        operation for all layers; block() divides its weights, which XLA fuses into the matrix product.
+        Layer norms stay float32: they compute in it anyway. The biases of q, and b of its adapters, are divided by
+        sqrt(K) here; block() divides its weights, which XLA fuses into the matrix product.
         """
         cast = dict(self.named_parameters())
         scale = F.pad(torch.ones(2, 1, device=self.qkv_bias.device), (0, 0, 1, 0), value=self.shape.head_dim**-0.5)
         cast["qkv_bias"] = cast["qkv_bias"] * scale
-        cast = {name: p if "ln" in name else p.to(self.compute_dtype) for name, p in cast.items()}
+        for name in (name for name in cast if "_lora_b" in name):
+            cast[name] = cast[name] * (self.adapter_scale * (scale[..., None] if "qkv" in name else 1.0))
+        cast = {name: p.float() if "ln" in name else p.to(self.compute_dtype) for name, p in cast.items()}
         return cast, self.of_layers(cast, LAYER_VECTORS, LAYER_MATRICES)
 
     def forward(self, tokens_BT, keys_B=None):
@@ -112,13 +115,14 @@ class GPT(Decoder):
             at_position = F.embedding(here, self.position_embedding)
         else:
             at_position = self.position_embedding[: tokens_BT.shape[1]]
-        x = F.embedding(tokens_BT, self.token_embedding) + at_position
+        x = F.embedding(tokens_BT, self.token_embedding).float() + at_position
         indices = None
         if self.dropout and keys_B is not None:
             keys, indices = layer_keys(keys_B, 1 + 2 * len(layers)), positions(x.shape[1:], x.device)
             x = dropout(x, self.dropout, keys[0], indices)
             for layer, w in enumerate(layers):
                 w["dropout_keys"] = keys[1 + 2 * layer : 3 + 2 * layer]
-        x = self.through_layers(self.hold_sharding(x.to(self.compute_dtype)), layers, indices)
+        of_blocks = [{"shared": indices} for _ in layers]
+        x = self.through_layers(self.hold_sharding(x.to(self.compute_dtype)), layers, of_blocks)
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
         return F.linear(x, cast["token_embedding"])

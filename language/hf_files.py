@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from language.hf_config import shape_of
 from language.hf_layout import Source, sources
-from language.shapes import LlamaShape, ModelShape, shape_of
+from language.shapes import LlamaShape, ModelShape
 from tpu_utils.checkpoint.streaming import stream_tensors
 from tpu_utils.checkpoint.tensor_files import LONGEST_HEADER, Kind
 from tpu_utils.checkpoint.tensor_reading import read_header
@@ -198,7 +199,7 @@ def write_weights(
     """
     files: list[dict[str, Kind]] = [{}]
     size = 0
-    for name, part in ((name, source.part) for source in sources(shape).values() for name in source.names):
+    for name, part in {name: source.part for source in sources(shape).values() for name in source.names}.items():
         kind = Kind(part, dtype)
         if files[-1] and size + kind.num_bytes > most_bytes:
             files.append({})

@@ -1,8 +1,10 @@
-"""Where Hugging Face keeps our parameters: names, shapes and order in its checkpoints of GPT-2, Llama, Qwen3."""
+"""Where Hugging Face keeps our parameters: names, shapes and order in its checkpoints of each family."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -18,12 +20,17 @@ GPT2 = {  # ours: theirs, below transformer.h.N
     **{"mlp_out_weight": "mlp.c_proj.weight", "mlp_out_bias": "mlp.c_proj.bias"},
 }
 LLAMA = {  # below model.layers.N; several: one after another in ours
-    **{"ln1_weight": ("input_layernorm.weight",), "ln2_weight": ("post_attention_layernorm.weight",)},
+    **{"ln1_weight": ("input_layernorm.weight",), "ln1_after_weight": ("post_attention_layernorm.weight",)},
+    **{"ln2_weight": ("pre_feedforward_layernorm.weight",), "ln2_after_weight": ("post_feedforward_layernorm.weight",)},
+    **{"q_bias": ("self_attn.q_proj.bias",), "kv_bias": ("self_attn.k_proj.bias", "self_attn.v_proj.bias")},
     **{"q_weight": ("self_attn.q_proj.weight",), "kv_weight": ("self_attn.k_proj.weight", "self_attn.v_proj.weight")},
     **{"q_ln_weight": ("self_attn.q_norm.weight",), "k_ln_weight": ("self_attn.k_norm.weight",)},
     "attention_out_weight": ("self_attn.o_proj.weight",),
     **{"gate_up_weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "mlp_out_weight": ("mlp.down_proj.weight",)},
 }
+NORMS_BEFORE = {"ln2_weight": ("post_attention_layernorm.weight",)}  # the name that has another meaning elsewhere
+FUSED = dict.fromkeys(("q_weight", "kv_weight"), ("self_attn.qkv_proj.weight",))
+FUSED |= {"gate_up_weight": ("mlp.gate_up_proj.weight",)}
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class Source:
     """Shape of each of theirs."""
     transposed: bool = False
     """GPT-2's Conv1D keeps (in, out)."""
+    rows: tuple[int, int] | None = None
+    """Of theirs that are ours, first and end, where they have one matrix for several parameters."""
 
     def join(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Our parameter, in the type of theirs. read: one of theirs by name; one at a time is held beside the result.
@@ -48,7 +57,7 @@ class Source:
             part = read(name)
             if whole is None:
                 whole = torch.zeros(self.size, dtype=part.dtype, device=part.device)
-            part = part.t() if self.transposed else part
+            part = part.t() if self.transposed else part[slice(*self.rows or (None,))]
             self._place(whole, number, part.shape).copy_(part)
         return whole
 
@@ -57,36 +66,58 @@ class Source:
         return whole.view(len(self.names), -1)[number, : math.prod(shape)].view(shape)
 
     def split(self, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of each of theirs."""
+        """(name, tensor) of each of theirs, or of these rows of it."""
         shape = self.part[::-1] if self.transposed else self.part
+        shape = (self.rows[1] - self.rows[0], shape[-1]) if self.rows else shape
         for number, name in enumerate(self.names):
             part = self._place(value, number, shape)
             yield name, (part.t() if self.transposed else part).contiguous()
 
 
+def whole(parts: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of what split() gave: a matrix whose rows are several of our parameters, which follow each other, as one."""
+    for name, found in groupby(parts, key=lambda part: part[0]):
+        rows = [tensor for _, tensor in found]
+        yield name, torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def sizes_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every parameter of our model, those of the layers stacked."""
+    return (llama if isinstance(shape, LlamaShape) else gpt).parameter_shapes(shape)
+
+
 def sources(shape: ModelShape) -> dict[str, Source]:
-    """By the names of our model's parameters, in their order."""
+    """By the names of our model's parameters; those that are rows of one of theirs follow each other."""
     transposed = not isinstance(shape, LlamaShape)
     if isinstance(shape, LlamaShape):
-        sizes, table, below = llama.parameter_shapes(shape), LLAMA, "model.layers"
+        table, below = dict(LLAMA), "model.layers"
+        table |= NORMS_BEFORE if shape.of_family.norms == "before" else {}
+        table |= FUSED if shape.of_family.fused else {}
         top = {"token_embedding": "model.embed_tokens.weight", "final_ln_weight": "model.norm.weight"}
         top["head_weight"] = "lm_head.weight"
     else:
-        sizes, table, below = gpt.parameter_shapes(shape), {n: (t,) for n, t in GPT2.items()}, "transformer.h"
+        table, below = {n: (t,) for n, t in GPT2.items()}, "transformer.h"
         top = {"token_embedding": "transformer.wte.weight", "position_embedding": "transformer.wpe.weight"}
         top |= {"final_ln_weight": "transformer.ln_f.weight", "final_ln_bias": "transformer.ln_f.bias"}
     found = {}
-    for name, size in sizes.items():
+    for name, size in sizes_of(shape).items():
         if name in top:
             of_vocabulary = name in ("token_embedding", "head_weight")
             found[name] = Source(size, (top[name],), (shape.vocab_size, size[1]) if of_vocabulary else size)
             continue
         layers = [[f"{below}.{layer}.{part}" for part in table[name]] for layer in range(shape.num_layers)]
         if name not in LAYER_MATRICES:  # stacked over the layers
-            found[name] = Source(size, tuple(part for (part,) in layers), (math.prod(size[1:]),))
+            names = tuple(part for of_layer in layers for part in of_layer)
+            found[name] = Source(size, names, (math.prod(size[1:]) // len(table[name]),))
             continue
         for layer, names in enumerate(layers):
             rows = math.prod(size[1:-1]) // len(names)
             part = (size[-1], rows) if transposed else (rows, size[-1])
-            found[f"{name}.{layer}"] = Source(size[1:], tuple(names), part, transposed)
-    return found
+            source = Source(size[1:], tuple(names), part, transposed)
+            if names[0].endswith("qkv_proj.weight"):
+                queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+                where = (0, queries) if name == "q_weight" else (queries, queries + 2 * keys)
+                source = dataclasses.replace(source, part=(queries + 2 * keys, size[-1]), rows=where)
+            found[f"{name}.{layer}"] = source
+    places: dict[tuple[str, ...], int] = {}
+    return dict(sorted(found.items(), key=lambda item: places.setdefault(item[1].names, len(places))))

@@ -7,6 +7,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,11 @@ def add_adapter(y, x_BTI, adapter=None):
         return y
     a, b = adapter
     return y + F.linear(F.linear(x_BTI.flatten(2), a), b).view(y.shape)
+
+
+def adapter(w, matrix: str, part=...):
+    """LoRA's (a, b) of a matrix, or of one part of it, such as k of kv; None without LoRA."""
+    return (w[f"{matrix}_lora_a"][part], w[f"{matrix}_lora_b"][part]) if f"{matrix}_lora_a" in w else None
 
 
 def find_documents(marked_BT):
@@ -126,7 +132,8 @@ class Decoder(torch.nn.Module):
             elif is_matrix(name):
                 torch.nn.init.normal_(parameter, 0.0, residual_std if "_out_" in name else 0.02, generator=generator)
             else:
-                torch.nn.init.constant_(parameter, float(name.endswith("_weight")))
+                is_norm = name.endswith("_weight")
+                torch.nn.init.constant_(parameter, 1.0 - self.shape.of_family.norm_offset if is_norm else 0.0)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if name in ("token_embedding", "head_weight"):
@@ -144,21 +151,21 @@ class Decoder(torch.nn.Module):
         columns += [[named[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in matrices]
         return [dict(zip(vectors + matrices, of_one, strict=True)) for of_one in zip(*columns, strict=True)]
 
-    def through_layers(self, x_BTD, layers: list[dict[str, torch.Tensor]], shared=None):
-        """shared: what all blocks need and is computed once, such as rotations; a scanned block computes its own."""
-        computed_once = {} if self.scan_layers else {"shared": shared}
+    def through_layers(self, x_BTD, layers: list[dict[str, torch.Tensor]], of_blocks: list[dict]):
+        """of_blocks: what each layer's block takes beside its parameters, such as rotations that are computed once for
+        all; a scanned block computes its own."""
 
         def run(x, values, **options):
-            return self.block(x, dict(zip(layers[0], values, strict=True)), **options, **computed_once)
+            return self.block(x, dict(zip(layers[0], values, strict=True)), **options)
 
         if self.scan_layers:
             stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
             return ScannedLayers.apply(run, self.saved_by_layer, x_BTD, *stacked)
-        for w in layers:
+        for w, own in zip(layers, of_blocks, strict=True):
             if self.remat:
-                x_BTD = RematLayer.apply(run, self.saved_by_layer, x_BTD, *w.values())
+                x_BTD = RematLayer.apply(partial(run, **own), self.saved_by_layer, x_BTD, *w.values())
             else:
-                x_BTD = run(x_BTD, w.values())
+                x_BTD = run(x_BTD, w.values(), **own)
         return x_BTD
 
 

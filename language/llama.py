@@ -1,4 +1,4 @@
-"""Llama 3 and Qwen3: parameters, one layer, the model. The operations are in operations.py.
+"""Llama and the families like it, by the table in families.py: parameters, one layer, the model.
 
 Shape suffixes: B batch, T time, D embedding width, H heads of queries, G heads of keys and values, K head_dim,
 E width of the MLP, V padded vocabulary; L layers.
@@ -10,26 +10,29 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from language.layers import Decoder, add_adapter, find_documents, product
+from language.layers import Decoder, adapter, add_adapter, find_documents, product
 from language.operations import causal_attention, rms_norm
 from language.shapes import LlamaShape
 
 LAYER_MATRICES = ("q_weight", "kv_weight", "attention_out_weight", "gate_up_weight", "mlp_out_weight")
-LAYER_VECTORS = ("ln1_weight", "ln2_weight")
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
-    """Every parameter, those of the L layers stacked. Norms have ln in their names, as those of the GPT."""
+    """Every parameter, those of the L layers stacked. Norms have ln in their names, as those of the GPT: ln1 and ln2 of
+    what attention and MLP read, ln1_after and ln2_after of what they give."""
+    family, per_head = shape.of_family, shape.of_family.qk_norm == "head"
     L, D, V, E = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size, shape.mlp_dim
     K, queries, keys = shape.head_dim, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return {
         "token_embedding": (V, D),
-        "ln1_weight": (L, D),
+        **({"ln1_weight": (L, D), "ln2_weight": (L, D)} if family.norms != "after" else {}),
+        **({"ln1_after_weight": (L, D), "ln2_after_weight": (L, D)} if family.norms != "before" else {}),
         "q_weight": (L, queries, D),
         "kv_weight": (L, 2, keys, D),
-        **({"q_ln_weight": (L, K), "k_ln_weight": (L, K)} if shape.qk_norm else {}),
+        **({"q_bias": (L, queries), "kv_bias": (L, 2, keys)} if family.qkv_bias else {}),
+        **({"q_ln_weight": (L, K if per_head else queries)} if family.qk_norm else {}),
+        **({"k_ln_weight": (L, K if per_head else keys)} if family.qk_norm else {}),
         "attention_out_weight": (L, D, queries),
-        "ln2_weight": (L, D),
         "gate_up_weight": (L, 2, E, D),
         "mlp_out_weight": (L, D, E),
         "final_ln_weight": (D,),
@@ -37,12 +40,24 @@ def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def rotary_frequencies(shape: LlamaShape) -> torch.Tensor:
-    """Radians a position for each pair of a head's values, (K / 2,) float32; stretched as Llama 3.1 does it."""
-    K, scaling = shape.head_dim, shape.rope_scaling
-    frequencies = 1.0 / shape.rope_theta ** (torch.arange(0, K, 2, dtype=torch.float32, device="cpu") / K)
-    if scaling is None:
-        return frequencies
+def rotary_frequencies(shape: LlamaShape, kind: str = "global", long: bool = False) -> torch.Tensor:
+    """Radians a position for each pair of rotated values, float32, in a layer of this kind; without rotary positions 0.
+
+    long: of longrope, for texts longer than the original context.
+    """
+    R, scaling, is_local = shape.rotated_width or shape.head_dim, shape.rope_scaling, kind == "local"
+    theta = shape.local_theta if is_local and shape.local_theta else shape.rope_theta
+    waves = theta ** (torch.arange(0, R, 2, dtype=torch.float32, device="cpu") / R)
+    if kind == "unrotated":
+        return torch.zeros_like(waves)
+    if scaling is None or (is_local and shape.local_theta):
+        return 1.0 / waves
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if long else scaling.short_factors
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * waves)
+    frequencies = 1.0 / waves
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
     # waves much shorter than the original context stay, much longer ones are stretched, those between in part
     waves = scaling.original_context * frequencies / (2 * math.pi)  # periods in the original context
     share = (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -50,47 +65,63 @@ def rotary_frequencies(shape: LlamaShape) -> torch.Tensor:
     return (1 - share) * frequencies / scaling.factor + share * frequencies
 
 
-def rotate(x_BTHK, cos, sin):
-    """Rotary positions (Su et al. 2021), pairs as Hugging Face has them: value i with value i + K / 2.
+def frequency_table(shape: LlamaShape) -> torch.Tensor:
+    """A row for each kind of layer in the order of shape.pattern, and with longrope the same rows for long texts."""
+    longs = (False, True) if shape.rope_scaling and shape.rope_scaling.kind == "longrope" else (False,)
+    return torch.stack(
+        [rotary_frequencies(shape, kind, long) for long in longs for kind in dict.fromkeys(shape.pattern)]
+    )
 
-    cos, sin: (T, K / 2), or (B, T, K / 2) where positions are those in a document.
+
+def rotate(x_BTHK, cos, sin, scale: float = 1.0):
+    """Rotary positions (Su et al. 2021), pairs as Hugging Face has them: value i with value i + R / 2 of the first R.
+
+    cos, sin: (T, R / 2), or (B, T, R / 2) where positions are those in a document. scale: of values after the first R.
     """
-    x, y = x_BTHK.float().chunk(2, -1)
+    R = 2 * cos.shape[-1]
+    x, y = x_BTHK[..., :R].float().chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat([x * cos - y * sin, y * cos + x * sin], -1).to(x_BTHK.dtype)
+    rest = [x_BTHK[..., R:].float() * scale] if x_BTHK.shape[-1] > R else []
+    return torch.cat([x * cos - y * sin, y * cos + x * sin, *rest], -1).to(x_BTHK.dtype)
 
 
-def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, shared=None, saved=None):
-    """One pre-norm layer. w: its parameters by name, as Llama.cast() gives them. shared: cos and sin of the rotations.
+def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, shared=None, saved=None, window=0):
+    """One layer. w: its parameters by name, as Llama.cast() gives them; which norms and biases it has, they tell.
 
-    attention: of q (B, T, H, K) divided by sqrt(K), k and v (B, T, G, K), and the documents' first positions.
+    attention: of q (B, T, H, K) that is scaled, k and v (B, T, G, K), the documents' first positions, what is saved,
+    and the window. shared: cos and sin of the rotations.
     """
-    D, H, G, eps = x_BTD.shape[-1], shape.num_heads, shape.num_kv_heads, shape.norm_eps
-    starts_BT = w.get("starts")
-    cos, sin = angles(positions(x_BTD, starts_BT), w["frequencies"]) if shared is None else shared
-    y = rms_norm(x_BTD, w["ln1_weight"], eps)
+    D, H, G = x_BTD.shape[-1], shape.num_heads, shape.num_kv_heads
+    starts_BT, window = w.get("starts"), w.get("window", window)
+
+    def norm(x, name):
+        if name not in w:
+            return x
+        rows = x if w[name].shape[-1] == x.shape[-1] else x.flatten(2)  # or of all heads together
+        return rms_norm(rows, w[name], shape.norm_eps).view(x.shape)
+
+    cos, sin = angles(positions(x_BTD, starts_BT), w["frequencies"], shape) if shared is None else shared
+    y = norm(x_BTD, "ln1_weight")
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
     q = product("btd,hkd->bthk", y, w["q_weight"].view(H, -1, D), adapter(w, "q"))
     k_weight, v_weight = w["kv_weight"].view(2, G, -1, D)
     k = product("btd,gkd->btgk", y, k_weight, adapter(w, "kv", 0))
     v = product("btd,gkd->btgk", y, v_weight, adapter(w, "kv", 1))
-    if shape.qk_norm:
-        q, k = rms_norm(q, w["q_ln_weight"], eps), rms_norm(k, w["k_ln_weight"], eps)
-    scale = shape.head_dim**-0.5  # of q, applied in its rotation: that is in float32
-    y = attention(rotate(q, cos * scale, sin * scale), rotate(k, cos, sin), v, starts_BT, saved)
-    out_weight = w["attention_out_weight"].view(D, H, -1)
-    x_BTD = hold_sharding(x_BTD + product("bthk,dhk->btd", y, out_weight, adapter(w, "attention_out")))
-    y = rms_norm(x_BTD, w["ln2_weight"], eps)
+    if "q_bias" in w:
+        k_bias, v_bias = w["kv_bias"].view(2, G, -1)
+        q, k, v = q + w["q_bias"].view(H, -1), k + k_bias, v + v_bias
+    q, k = norm(q, "q_ln_weight"), norm(k, "k_ln_weight")
+    scale = (shape.query_scalar or shape.head_dim) ** -0.5  # of q, applied in its rotation: that is in float32
+    y = attention(rotate(q, cos * scale, sin * scale, scale), rotate(k, cos, sin), v, starts_BT, saved, window)
+    y = product("bthk,dhk->btd", y, w["attention_out_weight"].view(D, H, -1), adapter(w, "attention_out"))
+    x_BTD = hold_sharding(x_BTD + norm(y, "ln1_after_weight"))
+    y = norm(x_BTD, "ln2_weight")
     # one product, so that its gradient is one tensor, as the weight is
     gate, up = torch.einsum("btd,ced->btce", y, w["gate_up_weight"]).unbind(2)
     gate, up = add_adapter(gate, y, adapter(w, "gate_up", 0)), add_adapter(up, y, adapter(w, "gate_up", 1))
-    y = product("bte,de->btd", F.silu(gate) * up, w["mlp_out_weight"], adapter(w, "mlp_out"))
-    return hold_sharding(x_BTD + y)
-
-
-def adapter(w, matrix: str, part=...):
-    """LoRA's (a, b) of a matrix, or of one part of it, such as k of kv; None without LoRA."""
-    return (w[f"{matrix}_lora_a"][part], w[f"{matrix}_lora_b"][part]) if f"{matrix}_lora_a" in w else None
+    gate = F.silu(gate) if shape.of_family.activation == "silu" else F.gelu(gate, approximate="tanh")
+    y = product("bte,de->btd", gate * up, w["mlp_out_weight"], adapter(w, "mlp_out"))
+    return hold_sharding(x_BTD + norm(y, "ln2_after_weight"))
 
 
 def positions(x_BT, starts_BT=None):
@@ -99,14 +130,17 @@ def positions(x_BT, starts_BT=None):
     return here if starts_BT is None else here - starts_BT
 
 
-def angles(positions_T, frequencies_K):
-    """(cos, sin) of positions (T,) or (B, T), each (..., K / 2) float32."""
-    radians = positions_T[..., None] * frequencies_K
-    return radians.cos(), radians.sin()
+def angles(positions_T, frequencies, shape: LlamaShape):
+    """(cos, sin) of positions (T,) or (B, T), each (..., R / 2) float32."""
+    radians, scaling = positions_T[..., None] * frequencies, shape.rope_scaling
+    cos, sin = radians.cos(), radians.sin()
+    return (
+        (cos, sin) if scaling is None or scaling.amplitude == 1 else (cos * scaling.amplitude, sin * scaling.amplitude)
+    )
 
 
 class Llama(Decoder):
-    """Llama 3, and Qwen3 by qk_norm of its shape: RMSNorm, rotary positions, SwiGLU, grouped queries, no biases.
+    """RMSNorm, rotary positions, a gated MLP, grouped queries; the rest as shape and shape.of_family say.
 
     A tied head reads `token_embedding` itself, so there is no second weight that a move to the device could untie.
     """
@@ -114,31 +148,60 @@ class Llama(Decoder):
     def __init__(self, shape: LlamaShape, compute_dtype=torch.float32, *, attention=None, **options):
         """options: of a Decoder."""
         super().__init__(shape, parameter_shapes(shape), compute_dtype, **options)
+        # the window of all layers; else each has its own, a scanned one, which is traced once for all, as a tensor
         self.block = partial(
-            block, shape=shape, attention=attention or causal_attention, hold_sharding=self.hold_sharding
-        )
-        self.register_buffer("frequencies", rotary_frequencies(shape), persistent=False)
+            block, shape=shape, attention=attention or causal_attention, hold_sharding=self.hold_sharding,
+            window=shape.windows[0],
+        )  # fmt: skip
+        self.register_buffer("frequencies", frequency_table(shape), persistent=False)
+        if self.scan_layers and len(set(shape.windows)) > 1:
+            windows = [window or shape.sequence_length for window in shape.windows]
+            self.register_buffer("windows", torch.tensor(windows, dtype=torch.int32, device="cpu"), persistent=False)
 
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         """All parameters in the compute dtype, once a step, and those of each layer. Norms stay float32."""
-        cast = {}
+        cast, offset = {}, self.shape.of_family.norm_offset
         for name, p in self.named_parameters():
             p = p * self.adapter_scale if "_lora_b" in name else p
-            cast[name] = p.float() if "ln" in name else p.to(self.compute_dtype)
-        vectors = LAYER_VECTORS + (("q_ln_weight", "k_ln_weight") if self.shape.qk_norm else ())
-        layers = self.of_layers(cast, vectors, LAYER_MATRICES)
-        return cast, [w | {"frequencies": self.frequencies} for w in layers]
+            cast[name] = p.float() + offset if "ln" in name else p.to(self.compute_dtype)
+        vectors = tuple(name for name in cast if ("ln" in name or "bias" in name) and name != "final_ln_weight")
+        return cast, self.of_layers(cast, vectors, LAYER_MATRICES)
+
+    def embed(self, tokens_BT):
+        """(B, T, D) in the compute dtype."""
+        # the lookup reads float32 rows: the gradients of a frequent token add up in float32
+        x = F.embedding(tokens_BT, self.token_embedding).to(self.compute_dtype)
+        scale = torch.tensor(self.shape.embedding_dim**0.5, device="cpu").to(self.compute_dtype)  # rounded, as Gemma's
+        return x * scale.item() if self.shape.of_family.scaled_embedding else x
+
+    def of_kinds(self, length: int) -> dict[str, torch.Tensor]:
+        """Rotary frequencies by kind of layer. length: of the longest text, which decides with longrope."""
+        distinct, scaling = dict.fromkeys(self.shape.pattern), self.shape.rope_scaling
+        is_long = scaling is not None and scaling.kind == "longrope" and length > scaling.original_context
+        return dict(zip(distinct, self.frequencies[len(distinct) * is_long :], strict=False))
+
+    def of_blocks(self, positions_T, length: int) -> list[dict]:
+        """What each layer's block takes beside its parameters. positions: (T,) or (B, T). length: as in of_kinds()."""
+        shared = {kind: angles(positions_T, own, self.shape) for kind, own in self.of_kinds(length).items()}
+        return [
+            {"shared": shared[kind], "window": window}
+            for kind, window in zip(self.shape.kinds, self.shape.windows, strict=True)
+        ]
 
     def forward(self, tokens_BT):
         """Logits over the padded vocabulary, (B, T, V), in the compute dtype. packed: documents begin at START."""
         cast, layers = self.cast()
-        starts_BT = None
+        starts_BT, length = None, tokens_BT.shape[1]
         if self.packed:
             tokens_BT, starts_BT = find_documents(tokens_BT)
             layers = [w | {"starts": starts_BT} for w in layers]
-        # the lookup reads float32 rows: the gradients of a frequent token add up in float32
-        x = self.hold_sharding(F.embedding(tokens_BT, self.token_embedding).to(self.compute_dtype))
-        x = self.through_layers(x, layers, angles(positions(tokens_BT, starts_BT), self.frequencies))
+        if self.scan_layers:
+            own = self.of_kinds(length)
+            layers = [w | {"frequencies": own[kind]} for w, kind in zip(layers, self.shape.kinds, strict=True)]
+            if hasattr(self, "windows"):
+                layers = [w | {"window": window} for w, window in zip(layers, self.windows, strict=True)]
+        x = self.hold_sharding(self.embed(tokens_BT))
+        x = self.through_layers(x, layers, self.of_blocks(positions(tokens_BT, starts_BT), length))
         return self.head(x, cast)
 
     def head(self, x_BTD, cast):

@@ -9,8 +9,8 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
+from language.hf_layout import sizes_of
 from language.layers import Decoder, adapter_sizes
-from language.llama import parameter_shapes
 from language.token_data import SequenceData
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
@@ -113,7 +113,7 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
     if config.initial_weights:
         run.print(f"weights    {config.initial_weights}{', as the run has changed them' if run.first_step else ''}")
     if config.lora_rank:
-        sizes = adapter_sizes(parameter_shapes(shape), config.lora_rank)
+        sizes = adapter_sizes(sizes_of(shape), config.lora_rank)
         trained = sum(math.prod(size) for size in sizes.values())
         run.print(f"lora       {trained:,} more in adapters of rank {config.lora_rank}, which alone are trained")
     run.print(

@@ -103,27 +103,31 @@ class CausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_BTGRK, k_BTGK, v_BTGK, chunks, starts_BT, saved=None):
+    def forward(ctx, q_BTGRK, k_BTGK, v_BTGK, chunks, starts_BT, saved, window):
         T, K, dtype = q_BTGRK.shape[1], q_BTGRK.shape[-1], q_BTGRK.dtype
         position = torch.arange(T, device=q_BTGRK.device)
         v_and_1 = F.pad(v_BTGK, (0, 1), value=1.0).float()
         exps, out, sums = [], [], []
-        for start, end in CausalAttention.slices(T, chunks):
+        for first, start, end in CausalAttention.slices(T, chunks, window):
             q_slice = positions(q_BTGRK, start, end)
-            scores = torch.einsum("btgrk,bsgk->bgrts", q_slice, positions(k_BTGK, 0, end)).float()
-            hidden = position[start:end, None] < position[None, :end]
+            scores = torch.einsum("btgrk,bsgk->bgrts", q_slice, positions(k_BTGK, first, end)).float()
+            here, there = position[start:end, None], position[None, first:end]
+            hidden = here < there
+            if isinstance(window, torch.Tensor) or window:
+                hidden = hidden | (there + window <= here)
             if starts_BT is not None:
-                hidden = (hidden | (position[:end] < starts_BT[:, start:end, None]))[:, None, None]  # (B, 1, 1, t, s)
+                hidden = (hidden | (there < starts_BT[:, start:end, None]))[:, None, None]  # (B, 1, 1, t, s)
             scores = scores.masked_fill(hidden, -1e30)
             exps.append((scores - scores.amax(-1, keepdim=True)).exp().to(dtype))
             if saved:
                 continue
-            weighted = torch.einsum("bgrts,bsgk->btgrk", exps[-1].float(), positions(v_and_1, 0, end))
+            weighted = torch.einsum("bgrts,bsgk->btgrk", exps[-1].float(), positions(v_and_1, first, end))
             sums.append(weighted[..., K:])
             out.append((weighted[..., :K] / sums[-1]).to(dtype))
         out, sums = saved or (torch.cat(out, 1), torch.cat(sums, 1))
         if saved == []:
             saved.extend((out, sums))
+        ctx.window = window
         ctx.save_for_backward(q_BTGRK, k_BTGK, v_BTGK, out, sums, *exps)
         return out.detach()
 
@@ -134,32 +138,37 @@ class CausalAttention(torch.autograd.Function):
         grad = (grad / sums).to(q_BTGRK.dtype)  # sums are float32
         mean = (grad * out.float()).sum(-1)  # of de with weights p, (B, T, G, R)
         dq, dk, dv = [], 0, 0
-        for (start, end), e in zip(CausalAttention.slices(T, len(exps)), exps, strict=True):
-            whole = (0, 0, 0, 0, 0, T - end)  # keys after the slice get nothing from it
+        for (first, start, end), e in zip(CausalAttention.slices(T, len(exps), ctx.window), exps, strict=True):
+            whole = (0, 0, 0, 0, first, T - end)  # keys before its window and after the slice get nothing from it
             grad_slice, q_slice = positions(grad, start, end), positions(q_BTGRK, start, end)
             dv += F.pad(torch.einsum("bgrts,btgrk->bsgk", e, grad_slice), whole)
-            de = torch.einsum("btgrk,bsgk->bgrts", grad_slice, positions(v_BTGK, 0, end))
+            de = torch.einsum("btgrk,bsgk->bgrts", grad_slice, positions(v_BTGK, first, end))
             ds = ((de - positions(mean, start, end).permute(0, 2, 3, 1).unsqueeze(-1)) * e).to(e.dtype)
-            dq.append(torch.einsum("bgrts,bsgk->btgrk", ds, positions(k_BTGK, 0, end)))
+            dq.append(torch.einsum("bgrts,bsgk->btgrk", ds, positions(k_BTGK, first, end)))
             dk += F.pad(torch.einsum("bgrts,btgrk->bsgk", ds, q_slice), whole)
-        return torch.cat(dq, 1), dk, dv, None, None, None
+        return torch.cat(dq, 1), dk, dv, None, None, None, None
 
     @staticmethod
-    def slices(T, chunks):
-        """(first, end) of the queries of each; of 6 the last four are half as long."""
+    def slices(T, chunks, window):
+        """(first key, first query, end) of each; of 6 the last four are half as long. A window that is a tensor, of a
+        scanned layer, spares no keys."""
         ends = [T * end // 8 for end in (2, 4, 5, 6, 7, 8)] if chunks == 6 else range(T // chunks, T + 1, T // chunks)
-        return list(zip((0, *ends), ends, strict=False))
+        spared = window if isinstance(window, int) and window else T
+        return [(max(0, start - spared + 1), start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
 
-def causal_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: list | None = None, chunks: int | None = None):
+def causal_attention(
+    q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: list | None = None, window=0, chunks: int | None = None
+):
     """The caller has divided q by sqrt(K). chunks: slices of queries; None: 4, which compute 5/8 of the square of
     scores; 8 (9/16) from T 2,048 on; 6 for T 1,024 and heads below 128 lanes, which saves 1 to 3 % of a step of GPT-2
     (libtpu 0.0.21's estimates for v5e); 1 unless 512 divides T. starts_BT: where the document of each position begins;
     None: at the row's first token. saved: an empty list receives the output and the row sums; a filled one gives
-    them."""
+    them. window: how many positions one sees, itself among them; 0: all before it. An int32 scalar in a scanned layer.
+    """
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     chunks = chunks or (1 if T % 512 else 8 if T >= 2048 else 6 if T == 1024 and K < 128 else 4)
-    out = CausalAttention.apply(q_BTHK.view(B, T, G, H // G, K), k_BTGK, v_BTGK, chunks, starts_BT, saved)
+    out = CausalAttention.apply(q_BTHK.view(B, T, G, H // G, K), k_BTGK, v_BTGK, chunks, starts_BT, saved, window)
     return out.view(B, T, H, K)
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import torch
 
-from language.hf_layout import sources
+from language.hf_layout import sizes_of, sources
 from language.layers import adapter_sizes
-from language.llama import parameter_shapes
 from language.shapes import ModelShape
 from language.transformer_options import TransformerConfig
 from tpu_utils.checkpoint.loading import CheckpointReader
@@ -45,7 +44,7 @@ def check_weights(shape: ModelShape, saved: Saved, lora_rank: int = 0) -> None:
     dtype = torch.bfloat16 if lora_rank else torch.float32  # the base weights under LoRA
     wanted = {name: Kind(source.size, dtype) for name, source in sources(shape).items()}
     if lora_rank:
-        for name, (layers, *size) in adapter_sizes(parameter_shapes(shape), lora_rank).items():
+        for name, (layers, *size) in adapter_sizes(sizes_of(shape), lora_rank).items():
             wanted |= {f"{name}.{layer}": Kind(tuple(size), torch.float32) for layer in range(layers)}
     check_alike(wanted, found)
 

@@ -18,7 +18,7 @@ class SamplingOptions:
     """One text or several, which are continued together."""
     chat: tuple[str, ...] = ()
     """Questions instead, each a conversation of its own; the answers are printed."""
-    chat_format: Literal["auto", "plain", "chatml", "qwen3", "llama3"] = "auto"
+    chat_format: Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"] = "auto"
     """How a question becomes text. auto: as the run was trained, else by the special tokens of the tokenizer."""
     num_tokens: int | None = None
     """At most so many tokens follow. None: 100, or as many as the context has room for."""

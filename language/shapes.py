@@ -1,11 +1,9 @@
-"""What fixes the size of a language model, the published sizes, and what Hugging Face's config.json says of one.
+"""What fixes the size of a language model, and the published sizes. Imports no torch."""
 
-Imports no torch, and of ours errors alone.
-"""
-
+import math
 from dataclasses import dataclass
 
-from tpu_utils.errors import InputError
+from language.families import FAMILIES, Family
 
 BYTE_VOCAB_SIZE = 257  # the 256 bytes and the token that stands before every document
 
@@ -26,6 +24,10 @@ class ModelShape:
         return -(-self.vocab_size // 128) * 128
 
     @property
+    def of_family(self) -> Family:
+        return FAMILIES["gpt2"]
+
+    @property
     def head_dim(self) -> int:
         return self.embedding_dim // self.num_heads
 
@@ -33,6 +35,11 @@ class ModelShape:
     def num_cached_heads(self) -> int:
         """Of keys and values."""
         return self.num_heads
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of each layer: how many positions one sees, itself among them; 0: the whole context."""
+        return (0,) * self.num_layers
 
     @property
     def num_parameters(self) -> int:
@@ -48,24 +55,38 @@ class ModelShape:
 
     @property
     def flops_per_token(self) -> int:
-        """Of a training step: 6 N + 12 L D T, both passes, the causal half of attention not taken off (as llm.c)."""
-        heads = self.num_heads * self.head_dim
-        return 6 * self.num_multiplied + 12 * self.num_layers * heads * self.sequence_length
+        """Of a training step: 6 N + 12 L D T, both passes, the causal half of attention not taken off (as llm.c). In a
+        layer with a window T is the window."""
+        seen = sum(window or self.sequence_length for window in self.windows)
+        return 6 * self.num_multiplied + 12 * self.num_heads * self.head_dim * seen
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of rotary positions beyond the context of pre-training, as in its config.json."""
+    """How rotary positions are stretched beyond the context of pre-training, as in config.json."""
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    kind: str = "llama3"
+    """llama3: long waves alone. linear: all waves. longrope: each wave by a factor of its own."""
+    short_factors: tuple[float, ...] = ()
+    """Of longrope, one for each pair of rotated values: for texts within the original context."""
+    long_factors: tuple[float, ...] = ()
+    """For longer ones."""
+
+    @property
+    def amplitude(self) -> float:
+        """What longrope multiplies rotated queries and keys by."""
+        if self.kind != "longrope" or self.factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_context))
 
 
 @dataclass(frozen=True)
 class LlamaShape(ModelShape):
-    """Of the Llama family, with Qwen3's differences: what its config.json says."""
+    """Of Llama and the families like it: the numbers in config.json. What else differs is in families.py."""
 
     num_kv_heads: int = 0
     """Heads of keys and values; each serves num_heads / num_kv_heads heads of queries."""
@@ -75,11 +96,25 @@ class LlamaShape(ModelShape):
     """0: embedding_dim / num_heads."""
     tied_head: bool = False
     """Whether the output head is the token embedding."""
-    qk_norm: bool = False
-    """Qwen3: RMSNorm of each head's query and key."""
+    family: str = "llama"
+    """By its model_type."""
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
+    window: int = 0
+    """Tokens that one in a local layer sees, itself among them."""
+    pattern: tuple[str, ...] = ("global",)
+    """Kinds of the layers, repeated over them: global; local, with the window; unrotated, without rotary positions."""
+    local_theta: float = 0.0
+    """rope_theta of local layers, which are not stretched then. 0: they are as the others."""
+    rotated_width: int = 0
+    """Values of a head that are rotated, the first. 0: all."""
+    query_scalar: float = 0.0
+    """Queries are divided by its root. 0: head_dim."""
+
+    @property
+    def of_family(self) -> Family:
+        return FAMILIES[self.family]
 
     @property
     def head_dim(self) -> int:
@@ -90,11 +125,25 @@ class LlamaShape(ModelShape):
         return self.num_kv_heads
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of each layer."""
+        return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.num_layers))
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return tuple(
+            self.window if kind == "local" and self.window < self.sequence_length else 0 for kind in self.kinds
+        )
+
+    @property
     def num_parameters(self) -> int:
-        """Padded vocabulary included. Per layer: q and out 2DHK, k and v 2DGK, MLP 3DE, norms 2D, of heads 2K."""
-        D, K = self.embedding_dim, self.head_dim
-        attention = 2 * D * K * (self.num_heads + self.num_kv_heads)
-        per_layer = attention + 3 * D * self.mlp_dim + 2 * D + 2 * K * self.qk_norm
+        """Padded vocabulary included. Per layer: q and out 2DHK, k and v 2DGK, MLP 3DE, norms 2D or 4D; of queries and
+        keys 2K or HK + GK; biases HK + 2GK."""
+        D, K, family = self.embedding_dim, self.head_dim, self.of_family
+        queries, keys = K * self.num_heads, K * self.num_kv_heads
+        per_layer = 2 * D * (queries + keys) + 3 * D * self.mlp_dim + (4 if family.norms == "both" else 2) * D
+        per_layer += {"": 0, "head": 2 * K, "whole": queries + keys}[family.qk_norm]
+        per_layer += (queries + 2 * keys) * family.qkv_bias
         return (2 - self.tied_head) * self.padded_vocab_size * D + D + self.num_layers * per_layer
 
     @property
@@ -123,146 +172,6 @@ MODEL_SIZES: dict[str, ModelShape] = {
     "llama3_3B": LlamaShape(28, 24, 3072, 8192, 128256, 8, 8192, tied_head=True, rope_scaling=RopeScaling(32.0)),
     "llama3_8B": LlamaShape(32, 32, 4096, 8192, 128256, 8, 14336, rope_scaling=RopeScaling(8.0)),
     "llama3_70B": LlamaShape(80, 64, 8192, 8192, 128256, 8, 28672, rope_scaling=RopeScaling(8.0)),
-    "qwen3_0.6B": LlamaShape(28, 16, 1024, 4096, 151936, 8, 3072, 128, True, True, 1e6, norm_eps=1e-6),
-    "qwen3_8B": LlamaShape(36, 32, 4096, 4096, 151936, 8, 12288, 128, False, True, 1e6, norm_eps=1e-6),
+    "qwen3_0.6B": LlamaShape(28, 16, 1024, 4096, 151936, 8, 3072, 128, True, "qwen3", 1e6, norm_eps=1e-6),
+    "qwen3_8B": LlamaShape(36, 32, 4096, 4096, 151936, 8, 12288, 128, False, "qwen3", 1e6, norm_eps=1e-6),
 }
-
-
-# ------------------------------------------------------------------------------------------ Hugging Face's config.json
-
-MOST = {"layers": 1024, "heads": 4096, "width": 1 << 20, "tokens": 1 << 24}
-"""Bounds of the numbers in a config.json, so that no file can ask for a model that nobody could list."""
-ONE_WAY = {  # options in a config.json and the values that this project supports; the first is the default
-    "gpt2": {
-        **{"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "layer_norm_epsilon": (1e-5,)},
-        **{"tie_word_embeddings": (True,), "scale_attn_weights": (True,), "add_cross_attention": (False,)},
-        "scale_attn_by_inverse_layer_idx": (False,),
-    },
-    "llama": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
-    "qwen3": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "use_sliding_window": (False,)},
-}
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def shape_of(found: dict, name: str = "config.json") -> ModelShape:
-    """What a Hugging Face config.json says of a model. sequence_length: the longest that it says it can read.
-
-    name: of the file, for messages. Raises InputError for a model that is not one of ours.
-    """
-    kind = found.get("model_type")
-    if not isinstance(kind, str) or kind not in ONE_WAY:
-        raise InputError(
-            f"{name}: model_type is {kind!r:.60}; expected {', '.join(ONE_WAY)}; other models are not built here"
-        )
-    ways = ONE_WAY[kind] | {"quantization_config": (None,), "partial_rotary_factor": (1.0, None)}
-    for key, (usual, *others) in ways.items():
-        if (value := found.get(key, usual)) not in (usual, *others):
-            raise InputError(
-                f"{name}: {key} is {value!r:.60}; expected {usual}: the {kind} of this project has no other"
-            )
-    layer_types = found.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(layer != "full_attention" for layer in layer_types):
-        raise InputError(f"{name}: layer_types is {layer_types!r:.60}; expected full_attention in every layer")
-
-    def size(key: str, bound: str, default: int | None = None) -> int:
-        value = default if found.get(key) is None else found[key]
-        if type(value) is not int or not 1 <= value <= MOST[bound]:
-            raise InputError(
-                f"{name}: {key} is {value!r:.60}; expected an integer from 1 to {MOST[bound]:,}; copy the file again"
-            )
-        return value
-
-    if kind == "gpt2":
-        sizes = (
-            size("n_layer", "layers"),
-            size("n_head", "heads"),
-            size("n_embd", "width"),
-            size("n_positions", "tokens"),
-        )
-        shape = ModelShape(*sizes, size("vocab_size", "tokens"))
-        inner = size("n_inner", "width", 4 * shape.embedding_dim)
-        if inner != 4 * shape.embedding_dim or shape.embedding_dim % shape.num_heads:
-            raise InputError(
-                f"{name}: n_embd {shape.embedding_dim}, n_head {shape.num_heads}, n_inner {inner}; expected a width"
-                " that the heads divide, and an n_inner of 4 times that width"
-            )
-        return shape
-    layers, heads = size("num_hidden_layers", "layers"), size("num_attention_heads", "heads")
-    width = size("hidden_size", "width")
-    # older Llama files leave these two out; Qwen3 must give them: they do not follow from the other sizes
-    kv_heads = size("num_key_value_heads", "heads", heads if kind == "llama" else None)
-    head_dim = size("head_dim", "width", width // heads if kind == "llama" and width % heads == 0 else None)
-    if heads % kv_heads or head_dim % 2:
-        raise InputError(
-            f"{name}: {heads} heads of width {head_dim}, {kv_heads} of keys and values; expected an even width, and "
-            "that the one number divides the other"
-        )
-    tied = found.get("tie_word_embeddings", False)
-    if type(tied) is not bool:
-        raise InputError(f"{name}: tie_word_embeddings is {tied!r:.60}; expected true or false; copy the file again")
-    theta, scaling = _rotary(found, name)
-    return LlamaShape(
-        layers, heads, width, size("max_position_embeddings", "tokens"), size("vocab_size", "tokens"), kv_heads,
-        size("intermediate_size", "width"), 0 if head_dim * heads == width else head_dim, tied, kind == "qwen3", theta,
-        scaling, _positive(found, "rms_norm_eps", name, 1e-6),
-    )  # fmt: skip
-
-
-def _positive(found: dict, key: str, name: str, default: float | None = None) -> float:
-    value = default if found.get(key) is None else found[key]
-    if type(value) not in (int, float) or not 0 < value < 1e30:
-        raise InputError(f"{name}: {key} is {value!r:.60}; expected a finite number above 0; copy the file again")
-    return float(value)
-
-
-def _rotary(found: dict, name: str) -> tuple[float, RopeScaling | None]:
-    """rope_theta and rope_scaling; transformers 5 has both in rope_parameters."""
-    said = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    kind = said.get("rope_type", said.get("type", "default")) if isinstance(said, dict) else said
-    if not isinstance(said, dict) or kind not in ("default", "llama3"):
-        raise InputError(
-            f"{name}: the rotary positions are {kind!r:.60}; expected default or llama3; others are not built here"
-        )
-    theta = _positive(
-        {"rope_theta": 1e4} | {k: v for k, v in found.items() if v is not None} | said, "rope_theta", name
-    )
-    if kind == "default":
-        return theta, None
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    factor, low, high, original = (_positive(said, key, name) for key in keys)
-    if not (factor >= 1 and low < high and original == int(original) <= MOST["tokens"]):
-        raise InputError(
-            f"{name}: rope_scaling is {said!r:.200}; expected a factor of 1 or more, low_freq_factor below "
-            "high_freq_factor, and an original context of whole tokens"
-        )
-    return theta, RopeScaling(factor, low, high, int(original))
-
-
-def hugging_face_config(shape: ModelShape, dtype: str = "float32", tokens: dict | None = None) -> dict:
-    """config.json for AutoModelForCausalLM.from_pretrained. tokens: SPECIAL_TOKENS, as far as they are known."""
-    known = {name: (tokens or {}).get(name) for name in SPECIAL_TOKENS}
-    if not isinstance(shape, LlamaShape):
-        return {
-            **{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": dtype},
-            **{"n_layer": shape.num_layers, "n_head": shape.num_heads, "n_embd": shape.embedding_dim},
-            **{"n_positions": shape.sequence_length, "vocab_size": shape.vocab_size},
-            **{name: values[0] for name, values in ONE_WAY["gpt2"].items()},
-            **known,
-        }
-    kind, scaling = "qwen3" if shape.qk_norm else "llama", shape.rope_scaling
-    return {
-        **{"architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"], "model_type": kind},
-        **{"torch_dtype": dtype, "num_hidden_layers": shape.num_layers, "hidden_size": shape.embedding_dim},
-        **{"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads},
-        **{"head_dim": shape.head_dim, "intermediate_size": shape.mlp_dim, "vocab_size": shape.vocab_size},
-        **{"max_position_embeddings": shape.sequence_length, "rms_norm_eps": shape.norm_eps},
-        **{"tie_word_embeddings": shape.tied_head, "rope_theta": shape.rope_theta},
-        "rope_scaling": scaling
-        and {
-            **{"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor},
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        },
-        **{name: values[0] for name, values in ONE_WAY[kind].items()},
-        **known,
-    }

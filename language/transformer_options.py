@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from config import ON_TPU, HostOptions, TrainConfig
-from language.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape, shape_of
+from language.hf_config import shape_of
+from language.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape
 from tpu_utils.errors import InputError
 from tpu_utils.fields import FREE, NoEffect, Range
 from tpu_utils.files import parse_object, read_json
@@ -47,7 +48,9 @@ class TransformerConfig(HostOptions, TrainConfig):
     """As train_data. Empty with text and chat: the last tenth of train_data."""
     tokenizer: Annotated[str, FREE, NOT_CHAT] = ""
     """chat: tokenizer.json or its folder. Empty: that of initial_weights, else bytes."""
-    chat_format: Annotated[Literal["auto", "plain", "chatml", "qwen3", "llama3"], NOT_CHAT] = "auto"
+    chat_format: Annotated[
+        Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"], NOT_CHAT
+    ] = "auto"
     """chat: how a conversation becomes text. auto: by the special tokens that the tokenizer has, else plain."""
     document_separator: Annotated[str, NOT_TEXT] = ""
     """text: what divides documents inside a file, for example a blank line. Empty: a file is one document."""
@@ -62,11 +65,11 @@ class TransformerConfig(HostOptions, TrainConfig):
     ], NoEffect("model_config")] = "tiny"  # fmt: skip
     """Layers, heads, width and context of a published model; each can be set by itself below."""
     initial_weights: Annotated[str, FREE] = ""
-    """Folder of Hugging Face with config.json and safetensors (GPT-2, Llama, Qwen3): the model, and where it begins."""
+    """Folder of Hugging Face with config.json and safetensors: the model, and where it begins. Families: families.py"""
     model_config: str = ""
     """A config.json of Hugging Face, in place of model_size. The run keeps its text. Empty: that of initial_weights."""
     lora_rank: Annotated[int, Range("[0, 4096]")] = 0
-    """Of Llama and Qwen3: freeze the weights, in bfloat16, and train adapters of this rank. 0: train all weights."""
+    """Freeze the weights, in bfloat16, and train adapters of this rank. 0: train all weights."""
     lora_alpha: Annotated[float, Range("(0, inf)"), NoEffect("lora_rank", 0)] = 32.0
     """Of LoRA: adapters count lora_alpha / lora_rank."""
     num_layers: Annotated[int, Range("[0, inf)")] = 0
@@ -219,9 +222,7 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         return [str(error)]
     if config.model_config:
         problems += check_model_config(config)
-    if config.lora_rank and not isinstance(shape, LlamaShape):
-        problems.append(f"lora_rank is {config.lora_rank}, but adapters are for Llama and Qwen3; choose 0")
-    elif config.lora_rank and not (config.initial_weights or config.compile_for):
+    if config.lora_rank and not (config.initial_weights or config.compile_for):
         problems.append(
             f"lora_rank is {config.lora_rank}, but there are no weights to adapt; choose a folder by --initial_weights"
         )
@@ -234,6 +235,7 @@ def check_transformer(config: TransformerConfig) -> list[str]:
             )
         if config.dropout:
             problems.append(f"dropout is {config.dropout}, but {config.model_size} has none; leave it out")
+        problems += check_layers(config, shape)
     if shape.embedding_dim % shape.num_heads and not getattr(shape, "head_width", 0):
         divide = [heads for heads in range(1, 1025) if shape.embedding_dim % heads == 0]
         near = [heads for heads in divide if heads < shape.num_heads][-1:]
@@ -259,6 +261,23 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
     if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", config.mesh):
         problems.append(f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSOR such as 2x4x1")
+    return problems
+
+
+def check_layers(config: TransformerConfig, shape: LlamaShape) -> list[str]:
+    """What layers of several kinds, or rotations that depend on the length of a text, cannot do."""
+    problems, scaling = [], shape.rope_scaling
+    if config.attention == "flash" and config.scan_layers and len(set(shape.windows)) > 1:
+        problems.append(
+            f"attention is flash and scan_layers is on, but the layers of {shape.family} have different windows, and a "
+            "loop has one kernel; leave --scan_layers out, or choose --attention plain"
+        )
+    is_long = scaling is not None and scaling.kind == "longrope" and shape.sequence_length > scaling.original_context
+    if is_long and config.dataset == "chat":
+        problems.append(
+            f"sequence_length is {shape.sequence_length}, but a row holds conversations of all lengths, and longrope "
+            f"turns those above {scaling.original_context} otherwise; choose {scaling.original_context} or less"
+        )
     return problems
 
 

@@ -4,8 +4,8 @@
 
 jax interprets the Pallas kernels, so they are a part of the graph like any other operation. Prints how far flash
 attention, and attention over one slice of queries, are from plain attention: the largest difference of the output and
-of each gradient, relative to the largest value. Twice: as many heads of keys as of queries in one document a row, heads
-of 64; half as many, with two documents in the first row, heads of 128.
+of each gradient, relative to the largest value. Three times: as many heads of keys as of queries in one document a row,
+heads of 64; half as many, with two documents in the first row, heads of 128; the same with a window.
 """
 
 from functools import partial
@@ -29,7 +29,12 @@ if num_devices > 1:
 generator = torch.Generator().manual_seed(0)
 starts = torch.zeros(2, 384, dtype=torch.int32)
 starts[0, 150:] = 150
-for T, K, query_heads, documents in ((768, 64, 2, None), (384, 128, 4, starts)):  # three blocks of 256, of 128
+# three blocks of 256, of 128; the window is no multiple of a block
+for T, K, query_heads, documents, window in (
+    (768, 64, 2, None, 0),
+    (384, 128, 4, starts, 0),
+    (384, 128, 4, starts, 77),
+):
     values = [torch.randn(2, T, heads, K, generator=generator) for heads in (query_heads, 2, 2, query_heads)]
     values[0] /= K**0.5  # the attentions expect q divided by sqrt(K)
     found = []
@@ -38,7 +43,9 @@ for T, K, query_heads, documents in ((768, 64, 2, None), (384, 128, 4, starts)):
         for x in (*inputs, grad) if num_devices > 1 else ():
             xs.mark_sharding(x, xs.get_global_mesh(), (("data", "fsdp"), None, "tensor", None))
         out = attention(
-            *(x.requires_grad_() for x in inputs), None if documents is None else documents.to(torch_xla.device())
+            *(x.requires_grad_() for x in inputs),
+            None if documents is None else documents.to(torch_xla.device()),
+            window=window,
         )
         out.backward(grad)
         found.append([x.cpu() for x in (out.detach(), *(x.grad for x in inputs))])

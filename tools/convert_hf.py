@@ -2,7 +2,8 @@
 
 Run:     python -m tools.convert_hf import DIR RUN_DIR
              makes a run of a folder with config.json and safetensors
-             of GPT-2, Llama or Qwen3; tools.generate samples from it
+             of a model in docs/hugging_face.md; tools.generate samples
+             from it
          python -m tools.convert_hf export RUN_DIR DIR [bf16] [best]
              writes the newest checkpoint of a run, or its best one, as a
              folder that AutoModelForCausalLM.from_pretrained loads;
@@ -13,13 +14,15 @@ Run:     python -m tools.convert_hf import DIR RUN_DIR
 
 import dataclasses
 import json
+import math
 import os
 import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from language.shapes import SPECIAL_TOKENS, LlamaShape, hugging_face_config, shape_of
+from language.hf_config import SPECIAL_TOKENS, hugging_face_config, shape_of
+from language.shapes import LlamaShape, ModelShape
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError, SaveError, run_script
 from tpu_utils.fields import nearest
@@ -84,7 +87,7 @@ from language.hf_files import (
     write_json,
     write_weights,
 )
-from language.hf_layout import sources
+from language.hf_layout import sources, whole
 from language.run_weights import (
     PREFIX,
     TOKENIZER,
@@ -153,9 +156,11 @@ def export(
 
 
 def their_tensors(shape, saved: Saved, scale: float, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, source in sources(shape).items():
-        value = read_merged(saved, name, scale).to(dtype)
-        yield from source.split(value)
+    return whole(
+        part
+        for name, source in sources(shape).items()
+        for part in source.split(read_merged(saved, name, scale).to(dtype))
+    )
 
 
 def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: str = "newest") -> None:
@@ -163,41 +168,51 @@ def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: 
     config, saved = read_run(run_dir, checkpoint)
     if not config.lora_rank:
         raise InputError(f"{run_dir} has no adapters; expected a run with --lora_rank; leave `adapter` out")
-    kinds, modules = {}, set()
-    for _, name, size, _ in adapters(config.shape, config.lora_rank):
-        kinds[name] = Kind(size, dtype)
-        modules.add(name.split(".")[-3])
+    kinds, several, rank = {}, {}, config.lora_rank
+    for module, parts in adapters(config.shape).items():
+        outputs = sum(size[0] for *_, size in parts)
+        kinds[f"{module}.lora_A.weight"] = Kind((rank * len(parts), parts[0][2][1]), dtype)
+        kinds[f"{module}.lora_B.weight"] = Kind((outputs, rank * len(parts)), dtype)
+        several[module.split(".")[-1]] = len(parts)
     check_room(folder, kinds)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for ours, name, size, part in adapters(config.shape, config.lora_rank):
-            value = read_parameter(saved, ours).view(-1, *size)[part]
-            yield name, value.to(dtype)
+        for module, parts in adapters(config.shape).items():
+            pairs = [adapter_names(name) for name, *_ in parts]
+            a, b = ([read_parameter(saved, n) for n in names] for names in zip(*pairs, strict=True))
+            a, b = ([t.view(-1, *t.shape[-2:])[p[1]] for t, p in zip(x, parts, strict=True)] for x in (a, b))
+            yield f"{module}.lora_A.weight", torch.cat(a).to(dtype)
+            yield f"{module}.lora_B.weight", torch.block_diag(*b).to(dtype)
 
     with written_aside(folder) as aside:
         stream_tensors(aside / "adapter_model.safetensors", kinds, tensors(), {"format": "pt"})
         write_json(
             aside / "adapter_config.json",
             {
-                **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": config.lora_rank},
-                **{"lora_alpha": config.lora_alpha, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False},
-                **{"target_modules": sorted(modules), "base_model_name_or_path": config.initial_weights},
+                **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": config.lora_alpha},
+                **{"rank_pattern": {module: rank * n for module, n in several.items() if n > 1}},
+                **{"alpha_pattern": {module: config.lora_alpha * n for module, n in several.items() if n > 1}},
+                **{"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": not isinstance(config.shape, LlamaShape)},
+                **{"target_modules": sorted(several), "base_model_name_or_path": config.initial_weights},
                 **{"inference_mode": True, "modules_to_save": None, "init_lora_weights": True},
             },
         )
         copy_tokenizer(tokenizer_folder(run_dir, config), aside)
-    print(f"{folder}: step {saved.step}, adapters of rank {config.lora_rank}, {dtype}: {', '.join(sorted(modules))}")
+    print(f"{folder}: step {saved.step}, adapters of rank {config.lora_rank}, {dtype}: {', '.join(sorted(several))}")
 
 
-def adapters(shape: LlamaShape, rank: int) -> Iterator[tuple[str, str, tuple[int, int], int]]:
-    """(our name, peft's name, peft's shape, index of it in ours) of every adapter: ours may stack several of peft's."""
+def adapters(shape: ModelShape) -> dict[str, list[tuple[str, int, tuple[int, int]]]]:
+    """peft's name of each matrix that has adapters -> those of ours: (our parameter, number of the matrix in it, its
+    shape (out, in)). Several where theirs is one of what are several matrices here, such as GPT-2's c_attn."""
+    found: dict[str, list[tuple[str, int, tuple[int, int]]]] = {}
     for name, source in sources(shape).items():
         if "_weight." not in name:
             continue
-        out, inside = source.part
-        for ours, letter, size in zip(adapter_names(name), "AB", ((rank, inside), (out, rank)), strict=True):
-            for part, theirs in enumerate(source.names):
-                yield ours, f"base_model.model.{theirs.removesuffix('.weight')}.lora_{letter}.weight", size, part
+        count = math.prod(source.size[:-2])
+        for number in range(count):
+            theirs = source.names[number * len(source.names) // count].removesuffix(".weight")
+            found.setdefault(f"base_model.model.{theirs}", []).append((name, number, source.size[-2:]))
+    return found
 
 
 def special_tokens(config: TransformerConfig) -> dict:

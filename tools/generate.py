@@ -4,7 +4,7 @@ Run:     python -m tools.generate --run_dir RUN --prompt "ROMEO:"
              from the newest checkpoint of a run of transformer_tpu.py,
              or from the best one: --checkpoint best
          python -m tools.generate --hf Qwen3-0.6B/ --prompt "One" "A second"
-             from a folder of Hugging Face (GPT-2, Llama, Qwen3), two at once
+             from a folder of Hugging Face, two at once
          python -m tools.generate --hf Qwen3-0.6B/ --chat "Who are you?"
              a question to a model that was trained on conversations
          python -m tools.generate --llmc gpt2_124M.bin --prompt "Hello"
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from config import TrainConfig
+from language.hf_config import shape_of
 from language.llmc_files import read_header
 from language.sampling import SamplingOptions, ask, print_continuations
-from language.shapes import shape_of
 from tpu_utils.environment import choose_device, command_line
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import open_regular, read_json

@@ -1,11 +1,12 @@
 """Time, by rule, of operations without a compiler estimate; and bytes that operations move. Reads HLO text, no torch.
 
 The rule: a flash attention layer is nine matmuls of 2 B H T^2 K FLOPs: two in the forward kernel, four in the kernel
-for the gradients of K and V, three in that for Q; where one kernel makes all gradients, five. Blocks above the diagonal
-are skipped. The peak is scaled by how much of the matrix unit a head's width fills. Copies and slices cost nothing,
-because they overlap with arithmetic. Neither do other custom calls. Collectives, alone or inside a fusion, and what
-goes to the host's memory or comes from it have bounds of their own: schedule.py. Everything else (sort, scatter) costs
-twice the bytes of its result over the memory bandwidth; an update in place costs twice the bytes that it writes.
+for the gradients of K and V, three in that for Q; where one kernel makes all gradients, five. Blocks above the
+diagonal, and those before a window, are skipped. The peak is scaled by how much of the matrix unit a head's width
+fills. Copies and slices cost nothing, because they overlap with arithmetic. Neither do other custom calls. Collectives,
+alone or inside a fusion, and what goes to the host's memory or comes from it have bounds of their own: schedule.py.
+Everything else (sort, scatter) costs twice the bytes of its result over the memory bandwidth; an update in place costs
+twice the bytes that it writes.
 """
 
 import math
@@ -88,6 +89,11 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
     own = "" if phase[1] == "fwd" else f"_{phase[1]}"
     block = int(operation.find(rf"_block_q{own}_(\d+)") or operation.find(r"_block_q_(\d+)") or 512)
     computed = (1 + block / length) / 2  # share of the T x T scores: blocks on or below the diagonal
+    grid = operation.find(
+        r"operand_layout_constraints=\{s8\[\d+,(\d+,\d+)\]"
+    )  # of blocks; with a window a part of them
+    if grid and (visited := math.prod(map(int, grid.split(",")))) < (length // block) ** 2:
+        computed = visited / (length // block) ** 2
     filled = min(1.0, width / (256 if topology.generation in ("v6e", "TPU7x") else 128))
     hardware = topology.hardware
     peak = hardware.bf16_tflops / hardware.devices_per_chip * 1e12

@@ -12,7 +12,7 @@ import pytest
 import torch
 from mutations import make_irregular, mutated, mutated_json, no_hang
 from processes import run
-from test_llama_parity import QWEN3, STRETCHED, hugging_face_model
+from test_llama_parity import GEMMA3, QWEN3, STRETCHED, hugging_face_model
 from test_tokenizer import trained
 
 for package in ("onnx", "onnxruntime", "onnxscript"):
@@ -27,10 +27,10 @@ from language.sources import open_source
 from tpu_utils.errors import InputError
 
 
-def hugging_face_folder(folder, shape):
+def hugging_face_folder(folder, shape, num_layers=2):
     """Random weights, and a tokenizer whose vocabulary is the model's."""
     trained(folder, begins=True)
-    hugging_face_model(dataclasses.replace(shape, num_layers=2, sequence_length=256)).save_pretrained(folder)
+    hugging_face_model(dataclasses.replace(shape, num_layers=num_layers, sequence_length=256)).save_pretrained(folder)
     return folder
 
 
@@ -55,7 +55,12 @@ def greedy(model, prompt, count):
 
 
 @pytest.mark.slow
-def test_a_prompt_in_chunks_and_token_by_token_has_pytorchs_logits(source, exported):
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_prompt_in_chunks_and_token_by_token_has_pytorchs_logits(source, exported, tmp_path, name):
+    """Also where layers have a window, which is shorter than the prompt and no multiple of a chunk."""
+    if name == "gemma3":
+        source = hugging_face_folder(tmp_path, GEMMA3, num_layers=3)
+        exported = export(source, tmp_path / "model", "--context=128", "--chunk=8")
     model = OnnxModel(exported)
     ours = exporting.load(open_source(hf=str(source)))
     tokens = torch.randint(ours.shape.vocab_size, (1, 40), generator=torch.Generator().manual_seed(1))

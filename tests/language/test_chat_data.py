@@ -21,6 +21,8 @@ from tpu_utils.errors import InputError
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|begin_of_text|>", "<|start_header_id|>"]
 SPECIAL += ["<|end_header_id|>", "<|eot_id|>"]
+MORE = ["<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "[INST]", "[/INST]", "</s>", "<|system|>", "<|user|>"]
+MORE += ["<|assistant|>", "<|end|>", "<|endoftext|>", "<|endofprompt|>", "|||IP_ADDRESS|||"]
 
 
 class Bytes:
@@ -46,7 +48,7 @@ class Bytes:
         return 257 + self.special.index(name) if name in self.special else None
 
 
-PLAIN, ALL = Bytes(), Bytes(SPECIAL)
+PLAIN, ALL, EVERY = Bytes(), Bytes(SPECIAL), Bytes(SPECIAL + MORE)
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi"},
@@ -67,31 +69,49 @@ EXPECTED = {
     "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     "Hello<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nWho?<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\nMe<|eot_id|>",
+    "gemma": "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n"
+    "<start_of_turn>user\nWho?<end_of_turn>\n<start_of_turn>model\nMe<end_of_turn>\n",
+    "mistral": "<s>[INST] Hi[/INST] Hello</s>[INST] Be brief.\n\n Who?\n[/INST] Me</s>",
+    "phi4": "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|> Hello\n<|end|><|user|> Who?\n<|end|>"
+    "<|assistant|>Me<|end|><end>",
+    "olmo2": "<|endoftext|><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n Hello\n<|endoftext|>\n"
+    "<|user|>\n Who?\n\n<|assistant|>\nMe<|endoftext|>",
 }
 ANSWERS = {
     "plain": "  Hello\n<end> Me<end>",
     "chatml": " Hello\n<|im_end|>Me<|im_end|>",
     "qwen3": " Hello\n<|im_end|>Me<|im_end|>",
     "llama3": "Hello<|eot_id|>Me<|eot_id|>",
+    "gemma": "Hello<end_of_turn>Me<end_of_turn>",
+    "mistral": " Hello</s> Me</s>",
+    "phi4": " Hello\n<|end|>Me<|end|>",
+    "olmo2": " Hello\n<|endoftext|>Me<|endoftext|>",
 }
 
 
 @pytest.mark.parametrize("format", EXPECTED)
 def test_a_format_is_the_models_own_and_answers_alone_count(format):
-    tokens, targets = format_chat(MESSAGES, format, ALL)
-    assert ALL.decode(tokens) == EXPECTED[format]
-    assert ALL.decode([token for token, target in zip(tokens, targets, strict=True) if target]) == ANSWERS[format]
+    tokens, targets = format_chat(MESSAGES, format, EVERY)
+    assert EVERY.decode(tokens) == EXPECTED[format]
+    assert EVERY.decode([token for token, target in zip(tokens, targets, strict=True) if target]) == ANSWERS[format]
 
 
 @pytest.mark.parametrize("format", EXPECTED)
 def test_a_prompt_is_what_stood_before_the_answer_in_training(format):
     for end in (2, 4):
-        prompt = prompt_of_chat(MESSAGES[:end], format, ALL)
-        tokens, targets = format_chat(MESSAGES[: end + 1], format, ALL)
+        prompt = prompt_of_chat(MESSAGES[:end], format, EVERY)
+        tokens, targets = format_chat(MESSAGES[: end + 1], format, EVERY)
         last = len(tokens) - targets[::-1].index(True) - 1
         assert tokens[: len(prompt)] == prompt and not targets[len(prompt) - 1] and all(targets[len(prompt) : last + 1])
-        assert tokens[last] in stop_tokens(format, ALL)
-        assert not stop_tokens(format, ALL) & set(tokens[len(prompt) : last])
+        assert tokens[last] in stop_tokens(format, EVERY)
+        assert not stop_tokens(format, EVERY) & set(tokens[len(prompt) : last])
+
+
+@pytest.mark.parametrize("format", ["gemma", "mistral"])
+def test_a_format_of_two_roles_refuses_others(format):
+    for messages in (MESSAGES[1:2] * 2 + MESSAGES[2:3], MESSAGES[2:], [*MESSAGES[1:3], *MESSAGES[:3]], MESSAGES[:1]):
+        with pytest.raises(InputError, match=f"^the roles are .*; {format} has user and assistant in turn, behind"):
+            format_chat(messages, format, EVERY)
 
 
 SPLIT = (
@@ -237,7 +257,7 @@ CHAT = st.lists(st.tuples(st.sampled_from(chat_data.ROLES), TEXT), max_size=4).m
 )
 
 
-@given(st.lists(CHAT, min_size=1, max_size=12), st.sampled_from(list(EXPECTED)), st.integers(0, 5))
+@given(st.lists(CHAT, min_size=1, max_size=12), st.sampled_from(list(EXPECTED)[:4]), st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
 def test_unpacking_gives_the_conversations(tmp_path_factory, chats, format, seed):
     path = tmp_path_factory.mktemp("chats") / "x.jsonl"

@@ -1,4 +1,7 @@
-"""Llama and Qwen3 against an independent implementation: Hugging Face's, with random weights."""
+"""Every family but GPT-2 against an independent implementation: Hugging Face's, with random weights.
+
+SHAPES is the one table of small models that the tests of imports, fine-tuning, sampling and export take too.
+"""
 
 import dataclasses
 
@@ -6,18 +9,43 @@ import pytest
 import torch
 from test_gpt_parity import adamw, relative_error
 
-from language.hf_layout import sources
+from language.hf_config import hugging_face_config
+from language.hf_layout import sources, whole
 from language.layers import is_matrix
 from language.llama import Llama
 from language.operations import losses
-from language.shapes import LlamaShape, RopeScaling, hugging_face_config
+from language.shapes import LlamaShape, RopeScaling
+from tpu_utils.checkpoint.tensor_files import one_thread
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
 TIED = LlamaShape(3, 4, 64, 128, 300, num_kv_heads=2, mlp_dim=160, tied_head=True, rope_theta=1e4)
 STRETCHED = dataclasses.replace(TIED, tied_head=False, rope_scaling=RopeScaling(8.0, original_context=64))
-QWEN3 = dataclasses.replace(STRETCHED, rope_scaling=None, qk_norm=True, head_width=32, norm_eps=1e-6)
-SHAPES = {"tied": TIED, "stretched": STRETCHED, "qwen3": QWEN3}
+UNTIED = dataclasses.replace(STRETCHED, rope_scaling=None, norm_eps=1e-6)
+QWEN3 = dataclasses.replace(UNTIED, family="qwen3", head_width=32)
+MISTRAL = dataclasses.replace(UNTIED, family="mistral", window=24, pattern=("local",))
+GEMMA3 = dataclasses.replace(
+    TIED, num_layers=4, family="gemma3_text", head_width=32, norm_eps=1e-6, window=20,
+    pattern=("local", "local", "global"), local_theta=1e4, rope_theta=1e6,
+    rope_scaling=RopeScaling(8.0, kind="linear"), query_scalar=48.0,
+)  # fmt: skip
+FACTORS = dict(short_factors=(1.0, 1.0, 1.1, 1.2, 1.3, 1.5), long_factors=(1.0, 1.5, 2.5, 5.0, 9.0, 20.0))
+LONGROPE = RopeScaling(2.0, original_context=64, kind="longrope", **FACTORS)
+PHI4 = dataclasses.replace(TIED, family="phi3", rotated_width=12, rope_scaling=LONGROPE)
+SHAPES = {
+    **{"tied": TIED, "stretched": STRETCHED, "qwen2": dataclasses.replace(TIED, family="qwen2", norm_eps=1e-6)},
+    **{"mistral": MISTRAL, "gemma3": GEMMA3, "olmo2": dataclasses.replace(UNTIED, family="olmo2"), "phi4": PHI4},
+    "phi3": dataclasses.replace(UNTIED, family="phi3", window=24, pattern=("local",)),
+    "qwen3": QWEN3,
+    "smollm3": dataclasses.replace(TIED, num_layers=4, family="smollm3", pattern=(*["global"] * 3, "unrotated")),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_one_thread():
+    """Models so small wait for their threads most of the time, where other tests run beside them."""
+    with one_thread():
+        yield
 
 
 def hugging_face_model(shape: LlamaShape, seed: int = 0):
@@ -25,9 +53,10 @@ def hugging_face_model(shape: LlamaShape, seed: int = 0):
     config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    mean = 1.0 - shape.of_family.norm_offset  # of the weights of norms
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.08 + (1.0 if "norm" in name else 0.0))
+            parameter.copy_(torch.randn_like(parameter) * 0.08 + (mean if "norm" in name else 0.0))
     return model
 
 
@@ -77,7 +106,7 @@ def test_their_tensors_come_back_as_they_were():
     for shape in SHAPES.values():
         theirs = dict(hugging_face_model(shape).named_parameters())
         ours = in_our_layout(theirs, shape)
-        back = dict(pair for name, source in sources(shape).items() for pair in source.split(ours[name]))
+        back = dict(whole(pair for name, source in sources(shape).items() for pair in source.split(ours[name])))
         assert back.keys() == theirs.keys()
         assert all(torch.equal(back[name], theirs[name]) for name in theirs)
 

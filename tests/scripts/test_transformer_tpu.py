@@ -301,7 +301,7 @@ def test_a_mesh_of_another_size_than_the_slice_is_no_matter_of_the_cpu(slice, na
         (dict(decay_fraction=0.0), "decay_fraction is 0.0"),
         (dict(model_size="llama_tiny", num_heads=3), r"num_heads \(3\) must be divisible by the 2 heads of keys and"),
         (dict(model_size="llama_tiny", dropout=0.1), "dropout is 0.1, but llama_tiny has none"),
-        (dict(lora_rank=4), "lora_rank is 4, but adapters are for Llama and Qwen3; choose 0"),
+        (dict(lora_rank=4), "lora_rank is 4, but there are no weights to adapt"),
         (
             dict(model_size="llama_tiny", lora_rank=4),
             "lora_rank is 4, but there are no weights to adapt",

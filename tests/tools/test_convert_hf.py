@@ -16,12 +16,13 @@ from test_llama_parity import SHAPES, hugging_face_model
 
 import transformer_tpu
 from language.gpt import GPT
+from language.hf_config import hugging_face_config, shape_of
 from language.hf_files import HEAD, INDEX, WHOLE, open_weights
-from language.hf_layout import sources
+from language.hf_layout import sizes_of, sources
 from language.layers import adapter_sizes
-from language.llama import Llama, parameter_shapes
+from language.llama import Llama
 from language.run_weights import read_merged, read_run
-from language.shapes import MODEL_SIZES, LlamaShape, ModelShape, hugging_face_config, shape_of
+from language.shapes import MODEL_SIZES, LlamaShape, ModelShape
 from language.transformer_options import TransformerConfig
 from tools import convert_hf, convert_llmc
 from tpu_utils.checkpoint import Checkpoints
@@ -34,7 +35,10 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 
 SMALL = dict(num_layers=2, num_heads=4, embedding_dim=32, sequence_length=96, vocab_size=200)
 KINDS = {"gpt2": ModelShape(**SMALL)}
-KINDS |= {name: dataclasses.replace(shape, **SMALL, mlp_dim=48) for name, shape in SHAPES.items()}
+KINDS |= {
+    name: dataclasses.replace(shape, **(SMALL if name in ("tied", "stretched", "qwen3") else {}), mlp_dim=48)
+    for name, shape in SHAPES.items()
+}
 
 
 def their_model(shape: ModelShape, seed: int = 0):
@@ -183,18 +187,22 @@ RANK, ALPHA = 3, 6.0
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory) -> tuple[Path, Path]:
+    return lora_run(tmp_path_factory, "qwen3")
+
+
+def lora_run(tmp_path_factory, kind: str) -> tuple[Path, Path]:
     """(a folder of theirs, a LoRA run that began there): its matrices in bfloat16, its adapters not 0."""
     theirs, run_dir = (tmp_path_factory.mktemp(name) / "it" for name in ("base", "lora"))
-    their_model(KINDS["qwen3"]).bfloat16().save_pretrained(theirs)
+    their_model(KINDS[kind]).bfloat16().save_pretrained(theirs)
     weights, random = open_weights(theirs), torch.Generator().manual_seed(1)
     model = {name: weights.read(name) for name in weights.names}
     model |= {
         f"{name}.{layer}": torch.randn(size, generator=random) * 0.2
-        for name, (layers, *size) in adapter_sizes(parameter_shapes(KINDS["qwen3"]), RANK).items()
+        for name, (layers, *size) in adapter_sizes(sizes_of(KINDS[kind]), RANK).items()
         for layer in range(layers)
     }
     options = dict(lora_rank=RANK, lora_alpha=ALPHA, initial_weights=str(theirs))
-    save_run(run_dir, KINDS["qwen3"], model, **options)
+    save_run(run_dir, KINDS[kind], model, **options)
     return theirs, run_dir
 
 
@@ -230,9 +238,11 @@ def test_adapters_in_their_own_file_are_named_as_peft_names_them(adapted, tmp_pa
     assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (RANK, ALPHA, str(theirs))
 
 
-def test_peft_loads_the_adapter_and_gives_the_merged_logits(adapted, tmp_path):
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "phi4", "qwen3"])
+def test_peft_loads_the_adapter_and_gives_the_merged_logits(tmp_path_factory, tmp_path, kind):
+    """Also where theirs is one matrix of what are three here: of q, k and v."""
     peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
-    theirs, run_dir = adapted
+    theirs, run_dir = lora_run(tmp_path_factory, kind)
     convert_hf.export(run_dir, tmp_path / "merged", torch.float32)
     convert_hf.export_adapter(run_dir, tmp_path / "adapter", torch.float32)
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -332,7 +342,10 @@ def test_every_published_size_is_a_configuration():
 
 CONFIG = hugging_face_config(KINDS["stretched"])
 REFUSED = [
-    (dict(model_type="mistral"), "model_type is 'mistral'; expected gpt2, llama, qwen3"),
+    (dict(model_type="falcon"), "model_type is 'falcon'; expected gpt2, llama, mistral, qwen2, qwen3, gemma3_text"),
+    (dict(model_type="gemma3"), "model_type is 'gemma3'; expected gpt2"),
+    (dict(attention_dropout=0.1), "attention_dropout is 0.1; expected 0.0"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; expected 1.0"),
     (dict(model_type=["llama"]), "model_type is"),
     (dict(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; expected an integer from 1 to 1,024"),
     (dict(num_hidden_layers=True), "num_hidden_layers is True"),
@@ -345,7 +358,7 @@ REFUSED = [
     (dict(hidden_act="gelu"), "hidden_act is 'gelu'; expected silu"),
     (dict(quantization_config={"bits": 4}), "quantization_config is"),
     (dict(layer_types=["sliding_attention"]), "layer_types is"),
-    (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "are 'yarn'; expected default or llama3"),
+    (dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "are 'yarn'; expected default or linear or llama3"),
     (dict(rope_scaling=["llama3"]), "the rotary positions are"),
     (dict(rope_scaling={"rope_type": "llama3", "factor": float("nan")}), "factor is nan"),
     (dict(rope_scaling={"rope_type": "llama3"}), "factor is None"),
@@ -353,12 +366,76 @@ REFUSED = [
     (dict(rms_norm_eps=-1.0), "rms_norm_eps is -1.0"),
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'"),
 ]
+OF_FAMILIES = [
+    ("qwen2", dict(use_sliding_window=True), "use_sliding_window is True; expected False"),
+    ("qwen2", dict(layer_types=["sliding_attention"] * 3), "layer_types is"),
+    ("mistral", dict(sliding_window=0), "sliding_window is 0; expected an integer from 1"),
+    ("mistral", dict(layer_types=["full_attention"] * 3), "expected sliding_attention for every layer"),
+    ("gemma3", dict(final_logit_softcapping=30.0), "final_logit_softcapping is 30.0; expected None"),
+    ("gemma3", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0"),
+    ("gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention is True"),
+    ("gemma3", dict(hidden_activation="gelu"), "hidden_activation is 'gelu'; expected gelu_pytorch_tanh"),
+    ("gemma3", dict(layer_types=["chunked_attention"] * 4), "expected sliding_attention or full_attention"),
+    ("gemma3", dict(layer_types=["full_attention"] * 3), "for every layer"),
+    ("gemma3", dict(query_pre_attn_scalar=0), "query_pre_attn_scalar is 0"),
+    ("gemma3", dict(rope_scaling={"rope_type": "llama3"}), "are 'llama3'; expected default or linear"),
+    ("gemma3", dict(rope_scaling={"rope_type": "linear", "factor": 2.0, "mscale": 1.0}), "rope_scaling has 'mscale'"),
+    ("olmo2", dict(attention_bias=True), "attention_bias is True"),
+    ("olmo2", dict(rope_scaling={"type": "linear", "factor": 2.0}), "are 'linear'; expected default"),
+    ("phi4", dict(embd_pdrop=0.1), "embd_pdrop is 0.1; expected 0.0"),
+    ("phi4", dict(lm_head_bias=True), "lm_head_bias is True"),
+    ("phi4", dict(partial_rotary_factor=1.5), "24 of a width rotated"),
+    (
+        "phi4",
+        dict(rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}),
+        "a list of 6 numbers",
+    ),
+    (
+        "phi4",
+        dict(rope_scaling={"type": "longrope", "short_factor": ["a"] * 6, "long_factor": [1.0] * 6}),
+        "longrope is 'a'",
+    ),
+    ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers is [1, 0]; expected 0 or 1 for every layer"),
+    ("smollm3", dict(use_sliding_window=True), "use_sliding_window is True"),
+]
 
 
 @pytest.mark.parametrize("changed, message", REFUSED, ids=lambda value: str(value)[:40])
 def test_a_configuration_of_another_model_is_refused(changed, message):
     with pytest.raises(InputError, match=re.escape(message)):
         shape_of(CONFIG | changed)
+
+
+@pytest.mark.parametrize("name, changed, message", OF_FAMILIES, ids=lambda value: str(value)[:40])
+def test_what_a_family_of_this_project_does_not_do_is_refused_by_name(name, changed, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        shape_of(hugging_face_config(KINDS[name]) | changed)
+
+
+def test_a_key_that_is_absent_means_what_it_means_to_transformers():
+    for name, shape in KINDS.items():
+        said = hugging_face_config(shape)
+        theirs = transformers.AutoConfig.for_model(model_type=said["model_type"])  # all its own defaults
+        for key, value in shape.of_family.defaults.items():
+            if hasattr(theirs, key) and value is not None:
+                assert getattr(theirs, key) == value, (name, key)
+        for key, values in shape.of_family.expected.items():
+            assert getattr(theirs, key, values[0]) in values or name == "gpt2", (name, key)
+    gemma = hugging_face_config(KINDS["gemma3"]) | {"num_hidden_layers": 12}
+    older = {key: value for key, value in gemma.items() if key not in ("layer_types", "rope_local_base_freq")}
+    assert shape_of(older | {"sliding_window_pattern": 3}) == shape_of(gemma | {"layer_types": GEMMA_TYPES})
+    assert shape_of(older).pattern == ("local",) * 5 + ("global",)
+    newer = {key: value for key, value in gemma.items() if not key.startswith("rope")} | {"layer_types": GEMMA_TYPES}
+    newer["rope_parameters"] = {  # of transformers 5
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    }
+    assert shape_of(newer) == shape_of(gemma | {"layer_types": GEMMA_TYPES})
+    smollm = {key: value for key, value in hugging_face_config(KINDS["smollm3"]).items() if key != "no_rope_layers"}
+    assert shape_of(smollm) == KINDS["smollm3"]
+
+
+GEMMA_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 4
 
 
 @pytest.mark.parametrize(
@@ -378,8 +455,8 @@ def test_a_gpt2_of_another_kind_is_refused(changed, message):
 
 def test_no_damage_of_a_configuration_is_a_crash():
     refused = 0
-    for config in (CONFIG, hugging_face_config(KINDS["gpt2"]), hugging_face_config(KINDS["qwen3"])):
-        for content in mutated_json(config, 400, seed=3):
+    for name in ("stretched", "gpt2", "qwen3", "gemma3", "phi4", "smollm3"):
+        for content in mutated_json(hugging_face_config(KINDS[name]), 400, seed=3):
             try:
                 found = json.loads(content)
             except (ValueError, RecursionError):

@@ -527,6 +527,8 @@ def test_flash_kernels_are_nine_products():
     assert flash_seconds(computations["ENTRY"][0], v6e) == pytest.approx(2 * 0.75 * product / (918e12 * 0.25))
     one_row = parse_program(text.replace("bf16[8,12,1024,64]{3,2,1,0}", "bf16[12,1024,64]{2,1,0}"))  # no axis for it
     assert ruled_ms(one_row, v5e) == pytest.approx(wanted * 1e3 / 8)
+    local = parse_program(text.replace("s8[1,2,2]", "s8[1,2,1]"))  # a window: one block of two in each row of blocks
+    assert ruled_ms(local, v5e) == pytest.approx(wanted * 1e3 * 0.5 / 0.75)
     minor = text.replace("_x.2", "_q_layout_2_x.2").replace("1024,64]{3", "64,1024]{3")  # positions along the lanes
     assert ruled_ms(parse_program(minor), v5e) == pytest.approx(wanted * 1e3)
 

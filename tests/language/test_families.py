@@ -1,0 +1,289 @@
+"""What each family has to do beside its forward pass: decoding, a loop over its layers, packed rows, adapters."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+from processes import run
+from run_files import assert_identical, state_in
+from test_gpt_parity import SHAPE as GPT2
+from test_gpt_parity import hugging_face_model as gpt2_model
+from test_gpt_parity import relative_error
+from test_llama_parity import FACTORS, GEMMA3, MISTRAL, SHAPES, hugging_face_model, in_our_layout
+from test_llama_parity import our_loss as loss_of
+from test_transformer_tpu import losses_of, train_all
+
+from language import decoding
+from language.gpt import GPT
+from language.hf_config import hugging_face_config
+from language.layers import find_documents, load_weights
+from language.llama import Llama
+from language.operations import causal_attention
+from language.shapes import LlamaShape, ModelShape
+from language.token_data import START
+from language.transformer_options import TransformerConfig
+from tools.convert_hf import adapter_names, adapters
+from tpu_utils.checkpoint.tensor_files import one_thread
+from tpu_utils.errors import InputError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_one_thread():
+    """Models so small wait for their threads most of the time, where other tests run beside them."""
+    with one_thread():
+        yield
+
+
+def random_model(shape: ModelShape, **options):
+    model = (Llama if isinstance(shape, LlamaShape) else GPT)(shape, **options)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 - shape.of_family.norm_offset if "ln" in name and name.endswith("weight") else 0.0
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator) + mean)
+    return model
+
+
+def tokens_of(shape: ModelShape, rows: int, length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+QUICK = ("mistral", "gemma3", "phi4")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+def test_decoding_with_the_cache_is_the_forward_pass(name):
+    """Rows whose prompts are shorter and longer than the window; a local layer keeps no more than its window."""
+    shape, T = dataclasses.replace(SHAPES[name], sequence_length=128), 72
+    model, device = random_model(shape), torch_xla.device()
+    tokens, lengths = tokens_of(shape, 2, T), torch.tensor([3, 41])
+    expected = model(tokens)[..., : shape.vocab_size].detach()
+    model.to(device)
+    cache = decoding.Cache(model, 2, T, device)
+    assert [len(keys[0]) for keys in cache.keys] == [window or T for window in shape.windows]
+    padded = torch.where(torch.arange(T) < lengths[:, None], tokens, 7).int()
+    found, at = [decoding.prefill(model, cache, padded.to(device), lengths.int().to(device))], lengths.clone()
+    while at.max() < T:
+        found.append(decoding.decode(model, cache, tokens.gather(1, at[:, None])[:, 0].int().to(device)))
+        at += 1
+    for row, length in enumerate(lengths.tolist()):
+        here = torch.stack([logits.cpu()[row] for logits in found])
+        assert relative_error(here, expected[row, length - 1 : length - 1 + len(here)]) < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("gemma3", dict(scan_layers=True)),
+        ("gemma3", dict(remat=True, remat_keep="attention")),
+        *(
+            pytest.param(name, dict(scan_layers=True), marks=pytest.mark.slow)
+            for name in ("mistral", "phi4", "smollm3")
+        ),
+    ],
+    ids=str,
+)
+def test_layers_of_several_kinds_in_one_loop_and_run_again(name, options):
+    """Loss and gradients of one layer after the other, in plain PyTorch."""
+    shape = SHAPES[name]
+    alone, model = random_model(shape), random_model(shape, **options).to(torch_xla.device())
+    tokens = tokens_of(shape, 2, 97)
+    expected, _ = loss_of(alone, tokens[:, :-1], tokens[:, 1:])
+    expected.backward()
+    tokens = tokens.to(torch_xla.device())
+    found, _ = loss_of(model, tokens[:, :-1], tokens[:, 1:])
+    found.backward()
+    torch_xla.sync()
+    assert abs(found.item() - expected.item()) < 1e-4 * expected.item()
+    gradients = dict(alone.named_parameters())
+    errors = {n: relative_error(p.grad.cpu(), gradients[n].grad) for n, p in model.named_parameters()}
+    assert max(errors.values()) < 1e-4, errors
+
+
+@pytest.mark.parametrize("shape", [MISTRAL, GEMMA3], ids=["mistral", "gemma3"])
+def test_documents_of_one_row_do_not_see_each_other_through_a_window(shape):
+    model, alone = random_model(shape, packed=True), random_model(shape)
+    documents = [tokens_of(shape, 1, n, n) for n in (50, 3, 43)]
+    row = torch.cat(documents, 1)
+    row[:, [0, 50, 53]] += START
+    assert find_documents(row)[1].unique().tolist() == [0, 50, 53]
+    found, expected = model(row), torch.cat([alone(document) for document in documents], 1)
+    assert relative_error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("window", [1, 100, 512, 700, 1023])
+def test_slices_of_queries_and_a_window_are_the_whole_square(window):
+    """Keys before the window of a slice take no part, in both passes; a window that is a tensor, as in a loop, too."""
+    T = 1024
+    values = [torch.randn(1, T, heads, 8, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2)]
+    here = torch.arange(T)
+    is_seen = (here[None] <= here[:, None]) & (here[None] > here[:, None] - window)
+    runs = []
+    for how in (window, torch.tensor(window, dtype=torch.int32), None):
+        inputs = [x.clone().requires_grad_() for x in values]
+        if how is None:
+            q, k, v = (x.transpose(1, 2) for x in inputs)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True).transpose(1, 2)
+        else:
+            out = causal_attention(inputs[0] * 8**-0.5, *inputs[1:], window=how)
+        (out * torch.arange(8)).sum().backward()
+        runs.append([out.detach(), *(x.grad for x in inputs)])
+    for found in runs[:2]:
+        assert max(relative_error(a, b) for a, b in zip(found, runs[2], strict=True)) < 1e-5
+
+
+def test_a_layer_with_a_window_counts_its_window_in_the_flops():
+    whole = dataclasses.replace(GEMMA3, pattern=("global",))
+    T, heads = GEMMA3.sequence_length, GEMMA3.num_heads * GEMMA3.head_dim
+    assert whole.flops_per_token - GEMMA3.flops_per_token == 12 * heads * 3 * (T - GEMMA3.window)
+
+
+# ------------------------------------------------------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize("name", ["gpt2", "stretched", *(name for name in SHAPES if name not in ("tied", "stretched"))])
+def test_adapters_equal_those_of_peft(name):
+    """Logits and every gradient, with adapters that are no longer at their beginning; the base gets none."""
+    peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
+    if name == "gpt2":
+        shape, theirs = GPT2, gpt2_model()
+    else:
+        shape = SHAPES[name]
+        theirs = hugging_face_model(shape)
+    for parameter in theirs.parameters():  # the base as a LoRA run has it
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+    base = in_our_layout(dict(theirs.named_parameters()), shape)
+    build = GPT if name == "gpt2" else Llama
+    ours = load_weights(lambda: build(shape, lora_rank=3, lora_alpha=12), base.__getitem__, "cpu", None, seed=0)
+    found = adapters(shape)
+    several = {module.split(".")[-1]: len(parts) for module, parts in found.items()}
+    patterns = dict(rank_pattern={module: 3 * n for module, n in several.items()})
+    patterns |= dict(alpha_pattern={module: 12 * n for module, n in several.items()})
+    theirs = peft.get_peft_model(
+        theirs,
+        peft.LoraConfig(r=3, lora_alpha=12, target_modules=list(several), fan_in_fan_out=name == "gpt2", **patterns),
+    )
+    parameters, trained, compared = dict(theirs.named_parameters()), ours.trained(), 0
+    with torch.no_grad():
+        for seed, parameter in enumerate(trained.values()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.1)
+        for module, parts in found.items():
+            a, b = zip(*(ours_of(trained, part) for part in parts), strict=True)
+            parameters[f"{module}.lora_A.default.weight"].copy_(torch.cat(a))
+            parameters[f"{module}.lora_B.default.weight"].copy_(torch.block_diag(*b))
+    tokens = tokens_of(shape, 2, 64)
+    logits, here = theirs(tokens).logits, ours(tokens)[..., : shape.vocab_size]
+    assert relative_error(here, logits) < 1e-4
+    for values in (logits, here):
+        torch.nn.functional.cross_entropy(values[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    gradients = {n: p.grad for n, p in trained.items()}
+    for module, parts in found.items():
+        of_a, of_b = (parameters[f"{module}.lora_{letter}.default.weight"].grad for letter in "AB")
+        row = 0
+        for number, part in enumerate(parts):
+            a, b = ours_of(gradients, part)
+            assert relative_error(a, of_a[3 * number :][:3]) < 1e-4, (module, number)
+            assert relative_error(b, of_b[row:, 3 * number :][: len(b), :3]) < 1e-4, (module, number)
+            row, compared = row + len(b), compared + a.numel() + b.numel()
+    assert compared == sum(parameter.numel() for parameter in trained.values())
+    assert all(p.grad is None and p.dtype == torch.bfloat16 for p in ours.parameters() if not p.requires_grad)
+
+
+def ours_of(tensors: dict[str, torch.Tensor], part) -> list[torch.Tensor]:
+    """(a, b) of an entry of adapters()."""
+    name, number, _ = part
+    return [tensors[n].reshape(-1, *tensors[n].shape[-2:])[number] for n in adapter_names(name)]
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+RUN = dict(
+    dataset="chat", train_data="chats.jsonl", sequence_length=64, num_steps=20, global_batch_size=8, device="cpu"
+)
+RUN |= dict(learning_rate=5e-3, warmup_steps=2, log_every=1, save_every=10, eval_every=20, eval_batches=1)
+LORA, ALL_WAYS = dict(lora_rank=4, lora_alpha=8.0), ["--gradient_accumulation_steps=2", "--remat", "--scan_layers"]
+TUNED = {"gpt2": LORA, "qwen2": {}, "mistral": {}, "gemma3": {}, "olmo2": {}, "phi4": LORA, "smollm3": {}}
+
+
+@pytest.mark.slow
+def test_a_run_of_each_family_is_the_same_on_a_mesh_and_resumes_bit_identical(tmp_path):
+    """All weights or adapters; on the mesh accumulated, recomputed and scanned, with a tensor axis. Its configuration
+    is what the run has kept."""
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice(list("abcdefgh"), random.integers(2, 7))) for _ in range(80)]
+    chats = [{"prompt": f"Say {word} twice.", "completion": f"{word} {word}"} for word in words]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    runs: dict[int, list[list[str]]] = {1: [], 4: []}
+    for name, more in TUNED.items():
+        base = tmp_path / f"base_{name}"
+        shape = GPT2 if name == "gpt2" else SHAPES[name]
+        sizes = dict(vocab_size=257, num_layers=2 if name in ("gpt2", "qwen2", "olmo2") else shape.num_layers)
+        (gpt2_model if name == "gpt2" else hugging_face_model)(dataclasses.replace(shape, **sizes)).save_pretrained(
+            base
+        )
+        options = {**RUN, **more, "initial_weights": base, "data_dir": tmp_path}
+        options = [f"--{option}={value}" for option, value in options.items()]
+        runs[1] += [[name, *options], [f"{name}/{name}_resumed", *options, "--resume=must"]]
+        runs[4].append([f"{name}_mesh", *options, *ALL_WAYS, "--mesh=1x2x2"])
+    for devices, of_these in runs.items():
+        train_all(tmp_path, devices, of_these)
+    for name in TUNED:
+        losses = losses_of(tmp_path / name)
+        np.testing.assert_allclose(losses_of(tmp_path / f"{name}_mesh"), losses, rtol=1e-4, err_msg=name)
+        assert losses[-1] < 0.9 * losses[0], name
+        states = [state_in(tmp_path / one / "checkpoints" / "step_00000020") for one in (name, f"{name}_resumed")]
+        assert_identical(*states)
+        for one in (name, f"{name}_mesh"):
+            summary = json.loads((tmp_path / one / "summary.json").read_text())
+            assert summary["train_graphs"] == 1 and summary["host_to_device_uploads_per_step"] == 0, one
+
+
+# --------------------------------------------------------------------------------------------------------- for a slice
+
+FOR_A_TPU = dict(num_layers=2, sequence_length=256, head_width=64, embedding_dim=128, mlp_dim=256, vocab_size=512)
+PATTERNS = {"gemma3": ("local", "global"), "smollm3": ("global", "unrotated")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_step_compiles_for_a_tpu(tmp_path, name):
+    """With the kernels of flash attention; of a local layer they know the window. No TPU here runs them."""
+    shape = SHAPES[name]
+    scaling = shape.rope_scaling
+    if scaling and scaling.kind == "longrope":
+        scaling = dataclasses.replace(scaling, factor=1.0, original_context=256, **dict.fromkeys(FACTORS, (1.0,) * 24))
+    more = dict(rotated_width=shape.rotated_width and 48, window=shape.window and 100, rope_scaling=scaling)
+    shape = dataclasses.replace(shape, **FOR_A_TPU, **more, pattern=PATTERNS.get(name, shape.pattern))
+    (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(shape)))
+    options = [
+        f"--model_config={tmp_path / 'config.json'}",
+        "--dataset=chat",
+        "--attention=flash",
+        "--precision=bfloat16",
+    ]
+    result = run("transformer_tpu.py", *options, "--global_batch_size=2", "--compile_for=v5litepod-1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "v5litepod-1: compiles and fits" in result.stdout
+    assert int(result.stdout.split(" custom-call")[0].split()[-1]) >= 6  # three kernels a layer
+
+
+def test_a_loop_over_layers_has_one_kernel(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(GEMMA3)))
+    options = dict(model_config=str(tmp_path / "config.json"), dataset="tokens", attention="flash", scan_layers=True)
+    with pytest.raises(
+        InputError, match="layers of gemma3_text have different windows, and a loop has one kernel; leave"
+    ):
+        TransformerConfig(**options)
+    assert TransformerConfig(**options | dict(attention="plain")).shape == GEMMA3
+
+
+def test_rows_of_conversations_are_no_longer_than_the_context_of_longrope(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hugging_face_config(SHAPES["phi4"])))
+    options = dict(model_config=str(tmp_path / "config.json"), dataset="chat")
+    with pytest.raises(InputError, match=r"^sequence_length is 128, but a row holds .*; choose 64 or less"):
+        TransformerConfig(**options)
+    assert TransformerConfig(**options, sequence_length=64).shape.rope_scaling.factor == 2

@@ -114,7 +114,7 @@ def encode(parts: Iterator[tuple[int | str, bool]], format: str, tokenizer) -> t
     """Raises InputError for text in which the tokenizer sees a special token of the format: it could end an answer."""
     special = {*special_tokens(format, tokenizer), tokenizer.end}
     tokens, targets = [], []
-    for part, is_target in parts:
+    for part, is_target in joined(parts):
         found = [part] if isinstance(part, int) else tokenizer.encode(part)
         if isinstance(part, str) and not special.isdisjoint(found):
             name = tokenizer.decode([next(token for token in found if token in special)])
@@ -122,6 +122,21 @@ def encode(parts: Iterator[tuple[int | str, bool]], format: str, tokenizer) -> t
         tokens += found
         targets += [is_target] * len(found)
     return tokens, targets
+
+
+def joined(parts: Iterator[tuple[int | str, bool]]) -> Iterator[tuple[int | str, bool]]:
+    """The parts with texts that follow each other as one, as a template has them; an answer stays apart."""
+    before = ""
+    for part, is_target in parts:
+        if isinstance(part, str) and not is_target:
+            before += part
+            continue
+        if before:
+            yield before, False
+        yield part, is_target
+        before = ""
+    if before:
+        yield before, False
 
 
 def format_chat(messages: list[dict], format: str, tokenizer) -> tuple[list[int], list[bool]]:
@@ -142,12 +157,16 @@ def prompt_of_chat(messages: list[dict], format: str, tokenizer) -> list[int]:
     return encode(parts[:first], format, tokenizer)[0]
 
 
-def stop_tokens(format: str, tokenizer) -> set[int]:
-    """Any of these ends an answer."""
+def end_of_answer(format: str, tokenizer) -> int:
+    """The token behind each answer in training."""
     format = choose_format(format, tokenizer)
     special = special_tokens(format, tokenizer)
-    end = {"plain": [], "llama3": [3]}.get(format, [1])
-    return {tokenizer.end, *(special[place] for place in end)}
+    return tokenizer.end if format == "plain" else special[3 if format == "llama3" else 1]
+
+
+def stop_tokens(format: str, tokenizer) -> set[int]:
+    """Any of these ends an answer."""
+    return {tokenizer.end, end_of_answer(format, tokenizer)}
 
 
 def messages_of(line: bytes) -> list[dict[str, str]]:
@@ -351,17 +370,22 @@ def tokenizer_of(config: TransformerConfig) -> Tokenizer:
     return load_tokenizer("bytes")
 
 
-def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, process_count: int = 1) -> SequenceData:
-    """The conversations that config names, checked, formatted and packed; of several processes each gets its rows.
-
-    Raises InputError.
-    """
-    T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises InputError for one with more tokens than a model has."""
     if tokenizer.vocab_size > min(vocab_size, START):
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model {vocab_size}; expected the tokenizer that "
             "belongs to the model"
         )
+
+
+def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, process_count: int = 1) -> SequenceData:
+    """The conversations that config names, checked, formatted and packed; of several processes each gets its rows.
+
+    Raises InputError.
+    """
+    T = config.shape.sequence_length
+    check_tokenizer(tokenizer, config.shape.vocab_size)
     training, validating = read_parts(config)
     rows = config.global_batch_size // process_count
     eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training

@@ -195,7 +195,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         run.open(data, data, config.flops_per_token, sharding)
         print_plan(run, data, why)
         # without initial values where run.track() fills in a checkpoint's
-        model = build_model(config, mesh, run.device, partition_spec, initialised=not run.first_step)
+        model = build_model(config, mesh, run.device, partition_spec, run.print, initialised=not run.first_step)
         optimizer = make_optimizer(config, decay_groups(model))
         schedule = learning_rates(config, config.num_steps)
         rates = schedule.to(run.device)

@@ -104,7 +104,6 @@ from browser.onnx_cached import CachedModel
 from browser.onnx_files import is_count, open_export, open_session
 from browser.onnx_graphs import export_graph, quantize, share_weights, store_half
 from language import gpt, llama
-from language.hf_files import TOKENIZER_FILES
 from language.shapes import LlamaShape
 from language.sources import Source, open_source
 from language.tokenizer import Bytes, FromFile, Numbers
@@ -187,9 +186,8 @@ def write_tokenizer(source: Source, given: argparse.Namespace, folder: Path) -> 
         return "numbers"
     if not isinstance(source.tokenizer, FromFile):
         raise InputError("the tokenizer is tiktoken's gpt2, which has no file to take along; give a --tokenizer file")
-    for name in TOKENIZER_FILES:
-        path = source.tokenizer.path.parent / name
-        if name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json") and path.is_file():
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (path := source.tokenizer.path.parent / name).is_file():
             shutil.copyfile(path, folder / name)
     return "tokenizer.json"
 

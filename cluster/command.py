@@ -123,7 +123,12 @@ def check_run(arguments: argparse.Namespace, folder: Path) -> dict[str, str]:
         raise InputError(f"no such script: {script}; expected a path in --working_dir ({folder})")
     if not script.resolve().is_relative_to(folder):
         raise InputError(f"{script.resolve()} is outside --working_dir {folder}, which is all that is uploaded")
-    several = re.search(r"spmd|mesh|join=|xmp|launch", script.read_text(errors="replace"))
+    text = script.read_text(errors="replace")
+    several = re.search(r"spmd|mesh|join=|xmp|launch", text)
+    if not arguments.plain and not re.search(r"run_dir|command_line", text):
+        print(
+            f"note: {arguments.script} gets --run_dir and --resume, and names neither; one without them wants --plain"
+        )
     if (arguments.chips or 1) > 1 and not several:
         print(
             f"note: --chips {arguments.chips}, but {arguments.script} has no SPMD, mesh or replicas: it would use "

@@ -9,26 +9,35 @@ import torch_xla.distributed.spmd as xs
 
 from language.flash_attention import flash_attention
 from language.gpt import GPT
-from language.hf_files import open_weights
+from language.hf_files import HuggingFaceWeights, open_weights
 from language.layers import Decoder, is_matrix, load_weights
 from language.llama import Llama
+from language.new_tokens import with_new_tokens
 from language.operations import causal_attention
 from language.shapes import LlamaShape
 from language.transformer_options import TransformerConfig
+from tpu_utils.errors import InputError
 from tpu_utils.virtual_slice import without_weights
 
 
 def build_model(
-    config: TransformerConfig, mesh: xs.Mesh | None, device, partition_spec: Callable, initialised: bool
+    config: TransformerConfig,
+    mesh: xs.Mesh | None,
+    device,
+    partition_spec: Callable,
+    say: Callable[[str], None] = print,
+    *,
+    initialised: bool,
 ) -> Decoder:
-    """The model on the device. partition_spec(name, parameter): how a parameter is sharded. initialised: with weights
-    to begin with. compile_for: shapes without memory."""
+    """The model on the device. partition_spec(name, parameter): how a parameter is sharded. say: prints a line.
+    initialised: with weights to begin with. compile_for: shapes without memory. Raises InputError."""
     attention = flash_attention if config.attention == "flash" else causal_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
     options |= dict(remat_keep=config.remat_keep, packed=config.dataset == "chat")
     options |= dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
     if isinstance(config.shape, LlamaShape):
+        options |= dict(base_dtype=getattr(torch, config.base_precision))
         build = partial(Llama, config.shape, dtype, **options)
     else:
         build = partial(GPT, config.shape, dtype, dropout=config.dropout, **options)
@@ -36,11 +45,24 @@ def build_model(
         return without_weights(build, device)
     if initialised and config.initial_weights:
         weights = open_weights(Path(config.initial_weights), config.shape)
-        return load_weights(build, weights.read, device, partition_spec, config.seed)
+        check_base(config, weights)
+        chats = config.dataset == "chat"
+        read = with_new_tokens(config, weights.names, weights.read, say) if chats else weights.read
+        return load_weights(build, read, device, partition_spec, config.seed)
     model = build()
     if initialised:
         model.initialise(config.seed)
     return model.to(device)
+
+
+def check_base(config: TransformerConfig, weights: HuggingFaceWeights) -> None:
+    """Raises InputError where LoRA would round the weights of a folder, and nobody asked for it."""
+    found = weights.kind("token_embedding").dtype
+    if config.lora_rank and config.lora_base == "auto" and config.base_precision == "bfloat16" != str(found)[6:]:
+        raise InputError(
+            f"{config.initial_weights}: config.json says bfloat16, but the tensors are {str(found)[6:]}; expected one "
+            "type; give --lora_base float32, or bfloat16 to round them"
+        )
 
 
 def decay_groups(model: Decoder) -> list[dict]:

@@ -162,7 +162,7 @@ def encode(parts: Iterator[tuple[int | str, bool]], format: str, tokenizer) -> t
     """Raises InputError for text in which the tokenizer sees a special token of the format: it could end an answer."""
     special = {*special_tokens(format, tokenizer), tokenizer.end}
     tokens, targets = [], []
-    for part, is_target in parts:
+    for part, is_target in joined(parts):
         found = [part] if isinstance(part, int) else tokenizer.encode(part)
         if isinstance(part, str) and not special.isdisjoint(found):
             name = tokenizer.decode([next(token for token in found if token in special)])
@@ -170,6 +170,21 @@ def encode(parts: Iterator[tuple[int | str, bool]], format: str, tokenizer) -> t
         tokens += found
         targets += [is_target] * len(found)
     return tokens, targets
+
+
+def joined(parts: Iterator[tuple[int | str, bool]]) -> Iterator[tuple[int | str, bool]]:
+    """The parts with texts that follow each other as one, as a template has them; an answer stays apart."""
+    before = ""
+    for part, is_target in parts:
+        if isinstance(part, str) and not is_target:
+            before += part
+            continue
+        if before:
+            yield before, False
+        yield part, is_target
+        before = ""
+    if before:
+        yield before, False
 
 
 def format_chat(messages: list[dict], format: str, tokenizer) -> tuple[list[int], list[bool]]:
@@ -396,17 +411,22 @@ def tokenizer_of(config: TransformerConfig) -> Tokenizer:
     return load_tokenizer("bytes")
 
 
-def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, process_count: int = 1) -> SequenceData:
-    """The conversations that config names, checked, formatted and packed; of several processes each gets its rows.
-
-    Raises InputError.
-    """
-    T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises InputError for one with more tokens than a model has."""
     if tokenizer.vocab_size > min(vocab_size, START):
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model {vocab_size}; expected the tokenizer that "
             "belongs to the model"
         )
+
+
+def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, process_count: int = 1) -> SequenceData:
+    """The conversations that config names, checked, formatted and packed; of several processes each gets its rows.
+
+    Raises InputError.
+    """
+    T = config.shape.sequence_length
+    check_tokenizer(tokenizer, config.shape.vocab_size)
     training, validating = read_parts(config)
     rows = config.global_batch_size // process_count
     eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training

@@ -4,7 +4,6 @@ Files are data: nothing that they say is run. Every name and number is checked b
 """
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,20 +15,17 @@ from safetensors import safe_open
 from language.hf_config import shape_of
 from language.hf_layout import Source, sources
 from language.shapes import LlamaShape, ModelShape
+from language.tokenizer_files import CONFIG, LINKS, write_json
 from tpu_utils.checkpoint.streaming import stream_tensors
 from tpu_utils.checkpoint.tensor_files import LONGEST_HEADER, Kind
 from tpu_utils.checkpoint.tensor_reading import read_header
 from tpu_utils.errors import InputError
-from tpu_utils.files import read_json, read_regular
+from tpu_utils.files import read_json
 
-CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
-LARGEST_TOKENIZER_FILE = 1 << 28
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOST_BYTES = 5 * 10**9
 """Of one file that is written, as Hugging Face has it."""
-LINKS = "(a snapshot in Hugging Face's cache is made of links: copy it with `cp -rL`)"
 OF_NO_USE = r"(transformer\.h\.\d+\.attn\.(bias|masked_bias)|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq)"
 """Tensors of older files that no model of today reads: masks, and frequencies that follow from the configuration."""
 HEAD = "lm_head.weight"
@@ -214,19 +210,3 @@ def write_weights(
         total += sum(kind.num_bytes for kind in kinds.values())
     if len(files) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def write_json(path: Path, value: dict) -> None:
-    with path.open("x") as file:
-        json.dump(value, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def copy_tokenizer(source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES) -> list[str]:
-    """Copy the files of these names that are there, as bytes. Raises InputError for one that is no regular file."""
-    copied = [name for name in names if os.path.lexists(source / name)]
-    for name in copied:
-        content = read_regular(source / name, f"a file of a tokenizer {LINKS}", LARGEST_TOKENIZER_FILE, follow=False)
-        (target / name).write_bytes(content)
-    return copied

@@ -86,7 +86,7 @@ class Decoder(torch.nn.Module):
     mesh: activations stay sharded along the batch; None: one device. block(x_BTD, w, shared=None, saved=None) is set by
     the model. remat: layers are recomputed in the backward pass; remat_keep: "inputs", or "attention", its output too.
     packed: rows hold several documents, which do not attend to each other. lora_rank: base weights are frozen, in
-    bfloat16; each matrix of a layer has a trained adapter of this rank, scaled by lora_alpha / lora_rank.
+    base_dtype; each matrix of a layer has a trained adapter of this rank, scaled by lora_alpha / lora_rank.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Decoder(torch.nn.Module):
         packed=False,
         lora_rank=0,
         lora_alpha=16.0,
+        base_dtype=torch.bfloat16,
     ):
         super().__init__()
         self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
@@ -114,7 +115,7 @@ class Decoder(torch.nn.Module):
             else:
                 self.register_parameter(name, torch.nn.Parameter(torch.empty(size)))
         if lora_rank:
-            self.to(torch.bfloat16).requires_grad_(False)
+            self.to(base_dtype).requires_grad_(False)
             for name, (layers, *size) in adapter_sizes(sizes, lora_rank).items():
                 self.register_module(name, torch.nn.ParameterList(torch.empty(size) for _ in range(layers)))
 

@@ -25,7 +25,8 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
     a third of a device's memory, else the smallest fsdp axis that gets them there; tensor only when asked for.
     """
     shape, batch = config.shape, config.global_batch_size
-    state = (2 if config.lora_rank else 16) * shape.num_parameters  # LoRA: frozen in bfloat16, small adapters
+    frozen = 2 if config.base_precision == "bfloat16" else 4  # bytes; adapters are small beside them
+    state = (frozen if config.lora_rank else 16) * shape.num_parameters
     if config.mesh != "auto":
         sizes, why = tuple(int(size) for size in config.mesh.split("x")), "as asked"
     else:
@@ -115,7 +116,10 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
     if config.lora_rank:
         sizes = adapter_sizes(sizes_of(shape), config.lora_rank)
         trained = sum(math.prod(size) for size in sizes.values())
-        run.print(f"lora       {trained:,} more in adapters of rank {config.lora_rank}, which alone are trained")
+        run.print(
+            f"lora       {trained:,} more in adapters of rank {config.lora_rank}, which alone are trained; the weights "
+            f"are frozen in {config.base_precision}"
+        )
     run.print(
         f"mfu        {config.flops_per_token:,} FLOPs a token ({4 if config.lora_rank else 6} N + 12 L D T, causal "
         "half not taken off) over peak bf16"

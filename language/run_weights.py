@@ -1,13 +1,15 @@
 """The weights of a run of transformer_tpu.py: its configuration and checkpoint, proved to fit each other."""
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 
+from language.hf_config import shape_of
 from language.hf_layout import sizes_of, sources
 from language.layers import adapter_sizes
-from language.shapes import ModelShape
+from language.shapes import LlamaShape, ModelShape
 from language.transformer_options import TransformerConfig
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import Saved, check_alike
@@ -15,8 +17,6 @@ from tpu_utils.checkpoint.tensor_files import Kind
 from tpu_utils.errors import InputError
 
 PREFIX = "model/"
-TOKENIZER = "tokenizer"
-"""The folder in a run that tools.convert_hf made, with what belongs to the tokenizer."""
 
 
 def read_run(run_dir: Path, checkpoint: str = "newest") -> tuple[TransformerConfig, Saved]:
@@ -41,7 +41,9 @@ def check_weights(shape: ModelShape, saved: Saved, lora_rank: int = 0) -> None:
     found = {path.removeprefix(PREFIX): e.kind for path, e in saved.entries.items() if path.startswith(PREFIX)}
     if shape.num_layers > len(found) or shape.num_parameters > 2**48:  # too large to list, or for torch
         raise InputError(f"the checkpoint is of another model: its {len(found)} tensors are not those of {shape}")
-    dtype = torch.bfloat16 if lora_rank else torch.float32  # the base weights under LoRA
+    dtype = torch.float32
+    if lora_rank and found.get("token_embedding", Kind((), dtype)).dtype == torch.bfloat16:
+        dtype = torch.bfloat16  # of the base weights under LoRA, which are all of one type
     wanted = {name: Kind(source.size, dtype) for name, source in sources(shape).items()}
     if lora_rank:
         for name, (layers, *size) in adapter_sizes(sizes_of(shape), lora_rank).items():
@@ -73,7 +75,10 @@ def read_merged(saved: Saved, name: str, scale: float) -> torch.Tensor:
     return value
 
 
-def tokenizer_folders(run_dir: Path, config: TransformerConfig) -> list[Path]:
-    """Where the tokenizer of a run may be: in the run, which may have been moved, or where it came from."""
-    given = [Path(text) for text in (config.tokenizer, config.initial_weights) if text]
-    return [run_dir / TOKENIZER, *(path.parent if path.is_file() else path for path in given)]
+def longest_context(config: TransformerConfig) -> int:
+    """Tokens that the model of a run reads: those of its config.json where positions are rotary, as the run's own
+    context may be shorter."""
+    own = config.shape.sequence_length
+    if not config.model_config or not isinstance(config.shape, LlamaShape):
+        return own
+    return max(own, shape_of(json.loads(config.model_config)).sequence_length)

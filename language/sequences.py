@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from language.chat_data import check_chats, load_chats, tokenizer_of
+from language.chat_data import check_chats, check_tokenizer, load_chats, tokenizer_of
 from language.token_data import (
     TEXT,
     MarkovChain,
@@ -16,6 +16,7 @@ from language.token_data import (
     read_documents,
     split_documents,
 )
+from language.tokenizer import load_tokenizer
 from language.transformer_options import TransformerConfig, check_initial_weights
 from tpu_utils.errors import InputError
 from tpu_utils.files import open_regular
@@ -89,6 +90,8 @@ def check_files(config: TransformerConfig) -> None:
         return
     if config.dataset == "tokens" or not config.train_data:
         load_sequences(config)
+        if config.tokenizer:
+            check_tokenizer(load_tokenizer(config.tokenizer), config.shape.vocab_size)
         return
     for name in (config.train_data, config.validation_data):
         if name and not (path := Path(config.data_dir) / name).is_dir():

@@ -11,10 +11,10 @@ from language.hf_files import open_weights
 from language.layers import Decoder, is_matrix, load_weights, split_layers
 from language.llmc_files import GPT2_VOCAB_SIZE
 from language.llmc_weights import read_model
-from language.run_weights import read_merged, read_run, tokenizer_folders
+from language.run_weights import longest_context, read_merged, read_run
 from language.shapes import BYTE_VOCAB_SIZE, LlamaShape, ModelShape
 from language.tokenizer import Numbers, Tokenizer, load_tokenizer
-from language.transformer_options import TransformerConfig
+from language.tokenizer_files import tokenizer_of_run
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Source:
     start: int | None
     """What stands before a text; None: nothing."""
     chat_format: str
+    longest: int = 0
+    """Tokens that it reads, if these are more than the sequences of its run, which shape has."""
 
 
 def open_source(
@@ -40,7 +42,7 @@ def open_source(
 
     Raises InputError for what is damaged or of another kind; the weights are read later.
     """
-    of_run, trained_here = "auto", not hf
+    of_run, trained_here, longest = "auto", not hf, 0
     if llmc:
         shape, stacked = read_model(Path(llmc))
         own, dtype, read = "", torch.float32, split_layers(stacked).__getitem__
@@ -50,7 +52,7 @@ def open_source(
         dtype = torch.bfloat16 if weights.kind("final_ln_weight").dtype == torch.bfloat16 else torch.float32
     else:
         trained, saved = read_run(Path(run_dir), checkpoint)
-        shape, own = trained.shape, tokenizer_of_run(trained, Path(run_dir))
+        shape, own, longest = trained.shape, tokenizer_of_run(Path(run_dir), trained), longest_context(trained)
         scale = trained.lora_alpha / trained.lora_rank if trained.lora_rank else 0.0
         read = lambda name: read_merged(saved, name, scale)  # noqa: E731
         dtype, of_run = getattr(torch, trained.precision), trained.chat_format
@@ -60,17 +62,8 @@ def open_source(
     # our training puts an end token before each document; a model from elsewhere gets what its tokenizer puts there
     start = tokenizer.end if tokenizer.begin is None and trained_here else tokenizer.begin
     dtype = dtype if precision == "auto" else getattr(torch, precision)
-    return Source(shape, dtype, read, tokenizer, start, of_run if chat_format == "auto" else chat_format)
-
-
-def tokenizer_of_run(trained: TransformerConfig, run_dir: Path) -> str:
-    """What load_tokenizer takes; "" where the vocabulary size has to decide."""
-    if trained.dataset == "text":
-        return "bytes"
-    found = [str(folder) for folder in tokenizer_folders(run_dir, trained) if (folder / "tokenizer.json").exists()] + [
-        trained.tokenizer
-    ]
-    return found[0] or ("numbers" if trained.dataset == "synthetic" and not trained.model_config else "")
+    chat_format = of_run if chat_format == "auto" else chat_format
+    return Source(shape, dtype, read, tokenizer, start, chat_format, longest)
 
 
 def load(source: Source, device) -> Decoder:

@@ -162,6 +162,14 @@ class FromFile(Tokenizer):
             text.encode()
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_marked(self, text: str) -> list[int]:
+        """As others read a text that a template made: special tokens in it are tokens."""
+        self.tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self.tokenizer.encode_special_tokens = True
+
     def decode(self, tokens: list[int]) -> str:
         with panics_told(f"{self.path} cannot decode its tokens"):
             return self.tokenizer.decode(tokens, skip_special_tokens=False)

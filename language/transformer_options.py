@@ -46,8 +46,9 @@ class TransformerConfig(HostOptions, TrainConfig):
     """text, chat: a file or folder. tokens: shards, for example 'fineweb_train_*.bin'. Relative to data_dir."""
     validation_data: Annotated[str, NoEffect("dataset", "synthetic")] = ""
     """As train_data. Empty with text and chat: the last tenth of train_data."""
-    tokenizer: Annotated[str, FREE, NOT_CHAT] = ""
-    """chat: tokenizer.json or its folder. Empty: that of initial_weights, else bytes."""
+    tokenizer: Annotated[str, FREE, NoEffect("dataset", "synthetic", "text")] = ""
+    """tokenizer.json or its folder. Empty: that of initial_weights; else with chat bytes, with tokens that of the
+    shards, which is for samples and exports."""
     chat_format: Annotated[
         Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"], NOT_CHAT
     ] = "auto"
@@ -69,9 +70,13 @@ class TransformerConfig(HostOptions, TrainConfig):
     model_config: str = ""
     """A config.json of Hugging Face, in place of model_size. The run keeps its text. Empty: that of initial_weights."""
     lora_rank: Annotated[int, Range("[0, 4096]")] = 0
-    """Freeze the weights, in bfloat16, and train adapters of this rank. 0: train all weights."""
+    """Freeze the weights and train adapters of this rank. 0: train all weights."""
     lora_alpha: Annotated[float, Range("(0, inf)"), NoEffect("lora_rank", 0)] = 32.0
     """Of LoRA: adapters count lora_alpha / lora_rank."""
+    lora_base: Annotated[Literal["auto", "float32", "bfloat16"], FREE, NoEffect("lora_rank", 0)] = "auto"
+    """Of LoRA: the frozen weights. auto: bfloat16 where config.json says so, else float32: none is rounded."""
+    initialise_new_tokens: Annotated[Literal["as_they_are", "mean"], FREE, NOT_CHAT] = "as_they_are"
+    """chat: rows of tokens of the format that initial_weights has untrained. mean: they start at the mean of others."""
     num_layers: Annotated[int, Range("[0, inf)")] = 0
     """Transformer layers. 0: those of model_size, here and in the next three."""
     num_heads: Annotated[int, Range("[0, inf)")] = 0
@@ -179,10 +184,23 @@ class TransformerConfig(HostOptions, TrainConfig):
         return dataclasses.replace(published, **changes, vocab_size=vocab_size)
 
     @property
+    def base_precision(self) -> str:
+        """Of the frozen weights of LoRA. Without a config.json, published weights are taken for what they are."""
+        if self.lora_base != "auto":
+            return self.lora_base
+        return precision_of(self.model_config) if self.model_config else "bfloat16"
+
+    @property
     def flops_per_token(self) -> int:
         """That of the shape. LoRA: without the gradients of frozen weights, a third of their products; adapters not
         counted."""
         return self.shape.flops_per_token - (2 * self.shape.num_multiplied if self.lora_rank else 0)
+
+
+def precision_of(model_config: str) -> str:
+    """bfloat16 or float32: the narrower one that holds the weights exactly, by the text of their config.json."""
+    found = json.loads(model_config)
+    return "bfloat16" if "bfloat16" in (found.get("dtype"), found.get("torch_dtype")) else "float32"
 
 
 def read_model_config(option: str, path: Path) -> str:
@@ -226,6 +244,9 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         problems.append(
             f"lora_rank is {config.lora_rank}, but there are no weights to adapt; choose a folder by --initial_weights"
         )
+    if config.initialise_new_tokens == "mean" and (config.lora_rank or not config.initial_weights):
+        why = "adapters leave these rows as they are" if config.lora_rank else "there are no initial_weights"
+        problems.append(f"initialise_new_tokens is mean, but {why}; expected a run that trains all weights of a folder")
     smallest = SMALLEST_VOCAB_SIZE[config.dataset]
     if isinstance(shape, LlamaShape):
         if shape.num_heads % shape.num_kv_heads:

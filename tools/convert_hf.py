@@ -6,8 +6,9 @@ Run:     python -m tools.convert_hf import DIR RUN_DIR
              from it
          python -m tools.convert_hf export RUN_DIR DIR [bf16] [best]
              writes the newest checkpoint of a run, or its best one, as a
-             folder that AutoModelForCausalLM.from_pretrained loads;
-             of a LoRA run with its adapters merged
+             folder that AutoModelForCausalLM.from_pretrained loads, with
+             its tokenizer, and of a run on conversations their template
+             and end tokens; of a LoRA run with its adapters merged
          python -m tools.convert_hf export RUN_DIR DIR adapter [bf16] [best]
              writes the adapters of a LoRA run for the peft library
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from language.hf_config import SPECIAL_TOKENS, hugging_face_config, shape_of
 from language.shapes import LlamaShape, ModelShape
-from language.transformer_options import TransformerConfig
+from language.transformer_options import TransformerConfig, precision_of
 from tpu_utils.errors import InputError, SaveError, run_script
 from tpu_utils.fields import nearest
 from tpu_utils.files import read_json
@@ -77,25 +78,20 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 
 import torch
 
-from language.hf_files import (
-    CONFIG,
-    MOST_BYTES,
-    TOKENIZER_FILES,
-    copy_tokenizer,
-    open_weights,
-    read_config,
-    write_json,
-    write_weights,
-)
+from language.hf_files import MOST_BYTES, open_weights, read_config, write_weights
 from language.hf_layout import sources, whole
-from language.run_weights import (
-    PREFIX,
-    TOKENIZER,
-    adapter_names,
-    read_merged,
-    read_parameter,
-    read_run,
-    tokenizer_folders,
+from language.run_weights import PREFIX, adapter_names, longest_context, read_merged, read_parameter, read_run
+from language.tokenizer_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    RUN_TOKENIZER,
+    TEMPLATE,
+    TOKENIZER_FILES,
+    VOCABULARIES,
+    copy_tokenizer,
+    export_tokenizer,
+    reads_as_trained,
+    write_json,
 )
 from tpu_utils.checkpoint import has_room, room
 from tpu_utils.checkpoint.saved import Saved
@@ -111,7 +107,7 @@ def import_weights(folder: Path, run_dir: Path) -> None:
     config = TransformerConfig(
         dataset="tokens",
         model_config=json.dumps(hugging_face_config(shape_of(found), tokens=found)),
-        tokenizer=str(run_dir.resolve() / TOKENIZER) if (folder / "tokenizer.json").exists() else "",
+        tokenizer=str(run_dir.resolve() / RUN_TOKENIZER) if (folder / "tokenizer.json").exists() else "",
     )
     weights = open_weights(folder, config.shape)  # the run's context may be shorter than the model's
     if all(weights.kind(name).dtype == torch.bfloat16 for name in weights.names):
@@ -119,8 +115,8 @@ def import_weights(folder: Path, run_dir: Path) -> None:
     kinds = {PREFIX + name: Kind(weights.kind(name).shape, torch.float32) for name in weights.names}
     check_room(run_dir, kinds)
     with written_aside(run_dir) as aside:
-        (aside / TOKENIZER).mkdir()
-        copy_tokenizer(folder, aside / TOKENIZER, (*TOKENIZER_FILES, CONFIG))
+        (aside / RUN_TOKENIZER).mkdir()
+        copy_tokenizer(folder, aside / RUN_TOKENIZER, (*TOKENIZER_FILES, CONFIG))
         run_id = secrets.token_hex(8)
         tensors = ((PREFIX + name, weights.read(name).float()) for name in weights.names)
         write_checkpoint(
@@ -140,19 +136,33 @@ def export(
     check_room(folder, {name: Kind(source.size, dtype) for name, source in sources(shape).items()})
     with written_aside(folder) as aside:
         write_weights(aside, shape, dtype, their_tensors(shape, saved, scale, dtype), most_bytes)
-        known = special_tokens(config)
+        written, ends = export_tokenizer(run_dir, config, aside)
+        known = special_tokens(config) | ends
         described = hugging_face_config(shape, str(dtype).removeprefix("torch."), known)
-        if config.model_config and isinstance(shape, LlamaShape):  # the model's context may be longer than the run's
-            longest = shape_of(json.loads(config.model_config)).sequence_length
-            described["max_position_embeddings"] = max(longest, shape.sequence_length)
+        if isinstance(shape, LlamaShape):
+            described["max_position_embeddings"] = longest_context(config)
         write_json(aside / CONFIG, described)
-        copied = copy_tokenizer(tokenizer_folder(run_dir, config), aside)
-        if "generation_config.json" not in copied:
-            write_json(aside / "generation_config.json", {"_from_model_config": True, **known})
-    print(f"{folder}: step {saved.step}, {shape}, {dtype}{', with ' + ', '.join(copied) if copied else ''}")
+        if GENERATION_CONFIG not in written:
+            write_json(aside / GENERATION_CONFIG, {"_from_model_config": True, **known})
+    print(f"{folder}: step {saved.step}, {shape}, {dtype}")
+    print_files(folder, config, written)
+
+
+def print_files(folder: Path, config: TransformerConfig, written: list[str]) -> None:
+    """What went out beside the weights, and what did not."""
+    if written:
+        print(f"{folder}: with {', '.join(written)}")
+    if config.dataset == "chat" and TEMPLATE in written and not reads_as_trained(folder, config.chat_format):
+        print(
+            f"{folder}: programs that apply {TEMPLATE} read a conversation as other tokens than training did: the "
+            "tokenizer puts a space before each text; ask the model through tools.generate"
+        )
+    if VOCABULARIES & set(written) or config.dataset == "synthetic":
+        return
     wanted = config.tokenizer or config.initial_weights
-    if wanted and wanted not in ("bytes", "gpt2") and "tokenizer.json" not in copied:
-        print(f"{folder}: without a tokenizer, because {wanted} has no tokenizer.json any more; copy it there by hand")
+    why = f"{wanted} has no tokenizer.json any more" if wanted else "the run does not know its own"
+    template = f" and no {TEMPLATE}" if config.dataset == "chat" else ""
+    print(f"{folder}: no tokenizer{template}, because {why}; copy the files there by hand")
 
 
 def their_tensors(shape, saved: Saved, scale: float, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -197,8 +207,15 @@ def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: 
                 **{"inference_mode": True, "modules_to_save": None, "init_lora_weights": True},
             },
         )
-        copy_tokenizer(tokenizer_folder(run_dir, config), aside)
+        written, _ = export_tokenizer(run_dir, config, aside)
     print(f"{folder}: step {saved.step}, adapters of rank {config.lora_rank}, {dtype}: {', '.join(sorted(several))}")
+    print_files(folder, config, written)
+    base = saved.entries[f"{PREFIX}token_embedding"].kind.dtype
+    if base == torch.bfloat16 and precision_of(config.model_config) != "bfloat16":
+        print(
+            f"{folder}: the adapters belong to weights rounded to bfloat16, as the run had them: load "
+            f"{config.initial_weights} with dtype=torch.bfloat16"
+        )
 
 
 def adapters(shape: ModelShape) -> dict[str, list[tuple[str, int, tuple[int, int]]]]:
@@ -222,12 +239,6 @@ def special_tokens(config: TransformerConfig) -> dict:
         return {name: found.get(name) for name in SPECIAL_TOKENS}
     ends = {257: 256, 50257: 50256}.get(config.shape.vocab_size) if config.dataset != "synthetic" else None
     return dict.fromkeys(SPECIAL_TOKENS[:2], ends)
-
-
-def tokenizer_folder(run_dir: Path, config: TransformerConfig) -> Path:
-    """Where the files of the run's tokenizer are: in the run, or where its tokenizer or its weights came from."""
-    places = tokenizer_folders(run_dir, config)
-    return next((place for place in places if any((place / name).exists() for name in TOKENIZER_FILES)), places[0])
 
 
 def check_room(target: Path, kinds: dict[str, Kind]) -> None:

@@ -14,6 +14,7 @@ Expect:  two graphs, prefill and decode, whatever the length of the prompts.
          Of a folder that browser.export wrote: python -m browser.onnx_generate
 """
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ class GenerateConfig(SamplingOptions):
     """bytes, gpt2, numbers, a tokenizer.json or its folder. Empty: that of the run or folder, else by the size of the
     vocabulary: 257 are bytes, 50257 GPT-2's, others take token numbers such as '3 17 5'."""
     context: int = 0
-    """Tokens that the cache has room for. 0: as many as this needs, rounded up to 128."""
+    """Tokens that the cache has room for, at most as many as the model's config.json says that it reads, though its
+    run may have read fewer. 0: as many as this needs, rounded up to 128."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and computation. auto: that of the run, or of the files."""
     device: Literal["auto", "tpu", "cpu"] = "auto"
@@ -89,7 +91,9 @@ from tpu_utils.graphs import graphs_compiled
 
 def source_of(config: GenerateConfig) -> Source:
     named = ("run_dir", "hf", "llmc", "checkpoint", "tokenizer", "precision", "chat_format")
-    return open_source(**{name: getattr(config, name) for name in named})
+    found = open_source(**{name: getattr(config, name) for name in named})
+    longest = max(found.longest, found.shape.sequence_length)
+    return dataclasses.replace(found, shape=dataclasses.replace(found.shape, sequence_length=longest))
 
 
 def main(config: GenerateConfig) -> int:

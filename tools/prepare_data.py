@@ -33,6 +33,7 @@ from language.llmc_files import (
 )
 from language.token_data import read_documents, split_documents
 from language.tokenizer import Tokenizer, load_tokenizer
+from language.tokenizer_files import keep_with_shards
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import lines_of, open_regular, parse_json
 
@@ -49,7 +50,8 @@ class PrepareConfig:
     """Shards become OUTPUT_train_000000.bin, ... and OUTPUT_val_000000.bin, ..."""
     tokenizer: str = "bytes"
     """bytes: vocabulary 257. gpt2: vocabulary 50257; tiktoken downloads its files once. Else a tokenizer.json, or the
-    folder that has it and the files which name its end token. The shards record the vocabulary."""
+    folder that has it and the files which name its end token, which are copied to OUTPUT_tokenizer. The shards record
+    the vocabulary."""
     document_separator: str = ""
     """What divides documents inside a file. Empty: a file is one document."""
     validation_fraction: float = 0.1
@@ -131,6 +133,8 @@ def main() -> int:
     for kind, part in zip(("train", "val"), split_documents(documents, config.validation_fraction), strict=True):
         if part:
             write_shards(f"{config.output}_{kind}", part, tokenizer, config.shard_tokens)
+    if folder := keep_with_shards(tokenizer, str(config.output)):
+        print(f"{folder}: the tokenizer of these shards, for samples and exports of what is trained on them")
     return 0
 
 

@@ -15,6 +15,7 @@ from tpu_utils.files import write_atomically
 SHORT = {  # how a value stands in a train line
     "loss": "loss {:.4f}",
     "gradient_norm": "norm {:.3f}",
+    "largest_gradient_norm": "largest {:.3f}",
     "skipped_steps": "skipped {}",
     "learning_rate": "lr {:.2e}",
 }

@@ -70,6 +70,17 @@ def test_bad_input_is_one_message(arguments, message, monkeypatch, capsys):
     assert message in said and said.startswith("error: ") and len(said.splitlines()) == 1
 
 
+def test_a_script_that_would_not_understand_its_options_is_named(capsys, tmp_path):
+    """With a storage set, a script gets --run_dir and --resume."""
+    (tmp_path / "mine.py").write_text("print(1)")
+    check_run(parse(["run", "mine.py"]), tmp_path)
+    assert "one without them wants --plain" in capsys.readouterr().out
+    check_run(parse(["run", "mine.py", "--plain"]), tmp_path)
+    for script in ("simple_mnist_tpu.py", "transformer_tpu.py"):
+        check_run(parse(["run", script]), ROOT)
+    assert capsys.readouterr().out == ""
+
+
 def test_chips_that_a_script_would_leave_idle_are_named(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     others = ("distributed_mnist_tpu.py", "ddp_mnist_tpu.py", "resnet_cifar_tpu.py", "transformer_tpu.py")

@@ -3,6 +3,7 @@ weights and of adapters; resumed, exported, and read by the libraries of others.
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from run_files import assert_identical, state_in
 from test_llama_parity import TIED, hugging_face_model
 from test_transformer_tpu import losses_of, train_all
 
+from language.build import build_model
 from language.chat_data import read_chats, tokenizer_of
 from language.hf_files import open_weights
 from language.layers import is_matrix, load_weights
@@ -22,7 +24,10 @@ from language.sequences import load_sequences
 from language.token_data import START
 from language.transformer_options import TransformerConfig
 from tools import convert_hf
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.errors import InputError
 from tpu_utils.optim import learning_rates
+from tpu_utils.options import as_json
 
 RUN = dict(dataset="chat", train_data="chats.jsonl", sequence_length=96, num_steps=20, global_batch_size=8)
 RUN |= dict(learning_rate=5e-3, warmup_steps=2, log_every=1, save_every=10, eval_every=10, eval_batches=1)
@@ -55,10 +60,16 @@ def runs(tmp_path_factory) -> Path:
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
     shape = dict(num_layers=2, sequence_length=128, vocab_size=257)
-    hugging_face_model(TIED.__class__(**{**vars(TIED), **shape})).to(torch.bfloat16).save_pretrained(folder / "base")
+    model = hugging_face_model(TIED.__class__(**{**vars(TIED), **shape}))
+    model.save_pretrained(folder / "wide")
+    model.to(torch.bfloat16).save_pretrained(folder / "base")
     resumed = ["lora/resumed", *options_of(folder, **LORA), "--resume=must"]
     still = ["still", *options_of(folder), *STILL]
-    train_all(folder, 1, [["all", *options_of(folder)], ["lora", *options_of(folder, **LORA)], resumed, still])
+    wide = [
+        "wide_lora",
+        *options_of(folder, **LORA, num_steps=2, warmup_steps=1, save_every=2, initial_weights=folder / "wide"),
+    ]
+    train_all(folder, 1, [["all", *options_of(folder)], ["lora", *options_of(folder, **LORA)], resumed, still, wide])
     on_a_mesh(folder, folder, "1x2x2", 4)
     return folder
 
@@ -166,6 +177,47 @@ def test_peft_has_the_logits_of_the_run_that_trained_the_adapter_on_a_mesh(runs,
             torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
         with theirs.disable_adapter():
             assert (plain(tokens).logits - expected).abs().max() > 0.1  # the adapter is not nothing
+
+
+def test_a_base_in_float32_is_not_rounded_unless_asked(runs, tmp_path, capsys):
+    """The adapter belongs to the folder that it names: peft has the logits of the merged export."""
+    peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
+    transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+    state = state_in(runs / "wide_lora" / "checkpoints" / "step_00000002")
+    weights = open_weights(runs / "wide")
+    assert all(torch.equal(state[f"model/{name}"], weights.read(name)) for name in weights.names)
+    convert_hf.export_adapter(runs / "wide_lora", tmp_path / "adapter", torch.float32)
+    assert "rounded" not in capsys.readouterr().out
+    convert_hf.export(runs / "wide_lora", tmp_path / "merged", torch.float32)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    theirs = peft.PeftModel.from_pretrained(load(runs / "wide"), tmp_path / "adapter")
+    tokens = torch.arange(64).view(2, 32) * 7 % 257
+    with torch.no_grad():
+        found, expected = theirs(tokens).logits, load(tmp_path / "merged")(tokens).logits
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_weights_are_rounded_for_adapters_when_asked_and_the_export_says_so(runs, tmp_path, capsys):
+    options = dict(LORA, initial_weights=str(runs / "wide"), data_dir=str(runs))
+    rounded = TransformerConfig(**RUN, **options, lora_base="bfloat16")
+    assert rounded.base_precision == "bfloat16" != TransformerConfig(**RUN, **options).base_precision
+    model = build_model(rounded, None, "cpu", None, initialised=True)
+    assert model.token_embedding.dtype == torch.bfloat16 and not model.token_embedding.requires_grad
+    values = {"config": as_json(rounded)}
+    (runs / "rounded").mkdir()
+    Checkpoints(runs / "rounded" / "checkpoints", 1).save(1, {"model": model.state_dict()}, values)
+    convert_hf.export_adapter(runs / "rounded", tmp_path / "adapter", torch.float32)
+    assert f"rounded to bfloat16, as the run had them: load {runs}/wide with dtype=" in capsys.readouterr().out
+
+
+def test_a_folder_whose_tensors_are_not_what_it_says_is_refused(runs, tmp_path):
+    """Else LoRA would round them, and nobody would know."""
+    shutil.copytree(runs / "wide", tmp_path / "base")
+    said = (tmp_path / "base" / "config.json").read_text().replace('"float32"', '"bfloat16"')
+    (tmp_path / "base" / "config.json").write_text(said)
+    config = TransformerConfig(**RUN, **LORA, initial_weights=str(tmp_path / "base"), data_dir=str(runs))
+    with pytest.raises(InputError, match=r"config\.json says bfloat16, but the tensors are float32; expected one type"):
+        build_model(config, None, "cpu", None, initialised=True)
 
 
 @pytest.mark.parametrize(

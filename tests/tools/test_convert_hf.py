@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from test_llama_parity import SHAPES, hugging_face_model
 
 import transformer_tpu
+from language.decoding import check_lengths
 from language.gpt import GPT
 from language.hf_config import hugging_face_config, shape_of
 from language.hf_files import HEAD, INDEX, WHOLE, open_weights
@@ -25,6 +26,7 @@ from language.run_weights import read_merged, read_run
 from language.shapes import MODEL_SIZES, LlamaShape, ModelShape
 from language.transformer_options import TransformerConfig
 from tools import convert_hf, convert_llmc
+from tools.generate import GenerateConfig, source_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import Entry, index_as_json, kind_of, shard_name, write_tensors
 from tpu_utils.errors import InputError, run_script
@@ -295,6 +297,8 @@ def test_a_longer_context_than_that_of_the_run_is_not_forgotten(folder, tmp_path
     (folder / "config.json").write_text(json.dumps(said))
     convert_hf.import_weights(folder, tmp_path / "run")
     assert read_run(tmp_path / "run")[0].shape.sequence_length == 4096
+    asked = GenerateConfig(run_dir=str(tmp_path / "run"), tokenizer="numbers", context=131072)
+    assert check_lengths(source_of(asked).shape, [[1] * 5000], context=asked.context) == (100, 131072)
     convert_hf.export(tmp_path / "run", tmp_path / "back", torch.float32)
     said = json.loads((tmp_path / "back" / "config.json").read_text())
     assert said["max_position_embeddings"] == 131072 and said["eos_token_id"] == [3, 4]

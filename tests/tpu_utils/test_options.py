@@ -277,7 +277,7 @@ def test_annotations_as_text_are_understood():
         (CifarConfig, ["--download"], "dataset is stripes; choose --dataset cifar10, or leave --download out"),
         (TransformerConfig, ["--dataset=text", "--download"], "--download has no effect: dataset is text; leave"),
         (TransformerConfig, ["--lora_alpha=8"], "lora_rank is 0; leave --lora_alpha out"),
-        (TransformerConfig, ["--tokenizer=gpt2"], "choose --dataset chat, or leave --tokenizer out"),
+        (TransformerConfig, ["--tokenizer=gpt2"], "choose --dataset tokens or chat, or leave --tokenizer out"),
         (
             TransformerConfig,
             ["--train_data=x.bin"],

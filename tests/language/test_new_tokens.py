@@ -1,0 +1,135 @@
+"""Tokens that a folder's model never trained: found, named before the first step, started elsewhere when asked."""
+
+import json
+import re
+
+import pytest
+import torch
+from test_llama_parity import hugging_face_model
+from test_tokenizer_files import ANSWERS, chats, config_of, train_tokenizer
+from test_transformer_tpu import train_all
+
+from language.chat_data import format_chat, tokenizer_of
+from language.hf_config import shape_of
+from language.hf_files import open_weights
+from language.hf_layout import sources
+from language.llama import Llama
+from language.new_tokens import untrained_rows, with_new_tokens
+from language.transformer_options import TransformerConfig
+from tpu_utils.errors import InputError
+
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+
+
+def table(dtype=torch.float32) -> torch.Tensor:
+    return (torch.randn(20_000, 64, generator=torch.Generator().manual_seed(0)) * 0.05 + 0.02).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_nobody_trained_are_told_from_those_that_are(dtype):
+    rows = table(dtype)
+    assert untrained_rows(rows, list(range(20_000))) == {}
+    rows[3], rows[15_000], rows[7] = 0, 1e-23, rows.float().mean(0).to(dtype)
+    assert untrained_rows(rows, [1, 3, 7, 15_000]) == {3: "0", 7: "the mean of all rows", 15_000: "0"}
+
+
+def test_tokens_that_transformers_adds_to_a_model_are_found():
+    config = transformers.LlamaConfig(vocab_size=300, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    config.num_attention_heads = config.num_key_value_heads = 4
+    model = transformers.LlamaForCausalLM(config)
+    model.resize_token_embeddings(302)
+    found = untrained_rows(model.model.embed_tokens.weight.data, list(range(302)))
+    assert found == {300: "the mean of all rows", 301: "the mean of all rows"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base model with a tokenizer that has tokens of conversations, whose rows are 0, and conversations."""
+    place = tmp_path_factory.mktemp("new")
+    base = train_tokenizer(place / "base")
+    said = json.loads((base / "config.json").read_text())
+    model = hugging_face_model(shape_of(said))
+    model.model.embed_tokens.weight.data += 0.05
+    model.model.embed_tokens.weight.data[1:3] = 0  # <|im_start|>, <|im_end|>
+    model.save_pretrained(base)
+    said = ({"prompt": asked, "completion": answer} for asked, answer in [*ANSWERS.items()] * 4)
+    (place / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in said))
+    return place
+
+
+NEW = r"untrained  <\|im_start\|>, <\|im_end\|>: rows are 0 in token_embedding; "
+
+
+def read_with(config) -> tuple[list[str], torch.Tensor]:
+    """What is printed, and the embedding that training begins with."""
+    weights, lines = open_weights(config.initial_weights, config.shape), []
+    read = with_new_tokens(config, weights.names, weights.read, lines.append)
+    return lines, read("token_embedding")
+
+
+def test_new_tokens_start_at_the_mean_of_the_trained_rows(folder):
+    config = config_of(folder / "base", "chatml", initialise_new_tokens="mean")
+    lines, changed = read_with(config)
+    assert len(lines) == 1 and re.fullmatch(NEW + "they start at the mean of the trained ones", lines[0])
+    rows = open_weights(folder / "base").read("token_embedding")
+    trained = [row for row in range(config.shape.vocab_size) if row not in (1, 2)]
+    torch.testing.assert_close(changed[1], rows[trained].mean(0), rtol=0, atol=1e-7)
+    assert torch.equal(changed[1], changed[2]) and torch.equal(changed[trained], rows[trained])
+    assert not changed[config.shape.vocab_size :].any(), "the padding of the vocabulary stays 0"
+
+
+@pytest.mark.parametrize(
+    "format, options, said",
+    [
+        ("chatml", {}, NEW + "gradients through 0 are so large .*--initialise_new_tokens mean"),
+        ("chatml", dict(lora_rank=2), NEW + "adapters leave them so: the model may never end .*--chat_format plain"),
+        ("llama3", {}, None),
+        ("plain", dict(initialise_new_tokens="mean"), None),
+    ],
+)
+def test_what_is_said_and_left_as_it_is(folder, format, options, said):
+    config = config_of(folder / "base", format, **options)
+    lines, found = read_with(config)
+    assert torch.equal(found, open_weights(folder / "base").read("token_embedding"))
+    assert not lines if said is None else re.fullmatch(said, *lines), lines
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(lora_rank=2), "initialise_new_tokens is mean, but adapters leave these rows as they are; expected a run"),
+        (dict(initial_weights=""), "initialise_new_tokens is mean, but there are no initial_weights; expected"),
+    ],
+)
+def test_nothing_can_start_where_nothing_trains_it(folder, options, message):
+    options = dict(dataset="chat", initial_weights=str(folder / "base"), initialise_new_tokens="mean") | options
+    with pytest.raises(InputError, match=message):
+        TransformerConfig(**options)
+
+
+def first_gradient(config, read) -> float:
+    """Its norm over a conversation, under plain PyTorch."""
+    model = Llama(config.shape)
+    model.load_state_dict({name: read(name) for name in sources(config.shape)})
+    tokens = torch.tensor([format_chat(chats()[0], "chatml", tokenizer_of(config))[0]])
+    logits = model(tokens[:, :-1])[..., : config.shape.vocab_size]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
+
+
+def test_from_the_mean_the_first_gradient_is_an_ordinary_one(folder):
+    config = config_of(folder / "base", "chatml", initialise_new_tokens="mean")
+    weights = open_weights(folder / "base", config.shape)
+    at_mean = first_gradient(config, with_new_tokens(config, weights.names, weights.read, print))
+    assert first_gradient(config, weights.read) > 1000 * at_mean
+
+
+def test_a_run_warns_before_its_first_step_and_shows_the_largest_gradient(folder, tmp_path):
+    options = [f"--data_dir={folder}", "--dataset=chat", "--train_data=chats.jsonl", "--chat_format=chatml"]
+    options += [f"--initial_weights={folder / 'base'}", "--num_steps=2", "--log_every=2", "--warmup_steps=0"]
+    options += ["--global_batch_size=2", "--sequence_length=64", "--device=cpu", "--eval_batches=1"]
+    said = train_all(tmp_path, 1, [["zero", *options]])
+    assert re.search(NEW + r"gradients.*\n(.*\n)*?step .* norm \S+  largest ", said), said
+    lines = map(json.loads, (tmp_path / "zero" / "metrics.jsonl").read_text().splitlines())
+    (line,) = [line for line in lines if line["kind"] == "train"]
+    assert line["largest_gradient_norm"] > line["gradient_norm"] > 100

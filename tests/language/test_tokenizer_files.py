@@ -1,0 +1,333 @@
+"""The files that go out with a model: the same tokens for a chat, and the same end, in the libraries of others."""
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import torch_xla
+from test_chat_data import MESSAGES, SPLIT
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from language import sources
+from language.chat_data import FORMATS, check_tokenizer, format_chat, prompt_of_chat, stop_tokens
+from language.decoding import generate
+from language.hf_config import hugging_face_config
+from language.layers import adapter_sizes
+from language.llama import Llama, parameter_shapes
+from language.sampling import SamplingOptions, ask
+from language.sequences import check_files
+from language.shapes import LlamaShape
+from language.tokenizer import Bytes, load_tokenizer
+from language.tokenizer_files import (
+    TEMPLATES,
+    byte_level_bpe,
+    export_tokenizer,
+    keep_with_shards,
+    reads_as_trained,
+    tokenizer_of_run,
+)
+from language.transformer_options import TransformerConfig
+from tools import convert_hf, prepare_data
+from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.errors import InputError
+from tpu_utils.options import as_json
+
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>"]
+SPECIAL += ["<|end_header_id|>", "<|eot_id|>"]
+OTHERS = ("gemma", "mistral", "phi4", "olmo2")  # what is special for one is text for another
+FOUR = [format for format in FORMATS if format not in OTHERS]
+TEXT = "User: Say be. Assistant: to be or not to be, that is the question\nSystem: Be brief.\n" * 9
+SHAPE = LlamaShape(2, 4, 64, 128, 0, num_kv_heads=2, mlp_dim=128, tied_head=True, rope_theta=1e4)
+ANSWERS = {"Say be.": "to be or not", "Say not.": "that is\nit", "Who?": "Me, a question."}
+
+
+def train_tokenizer(folder: Path, begins: bool = False, special: list[str] = SPECIAL) -> Path:
+    """A tokenizer like those of Llama 3 and Qwen3, with the tokens of their formats."""
+    made = tokenizers.Tokenizer(models.BPE())
+    splits = [pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")]
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    made.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
+    made.train_from_iterator([TEXT], trainer)
+    made.add_tokens(["<think>", "</think>"])  # as Qwen3 has them: no special tokens
+    if begins:
+        made.post_processor = processors.TemplateProcessing(f"{SPECIAL[3]} $A", special_tokens=[(SPECIAL[3], 3)])
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    # a base model's: another end, another template, in both places where one may stand
+    said = {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>", "chat_template": "base", "model_max_length": 128}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    (folder / "chat_template.jinja").write_text("base")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "top_k": 7}))
+    shape = LlamaShape(**vars(SHAPE) | dict(vocab_size=made.get_vocab_size()))
+    (folder / "config.json").write_text(json.dumps(hugging_face_config(shape, tokens={"eos_token_id": 0})))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return train_tokenizer(tmp_path_factory.mktemp("base") / "it")
+
+
+def config_of(folder: Path, format: str, **options) -> TransformerConfig:
+    return TransformerConfig(
+        **dict(dataset="chat", initial_weights=str(folder), chat_format=format, sequence_length=128) | options
+    )
+
+
+def conversations(count: int) -> list[list[dict[str, str]]]:
+    """With and without a system message, of several turns, of words, spaces, lines, letters of all kinds."""
+    draw, found = random.Random(0), [MESSAGES]
+    pieces = ["be", "not", " ", "  ", "!", "\n", "\n\n", "?\n", "\u00fc\u2603", "3.14", "<|x|>", "User:", "'s", "\t"]
+    for _ in range(count):
+        text = lambda: "".join(draw.choice(pieces) for _ in range(draw.randrange(9)))  # noqa: E731
+        turns = [("system", text())] * draw.randrange(2)
+        for _ in range(draw.randrange(1, 4)):
+            turns += [("user", text()), ("assistant", draw.choice(["", " ", "a"]) + text().lstrip())]
+        found.append([{"role": role, "content": content} for role, content in turns])
+    return found
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("format", [*FORMATS, "bytes"])
+def test_a_templated_conversation_has_the_tokens_of_training(base, tmp_path, format, begins):
+    if begins or format in OTHERS:
+        special = [*SPECIAL[:4], *(name for name in FORMATS.get(format, ()) if name not in SPECIAL[:4])] * (
+            format in OTHERS
+        )
+        base = train_tokenizer(tmp_path / "begins", begins, special or SPECIAL)
+    if format == "bytes":
+        config = TransformerConfig(dataset="chat", model_size="llama_tiny", chat_format="plain")
+    else:
+        config = config_of(base, format)
+    ours = load_tokenizer("bytes" if format == "bytes" else str(base))
+    (tmp_path / "out").mkdir()
+    written, ends = export_tokenizer(tmp_path / "run", config, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(written) >= {"chat_template.jinja"}
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.get_chat_template() == (TEMPLATES / f"{config.chat_format}.jinja").read_text()
+    for messages in conversations(60):
+        expected, targets = format_chat(messages, config.chat_format, ours)
+        assert theirs.apply_chat_template(messages) == expected, messages
+        prompt = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)
+        assert prompt == prompt_of_chat(messages[:-1], config.chat_format, ours), messages
+    stops = stop_tokens(config.chat_format, ours) | ours.stops
+    assert theirs.eos_token_id == expected[len(targets) - 1 - targets[::-1].index(True)], "what ended an answer"
+    said = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    named = said.eos_token_id if isinstance(said.eos_token_id, list) else [said.eos_token_id]
+    assert set(named) == stops and named[0] == theirs.eos_token_id and ends["eos_token_id"] == said.eos_token_id
+    assert format == "bytes" or said.top_k == 7
+    assert load_tokenizer(str(tmp_path / "out")).stops == stops, "and ours ends there too"
+
+
+def test_what_a_run_of_other_data_copies_stays_as_it_is(base, tmp_path):
+    tmp_path = tmp_path / "out"
+    tmp_path.mkdir()
+    written, ends = export_tokenizer(tmp_path / "run", config_of(base, "auto", dataset="tokens"), tmp_path)
+    assert ends == {} and written
+    assert all((tmp_path / name).read_bytes() == (base / name).read_bytes() for name in written)
+
+
+def test_a_tokenizer_that_puts_a_space_before_each_text_is_named(base, tmp_path):
+    """Llama 2's does: a template's text has one such space, a conversation in parts several."""
+    spaced = Path(shutil.copytree(base, tmp_path / "spaced"))
+    changed = tokenizers.Tokenizer.from_file(str(base / "tokenizer.json"))
+    changed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    changed.save(str(spaced / "tokenizer.json"))
+    for format in FOUR:
+        assert reads_as_trained(base, format), format
+        assert reads_as_trained(spaced, format) == (format == "plain"), "whose answers begin with a space already"
+    assert load_tokenizer(str(base)).encode("<|im_end|>") != [2], "special tokens in a text are text as before"
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"eos_token": 1, "eos_token": 2}'])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"])
+def test_a_file_that_is_no_json_object_is_refused(base, tmp_path, name, content):
+    folder = train_tokenizer(tmp_path / "base")
+    (folder / name).write_text(content)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InputError, match=f"{name}.*expected"):
+        export_tokenizer(tmp_path / "run", config_of(folder, "chatml"), tmp_path / "out")
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+
+
+def test_bytes_as_others_read_them(tmp_path):
+    (tmp_path / "out").mkdir()
+    config = TransformerConfig(dataset="text", model_size="llama_tiny")
+    written, _ = export_tokenizer(tmp_path / "run", config, tmp_path / "out")
+    assert written == ["tokenizer.json", "tokenizer_config.json"]
+    theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(str(tmp_path / "out"))
+    ours = Bytes()
+    everything = "".join(map(chr, range(0x250))) + "\u2603\U0001f600 \n\n <|endoftext|>x"
+    assert theirs(everything[:-14]).input_ids == [256, *ours.encode(everything[:-14])], "256 stands before every text"
+    assert again.encode(everything) == ours.encode(everything) and again.decode(again.encode(everything)) == everything
+    assert theirs.decode(ours.encode(everything), skip_special_tokens=True) == everything
+    assert (again.vocab_size, again.end, again.begin, again.stops) == (257, 256, 256, {256})
+
+
+def test_long_tokens_are_merged_as_in_the_tokenizer_that_has_them():
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
+    letters = {letter: bytes([byte]) for byte, letter in letters_of_bytes().items()}
+    vocabulary = trained.get_vocab()
+    ranks = {b"".join(map(letters.__getitem__, token)): number for token, number in vocabulary.items()}
+    made = byte_level_bpe(ranks, by_words=True)
+    for text in [TEXT, "not question-to tobe  beto\n", "\u2603"]:
+        assert made.encode(text).ids == [len(ranks), *trained.encode(text).ids]
+
+
+def letters_of_bytes() -> dict[int, str]:
+    """As the tokenizers library writes each byte."""
+    single = byte_level_bpe({bytes([byte]): byte for byte in range(256)}, by_words=False)
+    return {byte: single.id_to_token(byte) for byte in range(256)}
+
+
+def test_shards_keep_their_tokenizer(base, tmp_path):
+    prefix = str(tmp_path / "c")
+    assert keep_with_shards(load_tokenizer(str(base)), prefix) == tmp_path / "c_tokenizer"
+    again = load_tokenizer(str(tmp_path / "c_tokenizer"))
+    assert again.fingerprint == load_tokenizer(str(base)).fingerprint
+    assert keep_with_shards(again, prefix), "from itself"
+    assert load_tokenizer(str(tmp_path / "c_tokenizer")).fingerprint == again.fingerprint
+    assert keep_with_shards(Bytes(), prefix) is None and not any((tmp_path / "c_tokenizer").iterdir())
+
+
+def test_a_run_on_shards_exports_and_samples_with_their_tokenizer(base, tmp_path, monkeypatch, capsys):
+    (tmp_path / "in.txt").write_text(TEXT * 20)
+    prefix = tmp_path / "datasets" / "c"
+    monkeypatch.setattr("sys.argv", ["x", str(tmp_path / "in.txt"), "--output", str(prefix), "--tokenizer", str(base)])
+    assert prepare_data.main() == 0 and f"{prefix}_tokenizer: the tokenizer of" in capsys.readouterr().out
+    kept = load_tokenizer(f"{prefix}_tokenizer")
+    data = dict(
+        dataset="tokens", data_dir=str(prefix.parent), train_data="c_train_*.bin", validation_data="c_val_*.bin"
+    )
+    config = TransformerConfig(**data, model_size="llama_tiny", vocab_size=kept.vocab_size, global_batch_size=2)
+    check_files(config)
+    model = Llama(config.shape)
+    model.initialise(0)
+    save_run(tmp_path / "run", config, model.state_dict())
+    source = sources.open_source(run_dir=str(tmp_path / "run"))
+    assert source.tokenizer.fingerprint == kept.fingerprint and source.start == kept.end
+    convert_hf.export(tmp_path / "run", tmp_path / "out", torch.float32)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs(TEXT, add_special_tokens=False).input_ids == kept.encode(TEXT)
+    named = dataclasses.replace(config, tokenizer="bytes", data_dir=str(tmp_path))
+    assert tokenizer_of_run(tmp_path / "run", named) == "bytes", "the one that is named is believed"
+    with pytest.raises(InputError, match="the tokenizer has 313 tokens, but the model 312; expected the"):
+        check_tokenizer(kept, 312)
+
+
+# ------------------------------------------------------------------------------------------------ models that end
+
+
+def chats() -> list[list[dict[str, str]]]:
+    user, assistant = (lambda text, role=role: dict(role=role, content=text) for role in ("user", "assistant"))
+    turns = [[user(asked), assistant(said)] for asked, said in ANSWERS.items()]
+    return [*turns, [dict(role="system", content="Be brief."), *turns[0], *turns[2]]]
+
+
+@pytest.fixture(scope="module")
+def trained(base) -> tuple[Llama, Path]:
+    """A model that knows a few conversations by heart in every format, and the folder of its tokenizer."""
+    tokenizer = load_tokenizer(str(base))
+    rows = [format_chat(messages, format, tokenizer) for format in FOUR for messages in chats()]
+    longest = max(len(tokens) for tokens, _ in rows)
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row, _ in rows])
+    counts = torch.tensor([targets + [False] * (longest - len(targets)) for _, targets in rows])[:, 1:]
+    model = Llama(LlamaShape(**vars(SHAPE) | dict(vocab_size=tokenizer.vocab_size)))
+    model.initialise(0)
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model waits for its threads, on a busy machine for minutes
+    for _ in range(150):
+        logits = model(tokens[:, :-1])[counts]
+        loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:][counts])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.set_num_threads(threads)
+    assert loss < 0.05
+    return model, base
+
+
+def save_run(run_dir: Path, config: TransformerConfig, model: dict[str, torch.Tensor]) -> None:
+    values = {"config": as_json(config)}
+    run_dir.mkdir()
+    Checkpoints(run_dir / "checkpoints", 1).save(7, {"model": model, "metrics": {"loss": torch.zeros(1)}}, values)
+
+
+def our_answers(run_dir: Path) -> list[list[int]]:
+    """Of the questions, each with the token that ended it."""
+    source = sources.open_source(run_dir=str(run_dir))
+    options = SamplingOptions(prompt=(), chat=tuple(ANSWERS), temperature=0, num_tokens=40)
+    asked = ask(options, source.tokenizer, source.start, source.chat_format, set(source.tokenizer.stops))
+    device = torch_xla.device()
+    return generate(sources.load(source, device), asked.prompts, options, device, asked.ends)
+
+
+def their_answers(model, tokenizer) -> list[tuple[str, list[int]]]:
+    """(text, tokens) as the pipeline for chats gives them, with no option but those that make it repeatable."""
+    chat = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    asked = [[dict(role="user", content=question)] for question in ANSWERS]
+    options = dict(max_new_tokens=40, do_sample=False)
+    texts = [chat(messages, **options)[0]["generated_text"][-1]["content"] for messages in asked]
+    tokens = [chat(messages, return_tensors=True, **options)[0]["generated_token_ids"] for messages in asked]
+    prompts = [tokenizer.apply_chat_template(messages, add_generation_prompt=True) for messages in asked]
+    return [(text, ids[len(prompt) :]) for text, ids, prompt in zip(texts, tokens, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("format", FOUR)
+def test_a_chat_ends_elsewhere_where_it_ends_here(trained, tmp_path, format, capsys):
+    model, base = trained
+    save_run(tmp_path / "run", config_of(base, format), model.state_dict())
+    convert_hf.export(tmp_path / "run", tmp_path / "out", torch.float32)
+    assert "chat_template.jinja" in capsys.readouterr().out
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    found, expected = their_answers(theirs, tokenizer), our_answers(tmp_path / "run")
+    assert [tokens for _, tokens in found] == expected
+    for (text, _), tokens, answer in zip(found, expected, ANSWERS.values(), strict=True):
+        assert text.removeprefix(" ") == answer and len(tokens) < 40, "it has ended by itself"
+
+
+def test_a_chat_with_an_adapter_ends_too(trained, tmp_path):
+    """The base ends elsewhere, and has no template: both come with the adapter."""
+    peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
+    model, base = trained
+    config = config_of(base, "chatml", lora_rank=2)
+    adapters = {
+        f"{name}.{layer}": torch.randn(size, generator=torch.Generator().manual_seed(layer)) * 0.003
+        for name, (layers, *size) in adapter_sizes(parameter_shapes(model.shape), 2).items()
+        for layer in range(layers)
+    }
+    save_run(tmp_path / "run", config, model.state_dict() | adapters)
+    plain = config_of(base, "auto", dataset="tokens")
+    save_run(tmp_path / "base", plain, model.state_dict())
+    convert_hf.export(tmp_path / "base", tmp_path / "weights", torch.float32)
+    convert_hf.export_adapter(tmp_path / "run", tmp_path / "adapter", torch.float32)
+    convert_hf.export(tmp_path / "run", tmp_path / "merged", torch.float32)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    weights = load(tmp_path / "weights")
+    weights.generation_config = transformers.GenerationConfig.from_pretrained(tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(weights, tmp_path / "adapter")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter")
+    found, expected = their_answers(theirs, tokenizer), our_answers(tmp_path / "run")
+    assert [tokens for _, tokens in found] == expected and max(map(len, expected)) < 40
+    tokens = torch.arange(24).view(2, 12) * 7 % model.shape.vocab_size
+    with torch.no_grad():
+        logits, merged = theirs(tokens).logits, load(tmp_path / "merged")(tokens).logits
+    assert (logits - merged).abs().max() <= 1e-6 * merged.abs().max(), "a base in float32 is not rounded"

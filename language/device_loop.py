@@ -33,7 +33,7 @@ class DeviceLoop:
                 # else torch_xla would compute what was traced so far, from placeholders: a segmentation fault
                 torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
                 raise
-        inputs = [*carry, *(held[place] for place in self.places), *self.constants]
+        inputs = [*self.constants, *(held[place] for place in reversed(self.places)), *reversed(carry)]
         return torch_xla._XLAC._xla_user_computation("xla::loop", inputs, self.program)[: len(carry)]
 
     def trace(self, carry: Sequence[torch.Tensor], held: list[torch.Tensor]) -> None:
@@ -59,11 +59,15 @@ class DeviceLoop:
         unknown = [number for number in sorted(read) if number not in carried and number not in of_held]
         self.places = [of_held[number] for number in known]
         self.constants = [read[number].to(torch_xla.device()) for number in unknown]
-        place_of = {number: place for place, number in enumerate([*carried, *known, *unknown]) if number != -1}
+        place_of = {number: place for place, number in enumerate([*carried, *known, *reversed(unknown)]) if number != -1}
 
         builder = xb.create_builder("loop")
-        shapes = [xb.tensor_shape(t) for t in (*carry, *(held[place] for place in self.places), *self.constants)]
-        parameters = tuple(xb.mkparam(builder, place, shape) for place, shape in enumerate(shapes))
+        # Backwards: a program's inputs are numbered from an operation's last operand to its first. Then inputs that the
+        # caller overwrites with what the loop gives stand in the order of the outputs, and XLA, which pairs donated
+        # inputs with outputs of their size one after the other, pairs each with itself: nothing is copied.
+        inputs = [*carry, *(held[place] for place in self.places), *reversed(self.constants)]
+        shapes = [xb.tensor_shape(tensor) for tensor in inputs]
+        parameters = tuple(xb.mkparam(builder, len(shapes) - 1 - place, shape) for place, shape in enumerate(shapes))
 
         def go_on(count, *_):
             return count < xb.Op.scalar(count.builder(), self.most, dtype=xb.Type.S32)

@@ -104,9 +104,12 @@ def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, sha
     y = norm(x_BTD, "ln1_weight")
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
     q = product("btd,hkd->bthk", y, w["q_weight"].view(H, -1, D), adapter(w, "q"))
-    k_weight, v_weight = w["kv_weight"].view(2, G, -1, D)
-    k = product("btd,gkd->btgk", y, k_weight, adapter(w, "kv", 0))
-    v = product("btd,gkd->btgk", y, v_weight, adapter(w, "kv", 1))
+    kv_weight = w["kv_weight"].view(2, G, -1, D)
+    if y.shape[1] > 1:
+        k, v = (torch.einsum("btd,gkd->btgk", y, weight) for weight in kv_weight)
+    else:  # halves of a weight would be copied for each token
+        k, v = product("btd,cgkd->btcgk", y, kv_weight).unbind(2)
+    k, v = add_adapter(k, y, adapter(w, "kv", 0)), add_adapter(v, y, adapter(w, "kv", 1))
     if "q_bias" in w:
         k_bias, v_bias = w["kv_bias"].view(2, G, -1)
         q, k, v = q + w["q_bias"].view(H, -1), k + k_bias, v + v_bias

@@ -1,48 +1,72 @@
-"""Sampling with a key-value cache: two graphs, prefill and decode, whatever the length of the prompts."""
+"""Sampling with a key-value cache: two graphs, prefill and decode, whatever the length of the prompts.
 
-import math
+Decode is a loop on the device over TOKENS tokens of each row: the host is asked once in so many.
+"""
+
 import zlib
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 import torch_xla
+import torch_xla.core.xla_op_registry as xla_ops
+import torch_xla.runtime as xr
 
 from language import gpt, llama
-from language.layers import Decoder
+from language.device_loop import DeviceLoop
+from language.layers import Decoder, head_product
 from language.operations import causal_attention, layer_norm
 from language.sampling import SamplingOptions
 from language.shapes import ModelShape
+from tpu_utils.dropout import GOLDEN, as_int32, mixed
 from tpu_utils.errors import InputError
+
+TOKENS = 32
+"""Of each row in one call of decode, at most."""
+ONE_PROMPT = 2
+"""Rows of one prompt on a TPU, which would compute the products of one row as sums, in its vector unit."""
+
+
+def update_slot(cache, new, slot, axis):
+    return cache.dynamic_update_slice(new, [slot if at == axis else slot.zeros_like() for at in range(4)])
+
+
+write_slot = xla_ops.register("write_slot", update_slot)
+"""(cache, new, slot, axis=): the cache with new in one slot, (), of an axis; in place, where a loop holds the cache."""
 
 
 class Cache:
-    """Keys and values of each layer, (B, T, G, K), of the G heads of keys and values, not of the H heads of queries.
+    """Keys (B, G, K, T) and values (B, G, T, K) of each layer, of the G heads of keys and values, not of the H heads of
+    queries; and where each row stands, as int32. In these orders products read them without a transposed copy.
 
-    position (B,): the next one to fill, in each row; what lies after it belongs to no token yet. A layer with a window
-    has a ring of W places. ages (W,): how far behind the end of its row's prompt the token in a place is, below 0
-    in the prompt. So all rows fill the same place, which is the one of age n - W.
+    A prompt lies in the first slots. What follows lies behind the longest prompt, in the same slots in all rows: one
+    token of all rows is one slice. A layer with a window has W slots instead: the last W tokens of each prompt, and
+    then token after token in turn the one that is the oldest. num_tokens: at most so many follow. stops: tokens that
+    end a row.
     """
 
-    def __init__(self, model: Decoder, batch: int, context: int, device):
-        shape = model.shape
+    def __init__(
+        self, model: Decoder, context: int, device, seeds: Sequence[int], num_tokens=1, stops: Sequence[int] = ()
+    ):
+        shape, batch = model.shape, len(seeds)
+
+        def send(values) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=torch.int32).to(device)
+
         self.windows = [window if window < context else 0 for window in shape.windows]
-        zeros = [
-            torch.zeros(batch, window or context, shape.num_cached_heads, shape.head_dim, dtype=model.compute_dtype)
-            for window in self.windows
-        ]
-        self.keys, self.values = ([layer.to(device) for layer in zeros] for _ in range(2))
-        self.window = max(self.windows)
-        if self.window:
-            ages = torch.arange(-self.window, 0, dtype=torch.int32)
-            self.ages, self.oldest = ages.to(device), ages[:1].to(device)
-            self.first_row = (torch.arange(batch, dtype=torch.int32)[:, None] * context).to(device)
-            self.length = torch.zeros(batch, 1, dtype=torch.int32).to(device)
-        self.position = torch.zeros(batch, dtype=torch.int32).to(device)
-        self.everywhere = torch.arange(context, dtype=torch.int32).to(device)
+        sizes = [(batch, shape.num_cached_heads, window or context, shape.head_dim) for window in self.windows]
+        zeros = [torch.zeros(size, dtype=model.compute_dtype) for size in sizes]
+        self.keys = [layer.mT.contiguous().to(device) for layer in zeros]
+        self.values = [layer.to(device) for layer in zeros]
+        self.slots, self.vocabulary = send(range(context)), send(range(shape.vocab_size))
+        self.seed_B, self.stops = send([as_int32(seed) for seed in seeds]), send([*stops] or [-1])
+        self.num_tokens, self.made, self.longest = send([num_tokens]), send([0]), send([0])
+        self.length_B, self.token_B, self.is_over_B = (send([0] * batch) for _ in range(3))
+        self.rows_B, self.rows_N, self.tokens_NB = send(range(batch)), send(range(TOKENS)), send([[0] * batch] * TOKENS)
 
 
 def run_layers(model: Decoder, tokens_BT, positions, context, attention_of_layer, pick=lambda x_BTD: x_BTD):
-    """The model's forward pass with another attention in each layer. Logits of the positions that `pick` keeps.
+    """The model's forward pass with another attention in each layer. Logits (B, V) of the position that `pick` keeps.
 
     positions: (T,), the same in all rows, or (B, 1). context: of the cache, by which rotations are for long texts.
     """
@@ -51,94 +75,170 @@ def run_layers(model: Decoder, tokens_BT, positions, context, attention_of_layer
         x = model.embed(tokens_BT)
         for layer, (w, own) in enumerate(zip(layers, model.of_blocks(positions.float(), context), strict=True)):
             x = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
-        return model.head(pick(x), weights)
-    x = F.embedding(tokens_BT, model.token_embedding) + F.embedding(positions, model.position_embedding)
-    x = x.to(model.compute_dtype)
-    for layer, w in enumerate(layers):
-        x = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
-    x = layer_norm(pick(x), weights["final_ln_weight"], weights["final_ln_bias"])
-    return F.linear(x, weights["token_embedding"])
+        logits = model.head(pick(x), weights)
+    else:
+        x = F.embedding(tokens_BT, model.token_embedding) + F.embedding(positions, model.position_embedding)
+        x = x.to(model.compute_dtype)
+        for layer, w in enumerate(layers):
+            x = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
+        x = layer_norm(pick(x), weights["final_ln_weight"], weights["final_ln_bias"])
+        logits = head_product(x, weights["token_embedding"])
+    return logits[:, 0, : model.shape.vocab_size].float()
+
+
+def next_tokens(cache: Cache, logits_BV, made, is_over_B, config: SamplingOptions):
+    """(the next token of each row, how many that makes, rows that are over) after the `made` ones before it."""
+    token_B = choose(
+        logits_BV,
+        uniform(cache.seed_B, made, cache.vocabulary) if config.temperature else None,
+        config.temperature,
+        config.top_k,
+        config.top_p,
+    )
+    is_stop_B = (token_B[:, None] == cache.stops).int().amax(-1)
+    return token_B, made + 1, torch.maximum(is_over_B, is_stop_B)
+
+
+def is_end(cache: Cache, made, is_over_B):
+    """(1,), whether nothing is left to do."""
+    return (made >= cache.num_tokens) | (is_over_B.amin(0, keepdim=True) == torch.ones_like(made))
 
 
 @torch_xla.compile(full_graph=True, name="prefill")
-def prefill(model: Decoder, cache: Cache, tokens_BT, length_B):
-    """Fill the cache from prompts, each padded to the whole context. Logits (B, V) after the last token of each."""
-    is_last = (cache.everywhere == length_B[:, None] - 1)[:, :, None]
+def prefill(model: Decoder, cache: Cache, tokens_BP, length_B, config: SamplingOptions) -> None:
+    """Fill the cache from prompts, padded to one length, and choose the first token after each."""
+    slots_P = cache.slots[: tokens_BP.shape[1]]
+    is_last = (slots_P == length_B[:, None] - 1)[:, :, None]
+    first = torch.zeros((), dtype=torch.int32, device=length_B.device)
 
-    if cache.window:  # the last W tokens of each prompt, in rows of (B T, G, K)
-        last_BW = length_B[:, None] + cache.ages
-        last_BW = (torch.maximum(last_BW, torch.zeros_like(last_BW)) + cache.first_row).flatten()
+    def last_of_rows(x_BPGK, window):
+        """(B, W, G, K): the last W tokens of each prompt; before its first, that one."""
+        at_BW = length_B[:, None] - window + cache.slots[:window]
+        at_BW = torch.maximum(at_BW, torch.zeros_like(at_BW)) + (cache.rows_B * len(slots_P))[:, None]
+        return x_BPGK.flatten(0, 1).index_select(0, at_BW.flatten()).unflatten(0, (-1, window))
 
     def attention_of_layer(layer):
+        window = cache.windows[layer]
+
         def attention(q, k, v, *_):
-            for held, new in ((cache.keys[layer], k), (cache.values[layer], v)):
-                is_ring = cache.windows[layer]
-                held.copy_(new.flatten(0, 1).index_select(0, last_BW).view(held.shape) if is_ring else new)
-            return causal_attention(q, k, v, window=cache.windows[layer])
+            keys, values = (last_of_rows(x, window) if window else x for x in (k, v))
+            cache.keys[layer].copy_(write_slot(cache.keys[layer], keys.permute(0, 2, 3, 1), first, axis=3))
+            cache.values[layer].copy_(write_slot(cache.values[layer], values.transpose(1, 2), first, axis=2))
+            return causal_attention(q, k, v, window=window)
 
         return attention
 
     with torch.no_grad():
-        cache.position.copy_(length_B)
-        if cache.window:
-            cache.length.copy_(length_B[:, None])
         # before the head: logits of all tokens would be large. By a sum: a product with a one-hot mask rounds on a TPU
-        last = lambda x_BTD: torch.where(is_last, x_BTD, 0.0).sum(1, keepdim=True)  # noqa: E731
-        logits = run_layers(model, tokens_BT, cache.everywhere, tokens_BT.shape[1], attention_of_layer, last)
-        return logits[:, 0, : model.shape.vocab_size].float()
+        last = lambda x_BPD: torch.where(is_last, x_BPD, 0.0).sum(1, keepdim=True)  # noqa: E731
+        logits_BV = run_layers(model, tokens_BP, slots_P, len(cache.slots), attention_of_layer, last)
+        made, is_over_B = torch.zeros_like(cache.made), torch.zeros_like(cache.is_over_B)
+        token_B, made, is_over_B = next_tokens(cache, logits_BV, made, is_over_B, config)
+        cache.length_B.copy_(length_B), cache.longest.copy_(length_B.amax(0, keepdim=True))
+        cache.token_B.copy_(token_B), cache.made.copy_(made), cache.is_over_B.copy_(is_over_B)
+
+
+def place_of(cache: Cache, window: int, place):
+    """(slot, which slots each row sees, (B, T)) of the token that is `place` (1,) behind the prompts, from 0 on."""
+    if not window:
+        slot = cache.longest + place
+        is_behind = (cache.slots >= cache.longest) & (cache.slots <= slot)
+        return slot[0], (cache.slots < cache.length_B[:, None]) | is_behind
+    slots_W, size = cache.slots[:window], torch.full_like(place, window)
+    age_W = place - torch.remainder(place - slots_W, size)  # of the token in a slot: below 0 in the prompt
+    return torch.remainder(place, size)[0], age_W >= -cache.length_B[:, None]
+
+
+def next_logits(model: Decoder, cache: Cache, keys: list, values: list, token_B, made):
+    """Logits (B, V) after one more token of each row, the last of `made`; keys and values, a tensor for each layer, are
+    replaced by those with this token's."""
+    places = {window: place_of(cache, window, made - 1) for window in set(cache.windows)}
+
+    def attention_of_layer(layer):
+        slot, is_seen = places[cache.windows[layer]]
+
+        def attention(q, k, v, *_):
+            keys[layer] = write_slot(keys[layer], k[:, 0, :, :, None], slot, axis=3)
+            values[layer] = write_slot(values[layer], v.transpose(1, 2), slot, axis=2)
+            grouped = q.view(len(q), k.shape[2], -1, q.shape[3])  # (B, G, R, K): R heads share a key
+            scores = torch.einsum("bgrk,bgks->bgrs", grouped.float(), keys[layer].float())
+            p = scores.masked_fill(~is_seen[:, None, None], -1e30).softmax(-1).to(v.dtype)
+            return torch.einsum("bgrs,bgsk->bgrk", p, values[layer]).view(q.shape)
+
+        return attention
+
+    position_B1 = (cache.length_B + made - 1)[:, None]
+    return run_layers(model, token_B[:, None], position_B1, len(cache.slots), attention_of_layer)
+
+
+def decode_loop(model: Decoder, cache: Cache, config: SamplingOptions) -> DeviceLoop:
+    """Of decode: TOKENS tokens of each row, or fewer when all rows are over."""
+    layers = model.shape.num_layers
+
+    def body(count, made, token_B, is_over_B, tokens_NB, *caches):
+        keys, values = list(caches[:layers]), list(caches[layers:])
+        logits_BV = next_logits(model, cache, keys, values, token_B, made)
+        token_B, made, is_over_B = next_tokens(cache, logits_BV, made, is_over_B, config)
+        tokens_NB = torch.where((cache.rows_N == count)[:, None], token_B, tokens_NB)
+        return after(count + 1, made, is_over_B), made, token_B, is_over_B, tokens_NB, *keys, *values
+
+    def after(count, made, is_over_B):
+        return torch.where(is_end(cache, made, is_over_B)[0], torch.full_like(count, TOKENS), count)
+
+    held = [*model.parameters(), *model.buffers(), cache.slots, cache.vocabulary, cache.seed_B, cache.stops]
+    return DeviceLoop(body, TOKENS, lambda: [*held, cache.num_tokens, cache.longest, cache.length_B, cache.rows_N])
 
 
 @torch_xla.compile(full_graph=True, name="decode")
-def decode(model: Decoder, cache: Cache, token_B):
-    """Logits (B, V) after one more token of each row; the cache and its positions move on by one."""
-    here = (cache.everywhere == cache.position[:, None])[:, :, None, None]
-    masks = {0: (here, (cache.everywhere <= cache.position[:, None])[:, None, None])}
-    if cache.window:
-        newest = cache.position[:1] - cache.length[0]
-        is_oldest = cache.ages == newest + cache.oldest
-        ages = torch.where(is_oldest, newest, cache.ages)
-        masks[cache.window] = is_oldest[:, None, None], (ages >= -cache.length)[:, None, None]  # none before a prompt
+def decode(loop: DeviceLoop, cache: Cache) -> None:
+    """Up to TOKENS more tokens of each row, into cache.tokens_NB; of rows that are over they mean nothing."""
+    first = torch.zeros((), dtype=torch.int32, device=cache.made.device)
+    count = torch.where(is_end(cache, cache.made, cache.is_over_B)[0], torch.full_like(first, TOKENS), first)
+    state = [cache.made, cache.token_B, cache.is_over_B, cache.tokens_NB, *cache.keys, *cache.values]
+    for tensor, new in zip(state, loop(count, *state)[1:], strict=True):
+        tensor.copy_(new)
 
-    def attention_of_layer(layer):
-        is_here, is_seen = masks[cache.windows[layer]]
 
-        def attention(q, k, v, *_):
-            # the whole cache is rewritten: by libtpu's estimate a scatter of the new row takes three times as long
-            keys, values = torch.where(is_here, k, cache.keys[layer]), torch.where(is_here, v, cache.values[layer])
-            cache.keys[layer].copy_(keys)
-            cache.values[layer].copy_(values)
-            grouped = q.view(len(q), keys.shape[2], -1, q.shape[3]).float()  # (B, G, R, K): R heads share a key
-            scores = torch.einsum("bghk,bsgk->bghs", grouped, keys.float()).masked_fill(~is_seen, -1e30)
-            return torch.einsum("bghs,bsgk->bghk", scores.softmax(-1).to(v.dtype), values).view(q.shape)
-
-        return attention
-
-    with torch.no_grad():
-        context = len(cache.everywhere)
-        logits = run_layers(model, token_B[:, None], cache.position[:, None], context, attention_of_layer)
-        cache.position.add_(1)
-        if cache.window:
-            cache.ages.copy_(ages)
-        return logits[:, 0, : model.shape.vocab_size].float()
+def uniform(seed_B, made, vocabulary):
+    """Random numbers from 0 to 1, (B, V): a hash of the row's seed, how many tokens it has, and the token."""
+    key_B = mixed(seed_B + mixed(made * GOLDEN))
+    bits = mixed(key_B[:, None] + vocabulary * GOLDEN) & 0x7FFFFFFF
+    return (bits.float() + 0.5) * 2.0**-31
 
 
 def choose(logits_BV, uniform_BV, temperature: float, top_k: int, top_p: float):
-    """The next token of every row, (B,): argmax of logits / temperature + Gumbel noise is a sample of their softmax.
+    """The next token of each row, (B,) int32: argmax of logits / temperature + Gumbel noise, drawn from their softmax.
 
     uniform_BV: random numbers from 0 to 1. top_k is taken before top_p, as in Hugging Face's generate.
     """
     if temperature == 0:
-        return logits_BV.argmax(-1)
+        return logits_BV.argmax(-1).int()
     logits_BV = logits_BV / temperature
-    if top_k:
-        smallest = logits_BV.topk(min(top_k, logits_BV.shape[-1])).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < smallest, -math.inf)
+    if 0 < top_k < logits_BV.shape[-1]:
+        is_in = likeliest(logits_BV, torch.ones_like(logits_BV), top_k)
+        logits_BV = logits_BV.masked_fill(~is_in, -torch.inf)
     if top_p < 1:
-        likeliest, order = logits_BV.sort(descending=True, stable=True)
-        p = likeliest.softmax(-1)
-        is_out = p.cumsum(-1) - p >= top_p  # likelier ones reach top_p; the first always stays
-        logits_BV = logits_BV.masked_fill(torch.zeros_like(is_out).scatter(-1, order, is_out), -math.inf)
-    return (logits_BV - torch.log(-torch.log(uniform_BV.clamp_min(1e-20)))).argmax(-1)
+        p = logits_BV.softmax(-1)
+        logits_BV = logits_BV.masked_fill(~likeliest(p, p, top_p), -torch.inf)
+    return (logits_BV - torch.log((-torch.log1p(-uniform_BV)).clamp_min(1e-20))).argmax(-1).int()
+
+
+def likeliest(values_BV, weights_BV, enough: float):
+    """Which are the fewest greatest values whose weights add up to `enough`; equal ones stay together.
+
+    The bound is found by halving the range 32 times, to within 2^-32 of it: a sort takes longer on a TPU.
+    """
+    low, high = values_BV.amin(-1, keepdim=True), values_BV.amax(-1, keepdim=True)
+    for _ in range(32):
+        middle = (low + high) * 0.5
+        is_enough = torch.where(values_BV >= middle, weights_BV, 0.0).sum(-1, keepdim=True) >= enough
+        low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle)
+    return values_BV >= low
+
+
+def rounded_up(length: int) -> int:
+    """To 128, the lanes of a TPU."""
+    return -(-length // 128) * 128
 
 
 def check_lengths(
@@ -162,13 +262,20 @@ def check_lengths(
             )
     most = max(map(len, prompts))
     num_tokens = num_tokens or min(100, longest + 1 - most)
-    return num_tokens, context or min(longest, -(-(most + num_tokens - 1) // 128) * 128)
+    return num_tokens, context or min(longest, rounded_up(most + num_tokens - 1))
 
 
 def generate(
-    model: Decoder, prompts: list[list[int]], config: SamplingOptions, device, ends=lambda tokens: False, context=0
+    model: Decoder,
+    prompts: list[list[int]],
+    config: SamplingOptions,
+    device,
+    ends: Callable[[list[int]], bool] = lambda tokens: False,
+    context=0,
+    stops: Sequence[int] = (),
 ) -> list[list[int]]:
-    """The tokens that follow each prompt: num_tokens, or up to the first after which ends(tokens) is true.
+    """The tokens that follow each prompt: num_tokens, or up to the first that is one of stops, or after which
+    ends(tokens) is true. The device knows of stops; ends is asked when TOKENS more have come.
 
     A continuation does not depend on the other prompts, except that equal prompts draw different numbers. Raises
     InputError when prompts do not fit the context.
@@ -176,26 +283,23 @@ def generate(
     num_tokens, context = check_lengths(model.shape, prompts, config.num_tokens, context)
     # a seed for each prompt: of config.seed, its tokens, and how many equal prompts came before it
     drawn = [repr((config.seed, prompt, prompts[:row].count(prompt))) for row, prompt in enumerate(prompts)]
-    seeds = [zlib.crc32(text.encode()) for text in drawn]
-    random = [torch.Generator().manual_seed(seed) for seed in seeds]
-    # one row alone is slower on a TPU than two: its products become sums in the vector unit
-    rows = prompts if len(prompts) > 1 else prompts * 2
-    cache = Cache(model, len(rows), context, device)
-    padded = torch.zeros(len(rows), context, dtype=torch.int32)
+    rows = prompts if len(prompts) > 1 or xr.device_type() != "TPU" else prompts * ONE_PROMPT
+    seeds = [zlib.crc32(text.encode()) for text in drawn] * (len(rows) // len(prompts))
+    cache = Cache(model, context, device, seeds, num_tokens, sorted(stops))
+    padded = torch.zeros(len(rows), min(context, rounded_up(max(map(len, rows)))), dtype=torch.int32)
     for row, prompt in zip(padded, rows, strict=True):
         row[: len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-    logits = prefill(model, cache, padded.to(device), lengths.to(device))
+    prefill(model, cache, padded.to(device), lengths.to(device), config)
     found: list[list[int]] = [[] for _ in prompts]
-    is_done = [False] * len(prompts)
+    is_done, loop, come = [False] * len(prompts), decode_loop(model, cache, config), cache.token_B.cpu()[None]
     while True:
-        uniform = torch.stack([torch.rand(model.shape.vocab_size, generator=generator) for generator in random])
-        token_B = choose(logits.cpu()[: len(prompts)], uniform, config.temperature, config.top_k, config.top_p)
-        for row, token in enumerate(token_B.tolist()):
-            if not is_done[row]:
-                found[row].append(token)
-                is_done[row] = len(found[row]) == num_tokens or ends(found[row])
+        for row, tokens in enumerate(found):
+            for token in come[:, row].tolist():
+                if not is_done[row]:
+                    tokens.append(token)
+                    is_done[row] = len(tokens) == num_tokens or token in stops or ends(tokens)
         if all(is_done):
             return found
-        token_B = token_B.expand(len(rows)) if len(prompts) == 1 else token_B
-        logits = decode(model, cache, token_B.to(torch.int32).to(device))
+        decode(loop, cache)
+        come = cache.tokens_NB.cpu()

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from language.layers import Decoder, adapter, add_adapter, find_documents, product
+from language.layers import Decoder, adapter, add_adapter, find_documents, head_product, product
 from language.operations import add_bias, causal_attention, layer_norm
 from language.shapes import ModelShape
 from tpu_utils.dropout import dropout, layer_keys, positions
@@ -55,7 +55,7 @@ def block(x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shar
     q, k, v = zip(w["qkv_weight"].view(3, num_heads, -1, D), w["qkv_bias"].view(3, num_heads, -1), strict=True)
     q = (q[0].float() / math.sqrt(D // num_heads)).to(q[0].dtype), q[1]  # fused with the product; cast() does the bias
     add = torch.add if attention is causal_attention else add_bias  # XLA cannot fuse a bias gradient into a kernel
-    qkv = [add(torch.einsum("btd,hkd->bthk", y, weight), bias) for weight, bias in (q, k, v)]
+    qkv = [add(product("btd,hkd->bthk", y, weight), bias) for weight, bias in (q, k, v)]
     qkv = [add_adapter(x, y, adapter(w, "qkv", part)) for part, x in enumerate(qkv)]
     out_weight, y = w["attention_out_weight"].view(D, num_heads, -1), attention(*qkv, w.get("starts"), saved)
     y = product("bthk,dhk->btd", y, out_weight, adapter(w, "attention_out")) + w["attention_out_bias"]
@@ -125,4 +125,4 @@ class GPT(Decoder):
         of_blocks = [{"shared": indices} for _ in layers]
         x = self.through_layers(self.hold_sharding(x.to(self.compute_dtype)), layers, of_blocks)
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
-        return F.linear(x, cast["token_embedding"])
+        return head_product(x, cast["token_embedding"])

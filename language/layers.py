@@ -52,7 +52,20 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def product(equation: str, x_BTI, weight, adapter=None):
     """x times a weight, by einsum, plus its adapter. The last axis of x and of the output may be split into two."""
-    return add_adapter(torch.einsum(equation, x_BTI, weight), x_BTI, adapter)
+    y = torch.einsum(equation, x_BTI, weight) if x_BTI.shape[1] > 1 else of_one_token(x_BTI, weight)
+    return add_adapter(y, x_BTI, adapter)
+
+
+def head_product(x_BTD, weight_VD):
+    return F.linear(x_BTD, weight_VD) if x_BTD.shape[1] > 1 else of_one_token(x_BTD, weight_VD)
+
+
+def of_one_token(x_B1I, weight):
+    """The product of a decoding step. The weight comes first, or XLA's CPU backend takes 4 to 8 times as long; in two
+    parts, or XLA turns the product around again."""
+    B, inputs = len(x_B1I), x_B1I.dim() - 2  # axes that are summed over, the weight's last
+    y = torch.einsum("pqi,bi->pqb", weight.reshape(2, -1, x_B1I[0].numel()), x_B1I.view(B, -1))
+    return y.permute(2, 0, 1).reshape(B, 1, *weight.shape[:-inputs])
 
 
 def add_adapter(y, x_BTI, adapter=None):

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from language.layers import Decoder, adapter, add_adapter, find_documents, product
+from language.layers import Decoder, adapter, add_adapter, find_documents, head_product, product
 from language.operations import causal_attention, rms_norm
 from language.shapes import LlamaShape
 
@@ -104,9 +104,12 @@ def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, sha
     y = norm(x_BTD, "ln1_weight")
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
     q = product("btd,hkd->bthk", y, w["q_weight"].view(H, -1, D), adapter(w, "q"))
-    k_weight, v_weight = w["kv_weight"].view(2, G, -1, D)
-    k = product("btd,gkd->btgk", y, k_weight, adapter(w, "kv", 0))
-    v = product("btd,gkd->btgk", y, v_weight, adapter(w, "kv", 1))
+    kv_weight = w["kv_weight"].view(2, G, -1, D)
+    if y.shape[1] > 1:
+        k, v = (torch.einsum("btd,gkd->btgk", y, weight) for weight in kv_weight)
+    else:  # halves of a weight would be copied for each token
+        k, v = product("btd,cgkd->btcgk", y, kv_weight).unbind(2)
+    k, v = add_adapter(k, y, adapter(w, "kv", 0)), add_adapter(v, y, adapter(w, "kv", 1))
     if "q_bias" in w:
         k_bias, v_bias = w["kv_bias"].view(2, G, -1)
         q, k, v = q + w["q_bias"].view(H, -1), k + k_bias, v + v_bias
@@ -117,7 +120,7 @@ def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, sha
     x_BTD = hold_sharding(x_BTD + norm(y, "ln1_after_weight"))
     y = norm(x_BTD, "ln2_weight")
     # one product, so that its gradient is one tensor, as the weight is
-    gate, up = torch.einsum("btd,ced->btce", y, w["gate_up_weight"]).unbind(2)
+    gate, up = product("btd,ced->btce", y, w["gate_up_weight"]).unbind(2)
     gate, up = add_adapter(gate, y, adapter(w, "gate_up", 0)), add_adapter(up, y, adapter(w, "gate_up", 1))
     gate = F.silu(gate) if shape.of_family.activation == "silu" else F.gelu(gate, approximate="tanh")
     y = product("bte,de->btd", gate * up, w["mlp_out_weight"], adapter(w, "mlp_out"))
@@ -207,4 +210,4 @@ class Llama(Decoder):
     def head(self, x_BTD, cast):
         """Logits of what the last layer gave."""
         x_BTD = rms_norm(x_BTD, cast["final_ln_weight"], self.shape.norm_eps)
-        return F.linear(x_BTD, cast["token_embedding" if self.shape.tied_head else "head_weight"])
+        return head_product(x_BTD, cast["token_embedding" if self.shape.tied_head else "head_weight"])

@@ -102,7 +102,7 @@ def main(config: GenerateConfig) -> int:
     check_lengths(source.shape, asked.prompts, config.num_tokens, config.context)
     device, _ = start_device(config.for_device)
     before = graphs_compiled()
-    found = generate(load(source, device), asked.prompts, config, device, asked.ends, config.context)
+    found = generate(load(source, device), asked.prompts, config, device, asked.ends, config.context, asked.stops)
     print_continuations(config, asked, found, source.tokenizer)
     print(f"{sum(map(len, found))} tokens, {graphs_compiled() - before} graphs", file=sys.stderr)
     return 0

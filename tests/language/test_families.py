@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from cached_logits import cached_logits
 from processes import run
 from run_files import assert_identical, state_in
 from test_gpt_parity import SHAPE as GPT2
@@ -16,7 +17,6 @@ from test_llama_parity import FACTORS, GEMMA3, MISTRAL, SHAPES, hugging_face_mod
 from test_llama_parity import our_loss as loss_of
 from test_transformer_tpu import losses_of, train_all
 
-from language import decoding
 from language.gpt import GPT
 from language.hf_config import hugging_face_config
 from language.layers import find_documents, load_weights
@@ -63,16 +63,11 @@ def test_decoding_with_the_cache_is_the_forward_pass(name):
     tokens, lengths = tokens_of(shape, 2, T), torch.tensor([3, 41])
     expected = model(tokens)[..., : shape.vocab_size].detach()
     model.to(device)
-    cache = decoding.Cache(model, 2, T, device)
-    assert [len(keys[0]) for keys in cache.keys] == [window or T for window in shape.windows]
-    padded = torch.where(torch.arange(T) < lengths[:, None], tokens, 7).int()
-    found, at = [decoding.prefill(model, cache, padded.to(device), lengths.int().to(device))], lengths.clone()
-    while at.max() < T:
-        found.append(decoding.decode(model, cache, tokens.gather(1, at[:, None])[:, 0].int().to(device)))
-        at += 1
+    first, found, cache = cached_logits(model, tokens, lengths.tolist())
+    assert [values.shape[2] for values in cache.values] == [window or T for window in shape.windows]
+    assert first == expected[range(2), lengths - 1].argmax(-1).tolist()
     for row, length in enumerate(lengths.tolist()):
-        here = torch.stack([logits.cpu()[row] for logits in found])
-        assert relative_error(here, expected[row, length - 1 : length - 1 + len(here)]) < 1e-4, name
+        assert relative_error(found[:, row], expected[row, length : length + len(found)]) < 1e-4, name
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from cached_logits import cached_logits
 from mutations import make_irregular, no_hang
 from test_llama_parity import QWEN3, STRETCHED, TIED, hugging_face_model
 from test_tokenizer import trained
@@ -16,6 +17,7 @@ from language import decoding, llmc_weights, sources
 from language.gpt import GPT
 from language.layers import stack_layers
 from language.llama import Llama
+from language.sampling import SamplingOptions
 from language.shapes import LlamaShape, ModelShape
 from language.tokenizer import Numbers, load_tokenizer
 from language.transformer_options import TransformerConfig
@@ -24,7 +26,7 @@ from tools.generate import GenerateConfig
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import one_thread
 from tpu_utils.errors import InputError, run_script
-from tpu_utils.graphs import graphs_compiled
+from tpu_utils.graphs import graphs_compiled, transfers_from_device, transfers_to_device
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
@@ -113,31 +115,64 @@ def tiny():
     return model, on_device.to(torch_xla.device())
 
 
-def sample(model, prompts, num_tokens=6, ends=lambda tokens: False, **options):
+def sample(model, prompts, num_tokens=6, ends=lambda tokens: False, stops=(), **options):
     config = GenerateConfig(run_dir="x", num_tokens=num_tokens, **options)
-    return decoding.generate(model, prompts, config, torch_xla.device(), ends, config.context)
+    return decoding.generate(model, prompts, config, torch_xla.device(), ends, config.context, stops)
 
 
 def test_cached_logits_agree_with_uncached_whatever_the_lengths(tiny):
     model, on_device = tiny
-    device, V, T = torch_xla.device(), TINY.vocab_size, TINY.sequence_length
+    V, T = TINY.vocab_size, TINY.sequence_length
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
     expected = model(tokens)[..., :V].detach()
     before = graphs_compiled()
     for lengths in ([1, 7], [9, 3]):
-        cache = decoding.Cache(on_device, 2, T, device)
-        assert cache.keys[0].shape == (2, T, TINY.num_kv_heads, TINY.head_dim), "of the heads that there are"
-        padded = torch.where(torch.arange(T) < torch.tensor(lengths)[:, None], tokens, 49).int()  # padding is unseen
-        found = [decoding.prefill(on_device, cache, padded.to(device), torch.tensor(lengths).int().to(device))]
-        at = torch.tensor(lengths)
-        while at.max() < T:
-            found.append(decoding.decode(on_device, cache, tokens.gather(1, at[:, None])[:, 0].int().to(device)))
-            at += 1
+        first, found, cache = cached_logits(on_device, tokens, lengths)
+        assert cache.values[0].shape == (2, TINY.num_kv_heads, T, TINY.head_dim), "of the heads that there are"
+        assert first == expected[range(2), torch.tensor(lengths) - 1].argmax(-1).tolist()
         for row, length in enumerate(lengths):
-            here = torch.stack([logits.cpu()[row] for logits in found])
-            wanted = expected[row, length - 1 : length - 1 + len(here)]
-            np.testing.assert_allclose(here, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+            wanted = expected[row, length : length + len(found)]
+            np.testing.assert_allclose(found[:, row], wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
     assert graphs_compiled() - before == 2
+
+
+@pytest.mark.parametrize("options", [dict(temperature=0.0), dict(seed=5), dict(temperature=1.3, top_k=20, top_p=0.9)])
+def test_tokens_of_a_loop_are_those_of_one_after_the_other(tiny, monkeypatch, options):
+    prompts = [[3, 1], [4], [5, 6, 7, 8, 9]]
+    expected = sample(tiny[1], prompts, num_tokens=12, **options)
+    assert len({token for row in expected for token in row}) > 4
+    for tokens in (1, 5):
+        monkeypatch.setattr(decoding, "TOKENS", tokens)
+        assert sample(tiny[1], prompts, num_tokens=12, **options) == expected
+
+
+def test_the_host_is_asked_once_in_a_loop_and_the_last_one_is_no_other_graph(tiny, monkeypatch):
+    monkeypatch.setattr(decoding, "TOKENS", 4)
+    prompts = [[3, 1], [4], [5, 6, 7]]
+    whole, graphs = sample(tiny[1], prompts, num_tokens=9), graphs_compiled()  # the first, and two loops
+    for num_tokens in (1, 2, 5, 7, 12):
+        begin = transfers_from_device()
+        found = sample(tiny[1], prompts, num_tokens=num_tokens)
+        assert [row[:9] for row in found] == [row[:num_tokens] for row in whole]
+        assert transfers_from_device() - begin == 1 + -(-(num_tokens - 1) // 4)
+    assert graphs_compiled() == graphs
+
+
+def test_a_loop_uploads_nothing_and_ends_with_its_last_row(tiny):
+    _, model = tiny
+    config = SamplingOptions(temperature=0.0)
+    (_, first, second, *_), (other, *_) = found = sample(model, [[3, 1], [4]], temperature=0.0)
+    for stops, after in ([], 11), ([first, other], 2), ([second, other], 3 if second != first else 2):
+        cache = decoding.Cache(model, TINY.sequence_length, torch_xla.device(), [0, 0], 11, stops)
+        prompts, lengths = torch.tensor([[3, 1], [4, 0]]).int(), torch.tensor([2, 1]).int()
+        decoding.prefill(model, cache, prompts.to(torch_xla.device()), lengths.to(torch_xla.device()), config)
+        loop = decoding.decode_loop(model, cache, config)
+        decoding.decode(loop, cache)
+        uploads = transfers_to_device()
+        made = cache.made.item()
+        assert made == after, found
+        decoding.decode(loop, cache)
+        assert cache.made.item() == made and transfers_to_device() == uploads, "nothing is left to do"
 
 
 def test_a_batch_is_each_prompt_alone(tiny):
@@ -161,13 +196,15 @@ def test_same_seed_same_tokens_and_greedy_is_the_argmax(tiny):
     assert sample(on_device, [[3, 1]], top_k=1) == sample(on_device, [[3, 1]], top_p=1e-9) == [greedy]
 
 
-def test_one_prompt_is_computed_as_two_rows(tiny, monkeypatch):
+@pytest.mark.parametrize(("device", "expected"), [("TPU", [2, 3]), ("CPU", [1, 3])])
+def test_one_prompt_is_computed_as_two_rows_on_a_tpu(tiny, monkeypatch, device, expected):
     """By the TPU compiler's estimate one row takes 2.4 times as long: docs/language_models.md."""
     rows = []
-    monkeypatch.setattr(decoding, "decode", lambda *a, decode=decoding.decode: rows.append(len(a[2])) or decode(*a))
-    sample(tiny[1], [[3, 1]], num_tokens=2)
-    sample(tiny[1], [[3, 1], [4], [5]], num_tokens=2)
-    assert rows == [2, 3]
+    prefill = decoding.prefill
+    monkeypatch.setattr(decoding.xr, "device_type", lambda: device)
+    monkeypatch.setattr(decoding, "prefill", lambda *a: rows.append(len(a[2])) or prefill(*a))
+    alone, together = sample(tiny[1], [[3, 1]]), sample(tiny[1], [[3, 1], [4], [5]])
+    assert rows == expected and alone[0] == together[0]
 
 
 def test_a_row_ends_where_it_stops(tiny):
@@ -177,6 +214,7 @@ def test_a_row_ends_where_it_stops(tiny):
     ends = lambda tokens: tokens[-1] == stop  # noqa: E731
     expected = [row[: row.index(stop) + 1] if stop in row else row for row in whole]
     assert sample(tiny[1], prompts, ends=ends, seed=3) == expected and len(expected[1]) <= 3
+    assert sample(tiny[1], prompts, stops={stop, 47}, seed=3) == expected
 
 
 def reference(logits, temperature, top_k, top_p):
@@ -326,7 +364,7 @@ def prompted(tmp_path, monkeypatch, capsysbinary):
     def call(tokenizer, replies=((65, 66, 67),), **options):
         given = []
 
-        def generate(model, prompts, config, device, ends, context):
+        def generate(model, prompts, config, device, ends, context, stops):
             given.extend(prompts)
             rows = []
             for reply in replies:

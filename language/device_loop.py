@@ -1,0 +1,79 @@
+"""A loop that the device runs: one call of it is one operation of the graph, whatever its body holds.
+
+torch_xla's own while_loop traces its body in every call, and makes, for the trace, a tensor in the device's memory for
+each of the carry's. Here the body is traced in the first call, on placeholders that own no memory; what is kept is the
+program of the loop, and where its inputs come from. This is private to torch_xla 2.9, as its scan() is built.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+
+
+class DeviceLoop:
+    """Calls body(*carry) on the device until the carry's first tensor, an int32 (), has reached `most`.
+
+    The first tensor counts: the body adds 1, or sets it to `most` to end early. body takes tensors and returns as many
+    of the same shapes and dtypes. Other tensors that it reads are those of held(): they are inputs of the loop, read
+    anew in each call, so their values may change, and not their shapes. A constant is what it was in the first call.
+    """
+
+    def __init__(self, body: Callable, most: int, held: Callable[[], Sequence[torch.Tensor]]):
+        self.body, self.most, self.held = body, most, held
+        self.program = None
+
+    def __call__(self, *carry: torch.Tensor) -> list[torch.Tensor]:
+        held = list(self.held())
+        if self.program is None:
+            try:
+                self.trace(carry, held)
+            except BaseException:
+                # else torch_xla would compute what was traced so far, from placeholders: a segmentation fault
+                torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
+                raise
+        inputs = [*self.constants, *(held[place] for place in reversed(self.places)), *reversed(carry)]
+        return torch_xla._XLAC._xla_user_computation("xla::loop", inputs, self.program)[: len(carry)]
+
+    def trace(self, carry: Sequence[torch.Tensor], held: list[torch.Tensor]) -> None:
+        """Sets program; places: of the held tensors that the body reads; constants: what else it reads."""
+        begins = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in carry]
+        with torch.no_grad():
+            ends = self.body(*begins)
+        if len(ends) != len(begins):
+            raise ValueError(f"the loop's body gives {len(ends)} tensors, expected {len(begins)}, as it takes")
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True), 1):
+            was, is_now = (f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (begin, end))
+            if was != is_now:
+                raise ValueError(
+                    f"tensor {number} of the loop was {was}, is {is_now} behind its body; expected the same"
+                )
+        context = torch_xla._XLAC.lowering.LoweringContext("Body")
+        context.build(list(ends))
+        body = xb.computation_from_module_proto("body", context.hlo())
+        read = dict(context.device_parameter_id_tensor_mapping())  # {parameter of the body: a tensor with its data}
+        carried = [context.tensor_parameter_id(tensor) for tensor in begins]  # -1: not read
+        of_held = {context.tensor_parameter_id(tensor): place for place, tensor in enumerate(held)}
+        known = [number for number in sorted(read) if number not in carried and number in of_held]
+        unknown = [number for number in sorted(read) if number not in carried and number not in of_held]
+        self.places = [of_held[number] for number in known]
+        self.constants = [read[number].to(torch_xla.device()) for number in unknown]
+        place_of = {number: place for place, number in enumerate([*carried, *known, *reversed(unknown)]) if number != -1}
+
+        builder = xb.create_builder("loop")
+        # Backwards: a program's inputs are numbered from an operation's last operand to its first. Then inputs that the
+        # caller overwrites with what the loop gives stand in the order of the outputs, and XLA, which pairs donated
+        # inputs with outputs of their size one after the other, pairs each with itself: nothing is copied.
+        inputs = [*carry, *(held[place] for place in self.places), *reversed(self.constants)]
+        shapes = [xb.tensor_shape(tensor) for tensor in inputs]
+        parameters = tuple(xb.mkparam(builder, len(shapes) - 1 - place, shape) for place, shape in enumerate(shapes))
+
+        def go_on(count, *_):
+            return count < xb.Op.scalar(count.builder(), self.most, dtype=xb.Type.S32)
+
+        def once(*values):
+            made = xb.Op.call(body, [values[place_of[number]] for number in range(len(place_of))])
+            return (*(made.get_tuple_element(i) for i in range(len(carry))), *values[len(carry) :])
+
+        self.program = xb.Op.mkwhile(parameters, go_on, once).build("loop")

@@ -59,7 +59,9 @@ class DeviceLoop:
         unknown = [number for number in sorted(read) if number not in carried and number not in of_held]
         self.places = [of_held[number] for number in known]
         self.constants = [read[number].to(torch_xla.device()) for number in unknown]
-        place_of = {number: place for place, number in enumerate([*carried, *known, *reversed(unknown)]) if number != -1}
+        place_of = {
+            number: place for place, number in enumerate([*carried, *known, *reversed(unknown)]) if number != -1
+        }
 
         builder = xb.create_builder("loop")
         # Backwards: a program's inputs are numbered from an operation's last operand to its first. Then inputs that the

@@ -1,8 +1,7 @@
-"""Causal attention by jax's Pallas kernels for TPU (splash attention): the (T, T) scores never reach HBM.
+"""Causal attention by the Pallas kernels of flash_kernels.py: the (T, T) scores never reach HBM. TPU only.
 
-jax lowers the kernels to HLO, which becomes a part of the step's graph. torch_xla 2.9.0's own wrappers are not used:
-flash_attention's backward pass expands three row sums to 128 lanes in memory, about a million cycles a layer of GPT-2
-124M by libtpu's estimate for v5e; splash_attention needs torchax with flax, and runs the forward kernel twice.
+jax lowers the kernels to HLO, which becomes a part of the step's graph. Positions are the last axis of all that goes
+into the kernels: XLA makes the products before and after in that layout.
 """
 
 import functools
@@ -17,57 +16,16 @@ from torch_xla.core import xla_builder
 BATCH = ("data", "fsdp")  # batch and heads are sharded over the mesh, where there is one
 
 
-def splash(window: int, num_heads: int, length: int, head_dim: int, **options):
-    """jax's kernels for one sequence; blocks that lie wholly above the diagonal, or before the window, are skipped.
+def jax_forward(window: int, *arrays):
+    from language.flash_kernels import forward  # here, in lower(): torch_xla decides when jax is imported
 
-    Heads that do not fill 128 lanes are handed over with the positions along the lanes: the products before and after
-    then fill the matrix unit, and q, k and v take half the memory.
-    """
-    from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
-
-    size = next(size for size in (512, 256, 128) if length % size == 0)
-    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dq", "block_kv_dq")
-    names += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
-    square = (length, length)
-    mask = jax_splash.LocalMask(square, (window - 1, 0), 0) if window else jax_splash.CausalMask(square)
-    mask = jax_splash.MultiHeadMask([mask] * num_heads)
-    minor = jax_splash.QKVLayout.SEQ_MINOR if head_dim % 128 else jax_splash.QKVLayout.HEAD_DIM_MINOR
-    layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), minor)
-    blocks = jax_splash.BlockSizes(**dict.fromkeys(names, size), **layouts)
-    return jax_splash.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1, **options)
+    return forward(window, *arrays)
 
 
-def documents(starts_T):
-    """Segment ids: a position attends to its own document alone. Its id is the position where it begins."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as jax_splash
+def jax_backward(window: int, *arrays):
+    from language.flash_kernels import backward
 
-    return jax_splash.SegmentIds(starts_T, starts_T)
-
-
-def jax_forward(window, q_BHTK, k_BGTK, v_BGTK, *starts_BT):
-    """out (B, H, T, K) and the logarithm of the row sums (B, H, T), float32. The kernels read each head of keys and
-    values for the H / G heads of queries that it serves."""
-    import jax
-
-    kernel = splash(window, *q_BHTK.shape[1:], save_residuals=True)
-    forward = lambda q, k, v, *starts: kernel(q, k, v, documents(*starts) if starts else None)  # noqa: E731
-    out, (logsumexp,) = jax.vmap(forward)(q_BHTK, k_BGTK, v_BGTK, *starts_BT)
-    return out, logsumexp
-
-
-def jax_backward(window, q_BHTK, k_BGTK, v_BGTK, out, logsumexp, grad, *starts_BT):
-    """Gradients of q, k and v."""
-    import jax
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-
-    kernel = splash(window, *q_BHTK.shape[1:])
-
-    def backward(q, k, v, out, logsumexp, grad, *starts):
-        ids = documents(*starts) if starts else None
-        saved = (q, k, v, ids, None, out, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
-        return splash_attention_kernel._splash_attention_bwd(**kernel.kwargs, res=saved, do=grad)[3:6]
-
-    return jax.vmap(backward)(q_BHTK, k_BGTK, v_BGTK, out, logsumexp, grad, *starts_BT)
+    return backward(window, *arrays)
 
 
 @functools.cache
@@ -86,8 +44,8 @@ def lower(function, window: int, *arguments):
 
 
 def spec(tensor) -> tuple:
-    """The partition spec of a tensor (B, H, T, K), (B, H, T) or (B, T)."""
-    return (BATCH, "tensor", None, None)[: tensor.dim()] if tensor.dim() > 2 else (BATCH, None)
+    """The partition spec of a tensor (B, H, ...) of four axes, or (B, T)."""
+    return (BATCH, "tensor", None, None) if tensor.dim() == 4 else (BATCH, None)
 
 
 def run(function, window: int, *tensors):
@@ -119,7 +77,7 @@ def flash_forward(
 
 @flash_forward.register_fake
 def _(window, q, k, v, starts):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty((*q.shape[:2], 1, q.shape[3]), dtype=torch.float32)
 
 
 @torch.library.custom_op("tpu_utils::flash_backward", mutates_args=())
@@ -143,12 +101,12 @@ def _(window, q, k, v, out, logsumexp, grad, starts):
 
 class FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, saved, window, q_BHTK, k_BGTK, v_BGTK, *starts_BT):
+    def forward(ctx, saved, window, q_BHKT, k_BGKT, v_BGKT, *starts_BT):
         ctx.window = window
-        out, logsumexp = saved or flash_forward(window, q_BHTK, k_BGTK, v_BGTK, list(starts_BT))
+        out, logsumexp = saved or flash_forward(window, q_BHKT, k_BGKT, v_BGKT, list(starts_BT))
         if saved == []:
             saved.extend((out, logsumexp))
-        ctx.save_for_backward(q_BHTK, k_BGTK, v_BGTK, out, logsumexp, *starts_BT)
+        ctx.save_for_backward(q_BHKT, k_BGKT, v_BGKT, out, logsumexp, *starts_BT)
         return out.detach()
 
     @staticmethod
@@ -160,7 +118,8 @@ class FlashAttention(torch.autograd.Function):
 def flash_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: list | None = None, window: int = 0):
     """softmax(q k^T) v under the causal mask; the caller has divided q by sqrt(K). TPU only; 128 divides T. Several
     devices need the global mesh, with axes data, fsdp and tensor. starts_BT: where the document of each position
-    begins. saved: an empty list receives the output and the log of the row sums; a filled one gives
-    them. window: how many positions one sees, itself among them; 0: all before it."""
-    qkv = (x.transpose(1, 2).contiguous() for x in (q_BTHK, k_BTGK, v_BTGK))
-    return FlashAttention.apply(saved, window, *qkv, *(() if starts_BT is None else (starts_BT,))).transpose(1, 2)
+    begins. saved: an empty list receives the output and the log of the row sums; a filled one gives them. window: how
+    many positions one sees, itself among them; 0: all before it."""
+    qkv = (x.permute(0, 2, 3, 1).contiguous() for x in (q_BTHK, k_BTGK, v_BTGK))
+    starts = () if starts_BT is None else (starts_BT,)
+    return FlashAttention.apply(saved, window, *qkv, *starts).permute(0, 3, 1, 2)

@@ -112,7 +112,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     scan_layers: Annotated[bool, FREE] = False
     """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
-    """flash: jax 0.7.1's Pallas kernels, TPU only; sequence_length a multiple of 128."""
+    """flash: Pallas kernels, which need jax 0.7.1, TPU only; sequence_length a multiple of 128."""
     eval_every: Annotated[int, Range("[1, inf)")] = 100
     """Steps between two evaluations. The last step is always evaluated."""
     eval_batches: Annotated[int, Range("[1, inf)")] = 20

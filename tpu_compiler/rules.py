@@ -1,10 +1,10 @@
 """Time, by rule, of operations without a compiler estimate; and bytes that operations move. Reads HLO text, no torch.
 
-The rule: a flash attention layer is nine matmuls of 2 B H T^2 K FLOPs: two in the forward kernel, four in the kernel
-for the gradients of K and V, three in that for Q; where one kernel makes all gradients, five. Blocks above the
-diagonal, and those before a window, are skipped. The peak is scaled by how much of the matrix unit a head's width
-fills. Copies and slices cost nothing, because they overlap with arithmetic. Neither do other custom calls. Collectives,
-alone or inside a fusion, and what goes to the host's memory or comes from it have bounds of their own: schedule.py.
+The rule: a flash attention layer is seven matmuls of 2 B H T^2 K FLOPs: two in the forward kernel, five in the one for
+all gradients. jax's splash attention has four in its kernel for the gradients of K and V, three in that for Q, or five
+in one. Only blocks that are computed count. The peak is scaled by how much of the matrix unit a head's width fills.
+Copies and slices cost nothing, because they overlap with arithmetic. Neither do other custom calls. Collectives, alone
+or inside a fusion, and what goes to the host's memory or comes from it have bounds of their own: schedule.py.
 Everything else (sort, scatter) costs twice the bytes of its result over the memory bandwidth; an update in place costs
 twice the bytes that it writes.
 """
@@ -27,7 +27,7 @@ from tpu_utils.hardware import Topology
 RULE = "flash kernels and other operations without estimate counted by rule"
 HIDDEN = {"copy", "slice", "custom-call", *COLLECTIVES}  # copies and slices are started early and awaited late
 MOVES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
-FLASH_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
+FLASH_PRODUCTS = {"forward": 2, "backward": 5, "fwd": 2, "dkv": 4, "dq": 3}
 FUSED_PRODUCTS = 5
 """Of a backward kernel that makes all gradients: Q K^T, dO V^T, and one for each of dQ, dK and dV."""
 
@@ -76,28 +76,33 @@ def host_bytes(operation: Operation, types: dict[str, str]) -> tuple[str, int]:
 
 
 def flash_seconds(operation: Operation, topology: Topology) -> float:
-    """Seconds of one attention kernel of jax's splash attention on one device; 0.0 for any other custom call."""
-    phase = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", operation.name)
+    """Seconds of one attention kernel on one device, of language/flash_kernels.py or jax's splash attention; 0.0 for
+    any other custom call."""
     queries = operation.find(r"operand_layout_constraints=\{.*?(?:bf16|f32)\[(\d+(?:,\d+){2,3})\]")
+    own = re.search(r"causal_(forward|backward)_(\d+)_blocks_of_(\d+)", operation.name)
+    phase = own or re.search(r"splash_m[hq]a_(fwd|dkv|dq)", operation.name)
     if not phase or not queries:
         return 0.0
-    fused = phase[1] == "dkv" and "use_fused_bwd_kernel_True" in operation.name
-    products = FUSED_PRODUCTS if fused else FLASH_PRODUCTS[phase[1]]
     *batch_and_heads, length, width = map(int, queries.split(","))  # no batch axis where a device has one row
-    if "q_layout_2" in operation.name:  # SEQ_MINOR of jax's splash attention
+    if own or "q_layout_2" in operation.name:  # positions along the lanes; SEQ_MINOR of splash attention
         length, width = width, length
-    own = "" if phase[1] == "fwd" else f"_{phase[1]}"
-    block = int(operation.find(rf"_block_q{own}_(\d+)") or operation.find(r"_block_q_(\d+)") or 512)
-    computed = (1 + block / length) / 2  # share of the T x T scores: blocks on or below the diagonal
-    grid = operation.find(
-        r"operand_layout_constraints=\{s8\[\d+,(\d+,\d+)\]"
-    )  # of blocks; with a window a part of them
-    if grid and (visited := math.prod(map(int, grid.split(",")))) < (length // block) ** 2:
-        computed = visited / (length // block) ** 2
+    if own:
+        scores = int(own[2]) * int(own[3]) ** 2
+    else:
+        block = int(operation.find(rf"_block_q_{phase[1]}_(\d+)") or operation.find(r"_block_q_(\d+)") or 512)
+        scores = length**2 * (1 + block / length) / 2  # blocks on or below the diagonal
+        grid = operation.find(r"operand_layout_constraints=\{s8\[\d+,(\d+,\d+)\]")  # of blocks; fewer with a window
+        if grid and (visited := math.prod(map(int, grid.split(",")))) < (length // block) ** 2:
+            scores = visited * block**2
+    # jax 0.7.1 does not name its fused kernel: it makes one gradient of q for each block of keys, an axis more
+    ranks = [array.count(",") + 1 for array in re.findall(r"\[([\d,]+)\]", operation.type)]
+    by_name = "use_fused_bwd_kernel_True" in operation.name
+    fused = phase[1] == "dkv" and (by_name or max(ranks) > len(batch_and_heads) + 2)
+    products = FUSED_PRODUCTS if fused else FLASH_PRODUCTS[phase[1]]
     filled = min(1.0, width / (256 if topology.generation in ("v6e", "TPU7x") else 128))
     hardware = topology.hardware
     peak = hardware.bf16_tflops / hardware.devices_per_chip * 1e12
-    return products * computed * 2 * math.prod(batch_and_heads) * length**2 * width / (peak * filled)
+    return products * 2 * math.prod(batch_and_heads) * scores * width / (peak * filled)
 
 
 def moved_bytes(computations: dict[str, list[Operation]]) -> float:

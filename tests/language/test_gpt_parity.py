@@ -19,11 +19,11 @@ HF_LAYER = {
 }  # fmt: skip
 
 
-def hugging_face_model(shape: ModelShape = SHAPE, seed: int = 0):
+def hugging_face_model(seed: int = 0):
     """Random weights everywhere: biases and layer norms too, so that no term of the gradient hides behind a zero."""
     config = transformers.GPT2Config(
-        vocab_size=shape.vocab_size, n_positions=shape.sequence_length, n_embd=shape.embedding_dim,
-        n_layer=shape.num_layers, n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=SHAPE.vocab_size, n_positions=SHAPE.sequence_length, n_embd=SHAPE.embedding_dim,
+        n_layer=SHAPE.num_layers, n_head=SHAPE.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(seed)
@@ -152,8 +152,8 @@ def test_gradient_of_a_bias_is_the_sum_over_positions(dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_flash_and_plain_attention_agree(num_devices):
-    """Outputs and gradients, grouped heads, packed documents and a window too, on one device and on a mesh of fsdp and
-    tensor axes: jax's kernels are independent."""
+    """Outputs and gradients, with grouped heads, packed documents, a window, and rows that are taken in parts, on one
+    device and on a mesh of fsdp and tensor axes."""
     result = run("tests/flash_in_graph.py", PYTHONPATH=".", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(num_devices))
     assert result.returncode == 0, result.stderr
     differences = [float(value) for value in result.stdout.split()]

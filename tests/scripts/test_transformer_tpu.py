@@ -394,5 +394,5 @@ def test_flash_attention_compiles_for_a_tpu(more):
     result = run("transformer_tpu.py", *options)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "v5litepod-1: compiles and fits" in result.stdout
-    # the kernel, its gradient of q, its gradient of k and v; the compiler counts them without an estimate
-    assert int(result.stdout.split(" custom-call")[0].split()[-1]) >= 3
+    # forward and backward; the compiler counts them without an estimate
+    assert int(result.stdout.split(" custom-call")[0].split()[-1]) >= 2

@@ -13,16 +13,17 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("PJRT_DEVICE", "CPU")
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--cores", type=int, default=1, help="of this process, so for both")
-parser.add_argument("--turns", type=int, default=5)
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cores", type=int, default=1, help="of this process, so for both")
+    parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])  # before torch counts its threads
 
 import torch
@@ -66,11 +67,11 @@ def main() -> None:
             seconds, host = {"ours": [], "transformers": []}, []
             for turn in range(arguments.turns + 1):  # the first compiles
                 for name, run in (
-                    ("ours", lambda: decoding.generate(model, prompts, config, torch_xla.device())),
-                    ("transformers", lambda: theirs(reference, prompts)),
+                    ("ours", partial(decoding.generate, model, prompts, config, torch_xla.device())),
+                    ("transformers", partial(theirs, reference, prompts)),
                 ):
                     begin, thread = time.monotonic(), time.thread_time()
-                    found = run()
+                    run()
                     if turn:
                         seconds[name].append(time.monotonic() - begin)
                         host += [(time.thread_time() - thread) / TOKENS * 1e3] * (name == "ours")

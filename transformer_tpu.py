@@ -40,7 +40,8 @@ import torch
 import torch_xla.distributed.spmd as xs
 
 from language.build import build_model, decay_groups
-from language.layers import BATCH, Decoder, loop_in_graph
+from language.layers import BATCH, Decoder
+from language.loops import sums_over_parts
 from language.mesh import print_placement, print_plan, start_mesh, start_spmd
 from language.operations import losses
 from tpu_utils.dropout import batch_keys
@@ -116,16 +117,14 @@ def compute_gradients(model: Decoder, tokens_BS, accumulation_steps: int, keys_B
         logits = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (inputs, *keys))
         return losses(logits, targets, model.shape.vocab_size).sum()
 
-    def micro_batch(carry, rows):  # carry: loss, summed gradients, weights
+    def micro_batch(weights, rows):  # what it adds to the loss and to the gradients
         # weights come in as arguments: read from the module, views of them trace differently once they were updated
-        weights = [weight.detach() for weight in carry[-len(names) :]]
+        weights = [weight.detach() for weight in weights]
         for weight in weights[: len(trained)]:
             weight.requires_grad_()
         loss = summed_loss(weights, *rows)
         loss.backward()
-        # the carry's last entries are the weights: only the sums before them change
-        sums = zip(carry, [loss.detach(), *(weight.grad for weight in weights[: len(trained)])], strict=False)
-        return [a + b for a, b in sums] + [weight.detach() for weight in weights], []
+        return [loss.detach(), *(weight.grad for weight in weights[: len(trained)])]
 
     batch = [tokens_BS] if keys_B is None else [tokens_BS, keys_B]
     if accumulation_steps == 1:
@@ -136,9 +135,9 @@ def compute_gradients(model: Decoder, tokens_BS, accumulation_steps: int, keys_B
     place(model, zeros)
     # row i goes to micro-batch i % accumulation_steps, so that each stays sharded over the mesh as the batch is
     stacked = [x.view(-1, accumulation_steps, *x.shape[1:]).transpose(0, 1).contiguous() for x in batch]
-    carry = [torch.zeros((), device=tokens_BS.device), *zeros, *(parameter.detach() for parameter in parameters)]
-    (loss, *gradients), _ = loop_in_graph(micro_batch, carry, stacked)
-    for parameter, gradient in zip(trained.values(), gradients, strict=False):
+    sums = [torch.zeros((), device=tokens_BS.device), *zeros]
+    loss, *gradients = sums_over_parts(model, micro_batch, sums, parameters, stacked)
+    for parameter, gradient in zip(trained.values(), gradients, strict=True):
         parameter.grad = gradient
     return loss
 

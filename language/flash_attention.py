@@ -9,7 +9,6 @@ import functools
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.core import xla_builder
 
@@ -49,10 +48,9 @@ def spec(tensor) -> tuple:
 
 
 def run(function, window: int, *tensors):
-    """The outputs of a jax function, with axes (B, H, ...) like the first tensor. On a mesh each device runs it on its
-    shard."""
+    """The outputs of a jax function, with axes (B, H, ...) like the first tensor. On the global mesh each device runs
+    it on its shard. No mesh: there is one device, or each is traced alone already (loops.py)."""
     mesh, full = xs.get_global_mesh(), tensors[0].shape
-    assert mesh is not None or not xr.is_spmd(), "flash attention on a mesh needs xs.set_global_mesh"
     if mesh is not None:
         tensors = [xs.enable_manual_sharding(t, spec(t), mesh=mesh).global_tensor for t in tensors]
     parts = [whole // part for whole, part in zip(full, tensors[0].shape, strict=True)]

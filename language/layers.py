@@ -14,12 +14,10 @@ import torch.nn.functional as F
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 from torch.autograd.graph import saved_tensors_hooks
-from torch_xla.experimental import scan
 
+from language.loops import BATCH, loop_in_graph
 from language.shapes import ModelShape
 from language.token_data import START
-
-BATCH = ("data", "fsdp")  # the mesh axes that the batch axis is sharded over
 
 # One parameter per layer and matrix (`qkv_weight.0`): slices of a stacked parameter need an extra pass over memory to
 # cast, and another to collect gradients; with separate ones XLA fuses both into the matrix product. The vectors stay
@@ -207,16 +205,6 @@ def backward_layer(run, saving: str, needed, grad_BTD, x_BTD, *rest):
         out = run(x, values, **({"saved": saved} if saving == "attention" else {}))
     grad_x, *gradients = torch.autograd.grad(out, [t for t in (x, *values) if t.requires_grad], grad_BTD)
     return grad_x, gradients
-
-
-def loop_in_graph(function: Callable, carry: list[torch.Tensor], rows: list[torch.Tensor], reverse=False):
-    """(last carry, stacked outputs) of function(carry, row) -> (carry, outputs), called for each row of `rows`: one
-    loop in the HLO, so the graph does not grow with their number.
-
-    function is traced as it is, a backward pass inside it too. torch_xla's public scan() decomposes it by AOTAutograd;
-    this is the loop below that, a private interface of torch_xla 2.9.
-    """
-    return scan._scan_impl_flat(function, carry, rows, reverse=reverse)
 
 
 class RematLayer(torch.autograd.Function):

@@ -388,6 +388,17 @@ def test_compiles_what_a_scanned_and_accumulated_step_runs():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--scan_layers", "--remat"]])
+def test_accumulated_gradients_are_reduced_once_a_step(more):
+    """In float32, by as many all-reduces as one part alone would have, not once in each of the 4 parts."""
+    options = ("--mesh=8x1x1", "--gradient_accumulation_steps=4", "--num_layers=1", "--sequence_length=128")
+    options += ("--vocab_size=64", "--precision=bfloat16", *more)
+    r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    assert list(r.collectives) == ["all-reduce"] and r.collectives["all-reduce"]["count"] < 4
+    assert r.collectives["all-reduce"]["bytes"] == pytest.approx(r.memory["parameters"], rel=0.1)
+
+
+@pytest.mark.slow
 def test_a_transformer_is_sharded_as_its_table_says():
     """Parameters and optimizer state alike, also where the traced step only reads them before it replaces them."""
     options = ("--mesh=2x4x1", "--num_layers=1", "--num_heads=4", "--embedding_dim=512", "--sequence_length=128")

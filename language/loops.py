@@ -1,0 +1,123 @@
+"""A loop inside the graph, and sums over its turns that the devices of a mesh keep apart until it has ended.
+
+The pieces are those of torch_xla.experimental.scan, whose own loop gives no way to say how the constants of its body
+are sharded. Private interfaces of torch_xla 2.9.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.distributed.spmd as xs
+from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
+
+from tpu_utils.errors import InputError
+
+BATCH = ("data", "fsdp")  # the mesh axes that the batch axis is sharded over
+
+
+def loop_in_graph(
+    function: Callable,
+    carry: list[torch.Tensor],
+    rows: list[torch.Tensor],
+    reverse: bool = False,
+    enter: Callable = lambda constant: constant,
+):
+    """(last carry, stacked outputs) of function(carry, row) -> (carry, outputs), called for each row of `rows`: one
+    loop in the HLO, so the graph does not grow with their number.
+
+    function is traced once as it is, a backward pass inside it too; torch_xla's public scan() decomposes it by
+    AOTAutograd. What it takes from elsewhere is a constant of the loop, which enter() gets first. Raises InputError
+    where it draws random numbers.
+    """
+    device, count = torch_xla.device(), len(rows[0])
+    inputs = [[xb.create_placeholder_tensor(t.shape, t.dtype) for t in of] for of in (carry, [row[0] for row in rows])]
+    # times 1: a mark_sharding inside would put other data in the place of a placeholder (pytorch/xla#8742)
+    new_carry, outputs = function(*([t * 1 for t in of] for of in inputs))
+    leaves, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([*new_carry, *outputs])
+    if torch_xla._XLAC._get_seed_info_id() in leaves:
+        raise InputError(
+            "random numbers inside a loop of the graph (--scan_layers, --gradient_accumulation_steps): they would be "
+            "the same in each turn; expected none, or dropout of tpu_utils/dropout.py, which counts steps and layers"
+        )
+    context = torch_xla._XLAC.lowering.LoweringContext("body")
+    context.build([*new_carry, *outputs])
+    body = xb.computation_from_module_proto("body", context.hlo())
+    stacks = [torch.zeros((count, *t.shape), dtype=t.dtype, device=device) for t in outputs]
+    numbers = [context.tensor_parameter_id(t) for of in inputs for t in of]  # -1: not used
+    constants = context.device_parameter_id_tensor_mapping()
+    constants = {number: t.to(device) for number, t in constants.items() if number not in numbers}
+    state = [torch.tensor(0, device=device), *stacks, *constants.values()]
+    state = [*carry, *rows, *map(enter, state)]
+    c, r, s = len(carry), len(rows), len(stacks)
+    place = {number: i for i, number in enumerate(numbers) if number >= 0}
+    place |= {number: c + r + 1 + s + i for i, number in enumerate(constants)}
+
+    def turns_left(*state: xb.Op) -> xb.Op:
+        return state[c + r] < xb.Op.scalar(state[0].builder(), count, dtype=xb.Type.S64)
+
+    def turn(*state: xb.Op) -> tuple[xb.Op, ...]:
+        index = state[c + r]
+        number = lambda n: xb.Op.scalar(index.builder(), n, dtype=xb.Type.S64)  # noqa: E731
+        here = number(count - 1) - index if reverse else index
+        values = [*state[:c], *(dynamic_slice(row, here) for row in state[c : c + r]), *state[c + r :]]
+        result = xb.Op.call(body, [values[place[i]] for i in range(len(place))])
+        results = [result.get_tuple_element(i) for i in range(c + s)]
+        stacks = state[c + r + 1 : c + r + 1 + s]
+        stacks = [dynamic_update_slice(stack, out, here) for stack, out in zip(stacks, results[c:], strict=True)]
+        return (*results[:c], *state[c : c + r], index + number(1), *stacks, *state[c + r + 1 + s :])
+
+    builder = xb.create_builder("loop")
+    parameters = tuple(xb.mkparam(builder, i, xb.tensor_shape(t)) for i, t in enumerate(state))
+    loop = xb.Op.mkwhile(parameters, turns_left, turn).build("loop")
+    last = torch_xla._XLAC._xla_user_computation("xla::loop", state, loop)
+    return last[:c], last[c + r + 1 : c + r + 1 + s]
+
+
+def sums_over_parts(model, function: Callable, sums: list, constants: list, parts: list) -> list[torch.Tensor]:
+    """sums, and added to them what function(constants, part) gives for each of the parts (N, B, ...).
+
+    On a mesh of the data axis alone each device has whole weights: it goes through its shares of the parts alone, with
+    sums of its own, and these are added up once, after the loop. The partitioner would do it in each turn.
+    """
+    mesh = model.mesh
+
+    def add(carry, part):
+        constants = carry[len(sums) :]
+        return [a + b for a, b in zip(carry, function(constants, part), strict=False)] + constants, []
+
+    carry = [*sums, *(constant.detach() for constant in constants)]
+    if mesh is None or mesh.mesh_shape != (mesh.size(), 1, 1) or torch_xla._XLAC._xla_get_auto_sharding():
+        return loop_in_graph(add, carry, parts)[0][: len(sums)]
+    whole = lambda t: enter(t, mesh, (None,) * t.dim())  # noqa: E731
+    parts = [enter(t, mesh, (None, BATCH, *(None,) * (t.dim() - 2))) for t in parts]
+    with each_device_alone(model):
+        sums = loop_in_graph(add, [whole(t) for t in carry], parts, enter=whole)[0][: len(sums)]
+    return [leave(t, mesh) for t in sums]
+
+
+@contextlib.contextmanager
+def each_device_alone(model) -> Iterator[None]:
+    """Within, the model is traced as for one device."""
+    mesh = model.mesh
+    try:
+        model.mesh = None
+        xs.set_global_mesh(None)  # which flash attention asks for
+        yield
+    finally:
+        model.mesh = mesh
+        xs.set_global_mesh(mesh)
+
+
+def enter(tensor, mesh: xs.Mesh, spec: tuple):
+    """A device's shard of a tensor, which the partitioner then leaves alone, with all that is computed of it."""
+    # times 1: marking what lies on the device already would upload it again
+    return xs.enable_manual_sharding(tensor * 1, spec, mesh=mesh).global_tensor
+
+
+def leave(value, mesh: xs.Mesh):
+    """The sum of the devices' values of one shape."""
+    spec, size = (mesh.axis_names, *(None,) * value.dim()), torch.Size((mesh.size(), *value.shape))
+    return xs.disable_manual_sharding(value[None], spec, size, mesh=mesh).global_tensor.sum(0)

@@ -36,8 +36,8 @@ def build_model(
     options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
     options |= dict(remat_keep=config.remat_keep, packed=config.dataset == "chat")
     options |= dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
+    options |= dict(base_dtype=getattr(torch, config.base_precision))
     if isinstance(config.shape, LlamaShape):
-        options |= dict(base_dtype=getattr(torch, config.base_precision))
         build = partial(Llama, config.shape, dtype, **options)
     else:
         build = partial(GPT, config.shape, dtype, dropout=config.dropout, **options)

@@ -41,7 +41,8 @@ ROLES = ("system", "user", "assistant")
 # meta-llama/Meta-Llama-3-8B-Instruct, google/gemma-3-1b-it, mistralai/Mistral-7B-Instruct-v0.3,
 # microsoft/Phi-4-mini-instruct and allenai/OLMo-2-1124-7B-Instruct.
 # Text between two special tokens is encoded whole, as there; but the header of an
-# answer and the answer are encoded apart, because a prompt ends between them.
+# answer and the answer are encoded apart, because a prompt ends between them. chat_templates/ has each of them for
+# other programs.
 FORMATS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "chatml": ("<|im_start|>", "<|im_end|>"),
@@ -49,7 +50,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "gemma": ("<bos>", "<start_of_turn>", "<end_of_turn>"),
     "mistral": ("<s>", "[INST]", "[/INST]", "</s>"),
-    "phi4": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "phi4": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
     "olmo2": ("<|endoftext|>", "<|endofprompt|>", "|||IP_ADDRESS|||"),  # the others tell its tokenizer from ChatML's
 }
 # place in FORMATS of the token in front of a conversation and of the one behind a message, text behind that
@@ -135,7 +136,7 @@ def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int
         if format != "olmo2" or not (answers and last):
             yield after, False
     if format == "phi4":
-        yield tokenizer.end, False
+        yield special[4], False
 
 
 def without_system(messages: list[dict], format: str) -> list[dict]:

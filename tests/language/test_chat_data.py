@@ -73,7 +73,7 @@ EXPECTED = {
     "<start_of_turn>user\nWho?<end_of_turn>\n<start_of_turn>model\nMe<end_of_turn>\n",
     "mistral": "<s>[INST] Hi[/INST] Hello</s>[INST] Be brief.\n\n Who?\n[/INST] Me</s>",
     "phi4": "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|> Hello\n<|end|><|user|> Who?\n<|end|>"
-    "<|assistant|>Me<|end|><end>",
+    "<|assistant|>Me<|end|><|endoftext|>",
     "olmo2": "<|endoftext|><|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n Hello\n<|endoftext|>\n"
     "<|user|>\n Who?\n\n<|assistant|>\nMe<|endoftext|>",
 }

@@ -41,22 +41,24 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>"]
 SPECIAL += ["<|end_header_id|>", "<|eot_id|>"]
-OTHERS = ("gemma", "mistral", "phi4", "olmo2")  # what is special for one is text for another
-FOUR = [format for format in FORMATS if format not in OTHERS]
+OTHERS = ["<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "[INST]", "[/INST]", "</s>"]
+OTHERS += ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+TOGETHER = [format for format in FORMATS if format != "olmo2"]  # whose roles are text that another has as tokens
+ENDING = ["plain", "qwen3", "gemma", "mistral"]  # one of each kind of end
 TEXT = "User: Say be. Assistant: to be or not to be, that is the question\nSystem: Be brief.\n" * 9
 SHAPE = LlamaShape(2, 4, 64, 128, 0, num_kv_heads=2, mlp_dim=128, tied_head=True, rope_theta=1e4)
 ANSWERS = {"Say be.": "to be or not", "Say not.": "that is\nit", "Who?": "Me, a question."}
 
 
 def train_tokenizer(folder: Path, begins: bool = False, special: list[str] = SPECIAL) -> Path:
-    """A tokenizer like those of Llama 3 and Qwen3, with the tokens of their formats."""
+    """A tokenizer like those of Llama 3 and Qwen3, with the tokens of some formats."""
     made = tokenizers.Tokenizer(models.BPE())
     splits = [pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     made.pre_tokenizer = pre_tokenizers.Sequence(splits)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(vocab_size=313 + len(special), special_tokens=special, initial_alphabet=alphabet)
     made.train_from_iterator([TEXT], trainer)
     made.add_tokens(["<think>", "</think>"])  # as Qwen3 has them: no special tokens
     if begins:
@@ -76,7 +78,13 @@ def train_tokenizer(folder: Path, begins: bool = False, special: list[str] = SPE
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    return train_tokenizer(tmp_path_factory.mktemp("base") / "it")
+    return train_tokenizer(tmp_path_factory.mktemp("base") / "it", special=[*SPECIAL, *OTHERS])
+
+
+@pytest.fixture(scope="module")
+def olmo2(tmp_path_factory) -> Path:
+    special = [*SPECIAL, *FORMATS["olmo2"][1:]]
+    return train_tokenizer(tmp_path_factory.mktemp("olmo2") / "it", special=special)
 
 
 def config_of(folder: Path, format: str, **options) -> TransformerConfig:
@@ -100,12 +108,11 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
 
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("format", [*FORMATS, "bytes"])
-def test_a_templated_conversation_has_the_tokens_of_training(base, tmp_path, format, begins):
-    if begins or format in OTHERS:
-        special = [*SPECIAL[:4], *(name for name in FORMATS.get(format, ()) if name not in SPECIAL[:4])] * (
-            format in OTHERS
-        )
-        base = train_tokenizer(tmp_path / "begins", begins, special or SPECIAL)
+def test_a_templated_conversation_has_the_tokens_of_training(base, olmo2, tmp_path, format, begins):
+    base = olmo2 if format == "olmo2" else base
+    if begins:
+        special = list(load_tokenizer(str(base)).special)
+        base = train_tokenizer(tmp_path / "begins", True, [name for name in special if "think" not in name])
     if format == "bytes":
         config = TransformerConfig(dataset="chat", model_size="llama_tiny", chat_format="plain")
     else:
@@ -144,9 +151,9 @@ def test_a_tokenizer_that_puts_a_space_before_each_text_is_named(base, tmp_path)
     changed = tokenizers.Tokenizer.from_file(str(base / "tokenizer.json"))
     changed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     changed.save(str(spaced / "tokenizer.json"))
-    for format in FOUR:
-        assert reads_as_trained(base, format), format
-        assert reads_as_trained(spaced, format) == (format == "plain"), "whose answers begin with a space already"
+    assert all(reads_as_trained(base, format) for format in TOGETHER)
+    named = [format for format in TOGETHER if not reads_as_trained(spaced, format)]
+    assert named == ["chatml", "qwen3", "llama3", "gemma"], "answers of plain and mistral begin with a space already"
     assert load_tokenizer(str(base)).encode("<|im_end|>") != [2], "special tokens in a text are text as before"
 
 
@@ -227,7 +234,7 @@ def test_a_run_on_shards_exports_and_samples_with_their_tokenizer(base, tmp_path
     assert theirs(TEXT, add_special_tokens=False).input_ids == kept.encode(TEXT)
     named = dataclasses.replace(config, tokenizer="bytes", data_dir=str(tmp_path))
     assert tokenizer_of_run(tmp_path / "run", named) == "bytes", "the one that is named is believed"
-    with pytest.raises(InputError, match="the tokenizer has 313 tokens, but the model 312; expected the"):
+    with pytest.raises(InputError, match="but the model 312; expected the tokenizer that"):
         check_tokenizer(kept, 312)
 
 
@@ -244,7 +251,7 @@ def chats() -> list[list[dict[str, str]]]:
 def trained(base) -> tuple[Llama, Path]:
     """A model that knows a few conversations by heart in every format, and the folder of its tokenizer."""
     tokenizer = load_tokenizer(str(base))
-    rows = [format_chat(messages, format, tokenizer) for format in FOUR for messages in chats()]
+    rows = [format_chat(messages, format, tokenizer) for format in ENDING for messages in chats()]
     longest = max(len(tokens) for tokens, _ in rows)
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row, _ in rows])
     counts = torch.tensor([targets + [False] * (longest - len(targets)) for _, targets in rows])[:, 1:]
@@ -290,7 +297,7 @@ def their_answers(model, tokenizer) -> list[tuple[str, list[int]]]:
     return [(text, ids[len(prompt) :]) for text, ids, prompt in zip(texts, tokens, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("format", FOUR)
+@pytest.mark.parametrize("format", ENDING)
 def test_a_chat_ends_elsewhere_where_it_ends_here(trained, tmp_path, format, capsys):
     model, base = trained
     save_run(tmp_path / "run", config_of(base, format), model.state_dict())
@@ -308,7 +315,7 @@ def test_a_chat_with_an_adapter_ends_too(trained, tmp_path):
     """The base ends elsewhere, and has no template: both come with the adapter."""
     peft = pytest.importorskip("peft", reason="pip install -r requirements-dev.txt brings peft")
     model, base = trained
-    config = config_of(base, "chatml", lora_rank=2)
+    config = config_of(base, "qwen3", lora_rank=2)
     adapters = {
         f"{name}.{layer}": torch.randn(size, generator=torch.Generator().manual_seed(layer)) * 0.003
         for name, (layers, *size) in adapter_sizes(parameter_shapes(model.shape), 2).items()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
 
 from language.flash_attention import flash_attention
 from language.gpt import GPT
@@ -37,6 +38,8 @@ def build_model(
     options |= dict(remat_keep=config.remat_keep, packed=config.dataset == "chat")
     options |= dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
     options |= dict(base_dtype=getattr(torch, config.base_precision))
+    if config.compile_for or xr.device_type() == "TPU":  # elsewhere a device has no other memory than the host's
+        options |= dict(offload=config.offload)
     if isinstance(config.shape, LlamaShape):
         build = partial(Llama, config.shape, dtype, **options)
     else:

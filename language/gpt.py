@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from language.layers import Decoder, adapter, add_adapter, find_documents, head_product, product
 from language.operations import add_bias, causal_attention, layer_norm
+from language.remat import NOTHING
 from language.shapes import ModelShape
 from tpu_utils.dropout import dropout, layer_keys, positions
 
@@ -43,7 +44,7 @@ LAYER_VECTORS = ("ln1_weight", "ln1_bias", "qkv_bias", "attention_out_bias")
 LAYER_VECTORS += ("ln2_weight", "ln2_bias", "mlp_in_bias", "mlp_out_bias")
 
 
-def block(x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shared=None, saved=None):
+def block(x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shared=None, kept=NOTHING):
     """One pre-norm transformer layer. w: its parameters by name, as GPT.cast() gives them (biases of q scaled).
 
     With dropout p: w["dropout_keys"] (2, B) for its two calls. shared: positions(x_BTD.shape[1:]), for both.
@@ -57,12 +58,14 @@ def block(x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shar
     add = torch.add if attention is causal_attention else add_bias  # XLA cannot fuse a bias gradient into a kernel
     qkv = [add(product("btd,hkd->bthk", y, weight), bias) for weight, bias in (q, k, v)]
     qkv = [add_adapter(x, y, adapter(w, "qkv", part)) for part, x in enumerate(qkv)]
-    out_weight, y = w["attention_out_weight"].view(D, num_heads, -1), attention(*qkv, w.get("starts"), saved)
+    qkv = [kept.heads(point, x) for point, x in zip(("query", "key", "value"), qkv, strict=True)]
+    y = kept.attention(lambda saved: attention(*qkv, w.get("starts"), saved))
+    out_weight = w["attention_out_weight"].view(D, num_heads, -1)
     y = product("bthk,dhk->btd", y, out_weight, adapter(w, "attention_out")) + w["attention_out_bias"]
     y = y if keys is None else dropout(y, p, keys[0], shared)
-    x_BTD = hold_sharding(x_BTD + y)
+    x_BTD = kept("residual", hold_sharding(x_BTD + y))
     y = layer_norm(x_BTD, w["ln2_weight"], w["ln2_bias"])
-    y = product("btd,ed->bte", y, w["mlp_in_weight"], adapter(w, "mlp_in")) + w["mlp_in_bias"]
+    y = kept("up", product("btd,ed->bte", y, w["mlp_in_weight"], adapter(w, "mlp_in")) + w["mlp_in_bias"])
     y = product("bte,de->btd", F.gelu(y, approximate="tanh"), w["mlp_out_weight"], adapter(w, "mlp_out"))
     if keys is None:
         return hold_sharding(x_BTD + y + w["mlp_out_bias"])

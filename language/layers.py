@@ -3,7 +3,6 @@
 Shape suffixes: B batch, T time, D embedding width; L layers.
 """
 
-import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -13,9 +12,9 @@ import torch
 import torch.nn.functional as F
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
-from torch.autograd.graph import saved_tensors_hooks
 
-from language.loops import BATCH, loop_in_graph
+from language.loops import BATCH
+from language.remat import LEVELS, NOTHING, RematLayer, Saving, ScannedLayers
 from language.shapes import ModelShape
 from language.token_data import START
 
@@ -94,10 +93,11 @@ class Decoder(torch.nn.Module):
     """Layers over a residual stream. A model adds the block of one layer, and forward.
 
     sizes: of every parameter, those of the L layers stacked. compute_dtype: of activations and matrix products.
-    mesh: activations stay sharded along the batch; None: one device. block(x_BTD, w, shared=None, saved=None) is set by
-    the model. remat: layers are recomputed in the backward pass; remat_keep: "inputs", or "attention", its output too.
-    packed: rows hold several documents, which do not attend to each other. lora_rank: base weights are frozen, in
-    base_dtype; each matrix of a layer has a trained adapter of this rank, scaled by lora_alpha / lora_rank.
+    mesh: activations stay sharded along the batch; None: one device. block(x_BTD, w, shared=None, kept=NOTHING) is set
+    by the model. remat: layers are run again in the backward pass; remat_keep: of LEVELS, what is kept of the first
+    run; offload: "nothing", or of LEVELS, what of that lies on the host meanwhile. packed: rows hold several documents,
+    which do not attend to each other. lora_rank: base weights are frozen, in base_dtype; each matrix of a layer has a
+    trained adapter of this rank, scaled by lora_alpha / lora_rank.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class Decoder(torch.nn.Module):
         *,
         remat=False,
         remat_keep="inputs",
+        offload="nothing",
         scan_layers=False,
         mesh=None,
         packed=False,
@@ -117,7 +118,7 @@ class Decoder(torch.nn.Module):
     ):
         super().__init__()
         self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
-        self.saved_by_layer = remat_keep if remat else "positions"
+        self.saving = Saving(LEVELS[remat_keep], LEVELS.get(offload, ())) if remat else Saving()
         self.remat, self.scan_layers, self.packed = remat, scan_layers, packed
         self.adapter_scale = lora_alpha / lora_rank if lora_rank else 0.0
         for name, size in sizes.items():
@@ -167,115 +168,18 @@ class Decoder(torch.nn.Module):
         """of_blocks: what each layer's block takes beside its parameters, such as rotations that are computed once for
         all; a scanned block computes its own."""
 
-        def run(x, values, **options):
-            return self.block(x, dict(zip(layers[0], values, strict=True)), **options)
+        def run(x, values, kept=NOTHING, **options):
+            return self.block(x, dict(zip(layers[0], values, strict=True)), kept=kept, **options)
 
         if self.scan_layers:
             stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
-            return ScannedLayers.apply(run, self.saved_by_layer, x_BTD, *stacked)
+            return ScannedLayers.apply(run, self.saving, x_BTD, *stacked)
         for w, own in zip(layers, of_blocks, strict=True):
             if self.remat:
-                x_BTD = RematLayer.apply(partial(run, **own), self.saved_by_layer, x_BTD, *w.values())
+                x_BTD = RematLayer.apply(partial(run, **own), self.saving, x_BTD, *w.values())
             else:
                 x_BTD = run(x_BTD, w.values(), **own)
         return x_BTD
-
-
-def forward_layer(run, saving: str, needed, x_BTD, *values):
-    """(output, [what is saved for the backward pass]) of run(x, values). saving: inputs: nothing beside x. attention:
-    its output and row sums, so that the kernel of flash attention does not run again. positions: all that autograd
-    saves and that has values for each position.
-    """
-    saved, (x, *values) = [], leaves([x_BTD, *values], needed)
-    if saving == "positions":
-        hooks = saved_tensors_hooks(lambda t: saved.append(t.detach()) if of_positions(t, x) else None, lambda _: None)
-        with torch.enable_grad(), hooks:
-            return run(x, values).detach(), saved
-    with torch.no_grad():
-        return run(x, values, **({"saved": saved} if saving == "attention" else {})), saved
-
-
-def backward_layer(run, saving: str, needed, grad_BTD, x_BTD, *rest):
-    """(gradient of x, [those of the values that need one]): runs the layer again. rest: the values, then what
-    forward_layer saved; autograd, or the attention, takes these tensors instead of the recomputed ones."""
-    (x, *values), saved = leaves([x_BTD, *rest[: len(needed) - 1]], needed), list(rest[len(needed) - 1 :])
-    next_saved = iter(saved)
-    hooks = saved_tensors_hooks(lambda t: next(next_saved) if of_positions(t, x) else t, lambda t: t)
-    with torch.enable_grad(), hooks if saving == "positions" else contextlib.nullcontext():
-        out = run(x, values, **({"saved": saved} if saving == "attention" else {}))
-    grad_x, *gradients = torch.autograd.grad(out, [t for t in (x, *values) if t.requires_grad], grad_BTD)
-    return grad_x, gradients
-
-
-class RematLayer(torch.autograd.Function):
-    """A layer that is run again in the backward pass.
-
-    XLA's common subexpression elimination would merge torch.utils.checkpoint's second run with the first. The barrier
-    prevents that, as in torch_xla's checkpoint, which cannot choose what is saved.
-    """
-
-    @staticmethod
-    def forward(ctx, run, saving, x_BTD, *values):
-        ctx.run, ctx.saving, ctx.needed = run, saving, (True, *ctx.needs_input_grad[3:])
-        out, saved = forward_layer(run, saving, ctx.needed, x_BTD, *values)
-        ctx.save_for_backward(x_BTD, *values, *saved)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        behind = [t.clone() for t in (grad, *ctx.saved_tensors)]  # clones: the barrier is in place
-        xm.optimization_barrier_(behind)
-        found, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, *behind)
-        gradients = iter(gradients)
-        return None, None, found, *(next(gradients) if is_needed else None for is_needed in ctx.needed[1:])
-
-
-class ScannedLayers(torch.autograd.Function):
-    """All layers as one loop in the graph, whose size is that of one layer.
-
-    torch_xla's scan with gradients traces a layer by AOTAutograd, which decomposes einsum: its loops take 1.6 times the
-    cycles (GPT-2 124M, v5e, libtpu 0.0.21's estimate). Here both loops are traced like the rest of the step. The
-    backward loop runs a layer again and takes its gradients; unused results of that run are not in the program.
-    Attention scores are recomputed: writing them into a stacked tensor takes longer.
-    """
-
-    @staticmethod
-    def forward(ctx, run, saving, x_BTD, *stacked):
-        """stacked: (L, ...) each."""
-        ctx.run, ctx.saving, ctx.needed = run, saving, (True, *ctx.needs_input_grad[3:])
-
-        def one_layer(carry, values):
-            if not any(ctx.needs_input_grad):
-                return [run(*carry, values)], []
-            out, saved = forward_layer(run, saving, ctx.needed, *carry, *values)
-            return [out], [carry[0].detach(), *saved]
-
-        (out,), saved = loop_in_graph(one_layer, [x_BTD], list(stacked))
-        ctx.save_for_backward(*stacked, *saved)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        tensors, count = ctx.saved_tensors, len(ctx.needed) - 1
-        stacked, (inputs, *saved) = tensors[:count], tensors[count:]
-
-        def one_layer(carry, values):
-            grad_x, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, *carry, *values)
-            return [grad_x], gradients
-
-        (grad,), found = loop_in_graph(one_layer, [grad], [inputs, *stacked, *saved], reverse=True)
-        found = iter(found)
-        return None, None, grad, *(next(found) if is_needed else None for is_needed in ctx.needed[1:])
-
-
-def leaves(tensors, needed) -> list[torch.Tensor]:
-    """The tensors, detached, as leaves of a new autograd graph. needed: which of them get a gradient."""
-    return [t.detach().requires_grad_(on) for t, on in zip(tensors, needed, strict=True)]
-
-
-def of_positions(t, x_BTD) -> bool:
-    """Whether it has values for each position, (B, T, ...), and is not x_BTD: no weight, and no attention score."""
-    return t is not x_BTD and t.shape[:2] == x_BTD.shape[:2]
 
 
 def adapter_sizes(sizes: dict[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:

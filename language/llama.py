@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from language.layers import Decoder, adapter, add_adapter, find_documents, head_product, product
-from language.operations import causal_attention, rms_norm
+from language.operations import causal_attention, rms_norm, rms_scale
+from language.remat import NOTHING
 from language.shapes import LlamaShape
 
 LAYER_MATRICES = ("q_weight", "kv_weight", "attention_out_weight", "gate_up_weight", "mlp_out_weight")
@@ -85,7 +86,7 @@ def rotate(x_BTHK, cos, sin, scale: float = 1.0):
     return torch.cat([x * cos - y * sin, y * cos + x * sin, *rest], -1).to(x_BTHK.dtype)
 
 
-def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, shared=None, saved=None, window=0):
+def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, shared=None, kept=NOTHING, window=0):
     """One layer. w: its parameters by name, as Llama.cast() gives them; which norms and biases it has, they tell.
 
     attention: of q (B, T, H, K) that is scaled, k and v (B, T, G, K), the documents' first positions, what is saved,
@@ -94,11 +95,14 @@ def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, sha
     D, H, G = x_BTD.shape[-1], shape.num_heads, shape.num_kv_heads
     starts_BT, window = w.get("starts"), w.get("window", window)
 
-    def norm(x, name):
+    def norm(x, name, point=""):
+        """point: what is kept of x, because the norm's gradient needs it."""
         if name not in w:
             return x
+        x = kept(point, x)
         rows = x if w[name].shape[-1] == x.shape[-1] else x.flatten(2)  # or of all heads together
-        return rms_norm(rows, w[name], shape.norm_eps).view(x.shape)
+        scale = kept("scale", rms_scale(rows, shape.norm_eps))
+        return rms_norm(rows, w[name], shape.norm_eps, scale).view(x.shape)
 
     cos, sin = angles(positions(x_BTD, starts_BT), w["frequencies"], shape) if shared is None else shared
     y = norm(x_BTD, "ln1_weight")
@@ -113,15 +117,22 @@ def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, sha
     if "q_bias" in w:
         k_bias, v_bias = w["kv_bias"].view(2, G, -1)
         q, k, v = q + w["q_bias"].view(H, -1), k + k_bias, v + v_bias
-    q, k = norm(q, "q_ln_weight"), norm(k, "k_ln_weight")
+    q, k = norm(q, "q_ln_weight", "query"), norm(k, "k_ln_weight", "key")
     scale = (shape.query_scalar or shape.head_dim) ** -0.5  # of q, applied in its rotation: that is in float32
-    y = attention(rotate(q, cos * scale, sin * scale, scale), rotate(k, cos, sin), v, starts_BT, saved, window)
+    q, k = rotate(q, cos * scale, sin * scale, scale), rotate(k, cos, sin)
+    if "q_ln_weight" not in w:
+        q, k = kept.heads("query", q), kept.heads("key", k)
+    v = kept.heads("value", v)
+    y = kept.attention(lambda saved: attention(q, k, v, starts_BT, saved, window))
     y = product("bthk,dhk->btd", y, w["attention_out_weight"].view(D, H, -1), adapter(w, "attention_out"))
-    x_BTD = hold_sharding(x_BTD + norm(y, "ln1_after_weight"))
+    x_BTD = hold_sharding(x_BTD + norm(y, "ln1_after_weight", "residual"))
+    if "ln1_after_weight" not in w:
+        x_BTD = kept("residual", x_BTD)
     y = norm(x_BTD, "ln2_weight")
     # one product, so that its gradient is one tensor, as the weight is
     gate, up = product("btd,ced->btce", y, w["gate_up_weight"]).unbind(2)
     gate, up = add_adapter(gate, y, adapter(w, "gate_up", 0)), add_adapter(up, y, adapter(w, "gate_up", 1))
+    gate, up = kept("gate", gate), kept("up", up)
     gate = F.silu(gate) if shape.of_family.activation == "silu" else F.gelu(gate, approximate="tanh")
     y = product("bte,de->btd", gate * up, w["mlp_out_weight"], adapter(w, "mlp_out"))
     return hold_sharding(x_BTD + norm(y, "ln2_after_weight"))

@@ -111,6 +111,8 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
         run.print(
             f"width      {shape.embedding_dim} is no multiple of 128: the matrix unit works as if it were {padded}"
         )
+    if config.offload != "nothing" and xr.device_type() != "TPU" and not config.compile_for:
+        run.print("offload    without effect: this device has no other memory than the host's")
     if config.initial_weights:
         run.print(f"weights    {config.initial_weights}{', as the run has changed them' if run.first_step else ''}")
     if config.lora_rank:

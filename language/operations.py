@@ -36,25 +36,33 @@ layer_norm = LayerNorm.apply
 
 
 class RMSNorm(torch.autograd.Function):
-    """Of x (..., D): as LayerNorm, without a mean and a bias (Zhang and Sennrich 2019)."""
+    """Of x (..., D): as LayerNorm, without a mean and a bias (Zhang and Sennrich 2019). scale: rms_scale(x)."""
 
     @staticmethod
-    def forward(ctx, x, weight_D, eps):
-        z = x.float()
-        scale = torch.rsqrt((z * z).mean(-1, keepdim=True) + eps)
+    def forward(ctx, x, weight_D, scale):
         ctx.save_for_backward(x, scale, weight_D)
-        return (z * scale * weight_D).to(x.dtype)
+        return (x.float() * scale[..., None] * weight_D).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         x, scale, weight_D = ctx.saved_tensors
+        scale = scale[..., None]
         grad, normal = grad.float(), x * scale
         dn = grad * weight_D
         dx = (dn - normal * (dn * normal).mean(-1, keepdim=True)) * scale
         return dx.to(x.dtype), (grad * normal).sum(tuple(range(x.dim() - 1))), None
 
 
-rms_norm = RMSNorm.apply
+@torch.no_grad()  # the backward pass of RMSNorm knows that it comes from x
+def rms_scale(x, eps: float):
+    """One over the root of the mean square of each row, (...) float32."""
+    z = x.float()
+    return torch.rsqrt((z * z).mean(-1) + eps)
+
+
+def rms_norm(x, weight_D, eps: float, scale=None):
+    """scale: rms_scale(x, eps), where the caller has it."""
+    return RMSNorm.apply(x, weight_D, rms_scale(x, eps) if scale is None else scale)
 
 
 def row_sums(x_NV, rounded: bool):

@@ -21,6 +21,8 @@ SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "ch
 DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # tokens: of the model's size
 NOT_TEXT = NoEffect("dataset", "synthetic", "tokens", "chat")
 NOT_CHAT = NoEffect("dataset", "synthetic", "text", "tokens")
+WITH_REMAT = NoEffect("remat", False)
+Kept = Literal["inputs", "attention", "projections", "residual", "products"]
 HUGGING_FACE_CONFIG = "a model's config.json in a local folder (hf download NAME --local-dir DIR)"
 
 FINEWEB_10B = ON_TPU | dict(
@@ -107,8 +109,11 @@ class TransformerConfig(HostOptions, TrainConfig):
     """Print where every parameter lies."""
     remat: Annotated[bool, FREE] = False
     """Keep only the input of each layer for the backward pass, compute the rest again: less memory, more time."""
-    remat_keep: Annotated[Literal["inputs", "attention"], FREE, NoEffect("remat", False)] = "inputs"
-    """What remat keeps of a layer. attention: what attention gave too, so that it does not run again."""
+    remat_keep: Annotated[Kept, FREE, WITH_REMAT] = "inputs"
+    """What remat keeps of a layer, each with all before it: inputs; what attention gave; q, k and v; the sum that goes
+    into the MLP; what the MLP's first products gave. What is kept is not computed again."""
+    offload: Annotated[Literal["nothing", Kept], FREE, WITH_REMAT] = "nothing"
+    """Up to where what is kept lies in the host's memory between the two passes. TPU only: else without effect."""
     scan_layers: Annotated[bool, FREE] = False
     """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
@@ -277,6 +282,11 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         problems.append(
             f"global_batch_size ({config.global_batch_size}) must be divisible by gradient_accumulation_steps "
             f"({config.gradient_accumulation_steps})"
+        )
+    if config.offload != "nothing" and config.scan_layers and shape.num_layers == 1:
+        problems.append(
+            f"offload is {config.offload}, but a loop over one layer is none, and libtpu 0.0.21 does not compile what "
+            "is left of it; leave out --offload or --scan_layers"
         )
     if config.warmup_steps >= config.num_steps:
         problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")

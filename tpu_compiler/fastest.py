@@ -26,9 +26,11 @@ WORTH = 0.001
 """The share by which the time of a setting must be shorter in any case."""
 COMPILER_OPTIONS = ("xla_tpu_scoped_vmem_limit_kib=32768", "xla_tpu_scoped_vmem_limit_kib=65536")
 """On-chip memory that one fusion may use; 16384 by default."""
-FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "mesh")
-FIELDS += ("shard_parameters", "windowed_einsum", "scan_layers", "global_batch_size")
+FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "offload")
+FIELDS += ("mesh", "shard_parameters", "windowed_einsum", "scan_layers", "global_batch_size")
 """All that candidates() may try."""
+WITH_REMAT = ("remat_keep", "offload")
+"""Without effect beside --no_remat, so the script refuses them."""
 LABEL = f"predicted, {RULE}, and of communication what the schedule cannot hide; not measured"
 Compile = Callable[[list[str], float], Report]
 """(options, seconds it may take) -> report. Raises ScriptError."""
@@ -86,16 +88,17 @@ def is_better(trial: "Trial", other: "Trial") -> bool:
 
 
 def differs_in_one(trial: "Trial", other: "Trial") -> bool:
-    """Whether one option was changed; remat_keep comes and goes with remat."""
+    """Whether one option was changed; WITH_REMAT come and go with remat."""
     names = {n for n in trial.changes.keys() | other.changes.keys() if trial.changes.get(n) != other.changes.get(n)}
-    return len(names - {"remat_keep"} if "remat" in names else names) == 1
+    return len(names - set(WITH_REMAT) if "remat" in names else names) == 1
 
 
 def with_change(options: Sequence[str], name: str, value: Any) -> list[str]:
     """options with a field of the script set to value."""
     kept = with_option(with_option(options, name, None), f"no_{name}", None)
     if name == "remat" and not value:
-        kept = with_option(kept, "remat_keep", None)  # has no effect without remat, so the script refuses it
+        for other in WITH_REMAT:
+            kept = with_option(kept, other, None)
     if isinstance(value, bool):
         return [*kept, f"--{name}" if value else f"--no_{name}"]
     return [*kept, f"--{name}={value}"]
@@ -120,7 +123,9 @@ def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str
     if isinstance(settings.get("remat"), bool):
         found.append(("remat", [False, True]))
     if "remat_keep" in settings:
-        found.append(("remat_keep", ["inputs", "attention"]))
+        found.append(("remat_keep", ["inputs", "attention", "projections", "residual", "products"]))
+    if "offload" in settings:
+        found.append(("offload", ["nothing", "attention", "projections"]))
     if devices > 1 and re.fullmatch(r"auto|\d+x\d+x\d+", str(settings.get("mesh"))):
         half = devices // 2
         meshes = [(devices, 1, 1), (1, devices, 1), (2, half, 1), (half, 2, 1), (half, 1, 2)]
@@ -172,7 +177,7 @@ class Search:
                 for value in values:
                     changes = (self.best.changes if self.best else {}) | {name: value}
                     if not changes.get("remat", settings.get("remat")):
-                        changes.pop("remat_keep", None)  # has no effect without remat
+                        changes = {n: v for n, v in changes.items() if n not in WITH_REMAT}
                     changes = {n: v for n, v in changes.items() if settings.get(n) != v}
                     if not self.ended and all(changes != trial.changes for trial in self.trials):
                         self.attempt(changes, settings)

@@ -189,6 +189,8 @@ def memory_savers(r: Report) -> list[tuple[str, str]]:
     found, settings = [], r.settings
     if settings.get("remat") is False:
         found.append(("recompute activations in the backward pass", "--remat"))
+    elif settings.get("offload") == "nothing":
+        found.append(("what that keeps in the host's memory", "--offload=products"))
     if accumulation_steps := settings.get("gradient_accumulation_steps"):
         found.append(("accumulate more, smaller batches", f"--gradient_accumulation_steps={2 * accumulation_steps}"))
     if settings.get("shard_parameters") is False and r.devices > 1:

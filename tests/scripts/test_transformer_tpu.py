@@ -48,11 +48,11 @@ def losses_of(run_dir: Path) -> np.ndarray:
     return np.array([line["loss"] for line in read_lines(run_dir) if line["kind"] == "train"])
 
 
-REMAT = ["--remat", "--remat_keep=attention"]
+KEPT = ["--remat", "--remat_keep=projections", "--offload=attention"]
 ONE_DEVICE = {
     "plain": [],
     "accumulated": ["--gradient_accumulation_steps=4"],
-    "scanned_remat": ["--scan_layers", "--remat"],
+    "scanned_remat": ["--scan_layers", "--remat", "--remat_keep=products"],
     "llama": ["--model_size=llama_tiny"],
     "llama/llama_resumed": ["--model_size=llama_tiny", "--resume=must"],
 }
@@ -60,8 +60,14 @@ ONE_DEVICE_SLOW = {"scanned": ["--scan_layers"], "remat": ["--remat"]}
 EIGHT_DEVICES = {
     "1x8x1": ["--mesh=1x8x1"],
     "accumulated": ["--mesh=8x1x1", "--gradient_accumulation_steps=2"],  # each device by itself: loops.py
-    "scanned_remat": ["--mesh=2x2x2", "--scan_layers", *REMAT],
-    "llama": ["--model_size=llama_tiny", "--mesh=2x2x2", "--gradient_accumulation_steps=2", *REMAT],
+    "scanned_remat": ["--mesh=2x2x2", "--scan_layers", *KEPT],
+    "llama": [
+        "--model_size=llama_tiny",
+        "--mesh=2x2x2",
+        "--gradient_accumulation_steps=2",
+        "--remat",
+        "--remat_keep=residual",
+    ],
 }
 DROPOUT = {
     "dropped": ["--dropout=0.2"],
@@ -158,6 +164,12 @@ def test_every_mesh_equals_plain_pytorch(eight_devices, reference, name):
     np.testing.assert_allclose(losses_of(eight_devices[0] / name), reference["llama" in name], rtol=1e-5)
 
 
+def test_what_is_kept_and_accumulated_changes_no_number(one_device, eight_devices):
+    plain = losses_of(one_device / "plain")
+    for path in (one_device / "scanned_remat", *(eight_devices[0] / name for name in ("accumulated", "scanned_remat"))):
+        np.testing.assert_allclose(losses_of(path), plain, rtol=1e-6, err_msg=str(path))
+
+
 @pytest.fixture(scope="module")
 def dropped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dropped")
@@ -221,6 +233,11 @@ def test_one_graph_and_no_uploads_beside_the_batch(one_device, eight_devices):
             assert summary["eval_graphs"] <= 1, path  # 0: an earlier run of this process compiled the same one
             assert summary["host_to_device_uploads_per_step"] == 0, path
             assert abs(summary["loss_floor"] - 1.75 * np.log(2)) < 1e-9
+
+
+def test_offload_is_without_effect_on_a_cpu_and_says_so(eight_devices):
+    line = "offload    without effect: this device has no other memory than the host's"
+    assert eight_devices[1].count(line) == sum("--offload" in " ".join(options) for options in EIGHT_DEVICES.values())
 
 
 def test_placement_is_the_table(eight_devices):
@@ -298,6 +315,7 @@ def test_a_mesh_of_another_size_than_the_slice_is_no_matter_of_the_cpu(slice, na
         (dict(dataset="text", vocab_size=64), "vocab_size is 64; text needs 257 or more"),
         (dict(num_steps=5, warmup_steps=5), "warmup_steps is 5 but the run has 5 steps"),
         (dict(num_layers=-1), "num_layers is -1; expected 0 or more"),
+        (dict(num_layers=1, remat=True, scan_layers=True, offload="inputs"), "offload is inputs, but a loop over one"),
         (dict(decay_fraction=0.0), "decay_fraction is 0.0"),
         (dict(model_size="llama_tiny", num_heads=3), r"num_heads \(3\) must be divisible by the 2 heads of keys and"),
         (dict(model_size="llama_tiny", dropout=0.1), "dropout is 0.1, but llama_tiny has none"),
@@ -382,8 +400,8 @@ PACKED = ["--model_size=llama_tiny", "--num_heads=4", "--vocab_size=512", "--dat
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param([], marks=pytest.mark.slow),
-        ["--scan_layers", "--remat"],
+        pytest.param(["--remat", "--remat_keep=attention", "--offload=attention"], marks=pytest.mark.slow),
+        ["--num_layers=2", "--scan_layers", "--remat", "--remat_keep=projections", "--offload=attention"],
         pytest.param(PACKED, marks=pytest.mark.slow),
     ],
 )
@@ -396,3 +414,4 @@ def test_flash_attention_compiles_for_a_tpu(more):
     assert "v5litepod-1: compiles and fits" in result.stdout
     # forward and backward; the compiler counts them without an estimate
     assert int(result.stdout.split(" custom-call")[0].split()[-1]) >= 2
+    assert ("MB to host, " in result.stdout) == ("--offload=attention" in more)

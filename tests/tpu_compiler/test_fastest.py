@@ -290,6 +290,7 @@ def test_a_program_is_compiled_once_by_two_processes(tmp_path):
 
 SETTINGS = dict(global_batch_size=64, gradient_accumulation_steps=4, mesh="8x1x1", remat=False, scan_layers=False)
 SETTINGS |= dict(attention="plain", compiler_options="", windowed_einsum=False, learning_rate=0.1, remat_keep="inputs")
+SETTINGS |= dict(offload="nothing")
 
 
 def parse(options, settings):
@@ -326,8 +327,9 @@ class Compiler:
 
 def speed(now):
     time = 100.0 if now["attention"] == "plain" else 90.0
-    assert now["remat"] or now["remat_keep"] == "inputs", "the script refuses it"
+    assert now["remat"] or (now["remat_keep"], now["offload"]) == ("inputs", "nothing"), "the script refuses it"
     time *= 1.3 - 0.1 * (now["remat_keep"] == "attention") if now["remat"] else 1.0
+    time *= 1.0 if now["offload"] == "nothing" else 1.2
     time *= {4: 1.0, 2: 0.95, 1: 0.93, 8: 1.1}[now["gradient_accumulation_steps"]]
     time *= {"8x1x1": 1.0, "1x8x1": 0.9}.get(now["mesh"], 1.05)
     return time * (0.98 if now["compiler_options"].endswith("32768") else 1.0) * (2.0 if now["scan_layers"] else 1.0)
@@ -444,10 +446,10 @@ def test_the_options_of_the_search_are_those_of_the_transformer():
     tried = fastest.candidates(settings | {"mesh": "8x1x1"}, 8, True)
     assert {name for name, _ in tried} <= set(fastest.FIELDS)
     wanted = {"attention", "compiler_options", "gradient_accumulation_steps", "remat", "mesh", "scan_layers"}
-    assert {name for name, _ in tried} == wanted | {"global_batch_size", "remat_keep"}
+    assert {name for name, _ in tried} == wanted | {"global_batch_size", "remat_keep", "offload"}
     for name, values in tried:
         for value in values:
-            given = ["--preset=production", "--device=cpu", "--remat", "--remat_keep=attention"]
+            given = ["--preset=production", "--device=cpu", "--remat", "--remat_keep=attention", "--offload=attention"]
             options = fastest.with_change(given, name, value)
             assert getattr(parse_command_line(TransformerConfig, "", options), name) == value
 

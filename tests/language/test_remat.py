@@ -1,0 +1,36 @@
+"""What a layer that runs again computes again: counted in the traced program, which nobody compiles."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch_xla
+from test_llama_parity import QWEN3
+
+from language.gpt import GPT
+from language.llama import Llama
+from language.remat import LEVELS
+from language.shapes import ModelShape
+
+SHAPES = {"gpt": ModelShape(2, 4, 64, 32, 300), "llama": dataclasses.replace(QWEN3, sequence_length=32)}
+AGAIN = {"inputs": 7, "attention": 6, "projections": 3, "residual": 2, "products": 1}
+"""Products of a layer that run again; its last one never does. The scores of plain attention are not kept."""
+
+
+def products(shape, **options) -> int:
+    """In the program of a forward and a backward pass."""
+    model = (GPT if type(shape) is ModelShape else Llama)(shape, **options)
+    model.initialise(0)
+    model, tokens = model.to(torch_xla.device()), torch.zeros(2, 32, dtype=torch.int32).to(torch_xla.device())
+    model(tokens).sum().backward()
+    text = torch_xla._XLAC._get_xla_tensors_hlo([parameter.grad for parameter in model.parameters()])
+    torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
+    return text.count(" dot(")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_kept_is_not_computed_again(name):
+    shape = SHAPES[name]
+    whole = products(shape)
+    again = {level: products(shape, remat=True, remat_keep=level) - whole for level in LEVELS}
+    assert again == {level: count * shape.num_layers for level, count in AGAIN.items()}

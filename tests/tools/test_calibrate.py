@@ -30,6 +30,7 @@ from tpu_compiler.calibration import read_calibration
 from tpu_compiler.report import Report
 from tpu_utils.errors import DeviceError, InputError, run_script
 from tpu_utils.options import presets_of, resolve, without_effect
+from tpu_utils.virtual_slice import TESTED_VERSIONS
 
 GIB = 2**30
 # what a pretended v5litepod-8 answers: (predicted ms, measured ms) by a word of the options; nothing here was measured
@@ -404,6 +405,7 @@ def test_the_bound_is_the_compilers():
 def test_a_report_of_the_compiler_says_what_was_measured(measured, monkeypatch, capsys):
     vm, _ = measured
     kept = Report("v5litepod-1", 1, "one device", True, True, "", 16 * GIB, estimated_ms=73.9).with_prediction()
+    kept = dataclasses.replace(kept, versions={"libtpu": TESTED_VERSIONS["libtpu"]})
     monkeypatch.setattr(aot_tpu, "compile_script", lambda _, name, *__: dataclasses.replace(kept, topology=name))
     command = ["simple_mnist_tpu.py", "--topology", "v5litepod-1"]
     monkeypatch.chdir(vm.root)

@@ -68,7 +68,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     ], NoEffect("model_config")] = "tiny"  # fmt: skip
     """Layers, heads, width and context of a published model; each can be set by itself below."""
     initial_weights: Annotated[str, FREE] = ""
-    """Folder of Hugging Face with config.json and safetensors: the model, and where it begins. Families: families.py"""
+    """Folder of Hugging Face with config.json and safetensors, of a model in families.py: where training begins."""
     model_config: str = ""
     """A config.json of Hugging Face, in place of model_size. The run keeps its text. Empty: that of initial_weights."""
     lora_rank: Annotated[int, Range("[0, 4096]")] = 0

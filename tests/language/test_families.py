@@ -217,9 +217,8 @@ def test_a_run_of_each_family_is_the_same_on_a_mesh_and_resumes_bit_identical(tm
         base = tmp_path / f"base_{name}"
         shape = GPT2 if name == "gpt2" else SHAPES[name]
         sizes = dict(vocab_size=257, num_layers=2 if name in ("gpt2", "qwen2", "olmo2") else shape.num_layers)
-        (gpt2_model if name == "gpt2" else hugging_face_model)(dataclasses.replace(shape, **sizes)).save_pretrained(
-            base
-        )
+        made = gpt2_model if name == "gpt2" else hugging_face_model
+        made(shape=dataclasses.replace(shape, **sizes)).save_pretrained(base)
         options = {**RUN, **more, "initial_weights": base, "data_dir": tmp_path}
         options = [f"--{option}={value}" for option, value in options.items()]
         runs[1] += [[name, *options], [f"{name}/{name}_resumed", *options, "--resume=must"]]

@@ -19,11 +19,11 @@ HF_LAYER = {
 }  # fmt: skip
 
 
-def hugging_face_model(seed: int = 0):
+def hugging_face_model(seed: int = 0, shape=SHAPE):
     """Random weights everywhere: biases and layer norms too, so that no term of the gradient hides behind a zero."""
     config = transformers.GPT2Config(
-        vocab_size=SHAPE.vocab_size, n_positions=SHAPE.sequence_length, n_embd=SHAPE.embedding_dim,
-        n_layer=SHAPE.num_layers, n_head=SHAPE.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=shape.vocab_size, n_positions=shape.sequence_length, n_embd=shape.embedding_dim,
+        n_layer=shape.num_layers, n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(seed)

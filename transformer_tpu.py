@@ -40,8 +40,8 @@ import torch
 import torch_xla.distributed.spmd as xs
 
 from language.build import build_model, decay_groups
-from language.layers import BATCH, Decoder
-from language.loops import sums_over_parts
+from language.layers import Decoder
+from language.loops import BATCH, sums_over_parts
 from language.mesh import print_placement, print_plan, start_mesh, start_spmd
 from language.operations import losses
 from tpu_utils.dropout import batch_keys

@@ -11,6 +11,8 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 
+from language.loops import lower
+
 
 class DeviceLoop:
     """Calls body(*carry) on the device until the carry's first tensor, an int32 (), has reached `most`.
@@ -49,19 +51,12 @@ class DeviceLoop:
                 raise ValueError(
                     f"tensor {number} of the loop was {was}, is {is_now} behind its body; expected the same"
                 )
-        context = torch_xla._XLAC.lowering.LoweringContext("Body")
-        context.build(list(ends))
-        body = xb.computation_from_module_proto("body", context.hlo())
-        read = dict(context.device_parameter_id_tensor_mapping())  # {parameter of the body: a tensor with its data}
-        carried = [context.tensor_parameter_id(tensor) for tensor in begins]  # -1: not read
-        of_held = {context.tensor_parameter_id(tensor): place for place, tensor in enumerate(held)}
-        known = [number for number in sorted(read) if number not in carried and number in of_held]
-        unknown = [number for number in sorted(read) if number not in carried and number not in of_held]
-        self.places = [of_held[number] for number in known]
-        self.constants = [read[number].to(torch_xla.device()) for number in unknown]
-        place_of = {
-            number: place for place, number in enumerate([*carried, *known, *reversed(unknown)]) if number != -1
-        }
+        body, numbers, constants = lower(list(ends), [*begins, *held])
+        carried, of_held = numbers[: len(carry)], numbers[len(carry) :]
+        self.places = [place for place, number in enumerate(of_held) if number != -1]
+        self.constants = list(constants.values())
+        order = [*carried, *(of_held[place] for place in self.places), *reversed(constants)]
+        place_of = {number: place for place, number in enumerate(order) if number != -1}
 
         builder = xb.create_builder("loop")
         # Backwards: a program's inputs are numbered from an operation's last operand to its first. Then inputs that the

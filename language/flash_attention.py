@@ -12,7 +12,7 @@ import torch_xla.distributed.spmd as xs
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.core import xla_builder
 
-BATCH = ("data", "fsdp")  # batch and heads are sharded over the mesh, where there is one
+from language.loops import BATCH
 
 
 def jax_forward(window: int, *arrays):

@@ -18,6 +18,16 @@ from tpu_utils.errors import InputError
 BATCH = ("data", "fsdp")  # the mesh axes that the batch axis is sharded over
 
 
+def lower(outputs: list[torch.Tensor], inputs: list[torch.Tensor]):
+    """What was traced from inputs to outputs, as the body of a loop: (its computation, the number that each input has
+    among its parameters, {number: a tensor on the device} of all else that it reads). -1: an input that is not read."""
+    context = torch_xla._XLAC.lowering.LoweringContext("body")
+    context.build(outputs)
+    numbers, read = [context.tensor_parameter_id(t) for t in inputs], context.device_parameter_id_tensor_mapping()
+    constants = {number: t.to(torch_xla.device()) for number, t in read.items() if number not in numbers}
+    return xb.computation_from_module_proto("body", context.hlo()), numbers, constants
+
+
 def loop_in_graph(
     function: Callable,
     carry: list[torch.Tensor],
@@ -42,13 +52,8 @@ def loop_in_graph(
             "random numbers inside a loop of the graph (--scan_layers, --gradient_accumulation_steps): they would be "
             "the same in each turn; expected none, or dropout of tpu_utils/dropout.py, which counts steps and layers"
         )
-    context = torch_xla._XLAC.lowering.LoweringContext("body")
-    context.build([*new_carry, *outputs])
-    body = xb.computation_from_module_proto("body", context.hlo())
+    body, numbers, constants = lower([*new_carry, *outputs], [t for of in inputs for t in of])
     stacks = [torch.zeros((count, *t.shape), dtype=t.dtype, device=device) for t in outputs]
-    numbers = [context.tensor_parameter_id(t) for of in inputs for t in of]  # -1: not used
-    constants = context.device_parameter_id_tensor_mapping()
-    constants = {number: t.to(device) for number, t in constants.items() if number not in numbers}
     state = [torch.tensor(0, device=device), *stacks, *constants.values()]
     state = [*carry, *rows, *map(enter, state)]
     c, r, s = len(carry), len(rows), len(stacks)

@@ -1,7 +1,7 @@
 """The fastest way to run a step on a slice: settings tried one after the other.
 
 Every candidate is compiled, none is guessed. They are ranked by time per example (or token): the predicted step, and
-of communication what the schedule cannot hide. Published steps took LOW to HIGH of what is predicted, so settings
+of communication what the schedule cannot hide. Programs of others took LOW to HIGH of their estimate, so settings
 within EQUAL of each other are called equal, and the one found first is kept. One exception: where one option alone is
 changed, what is common is off by the same, and only the parts that changed can mislead.
 """
@@ -19,7 +19,7 @@ from tpu_compiler.search import OutOfTimeError, ScriptError, with_option
 from tpu_utils.hardware import GIB
 
 LOW, HIGH = 0.83, 1.07
-"""Clock of seven published steps over what was predicted for them."""
+"""Clock of seven published programs over their estimate with flash kernels by rule: docs/published.md."""
 EQUAL = 0.15
 """Settings whose times differ by less than this share are equal."""
 WORTH = 0.001

@@ -10,6 +10,7 @@ from processes import ROOT, run
 from benchmarks import published
 from language.transformer_options import TransformerConfig
 from tpu_compiler.modules import parse_question
+from tpu_compiler.report import ERROR
 from tpu_utils.hardware import parse_topology
 from tpu_utils.options import parse_command_line
 
@@ -25,6 +26,20 @@ def test_a_row_says_where_its_clock_comes_from():
         assert row.clock_ms > 0 and math.isfinite(row.clock_ms), row.key
         assert all(getattr(row, name).strip() for name in ("source", "measured", "software", "differs")), row.key
         assert not any("|" in str(value) or "{" in str(value) for value in dataclasses.asdict(row).values()), row.key
+
+
+def test_the_error_that_a_report_prints_is_that_of_the_steps():
+    ratios = {}
+    for row in (row for row in ROWS if row.kind == "training step" and row.key in RESULTS):
+        ratios.setdefault(row.generation, []).append(published.ratio(row, RESULTS[row.key]))
+    every = [value for values in ratios.values() for value in values]
+
+    def ends(values):
+        return " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(values), max(values))))
+
+    said = ", ".join(f"{generation} {ends(ratios[generation])}" for generation in ("v4", "v5e", "v5p", "v6e"))
+    expected = f"of {len(every)} published steps the clock was {ends(every)} x the prediction for that shape: {said};"
+    assert ERROR.startswith(expected) and len(ratios) == 4
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.key)

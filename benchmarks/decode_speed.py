@@ -19,11 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cores", type=int, default=1, help="of this process, so for both")
+    cores = sorted(os.sched_getaffinity(0))
+    counts = range(1, len(cores) + 1)
+    parser.add_argument("--cores", type=int, default=1, choices=counts, help="of this process, so for both")
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     os.environ.setdefault("PJRT_DEVICE", "CPU")
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])  # before torch counts its threads
+    os.sched_setaffinity(0, cores[: arguments.cores])  # before torch counts its threads
 
 import torch
 import torch_xla

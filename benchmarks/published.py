@@ -12,7 +12,7 @@ Run:     nice python benchmarks/published.py --out DIR
          python benchmarks/published.py --results benchmarks/published/results.json
              the tables from what is kept, with --picture FILE the picture; compiles
              nothing. With --compiler newest from benchmarks/published/newest.json
-Exit:    0; 1 where a row failed: it is said, and the rest go on.
+Exit:    0; 1 where a row failed: it is said, and the rest go on; 2 wrong usage.
 """
 
 import argparse
@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matplotlib.figure import Figure
 
-from tpu_utils.files import write_atomically
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.files import read_json, write_atomically
 from tpu_utils.hardware import GIB, parse_topology
 from tpu_utils.virtual_slice import TESTED_VERSIONS
 
@@ -262,7 +263,11 @@ def main() -> int:
         found = both(arguments.out) if newest else results(arguments.out)
         write_atomically(folder / "results.json", (json.dumps(found, indent=1) + "\n").encode())
     else:
-        found = json.loads(arguments.results.read_text())
+        found = read_json(arguments.results, "the results that --out wrote")
+        first = next(iter(found.values()), None)
+        if not isinstance(first, dict) or ("newest" in first) != newest:
+            of = "of --compiler newest" if newest else "of the installed compiler"
+            raise InputError(f"{arguments.results} holds other results; expected those {of}")
     if not found.keys() & {row.key for row in rows}:
         print("no row is compiled yet", file=sys.stderr)
         return 1
@@ -278,4 +283,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

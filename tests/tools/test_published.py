@@ -11,6 +11,7 @@ from benchmarks import published
 from language.transformer_options import TransformerConfig
 from tpu_compiler.modules import parse_question
 from tpu_compiler.report import ERROR
+from tpu_utils.errors import InputError
 from tpu_utils.hardware import parse_topology
 from tpu_utils.options import parse_command_line
 
@@ -123,6 +124,20 @@ def test_the_newest_compiler_is_asked_alone_and_kept_apart(tmp_path, monkeypatch
     assert found["product of square matrices, bfloat16, 1024, tpu7x-2"]["installed"] is None
     assert f"| {copy.name}, trace | v6e-1 | 0.0494 | 0.49 | 0.49 |" in capsys.readouterr().out
     assert "| copy | 1 | 0.49 | 0.49 | 0.49 | 0.49 |" in published.errors_of_both(ROWS, found)
+
+
+@pytest.mark.parametrize(
+    "file, options, said",
+    [
+        ("nowhere.json", [], "no such file"),
+        ("benchmarks/published/results.json", ["--compiler", "newest"], "expected those of --compiler newest"),
+        ("benchmarks/published/newest.json", [], "expected those of the installed compiler"),
+    ],
+)
+def test_other_results_are_refused(file, options, said, monkeypatch):
+    monkeypatch.setattr(published.sys, "argv", ["published.py", "--results", str(ROOT / file), *options])
+    with pytest.raises(InputError, match=said):
+        published.main()
 
 
 @pytest.mark.slow

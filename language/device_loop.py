@@ -11,7 +11,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 
-from language.loops import lower
+from language.loops import lower, tracing
 
 
 class DeviceLoop:
@@ -29,12 +29,8 @@ class DeviceLoop:
     def __call__(self, *carry: torch.Tensor) -> list[torch.Tensor]:
         held = list(self.held())
         if self.program is None:
-            try:
+            with tracing():
                 self.trace(carry, held)
-            except BaseException:
-                # else torch_xla would compute what was traced so far, from placeholders: a segmentation fault
-                torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
-                raise
         inputs = [*self.constants, *(held[place] for place in reversed(self.places)), *reversed(carry)]
         return torch_xla._XLAC._xla_user_computation("xla::loop", inputs, self.program)[: len(carry)]
 

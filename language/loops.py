@@ -18,6 +18,17 @@ from tpu_utils.errors import InputError
 BATCH = ("data", "fsdp")  # the mesh axes that the batch axis is sharded over
 
 
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Around what runs on placeholders. After an error torch_xla would compute what was traced so far, of placeholders
+    that own no memory: a segmentation fault instead of the message."""
+    try:
+        yield
+    except BaseException:
+        torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
+        raise
+
+
 def lower(outputs: list[torch.Tensor], inputs: list[torch.Tensor]):
     """What was traced from inputs to outputs, as the body of a loop: (its computation, the number that each input has
     among its parameters, {number: a tensor on the device} of all else that it reads). -1: an input that is not read."""
@@ -44,14 +55,16 @@ def loop_in_graph(
     """
     device, count = torch_xla.device(), len(rows[0])
     inputs = [[xb.create_placeholder_tensor(t.shape, t.dtype) for t in of] for of in (carry, [row[0] for row in rows])]
-    # times 1: a mark_sharding inside would put other data in the place of a placeholder (pytorch/xla#8742)
-    new_carry, outputs = function(*([t * 1 for t in of] for of in inputs))
-    leaves, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([*new_carry, *outputs])
-    if torch_xla._XLAC._get_seed_info_id() in leaves:
-        raise InputError(
-            "random numbers inside a loop of the graph (--scan_layers, --gradient_accumulation_steps): they would be "
-            "the same in each turn; expected none, or dropout of tpu_utils/dropout.py, which counts steps and layers"
-        )
+    with tracing():
+        # times 1: a mark_sharding inside would put other data in the place of a placeholder (pytorch/xla#8742)
+        new_carry, outputs = function(*([t * 1 for t in of] for of in inputs))
+        leaves, _ = torch_xla._XLAC._get_tensors_xla_device_data_node([*new_carry, *outputs])
+        if torch_xla._XLAC._get_seed_info_id() in leaves:
+            raise InputError(
+                "random numbers inside a loop of the graph (--scan_layers, --gradient_accumulation_steps): they would "
+                "be the same in each turn; expected none, or dropout of tpu_utils/dropout.py, which counts steps and "
+                "layers"
+            )
     body, numbers, constants = lower([*new_carry, *outputs], [t for of in inputs for t in of])
     stacks = [torch.zeros((count, *t.shape), dtype=t.dtype, device=device) for t in outputs]
     state = [torch.tensor(0, device=device), *stacks, *constants.values()]

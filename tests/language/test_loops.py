@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch_xla
+from processes import run
 
 from language.loops import loop_in_graph
 from tpu_utils.errors import InputError
@@ -23,3 +24,30 @@ def test_random_numbers_of_a_loop_are_refused():
     assert total.item() == 7
     with pytest.raises(InputError, match=r"random numbers inside a loop of the graph .* expected none, or dropout of"):
         loop_in_graph(lambda carry, row: ([carry[0] + torch.rand_like(row[0]).sum()], []), [x[0, 0]], [x])
+
+
+AFTER_AN_ERROR = """
+import torch, torch_xla
+from language.loops import loop_in_graph
+x = torch.ones(2, 3).to(torch_xla.device())
+kept = []
+def body(carry, row):
+    kept.append(carry[0] + row[0].sum())
+    {error}
+    return kept[-1:], []
+try:
+    loop_in_graph(body, [x[0, 0]], [x])
+except Exception as error:
+    print(type(error).__name__)
+torch_xla.sync()
+print(x.sum().item())
+"""
+
+
+@pytest.mark.parametrize(
+    "error, name", [("row[0] @ row", "TypeError"), ("kept[0] += torch.rand_like(kept[0])", "InputError")]
+)
+def test_an_error_inside_a_loop_is_the_message_and_no_crash(tmp_path, error, name):
+    (tmp_path / "script.py").write_text(AFTER_AN_ERROR.format(error=error))
+    done = run(tmp_path / "script.py", PYTHONPATH=".", PJRT_DEVICE="CPU")
+    assert (done.returncode, done.stdout) == (0, f"{name}\n6.0\n"), done.stderr[-500:]

@@ -49,12 +49,17 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def product(equation: str, x_BTI, weight, adapter=None):
     """x times a weight, by einsum, plus its adapter. The last axis of x and of the output may be split into two."""
-    y = torch.einsum(equation, x_BTI, weight) if x_BTI.shape[1] > 1 else of_one_token(x_BTI, weight)
+    y = of_one_token(x_BTI, weight) if decodes(x_BTI) else torch.einsum(equation, x_BTI, weight)
     return add_adapter(y, x_BTI, adapter)
 
 
 def head_product(x_BTD, weight_VD):
-    return F.linear(x_BTD, weight_VD) if x_BTD.shape[1] > 1 else of_one_token(x_BTD, weight_VD)
+    return of_one_token(x_BTD, weight_VD) if decodes(x_BTD) else F.linear(x_BTD, weight_VD)
+
+
+def decodes(x_BTI) -> bool:
+    """Whether XLA decodes one token of each row. An export to ONNX keeps the weight where it is quantized: second."""
+    return x_BTI.shape[1] == 1 and x_BTI.device.type == "xla"
 
 
 def of_one_token(x_B1I, weight):

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from language.layers import Decoder, adapter, add_adapter, find_documents, head_product, product
+from language.layers import Decoder, adapter, add_adapter, decodes, find_documents, head_product, product
 from language.operations import causal_attention, rms_norm, rms_scale
 from language.remat import NOTHING
 from language.shapes import LlamaShape
@@ -109,10 +109,10 @@ def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, sha
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
     q = product("btd,hkd->bthk", y, w["q_weight"].view(H, -1, D), adapter(w, "q"))
     kv_weight = w["kv_weight"].view(2, G, -1, D)
-    if y.shape[1] > 1:
-        k, v = (torch.einsum("btd,gkd->btgk", y, weight) for weight in kv_weight)
-    else:  # halves of a weight would be copied for each token
+    if decodes(y):  # halves of a weight would be copied for each token
         k, v = product("btd,cgkd->btcgk", y, kv_weight).unbind(2)
+    else:
+        k, v = (torch.einsum("btd,gkd->btgk", y, weight) for weight in kv_weight)
     k, v = add_adapter(k, y, adapter(w, "kv", 0)), add_adapter(v, y, adapter(w, "kv", 1))
     if "q_bias" in w:
         k_bias, v_bias = w["kv_bias"].view(2, G, -1)

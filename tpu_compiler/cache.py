@@ -47,6 +47,8 @@ OWN_NAME = re.compile(r"(program|answer)_[0-9a-f]{40}\.json\.gz|aot_tpu_\w+\.wri
 MOST_FILES = 20_000
 """Limit of the search for Python files that a script may import. Above it only program_KEY entries are kept."""
 READ_BY_LIBRARIES = ("XLA", "TPU_", "LIBTPU", "JAX", "PJRT", "PT_", "TORCH", "PYTHON", "CPU_NUM_DEVICES")
+WRITTEN = ("memory_dir",)
+"""Settings that name a folder which a run only writes to, as far as its program is concerned."""
 OWN = ("AOT_TPU", "PYTHONHASHSEED", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY")
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -228,8 +230,10 @@ def watched(settings: dict, options: Sequence[str]) -> dict[str, str]:
     """{text: state} of every text in the settings and options of a script that names, or could name, a file or folder.
 
     State: size and time of the file; of a folder those of what is directly in it; empty where nothing is there.
+    Folders of WRITTEN do not count: other programs write to /dev/shm all the time.
     """
-    texts = [option.partition("=")[2] or option for option in options] + [v for v in settings.values() if v]
+    named = [(name.lstrip("-"), text or name) for name, _, text in (option.partition("=") for option in options)]
+    texts = [v for name, v in (*named, *settings.items()) if v and name not in WRITTEN]
     return {text: state_of(text) for text in texts if isinstance(text, str) and not text.startswith("{")}
 
 

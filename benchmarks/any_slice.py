@@ -21,7 +21,7 @@ from tpu_utils.files import write_atomically
 from tpu_utils.hardware import GIB, parse_topology
 
 ROOT = Path(__file__).resolve().parent.parent
-SLICES = ("v5litepod-8", "v5litepod-64", "v5litepod-256", "v5p-1024")
+SLICES = ("v5litepod-8", "v5litepod-256", "v5p-1024")
 GPT2 = "--preset production --gradient_accumulation_steps 1 --scan_layers --remat --model_size {}"
 LLAMA = (
     "--dataset tokens --precision bfloat16 --scan_layers --remat --attention flash --sequence_length 2048 "

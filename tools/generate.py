@@ -24,6 +24,7 @@ from config import TrainConfig
 from language.hf_config import shape_of
 from language.llmc_files import read_header
 from language.sampling import SamplingOptions, ask, print_continuations
+from language.shapes import ModelShape
 from tpu_utils.environment import choose_device, command_line
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import open_regular, read_json
@@ -49,8 +50,13 @@ class GenerateConfig(SamplingOptions):
     run may have read fewer. 0: as many as this needs, rounded up to 128."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and computation. auto: that of the run, or of the files."""
+    int8: bool = False
+    """Matrices in int8 with a scale for each output column: half the bytes of bfloat16, at some error of the logits."""
     device: Literal["auto", "tpu", "cpu"] = "auto"
     """auto takes a TPU when one is attached, else the XLA CPU backend."""
+    devices: Literal["one", "all"] = "one"
+    """all: those of this host share the heads, the MLP and the vocabulary, so each reads its part of weights and cache.
+    On the CPU CPU_NUM_DEVICES says how many there are."""
 
     def __post_init__(self):
         if bool(self.run_dir) + bool(self.llmc) + bool(self.hf) != 1:
@@ -83,8 +89,10 @@ def check_source(config: GenerateConfig) -> None:
 if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
     config = command_line(GenerateConfig, __doc__, check_source)
 
+from torch_xla.distributed.spmd import Mesh
+
 from language.decoding import check_lengths, generate
-from language.sources import Source, load, open_source
+from language.sources import Source, load, open_source, sampling_mesh
 from tpu_utils.device import start_device
 from tpu_utils.graphs import graphs_compiled
 
@@ -96,13 +104,17 @@ def source_of(config: GenerateConfig) -> Source:
     return dataclasses.replace(found, shape=dataclasses.replace(found.shape, sequence_length=longest))
 
 
+def start_mesh(config: GenerateConfig, shape: ModelShape) -> Mesh | None:
+    return sampling_mesh(shape) if config.devices == "all" else None
+
+
 def main(config: GenerateConfig) -> int:
     source = source_of(config)
     asked = ask(config, source.tokenizer, source.start, source.chat_format, set(source.tokenizer.stops))
     check_lengths(source.shape, asked.prompts, config.num_tokens, config.context)
-    device, _ = start_device(config.for_device)
-    before = graphs_compiled()
-    found = generate(load(source, device), asked.prompts, config, device, asked.ends, config.context, asked.stops)
+    device, mesh = start_device(config.for_device, lambda: start_mesh(config, source.shape))
+    before, model = graphs_compiled(), load(source, device, config.int8, mesh)
+    found = generate(model, asked.prompts, config, device, asked.ends, config.context, asked.stops)
     print_continuations(config, asked, found, source.tokenizer)
     print(f"{sum(map(len, found))} tokens, {graphs_compiled() - before} graphs", file=sys.stderr)
     return 0

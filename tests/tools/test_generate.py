@@ -1,5 +1,6 @@
 """Sampling: greedy as Hugging Face's generate, a batch as each prompt alone, two graphs, refusals."""
 
+import copy
 import dataclasses
 import json
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 import torch_xla
 from cached_logits import cached_logits
 from mutations import make_irregular, no_hang
+from processes import run
 from test_llama_parity import QWEN3, STRETCHED, TIED, hugging_face_model
 from test_tokenizer import trained
 
@@ -98,6 +100,62 @@ def test_greedy_tokens_are_those_of_hugging_face_in_two_graphs(folder, greedy):
         assert len(tokens) == 200 and tokens == logits.argmax(-1).tolist()
     assert len({token for row in found for token in row}) > 5, "not one cycle of two tokens for all"
     assert graphs == 2
+
+
+def of_quantized_weights(model):
+    """The model in plain PyTorch, each matrix as its int8 values times the scales of its outputs."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "wpe" not in name:
+                inputs = 0 if ".h." in name else 1  # GPT-2's layers are (inputs, outputs)
+                scale = parameter.abs().amax(inputs, keepdim=True) / 127
+                parameter.copy_((parameter / scale).round() * scale)
+    return model
+
+
+def test_int8_tokens_are_those_of_plain_pytorch_with_the_same_weights(folder):
+    """And what the logits lose: at most 3 % of their spread, of the root mean square."""
+    path, theirs = folder
+    config = GenerateConfig(hf=str(path), temperature=0.0, num_tokens=60, int8=True)
+    before, device = graphs_compiled(), torch_xla.device()
+    model = sources.load(tool.source_of(config), device, config.int8)
+    found = decoding.generate(model, PROMPTS, config, device)
+    assert graphs_compiled() - before == 2
+    quantized = of_quantized_weights(theirs)
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            exact, logits = (m(torch.tensor([prompt + tokens])).logits[0] for m in (theirs, quantized))
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert 0 < (logits - exact).square().mean().sqrt() < 0.03 * exact.std()
+    of_bytes = {name for name, p in model.named_parameters() if p.dtype == torch.int8}
+    assert {name.split(".")[0] for name in of_bytes} >= {"token_embedding", "attention_out_weight", "mlp_out_weight"}
+    assert not [name for name in of_bytes if "ln" in name or "bias" in name or "position" in name]
+
+
+def printed(capsys, **options) -> str:
+    config = GenerateConfig(device="cpu", num_tokens=12, prompt=("5 250 17", "299"), **options)
+    assert run_script(lambda: tool.main(config)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("folder", "devices", "int8"), [("gpt2", 4, ""), ("stretched", 2, "--int8")], indirect=["folder"]
+)
+def test_tokens_of_a_mesh_are_those_of_one_device(folder, devices, int8, capsys):
+    expected = printed(capsys, hf=str(folder[0]), int8=bool(int8))
+    command = ["tools.generate", "--hf", folder[0], "--prompt", "5 250 17", "299", "--num_tokens=12", "--device=cpu"]
+    result = run(*command, "--devices=all", *int8.split(), CPU_NUM_DEVICES=str(devices))
+    assert result.stdout == expected and "24 tokens, 2 graphs" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("folder", ["stretched"], indirect=True)
+def test_devices_that_cannot_share_the_heads(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sources.xr, "global_runtime_device_count", lambda: 3)
+    config = GenerateConfig(hf=str(folder[0]), prompt=("5",), devices="all", device="cpu")
+    assert run_script(lambda: tool.main(config)) == 2
+    said = capsys.readouterr().err
+    assert "the model has 2 heads of keys and values, which 3 devices cannot share evenly; use --devices one" in said
 
 
 TINY = LlamaShape(2, 4, 32, 16, 50, num_kv_heads=2, mlp_dim=64, tied_head=True, rope_theta=1e4)
@@ -380,7 +438,7 @@ def prompted(tmp_path, monkeypatch, capsysbinary):
         format = options.get("chat_format", "auto")
         source = sources.Source(shape, torch.float32, None, tokenizer, tokenizer.begin, format)
         monkeypatch.setattr(tool, "source_of", lambda config: source)
-        monkeypatch.setattr(tool, "load", lambda source, device: None)
+        monkeypatch.setattr(tool, "load", lambda source, device, int8, mesh: None)
         monkeypatch.setattr(tool, "generate", generate)
         config = GenerateConfig(run_dir="x", **options)
         code = run_script(lambda: tool.main(config))

@@ -25,6 +25,7 @@ from language.tokenizer import Numbers, load_tokenizer
 from language.transformer_options import TransformerConfig
 from tools import generate as tool
 from tools.generate import GenerateConfig
+from tpu_compiler.report import Report
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import one_thread
 from tpu_utils.errors import InputError, run_script
@@ -156,6 +157,35 @@ def test_devices_that_cannot_share_the_heads(folder, monkeypatch, capsys):
     assert run_script(lambda: tool.main(config)) == 2
     said = capsys.readouterr().err
     assert "the model has 2 heads of keys and values, which 3 devices cannot share evenly; use --devices one" in said
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_bytes_that_a_token_reads(int8):
+    shape = dataclasses.replace(STRETCHED, num_layers=2)
+    source = sources.Source(shape, torch.bfloat16, None, None, None, "")
+    model = sources.without_values(source, torch_xla.device(), int8)
+    D, V, E, outputs = 64, 384, 160, 64 + 2 * 32 + 64 + 2 * 160 + 64
+    weights = V * D + 2 * (2 * D * D + 2 * 32 * D + 3 * E * D)  # the head; token_embedding is looked up
+    assert tool.read_per_token(model) == (1 if int8 else 2) * weights + int8 * 4 * (V + 2 * outputs) + 4 * 5 * D
+
+
+@pytest.mark.slow
+def test_what_a_token_costs_on_a_slice(tmp_path):
+    """Four devices share the model, and no copy of the weights is made that is wider than int8."""
+    values = CONFIG_OF_LLAMA_TINY | dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=8)
+    values |= dict(num_key_value_heads=4, head_dim=128, vocab_size=4096, max_position_embeddings=512)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    command = ["tools.generate", "--hf", tmp_path, "--compile_for=v6e-4", "--devices=all", "--int8", "--context=256"]
+    result = run(*command, "--num_prompts=8", AOT_TPU_OUTPUT=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    r = Report(**json.loads((tmp_path / "report.json").read_text()))
+    weights = 4096 * 1024 + 2 * (2 * 1024**2 + 2 * 512 * 1024 + 3 * 4096 * 1024)
+    assert r.fits and r.devices == 4 and r.unit == "tokens" and "all-reduce" in r.collectives
+    assert weights / 4 <= r.memory["parameters"] < 1.1 * weights / 4
+    assert r.memory["activations"] < weights / 4
+    assert r.decode["tokens"] == decoding.TOKENS and r.decode["cache_bytes"] == 2 * 2 * 8 * 4 * 256 * 128 * 2
+    assert r.decode["read_bytes"] == pytest.approx(weights / 4 + r.decode["cache_bytes"] / 4, rel=0.02)
+    assert r.decode["is_a_speed"], "the choice of a token has not taken the head's product into its loop"
 
 
 TINY = LlamaShape(2, 4, 32, 16, 50, num_kv_heads=2, mlp_dim=64, tied_head=True, rope_theta=1e4)
@@ -333,7 +363,9 @@ def test_the_cache_is_as_long_as_needed():
         *({}, dict(run_dir="a", llmc="b"), dict(run_dir="a", temperature=-1.0), dict(run_dir="a", num_tokens=0)),
         *(dict(llmc="b", checkpoint="best"), dict(hf="a", run_dir="b"), dict(hf="a", top_p=0.0), dict(hf="a", top_p=2)),
         *(dict(hf="a", top_k=-1), dict(hf="a", context=-1), dict(hf="a", stop=("",))),
-        dict(hf="a", prompt=("a",), chat=("b",)),
+        *(dict(hf="a", prompt=("a",), chat=("b",)), dict(hf="a", num_prompts=2), dict(hf="a", compile_for="v6e-1")),
+        dict(hf="a", compile_for="v6e-1", context=9, prompt=("a",)),
+        dict(hf="a", compile_for="v6e-1", context=9, num_prompts=0),
     ],
 )
 def test_options_that_cannot_work(options):

@@ -23,7 +23,8 @@ def with_tokens(
 
     read_bytes: what a device reads at least for one token of each row. cache_bytes, flops: of all devices; length: of
     the cache. tokens: of each row that one step makes. The time to expect is the longest of the predicted one, both
-    bounds, and what moving the program's own bytes takes: weights that the compiler fetches ahead, it has no price for.
+    bounds, and what moving the program's own bytes takes, with communication that nothing hides: weights that the
+    compiler fetches ahead, it has no price for.
     is_a_speed: it is at most MOST times the longer bound. Above that it is the program that is slow, and no server runs
     that program.
     """
@@ -35,7 +36,7 @@ def with_tokens(
     times = {"memory": memory_ms, "matrix unit": matrix_ms}
     bound = max(times, key=times.get)
     predicted_ms, moved_ms = (result.predicted_ms_all_hidden or 0) / tokens, result.memory_ms / tokens
-    expected = max(predicted_ms, moved_ms, memory_ms, matrix_ms)
+    expected = max(predicted_ms, moved_ms + result.exposed_ms / tokens, memory_ms, matrix_ms)
     decode = dict(
         cache_bytes=cache_bytes, cache_length=length, read_bytes=int(read_bytes), memory_ms=memory_ms,
         matrix_ms=matrix_ms, bound_by=bound, predicted_ms=predicted_ms, moved_ms=moved_ms, expected_ms=expected,

@@ -523,8 +523,10 @@ def test_a_program_far_above_its_bound_is_no_speed(ms, is_a_speed):
         assert ("no speed: the predicted step is 80.00 x that bound" in text) != is_a_speed
         assert ("tokens/s: of the longest time, 10.000 ms, 2.00 x" in text) == is_a_speed
         assert (f"a step is 8 tokens of each row: {ms:.3f} ms a token predicted, 0.000" in text) == (tokens == 8)
-        moved = with_tokens(dataclasses.replace(whole, moved_bytes=100 * cache * tokens), **reads).decode
-        assert moved["expected_ms"] == pytest.approx(500) == moved["moved_ms"], "what is fetched ahead has no price"
+        fetched = dataclasses.replace(whole, moved_bytes=100 * cache * tokens, exposed_ms=2.0 * tokens)
+        moved = with_tokens(fetched, **reads).decode
+        assert moved["moved_ms"] == pytest.approx(500), "what is fetched ahead has no price"
+        assert moved["expected_ms"] == pytest.approx(502), "and communication comes to it"
     nothing = dataclasses.replace(r, compiles=False)
     assert with_tokens(nothing, **reads) is nothing
 

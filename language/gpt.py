@@ -9,6 +9,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from language.int8 import divided
 from language.layers import Decoder, adapter, add_adapter, find_documents, head_product, product
 from language.operations import add_bias, causal_attention, layer_norm
 from language.remat import NOTHING
@@ -54,7 +55,7 @@ def block(x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shar
     y = layer_norm(x_BTD, w["ln1_weight"], w["ln1_bias"])
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
     q, k, v = zip(w["qkv_weight"].view(3, num_heads, -1, D), w["qkv_bias"].view(3, num_heads, -1), strict=True)
-    q = (q[0].float() / math.sqrt(D // num_heads)).to(q[0].dtype), q[1]  # fused with the product; cast() does the bias
+    q = divided(q[0], math.sqrt(D // num_heads)), q[1]  # fused with the product; cast() does the bias
     add = torch.add if attention is causal_attention else add_bias  # XLA cannot fuse a bias gradient into a kernel
     qkv = [add(product("btd,hkd->bthk", y, weight), bias) for weight, bias in (q, k, v)]
     qkv = [add_adapter(x, y, adapter(w, "qkv", part)) for part, x in enumerate(qkv)]
@@ -99,7 +100,7 @@ class GPT(Decoder):
         cast["qkv_bias"] = cast["qkv_bias"] * scale
         for name in (name for name in cast if "_lora_b" in name):
             cast[name] = cast[name] * (self.adapter_scale * (scale[..., None] if "qkv" in name else 1.0))
-        cast = {name: p.float() if "ln" in name else p.to(self.compute_dtype) for name, p in cast.items()}
+        cast = {name: p.float() if "ln" in name else self.in_compute_dtype(name, p) for name, p in cast.items()}
         return cast, self.of_layers(cast, LAYER_VECTORS, LAYER_MATRICES)
 
     def forward(self, tokens_BT, keys_B=None):
@@ -110,7 +111,6 @@ class GPT(Decoder):
         if self.dropout and keys_B is None and torch.is_grad_enabled():
             raise ValueError(f"dropout is {self.dropout} and a training step gave no keys; expected row_keys(...)")
         cast, layers = self.cast()
-        # the lookup reads float32 rows: the gradients of a frequent token add up in float32
         if self.packed:
             tokens_BT, starts_BT = find_documents(tokens_BT)
             layers = [w | {"starts": starts_BT} for w in layers]
@@ -118,7 +118,7 @@ class GPT(Decoder):
             at_position = F.embedding(here, self.position_embedding)
         else:
             at_position = self.position_embedding[: tokens_BT.shape[1]]
-        x = F.embedding(tokens_BT, self.token_embedding).float() + at_position
+        x = self.rows_of_tokens(tokens_BT).float() + at_position
         indices = None
         if self.dropout and keys_B is not None:
             keys, indices = layer_keys(keys_B, 1 + 2 * len(layers)), positions(x.shape[1:], x.device)

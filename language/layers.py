@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 
+from language.int8 import Int8, quantize, scale_name, scaled, widened
 from language.loops import BATCH
 from language.remat import LEVELS, NOTHING, RematLayer, Saving, ScannedLayers
 from language.shapes import ModelShape
@@ -49,12 +50,14 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def product(equation: str, x_BTI, weight, adapter=None):
     """x times a weight, by einsum, plus its adapter. The last axis of x and of the output may be split into two."""
-    y = of_one_token(x_BTI, weight) if decodes(x_BTI) else torch.einsum(equation, x_BTI, weight)
-    return add_adapter(y, x_BTI, adapter)
+    read = widened(weight, x_BTI.dtype)
+    y = of_one_token(x_BTI, read) if decodes(x_BTI) else torch.einsum(equation, x_BTI, read)
+    return add_adapter(scaled(y, weight), x_BTI, adapter)
 
 
 def head_product(x_BTD, weight_VD):
-    return of_one_token(x_BTD, weight_VD) if decodes(x_BTD) else F.linear(x_BTD, weight_VD)
+    read = widened(weight_VD, x_BTD.dtype)
+    return scaled(of_one_token(x_BTD, read) if decodes(x_BTD) else F.linear(x_BTD, read), weight_VD)
 
 
 def decodes(x_BTI) -> bool:
@@ -140,6 +143,18 @@ class Decoder(torch.nn.Module):
         """The parameters that the optimizer changes, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
+    def in_compute_dtype(self, name: str, parameter):
+        if parameter.dtype == torch.int8:
+            return Int8(parameter, self.get_buffer(scale_name(name)))
+        return parameter.to(self.compute_dtype)
+
+    def rows_of_tokens(self, tokens_BT):
+        """(B, T, D) of the token embedding. In float32 if that is: the gradients of a frequent token add up in it."""
+        rows = F.embedding(tokens_BT, self.token_embedding)
+        if rows.dtype != torch.int8:
+            return rows
+        return rows * F.embedding(tokens_BT, self.get_buffer(scale_name("token_embedding"))[:, None])
+
     def initialise(self, seed: int) -> None:
         """llm.c's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases and padding 0."""
         generator = torch.Generator().manual_seed(seed)
@@ -207,18 +222,28 @@ def load_weights(build: Callable, read: Callable, device, partition_spec: Callab
     partition_spec: of a name and its parameter, on a mesh.
 
     Tensor by tensor, each to its shards at once: the host holds one at a time, in its file's dtype and in the model's.
+    A parameter that build() made int8 is quantized, and its scales become a buffer.
     """
     with torch.device("meta"):
         model = build()
+
+    def placed(value, spec: tuple | None):
+        if model.mesh is not None:
+            xs.mark_sharding(value, model.mesh, spec)
+        return value
+
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in list(model.named_parameters()):
+        spec = None if model.mesh is None else partition_spec(name, parameter)
         if "_lora_" in name:
             initialise_adapter(name, value := torch.empty(parameter.shape), generator)
         else:
-            value = read(name).to(parameter.dtype)
-        value = torch.nn.Parameter(value.to(device), requires_grad=parameter.requires_grad)
-        if model.mesh is not None:
-            xs.mark_sharding(value, model.mesh, partition_spec(name, parameter))
+            value = read(name)
+        if parameter.dtype == torch.int8:
+            value, scale = quantize(value)
+            model.register_buffer(scale_name(name), placed(scale.to(device), spec and spec[:-1]), persistent=False)
+        value = value.to(parameter.dtype).to(device)
+        value = placed(torch.nn.Parameter(value, requires_grad=parameter.requires_grad), spec)
         model.load_state_dict({name: value}, strict=False, assign=True)
         xm.wait_device_ops()  # or the host would hold all that has not been sent yet
     return model.to(device)

@@ -112,7 +112,7 @@ def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, sha
     if decodes(y):  # halves of a weight would be copied for each token
         k, v = product("btd,cgkd->btcgk", y, kv_weight).unbind(2)
     else:
-        k, v = (torch.einsum("btd,gkd->btgk", y, weight) for weight in kv_weight)
+        k, v = (product("btd,gkd->btgk", y, weight) for weight in kv_weight)
     k, v = add_adapter(k, y, adapter(w, "kv", 0)), add_adapter(v, y, adapter(w, "kv", 1))
     if "q_bias" in w:
         k_bias, v_bias = w["kv_bias"].view(2, G, -1)
@@ -177,14 +177,13 @@ class Llama(Decoder):
         cast, offset = {}, self.shape.of_family.norm_offset
         for name, p in self.named_parameters():
             p = p * self.adapter_scale if "_lora_b" in name else p
-            cast[name] = p.float() + offset if "ln" in name else p.to(self.compute_dtype)
+            cast[name] = p.float() + offset if "ln" in name else self.in_compute_dtype(name, p)
         vectors = tuple(name for name in cast if ("ln" in name or "bias" in name) and name != "final_ln_weight")
         return cast, self.of_layers(cast, vectors, LAYER_MATRICES)
 
     def embed(self, tokens_BT):
         """(B, T, D) in the compute dtype."""
-        # the lookup reads float32 rows: the gradients of a frequent token add up in float32
-        x = F.embedding(tokens_BT, self.token_embedding).to(self.compute_dtype)
+        x = self.rows_of_tokens(tokens_BT).to(self.compute_dtype)
         scale = torch.tensor(self.shape.embedding_dim**0.5, device="cpu").to(self.compute_dtype)  # rounded, as Gemma's
         return x * scale.item() if self.shape.of_family.scaled_embedding else x
 

@@ -2,12 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
 
 from language import gpt, llama
 from language.hf_files import open_weights
+from language.int8 import scale_name
 from language.layers import Decoder, is_matrix, load_weights, split_layers
 from language.llmc_files import GPT2_VOCAB_SIZE
 from language.llmc_weights import read_model
@@ -15,6 +20,8 @@ from language.run_weights import longest_context, read_merged, read_run
 from language.shapes import BYTE_VOCAB_SIZE, LlamaShape, ModelShape
 from language.tokenizer import Numbers, Tokenizer, load_tokenizer
 from language.tokenizer_files import tokenizer_of_run
+from tpu_utils.errors import InputError
+from tpu_utils.virtual_slice import without_weights
 
 
 @dataclass(frozen=True)
@@ -66,14 +73,70 @@ def open_source(
     return Source(shape, dtype, read, tokenizer, start, chat_format, longest)
 
 
-def load(source: Source, device) -> Decoder:
-    """The model on the device, matrices in the compute dtype. The host holds one parameter at a time."""
+def build(source: Source, int8=False, mesh: xs.Mesh | None = None) -> Decoder:
+    """The model, its matrices in the compute dtype or in int8."""
+    model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape, source.dtype, mesh=mesh)
+    for name, parameter in model.requires_grad_(False).named_parameters():
+        if is_matrix(name) and name != "position_embedding":
+            parameter.data = parameter.data.to(torch.int8 if int8 else source.dtype)
+    return model
 
-    def build() -> Decoder:
-        model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape, source.dtype)
-        for name, parameter in model.named_parameters():
-            if is_matrix(name) and name != "position_embedding":
-                parameter.data = parameter.data.to(source.dtype)
+
+def load(source: Source, device, int8=False, mesh: xs.Mesh | None = None) -> Decoder:
+    """The model on the device, or on a mesh as sampling_spec() says. The host holds one parameter at a time."""
+    return load_weights(partial(build, source, int8, mesh), source.read, device, sampling_spec)
+
+
+def without_values(source: Source, device, int8=False, mesh: xs.Mesh | None = None) -> Decoder:
+    """As load(), of shapes without memory, which the compiler is asked about."""
+
+    def with_scales() -> Decoder:
+        model = build(source, int8, mesh)
+        for name, parameter in model.named_parameters() if int8 else ():
+            if parameter.dtype == torch.int8:
+                model.register_buffer(scale_name(name), torch.empty(parameter.shape[:-1]))
         return model
 
-    return load_weights(build, source.read, device).requires_grad_(False)
+    model = without_weights(with_scales, device)
+    for name, parameter in model.named_parameters() if mesh else ():
+        spec = sampling_spec(name, parameter)
+        xs.mark_sharding(parameter, mesh, spec)
+        if parameter.dtype == torch.int8:
+            xs.mark_sharding(model.get_buffer(scale_name(name)), mesh, spec[:-1])
+    return model
+
+
+# The axis of a parameter that the devices of a mesh share: heads, columns of the MLP, tokens of the vocabulary. What
+# attention and the MLP give is added up over the devices, twice in a layer; all else lies whole on each of them.
+SHARED_AXIS = {"token_embedding": 0, "head_weight": 0, "q_weight": 0, "mlp_in_weight": 0, "qkv_weight": 1}
+SHARED_AXIS |= {"kv_weight": 1, "gate_up_weight": 1, "attention_out_weight": 1, "mlp_out_weight": 1}
+SHARED_AXIS |= {"q_bias": 1, "mlp_in_bias": 1, "qkv_bias": 2, "kv_bias": 2}
+
+
+def sampling_spec(name: str, parameter: torch.Tensor) -> tuple[str | None, ...]:
+    """The axis of the mesh that each axis of a parameter is sharded over."""
+    shared = SHARED_AXIS.get(name.split(".")[0])
+    return tuple("tensor" if axis == shared else None for axis in range(parameter.dim()))
+
+
+def sampling_mesh(shape: ModelShape) -> xs.Mesh | None:
+    """All devices of this host along the axis "tensor"; None for one device. Call it before the first tensor.
+
+    Raises InputError where heads, MLP or vocabulary cannot be divided by them.
+    """
+    devices = xr.global_runtime_device_count()
+    if devices == 1:
+        return None
+    for name, count in (
+        ("heads of keys and values", shape.num_cached_heads),
+        ("columns of the MLP", getattr(shape, "mlp_dim", 4 * shape.embedding_dim)),
+        ("tokens of the padded vocabulary", shape.padded_vocab_size),
+    ):
+        if count % devices:
+            raise InputError(
+                f"the model has {count} {name}, which {devices} devices cannot share evenly; use --devices one"
+            )
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(devices), (1, 1, devices), ("data", "fsdp", "tensor"))
+    xs.set_global_mesh(mesh)
+    return mesh

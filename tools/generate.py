@@ -9,6 +9,9 @@ Run:     python -m tools.generate --run_dir RUN --prompt "ROMEO:"
              a question to a model that was trained on conversations
          python -m tools.generate --llmc gpt2_124M.bin --prompt "Hello"
              from llm.c weights; needs tiktoken and its GPT-2 vocabulary
+         python -m tools.generate --hf benchmarks/models/llama_3_2_1b.json
+             --compile_for v5litepod-1 --num_prompts 8 --context 2048
+             what a token costs on a slice, by its compiler, without weights
 
 Expect:  two graphs, prefill and decode, whatever the length of the prompts.
          Of a folder that browser.export wrote: python -m browser.onnx_generate
@@ -24,6 +27,7 @@ from config import TrainConfig
 from language.hf_config import shape_of
 from language.llmc_files import read_header
 from language.sampling import SamplingOptions, ask, print_continuations
+from language.shapes import ModelShape
 from tpu_utils.environment import choose_device, command_line
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import open_regular, read_json
@@ -49,8 +53,18 @@ class GenerateConfig(SamplingOptions):
     run may have read fewer. 0: as many as this needs, rounded up to 128."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and computation. auto: that of the run, or of the files."""
+    int8: bool = False
+    """Matrices in int8 with a scale for each output column: half the bytes of bfloat16, at some error of the logits."""
     device: Literal["auto", "tpu", "cpu"] = "auto"
     """auto takes a TPU when one is attached, else the XLA CPU backend."""
+    devices: Literal["one", "all"] = "one"
+    """all: those of this host share the heads, the MLP and the vocabulary, so each reads its part of weights and cache.
+    On the CPU CPU_NUM_DEVICES says how many there are."""
+    compile_for: str = ""
+    """A TPU slice such as v5litepod-4: decoding is compiled for it instead, and what a token costs is printed. --hf
+    needs no weights then, and may be a config.json; auto precision is bfloat16."""
+    num_prompts: int = 1
+    """With compile_for: so many are continued together, in a cache of --context tokens."""
 
     def __post_init__(self):
         if bool(self.run_dir) + bool(self.llmc) + bool(self.hf) != 1:
@@ -59,12 +73,29 @@ class GenerateConfig(SamplingOptions):
             raise InputError("checkpoint is best, but only a --run_dir has checkpoints; leave it out")
         if self.context < 0:
             raise InputError(f"context is {self.context}; expected 0 or more")
+        if self.num_prompts < 1:
+            raise InputError(f"num_prompts is {self.num_prompts}; expected 1 or more")
+        if self.compile_for and not self.context:
+            raise InputError(
+                "context is 0 with compile_for; expected --context, the tokens that the cache has room for"
+            )
+        if self.compile_for and (self.chat or self.prompt != ("",)):
+            raise InputError("found a text with compile_for, which generates nothing; expected --num_prompts")
+        if self.num_prompts > 1 and not self.compile_for:
+            raise InputError("num_prompts has no effect without compile_for; give several texts to --prompt")
         super().__post_init__()
 
     @property
     def for_device(self) -> TrainConfig:
         """As start_device wants it."""
-        return TrainConfig(device=self.device, seed=self.seed)
+        return TrainConfig(device=self.device, seed=self.seed, compile_for=self.compile_for)
+
+
+def read_shape(config: GenerateConfig) -> ModelShape:
+    """Of --hf, which may be its config.json alone where no weights are needed."""
+    path = Path(config.hf)
+    path = path if config.compile_for and path.suffix == ".json" else path / "config.json"
+    return shape_of(read_json(path, "the configuration of a Hugging Face model"), str(path))
 
 
 def check_source(config: GenerateConfig) -> None:
@@ -74,8 +105,7 @@ def check_source(config: GenerateConfig) -> None:
         with open_regular(Path(config.llmc), "an llm.c GPT-2 model") as file:
             read_header(file, "an llm.c GPT-2 model")
     elif config.hf:
-        path = Path(config.hf) / "config.json"
-        shape_of(read_json(path, "the configuration of a Hugging Face model"), str(path))
+        read_shape(config)
     elif not list(Path(config.run_dir, "checkpoints").glob("step_*/done")):
         raise InputError(f"{config.run_dir} holds no complete checkpoint to sample from; check --run_dir")
 
@@ -83,10 +113,15 @@ def check_source(config: GenerateConfig) -> None:
 if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
     config = command_line(GenerateConfig, __doc__, check_source)
 
-from language.decoding import check_lengths, generate
-from language.sources import Source, load, open_source
+import torch
+from torch_xla.distributed.spmd import Mesh
+
+from language.decoding import TOKENS, Cache, check_lengths, decode, decode_loop, generate, rows_of
+from language.int8 import scale_name
+from language.layers import Decoder
+from language.sources import Source, load, open_source, sampling_mesh, sampling_spec, without_values
 from tpu_utils.device import start_device
-from tpu_utils.graphs import graphs_compiled
+from tpu_utils.graphs import FirstStep, graphs_compiled
 
 
 def source_of(config: GenerateConfig) -> Source:
@@ -96,13 +131,53 @@ def source_of(config: GenerateConfig) -> Source:
     return dataclasses.replace(found, shape=dataclasses.replace(found.shape, sequence_length=longest))
 
 
+def start_mesh(config: GenerateConfig, shape: ModelShape) -> Mesh | None:
+    return sampling_mesh(shape) if config.devices == "all" else None
+
+
+def ask_ahead(config: GenerateConfig) -> FirstStep:
+    """Decoding with a model that has no weights, which tpu_compiler compiles."""
+    if config.hf:
+        dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
+        source = Source(read_shape(config), dtype, None, None, None, "")
+    else:
+        source = source_of(config)
+    check_lengths(source.shape, [[0]], None, config.context)
+    device, mesh = start_device(config.for_device, lambda: start_mesh(config, source.shape))
+    model, rows = without_values(source, device, config.int8, mesh), rows_of(config.num_prompts, "TPU")
+    cache = Cache(model, config.context, device, [0] * rows, shapes_only=True)
+    held = [value for value in vars(cache).values() if isinstance(value, torch.Tensor)] + cache.keys + cache.values
+    devices, read = 1 if mesh is None else mesh.size(), read_per_token(model)
+    cache_bytes = sum(t.numel() * t.element_size() for t in cache.keys + cache.values) * config.num_prompts // rows
+    reads = dict(batch=config.num_prompts, length=config.context, tokens=TOKENS, cache_bytes=cache_bytes)
+    reads |= dict(read_bytes=read + cache_bytes / devices, flops=2 * rows * source.shape.num_multiplied)
+    facts = dict(topology=config.compile_for, examples=config.num_prompts * TOKENS, unit="tokens", reads=reads)
+    facts |= dict(owners=(torch.nn.ModuleList([model]), held), settings=dataclasses.asdict(config))
+    return FirstStep(decode, (decode_loop(model, cache, config), cache), {}, facts)
+
+
+def read_per_token(model: Decoder) -> float:
+    """Bytes of weights that a device reads for a token. Of an embedding that is no head, and of positions, a row."""
+    devices = 1 if model.mesh is None else model.mesh.size()
+    lookups = ("position_embedding", "" if getattr(model.shape, "tied_head", True) else "token_embedding")
+    read = 0.0
+    for name, tensor in model.named_parameters():
+        if name not in lookups:
+            share = devices if "tensor" in sampling_spec(name, tensor) else 1
+            scales = model.get_buffer(scale_name(name)) if tensor.dtype == torch.int8 else tensor[:0]
+            read += (tensor.numel() * tensor.element_size() + scales.numel() * scales.element_size()) / share
+    return read
+
+
 def main(config: GenerateConfig) -> int:
+    if config.compile_for:
+        raise ask_ahead(config)
     source = source_of(config)
     asked = ask(config, source.tokenizer, source.start, source.chat_format, set(source.tokenizer.stops))
     check_lengths(source.shape, asked.prompts, config.num_tokens, config.context)
-    device, _ = start_device(config.for_device)
-    before = graphs_compiled()
-    found = generate(load(source, device), asked.prompts, config, device, asked.ends, config.context, asked.stops)
+    device, mesh = start_device(config.for_device, lambda: start_mesh(config, source.shape))
+    before, model = graphs_compiled(), load(source, device, config.int8, mesh)
+    found = generate(model, asked.prompts, config, device, asked.ends, config.context, asked.stops)
     print_continuations(config, asked, found, source.tokenizer)
     print(f"{sum(map(len, found))} tokens, {graphs_compiled() - before} graphs", file=sys.stderr)
     return 0

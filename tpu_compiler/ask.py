@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ from tpu_compiler.report import Report, format_report
 from tpu_compiler.rules import moved_bytes, ruled_ms
 from tpu_compiler.schedule import exposed_ms, read_host_transfers
 from tpu_compiler.search import OUTPUT_VARIABLE, suggest
+from tpu_compiler.token_bound import with_tokens
 from tpu_compiler.tracing import Traced, create_state, trace_step
 from tpu_utils.errors import InputError
 from tpu_utils.hardware import GIB, Topology, parse_topology
@@ -50,13 +51,16 @@ def compile_for(
     unit: str = "examples",
     model_flops: float | None = None,
     settings: dict | None = None,
+    owners: Sequence = (),
+    reads: dict | None = None,
     **kwargs,
 ) -> int:
     """Compile step(*args, **kwargs) for a slice instead of running it, and print the report.
 
     The model and the optimizer are recognised among the arguments. examples (tokens, with unit="tokens") and
     model_flops are those of one step over all devices. settings: the resolved configuration, for --fit, and for what
-    to try when the step does not fit. Returns the exit code: 0 fits, 1 does not.
+    to try when the step does not fit. owners: as trace_step() takes them, beside those among the arguments. reads: of a
+    step that generates tokens, what with_tokens() takes. Returns the exit code: 0 fits, 1 does not.
     """
     if not xr.is_spmd() and xr.global_ordinal() > 0:
         return 0  # all replicas run the same program; the first one compiles it
@@ -69,9 +73,10 @@ def compile_for(
     optimizers = [a for a in everything if isinstance(a, torch.optim.Optimizer)]
     for optimizer in optimizers:
         prime(optimizer)
-    traced = trace_step(step, *args, owners=(model, *optimizers), **kwargs)
+    traced = trace_step(step, *args, owners=(model, *optimizers, *owners), **kwargs)
     sizes = dict(examples=examples, unit=unit, model_flops=model_flops)
     result, text = ask_compiler(traced, topology, **sizes, settings=settings, cache=cache_of_environment())
+    result = with_tokens(result, **reads) if reads else result
     if not alone:
         return hand_over(traced, result, text)
     if calibration:

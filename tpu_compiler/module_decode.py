@@ -16,12 +16,10 @@ from tpu_compiler.module_inputs import batch_axes, mark, placement_of, settings_
 from tpu_compiler.module_trace import in_words, model_flops, probe
 from tpu_compiler.modules import Question
 from tpu_compiler.report import Report
+from tpu_compiler.token_bound import with_tokens
 from tpu_compiler.tracing import settle, trace_step
 from tpu_utils.errors import InputError
 from tpu_utils.hardware import Topology
-
-MOST = 4.0
-"""A predicted step of more times its bound is not called a speed. The compiler's cost model alone can make it two."""
 
 
 def decode_inputs(question: Question, model: torch.nn.Module, inputs: dict) -> tuple[list, dict, int]:
@@ -143,41 +141,19 @@ def answer_decode(
     )
     cache_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
     if result.compiles:
-        decode = what_binds(result, topology, model, cache_bytes, cache_bytes / parts, length, flops)
-        rate = batch / decode["expected_ms"] * 1e3 if decode["is_a_speed"] else None
-        result = dataclasses.replace(result, decode=decode, predicted_per_second=rate)
+        read = read_per_token(result, model, cache_bytes / parts)
+        result = with_tokens(result, batch=batch, read_bytes=read, cache_bytes=cache_bytes, length=length, flops=flops)
     notes.append(f"decode: one token of {batch} sequences, key-value cache for {length} tokens of each")
     return hand_over(traced, dataclasses.replace(result, level=level, notes=notes), text)
 
 
-def what_binds(
-    result: Report,
-    topology: Topology,
-    model: torch.nn.Module,
-    cache_bytes: int,
-    cache_read: float,
-    length: int,
-    flops: float | None,
-) -> dict:
-    """What bounds a step: memory bandwidth, by reading weights and cache, or the matrix unit; and the time to expect.
+def read_per_token(result: Report, model: torch.nn.Module, cache_read: float) -> float:
+    """Bytes that a device reads at least for one token of each row: parameters, and its part of the cache.
 
-    is_a_speed: whether the predicted step is at most MOST times the longer bound. Above that it is the model's program
-    that is slow, and no server runs that program. cache_read: bytes of the cache on one device. An embedding that is
-    not tied to the output layer does not count: only one row of it for each sequence is read.
+    An embedding that is not tied to the output layer does not count: only one row of it for each sequence is read.
     """
-    hardware, devices = topology.hardware, topology.num_devices
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     unread = 0 if tied else embedding.weight.numel() * embedding.weight.element_size()
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    parameters = result.memory["parameters"] * (1 - unread / whole)
-    read = parameters + cache_read
-    memory_ms = read / hardware.memory_gb_per_s / 1e6 * hardware.devices_per_chip
-    matrix_ms = (flops or 0) / devices / hardware.bf16_tflops / 1e9 * hardware.devices_per_chip
-    times = {"memory": memory_ms, "matrix unit": matrix_ms}
-    bound = max(times, key=times.get)
-    expected = max(result.predicted_ms or 0, memory_ms, matrix_ms)
-    return dict(
-        cache_bytes=cache_bytes, cache_length=length, read_bytes=int(read), memory_ms=memory_ms, matrix_ms=matrix_ms,
-        bound_by=bound, expected_ms=expected, is_a_speed=expected <= MOST * times[bound],
-    )  # fmt: skip
+    return result.memory["parameters"] * (1 - unread / whole) + cache_read

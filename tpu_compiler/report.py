@@ -205,9 +205,13 @@ def format_report(r: Report) -> str:
         if d := r.decode:
             cache = f"key-value cache {d['cache_bytes'] / GIB:.3f} GiB for {d['cache_length']:,} tokens a sequence"
             row("decoding", f"{cache}, {d['read_bytes'] / GIB:.3f} GiB read per token and device")
+            if d["tokens"] > 1:
+                to = f" to {d['nothing_hidden_ms']:.3f} with communication" if r.collectives else ""
+                row("", f"a step is {d['tokens']} tokens of each row: {d['predicted_ms']:.3f} ms a token predicted"
+                    f"{to}, {d['moved_ms']:.3f} for the bytes it moves")  # fmt: skip
             bounds = f"memory {d['memory_ms']:.3f} ms at its bandwidth, matrix unit {d['matrix_ms']:.3f} ms at its peak"
             row("", f"bound by the {d['bound_by']}: {bounds}")
-            above = f"{d['expected_ms'] / max(d['memory_ms'], d['matrix_ms']):.1f} x that bound"
+            above = f"{d['expected_ms'] / max(d['memory_ms'], d['matrix_ms']):.2f} x that bound"
             if d["is_a_speed"]:
                 row("", f"tokens/s: of the longest time, {d['expected_ms']:.3f} ms, {above}")
             else:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tpu_compiler.cache import cache_of_environment, question_key, state_of, watched
 from tpu_compiler.report import Report
-from tpu_utils.hardware import GIB
+from tpu_utils.hardware import GIB, parse_topology
 
 OUTPUT_VARIABLE = "AOT_TPU_OUTPUT"  # a folder: compile_for writes its files there and prints nothing
 
@@ -191,6 +191,10 @@ def memory_savers(r: Report) -> list[tuple[str, str]]:
         found.append(("recompute activations in the backward pass", "--remat"))
     elif settings.get("offload") == "nothing":
         found.append(("what that keeps in the host's memory", "--offload=products"))
+    if settings.get("int8") is False:
+        found.append(("matrices in int8", "--int8"))
+    if settings.get("devices") == "one" and parse_topology(r.topology).num_devices > 1:
+        found.append(("share heads and MLP over the slice", "--devices=all"))
     if accumulation_steps := settings.get("gradient_accumulation_steps"):
         found.append(("accumulate more, smaller batches", f"--gradient_accumulation_steps={2 * accumulation_steps}"))
     if settings.get("shard_parameters") is False and r.devices > 1:

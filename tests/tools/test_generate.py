@@ -1,5 +1,6 @@
 """Sampling: greedy as Hugging Face's generate, a batch as each prompt alone, two graphs, refusals."""
 
+import copy
 import dataclasses
 import json
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 import torch_xla
 from cached_logits import cached_logits
 from mutations import make_irregular, no_hang
+from processes import run
 from test_llama_parity import QWEN3, STRETCHED, TIED, hugging_face_model
 from test_tokenizer import trained
 
@@ -23,6 +25,7 @@ from language.tokenizer import Numbers, load_tokenizer
 from language.transformer_options import TransformerConfig
 from tools import generate as tool
 from tools.generate import GenerateConfig
+from tpu_compiler.report import Report
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import one_thread
 from tpu_utils.errors import InputError, run_script
@@ -98,6 +101,91 @@ def test_greedy_tokens_are_those_of_hugging_face_in_two_graphs(folder, greedy):
         assert len(tokens) == 200 and tokens == logits.argmax(-1).tolist()
     assert len({token for row in found for token in row}) > 5, "not one cycle of two tokens for all"
     assert graphs == 2
+
+
+def of_quantized_weights(model):
+    """The model in plain PyTorch, each matrix as its int8 values times the scales of its outputs."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 and "wpe" not in name:
+                inputs = 0 if ".h." in name else 1  # GPT-2's layers are (inputs, outputs)
+                scale = parameter.abs().amax(inputs, keepdim=True) / 127
+                parameter.copy_((parameter / scale).round() * scale)
+    return model
+
+
+def test_int8_tokens_are_those_of_plain_pytorch_with_the_same_weights(folder):
+    """And what the logits lose: at most 3 % of their spread, of the root mean square."""
+    path, theirs = folder
+    config = GenerateConfig(hf=str(path), temperature=0.0, num_tokens=60, int8=True)
+    before, device = graphs_compiled(), torch_xla.device()
+    model = sources.load(tool.source_of(config), device, config.int8)
+    found = decoding.generate(model, PROMPTS, config, device)
+    assert graphs_compiled() - before == 2
+    quantized = of_quantized_weights(theirs)
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        with torch.no_grad():
+            exact, logits = (m(torch.tensor([prompt + tokens])).logits[0] for m in (theirs, quantized))
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert 0 < (logits - exact).square().mean().sqrt() < 0.03 * exact.std()
+    of_bytes = {name for name, p in model.named_parameters() if p.dtype == torch.int8}
+    assert {name.split(".")[0] for name in of_bytes} >= {"token_embedding", "attention_out_weight", "mlp_out_weight"}
+    assert not [name for name in of_bytes if "ln" in name or "bias" in name or "position" in name]
+
+
+def printed(capsys, **options) -> str:
+    config = GenerateConfig(device="cpu", num_tokens=12, prompt=("5 250 17", "299"), **options)
+    assert run_script(lambda: tool.main(config)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("folder", "devices", "int8"), [("gpt2", 4, ""), ("stretched", 2, "--int8")], indirect=["folder"]
+)
+def test_tokens_of_a_mesh_are_those_of_one_device(folder, devices, int8, capsys):
+    expected = printed(capsys, hf=str(folder[0]), int8=bool(int8))
+    command = ["tools.generate", "--hf", folder[0], "--prompt", "5 250 17", "299", "--num_tokens=12", "--device=cpu"]
+    result = run(*command, "--devices=all", *int8.split(), CPU_NUM_DEVICES=str(devices))
+    assert result.stdout == expected and "24 tokens, 2 graphs" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("folder", ["stretched"], indirect=True)
+def test_devices_that_cannot_share_the_heads(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sources.xr, "global_runtime_device_count", lambda: 3)
+    config = GenerateConfig(hf=str(folder[0]), prompt=("5",), devices="all", device="cpu")
+    assert run_script(lambda: tool.main(config)) == 2
+    said = capsys.readouterr().err
+    assert "the model has 2 heads of keys and values, which 3 devices cannot share evenly; use --devices one" in said
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_bytes_that_a_token_reads(int8):
+    shape = dataclasses.replace(STRETCHED, num_layers=2)
+    source = sources.Source(shape, torch.bfloat16, None, None, None, "")
+    model = sources.without_values(source, torch_xla.device(), int8)
+    D, V, E, outputs = 64, 384, 160, 64 + 2 * 32 + 64 + 2 * 160 + 64
+    weights = V * D + 2 * (2 * D * D + 2 * 32 * D + 3 * E * D)  # the head; token_embedding is looked up
+    assert tool.read_per_token(model) == (1 if int8 else 2) * weights + int8 * 4 * (V + 2 * outputs) + 4 * 5 * D
+
+
+@pytest.mark.slow
+def test_what_a_token_costs_on_a_slice(tmp_path):
+    """Four devices share the model, and no copy of the weights is made that is wider than int8."""
+    values = CONFIG_OF_LLAMA_TINY | dict(hidden_size=1024, intermediate_size=4096, num_attention_heads=8)
+    values |= dict(num_key_value_heads=4, head_dim=128, vocab_size=4096, max_position_embeddings=512)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    command = ["tools.generate", "--hf", tmp_path, "--compile_for=v6e-4", "--devices=all", "--int8", "--context=256"]
+    result = run(*command, "--num_prompts=8", AOT_TPU_OUTPUT=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    r = Report(**json.loads((tmp_path / "report.json").read_text()))
+    weights = 4096 * 1024 + 2 * (2 * 1024**2 + 2 * 512 * 1024 + 3 * 4096 * 1024)
+    assert r.fits and r.devices == 4 and r.unit == "tokens" and "all-reduce" in r.collectives
+    assert weights / 4 <= r.memory["parameters"] < 1.1 * weights / 4
+    assert r.memory["activations"] < weights / 4
+    assert r.decode["tokens"] == decoding.TOKENS and r.decode["cache_bytes"] == 2 * 2 * 8 * 4 * 256 * 128 * 2
+    assert r.decode["read_bytes"] == pytest.approx(weights / 4 + r.decode["cache_bytes"] / 4, rel=0.02)
+    assert r.decode["is_a_speed"], "the choice of a token has not taken the head's product into its loop"
 
 
 TINY = LlamaShape(2, 4, 32, 16, 50, num_kv_heads=2, mlp_dim=64, tied_head=True, rope_theta=1e4)
@@ -275,7 +363,9 @@ def test_the_cache_is_as_long_as_needed():
         *({}, dict(run_dir="a", llmc="b"), dict(run_dir="a", temperature=-1.0), dict(run_dir="a", num_tokens=0)),
         *(dict(llmc="b", checkpoint="best"), dict(hf="a", run_dir="b"), dict(hf="a", top_p=0.0), dict(hf="a", top_p=2)),
         *(dict(hf="a", top_k=-1), dict(hf="a", context=-1), dict(hf="a", stop=("",))),
-        dict(hf="a", prompt=("a",), chat=("b",)),
+        *(dict(hf="a", prompt=("a",), chat=("b",)), dict(hf="a", num_prompts=2), dict(hf="a", compile_for="v6e-1")),
+        dict(hf="a", compile_for="v6e-1", context=9, prompt=("a",)),
+        dict(hf="a", compile_for="v6e-1", context=9, num_prompts=0),
     ],
 )
 def test_options_that_cannot_work(options):
@@ -380,7 +470,7 @@ def prompted(tmp_path, monkeypatch, capsysbinary):
         format = options.get("chat_format", "auto")
         source = sources.Source(shape, torch.float32, None, tokenizer, tokenizer.begin, format)
         monkeypatch.setattr(tool, "source_of", lambda config: source)
-        monkeypatch.setattr(tool, "load", lambda source, device: None)
+        monkeypatch.setattr(tool, "load", lambda source, device, int8, mesh: None)
         monkeypatch.setattr(tool, "generate", generate)
         config = GenerateConfig(run_dir="x", **options)
         code = run_script(lambda: tool.main(config))

@@ -18,8 +18,8 @@ import aot_tpu
 from tpu_compiler import module_build, module_decode, module_inputs, module_step, module_trace, modules, reading, search
 from tpu_compiler.modules import parse_question
 from tpu_compiler.report import Report, format_report
+from tpu_compiler.token_bound import with_tokens
 from tpu_utils.errors import InputError
-from tpu_utils.hardware import parse_topology
 
 NETS = """
 import torch
@@ -512,11 +512,23 @@ def test_a_program_far_above_its_bound_is_no_speed(ms, is_a_speed):
     facts = dict(topology="v5litepod-1", devices=1, program="one device", compiles=True, fits=True, reason="")
     r = Report(**facts, limit_bytes=1, estimated_ms=ms, memory={"parameters": 0}).with_prediction()
     cache = 819 * 10**6 * 5  # 5 ms to read
-    found = module_decode.what_binds(r, parse_topology("v5litepod-1"), tiny_llama(), cache, cache, 16, None)
-    assert found["is_a_speed"] == is_a_speed and found["expected_ms"] == ms
-    text = format_report(dataclasses.replace(r, decode=found))
-    assert ("no speed: the predicted step is 80.0 x that bound" in text) != is_a_speed
-    assert ("tokens/s: of the longest time, 10.000 ms, 2.0 x" in text) == is_a_speed
+    assert module_decode.read_per_token(r, tiny_llama(), cache) == cache
+    for tokens in (1, 8):
+        whole = dataclasses.replace(r, estimated_ms=ms * tokens).with_prediction()
+        reads = dict(batch=3, read_bytes=cache, cache_bytes=cache, length=16, tokens=tokens)
+        found = with_tokens(whole, **reads)
+        assert found.decode["is_a_speed"] == is_a_speed and found.decode["expected_ms"] == ms
+        assert found.predicted_per_second == (300 if is_a_speed else None)
+        text = format_report(found)
+        assert ("no speed: the predicted step is 80.00 x that bound" in text) != is_a_speed
+        assert ("tokens/s: of the longest time, 10.000 ms, 2.00 x" in text) == is_a_speed
+        assert (f"a step is 8 tokens of each row: {ms:.3f} ms a token predicted, 0.000" in text) == (tokens == 8)
+        fetched = dataclasses.replace(whole, moved_bytes=100 * cache * tokens, exposed_ms=2.0 * tokens)
+        moved = with_tokens(fetched, **reads).decode
+        assert moved["moved_ms"] == pytest.approx(500), "what is fetched ahead has no price"
+        assert moved["expected_ms"] == pytest.approx(502), "and communication comes to it"
+    nothing = dataclasses.replace(r, compiles=False)
+    assert with_tokens(nothing, **reads) is nothing
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import config
 from benchmarks import budgets
 from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistConfig, TrainConfig
 from language.transformer_options import TransformerConfig
+from tools.generate import GenerateConfig
 from tpu_compiler import ask, reading, search, tracing
 from tpu_compiler.report import COMMUNICATION_LABEL, ERROR, LABEL, Report
 from tpu_utils import virtual_slice
@@ -603,6 +604,9 @@ def test_options_that_save_memory_are_those_of_the_script():
     assert not search.memory_savers(a_report(devices=1, settings=settings))
     ddp = dataclasses.asdict(parse_command_line(DdpMnistConfig, "", []))
     assert not search.memory_savers(a_report(devices=4, settings=ddp))
+    sampled = dataclasses.asdict(GenerateConfig(hf="x", context=16, compile_for="v5litepod-4"))
+    offered = [option for _, option in search.memory_savers(a_report(topology="v5litepod-4", settings=sampled))]
+    assert offered == ["--int8", "--devices=all"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,52 @@
+"""Matrices in int8, with a scale for each output column. Activations, the cache and all else stay as they are.
+
+A product reads a byte of memory for each weight: the weight becomes the compute dtype inside it, which holds every int8
+exactly, and the scale multiplies what comes out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Int8:
+    """values: (outputs..., inputs...) int8, viewed as a product wants it; scale: of the outputs, in order, float32."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+    def view(self, *sizes: int) -> "Int8":
+        return Int8(self.values.view(*sizes), self.scale)
+
+    def __iter__(self) -> Iterator["Int8"]:
+        """Along the first axis, which is of the outputs."""
+        return map(Int8, self.values, self.scale.reshape(len(self.values), -1))
+
+
+def scale_name(name: str) -> str:
+    """Of the buffer with the scales of a parameter."""
+    return f"scale_of_{name.replace('.', '_')}"
+
+
+def quantize(matrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int8, scales (..., O)) of a matrix (..., O, I). The largest value of a column becomes 127."""
+    scale = (matrix.float().abs().amax(-1) / 127).clamp_min(1e-30)
+    return (matrix.float() / scale[..., None]).round().to(torch.int8), scale
+
+
+def widened(weight, dtype: torch.dtype):
+    """What a product reads of a weight."""
+    return weight.values.to(dtype) if isinstance(weight, Int8) else weight
+
+
+def scaled(y_BTO, weight):
+    """What a product with widened(weight) means. The axes of the outputs may be several."""
+    return (y_BTO * weight.scale.view(y_BTO.shape[2:])).to(y_BTO.dtype) if isinstance(weight, Int8) else y_BTO
+
+
+def divided(weight, by: float):
+    if isinstance(weight, Int8):
+        return Int8(weight.values, weight.scale / by)
+    return (weight.float() / by).to(weight.dtype)

@@ -22,13 +22,16 @@ from importlib import util
 from importlib.metadata import version
 from pathlib import Path
 
+from browser.chat_pieces import pieces_of
 from browser.onnx_files import FORMAT, MODEL_JSON, OPSET, needed
+from language.chat_data import FORMATS, choose_format
 from tpu_utils.errors import InputError, TrainingError, run_script
 from tpu_utils.fields import parse_arguments
 
 WEIGHTS = ("float32", "float16", "int8")
 LARGEST_ERROR = {"float32": 1e-4, "float16": 2e-2, "int8": 0.5}
 """Largest allowed error of a logit, relative to the largest logit: the export against PyTorch in float32."""
+LARGEST_TEMPLATE = 1 << 20  # bytes
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -42,6 +45,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=0, metavar="N", help="tokens of the cache; default: the model's")
     parser.add_argument("--chunk", type=int, default=64, metavar="N", help="tokens of a prompt at once; default: 64")
     parser.add_argument("--checkpoint", choices=("newest", "best"), default="newest", help="of a run")
+    parser.add_argument("--chat_format", choices=("auto", *FORMATS), default="auto", help="of conversations; auto: "
+                        "that of a run on chats, or of a template that a folder has from one")  # fmt: skip
     parser.add_argument("--tokenizer", default="", help="bytes, gpt2, numbers, a tokenizer.json or its folder")
     script = Path(__file__).parent.with_name("simple_mnist_tpu.py")
     parser.add_argument("--script", type=Path, default=script, metavar="FILE", help="of an image classifier: the one "
@@ -104,13 +109,15 @@ from browser.onnx_cached import CachedModel
 from browser.onnx_files import is_count, open_export, open_session
 from browser.onnx_graphs import export_graph, quantize, share_weights, store_half
 from language import gpt, llama
+from language.run_weights import read_run
 from language.shapes import LlamaShape
 from language.sources import Source, open_source
 from language.tokenizer import Bytes, FromFile, Numbers
+from language.tokenizer_files import RUN_TOKENIZER, TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import check_alike
 from tpu_utils.checkpoint.tensor_files import Kind
-from tpu_utils.files import written_aside
+from tpu_utils.files import read_json, read_regular, written_aside
 
 INPUTS, OUTPUTS = ("tokens", "position", "length", "keys", "values"), ("logits", "new_keys", "new_values")
 
@@ -147,6 +154,7 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
         raise InputError(f"context is {context}, but the model reads {shape.sequence_length} tokens; lower --context")
     chunk = min(given.chunk, context)
     tokenizer = write_tokenizer(source, given, folder)
+    format = chat_format_of(source, given, is_run)
     model = CachedModel(load(source))
     for name, count in (("prefill", chunk), ("decode", 1)):
         export_graph(model, example(shape, context, count), INPUTS, OUTPUTS, folder / f"{name}.onnx")
@@ -175,7 +183,25 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
         start=source.start,
         stops=sorted(source.tokenizer.stops),
         tokenizer=tokenizer,
+        chat=pieces_of(format, source.tokenizer) if format else None,
     )
+
+
+def chat_format_of(source: Source, given: argparse.Namespace, is_run: bool) -> str:
+    """The format that the model was trained with, as far as it is known: "" where it is not."""
+    if given.chat_format != "auto":
+        return given.chat_format
+    if is_run and (config := read_run(given.source, given.checkpoint)[0]).dataset == "chat":
+        return choose_format(config.chat_format, source.tokenizer)
+    folder, template = given.source / RUN_TOKENIZER if is_run else given.source, None
+    if (folder / TEMPLATE).exists():
+        template = read_regular(folder / TEMPLATE, "a template", LARGEST_TEMPLATE).decode(errors="replace")
+    elif (folder / TOKENIZER_CONFIG).exists():
+        template = read_json(folder / TOKENIZER_CONFIG, TOKENIZER_CONFIG).get("chat_template")
+    known = [path.stem for path in TEMPLATES.glob("*.jinja") if path.read_text() == template]
+    if template and not known:
+        print("chat       the folder's template is none of language/chat_templates; --chat_format names a format")
+    return known[0] if known else ""
 
 
 def write_tokenizer(source: Source, given: argparse.Namespace, folder: Path) -> str:

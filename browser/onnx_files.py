@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from browser.chat_pieces import check_pieces
 from tpu_utils.errors import InputError
 from tpu_utils.files import open_regular, read_json, read_regular
 
@@ -61,6 +62,11 @@ def open_export(folder: Path) -> dict[str, Any]:
         check(model.get("tokenizer") in ("bytes", "numbers", "tokenizer.json"), "tokenizer", "bytes, numbers or a file")
         check(model["tokenizer"] != "tokenizer.json" or "tokenizer.json" in files, "files", "a tokenizer.json too")
         check(model["tokenizer"] != "bytes" or vocabulary == 257, "vocab_size", "257 with bytes")
+        if model.get("chat") is not None:
+            try:
+                check_pieces(model["chat"], vocabulary)
+            except ValueError as error:
+                raise InputError(f"{path}: {error}; export it again") from error
     else:
         size = model.get("image_size")
         check(

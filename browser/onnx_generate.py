@@ -2,19 +2,22 @@
 
 Run:     python -m browser.onnx_generate --onnx OUT --prompt "ROMEO:"
              OUT: a folder that browser.export wrote
+         python -m browser.onnx_generate --onnx OUT --chat "Who are you?"
+             in the format that OUT was exported with, as the page does
 
 Expect:  the text that the page in a browser gives: sampling is that of
          page/sampling.js, mulberry32 in 32-bit integers, softmax in float64.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from browser.chat_pieces import prompt_of
 from browser.onnx_files import needed, open_export, open_session, run_session
-from language.sampling import SamplingOptions, ask, print_continuations
+from language.sampling import Asked, SamplingOptions, ask, print_continuations
 from language.tokenizer import Numbers, Tokenizer, load_tokenizer
 from tpu_utils.environment import command_line
 from tpu_utils.errors import InputError, run_script
@@ -120,6 +123,16 @@ def tokenizer_of(facts: dict, folder: Path) -> Tokenizer:
     return load_tokenizer("bytes" if facts["tokenizer"] == "bytes" else str(folder / "tokenizer.json"))
 
 
+def asked_of(config: SamplingOptions, facts: dict, tokenizer: Tokenizer) -> Asked:
+    """What the model reads. A question is asked in the format that model.json has, unless --chat_format names one."""
+    chat, stops = facts.get("chat"), set(facts["stops"])
+    if not config.chat or chat is None or config.chat_format != "auto":
+        return ask(config, tokenizer, facts["start"], config.chat_format, stops)
+    asked = ask(replace(config, chat=()), tokenizer, facts["start"], "auto", set(chat["stops"]))
+    prompts = [prompt_of(chat, [{"role": "user", "content": text}], tokenizer) for text in config.chat]
+    return replace(asked, texts=[[] for _ in prompts], prompts=prompts)
+
+
 def check_folder(config: OnnxConfig) -> None:
     """Raises InputError where a package is missing."""
     needed("onnx", "onnxruntime")
@@ -129,7 +142,7 @@ def main(config: OnnxConfig) -> int:
     folder = Path(config.onnx)
     model = OnnxModel(folder)
     tokenizer = tokenizer_of(model.facts, folder)
-    asked = ask(config, tokenizer, model.facts["start"], config.chat_format, set(model.facts["stops"]))
+    asked = asked_of(config, model.facts, tokenizer)
     found = [generate(model, prompt, config, asked.ends) for prompt in asked.prompts]
     print_continuations(config, asked, found, tokenizer)
     print(f"{sum(map(len, found))} tokens by onnxruntime", file=sys.stderr)

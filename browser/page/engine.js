@@ -32,7 +32,7 @@ export class Engine {
     this.model = model;
   }
 
-  /** As LanguageModel.generate; report gets the text as it grows, and nothing any more after stop(). */
+  /** As LanguageModel.generate, of a text or of messages; report gets the text as it grows, and nothing any more after stop(). */
   generate(prompt, options, report) {
     return this.ask({ kind: "generate", prompt, options }, [], report);
   }

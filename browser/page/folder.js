@@ -37,6 +37,7 @@ const FIELDS = {
     stops: [isListOf(isWhole(0, LARGEST_VOCABULARY - 1), 0, 1000), "a list of tokens"],
     tokenizer: [isOneOf("bytes", "numbers", "tokenizer.json"), "bytes, numbers or tokenizer.json"],
     source: [isText, "a text"],
+    chat: [(value) => value === undefined || value === null || isObject(value), "an object, or null"],
   },
   image_classifier: {
     image_size: [isListOf(isWhole(1, 1024), 2, 2), "height and width"],
@@ -103,12 +104,34 @@ function checkLanguageModel(model) {
   if (outside !== undefined) {
     throw new FolderError(`model.json: token ${outside} is outside the vocabulary of ${model.vocab_size}`);
   }
+  model.chat ??= null;
+  if (model.chat) checkChat(model.chat, model.vocab_size);
   const cache = 8 * model.num_layers * model.context * model.num_cached_heads * model.head_dim;
   if (cache > LARGEST_CACHE) {
     throw new FolderError(
       `model.json: the cache of keys and values needs ${megabytes(cache)}; expected at most ${megabytes(LARGEST_CACHE)}: ` +
         "export with a smaller --context",
     );
+  }
+}
+
+/** The pieces of a format, as browser/chat_pieces.py has them. */
+function checkChat(chat, vocabulary) {
+  const isToken = isWhole(0, vocabulary - 1), isShort = (value) => isText(value) && value.length <= 100 && value.isWellFormed();
+  const arePieces = isListOf((piece) => isToken(piece) || isShort(piece), 0, 16);
+  const pieces = [arePieces, "at most 16 texts and tokens of the vocabulary"], text = [isShort, "a text of at most 100 characters"];
+  const tokens = [isListOf(isToken, 1, 1000), "1 to 1000 tokens of the vocabulary"], roles = ["system", "user", "assistant"];
+  const isAround = (value) => isObject(value) && arePieces(value.before) && arePieces(value.after);
+  const around = [isAround, "before and after, at most 16 texts and tokens of the vocabulary"];
+  const fields = {
+    begin: pieces, answer: pieces, system: around, user: around, assistant: around,
+    strip: [isListOf(isOneOf(...roles), 0, 3), "names of roles"],
+    place: [isOneOf("own", "first", "last"), "own, first or last"],
+    format: text, lead: text, stops: tokens, words: tokens,
+  };
+  for (const [name, [isRight, expected]] of Object.entries(fields)) {
+    const value = Object.hasOwn(chat, name) ? chat[name] : undefined;
+    if (!isRight(value)) throw new FolderError(`model.json: chat.${name} is ${found(value)}; expected ${expected}`);
   }
 }
 

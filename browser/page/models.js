@@ -1,5 +1,6 @@
 // The models that a worker runs: a language model with its cache of keys and values, and a classifier of images.
 
+import { promptOf } from "./format.js";
 import { choose, Random } from "./sampling.js";
 import { makeTokenizer } from "./tokenizer.js";
 
@@ -50,6 +51,7 @@ export class LanguageModel {
     const size = this.shape.reduce((product, length) => product * length, 1);
     this.keys = new Float32Array(size);
     this.values = new Float32Array(size);
+    this.cached = []; // the tokens whose keys and values these are
     for (const session of [this.prefill, this.decode]) await this.run(session, [0], 0); // what fails, fails here
   }
 
@@ -71,27 +73,37 @@ export class LanguageModel {
         cache.set(fresh.subarray(from, from + tokens.length * this.row), to);
       }
     }
+    this.cached = this.cached.slice(0, position).concat(tokens);
     return outputs.logits.data;
   }
 
   /**
+   * prompt: a text, or the messages of a conversation, of which only what the cache has not is read.
    * report({text, count, seconds}): all text so far, the seconds since the first token was known.
-   * Gives {text, tokens, count, seconds, ended}. ended: "stop" of the user, "end" token, or "length".
+   * Gives {text, tokens, count, seconds, read, ended, end}. read: tokens of the prompt that were not in the cache.
+   * ended: "stop" of the user, "end" token, "length", or "full" context.
    */
   async generate(prompt, options, report, isStopped) {
-    const { context, chunk, vocab_size, stops, start } = this.model;
-    const words = this.tokenizer.encode(prompt), given = (start === null ? [] : [start]).concat(words);
-    check(given, options.numTokens, context, vocab_size);
+    const { context, chunk, vocab_size, start, chat } = this.model, isChat = Array.isArray(prompt);
+    const words = isChat ? [] : this.tokenizer.encode(prompt), { stops } = isChat ? chat : this.model;
+    const given = isChat ? promptOf(chat, prompt, this.tokenizer) : (start === null ? [] : [start]).concat(words);
+    const room = context + 1 - given.length; // the last token needs no place in the context
+    if (isChat && room < 1) {
+      throw new Error(`the context is full: the conversation has ${given.length} tokens, the model reads ${context}; start a new chat`);
+    }
+    const most = isChat ? Math.min(options.numTokens, room) : options.numTokens;
+    check(given, most, context, vocab_size);
+    const known = isChat ? inCommon(this.cached, given.slice(0, -1)) : 0;
     const random = new Random(options.seed), tokens = [], before = this.tokenizer.decode(words);
     const began = performance.now();
-    let logits, first = 0, ended = "length";
+    let logits, first = 0, ended = "length", end = null; // the token that ended it
     const told = () => {
       const whole = this.tokenizer.decode(words.concat(tokens));
-      const text = whole.startsWith(before) ? whole.slice(before.length) : whole;
+      const start = isChat ? chat.lead : before, text = whole.startsWith(start) ? whole.slice(start.length) : whole;
       const seconds = tokens.length ? (performance.now() - first) / 1000 : 0;
-      return { text, count: tokens.length, seconds, prefillSeconds: ((first || performance.now()) - began) / 1000 };
+      return { text, count: tokens.length, seconds, read: given.length - known, prefillSeconds: ((first || performance.now()) - began) / 1000 };
     };
-    for (let at = 0; at < given.length; at += chunk) {
+    for (let at = known; at < given.length; at += chunk) {
       await messagesRead();
       if (isStopped()) return { ...told(), tokens, ended: "stop" };
       logits = await this.run(this.prefill, given.slice(at, at + chunk), at);
@@ -101,17 +113,25 @@ export class LanguageModel {
       first ||= performance.now();
       if (stops.includes(token)) {
         ended = "end";
+        end = token;
         break;
       }
       tokens.push(token);
       report(told());
       await messagesRead();
       if (isStopped()) ended = "stop";
-      if (tokens.length === options.numTokens || ended === "stop") break;
+      if (tokens.length === most && most < options.numTokens && ended !== "stop") ended = "full";
+      if (tokens.length === most || ended === "stop") break;
       logits = await this.run(this.decode, [token], given.length + tokens.length - 1);
     }
-    return { ...told(), tokens, ended };
+    return { ...told(), tokens, ended, end };
   }
+}
+
+/** How many tokens at the beginning are the same. */
+function inCommon(some, others) {
+  const place = others.findIndex((token, index) => token !== some[index]);
+  return place < 0 ? others.length : place;
 }
 
 function check(given, numTokens, context, vocabSize) {

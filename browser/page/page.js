@@ -1,5 +1,6 @@
 // The page: what is loaded, what is asked for, what is shown. A model's words reach it by textContent alone.
 
+import { Chat } from "./chat.js";
 import { centred, normalised } from "./digits.js";
 import { Drawing } from "./drawing.js";
 import { Engine, mostThreads } from "./engine.js";
@@ -69,6 +70,7 @@ function use(engine, name, bytes) {
   element(`${panel}-model`).textContent = `${name}: ${what}, ${megabytes(bytes)}, ${threads}.${model.source ? ` From ${model.source}.` : ""}`;
   tell("loader", `${name} is ready: ${isText ? "a language model" : "a model that reads digits"}.`);
   tell(panel, "");
+  if (isText) showView(model);
   enable(panel, true);
   if (!isText) showClasses(model, null);
   else if (element("num-tokens").valueAsNumber > model.context) element("num-tokens").value = Math.ceil(model.context / 2);
@@ -85,6 +87,7 @@ function enable(panel, isOn) {
   if (panel === "digits") element("read").disabled = !isOn;
   else {
     element("text-fields").disabled = !isOn;
+    chat.enable(isOn);
     element("generate").disabled = !isOn || isGenerating;
   }
 }
@@ -126,6 +129,49 @@ function optionsOf() {
   };
 }
 
+/** A conversation where the model has a format for one, else a text and what follows it. */
+function showView({ chat: format }) {
+  chat.clear();
+  element("text-title").textContent = format ? "Chat" : "Text";
+  element("chat").hidden = element("of-chat").hidden = !format;
+  for (const one of document.querySelectorAll(".of-text")) one.hidden = Boolean(format);
+}
+
+const chat = new Chat({
+  async answer(messages, report) {
+    const engine = engines.language_model, options = optionsOf();
+    if (!messages.every(({ content }) => content.isWellFormed())) throw new Error("a message holds half a character; expected text");
+    tell("text", "Answering");
+    const paint = painter((values) => {
+      report(values);
+      showSpeed(values);
+    });
+    const showSpeed = (values) => (element("chat-speed").textContent = speedOf(values, engine));
+    try {
+      const done = (await engine.generate(messages, options, paint)) ?? (paint.latest && { ...paint.latest, ended: "stop" });
+      if (done) showSpeed(done);
+      return done;
+    } finally {
+      paint.end();
+    }
+  },
+  stop: () => engines.language_model?.stop(),
+  say: (text) => tell("text", text),
+  complain: (text) => complain("text", text),
+});
+
+/** Shows the latest values once a frame, until end(). */
+function painter(show) {
+  let waits = false, ended = false;
+  const paint = (values) => {
+    paint.latest = values;
+    if (!waits) requestAnimationFrame(() => ((waits = false), ended || show(paint.latest)));
+    waits = true;
+  };
+  paint.end = () => (ended = true);
+  return paint;
+}
+
 async function generate() {
   const engine = engines.language_model;
   let options;
@@ -135,38 +181,32 @@ async function generate() {
   } catch (error) {
     return complain("text", error.message);
   }
-  const prompt = element("prompt").value;
-  let latest = null, waits = false;
-  const paint = () => {
-    waits = false;
-    if (latest) showText(latest, engine);
-  };
-  const report = (values) => {
-    latest = values;
-    if (!waits) requestAnimationFrame(paint);
-    waits = true;
-  };
+  const prompt = element("prompt").value, paint = painter((values) => showText(values, engine));
   element("given").textContent = prompt;
   element("generated").textContent = element("speed").textContent = "";
   tell("text", "Generating");
   setGenerating(true);
   try {
-    const done = await engine.generate(prompt, options, report);
-    if (done) showText((latest = done), engine);
+    const done = await engine.generate(prompt, options, paint), latest = done ?? paint.latest;
+    if (latest) showText(latest, engine);
     const why = { end: ": the model ended its text", length: "" }[done?.ended] ?? ": stopped";
     tell("text", `Done, ${latest?.count ?? 0} tokens${why}.`);
   } catch (error) {
     complain("text", error.message);
   }
-  latest = null;
+  paint.end();
   setGenerating(false);
 }
 
-function showText({ text, count, seconds }, engine) {
-  const output = element("output"), atEnd = output.scrollTop + output.clientHeight >= output.scrollHeight - 8;
-  element("generated").textContent = text;
+function speedOf({ count, seconds }, engine) {
   const speed = count > 1 && seconds > 0 ? `${((count - 1) / seconds).toFixed(1)} tokens/s, ` : "";
-  element("speed").textContent = `${speed}${count} token${count === 1 ? "" : "s"}, ${engine.threads} thread${engine.threads > 1 ? "s" : ""}`;
+  return `${speed}${count} token${count === 1 ? "" : "s"}, ${engine.threads} thread${engine.threads > 1 ? "s" : ""}`;
+}
+
+function showText(values, engine) {
+  const output = element("output"), atEnd = output.scrollTop + output.clientHeight >= output.scrollHeight - 8;
+  element("generated").textContent = values.text;
+  element("speed").textContent = speedOf(values, engine);
   if (atEnd) output.scrollTop = output.scrollHeight;
 }
 
@@ -182,7 +222,7 @@ function setGenerating(is) {
 element("text-form").noValidate = true; // our messages say what was found
 element("text-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (engines.language_model && !isGenerating) generate();
+  if (engines.language_model && !engines.language_model.model.chat && !isGenerating) generate();
 });
 element("stop").addEventListener("click", () => engines.language_model?.stop());
 element("prompt").addEventListener("keydown", (event) => {

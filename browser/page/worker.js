@@ -3,11 +3,13 @@
 
 import { Classifier, LanguageModel } from "./models.js";
 
-let model = null, stopped = false;
+let model = null;
+let wanted = 0; // the request whose text is wanted; one before it ends at its next token
+let before = Promise.resolve(); // two at a time would write into one cache
 
 onmessage = async ({ data }) => {
   if (data.kind === "stop") {
-    stopped = true;
+    wanted = 0;
     return;
   }
   const answer = (kind, values = {}) => postMessage({ id: data.id, kind, ...values });
@@ -18,9 +20,11 @@ onmessage = async ({ data }) => {
       await model.load(ort, data.files);
       answer("ready", { threads: ort.env.wasm.numThreads });
     } else if (data.kind === "generate") {
-      stopped = false;
-      const tokens = await model.generate(data.prompt, data.options, (values) => answer("text", values), () => stopped);
-      answer("done", tokens);
+      wanted = data.id;
+      const report = (values) => answer("text", values), isStopped = () => wanted !== data.id;
+      const mine = before.then(() => model.generate(data.prompt, data.options, report, isStopped));
+      before = mine.catch(() => {});
+      answer("done", await mine);
     } else {
       answer("probabilities", { probabilities: await model.classify(data.image) });
     }

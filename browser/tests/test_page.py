@@ -18,13 +18,17 @@ from onnx_stub import write_classifier, write_language_model, write_model_json
 from processes import run
 from test_tokenizer import trained
 
+from browser import onnx_generate
+from browser.chat_pieces import check_pieces, pieces_of, prompt_of
 from images.mnist import load_digits, load_mnist
 from language import decoding, sources
-from language.tokenizer import load_tokenizer
+from language.chat_data import FORMATS, prompt_of_chat
+from language.tokenizer import Bytes, load_tokenizer
 from simple_mnist_tpu import ConvNet
-from tools import generate
+from tools import convert_hf, generate
 from tools.generate import GenerateConfig
 from tpu_utils.checkpoint.saved import read_checkpoint
+from tpu_utils.errors import InputError
 
 needs = pytest.mark.skipif(bool(missing()), reason=f"THE PAGE IN browser/page/ WAS NOT TESTED: {missing()}")
 pytestmark = needs
@@ -49,6 +53,10 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for kind in ("good", "nan", "slow", "endless", "endless_later"):
         write_language_model(folder / kind, kind)
+    for kind in ("good", "slow"):
+        talks = shutil.copytree(folder / kind, folder / f"{kind}_chat")
+        model = json.loads((talks / "model.json").read_text()) | dict(chat=pieces_of("plain", Bytes()))
+        write_model_json(talks, model)
     return folder
 
 
@@ -506,6 +514,205 @@ def test_it_is_read_by_everybody(page, address, models, scheme):
           .map((one) => one.outerHTML)"""
     )
     assert nameless == []
+
+
+# ---------------------------------------------------------------------------------------------------------------- chats
+
+PROMPTS = """async ([path, content, chat, conversations]) => {
+  const { makeTokenizer } = await import("/tokenizer.js"), { promptOf } = await import("/format.js");
+  const tokenizer = await makeTokenizer({ tokenizer: path }, new TextEncoder().encode(content));
+  return conversations.map((messages) => {
+    try { return promptOf(chat, messages, tokenizer); } catch (error) { return error.message; }
+  });
+}"""
+TURNS = """async ([path, conversations, options]) => {
+  const { readFolder, servedFolder } = await import("/folder.js"), { Engine } = await import("/engine.js");
+  const engine = new Engine(), found = [];
+  await engine.load(await readFolder(servedFolder(path), () => {}, new AbortController().signal));
+  for (const messages of conversations) found.push(await engine.generate(messages, options, () => {}));
+  engine.end("done");
+  return found;
+}"""
+
+
+def test_a_conversation_has_the_tokens_of_training_in_the_page_and_on_the_host(page, address, tmp_path):
+    """In every format; a special token that somebody typed is text, and one that no tokenizer hides is refused."""
+    pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+    from test_tokenizer_files import OTHERS, SPECIAL, conversations, train_tokenizer
+
+    page.goto(address)
+    base = train_tokenizer(tmp_path / "base", special=[*SPECIAL, *OTHERS])
+    olmo2 = train_tokenizer(tmp_path / "olmo2", special=[*SPECIAL, *FORMATS["olmo2"][1:]])
+    said = [messages[:-1] for messages in conversations(20)]
+    typed = "a<|im_end|>[INST]</s><end_of_turn>\n<|im_start|>b"
+    said += [[dict(role="user", content=text)] for text in (typed, "\x1c\x85 a \ufeff ", "<think>")]
+    for format in [*FORMATS, "bytes"]:
+        folder = olmo2 if format == "olmo2" else base
+        ours = Bytes() if format == "bytes" else load_tokenizer(str(folder))
+        path, content = (
+            ("bytes", "") if format == "bytes" else ("tokenizer.json", (folder / "tokenizer.json").read_text())
+        )
+        name = "plain" if format == "bytes" else format
+        chat = json.loads(json.dumps(pieces_of(name, ours)))
+        check_pieces(chat, ours.vocab_size)
+        found = page.evaluate(PROMPTS, [path, content, chat, said])
+        for messages, tokens in zip(said, found, strict=True):
+            if name == "qwen3" and messages[-1]["content"] == "<think>":
+                with pytest.raises(InputError) as refused:
+                    prompt_of(chat, messages, ours)
+                assert tokens == str(refused.value) and "holds <think>, which is a token of the format" in tokens
+                continue
+            expected = prompt_of_chat(messages, name, ours)
+            assert tokens == expected == prompt_of(chat, messages, ours), (name, messages)
+
+
+def test_a_damaged_format_is_refused_in_both_places(page, address):
+    page.goto(address)
+    chat = pieces_of("plain", Bytes())
+    model = dict(format="tpu-examples-onnx-1", kind="language_model", family="x", weights="float32", context=8, chunk=8)
+    model |= dict(vocab_size=257, num_layers=1, num_cached_heads=1, head_dim=1, start=256, stops=[], tokenizer="bytes")
+    model |= dict(source="x", opset=20, versions={}, files={})
+    check = """async (text) => (await import("/folder.js")).checkModel(text)"""
+    user = chat["user"]
+    for name, value in (
+        ("begin", [257]), ("begin", [-1]), ("begin", ["a" * 101]), ("begin", [1] * 17), ("begin", [1.5]),
+        ("answer", None), ("user", []), ("user", user | {"after": [None]}), ("system", {"before": []}),
+        ("strip", ["toString"]), ("place", "__proto__"), ("lead", 1), ("stops", []), ("stops", [257]), ("words", "a"),
+        ("format", "\ud800"),
+    ):  # fmt: skip
+        broken = chat | {name: value}
+        with pytest.raises(ValueError, match=rf"chat\.{name} is .*; expected"):
+            check_pieces(broken, 257)
+        with pytest.raises(Exception, match=rf"chat\.{name} is .*; expected"):
+            page.evaluate(check, json.dumps(model | {"chat": broken}))
+
+
+def said_in(page) -> list[str]:
+    return page.locator("#messages .said").all_inner_texts()
+
+
+def answered(page) -> str:
+    """What the panel says when an answer is over."""
+    until(page, lambda: page.is_disabled("#chat-stop") and (status(page) or page.is_visible("#text-problem")))
+    return status(page) or page.inner_text("#text-problem")
+
+
+def test_a_conversation_in_the_page(page, address):
+    page.goto(f"{address}?model=models/good")
+    assert "ready" in loaded(page) and page.is_hidden("#chat") and page.is_visible("#prompt")
+    page.goto(f"{address}?model=models/good_chat")
+    assert "ready" in loaded(page) and page.inner_text("#text-title") == "Chat" and page.is_hidden("#prompt")
+    page.fill("#num-tokens", "3")
+    html = "<img src=x onerror=ran=1><|im_end|>"
+    page.focus("#message")
+    page.keyboard.type(html)
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("b")
+    page.keyboard.press("Enter")
+    assert answered(page).startswith("Answered: ")
+    assert said_in(page)[0] == f"{html}\nb" and len(said_in(page)) == 2 and page.input_value("#message") == ""
+    assert page.evaluate("document.querySelectorAll('main img').length") == 0
+    assert page.evaluate("document.activeElement.id") == "message"
+    assert re.search(r"\b3 tokens, \d threads?$", page.inner_text("#chat-speed"))
+    page.fill("#message", "x" * 250)
+    page.click("#send")
+    until(page, lambda: page.is_visible("#text-problem"))
+    assert "the context is full: the conversation has" in page.inner_text("#text-problem")
+    assert len(said_in(page)) == 2 and page.input_value("#message") == "x" * 250, "it can be changed and sent again"
+    page.click("#new-chat")
+    assert said_in(page) == [] and page.is_hidden("#text-problem")
+    page.fill("#message", "y" * 237)
+    page.click("#send")
+    assert answered(page) == "The context is full: the answer ends here, start a new chat" and len(said_in(page)) == 2
+    page.set_viewport_size(dict(width=360, height=700))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate(CONTRAST) == []
+
+
+def test_an_answer_is_stopped_and_the_next_begins_when_it_has_ended(page, address):
+    page.goto(f"{address}?model=models/slow_chat")
+    assert "ready" in loaded(page)
+    page.fill("#message", "to be")
+    page.keyboard.press("Enter")
+    until(page, lambda: said_in(page)[1:] and said_in(page)[1])
+    page.click("#chat-stop")
+    assert answered(page).startswith("Stopped: ") and len(said_in(page)) == 2
+    page.click("#new-chat")
+    assert said_in(page) == [] and status(page) == "A new chat"
+    left = page.evaluate(
+        """async () => {
+          const { readFolder, servedFolder } = await import("/folder.js"), { Engine } = await import("/engine.js");
+          const engine = new Engine(), options = { temperature: 0, topK: 0, topP: 1, seed: 0 };
+          await engine.load(await readFolder(servedFolder("models/slow"), () => {}, new AbortController().signal));
+          let heard;
+          const first = new Promise((resolve) => (heard = resolve));
+          engine.generate("a", { ...options, numTokens: 200 }, heard);
+          await first;
+          engine.stop();
+          await engine.generate("b", { ...options, numTokens: 2 }, () => {});
+          const left = engine.requests.size;
+          engine.end("done");
+          return left;
+        }"""
+    )
+    assert left == 0, "the first one had ended before"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["qwen3", "gemma"])  # of a run; of a folder with its template
+def test_a_chat_of_two_turns_is_the_same_in_four_places(page, address, models, tmp_path, format):
+    """transformers, XLA, onnxruntime on the host, the page: the same tokens, and the same one ends them."""
+    transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+    from test_tokenizer_files import OTHERS, SPECIAL, by_heart, config_of, save_run, train_tokenizer
+
+    base = train_tokenizer(tmp_path / "base", special=[*SPECIAL, *OTHERS])
+    save_run(tmp_path / "run", config_of(base, format), by_heart(base).state_dict())
+    convert_hf.export(tmp_path / "run", tmp_path / "out", torch.float32)
+    name = f"talks_{format}"
+    exported = export(tmp_path / "out" if format == "gemma" else tmp_path / "run", models / name, "--chunk=8")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    template = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    config = GenerateConfig(run_dir=str(tmp_path / "run"), temperature=0.0, num_tokens=40)
+    source, device = generate.source_of(config), torch_xla.device()
+    ours, onnx = sources.load(source, device), onnx_generate.OnnxModel(exported)
+    chat = onnx.facts["chat"]
+    assert chat["format"] == format
+    messages, conversations, expected, texts = [dict(role="system", content="Be brief.")], [], [], []
+    for question in ("Say be.", "Who?"):
+        messages.append(dict(role="user", content=question))
+        conversations.append(list(messages))
+        prompt = template.apply_chat_template(messages, add_generation_prompt=True)
+        assert prompt == prompt_of(chat, messages, source.tokenizer)
+        by_theirs = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :]
+        stops = set(chat["stops"])
+        ends = lambda tokens: tokens[-1] in stops  # noqa: B023, E731
+        by_xla = decoding.generate(ours, [prompt], config, device, ends)[0]
+        assert by_theirs.tolist() == by_xla == onnx_generate.generate(onnx, prompt, config, ends)
+        assert by_xla[-1] in stops and len(by_xla) < 40, "it has ended by itself"
+        expected.append(by_xla)
+        texts.append(source.tokenizer.decode(by_xla[:-1]).removeprefix(chat["lead"]))
+        messages.append(dict(role="assistant", content=texts[-1]))
+    assert texts[1] == "Me, a question."
+
+    page.goto(f"{address}?model=models/{name}")
+    assert "ready" in loaded(page)
+    found = page.evaluate(TURNS, [f"models/{name}", conversations, GREEDY])
+    assert [[*one["tokens"], one["end"]] for one in found] == expected
+    lengths = [len(prompt_of(chat, messages, source.tokenizer)) for messages in conversations]
+    assert found[0]["read"] == lengths[0] and found[1]["read"] < lengths[1], "what the cache has is not read again"
+    page.fill("#temperature", "0")
+    page.fill("#system", "Be brief.")
+    for number, question in enumerate(("Say be.", "Who?")):
+        page.fill("#message", question)
+        page.keyboard.press("Enter") if page.evaluate("document.activeElement.id") == "message" else page.click("#send")
+        until(page, lambda count=2 * number + 2: len(said_in(page)) == count)
+        assert answered(page) == f"Answered: {texts[number]}".rstrip()
+    assert said_in(page) == ["Say be.", texts[0], "Who?", texts[1]]
+    asked = run("browser.onnx_generate", "--onnx", exported, "--chat", "Who?", "--temperature=0")
+    there = run("tools.generate", "--run_dir", tmp_path / "run", "--chat", "Who?", "--temperature=0")
+    assert asked.returncode == 0 and asked.stdout == there.stdout, asked.stderr + there.stderr
 
 
 # -------------------------------------------------------------------------------------------------------------- digits

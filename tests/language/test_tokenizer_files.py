@@ -249,7 +249,11 @@ def chats() -> list[list[dict[str, str]]]:
 
 @pytest.fixture(scope="module")
 def trained(base) -> tuple[Llama, Path]:
-    """A model that knows a few conversations by heart in every format, and the folder of its tokenizer."""
+    return by_heart(base), base
+
+
+def by_heart(base: Path) -> Llama:
+    """A model that knows a few conversations by heart in every format of ENDING. base: the folder of its tokenizer."""
     tokenizer = load_tokenizer(str(base))
     rows = [format_chat(messages, format, tokenizer) for format in ENDING for messages in chats()]
     longest = max(len(tokens) for tokens, _ in rows)
@@ -268,7 +272,7 @@ def trained(base) -> tuple[Llama, Path]:
         optimizer.step()
     torch.set_num_threads(threads)
     assert loss < 0.05
-    return model, base
+    return model
 
 
 def save_run(run_dir: Path, config: TransformerConfig, model: dict[str, torch.Tensor]) -> None:

@@ -190,7 +190,7 @@ def format_report(r: Report) -> str:
             sent = [f"{v['bytes'] / 1e6:.1f} MB {direction}" for direction, v in r.host_transfers.items()]
             bound = f"at least {r.host_transfer_ms:.3f} ms over PCIe" if r.host_transfer_ms else "its speed is unknown"
             row("host memory", f"{', '.join(sent)}: {bound}")
-        rate = f", {r.predicted_per_second:,.0f} {r.unit}/s" if r.predicted_per_second else ""
+        rate = f", {r.predicted_per_second:,.0f} {r.unit}/s" if r.predicted_per_second and not r.decode else ""
         mfu = f", MFU {r.predicted_mfu:.1%}" if r.predicted_mfu else ""
         row("predicted step", f"{r.predicted_ms:.3f} ms{rate}{mfu} ({LABEL})")
         row("", f"the compiler's estimate {r.estimated_ms:.3f} ms, by rule {r.ruled_ms:.3f} ms")
@@ -213,7 +213,8 @@ def format_report(r: Report) -> str:
             row("", f"bound by the {d['bound_by']}: {bounds}")
             above = f"{d['expected_ms'] / max(d['memory_ms'], d['matrix_ms']):.2f} x that bound"
             if d["is_a_speed"]:
-                row("", f"tokens/s: of the longest time, {d['expected_ms']:.3f} ms, {above}")
+                rate = f"{r.predicted_per_second:,.0f} tokens/s"
+                row("", f"expect {d['expected_ms']:.3f} ms a token of each row, {rate}: the longest time, {above}")
             else:
                 row("", f"no speed: the predicted step is {above}; this program is slow, see costliest lines, and a "
                     "server would run another")  # fmt: skip

@@ -15,7 +15,8 @@ from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
 from tpu_utils.errors import InputError
 
-BATCH = ("data", "fsdp")  # the mesh axes that the batch axis is sharded over
+AXES = ("data", "fsdp", "tensor", "context", "expert")  # of the mesh of a language model
+BATCH = ("data", "fsdp", "expert")  # those that the batch axis is sharded over
 
 
 @contextlib.contextmanager
@@ -107,7 +108,7 @@ def sums_over_parts(model, function: Callable, sums: list, constants: list, part
         return [a + b for a, b in zip(carry, function(constants, part), strict=False)] + constants, []
 
     carry = [*sums, *(constant.detach() for constant in constants)]
-    if mesh is None or mesh.mesh_shape != (mesh.size(), 1, 1) or torch_xla._XLAC._xla_get_auto_sharding():
+    if mesh is None or mesh.mesh_shape[0] != mesh.size() or torch_xla._XLAC._xla_get_auto_sharding():
         return loop_in_graph(add, carry, parts)[0][: len(sums)]
     whole = lambda t: enter(t, mesh, (None,) * t.dim())  # noqa: E731
     parts = [enter(t, mesh, (None, BATCH, *(None,) * (t.dim() - 2))) for t in parts]

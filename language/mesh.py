@@ -11,6 +11,7 @@ import torch_xla.runtime as xr
 
 from language.hf_layout import sizes_of
 from language.layers import Decoder, adapter_sizes
+from language.loops import AXES
 from language.token_data import SequenceData
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
@@ -18,25 +19,31 @@ from tpu_utils.hardware import attached_chips, parse_topology
 from tpu_utils.run import Run
 
 
+def sizes_of_mesh(mesh: str) -> tuple[int, ...]:
+    """Sizes of AXES, by the option --mesh: the last two may be left out."""
+    sizes = [int(size) for size in mesh.split("x")]
+    return (*sizes, *(1,) * (len(AXES) - len(sizes)))
+
+
 def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | None) -> tuple[tuple[int, ...], str]:
-    """Sizes of the axes (data, fsdp, tensor) and why. Raises InputError for a mesh that cannot work.
+    """Sizes of AXES and why. Raises InputError for a mesh that cannot work.
 
     auto: plain data parallelism while weights, gradients and AdamW's two moments (16 bytes a parameter) take at most
-    a third of a device's memory, else the smallest fsdp axis that gets them there; tensor only when asked for.
+    a third of a device's memory, else the smallest fsdp axis that gets them there; the others only when asked for.
     """
     shape, batch = config.shape, config.global_batch_size
     frozen = 2 if config.base_precision == "bfloat16" else 4  # bytes; adapters are small beside them
     state = (frozen if config.lora_rank else 16) * shape.num_parameters
     if config.mesh != "auto":
-        sizes, why = tuple(int(size) for size in config.mesh.split("x")), "as asked"
+        sizes, why = sizes_of_mesh(config.mesh), "as asked"
     else:
         choices = [n for n in range(1, num_devices + 1) if num_devices % n == 0 and shape.embedding_dim % n == 0]
         enough = [n for n in choices if hbm_bytes is None or state / n <= hbm_bytes / 3]
         fsdp = enough[0] if enough else choices[-1]
-        sizes = (num_devices // fsdp, fsdp, 1)
+        sizes = (num_devices // fsdp, fsdp, 1, 1, 1)
         memory = "unknown memory" if hbm_bytes is None else f"{hbm_bytes / 2**30:.0f} GiB"
         why = f"training state {state / fsdp / 2**30:.2f} GiB of {memory} per device; choose with --mesh"
-    data, fsdp, tensor = sizes
+    data, fsdp, tensor, _, expert = sizes
     if math.prod(sizes) != num_devices:
         needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about
         remedy = (
@@ -56,11 +63,11 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
             raise InputError(
                 f"{name} ({value}) must be divisible by the {axis} axis ({size}) of the mesh; choose another --mesh"
             )
-    unit = data * fsdp * config.gradient_accumulation_steps
+    unit = data * fsdp * expert * config.gradient_accumulation_steps
     if batch % unit:
         raise InputError(
-            f"global_batch_size ({batch}) must be divisible by data x fsdp x gradient_accumulation_steps "
-            f"({data} x {fsdp} x {config.gradient_accumulation_steps}); try {max(1, batch // unit) * unit}"
+            f"global_batch_size ({batch}) must be divisible by data x fsdp x expert x gradient_accumulation_steps "
+            f"({data} x {fsdp} x {expert} x {config.gradient_accumulation_steps}); try {max(1, batch // unit) * unit}"
         )
     return sizes, why
 
@@ -92,9 +99,10 @@ def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
         )
     if num_devices == 1:
         return None, "one device"
-    mesh = xs.Mesh(np.arange(num_devices), sizes, ("data", "fsdp", "tensor"))
+    mesh = xs.Mesh(np.arange(num_devices), sizes, AXES)
     xs.set_global_mesh(mesh)
-    return mesh, f"data {sizes[0]} x fsdp {sizes[1]} x tensor {sizes[2]}: {why}"
+    named = [f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1 or axis in AXES[:3]]
+    return mesh, f"{' x '.join(named)}: {why}"
 
 
 def print_plan(run: Run, data: SequenceData, why: str) -> None:

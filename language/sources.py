@@ -16,6 +16,7 @@ from language.int8 import scale_name
 from language.layers import Decoder, is_matrix, load_weights, split_layers
 from language.llmc_files import GPT2_VOCAB_SIZE
 from language.llmc_weights import read_model
+from language.loops import AXES
 from language.run_weights import longest_context, read_merged, read_run
 from language.shapes import BYTE_VOCAB_SIZE, LlamaShape, ModelShape
 from language.tokenizer import Numbers, Tokenizer, load_tokenizer
@@ -137,6 +138,6 @@ def sampling_mesh(shape: ModelShape) -> xs.Mesh | None:
                 f"the model has {count} {name}, which {devices} devices cannot share evenly; use --devices one"
             )
     xr.use_spmd()
-    mesh = xs.Mesh(np.arange(devices), (1, 1, devices), ("data", "fsdp", "tensor"))
+    mesh = xs.Mesh(np.arange(devices), (1, 1, devices, 1, 1), AXES)
     xs.set_global_mesh(mesh)
     return mesh

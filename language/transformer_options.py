@@ -102,7 +102,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     weight_decay: Annotated[float, Range("[0, inf)")] = 0.1
     """Of matrices only; layer norms and biases never decay."""
     mesh: Annotated[str, FREE] = "auto"
-    """DATAxFSDPxTENSOR, for example 2x4x1; the product is the number of devices."""
+    """DATAxFSDPxTENSORxCONTEXTxEXPERT, for example 2x4x1: the last two may be left out. Their product is the number of
+    devices."""
     sharding: Annotated[Literal["table", "auto"], FREE] = "table"
     """table: PARTITION in transformer_tpu.py. auto: XLA's auto-sharding, experimental, TPU only."""
     print_placement: Annotated[bool, FREE] = False
@@ -290,8 +291,9 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         )
     if config.warmup_steps >= config.num_steps:
         problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
-    if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", config.mesh):
-        problems.append(f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSOR such as 2x4x1")
+    if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):
+        problems.append(f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSORxCONTEXTxEXPERT such as "
+            "2x4x1, of which the last two may be left out")
     return problems
 
 

@@ -21,6 +21,7 @@ from jax.experimental import pallas
 
 from language import flash_kernels
 from language.flash_attention import flash_attention
+from language.loops import AXES, BATCH
 from language.operations import causal_attention
 
 pallas.pallas_call = partial(pallas.pallas_call, interpret=True)
@@ -28,7 +29,7 @@ num_devices = xr.global_runtime_device_count()
 if num_devices > 1:
     xr.use_spmd()
     sizes = (num_devices // 4, 2, 2)
-    xs.set_global_mesh(xs.Mesh(np.arange(num_devices), sizes, ("data", "fsdp", "tensor")))
+    xs.set_global_mesh(xs.Mesh(np.arange(num_devices), (*sizes, 1, 1), AXES))
 generator = torch.Generator().manual_seed(0)
 starts = torch.zeros(2, 384, dtype=torch.int32)
 starts[0, 150:] = 150
@@ -50,7 +51,7 @@ for T, K, query_heads, documents, window in (  # three blocks of 256, of 128, an
     ):
         *inputs, grad = (x.to(torch_xla.device()) for x in values)
         for x in (*inputs, grad) if num_devices > 1 else ():
-            xs.mark_sharding(x, xs.get_global_mesh(), (("data", "fsdp"), None, "tensor", None))
+            xs.mark_sharding(x, xs.get_global_mesh(), (BATCH, None, "tensor", None))
         out = attention(*(x.requires_grad_() for x in inputs), None if first is None else first.to(torch_xla.device()))
         out.backward(grad)
         found.append([x.cpu() for x in (out.detach(), *(x.grad for x in inputs))])

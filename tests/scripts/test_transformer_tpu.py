@@ -271,11 +271,11 @@ def config_of(**changes) -> TransformerConfig:
 
 def test_mesh_is_chosen_by_memory():
     big = config_of(model_size="1558M", num_layers=0, num_heads=0, embedding_dim=0, sequence_length=0)
-    assert choose_mesh(config_of(), 8, 16 * 2**30)[0] == (8, 1, 1)
-    assert choose_mesh(big, 8, 16 * 2**30)[0] == (1, 8, 1)
-    assert choose_mesh(big, 8, 95 * 2**30)[0] == (8, 1, 1)
+    assert choose_mesh(config_of(), 8, 16 * 2**30)[0] == (8, 1, 1, 1, 1)
+    assert choose_mesh(big, 8, 16 * 2**30)[0] == (1, 8, 1, 1, 1)
+    assert choose_mesh(big, 8, 95 * 2**30)[0] == (8, 1, 1, 1, 1)
     sizes, why = choose_mesh(config_of(), 4, None)
-    assert sizes == (4, 1, 1) and "unknown memory" in why
+    assert sizes == (4, 1, 1, 1, 1) and "unknown memory" in why
 
 
 @pytest.mark.parametrize(

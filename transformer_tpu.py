@@ -1,6 +1,6 @@
 """Train or fine-tune a language model on a mesh of TPU devices.
 
-Data, FSDP and tensor parallel. Models: language/gpt.py, language/llama.py.
+Data, FSDP, tensor and expert parallel. Models: language/gpt.py, language/llama.py.
 
 Run:     python transformer_tpu.py
              quick_test: a Markov chain of known entropy
@@ -44,6 +44,7 @@ from language.layers import Decoder
 from language.loops import BATCH, sums_over_parts
 from language.mesh import print_placement, print_plan, start_mesh, start_spmd
 from language.operations import losses
+from language.routing import as_table, tokens_of_experts, with_routers
 from tpu_utils.dropout import batch_keys
 from tpu_utils.graphs import one_graph
 from tpu_utils.loader import BatchSharding, send
@@ -64,6 +65,8 @@ PARTITION = {
     "(qkv|kv)_bias": (None, None, "tensor"),
     r"(attention|mlp)_out_weight\.\d+": ("fsdp", "tensor"),
     r"mlp_in_weight\.\d+": ("tensor", "fsdp"),
+    r"expert_gate_up_weight\.\d+": ("expert", None, "tensor", "fsdp"),
+    r"expert_out_weight\.\d+": ("expert", "fsdp", "tensor"),
     "(mlp_in|q)_bias": (None, "tensor"),
     r"(q|mlp_in)_lora_a\.\d+": (None, "fsdp"),  # LoRA's a (rank, in), b (out, rank): sharded as their matrix, rank not
     r"(q|mlp_in)_lora_b\.\d+": ("tensor", None),
@@ -102,8 +105,8 @@ def inputs_and_targets(tokens_BS):
     return torch.where(tokens_BS < 0, -1 - tokens_BS, tokens_BS)[:, :-1], tokens_BS[:, 1:]
 
 
-def compute_gradients(model: Decoder, tokens_BS, accumulation_steps: int, keys_B=None):
-    """Summed loss of the batch; its gradients are left in parameter.grad. keys_B: dropout's key of each row.
+def compute_gradients(model: Decoder, tokens_BS, config, keys_B=None):
+    """Summed loss of the batch and model.reported; gradients are left in parameter.grad. keys_B: dropout's, of rows.
 
     With several micro-batches, their forward and backward passes are a loop inside the graph, so neither the graph nor
     the memory of activations grows with their number. (torch_xla.experimental.gradient_accumulation syncs inside the
@@ -113,40 +116,43 @@ def compute_gradients(model: Decoder, tokens_BS, accumulation_steps: int, keys_B
     names, parameters = zip(*sorted(model.named_parameters(), key=lambda item: item[0] not in trained), strict=True)
 
     def summed_loss(weights, tokens, *keys):
-        inputs, targets = inputs_and_targets(tokens)
-        logits = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (inputs, *keys))
-        return losses(logits, targets, model.shape.vocab_size).sum()
+        (inputs, targets), routing = inputs_and_targets(tokens), []
+        named = dict(zip(names, weights, strict=True))
+        logits = torch.func.functional_call(model, named, (inputs, *keys), dict(routing=routing))
+        loss = losses(logits, targets, model.shape.vocab_size).sum()
+        return with_routers(loss, routing, targets, config)  # of a mixture of experts: how evenly they are used
 
     def micro_batch(weights, rows):  # what it adds to the loss and to the gradients
         # weights come in as arguments: read from the module, views of them trace differently once they were updated
         weights = [weight.detach() for weight in weights]
         for weight in weights[: len(trained)]:
             weight.requires_grad_()
-        loss = summed_loss(weights, *rows)
-        loss.backward()
-        return [loss.detach(), *(weight.grad for weight in weights[: len(trained)])]
+        objective, *reported = summed_loss(weights, *rows)
+        objective.backward()
+        return [*(value.detach() for value in reported), *(weight.grad for weight in weights[: len(trained)])]
 
     batch = [tokens_BS] if keys_B is None else [tokens_BS, keys_B]
+    accumulation_steps = config.gradient_accumulation_steps
     if accumulation_steps == 1:
-        loss = summed_loss(parameters, *batch)
-        loss.backward()
-        return loss.detach()
+        objective, *reported = summed_loss(parameters, *batch)
+        objective.backward()
+        return [value.detach() for value in reported]
     zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in trained.values()]
     place(model, zeros)
     # row i goes to micro-batch i % accumulation_steps, so that each stays sharded over the mesh as the batch is
     stacked = [x.view(-1, accumulation_steps, *x.shape[1:]).transpose(0, 1).contiguous() for x in batch]
-    sums = [torch.zeros((), device=tokens_BS.device), *zeros]
-    loss, *gradients = sums_over_parts(model, micro_batch, sums, parameters, stacked)
-    for parameter, gradient in zip(trained.values(), gradients, strict=True):
+    reported = [torch.zeros((), device=tokens_BS.device) for _ in ("loss", *model.reported)]
+    sums = sums_over_parts(model, micro_batch, [*reported, *zeros], parameters, stacked)
+    for parameter, gradient in zip(trained.values(), sums[len(reported) :], strict=True):
         parameter.grad = gradient
-    return loss
+    return sums[: len(reported)]
 
 
 @one_graph(each_shape=True)  # one graph for each length of a row; another one stops the run and says what changed
 def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
     keys = batch_keys(metrics.step, config.seed, tokens_BS) if config.dropout else None  # a mask for each row and step
-    loss = compute_gradients(model, tokens_BS, config.gradient_accumulation_steps, keys)
+    loss, *reported = compute_gradients(model, tokens_BS, config, keys)
     count = (tokens_BS[:, 1:] >= 0).sum().float()  # targets
     gradients = [parameter.grad for parameter in model.trained().values()]  # of the summed loss; divided by count below
     place(model, gradients)
@@ -158,25 +164,25 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     rate = rates.index_select(0, metrics.step)
     skipped = step_optimizer(optimizer, rate, torch.isfinite(loss + norm), config.on_nonfinite)
     optimizer.zero_grad(set_to_none=True)  # gradients still alive at the end would be outputs of the program
-    metrics.record(loss / count, norm, skipped=skipped)
+    metrics.record(loss / count, norm, *reported, skipped=skipped)
     place_state(model, optimizer, metrics)  # else XLA chooses the outputs' sharding: step 2 would be a second graph
 
 
 @one_graph(each_shape=True)
 def eval_step(model, tokens_BS):
-    """Summed loss and number of targets of every sequence, (B, 2) float32."""
+    """Summed loss and number of targets of every sequence, (B, 2) float32; then what the routers of experts chose."""
     with torch.no_grad():
-        inputs, targets = inputs_and_targets(tokens_BS)
-        result = torch.stack(
-            [losses(model(inputs), targets, model.shape.vocab_size).sum(1), (targets >= 0).sum(1).float()], 1
-        )
+        (inputs, targets), routing = inputs_and_targets(tokens_BS), []
+        loss = losses(model(inputs, routing=routing), targets, model.shape.vocab_size).sum(1)
+        result = torch.stack([loss, (targets >= 0).sum(1).float()], 1)
+        result = torch.cat([result, *tokens_of_experts(routing)], 1)
         if model.mesh is not None:
             xs.mark_sharding(result, model.mesh, (None, None))  # every host reads all of it
         return result
 
 
 def evaluate(model, batches, run: Run) -> np.ndarray:
-    """Summed loss and number of targets of every sequence of the batches, (rows, 2). Padding rows have 0 targets."""
+    """What eval_step gives of every sequence of the batches, (rows, 2 or more). Padding rows have 0 targets."""
     with run.phase("evaluation"):
         results = [eval_step(model, tokens) for tokens in batches]
         return np.concatenate([result.cpu().numpy() for result in results]).astype(np.float64)  # the first read
@@ -198,7 +204,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         optimizer = make_optimizer(config, decay_groups(model))
         schedule = learning_rates(config, config.num_steps)
         rates = schedule.to(run.device)
-        metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, run.device)
+        metrics = DeviceMetrics(["loss", "gradient_norm", *model.reported], config.log_every, run.device)
         place_state(model, optimizer, metrics)
         run.track(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled when resuming
         if config.print_placement:
@@ -212,8 +218,9 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
             if run.log_due(step):  # reads the metrics of all steps since the last line
                 run.log(step, learning_rate=schedule[step - 1].item())
             if step % config.eval_every == 0 or step == config.num_steps:
-                loss, count = evaluate(model, validation, run).sum(0)
+                loss, count, *chosen = evaluate(model, validation, run).sum(0)
                 fields = dict(validation_loss=float(loss / count), perplexity=math.exp(min(loss / count, 700.0)))
+                fields |= as_table(chosen, config)
                 fields |= {} if data.loss_floor is None else dict(loss_floor=data.loss_floor)
                 fields |= dict(hellaswag_accuracy=questions.accuracy(evaluate(model, asked, run))) if asked else {}
                 run.log_evaluation(step, **fields)

@@ -41,6 +41,7 @@ def build_model(
     if config.compile_for or xr.device_type() == "TPU":  # elsewhere a device has no other memory than the host's
         options |= dict(offload=config.offload)
     if isinstance(config.shape, LlamaShape):
+        options |= dict(expert_capacity=config.expert_capacity, expert_kernels=config.attention == "flash")
         build = partial(Llama, config.shape, dtype, **options)
     else:
         build = partial(GPT, config.shape, dtype, dropout=config.dropout, **options)

@@ -91,13 +91,13 @@ def run_layers(model: Decoder, tokens_BT, positions, context, attention_of_layer
     if isinstance(model, llama.Llama):
         x = model.embed(tokens_BT)
         for layer, (w, own) in enumerate(zip(layers, model.of_blocks(positions.float(), context), strict=True)):
-            x = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
+            x, *_ = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
         logits = model.head(pick(x), weights)
     else:
         x = model.rows_of_tokens(tokens_BT) + F.embedding(positions, model.position_embedding)
         x = x.to(model.compute_dtype)
         for layer, w in enumerate(layers):
-            x = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
+            (x,) = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
         x = layer_norm(pick(x), weights["final_ln_weight"], weights["final_ln_bias"])
         logits = head_product(x, weights["token_embedding"])
     logits = logits[:, 0, : model.shape.vocab_size].float()

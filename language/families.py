@@ -7,6 +7,20 @@ Values = dict[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Of a mixture of experts, in Hugging Face's files."""
+
+    count: str
+    """Key of config.json: how many there are."""
+    width: str
+    """Key of config.json: mlp_dim."""
+    below: str
+    """Where they lie in a layer: the router is BELOW.gate, expert N BELOW.experts.N."""
+    matrices: tuple[str, str, str]
+    """Names of gate, up and out in an expert."""
+
+
+@dataclass(frozen=True)
 class Family:
     """By model_type of Hugging Face's config.json."""
 
@@ -31,11 +45,17 @@ class Family:
     """Whether a file has one matrix of q, k and v, and one of gate and up."""
     rotary: tuple[str, ...] = ("default", "linear", "llama3")
     """Kinds of rotary positions that config.json may name."""
+    experts: Experts | None = None
+    """In place of the MLP."""
     layers: Literal["alike", "window", "types", "unrotated"] = "alike"
     """How layers differ. window: all alike, in those with sliding_window a token sees no more than so many. types:
     layer_types tells which have the window. unrotated: no_rope_layers tells which have no rotary positions."""
 
 
+EXPERTS = {
+    "mixtral": Experts("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen3_moe": Experts("num_experts", "moe_intermediate_size", "mlp", ("gate_proj", "up_proj", "down_proj")),
+}
 SILU: Values = {"hidden_act": ("silu", "swish"), "attention_dropout": (0.0, None)}
 UNBIASED: Values = {"attention_bias": (False, None)}
 NO_WINDOW: Values = {"use_sliding_window": (False, None)}
@@ -56,6 +76,23 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", SILU | NO_WINDOW, {"num_key_value_heads": 32}, qkv_bias=True),
     "qwen3": Family(
         "Qwen3ForCausalLM", SILU | UNBIASED | NO_WINDOW, {"num_key_value_heads": 32, "head_dim": 128}, qk_norm="head"
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM", SILU | {"sliding_window": (None,), "router_jitter_noise": (0.0, None)},
+        {
+            **{"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+            "rope_theta": 1e6,
+        },
+        experts=EXPERTS["mixtral"],
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        SILU | UNBIASED | NO_WINDOW | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        {
+            **{"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False},
+            "moe_intermediate_size": 768,
+        },
+        qk_norm="head", experts=EXPERTS["qwen3_moe"],
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

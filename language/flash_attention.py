@@ -29,8 +29,8 @@ def jax_backward(window: int, *arrays):
 
 @functools.cache
 @requires_jax
-def lower(function, window: int, *arguments):
-    """XLA computation of a jax function of this window, for arguments given as (shape, dtype)."""
+def lower(function, static: int, *arguments):
+    """XLA computation of a jax function of (static, *arguments), which are given as (shape, dtype)."""
     import jax
     from jax._src import tpu_custom_call
 
@@ -38,7 +38,7 @@ def lower(function, window: int, *arguments):
     # at most: "Unsupported version: expected <= 7 but got 8" (jax/_src/tpu_custom_call.py; pytorch/xla#9614)
     tpu_custom_call.get_ir_version = lambda ctx: 7
     arguments = [jax.ShapeDtypeStruct(shape, str(dtype).removeprefix("torch.")) for shape, dtype in arguments]
-    hlo = jax.jit(functools.partial(function, window), keep_unused=True).lower(*arguments).compiler_ir("hlo")
+    hlo = jax.jit(functools.partial(function, static), keep_unused=True).lower(*arguments).compiler_ir("hlo")
     return xla_builder.computation_from_module_proto(function.__name__, hlo.as_serialized_hlo_module_proto())
 
 

@@ -46,7 +46,7 @@ LAYER_VECTORS += ("ln2_weight", "ln2_bias", "mlp_in_bias", "mlp_out_bias")
 
 
 def block(x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shared=None, kept=NOTHING):
-    """One pre-norm transformer layer. w: its parameters by name, as GPT.cast() gives them (biases of q scaled).
+    """(x,) after one pre-norm layer. w: its parameters by name, as GPT.cast() gives them (biases of q scaled).
 
     With dropout p: w["dropout_keys"] (2, B) for its two calls. shared: positions(x_BTD.shape[1:]), for both.
     """
@@ -69,8 +69,8 @@ def block(x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shar
     y = kept("up", product("btd,ed->bte", y, w["mlp_in_weight"], adapter(w, "mlp_in")) + w["mlp_in_bias"])
     y = product("bte,de->btd", F.gelu(y, approximate="tanh"), w["mlp_out_weight"], adapter(w, "mlp_out"))
     if keys is None:
-        return hold_sharding(x_BTD + y + w["mlp_out_bias"])
-    return hold_sharding(x_BTD + dropout(y + w["mlp_out_bias"], p, keys[1], shared))
+        return (hold_sharding(x_BTD + y + w["mlp_out_bias"]),)
+    return (hold_sharding(x_BTD + dropout(y + w["mlp_out_bias"], p, keys[1], shared)),)
 
 
 class GPT(Decoder):
@@ -103,10 +103,11 @@ class GPT(Decoder):
         cast = {name: p.float() if "ln" in name else self.in_compute_dtype(name, p) for name, p in cast.items()}
         return cast, self.of_layers(cast, LAYER_VECTORS, LAYER_MATRICES)
 
-    def forward(self, tokens_BT, keys_B=None):
+    def forward(self, tokens_BT, keys_B=None, *, routing: list | None = None):
         """Logits over the padded vocabulary, (B, T, V), in the compute dtype. packed: documents begin at START.
 
         keys_B: row_keys() of dropout.py, (B,) int32, for dropout. None: an evaluation, nothing is dropped.
+        routing: as of a Llama; a GPT has no experts, and leaves it empty.
         """
         if self.dropout and keys_B is None and torch.is_grad_enabled():
             raise ValueError(f"dropout is {self.dropout} and a training step gave no keys; expected row_keys(...)")
@@ -126,6 +127,6 @@ class GPT(Decoder):
             for layer, w in enumerate(layers):
                 w["dropout_keys"] = keys[1 + 2 * layer : 3 + 2 * layer]
         of_blocks = [{"shared": indices} for _ in layers]
-        x = self.through_layers(self.hold_sharding(x.to(self.compute_dtype)), layers, of_blocks)
+        x, _ = self.through_layers(self.hold_sharding(x.to(self.compute_dtype)), layers, of_blocks)
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
         return head_product(x, cast["token_embedding"])

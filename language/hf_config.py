@@ -3,11 +3,11 @@
 What it says and this project does not compute is refused by name: expected in families.py, and here what depends on it.
 """
 
-from language.families import FAMILIES
+from language.families import FAMILIES, Experts
 from language.shapes import LlamaShape, ModelShape, RopeScaling
 from tpu_utils.errors import InputError
 
-MOST = {"layers": 1024, "heads": 4096, "width": 1 << 20, "tokens": 1 << 24}
+MOST = {"layers": 1024, "heads": 4096, "experts": 1024, "width": 1 << 20, "tokens": 1 << 24}
 """Bounds of the numbers in a config.json, so that no file can ask for a model that nobody could list."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROTARY = {  # what rope_scaling says, by its kind
@@ -72,7 +72,7 @@ def _gpt(found: dict, name: str) -> ModelShape:
 
 def _llama(found: dict, kind: str, name: str) -> LlamaShape:
     layers = _size(found, "num_hidden_layers", "layers", name)
-    heads = _size(found, "num_attention_heads", "heads", name)
+    heads, family = _size(found, "num_attention_heads", "heads", name), FAMILIES[kind]
     width, context = _size(found, "hidden_size", "width", name), _size(found, "max_position_embeddings", "tokens", name)
     kv_heads = _size(found, "num_key_value_heads", "heads", name, heads)
     head_dim = _size(found, "head_dim", "width", name, width // heads if width % heads == 0 else None)
@@ -82,19 +82,31 @@ def _llama(found: dict, kind: str, name: str) -> LlamaShape:
             f"{name}: {heads} heads of width {head_dim}, {kv_heads} of keys and values, {rotated} of a width rotated; "
             "expected an even width, and that the one number divides the other"
         )
+    mlp = family.experts.width if family.experts else "intermediate_size"
     tied = found.get("tie_word_embeddings", False)
     if type(tied) is not bool:
         raise _wrong(name, "tie_word_embeddings", tied, "true or false; copy the file again")
-    pattern = _pattern(found, FAMILIES[kind].layers, layers, name)
+    pattern = _pattern(found, family.layers, layers, name)
     theta, scaling, local_theta = _rotary(found, kind, rotated // 2, context, name)
     return LlamaShape(
         layers, heads, width, context, _size(found, "vocab_size", "tokens", name), kv_heads,
-        _size(found, "intermediate_size", "width", name), 0 if head_dim * heads == width else head_dim, tied, kind,
+        _size(found, mlp, "width", name), 0 if head_dim * heads == width else head_dim, tied, kind,
         theta, scaling, _positive(found, "rms_norm_eps", name, 1e-6),
         window=_size(found, "sliding_window", "tokens", name) if "local" in pattern else 0, pattern=pattern,
         local_theta=local_theta, rotated_width=0 if rotated == head_dim else rotated,
         query_scalar=_positive(found, "query_pre_attn_scalar", name) if "query_pre_attn_scalar" in found else 0.0,
+        **(_experts(found, family.experts, name) if family.experts else {}),
     )  # fmt: skip
+
+
+def _experts(found: dict, experts: Experts, name: str) -> dict:
+    count, chosen = (_size(found, key, "experts", name) for key in (experts.count, "num_experts_per_tok"))
+    if chosen > count:
+        raise _wrong(name, "num_experts_per_tok", chosen, f"at most the {count} of {experts.count}")
+    normalised = found.get("norm_topk_prob", True)
+    if type(normalised) is not bool:
+        raise _wrong(name, "norm_topk_prob", normalised, "true or false; copy the file again")
+    return dict(num_experts=count, experts_per_token=chosen, normalised_experts=normalised)
 
 
 def _pattern(found: dict, how: str, layers: int, name: str) -> tuple[str, ...]:
@@ -186,6 +198,10 @@ def hugging_face_config(shape: ModelShape, dtype: str = "float32", tokens: dict 
         **{"max_position_embeddings": shape.sequence_length, "rope_theta": shape.rope_theta},
         **{"tie_word_embeddings": shape.tied_head, "rope_scaling": _said_of(shape.rope_scaling)},
     }
+    if family.experts:
+        said |= {family.experts.count: shape.num_experts, family.experts.width: shape.mlp_dim}
+        said |= {"num_experts_per_tok": shape.experts_per_token}
+        said |= {"norm_topk_prob": shape.normalised_experts} if "norm_topk_prob" in family.defaults else {}
     if family.layers in ("window", "types"):
         said["sliding_window"] = shape.window or None
     if family.layers == "types":

@@ -86,6 +86,18 @@ def sizes_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return (llama if isinstance(shape, LlamaShape) else gpt).parameter_shapes(shape)
 
 
+def of_experts(shape: LlamaShape) -> dict[str, tuple[str, ...]]:
+    """Theirs of a layer's experts: a matrix each has a name of its own."""
+    said = shape.of_family.experts
+    gate, up, out = said.matrices
+    experts = [f"{said.below}.experts.{number}" for number in range(shape.num_experts)]
+    return {
+        "router_weight": (f"{said.below}.gate.weight",),
+        "expert_gate_up_weight": tuple(f"{expert}.{part}.weight" for expert in experts for part in (gate, up)),
+        "expert_out_weight": tuple(f"{expert}.{out}.weight" for expert in experts),
+    }
+
+
 def sources(shape: ModelShape) -> dict[str, Source]:
     """By the names of our model's parameters; those that are rows of one of theirs follow each other."""
     transposed = not isinstance(shape, LlamaShape)
@@ -93,6 +105,7 @@ def sources(shape: ModelShape) -> dict[str, Source]:
         table, below = dict(LLAMA), "model.layers"
         table |= NORMS_BEFORE if shape.of_family.norms == "before" else {}
         table |= FUSED if shape.of_family.fused else {}
+        table |= of_experts(shape) if shape.num_experts else {}
         top = {"token_embedding": "model.embed_tokens.weight", "final_ln_weight": "model.norm.weight"}
         top["head_weight"] = "lm_head.weight"
     else:

@@ -24,6 +24,8 @@ from language.token_data import START
 # stacked: fewer tensors to trace. The loop of --scan_layers reads stacks, and pays for those passes.
 LAYER_MATRICES = ("qkv_weight", "q_weight", "kv_weight", "attention_out_weight")
 LAYER_MATRICES += ("mlp_in_weight", "gate_up_weight", "mlp_out_weight")
+OF_EXPERTS = ("router_weight", "expert_gate_up_weight", "expert_out_weight")
+LAYER_MATRICES += OF_EXPERTS
 
 
 def is_matrix(name: str) -> bool:
@@ -126,6 +128,8 @@ class Decoder(torch.nn.Module):
     ):
         super().__init__()
         self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
+        self.reported: tuple[str, ...] = ()
+        """What a step reports beside the loss."""
         self.saving = Saving(LEVELS[remat_keep], LEVELS.get(offload, ())) if remat else Saving()
         self.remat, self.scan_layers, self.packed = remat, scan_layers, packed
         self.adapter_scale = lora_alpha / lora_rank if lora_rank else 0.0
@@ -179,33 +183,38 @@ class Decoder(torch.nn.Module):
     def of_layers(self, named: dict[str, torch.Tensor], vectors: tuple[str, ...], matrices: tuple[str, ...]):
         """The parameters of each layer by name, adapters too: [{name: of one layer}]."""
         if self.adapter_scale:
-            matrices += tuple(n.removesuffix("weight") + f"lora_{part}" for n in matrices for part in "ab")
+            adapted = [n.removesuffix("weight") for n in matrices if n not in OF_EXPERTS]
+            matrices += tuple(f"{n}lora_{part}" for n in adapted for part in "ab")
         columns = [named[n].unbind(0) for n in vectors]
         columns += [[named[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in matrices]
         return [dict(zip(vectors + matrices, of_one, strict=True)) for of_one in zip(*columns, strict=True)]
 
     def through_layers(self, x_BTD, layers: list[dict[str, torch.Tensor]], of_blocks: list[dict]):
-        """of_blocks: what each layer's block takes beside its parameters, such as rotations that are computed once for
-        all; a scanned block computes its own."""
+        """(x, what the routers of all layers decided, (L, B, R), or None). of_blocks: what each layer's block takes
+        beside its parameters, such as rotations that are computed once for all; a scanned block computes its own."""
 
         def run(x, values, kept=NOTHING, **options):
             return self.block(x, dict(zip(layers[0], values, strict=True)), kept=kept, **options)
 
         if self.scan_layers:
             stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
-            return ScannedLayers.apply(run, self.saving, x_BTD, *stacked)
+            x_BTD, *routing = ScannedLayers.apply(run, self.saving, x_BTD, *stacked)
+            return x_BTD, routing[0] if routing else None
+        routings = []
         for w, own in zip(layers, of_blocks, strict=True):
             if self.remat:
-                x_BTD = RematLayer.apply(partial(run, **own), self.saving, x_BTD, *w.values())
+                x_BTD, *routing = RematLayer.apply(partial(run, **own), self.saving, x_BTD, *w.values())
             else:
-                x_BTD = run(x_BTD, w.values(), **own)
-        return x_BTD
+                x_BTD, *routing = run(x_BTD, w.values(), **own)
+            routings += routing
+        return x_BTD, torch.stack(routings) if routings else None
 
 
 def adapter_sizes(sizes: dict[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the LoRA adapters, stacked over the layers: a (L, ..., rank, in), b (L, ..., out, rank)."""
     found = {}
-    for name, (*axes, outputs, inputs) in ((n, size) for n, size in sizes.items() if n in LAYER_MATRICES):
+    adapted = [name for name in sizes if name in LAYER_MATRICES and name not in OF_EXPERTS]
+    for name, (*axes, outputs, inputs) in ((name, sizes[name]) for name in adapted):
         of_matrix = name.removesuffix("weight") + "lora_"
         found |= {of_matrix + "a": (*axes, rank, inputs), of_matrix + "b": (*axes, outputs, rank)}
     return found

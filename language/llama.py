@@ -5,24 +5,34 @@ E width of the MLP, V padded vocabulary; L layers.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from language.layers import Decoder, adapter, add_adapter, decodes, find_documents, head_product, product
+from language.experts import mixture
+from language.layers import (
+    LAYER_MATRICES,
+    Decoder,
+    adapter,
+    add_adapter,
+    decodes,
+    find_documents,
+    head_product,
+    product,
+)  # fmt: skip
 from language.operations import causal_attention, rms_norm, rms_scale
 from language.remat import NOTHING
+from language.routing import REPORTED
 from language.shapes import LlamaShape
-
-LAYER_MATRICES = ("q_weight", "kv_weight", "attention_out_weight", "gate_up_weight", "mlp_out_weight")
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     """Every parameter, those of the L layers stacked. Norms have ln in their names, as those of the GPT: ln1 and ln2 of
     what attention and MLP read, ln1_after and ln2_after of what they give."""
     family, per_head = shape.of_family, shape.of_family.qk_norm == "head"
-    L, D, V, E = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size, shape.mlp_dim
+    L, D, V = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size
     K, queries, keys = shape.head_dim, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     return {
         "token_embedding": (V, D),
@@ -34,11 +44,17 @@ def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
         **({"q_ln_weight": (L, K if per_head else queries)} if family.qk_norm else {}),
         **({"k_ln_weight": (L, K if per_head else keys)} if family.qk_norm else {}),
         "attention_out_weight": (L, D, queries),
-        "gate_up_weight": (L, 2, E, D),
-        "mlp_out_weight": (L, D, E),
+        **mlp_shapes(shape),
         "final_ln_weight": (D,),
         **({} if shape.tied_head else {"head_weight": (V, D)}),
     }
+
+
+def mlp_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
+    L, D, E, X = shape.num_layers, shape.embedding_dim, shape.mlp_dim, shape.num_experts
+    if not X:
+        return {"gate_up_weight": (L, 2, E, D), "mlp_out_weight": (L, D, E)}
+    return {"router_weight": (L, X, D), "expert_gate_up_weight": (L, X, 2, E, D), "expert_out_weight": (L, X, D, E)}
 
 
 def rotary_frequencies(shape: LlamaShape, kind: str = "global", long: bool = False) -> torch.Tensor:
@@ -86,8 +102,19 @@ def rotate(x_BTHK, cos, sin, scale: float = 1.0):
     return torch.cat([x * cos - y * sin, y * cos + x * sin, *rest], -1).to(x_BTHK.dtype)
 
 
-def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, shared=None, kept=NOTHING, window=0):
-    """One layer. w: its parameters by name, as Llama.cast() gives them; which norms and biases it has, they tell.
+def block(
+    x_BTD,
+    w,
+    shape: LlamaShape,
+    attention,
+    hold_sharding=lambda x: x,
+    shared=None,
+    kept=NOTHING,
+    window=0,
+    experts: Callable = mixture,
+):
+    """(x,) after one layer, with experts (x, routing of route()). w: its parameters by name, as Llama.cast() gives
+    them; which norms and biases it has, they tell. experts: mixture(), with its options.
 
     attention: of q (B, T, H, K) that is scaled, k and v (B, T, G, K), the documents' first positions, what is saved,
     and the window. shared: cos and sin of the rotations.
@@ -129,13 +156,16 @@ def block(x_BTD, w, shape: LlamaShape, attention, hold_sharding=lambda x: x, sha
     if "ln1_after_weight" not in w:
         x_BTD = kept("residual", x_BTD)
     y = norm(x_BTD, "ln2_weight")
+    activation = F.silu if shape.of_family.activation == "silu" else partial(F.gelu, approximate="tanh")
+    if "router_weight" in w:
+        y, routing = experts(y, w, shape, activation)
+        return hold_sharding(x_BTD + norm(y, "ln2_after_weight")), routing
     # one product, so that its gradient is one tensor, as the weight is
     gate, up = product("btd,ced->btce", y, w["gate_up_weight"]).unbind(2)
     gate, up = add_adapter(gate, y, adapter(w, "gate_up", 0)), add_adapter(up, y, adapter(w, "gate_up", 1))
     gate, up = kept("gate", gate), kept("up", up)
-    gate = F.silu(gate) if shape.of_family.activation == "silu" else F.gelu(gate, approximate="tanh")
-    y = product("bte,de->btd", gate * up, w["mlp_out_weight"], adapter(w, "mlp_out"))
-    return hold_sharding(x_BTD + norm(y, "ln2_after_weight"))
+    y = product("bte,de->btd", activation(gate) * up, w["mlp_out_weight"], adapter(w, "mlp_out"))
+    return (hold_sharding(x_BTD + norm(y, "ln2_after_weight")),)
 
 
 def positions(x_BT, starts_BT=None):
@@ -159,14 +189,24 @@ class Llama(Decoder):
     A tied head reads `token_embedding` itself, so there is no second weight that a move to the device could untie.
     """
 
-    def __init__(self, shape: LlamaShape, compute_dtype=torch.float32, *, attention=None, **options):
-        """options: of a Decoder."""
+    def __init__(
+        self,
+        shape: LlamaShape,
+        compute_dtype=torch.float32,
+        *,
+        attention=None,
+        expert_capacity=0.0,
+        expert_kernels=False,
+        **options,
+    ):
+        """expert_capacity, expert_kernels: as mixture() takes them. options: of a Decoder."""
         super().__init__(shape, parameter_shapes(shape), compute_dtype, **options)
         # the window of all layers; else each has its own, a scanned one, which is traced once for all, as a tensor
         self.block = partial(
             block, shape=shape, attention=attention or causal_attention, hold_sharding=self.hold_sharding,
-            window=shape.windows[0],
+            window=shape.windows[0], experts=partial(mixture, capacity=expert_capacity, kernels=expert_kernels),
         )  # fmt: skip
+        self.reported = REPORTED if shape.num_experts else ()
         self.register_buffer("frequencies", frequency_table(shape), persistent=False)
         if self.scan_layers and len(set(shape.windows)) > 1:
             windows = [window or shape.sequence_length for window in shape.windows]
@@ -178,8 +218,10 @@ class Llama(Decoder):
         for name, p in self.named_parameters():
             p = p * self.adapter_scale if "_lora_b" in name else p
             cast[name] = p.float() + offset if "ln" in name else self.in_compute_dtype(name, p)
+            if "router" in name:
+                cast[name] = p.float()
         vectors = tuple(name for name in cast if ("ln" in name or "bias" in name) and name != "final_ln_weight")
-        return cast, self.of_layers(cast, vectors, LAYER_MATRICES)
+        return cast, self.of_layers(cast, vectors, tuple(name for name in LAYER_MATRICES if f"{name}.0" in cast))
 
     def embed(self, tokens_BT):
         """(B, T, D) in the compute dtype."""
@@ -201,8 +243,10 @@ class Llama(Decoder):
             for kind, window in zip(self.shape.kinds, self.shape.windows, strict=True)
         ]
 
-    def forward(self, tokens_BT):
-        """Logits over the padded vocabulary, (B, T, V), in the compute dtype. packed: documents begin at START."""
+    def forward(self, tokens_BT, *, routing: list | None = None):
+        """Logits over the padded vocabulary, (B, T, V), in the compute dtype. packed: documents begin at START.
+
+        routing: an empty list receives what the routers of a mixture of experts decided, (L, B, R), as of route()."""
         cast, layers = self.cast()
         starts_BT, length = None, tokens_BT.shape[1]
         if self.packed:
@@ -214,7 +258,9 @@ class Llama(Decoder):
             if hasattr(self, "windows"):
                 layers = [w | {"window": window} for w, window in zip(layers, self.windows, strict=True)]
         x = self.hold_sharding(self.embed(tokens_BT))
-        x = self.through_layers(x, layers, self.of_blocks(positions(tokens_BT, starts_BT), length))
+        x, decided = self.through_layers(x, layers, self.of_blocks(positions(tokens_BT, starts_BT), length))
+        if routing is not None and decided is not None:
+            routing.append(decided)
         return self.head(x, cast)
 
     def head(self, x_BTD, cast):

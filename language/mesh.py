@@ -53,11 +53,18 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         raise InputError(
             f"mesh is {config.mesh}, {needed} devices, but {where} has {num_devices}; {remedy} --mesh {num_devices}x1x1"
         )
+    if expert > 1 and not config.num_experts:
+        raise InputError(
+            f"the expert axis of the mesh is {expert}, but {config.model_size} has no experts; choose --mesh "
+            f"{data * expert}x{fsdp}x{tensor}"
+        )
     for name, value, axis, size in (
         ("num_heads", shape.num_heads, "tensor", tensor),
         ("number of heads of keys and values", shape.num_cached_heads, "tensor", tensor),
         ("padded vocabulary", shape.padded_vocab_size, "tensor", tensor),
         ("embedding_dim", shape.embedding_dim, "fsdp", fsdp),
+        ("number of experts", config.num_experts, "expert", expert),
+        ("width of an expert", shape.mlp_dim if config.num_experts else 0, "tensor", tensor),
     ):
         if value % size:
             raise InputError(

@@ -18,8 +18,8 @@ class Questions:
 
     def accuracy(self, result: np.ndarray) -> float:
         """Share of questions whose right ending has the lowest loss per token. result: summed loss and number of
-        targets of each row, (4 x questions + padding, 2)."""
-        loss, count = result[: 4 * len(self.labels)].reshape(-1, 4, 2).transpose(2, 0, 1)
+        targets of each row, (4 x questions + padding, 2 or more)."""
+        loss, count = result[: 4 * len(self.labels), :2].reshape(-1, 4, 2).transpose(2, 0, 1)
         return float(((loss / count).argmin(1) == self.labels).mean())
 
 

@@ -90,27 +90,27 @@ class Instead(torch.autograd.Function):
 
 
 def forward_layer(run, saving: Saving, needed, x_BTD, *values):
-    """(output, what is kept for the backward pass, x first) of run(x, values, kept)."""
+    """(outputs, what is kept for the backward pass, x first) of run(x, values, kept)."""
     kept = Kept(saving)
     kept.put("input", x_BTD)
     x, *values = leaves([x_BTD, *values], needed)
     if saving.points is None:
         hooks = saved_tensors_hooks(lambda t: kept.put("", t) if of_positions(t, x) else None, lambda _: None)
         with torch.enable_grad(), hooks:
-            return run(x, values, NOTHING).detach(), kept
+            return [out.detach() for out in run(x, values, NOTHING)], kept
     with torch.no_grad():
         return run(x, values, kept), kept
 
 
-def backward_layer(run, saving: Saving, needed, grad_BTD, values, kept: Kept):
+def backward_layer(run, saving: Saving, needed, grads, values, kept: Kept):
     """(gradient of x, [those of the values that need one]): runs the layer again. Autograd, or the layer, takes what is
     kept instead of what is computed again."""
     x, *values = leaves([kept.values.pop(0), *values], needed)
     hooks = saved_tensors_hooks(lambda t: kept.values.pop(0) if of_positions(t, x) else t, lambda t: t)
     everything = saving.points is None
     with torch.enable_grad(), hooks if everything else contextlib.nullcontext():
-        out = run(x, values, NOTHING if everything else kept)
-    grad_x, *gradients = torch.autograd.grad(out, [t for t in (x, *values) if t.requires_grad], grad_BTD)
+        outs = run(x, values, NOTHING if everything else kept)
+    grad_x, *gradients = torch.autograd.grad(outs, [t for t in (x, *values) if t.requires_grad], grads)
     return grad_x, gradients
 
 
@@ -125,19 +125,19 @@ class RematLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, saving, x_BTD, *values):
         ctx.run, ctx.saving, ctx.needed = run, saving, (True, *ctx.needs_input_grad[3:])
-        out, kept = forward_layer(run, saving, ctx.needed, x_BTD, *values)
+        outs, kept = forward_layer(run, saving, ctx.needed, x_BTD, *values)
         ctx.away = kept.away
         ctx.save_for_backward(*values, *kept.values)
-        return out
+        return tuple(outs)
 
     @staticmethod
-    def backward(ctx, grad):
-        tensors, count = ctx.saved_tensors, len(ctx.needed) - 1
-        tensors = grad, *tensors[:count], *on_device(tensors[count:], ctx.away)
+    def backward(ctx, *grads):
+        tensors, count, given = ctx.saved_tensors, len(ctx.needed) - 1, len(grads)
+        tensors = *grads, *tensors[:count], *on_device(tensors[count:], ctx.away)
         behind = [t.clone() for t in tensors]  # clones: the barrier is in place
         xm.optimization_barrier_(behind)
-        grad, values, kept = behind[0], behind[1 : 1 + count], Kept(ctx.saving, behind[1 + count :])
-        found, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, grad, values, kept)
+        grads, values, kept = behind[:given], behind[given : given + count], behind[given + count :]
+        found, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, grads, values, Kept(ctx.saving, kept))
         gradients = iter(gradients)
         return None, None, found, *(next(gradients) if is_needed else None for is_needed in ctx.needed[1:])
 
@@ -158,25 +158,28 @@ class ScannedLayers(torch.autograd.Function):
 
         def one_layer(carry, values):
             if not any(ctx.needs_input_grad):
-                return [run(*carry, values)], []
-            out, kept = forward_layer(run, saving, ctx.needed, *carry, *values)
-            ctx.away = kept.away
-            return [out], kept.values
+                out, *routing = run(*carry, values)
+                ctx.given = len(routing)
+                return [out], routing
+            (out, *routing), kept = forward_layer(run, saving, ctx.needed, *carry, *values)
+            ctx.away, ctx.given = kept.away, len(routing)
+            return [out], [*routing, *kept.values]
 
-        (out,), kept = loop_in_graph(one_layer, [x_BTD], list(stacked))
-        ctx.save_for_backward(*stacked, *kept)
-        return out
+        (out,), found = loop_in_graph(one_layer, [x_BTD], list(stacked))
+        ctx.save_for_backward(*stacked, *found[ctx.given :])
+        return out, *found[: ctx.given]
 
     @staticmethod
-    def backward(ctx, grad):
-        tensors, count = ctx.saved_tensors, len(ctx.needed) - 1
+    def backward(ctx, grad, *of_routing):
+        tensors, count, given = ctx.saved_tensors, len(ctx.needed) - 1, ctx.given
 
         def one_layer(carry, rows):
+            grads, rows = [*carry, *rows[:given]], rows[given:]
             kept = Kept(ctx.saving, on_device(rows[count:], ctx.away))
-            grad_x, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, *carry, rows[:count], kept)
+            grad_x, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, grads, rows[:count], kept)
             return [grad_x], gradients
 
-        (grad,), found = loop_in_graph(one_layer, [grad], list(tensors), reverse=True)
+        (grad,), found = loop_in_graph(one_layer, [grad], [*of_routing, *tensors], reverse=True)
         found = iter(found)
         return None, None, grad, *(next(found) if is_needed else None for is_needed in ctx.needed[1:])
 

@@ -111,6 +111,11 @@ class LlamaShape(ModelShape):
     """Values of a head that are rotated, the first. 0: all."""
     query_scalar: float = 0.0
     """Queries are divided by its root. 0: head_dim."""
+    num_experts: int = 0
+    """Of a mixture: MLPs of width mlp_dim. 0: one, for all tokens."""
+    experts_per_token: int = 0
+    normalised_experts: bool = True
+    """Whether the weights of a token's experts add up to 1."""
 
     @property
     def of_family(self) -> Family:
@@ -137,19 +142,23 @@ class LlamaShape(ModelShape):
 
     @property
     def num_parameters(self) -> int:
-        """Padded vocabulary included. Per layer: q and out 2DHK, k and v 2DGK, MLP 3DE, norms 2D or 4D; of queries and
-        keys 2K or HK + GK; biases HK + 2GK."""
+        """Padded vocabulary included. Per layer: q and out 2DHK, k and v 2DGK, MLP 3DE, or of experts X (3DE + D);
+        norms 2D or 4D; of queries and keys 2K or HK + GK; biases HK + 2GK."""
         D, K, family = self.embedding_dim, self.head_dim, self.of_family
         queries, keys = K * self.num_heads, K * self.num_kv_heads
-        per_layer = 2 * D * (queries + keys) + 3 * D * self.mlp_dim + (4 if family.norms == "both" else 2) * D
+        per_layer = 2 * D * (queries + keys) + (4 if family.norms == "both" else 2) * D
+        per_layer += 3 * D * self.mlp_dim * (self.num_experts or 1) + self.num_experts * D
         per_layer += {"": 0, "head": 2 * K, "whole": queries + keys}[family.qk_norm]
         per_layer += (queries + 2 * keys) * family.qkv_bias
         return (2 - self.tied_head) * self.padded_vocab_size * D + D + self.num_layers * per_layer
 
     @property
     def num_multiplied(self) -> int:
-        """Without a token embedding that is not tied to the head: it is looked up, not multiplied."""
-        return self.num_parameters - (0 if self.tied_head else self.padded_vocab_size * self.embedding_dim)
+        """Without a token embedding that is not tied to the head: it is looked up, not multiplied; and without the
+        experts that a token does not choose."""
+        idle = 3 * self.embedding_dim * self.mlp_dim * (self.num_experts - self.experts_per_token)
+        looked_up = 0 if self.tied_head else self.padded_vocab_size * self.embedding_dim
+        return self.num_parameters - looked_up - self.num_layers * idle
 
 
 # GPT-2: Radford et al. 2019 and llm.c. GPT-3: Brown et al. 2020, table 2.1, with llm.c's head counts, at 2,048 tokens.
@@ -173,5 +182,38 @@ MODEL_SIZES: dict[str, ModelShape] = {
     "llama3_8B": LlamaShape(32, 32, 4096, 8192, 128256, 8, 14336, rope_scaling=RopeScaling(8.0)),
     "llama3_70B": LlamaShape(80, 64, 8192, 8192, 128256, 8, 28672, rope_scaling=RopeScaling(8.0)),
     "qwen3_0.6B": LlamaShape(28, 16, 1024, 4096, 151936, 8, 3072, 128, True, "qwen3", 1e6, norm_eps=1e-6),
+    "mixtral_tiny": LlamaShape(
+        2,
+        4,
+        128,
+        64,
+        50257,
+        2,
+        192,
+        tied_head=True,
+        family="mixtral",
+        rope_theta=1e4,
+        num_experts=8,
+        experts_per_token=2,
+    ),
+    "mixtral_8x7B": LlamaShape(
+        32, 32, 4096, 4096, 32000, 8, 14336, family="mixtral", rope_theta=1e6, num_experts=8, experts_per_token=2
+    ),
+    "qwen3_30B_A3B": LlamaShape(
+        48,
+        32,
+        2048,
+        4096,
+        151936,
+        4,
+        768,
+        128,
+        False,
+        "qwen3_moe",
+        1e6,
+        norm_eps=1e-6,
+        num_experts=128,
+        experts_per_token=8,
+    ),
     "qwen3_8B": LlamaShape(36, 32, 4096, 4096, 151936, 8, 12288, 128, False, "qwen3", 1e6, norm_eps=1e-6),
 }

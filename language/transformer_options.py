@@ -20,6 +20,7 @@ from tpu_utils.files import parse_object, read_json
 SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "chat": 1}
 DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # tokens: of the model's size
 NOT_TEXT = NoEffect("dataset", "synthetic", "tokens", "chat")
+NO_EXPERTS = NoEffect("num_experts", 0)
 NOT_CHAT = NoEffect("dataset", "synthetic", "text", "tokens")
 WITH_REMAT = NoEffect("remat", False)
 Kept = Literal["inputs", "attention", "projections", "residual", "products"]
@@ -65,6 +66,7 @@ class TransformerConfig(HostOptions, TrainConfig):
         "tiny", "124M", "350M", "774M", "1558M",
         "gpt3_125M", "gpt3_350M", "gpt3_760M", "gpt3_1.3B", "gpt3_2.7B", "gpt3_6.7B",
         "llama_tiny", "smollm2_135M", "llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "qwen3_0.6B", "qwen3_8B",
+        "mixtral_tiny", "mixtral_8x7B", "qwen3_30B_A3B",
     ], NoEffect("model_config")] = "tiny"  # fmt: skip
     """Layers, heads, width and context of a published model; each can be set by itself below."""
     initial_weights: Annotated[str, FREE] = ""
@@ -97,6 +99,13 @@ class TransformerConfig(HostOptions, TrainConfig):
     """Largest global norm of the gradient. 0: no clipping."""
     dropout: Annotated[float, Range("[0, 1)")] = 0.0
     """Of embeddings and of what attention and MLP add, in training steps only. Attention weights are not dropped."""
+    expert_capacity: Annotated[float, Range("[0, 64]"), NO_EXPERTS] = 0.0
+    """Of a mixture of experts: places of an expert in a sequence, in even shares, such as 1.25; a token that finds none
+    is dropped there. 0: none is dropped."""
+    balance_loss: Annotated[float, Range("[0, inf)"), NO_EXPERTS] = 0.01
+    """Weight of the loss that keeps a router from favouring a few experts."""
+    router_z_loss: Annotated[float, Range("[0, inf)"), NO_EXPERTS] = 0.0
+    """Weight of the mean square of the logarithm of the sum of a router's probabilities before they are normalised."""
     adam_beta2: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.95
     """Of adam and adamw: decay of the mean of the squares of the gradients."""
     weight_decay: Annotated[float, Range("[0, inf)")] = 0.1
@@ -188,6 +197,10 @@ class TransformerConfig(HostOptions, TrainConfig):
         published = MODEL_SIZES[self.model_size]
         vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(self.dataset, published.vocab_size)
         return dataclasses.replace(published, **changes, vocab_size=vocab_size)
+
+    @property
+    def num_experts(self) -> int:
+        return getattr(self.shape, "num_experts", 0)
 
     @property
     def base_precision(self) -> str:

@@ -92,9 +92,8 @@ class RunLog:
 
     def evaluation(self, step: int, **fields: float) -> None:
         self.write("eval", step, **fields)
-        self._print(
-            f"step {step:6d}/{self._bar.total}  " + "  ".join(f"{name} {value:.4f}" for name, value in fields.items())
-        )
+        shown = (f"{name} {value:.4f}" for name, value in fields.items() if not isinstance(value, list))
+        self._print("  ".join([f"step {step:6d}/{self._bar.total}", *shown]))
 
     def checkpoint(self, step: int, **fields: float) -> None:
         """A checkpoint line. fields: wait_seconds of the step loop.

@@ -1,0 +1,44 @@
+"""Grouped products by jax's Pallas kernels (megablox, jax 0.7.1): rows in the order of their experts, without padding.
+
+TPU only. An expert's rows need not begin where a tile does, and tiles behind the last row are not computed.
+"""
+
+import torch_xla
+
+from language.flash_attention import lower
+
+TILES = (512, 1024, 1024)
+"""Rows, inputs and outputs of a tile, at most: they lie in 16 MiB beside the matrix unit."""
+
+
+def tiling(*sizes: int) -> tuple[int, ...]:
+    return tuple(min(tile, size) for tile, size in zip(TILES, sizes, strict=True))
+
+
+def product(transposed: int, rows_SI, weights_XOI, counts_X):
+    """jax: (S, O), or transposed: of (S, O), (S, I). counts: rows of each expert."""
+    import jax
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # here, in lower(): torch_xla decides when jax comes
+
+    (S, inputs), outputs = rows_SI.shape, weights_XOI.shape[2 if transposed else 1]
+    with jax.named_scope(f"grouped_product_{S}x{inputs}x{outputs}"):  # tpu_compiler/rules.py counts by it
+        return gmm(
+            rows_SI, weights_XOI, counts_X, rows_SI.dtype, tiling(S, inputs, outputs), transpose_rhs=not transposed
+        )
+
+
+def gradient(_, grad_SO, rows_SI, counts_X):
+    """jax: (X, O, I), float32: for each expert grad^T rows."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    (S, outputs), inputs = grad_SO.shape, rows_SI.shape[1]
+    with jax.named_scope(f"grouped_product_{S}x{outputs}x{inputs}"):
+        return tgmm(grad_SO.T, rows_SI, counts_X, jnp.float32, tiling(S, outputs, inputs))
+
+
+def run(function, transposed: int, *tensors):
+    """The output of product or gradient, on one device."""
+    computation = lower(function, transposed, *((tuple(t.shape), t.dtype) for t in tensors))
+    return torch_xla._XLAC._xla_user_computation(f"xla::{function.__name__}", list(tensors), computation)[0]

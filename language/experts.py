@@ -1,0 +1,372 @@
+"""A mixture of experts: which experts each token chooses, and the product of each expert with the tokens it got.
+
+All shapes are fixed, whatever the router decides. The rows of the tokens are put in the order of their experts, into
+slots. Without a capacity nothing is dropped: an expert has as many blocks of slots as it needs, and there are blocks
+enough for every choice. With a capacity each expert has so many slots in every sequence, and a token that finds none is
+dropped. Rows move by gathers alone, in both passes: slots know their tokens, and tokens their slots.
+
+Shape suffixes: B batch, T time, D width, X experts, J experts of a token, E width of an expert; N tokens of a device,
+S slots.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torch_xla.core.xla_op_registry as xla_ops
+import torch_xla.distributed.spmd as xs
+
+from language import expert_kernels
+from language.loops import BATCH, enter, loop_in_graph
+from language.routing import constant, is_of, numbers, route, slots_of_capacity
+
+GROUPS = ("data", "fsdp")  # devices whose tokens are routed together along "expert", where nothing is dropped
+ALL = (*GROUPS, "context", "expert")
+
+
+def before(values_GX) -> torch.Tensor:
+    """Sums of the values of lower numbers along the last axis."""
+    here = numbers(values_GX.shape[-1], values_GX)
+    return torch.where(here[None] < here[:, None], values_GX[..., None, :], 0.0).sum(-1)
+
+
+def ranks(taken_GNX) -> torch.Tensor:
+    """How many rows of an expert come before each, (G, N, X) float32, of 0 and 1.
+
+    As products: a cumsum is slow on a TPU. Sums of 128 are exact in bfloat16, in which a TPU multiplies.
+    """
+    G, N, X = taken_GNX.shape
+    chunks = F.pad(taken_GNX, (0, 0, 0, -N % 128)).view(G, -1, 128, X)
+    within, sums = numbers(128, chunks), chunks.sum(2)
+    inside = torch.einsum("ij,gcjx->gcix", (within[None] < within[:, None]).float(), chunks)
+    here = numbers(chunks.shape[1], chunks)
+    earlier = torch.einsum("ij,gjx->gix", (here[None] < here[:, None]).float(), sums)
+    return (inside + earlier[:, :, None]).flatten(1, 2)[:, :N]
+
+
+class Slots(NamedTuple):
+    """Where the rows of a device lie, all int32; with several groups (sequences) one after the other."""
+
+    token_S: torch.Tensor
+    """The token of each slot; an empty one has any."""
+    pair_S: torch.Tensor
+    """Its place in (N, J)."""
+    is_used_S: torch.Tensor
+    slot_NJ: torch.Tensor
+    is_kept_NJ: torch.Tensor
+    """0: of an expert that lies elsewhere, or dropped."""
+    of_experts: torch.Tensor
+    """The expert of each block of slots; without blocks the slots of each expert."""
+
+
+def block_size(pairs: int, num_experts: int) -> int:
+    """Slots of a block: a quarter of an even share, so that an eighth of the rows is padding; 512 at most."""
+    return 1 << max(0, min(9, int(pairs / num_experts / 4).bit_length() - 1))
+
+
+def assign(experts_GNJ, num_experts: int, capacity: int, block: int) -> Slots:
+    """experts: below num_experts, else they lie elsewhere. capacity: slots of an expert in each group. 0: they lie
+    in blocks of this size, each of one expert; with a size of 0 one after the other."""
+    (G, N, J), X = experts_GNJ.shape, num_experts
+    like = experts_GNJ
+    chosen = is_of(experts_GNJ, X)  # (G, N, J, X)
+    taken = chosen.float().sum(2)
+    counts, rank, first = taken.sum(1), ranks(taken), before(taken.sum(1))
+    group = numbers(G, like)[:, None]
+    of_experts = None
+    if capacity:
+        begins = (numbers(X, like) + group * constant(X, like)) * constant(capacity, like)
+        start, left, of_experts, block = first.view(-1), counts.view(-1), numbers(X, like).repeat(G), capacity
+    elif not block:  # G is 1
+        begins, start, left, of_experts = first, constant(0, like), counts.sum(1), counts.view(-1)
+        block = N * min(J, X)
+    else:  # G is 1
+        size = constant(block, like)
+        blocks = ((counts + constant(block - 1, like)) / size).floor()
+        begins, pairs = before(blocks) * size, N * min(J, X)
+        number = numbers((pairs + min(pairs, X) * (block - 1)) // block, like)
+        of_experts = (before(blocks) + blocks <= number[:, None]).float().sum(-1)
+        of_experts = torch.minimum(of_experts, constant(X - 1, like))  # of blocks behind the last one
+        own = is_of(of_experts, X)
+        here = number * size - torch.where(own, begins, 0.0).sum(-1)  # rows of the expert before the block
+        start, left = torch.where(own, first, 0.0).sum(-1) + here, torch.where(own, counts, 0.0).sum(-1) - here
+    # pairs in the order of experts, by one sort of a number each: expert, token, which of its experts
+    J2, N2 = 1 << (J - 1).bit_length(), 1 << (N - 1).bit_length()
+    if (X + 1) * N2 * J2 > 1 << 31 or N2 * J2 > 1 << 24:
+        raise ValueError(f"{N} tokens of {J} experts on a device, and {X} experts; expected fewer: 32-bit numbers")
+    place = numbers(N, like)[:, None] * constant(J2, like) + numbers(J, like)
+    ordered = (experts_GNJ * constant(N2 * J2, like).int() + place.int()).flatten(1).sort(-1).values
+    ordered = ordered & constant(N2 * J2 - 1, like).int()
+    within = numbers(block, like)
+    at = torch.maximum(start[:, None] + within, constant(0, like)).minimum(constant(N * J - 1, like))
+    at = at.view(G, -1) + group * constant(N * J, like)
+    place_GS = ordered.flatten().index_select(0, at.int().flatten()).view(G, -1)
+    which = place_GS & constant(J2 - 1, like).int()
+    token = (place_GS - which).float() / constant(J2, like) + group * constant(N, like)
+    slot = torch.where(chosen, (begins.view(-1, 1, X) + rank)[:, :, None], 0.0).sum(-1)
+    has_slot = chosen & (rank < constant(capacity, like))[:, :, None] if capacity else chosen
+    kept = has_slot.float().sum(-1)
+    found = token.flatten(), (token * constant(J, like) + which).flatten(), (within < left[:, None]).flatten()
+    found += (slot * kept).view(-1, J), kept.view(-1, J), of_experts
+    return Slots(*(x.int() for x in found))
+
+
+def on_each_device(function: Callable, arguments: list, results: list):
+    """function's outputs. Each device of the global mesh runs it on its shards; without a mesh it is simply called.
+
+    arguments: (tensor, its partition spec). results: (partition spec, mesh axes along which devices have summands).
+    """
+    mesh = xs.get_global_mesh()
+    if mesh is None:
+        return function(*(tensor for tensor, _ in arguments))
+    sizes = mesh.shape()
+
+    def along(axes) -> int:
+        return math.prod(sizes[axis] for axis in ([axes] if isinstance(axes, str) else axes or ()))
+
+    outputs, found = function(*(enter(tensor, mesh, spec) for tensor, spec in arguments)), []
+    for value, (spec, summands) in zip(outputs, results, strict=True):
+        spec, is_sum = (*spec, *(None,) * (value.dim() - len(spec))), along(summands) > 1
+        value, spec = (value[None], (summands, *spec)) if is_sum else (value, spec)
+        size = torch.Size(n * along(axes) for n, axes in zip(value.shape, spec, strict=True))
+        value = xs.disable_manual_sharding(value, spec, size, mesh=mesh).global_tensor
+        found.append(value.sum(0) if is_sum else value)
+    return found
+
+
+class Layout(NamedTuple):
+    """Over which mesh axes tokens and slots are sharded while rows move, and along which their sums are in parts."""
+
+    tokens: tuple
+    slots: tuple
+    summed: tuple[str, ...]
+
+    def token_specs(self, count: int) -> list[tuple]:
+        return [self.tokens] * count
+
+
+GATHERED = Layout((GROUPS, "context"), (ALL,), ("expert",))
+"""Nothing is dropped: devices along "expert" see all their tokens, and each serves its own experts."""
+AT_HOME = Layout((BATCH, None), (BATCH,), ())
+"""With a capacity: a device puts its own tokens into slots, which then change places along "expert"."""
+
+
+class Rows(torch.autograd.Function):
+    """(S, D): of y (B, T, D) the row of each slot's token."""
+
+    @staticmethod
+    def forward(ctx, y_BTD, layout: Layout, *slots):
+        ctx.layout, ctx.size = layout, y_BTD.shape
+        ctx.save_for_backward(*slots)
+
+        def rows(y, token_S):
+            return [y.flatten(0, 1).index_select(0, token_S)]
+
+        arguments = [(y_BTD, (*layout.tokens, None)), (slots[0], layout.slots)]
+        return on_each_device(rows, arguments, [(layout.slots, ())])[0]
+
+    @staticmethod
+    def backward(ctx, grad_SD):
+        slots, layout, T = Slots(*ctx.saved_tensors), ctx.layout, ctx.size[1]
+
+        def sums(grad, slot_NJ, kept_NJ):
+            columns = zip(slot_NJ.t(), kept_NJ.bool().t(), strict=True)
+            parts = (torch.where(k[:, None], grad.index_select(0, s).float(), 0.0) for s, k in columns)
+            return [sum(parts).to(grad.dtype).unflatten(0, (-1, T // context_size(layout)))]
+
+        arguments = [(x, (*layout.slots, None)) for x in (grad_SD, slots.slot_NJ, slots.is_kept_NJ)]
+        return on_each_device(sums, arguments, [(layout.tokens, layout.summed)])[0], None, *(None for _ in slots)
+
+
+class Combined(torch.autograd.Function):
+    """(B, T, D): the sum of what a token's experts gave, y (S, D), each times its weight (B, T, J)."""
+
+    @staticmethod
+    def forward(ctx, y_SD, weights_BTJ, layout: Layout, *slots):
+        ctx.layout = layout
+        ctx.save_for_backward(y_SD, weights_BTJ, *slots)
+        slots = Slots(*slots)
+
+        def sums(y, weights, slot_NJ, kept_NJ):
+            columns = zip(slot_NJ.t(), kept_NJ.bool().t(), weights.flatten(0, 1).t(), strict=True)
+            # where: a slot that no kernel wrote may hold anything
+            parts = (torch.where(k[:, None], y.index_select(0, s).float(), 0.0) * w[:, None] for s, k, w in columns)
+            return [sum(parts).to(y.dtype).view(*weights.shape[:2], -1)]
+
+        own = [(x, (*layout.slots, None)) for x in (slots.slot_NJ, slots.is_kept_NJ)]
+        arguments = [(y_SD, (*layout.slots, None)), (weights_BTJ, (*layout.tokens, None)), *own]
+        return on_each_device(sums, arguments, [(layout.tokens, layout.summed)])[0]
+
+    @staticmethod
+    def backward(ctx, grad_BTD):
+        y_SD, weights_BTJ, *slots = ctx.saved_tensors
+        slots, layout = Slots(*slots), ctx.layout
+
+        def gradients(grad, weights, y, token_S, pair_S, used_S, slot_NJ, kept_NJ):
+            rows = grad.flatten(0, 1).index_select(0, token_S).float()
+            scale = weights.flatten().index_select(0, pair_S) * used_S
+            of_weights = (rows * y.float()).sum(-1).index_select(0, slot_NJ.flatten()).view(kept_NJ.shape)
+            of_weights = torch.where(kept_NJ.bool(), of_weights, 0.0)
+            return (rows * scale[:, None]).to(y.dtype), of_weights.view(weights.shape)
+
+        arguments = [(grad_BTD, (*layout.tokens, None)), (weights_BTJ, (*layout.tokens, None))]
+        arguments += [(y_SD, (*layout.slots, None)), *((x, layout.slots) for x in slots[:3])]
+        arguments += [(x, (*layout.slots, None)) for x in slots[3:5]]
+        found = on_each_device(gradients, arguments, [(layout.slots, ()), (layout.tokens, layout.summed)])
+        return *found, None, *(None for _ in slots)
+
+
+def context_size(layout: Layout) -> int:
+    mesh = xs.get_global_mesh()
+    return 1 if mesh is None or layout.tokens[1] is None else mesh.shape()["context"]
+
+
+def on_this_device(value):
+    """A value that each device makes for itself, inside of on_each_device()."""
+    mesh = xs.get_global_mesh()
+    return value if mesh is None else enter(value, mesh, (None,) * value.dim())
+
+
+def grouped(rows_SI, weights_XOI, block_experts, transposed: bool, kernels: bool):
+    """(S, O): each block of rows times the weights of its expert; transposed: of (S, O), (S, I). kernels: block_experts
+    are the rows of each expert."""
+    if kernels:
+        return expert_kernels.run(expert_kernels.product, int(transposed), rows_SI, weights_XOI, block_experts)
+    blocks = rows_SI.unflatten(0, (len(block_experts), -1))
+    if rows_SI.device.type != "xla":
+        own = weights_XOI[block_experts.long()]
+        return (blocks @ (own if transposed else own.transpose(1, 2))).flatten(0, 1)
+
+    def one_block(carry, values):
+        rows, expert = values
+        own = carry[0].index_select(0, expert)[0]
+        return carry, [rows @ (own if transposed else own.t())]
+
+    rows = [blocks, block_experts[:, None]]
+    return loop_in_graph(one_block, [weights_XOI], rows, enter=on_this_device)[1][0].flatten(0, 1)
+
+
+def slice_added(sums, part, at):
+    begin, part = [at, at.zeros_like(), at.zeros_like()], part.reshape([1, *part.shape().sizes])
+    return sums.dynamic_update_slice(sums.dynamic_slice(begin, part.shape().sizes) + part, begin)
+
+
+add_slice = xla_ops.register("add_slice", slice_added)
+"""(sums (X, O, I), part (O, I), at ()): the sums with part added to one of X."""
+
+
+def grouped_gradient(grad_SO, rows_SI, weights_XOI, block_experts, kernels: bool):
+    """Of the weights, float32: for each expert the sum of grad^T rows of its blocks."""
+    if kernels:
+        return expert_kernels.run(expert_kernels.gradient, 0, grad_SO, rows_SI, block_experts)
+    grads, rows = (x.unflatten(0, (len(block_experts), -1)) for x in (grad_SO, rows_SI))
+    sums = on_this_device(torch.zeros(weights_XOI.shape, device=rows.device))
+    if rows.device.type != "xla":
+        return sums.index_add(0, block_experts, (grads.transpose(1, 2) @ rows).float())
+
+    def one_block(carry, values):
+        grad, row, expert = values
+        return [add_slice(carry[0], (grad.t() @ row).float(), expert[0])], []
+
+    return loop_in_graph(one_block, [sums], [grads, rows, block_experts[:, None]], enter=on_this_device)[0][0]
+
+
+class GroupedProduct(torch.autograd.Function):
+    """(S, outputs...): rows (S, I) times the weights (X, outputs..., I) of each slot's expert. split: which of the two,
+    "outputs" or "inputs", is sharded over the mesh axis "tensor"."""
+
+    @staticmethod
+    def forward(ctx, rows_SI, weights, block_experts, split: str, kernels: bool):
+        ctx.split, ctx.kernels = split, kernels
+        ctx.save_for_backward(rows_SI, weights, block_experts)
+        outputs = weights.shape[1:-1]
+
+        def product(rows, weights, blocks):
+            return [grouped(rows, weights.flatten(1, -2), blocks, False, kernels).unflatten(1, weights.shape[1:-1])]
+
+        of_rows, of_weights, of_outputs = specs(split, len(outputs))
+        arguments = [(rows_SI, of_rows), (weights, of_weights), (block_experts, (ALL,))]
+        return on_each_device(product, arguments, [(of_outputs, ("tensor",) if split == "inputs" else ())])[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows_SI, weights, block_experts = ctx.saved_tensors
+        of_rows, of_weights, of_outputs = specs(ctx.split, weights.dim() - 2)
+        wanted = ctx.needs_input_grad
+
+        def gradients(grad, rows, weights, blocks):
+            grad, flat = grad.flatten(1), weights.flatten(1, -2)
+            found = [grouped(grad, flat, blocks, True, ctx.kernels)] if wanted[0] else []
+            if wanted[1]:
+                found.append(grouped_gradient(grad, rows, flat, blocks, ctx.kernels).view(weights.shape))
+            return found
+
+        arguments = [(grad, of_outputs), (rows_SI, of_rows), (weights, of_weights), (block_experts, (ALL,))]
+        results = [(of_rows, ("tensor",) if ctx.split == "outputs" else ())] if wanted[0] else []
+        results += [(of_weights, (*GROUPS, "context"))] if wanted[1] else []
+        found = iter(on_each_device(gradients, arguments, results))
+        of_rows = next(found) if wanted[0] else None
+        return of_rows, next(found).to(weights.dtype) if wanted[1] else None, None, None, None
+
+
+def specs(split: str, num_outputs: int) -> tuple[tuple, tuple, tuple]:
+    """Partition specs of rows (S, I), weights (X, outputs..., I) and outputs (S, outputs...)."""
+    outputs = (None,) * (num_outputs - 1) + ("tensor" if split == "outputs" else None,)
+    inputs = "tensor" if split == "inputs" else None
+    return (ALL, inputs), ("expert", *outputs, inputs), (ALL, *outputs)
+
+
+def local_experts(experts, first, count: int):
+    """Numbers among the experts of a device, from `first` on; count for those of others."""
+    own, end = experts - first, constant(count, experts).int()
+    return torch.where((own >= torch.zeros_like(own)) & (own < end), own, end)
+
+
+def mixture(y_BTD, w, shape, activation: Callable, capacity: float = 0.0, kernels: bool = False):
+    """(what the experts of each token give, (B, T, D); routing of route()). w: a layer's parameters by name. capacity:
+    of an expert in each sequence, in even shares; 0: as much as it is given. kernels: those
+    of expert_kernels.py, on a TPU."""
+    weights, experts, routing = route(y_BTD, w["router_weight"], shape.experts_per_token, shape.normalised_experts)
+    gate_up, out = w["expert_gate_up_weight"], w["expert_out_weight"]
+    if capacity:
+        num_slots = slots_of_capacity(shape, y_BTD.shape[1], capacity)
+        return of_capacity(y_BTD, weights, experts, gate_up, out, num_slots, activation), routing
+    mesh = xs.get_global_mesh()
+    share = 1 if mesh is None else mesh.shape()["expert"]
+    X = shape.num_experts // share
+    firsts = torch.arange(0, shape.num_experts, X, dtype=torch.float32, device=y_BTD.device).int()  # of each device
+
+    def slots_of(experts, first):
+        experts = local_experts(experts, first, X) if share > 1 else experts
+        experts = experts.view(1, -1, experts.shape[-1])
+        pairs = experts.shape[1] * min(shape.experts_per_token, X)
+        return assign(experts, X, 0, 0 if kernels else block_size(pairs, X))
+
+    arguments = [(experts, (*GATHERED.tokens, None)), (firsts, ("expert",))]
+    slots = on_each_device(slots_of, arguments, [((ALL,), ())] * len(Slots._fields))
+    gate, up = GroupedProduct.apply(Rows.apply(y_BTD, GATHERED, *slots), gate_up, slots[-1], "outputs", kernels).unbind(
+        1
+    )
+    y_SD = GroupedProduct.apply(activation(gate) * up, out, slots[-1], "inputs", kernels)
+    return Combined.apply(y_SD, weights, GATHERED, *slots), routing
+
+
+def of_capacity(y_BTD, weights, experts, gate_up, out, C: int, activation: Callable):
+    """(B, T, D). The slots of a sequence go to the devices of their experts and back: an all-to-all each."""
+    X, mesh = len(gate_up), xs.get_global_mesh()
+
+    def placed(x_BXCD, *axes):
+        return x_BXCD if mesh is None else xs.mark_sharding_with_gradients(x_BXCD, mesh, (*axes, None, None))
+
+    def slots_of(experts):
+        return assign(experts, X, C, 0)
+
+    slots = on_each_device(slots_of, [(experts, (BATCH, None, None))], [((BATCH,), ())] * len(Slots._fields))
+    rows = Rows.apply(y_BTD, AT_HOME, *slots).view(len(y_BTD), X, C, -1)
+    rows = placed(placed(rows, BATCH, None), GROUPS, "expert")
+    gate, up = (torch.einsum("bxcd,xed->bxce", rows, weight) for weight in gate_up.unbind(1))
+    y = torch.einsum("bxce,xde->bxcd", activation(gate) * up, out)
+    y = placed(placed(y, GROUPS, "expert"), BATCH, None)
+    return Combined.apply(y.flatten(0, 2), weights, AT_HOME, *slots)

@@ -1,0 +1,89 @@
+"""The routers of a mixture of experts: which experts a token chooses, and how evenly they are used.
+
+Shape suffixes: B batch, T time, D width, X experts, J experts of a token, L layers, R = 2 X + 1.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+REPORTED = ("balance_loss", "router_z", "largest_load", "dropped_tokens")
+"""What a step reports of its routers: see with_routers()."""
+
+
+def route(y_BTD, router_XD, per_token: int, normalised: bool):
+    """(weights (B, T, J) float32, experts (B, T, J) int32, routing (B, 2 X + 1) float32) of the J likeliest experts.
+
+    Computed in float32. normalised: the weights of a token add up to 1. routing, of each sequence: the mean probability
+    of each expert, the mean square of the logarithm of their sum, and how many tokens chose it.
+    """
+    logits = F.linear(y_BTD.float(), router_XD.float())
+    left, chosen = logits.detach(), []
+    for _ in range(per_token):  # a sort takes longer on a TPU
+        chosen.append(is_of(left.argmax(-1), len(router_XD)))
+        left = left.masked_fill(chosen[-1], -math.inf)
+    chosen_BTJX = torch.stack(chosen, 2)
+    picked, total = torch.where(chosen_BTJX, logits[:, :, None], 0.0).sum(-1), logits.logsumexp(-1)
+    weights = picked.softmax(-1) if normalised else (picked - total[..., None]).exp()
+    parts = logits.softmax(-1).mean(1), (total * total).mean(1, keepdim=True), chosen_BTJX.float().sum((1, 2))
+    experts = torch.where(chosen_BTJX, numbers(len(router_XD), logits), 0.0).sum(-1).int()
+    return weights, experts, torch.cat(parts, -1)
+
+
+def numbers(count: int, like) -> torch.Tensor:
+    """0 to count - 1, float32: integers of a step would be a constant array of the program."""
+    return torch.arange(count, dtype=torch.float32, device=like.device)
+
+
+def constant(value: int, like) -> torch.Tensor:
+    """(1,) float32. A Python number is an input of the program to torch_xla, and what each device of a mesh computes
+    for itself would ask a loop around it for an input of each device."""
+    return torch.arange(value, value + 1, dtype=torch.float32, device=like.device)
+
+
+def is_of(numbers_of, count: int) -> torch.Tensor:
+    """(..., count) bool, true where the last axis is the number."""
+    return numbers_of[..., None].float() == numbers(count, numbers_of)
+
+
+def slots_of_capacity(shape, length: int, capacity: float) -> int:
+    """Slots of an expert in a sequence of this length: a multiple of 8, and no more than there are tokens."""
+    share = length * shape.experts_per_token / shape.num_experts
+    return min(length, -(-math.ceil(share * capacity) // 8) * 8)
+
+
+def with_routers(loss, routing: list, targets_BT, config) -> tuple:
+    """(what the gradients are of, the loss, REPORTED) of a micro-batch. loss: summed over its targets. routing: as a
+    model's forward() fills it; empty: there are no experts, and nothing is added.
+
+    balance_loss: X sum_x f_x P_x, mean over layers, where f_x of the tokens chose expert x, of mean probability P_x
+    (Fedus et al. 2021; transformers takes f and P of all layers together). router_z: the mean square of the logits'
+    logsumexp (Zoph et al. 2022). largest_load: of an expert, in even shares, the largest of all layers. dropped_tokens:
+    a token counts for each expert of each layer that had no place for it.
+    """
+    if not routing:
+        return loss, loss
+    (_, B, R), T, share = routing[0].shape, targets_BT.shape[1], 1 / config.gradient_accumulation_steps
+    shape, X = config.shape, R // 2
+    probability, z, chose = routing[0].split([X, 1, X], -1)
+    balance, z = X * (chose.mean(1) / T * probability.mean(1)).sum(-1).mean(), z.mean()
+    loads = chose.sum(1) * (X / (B * T * shape.experts_per_token))
+    places = slots_of_capacity(shape, T, config.expert_capacity) if config.expert_capacity else T
+    dropped = (chose - places).clamp(min=0).sum()
+    count = (targets_BT >= 0).sum().float()  # the loss is a sum, too
+    objective = loss + count * (config.balance_loss * balance + config.router_z_loss * z)
+    return objective, loss, balance * share, z * share, loads.flatten().amax(0) * share, dropped
+
+
+def tokens_of_experts(routing: list) -> list:
+    """[how many tokens of each sequence chose each expert of each layer, (B, L X)], or [] without experts."""
+    return [decided[..., decided.shape[-1] // 2 + 1 :].transpose(0, 1).flatten(1) for decided in routing]
+
+
+def as_table(chosen, config) -> dict[str, list]:
+    """Field of an eval line: of each layer how many tokens chose each expert; {} without experts."""
+    if not config.num_experts:
+        return {}
+    X = config.num_experts
+    return {"tokens_of_experts": [[int(n) for n in chosen[at : at + X]] for at in range(0, len(chosen), X)]}

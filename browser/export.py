@@ -125,7 +125,15 @@ INPUTS, OUTPUTS = ("tokens", "position", "length", "keys", "values"), ("logits",
 
 
 def load(source: Source) -> torch.nn.Module:
-    """The model on the CPU, computing in float32. What a run or folder has in bfloat16 is widened."""
+    """The model on the CPU, computing in float32. What a run or folder has in bfloat16 is widened.
+
+    Raises InputError for a mixture of experts.
+    """
+    if getattr(source.shape, "num_experts", 0):
+        raise InputError(
+            f"the model is a mixture of {source.shape.num_experts} experts ({source.shape.family}), which is not "
+            "exported to ONNX; expected one MLP in a layer; python -m tools.convert_hf export writes it for others"
+        )
     with torch.device("meta"):
         model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape)
     if isinstance(model, llama.Llama):

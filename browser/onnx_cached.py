@@ -53,12 +53,12 @@ class CachedModel(torch.nn.Module):
         if isinstance(model, llama.Llama):
             x = model.embed(tokens_1C)
             for layer, (w, own) in enumerate(zip(layers, model.of_blocks(at.float(), T), strict=True)):
-                x = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
+                x, *_ = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
         else:
             x = F.embedding(tokens_1C, model.token_embedding)
             x = x + F.embedding(at.clamp(max=len(model.position_embedding) - 1), model.position_embedding)
             for layer, w in enumerate(layers):
-                x = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
+                (x,) = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
         x = x[0].index_select(0, length - 1)
         if isinstance(model, llama.Llama):
             logits = model.head(x, weights)

@@ -75,7 +75,11 @@ def open_source(
 
 
 def build(source: Source, int8=False, mesh: xs.Mesh | None = None) -> Decoder:
-    """The model, its matrices in the compute dtype or in int8."""
+    """The model, its matrices in the compute dtype or in int8. Raises InputError for experts in int8."""
+    if int8 and getattr(source.shape, "num_experts", 0):
+        raise InputError(
+            "int8 is on, but the model is a mixture of experts, whose matrices stay as they are; leave it out"
+        )
     model = (llama.Llama if isinstance(source.shape, LlamaShape) else gpt.GPT)(source.shape, source.dtype, mesh=mesh)
     for name, parameter in model.requires_grad_(False).named_parameters():
         if is_matrix(name) and name != "position_embedding":
@@ -111,6 +115,7 @@ def without_values(source: Source, device, int8=False, mesh: xs.Mesh | None = No
 # attention and the MLP give is added up over the devices, twice in a layer; all else lies whole on each of them.
 SHARED_AXIS = {"token_embedding": 0, "head_weight": 0, "q_weight": 0, "mlp_in_weight": 0, "qkv_weight": 1}
 SHARED_AXIS |= {"kv_weight": 1, "gate_up_weight": 1, "attention_out_weight": 1, "mlp_out_weight": 1}
+SHARED_AXIS |= {"expert_gate_up_weight": 2, "expert_out_weight": 2}
 SHARED_AXIS |= {"q_bias": 1, "mlp_in_bias": 1, "qkv_bias": 2, "kv_bias": 2}
 
 

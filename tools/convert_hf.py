@@ -80,6 +80,7 @@ import torch
 
 from language.hf_files import MOST_BYTES, open_weights, read_config, write_weights
 from language.hf_layout import sources, whole
+from language.layers import OF_EXPERTS
 from language.run_weights import PREFIX, adapter_names, longest_context, read_merged, read_parameter, read_run
 from language.tokenizer_files import (
     CONFIG,
@@ -223,7 +224,7 @@ def adapters(shape: ModelShape) -> dict[str, list[tuple[str, int, tuple[int, int
     shape (out, in)). Several where theirs is one of what are several matrices here, such as GPT-2's c_attn."""
     found: dict[str, list[tuple[str, int, tuple[int, int]]]] = {}
     for name, source in sources(shape).items():
-        if "_weight." not in name:
+        if "_weight." not in name or name.split(".")[0] in OF_EXPERTS:  # which have no adapters
             continue
         count = math.prod(source.size[:-2])
         for number in range(count):

@@ -51,7 +51,7 @@ def tokens_of(shape: ModelShape, rows: int, length: int, seed: int = 1) -> torch
     return torch.randint(shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-QUICK = ("mistral", "gemma3", "phi4")
+QUICK = ("mistral", "gemma3", "phi4", "mixtral")
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
 
 

@@ -346,7 +346,7 @@ def test_every_published_size_is_a_configuration():
 
 CONFIG = hugging_face_config(KINDS["stretched"])
 REFUSED = [
-    (dict(model_type="falcon"), "model_type is 'falcon'; expected gpt2, llama, mistral, qwen2, qwen3, gemma3_text"),
+    (dict(model_type="falcon"), "model_type is 'falcon'; expected gpt2, llama, mistral, qwen2, qwen3, mixtral"),
     (dict(model_type="gemma3"), "model_type is 'gemma3'; expected gpt2"),
     (dict(attention_dropout=0.1), "attention_dropout is 0.1; expected 0.0"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5; expected 1.0"),
@@ -399,6 +399,12 @@ OF_FAMILIES = [
         dict(rope_scaling={"type": "longrope", "short_factor": ["a"] * 6, "long_factor": [1.0] * 6}),
         "longrope is 'a'",
     ),
+    ("mixtral", dict(num_experts_per_tok=9), "num_experts_per_tok is 9; expected at most the 8 of num_local_experts"),
+    ("mixtral", dict(num_local_experts=0), "num_local_experts is 0; expected an integer from 1"),
+    ("mixtral", dict(sliding_window=16), "sliding_window is 16; expected None"),
+    ("qwen3_moe", dict(norm_topk_prob="yes"), "norm_topk_prob is 'yes'; expected true or false"),
+    ("qwen3_moe", dict(decoder_sparse_step=2), "decoder_sparse_step is 2; expected 1"),
+    ("qwen3_moe", dict(mlp_only_layers=[0]), "mlp_only_layers is [0]; expected []"),
     ("smollm3", dict(no_rope_layers=[1, 0]), "no_rope_layers is [1, 0]; expected 0 or 1 for every layer"),
     ("smollm3", dict(use_sliding_window=True), "use_sliding_window is True"),
 ]

@@ -40,6 +40,7 @@ import torch
 import torch_xla.distributed.spmd as xs
 
 from language.build import build_model, decay_groups
+from language.context import inputs_and_targets
 from language.layers import Decoder
 from language.loops import BATCH, sums_over_parts
 from language.mesh import print_placement, print_plan, start_mesh, start_spmd
@@ -97,11 +98,6 @@ def place_state(model: Decoder, optimizer, metrics) -> None:
         xs.mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
 
 
-def inputs_and_targets(tokens_BS):
-    """(B, T) each, from one upload: an input token without a target is stored as ~token (bitwise not)."""
-    return torch.where(tokens_BS < 0, -1 - tokens_BS, tokens_BS)[:, :-1], tokens_BS[:, 1:]
-
-
 def compute_gradients(model: Decoder, tokens_BS, accumulation_steps: int, keys_B=None):
     """Summed loss of the batch; its gradients are left in parameter.grad. keys_B: dropout's key of each row.
 
@@ -113,7 +109,7 @@ def compute_gradients(model: Decoder, tokens_BS, accumulation_steps: int, keys_B
     names, parameters = zip(*sorted(model.named_parameters(), key=lambda item: item[0] not in trained), strict=True)
 
     def summed_loss(weights, tokens, *keys):
-        inputs, targets = inputs_and_targets(tokens)
+        inputs, targets = inputs_and_targets(model, tokens)
         logits = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (inputs, *keys))
         return losses(logits, targets, model.shape.vocab_size).sum()
 
@@ -166,7 +162,7 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
 def eval_step(model, tokens_BS):
     """Summed loss and number of targets of every sequence, (B, 2) float32."""
     with torch.no_grad():
-        inputs, targets = inputs_and_targets(tokens_BS)
+        inputs, targets = inputs_and_targets(model, tokens_BS)
         result = torch.stack(
             [losses(model(inputs), targets, model.shape.vocab_size).sum(1), (targets >= 0).sum(1).float()], 1
         )

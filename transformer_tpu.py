@@ -76,7 +76,9 @@ PARTITION = {
 
 
 def partition_spec(name: str, tensor: torch.Tensor) -> tuple:
-    return next((spec for pattern, spec in PARTITION.items() if re.fullmatch(pattern, name)), (None,) * tensor.dim())
+    """As PARTITION says. Along "context" weights are sharded too: devices gather a layer's in any case."""
+    spec = next((spec for pattern, spec in PARTITION.items() if re.fullmatch(pattern, name)), (None,) * tensor.dim())
+    return tuple(("fsdp", "context") if axis == "fsdp" else axis for axis in spec)
 
 
 def place(model: Decoder, tensors) -> None:

@@ -158,10 +158,22 @@ class Decoder(torch.nn.Module):
 
     def rows_of_tokens(self, tokens_BT):
         """(B, T, D) of the token embedding. In float32 if that is: the gradients of a frequent token add up in it."""
+        if size_of(self.mesh) > 1:
+            return self.columns_of_tokens(tokens_BT)
         rows = F.embedding(tokens_BT, self.token_embedding)
         if rows.dtype != torch.int8:
             return rows
         return rows * F.embedding(tokens_BT, self.get_buffer(scale_name("token_embedding"))[:, None])
+
+    def columns_of_tokens(self, tokens_BT):
+        """rows_of_tokens() where devices share sequences: each looks up its columns for all tokens, and exchanges them
+        for its rows, then for its positions. Left alone, the partitioner would give every device all of both."""
+        apart = tuple(axis for axis in BATCH if axis != "fsdp")
+        tokens_BT = xs.mark_sharding_with_gradients(tokens_BT, self.mesh, (apart, None))
+        x = F.embedding(tokens_BT, self.token_embedding)
+        for spec in ((apart, None, ("fsdp", "context")), (BATCH, None, "context"), (BATCH, "context", None)):
+            x = xs.mark_sharding_with_gradients(x, self.mesh, spec)
+        return x
 
     def initialise(self, seed: int) -> None:
         """llm.c's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases and padding 0."""

@@ -59,6 +59,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         ("number of heads of keys and values", shape.num_cached_heads, "tensor", tensor),
         ("padded vocabulary", shape.padded_vocab_size, "tensor", tensor),
         ("embedding_dim", shape.embedding_dim, "fsdp", fsdp),
+        ("embedding_dim", shape.embedding_dim, "fsdp x context", fsdp * devices),
     ):
         if value % size:
             raise InputError(

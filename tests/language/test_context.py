@@ -31,6 +31,9 @@ TWO_SLOW = {
 }
 
 
+WIDE = dict(embedding_dim=128, sequence_length=512)
+
+
 def write_chats(folder) -> None:
     random = np.random.default_rng(0)
     words = ["".join(random.choice(list("abcdefgh"), random.integers(2, 7))) for _ in range(150)]
@@ -109,7 +112,7 @@ def test_each_way_of_attention_is_attention_over_the_whole():
     ("changes", "devices", "message"),
     [
         (
-            dict(mesh="1x1x1x3"),
+            dict(mesh="1x1x1x3", embedding_dim=96),
             3,
             r"sequence_length \(32\) must be divisible by 6: two pieces for each device .* try 36",
         ),
@@ -119,7 +122,7 @@ def test_each_way_of_attention_is_attention_over_the_whole():
             r"\(1152\) must be divisible by 512: two pieces .* of 128 positions or a multiple for flash .* try 1536",
         ),
         (
-            dict(mesh="1x1x1x128", bucketed=True, dataset="text", train_data="x", vocab_size=257, sequence_length=512),
+            dict(mesh="1x1x1x128", bucketed=True, dataset="text", train_data="x", vocab_size=257, **WIDE),
             128,
             r"\(512\) and the 128 of the shortest bucket must be divisible by 256: .*without --bucketed",
         ),

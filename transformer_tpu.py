@@ -40,6 +40,7 @@ import torch
 import torch_xla.distributed.spmd as xs
 
 from language.build import build_model, decay_groups
+from language.context import inputs_and_targets
 from language.layers import Decoder
 from language.loops import BATCH, sums_over_parts
 from language.mesh import print_placement, print_plan, start_mesh, start_spmd
@@ -53,18 +54,16 @@ from tpu_utils.optim import learning_rates, make_optimizer, step_optimizer
 from tpu_utils.peers import Peers
 from tpu_utils.run import Run
 
-# The mesh axis (data, fsdp, tensor) that each axis of a parameter is sharded over; None, or no match: replicated. Along
+# The mesh axis (language/loops.py) that each axis of a parameter is sharded over; None, or no match: replicated. Along
 # "tensor" a device holds some heads and some columns of the MLP; along "fsdp" it holds a shard of every weight matrix
 # and all-gathers those of a layer when it gets there.
 PARTITION = {
-    "token_embedding": ("tensor", "fsdp"),
+    "(token_embedding|head_weight)": ("tensor", "fsdp"),
     "position_embedding": (None, "fsdp"),
-    "head_weight": ("tensor", "fsdp"),
     r"(qkv|kv|gate_up)_weight\.\d+": (None, "tensor", "fsdp"),
-    r"q_weight\.\d+": ("tensor", "fsdp"),
     "(qkv|kv)_bias": (None, None, "tensor"),
     r"(attention|mlp)_out_weight\.\d+": ("fsdp", "tensor"),
-    r"mlp_in_weight\.\d+": ("tensor", "fsdp"),
+    r"(q|mlp_in)_weight\.\d+": ("tensor", "fsdp"),
     r"expert_gate_up_weight\.\d+": ("expert", None, "tensor", "fsdp"),
     r"expert_out_weight\.\d+": ("expert", "fsdp", "tensor"),
     "(mlp_in|q)_bias": (None, "tensor"),
@@ -78,7 +77,9 @@ PARTITION = {
 
 
 def partition_spec(name: str, tensor: torch.Tensor) -> tuple:
-    return next((spec for pattern, spec in PARTITION.items() if re.fullmatch(pattern, name)), (None,) * tensor.dim())
+    """As PARTITION says. Along "context" weights are sharded too: devices gather a layer's in any case."""
+    spec = next((spec for pattern, spec in PARTITION.items() if re.fullmatch(pattern, name)), (None,) * tensor.dim())
+    return tuple(("fsdp", "context") if axis == "fsdp" else axis for axis in spec)
 
 
 def place(model: Decoder, tensors) -> None:
@@ -100,23 +101,17 @@ def place_state(model: Decoder, optimizer, metrics) -> None:
         xs.mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
 
 
-def inputs_and_targets(tokens_BS):
-    """(B, T) each, from one upload: an input token without a target is stored as ~token (bitwise not)."""
-    return torch.where(tokens_BS < 0, -1 - tokens_BS, tokens_BS)[:, :-1], tokens_BS[:, 1:]
-
-
 def compute_gradients(model: Decoder, tokens_BS, config, keys_B=None):
     """Summed loss of the batch and model.reported; gradients are left in parameter.grad. keys_B: dropout's, of rows.
 
     With several micro-batches, their forward and backward passes are a loop inside the graph, so neither the graph nor
-    the memory of activations grows with their number. (torch_xla.experimental.gradient_accumulation syncs inside the
-    step.)
+    the memory of activations grows with their number. (torch_xla.experimental.gradient_accumulation syncs in it.)
     """
     trained = model.trained()
     names, parameters = zip(*sorted(model.named_parameters(), key=lambda item: item[0] not in trained), strict=True)
 
     def summed_loss(weights, tokens, *keys):
-        (inputs, targets), routing = inputs_and_targets(tokens), []
+        (inputs, targets), routing = inputs_and_targets(model, tokens), []
         named = dict(zip(names, weights, strict=True))
         logits = torch.func.functional_call(model, named, (inputs, *keys), dict(routing=routing))
         loss = losses(logits, targets, model.shape.vocab_size).sum()
@@ -172,10 +167,9 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
 def eval_step(model, tokens_BS):
     """Summed loss and number of targets of every sequence, (B, 2) float32; then what the routers of experts chose."""
     with torch.no_grad():
-        (inputs, targets), routing = inputs_and_targets(tokens_BS), []
+        (inputs, targets), routing = inputs_and_targets(model, tokens_BS), []
         loss = losses(model(inputs, routing=routing), targets, model.shape.vocab_size).sum(1)
-        result = torch.stack([loss, (targets >= 0).sum(1).float()], 1)
-        result = torch.cat([result, *tokens_of_experts(routing)], 1)
+        result = torch.stack([loss, (targets >= 0).sum(1).float(), *tokens_of_experts(routing)], 1)
         if model.mesh is not None:
             xs.mark_sharding(result, model.mesh, (None, None))  # every host reads all of it
         return result
@@ -220,10 +214,9 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
             if step % config.eval_every == 0 or step == config.num_steps:
                 loss, count, *chosen = evaluate(model, validation, run).sum(0)
                 fields = dict(validation_loss=float(loss / count), perplexity=math.exp(min(loss / count, 700.0)))
-                fields |= as_table(chosen, config)
                 fields |= {} if data.loss_floor is None else dict(loss_floor=data.loss_floor)
                 fields |= dict(hellaswag_accuracy=questions.accuracy(evaluate(model, asked, run))) if asked else {}
-                run.log_evaluation(step, **fields)
+                run.log_evaluation(step, **fields, **as_table(chosen, config))
             if run.save_due(step):  # every save_every steps, at the end, and before a stop
                 run.save(step)  # waits for the copy to the host; the disk is written behind the next steps
         return run.finish()

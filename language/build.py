@@ -8,6 +8,7 @@ import torch
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
+from language.context import pieces_of, shared
 from language.flash_attention import flash_attention
 from language.gpt import GPT
 from language.hf_files import HuggingFaceWeights, open_weights
@@ -33,8 +34,10 @@ def build_model(
     """The model on the device. partition_spec(name, parameter): how a parameter is sharded. say: prints a line.
     initialised: with weights to begin with. compile_for: shapes without memory. Raises InputError."""
     attention = flash_attention if config.attention == "flash" else causal_attention
+    way = config.context_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-    options = dict(remat=config.remat, scan_layers=config.scan_layers, attention=attention, mesh=mesh)
+    options = dict(remat=config.remat, scan_layers=config.scan_layers, mesh=mesh)
+    options |= dict(attention=shared(attention, mesh, way), pieces=pieces_of(mesh, way))
     options |= dict(remat_keep=config.remat_keep, packed=config.dataset == "chat")
     options |= dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
     options |= dict(base_dtype=getattr(torch, config.base_precision))

@@ -44,13 +44,14 @@ def lower(function, static: int, *arguments):
 
 def spec(tensor) -> tuple:
     """The partition spec of a tensor (B, H, ...) of four axes, or (B, T)."""
-    return (BATCH, "tensor", None, None) if tensor.dim() == 4 else (BATCH, None)
+    return (BATCH, ("tensor", "context"), None, None) if tensor.dim() == 4 else (BATCH, None)
 
 
 def run(function, window: int, *tensors):
     """The outputs of a jax function, with axes (B, H, ...) like the first tensor. On the global mesh each device runs
-    it on its shard. No mesh: there is one device, or each is traced alone already (loops.py)."""
-    mesh, full = xs.get_global_mesh(), tensors[0].shape
+    it on its shard. No mesh, or keys of several devices, (C, B, G, K, T): each is traced alone already (loops.py,
+    context.py)."""
+    mesh, full = None if tensors[1].dim() == 5 else xs.get_global_mesh(), tensors[0].shape
     if mesh is not None:
         tensors = [xs.enable_manual_sharding(t, spec(t), mesh=mesh).global_tensor for t in tensors]
     parts = [whole // part for whole, part in zip(full, tensors[0].shape, strict=True)]
@@ -68,13 +69,13 @@ def run(function, window: int, *tensors):
 # custom_op: torch_xla's scan traces a layer with tensors that have shapes alone
 @torch.library.custom_op("tpu_utils::flash_forward", mutates_args=())
 def flash_forward(
-    window: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[torch.Tensor]
+    window: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return run(jax_forward, window, q, k, v, *starts)
+    return run(jax_forward, window, q, k, v, *rest)
 
 
 @flash_forward.register_fake
-def _(window, q, k, v, starts):
+def _(window, q, k, v, rest):
     return torch.empty_like(q), q.new_empty((*q.shape[:2], 1, q.shape[3]), dtype=torch.float32)
 
 
@@ -87,37 +88,38 @@ def flash_backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     grad: torch.Tensor,
-    starts: list[torch.Tensor],
+    rest: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return run(jax_backward, window, q, k, v, out, logsumexp, grad, *starts)
+    return run(jax_backward, window, q, k, v, out, logsumexp, grad, *rest)
 
 
 @flash_backward.register_fake
-def _(window, q, k, v, out, logsumexp, grad, starts):
+def _(window, q, k, v, out, logsumexp, grad, rest):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 class FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, saved, window, q_BHKT, k_BGKT, v_BGKT, *starts_BT):
+    def forward(ctx, saved, window, q_BHKT, k_BGKT, v_BGKT, *rest):
         ctx.window = window
-        out, logsumexp = saved or flash_forward(window, q_BHKT, k_BGKT, v_BGKT, list(starts_BT))
+        out, logsumexp = saved or flash_forward(window, q_BHKT, k_BGKT, v_BGKT, list(rest))
         if saved == []:
             saved.extend((out, logsumexp))
-        ctx.save_for_backward(q_BHKT, k_BGKT, v_BGKT, out, logsumexp, *starts_BT)
+        ctx.save_for_backward(q_BHKT, k_BGKT, v_BGKT, out, logsumexp, *rest)
         return out.detach()
 
     @staticmethod
     def backward(ctx, grad):
-        *saved, starts = *ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
-        return None, None, *flash_backward(ctx.window, *saved, grad.contiguous(), starts), *(None for _ in starts)
+        *saved, rest = *ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
+        return None, None, *flash_backward(ctx.window, *saved, grad.contiguous(), rest), *(None for _ in rest)
 
 
-def flash_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: list | None = None, window: int = 0):
+def flash_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: list | None = None, window: int = 0, here_T=None):
     """softmax(q k^T) v under the causal mask; the caller has divided q by sqrt(K). TPU only; 128 divides T. Several
     devices need the global mesh, with axes data, fsdp and tensor. starts_BT: where the document of each position
     begins. saved: an empty list receives the output and the log of the row sums; a filled one gives them. window: how
-    many positions one sees, itself among them; 0: all before it."""
-    qkv = (x.permute(0, 2, 3, 1).contiguous() for x in (q_BTHK, k_BTGK, v_BTGK))
-    starts = () if starts_BT is None else (starts_BT,)
-    return FlashAttention.apply(saved, window, *qkv, *starts).permute(0, 3, 1, 2)
+    many positions one sees, itself among them; 0: all before it. here_T: as in causal_attention()."""
+    qkv = (x.movedim(-3, -1).contiguous() for x in (q_BTHK, k_BTGK, v_BTGK))
+    rest = () if here_T is None else (here_T.view(2, -1)[:, 0].contiguous(),)  # where the two pieces begin
+    rest += () if starts_BT is None else (starts_BT,)
+    return FlashAttention.apply(saved, window, *qkv, *rest).permute(0, 3, 1, 2)

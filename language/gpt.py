@@ -113,16 +113,17 @@ class GPT(Decoder):
             raise ValueError(f"dropout is {self.dropout} and a training step gave no keys; expected row_keys(...)")
         cast, layers = self.cast()
         if self.packed:
-            tokens_BT, starts_BT = find_documents(tokens_BT)
+            here = self.positions(tokens_BT.shape[1], tokens_BT.device)
+            tokens_BT, starts_BT = find_documents(tokens_BT, here)
             layers = [w | {"starts": starts_BT} for w in layers]
-            here = torch.arange(tokens_BT.shape[1], dtype=torch.int32, device=tokens_BT.device) - starts_BT
-            at_position = F.embedding(here, self.position_embedding)
+            at_position = F.embedding(here - starts_BT, self.position_embedding)
         else:
-            at_position = self.position_embedding[: tokens_BT.shape[1]]
+            at_position = self.hold_positions(self.position_embedding[: tokens_BT.shape[1]])
         x = self.rows_of_tokens(tokens_BT).float() + at_position
         indices = None
         if self.dropout and keys_B is not None:
-            keys, indices = layer_keys(keys_B, 1 + 2 * len(layers)), positions(x.shape[1:], x.device)
+            keys = layer_keys(keys_B, 1 + 2 * len(layers))
+            indices = self.hold_positions(positions(x.shape[1:], x.device))
             x = dropout(x, self.dropout, keys[0], indices)
             for layer, w in enumerate(layers):
                 w["dropout_keys"] = keys[1 + 2 * layer : 3 + 2 * layer]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 
+from language.context import balanced, size_of
 from language.int8 import Int8, quantize, scale_name, scaled, widened
 from language.loops import BATCH
 from language.remat import LEVELS, NOTHING, RematLayer, Saving, ScannedLayers
@@ -59,7 +60,7 @@ def product(equation: str, x_BTI, weight, adapter=None):
 
 def head_product(x_BTD, weight_VD):
     read = widened(weight_VD, x_BTD.dtype)
-    return scaled(of_one_token(x_BTD, read) if decodes(x_BTD) else F.linear(x_BTD, read), weight_VD)
+    return scaled(of_one_token(x_BTD, read) if decodes(x_BTD) else torch.einsum("btd,vd->btv", x_BTD, read), weight_VD)
 
 
 def decodes(x_BTI) -> bool:
@@ -81,7 +82,8 @@ def add_adapter(y, x_BTI, adapter=None):
     if adapter is None:
         return y
     a, b = adapter
-    return y + F.linear(F.linear(x_BTI.flatten(2), a), b).view(y.shape)
+    low = torch.einsum("bti,ri->btr", x_BTI.flatten(2), a)
+    return y + torch.einsum("btr,or->bto", low, b).view(y.shape)
 
 
 def adapter(w, matrix: str, part=...):
@@ -89,12 +91,15 @@ def adapter(w, matrix: str, part=...):
     return (w[f"{matrix}_lora_a"][part], w[f"{matrix}_lora_b"][part]) if f"{matrix}_lora_a" in w else None
 
 
-def find_documents(marked_BT):
+def find_documents(marked_BT, position=None):
     """(tokens, position at which the document of each token begins), both (B, T), for rows of several documents.
 
-    The first token of a document is given as START + token. Positions are compared in pairs: a cumsum is slow on a TPU.
+    The first token of a document is given as START + token. position: of each token in its row, (T,) int32; None: in
+    their order. Positions are compared in pairs: a cumsum is slow on a TPU.
     """
-    begins, position = marked_BT >= START, torch.arange(marked_BT.shape[1], dtype=torch.int32, device=marked_BT.device)
+    if position is None:
+        position = torch.arange(marked_BT.shape[1], dtype=torch.int32, device=marked_BT.device)
+    begins = marked_BT >= START
     before = begins[:, None, :] & (position[None, :] <= position[:, None])  # (B, T, T)
     return marked_BT - START * begins, torch.where(before, position, 0).amax(-1)
 
@@ -103,7 +108,8 @@ class Decoder(torch.nn.Module):
     """Layers over a residual stream. A model adds the block of one layer, and forward.
 
     sizes: of every parameter, those of the L layers stacked. compute_dtype: of activations and matrix products.
-    mesh: activations stay sharded along the batch; None: one device. block(x_BTD, w, shared=None, kept=NOTHING) is set
+    mesh: activations stay sharded along the batch and, with a context axis, along time; None: one device. pieces: in
+    which order devices hold a sequence, of context.py. block(x_BTD, w, shared=None, kept=NOTHING) is set
     by the model. remat: layers are run again in the backward pass; remat_keep: of LEVELS, what is kept of the first
     run; offload: "nothing", or of LEVELS, what of that lies on the host meanwhile. packed: rows hold several documents,
     which do not attend to each other. lora_rank: base weights are frozen, in base_dtype; each matrix of a layer has a
@@ -121,6 +127,7 @@ class Decoder(torch.nn.Module):
         offload="nothing",
         scan_layers=False,
         mesh=None,
+        pieces=1,
         packed=False,
         lora_rank=0,
         lora_alpha=16.0,
@@ -130,6 +137,7 @@ class Decoder(torch.nn.Module):
         self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
         self.reported: tuple[str, ...] = ()
         """What a step reports beside the loss."""
+        self.pieces = pieces
         self.saving = Saving(LEVELS[remat_keep], LEVELS.get(offload, ())) if remat else Saving()
         self.remat, self.scan_layers, self.packed = remat, scan_layers, packed
         self.adapter_scale = lora_alpha / lora_rank if lora_rank else 0.0
@@ -154,10 +162,22 @@ class Decoder(torch.nn.Module):
 
     def rows_of_tokens(self, tokens_BT):
         """(B, T, D) of the token embedding. In float32 if that is: the gradients of a frequent token add up in it."""
+        if size_of(self.mesh) > 1:
+            return self.columns_of_tokens(tokens_BT)
         rows = F.embedding(tokens_BT, self.token_embedding)
         if rows.dtype != torch.int8:
             return rows
         return rows * F.embedding(tokens_BT, self.get_buffer(scale_name("token_embedding"))[:, None])
+
+    def columns_of_tokens(self, tokens_BT):
+        """rows_of_tokens() where devices share sequences: each looks up its columns for all tokens, and exchanges them
+        for its rows, then for its positions. Left alone, the partitioner would give every device all of both."""
+        apart = tuple(axis for axis in BATCH if axis != "fsdp")
+        tokens_BT = xs.mark_sharding_with_gradients(tokens_BT, self.mesh, (apart, None))
+        x = F.embedding(tokens_BT, self.token_embedding)
+        for spec in ((apart, None, ("fsdp", "context")), (BATCH, None, "context"), (BATCH, "context", None)):
+            x = xs.mark_sharding_with_gradients(x, self.mesh, spec)
+        return x
 
     def initialise(self, seed: int) -> None:
         """llm.c's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases and padding 0."""
@@ -177,8 +197,20 @@ class Decoder(torch.nn.Module):
                     parameter[self.shape.vocab_size :] = 0.0
 
     def hold_sharding(self, x_BTD):
-        """Keep an activation sharded along the batch, in both passes; left alone, the partitioner may move it."""
-        return x_BTD if self.mesh is None else xs.mark_sharding_with_gradients(x_BTD, self.mesh, (BATCH, None, None))
+        """Keep an activation sharded, in both passes; left alone, the partitioner may move it."""
+        spec = (BATCH, "context", None)
+        return x_BTD if self.mesh is None else xs.mark_sharding_with_gradients(x_BTD, self.mesh, spec)
+
+    def hold_positions(self, x, axis: int = 0):
+        """x, whole, with its positions along an axis, 0 or 1 behind the batch, as devices hold those of a sequence."""
+        if size_of(self.mesh) == 1:
+            return x
+        spec = (BATCH,) * axis + ("context",) + (None,) * (x.dim() - axis - 1)
+        return xs.mark_sharding_with_gradients(balanced(x, self.pieces, axis), self.mesh, spec)
+
+    def positions(self, length: int, device):
+        """0 to length - 1 as devices hold them, (T,) int32."""
+        return self.hold_positions(torch.arange(length, dtype=torch.int32, device=device))
 
     def of_layers(self, named: dict[str, torch.Tensor], vectors: tuple[str, ...], matrices: tuple[str, ...]):
         """The parameters of each layer by name, adapters too: [{name: of one layer}]."""

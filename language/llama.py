@@ -107,6 +107,7 @@ def block(
     w,
     shape: LlamaShape,
     attention,
+    positions,
     hold_sharding=lambda x: x,
     shared=None,
     kept=NOTHING,
@@ -117,7 +118,7 @@ def block(
     them; which norms and biases it has, they tell. experts: mixture(), with its options.
 
     attention: of q (B, T, H, K) that is scaled, k and v (B, T, G, K), the documents' first positions, what is saved,
-    and the window. shared: cos and sin of the rotations.
+    and the window. positions: Decoder.positions(). shared: cos and sin of the rotations; None: they are made here.
     """
     D, H, G = x_BTD.shape[-1], shape.num_heads, shape.num_kv_heads
     starts_BT, window = w.get("starts"), w.get("window", window)
@@ -131,7 +132,9 @@ def block(
         scale = kept("scale", rms_scale(rows, shape.norm_eps))
         return rms_norm(rows, w[name], shape.norm_eps, scale).view(x.shape)
 
-    cos, sin = angles(positions(x_BTD, starts_BT), w["frequencies"], shape) if shared is None else shared
+    if shared is None:
+        shared = angles(in_document(positions(x_BTD.shape[1], x_BTD.device), starts_BT), w["frequencies"], shape)
+    cos, sin = shared
     y = norm(x_BTD, "ln1_weight")
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
     q = product("btd,hkd->bthk", y, w["q_weight"].view(H, -1, D), adapter(w, "q"))
@@ -168,10 +171,9 @@ def block(
     return (hold_sharding(x_BTD + norm(y, "ln2_after_weight")),)
 
 
-def positions(x_BT, starts_BT=None):
-    """0 to T - 1, (T,) float32; or counted from the first token of each document, (B, T)."""
-    here = torch.arange(x_BT.shape[1], dtype=torch.float32, device=x_BT.device)
-    return here if starts_BT is None else here - starts_BT
+def in_document(positions_T, starts_BT=None):
+    """Positions, (T,) float32; or counted from the first token of each document, (B, T)."""
+    return positions_T.float() if starts_BT is None else (positions_T - starts_BT).float()
 
 
 def angles(positions_T, frequencies, shape: LlamaShape):
@@ -203,8 +205,9 @@ class Llama(Decoder):
         super().__init__(shape, parameter_shapes(shape), compute_dtype, **options)
         # the window of all layers; else each has its own, a scanned one, which is traced once for all, as a tensor
         self.block = partial(
-            block, shape=shape, attention=attention or causal_attention, hold_sharding=self.hold_sharding,
-            window=shape.windows[0], experts=partial(mixture, capacity=expert_capacity, kernels=expert_kernels),
+            block, shape=shape, attention=attention or causal_attention, positions=self.positions,
+            hold_sharding=self.hold_sharding, window=shape.windows[0],
+            experts=partial(mixture, capacity=expert_capacity, kernels=expert_kernels),
         )  # fmt: skip
         self.reported = REPORTED if shape.num_experts else ()
         self.register_buffer("frequencies", frequency_table(shape), persistent=False)
@@ -249,8 +252,9 @@ class Llama(Decoder):
         routing: an empty list receives what the routers of a mixture of experts decided, (L, B, R), as of route()."""
         cast, layers = self.cast()
         starts_BT, length = None, tokens_BT.shape[1]
+        here = self.positions(length, tokens_BT.device)
         if self.packed:
-            tokens_BT, starts_BT = find_documents(tokens_BT)
+            tokens_BT, starts_BT = find_documents(tokens_BT, here)
             layers = [w | {"starts": starts_BT} for w in layers]
         if self.scan_layers:
             own = self.of_kinds(length)
@@ -258,7 +262,7 @@ class Llama(Decoder):
             if hasattr(self, "windows"):
                 layers = [w | {"window": window} for w, window in zip(layers, self.windows, strict=True)]
         x = self.hold_sharding(self.embed(tokens_BT))
-        x, decided = self.through_layers(x, layers, self.of_blocks(positions(tokens_BT, starts_BT), length))
+        x, decided = self.through_layers(x, layers, self.of_blocks(in_document(here, starts_BT), length))
         if routing is not None and decided is not None:
             routing.append(decided)
         return self.head(x, cast)

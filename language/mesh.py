@@ -9,6 +9,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
+from language import context
 from language.hf_layout import sizes_of
 from language.layers import Decoder, adapter_sizes
 from language.loops import AXES
@@ -43,7 +44,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         sizes = (num_devices // fsdp, fsdp, 1, 1, 1)
         memory = "unknown memory" if hbm_bytes is None else f"{hbm_bytes / 2**30:.0f} GiB"
         why = f"training state {state / fsdp / 2**30:.2f} GiB of {memory} per device; choose with --mesh"
-    data, fsdp, tensor, _, expert = sizes
+    data, fsdp, tensor, devices, expert = sizes
     if math.prod(sizes) != num_devices:
         needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about
         remedy = (
@@ -63,6 +64,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         ("number of heads of keys and values", shape.num_cached_heads, "tensor", tensor),
         ("padded vocabulary", shape.padded_vocab_size, "tensor", tensor),
         ("embedding_dim", shape.embedding_dim, "fsdp", fsdp),
+        ("embedding_dim", shape.embedding_dim, "fsdp x context", fsdp * devices),
         ("number of experts", config.num_experts, "expert", expert),
         ("width of an expert", shape.mlp_dim if config.num_experts else 0, "tensor", tensor),
     ):
@@ -70,6 +72,13 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
             raise InputError(
                 f"{name} ({value}) must be divisible by the {axis} axis ({size}) of the mesh; choose another --mesh"
             )
+    if devices > 1 and config.expert_capacity:
+        raise InputError(
+            f"expert_capacity is {config.expert_capacity}, places in a whole sequence, but the context axis of the "
+            f"mesh is {devices}; leave --expert_capacity out, or choose another --mesh"
+        )
+    if said := context.problem(config, tensor, devices):
+        raise InputError(said)
     unit = data * fsdp * expert * config.gradient_accumulation_steps
     if batch % unit:
         raise InputError(
@@ -109,7 +118,8 @@ def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
     mesh = xs.Mesh(np.arange(num_devices), sizes, AXES)
     xs.set_global_mesh(mesh)
     named = [f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1 or axis in AXES[:3]]
-    return mesh, f"{' x '.join(named)}: {why}"
+    shared = f"; {context.words(config.context_attention)}" if context.size_of(mesh) > 1 else ""
+    return mesh, f"{' x '.join(named)}: {why}{shared}"
 
 
 def print_plan(run: Run, data: SequenceData, why: str) -> None:

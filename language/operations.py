@@ -65,12 +65,13 @@ def rms_norm(x, weight_D, eps: float, scale=None):
     return RMSNorm.apply(x, weight_D, rms_scale(x, eps) if scale is None else scale)
 
 
-def row_sums(x_NV, rounded: bool):
-    """(N, 1) float32. rounded: as a matrix product with ones, which on TPU rounds x to bfloat16 and adds in float32; it
-    takes a third of the time, by libtpu 0.0.21's estimate for v5e."""
+def row_sums(x_BTV, rounded: bool):
+    """(B, T, 1) float32. rounded: as a matrix product with ones, which on TPU rounds x to bfloat16 and adds in float32;
+    it takes a third of the time, by libtpu 0.0.21's estimate for v5e."""
     if not rounded:
-        return x_NV.sum(-1, keepdim=True)
-    return (x_NV @ torch.ones(x_NV.shape[1], 2, device=x_NV.device))[:, :1]  # 2 columns: XLA makes 1 a sum again
+        return x_BTV.sum(-1, keepdim=True)
+    ones = torch.ones(x_BTV.shape[-1], 2, device=x_BTV.device)  # 2 columns: XLA makes 1 a sum again
+    return torch.einsum("btv,vn->btn", x_BTV, ones)[..., :1]
 
 
 class AddBias(torch.autograd.Function):
@@ -111,72 +112,97 @@ class CausalAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_BTGRK, k_BTGK, v_BTGK, chunks, starts_BT, saved, window):
-        T, K, dtype = q_BTGRK.shape[1], q_BTGRK.shape[-1], q_BTGRK.dtype
-        position = torch.arange(T, device=q_BTGRK.device)
-        v_and_1 = F.pad(v_BTGK, (0, 1), value=1.0).float()
+    def forward(ctx, q_BTGRK, k_BSGK, v_BSGK, chunks, starts_BT, saved, window, here_T):
+        T, S, K, dtype = q_BTGRK.shape[1], k_BSGK.shape[1], q_BTGRK.shape[-1], q_BTGRK.dtype
+        position = torch.arange(S, device=q_BTGRK.device)
+        of_query = position if here_T is None else here_T
+        # as an array: a number would be an input of the program, which no loop can bring into a device's own part of it
+        minimum = torch.arange(-1e30, 0.0, 1e30, device=q_BTGRK.device)
+        has_window = isinstance(window, torch.Tensor) or window
+        until = window_ends(position, window) if has_window else None  # which queries see a key
+        v_and_1 = F.pad(v_BSGK, (0, 1), value=1.0).float()
         exps, out, sums = [], [], []
-        for first, start, end in CausalAttention.slices(T, chunks, window):
+        for first, start, end, last in CausalAttention.slices(T, S, chunks, window):
             q_slice = positions(q_BTGRK, start, end)
-            scores = torch.einsum("btgrk,bsgk->bgrts", q_slice, positions(k_BTGK, first, end)).float()
-            here, there = position[start:end, None], position[None, first:end]
+            scores = torch.einsum("btgrk,bsgk->bgrts", q_slice, positions(k_BSGK, first, last)).float()
+            here, there = of_query[start:end, None], position[None, first:last]
             hidden = here < there
-            if isinstance(window, torch.Tensor) or window:
-                hidden = hidden | (there + window <= here)
+            if has_window:
+                hidden = hidden | (until[None, first:last] <= here)
             if starts_BT is not None:
                 hidden = (hidden | (there < starts_BT[:, start:end, None]))[:, None, None]  # (B, 1, 1, t, s)
-            scores = scores.masked_fill(hidden, -1e30)
+            scores = torch.where(hidden, minimum, scores)
             exps.append((scores - scores.amax(-1, keepdim=True)).exp().to(dtype))
             if saved:
                 continue
-            weighted = torch.einsum("bgrts,bsgk->btgrk", exps[-1].float(), positions(v_and_1, first, end))
+            weighted = torch.einsum("bgrts,bsgk->btgrk", exps[-1].float(), positions(v_and_1, first, last))
             sums.append(weighted[..., K:])
             out.append((weighted[..., :K] / sums[-1]).to(dtype))
         out, sums = saved or (torch.cat(out, 1), torch.cat(sums, 1))
         if saved == []:
             saved.extend((out, sums))
         ctx.window = window
-        ctx.save_for_backward(q_BTGRK, k_BTGK, v_BTGK, out, sums, *exps)
+        ctx.save_for_backward(q_BTGRK, k_BSGK, v_BSGK, out, sums, *exps)
         return out.detach()
 
     @staticmethod
     def backward(ctx, grad):
-        q_BTGRK, k_BTGK, v_BTGK, out, sums, *exps = ctx.saved_tensors
-        T = q_BTGRK.shape[1]
+        q_BTGRK, k_BSGK, v_BSGK, out, sums, *exps = ctx.saved_tensors
+        T, S = q_BTGRK.shape[1], k_BSGK.shape[1]
         grad = (grad / sums).to(q_BTGRK.dtype)  # sums are float32
         mean = (grad * out.float()).sum(-1)  # of de with weights p, (B, T, G, R)
         dq, dk, dv = [], 0, 0
-        for (first, start, end), e in zip(CausalAttention.slices(T, len(exps), ctx.window), exps, strict=True):
-            whole = (0, 0, 0, 0, first, T - end)  # keys before its window and after the slice get nothing from it
+        for (first, start, end, last), e in zip(CausalAttention.slices(T, S, len(exps), ctx.window), exps, strict=True):
+            whole = (0, 0, 0, 0, first, S - last)  # keys before its window and after the slice get nothing from it
             grad_slice, q_slice = positions(grad, start, end), positions(q_BTGRK, start, end)
             dv += F.pad(torch.einsum("bgrts,btgrk->bsgk", e, grad_slice), whole)
-            de = torch.einsum("btgrk,bsgk->bgrts", grad_slice, positions(v_BTGK, first, end))
+            de = torch.einsum("btgrk,bsgk->bgrts", grad_slice, positions(v_BSGK, first, last))
             ds = ((de - positions(mean, start, end).permute(0, 2, 3, 1).unsqueeze(-1)) * e).to(e.dtype)
-            dq.append(torch.einsum("bgrts,bsgk->btgrk", ds, positions(k_BTGK, first, end)))
+            dq.append(torch.einsum("bgrts,bsgk->btgrk", ds, positions(k_BSGK, first, last)))
             dk += F.pad(torch.einsum("bgrts,btgrk->bsgk", ds, q_slice), whole)
-        return torch.cat(dq, 1), dk, dv, None, None, None, None
+        return torch.cat(dq, 1), dk, dv, None, None, None, None, None
 
     @staticmethod
-    def slices(T, chunks, window):
-        """(first key, first query, end) of each; of 6 the last four are half as long. A window that is a tensor, of a
-        scanned layer, spares no keys."""
+    def slices(T, S, chunks, window):
+        """(first key, first query, end of the queries, of the keys) of each; of 6 the last four are half as long. A
+        window that is a tensor, of a scanned layer, spares no keys. Fewer queries than keys are those of two pieces, of
+        the sequence's first half and of its second one."""
+        if T < S:
+            return [(0, 0, T // 2, S // 2), (0, T // 2, T, S)]
         ends = [T * end // 8 for end in (2, 4, 5, 6, 7, 8)] if chunks == 6 else range(T // chunks, T + 1, T // chunks)
         spared = window if isinstance(window, int) and window else T
-        return [(max(0, start - spared + 1), start, end) for start, end in zip((0, *ends), ends, strict=False)]
+        return [(max(0, start - spared + 1), start, end, end) for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def window_ends(position_S, window):
+    """The first position that does not see each."""
+    if isinstance(window, torch.Tensor):
+        return position_S + window
+    return torch.arange(window, window + len(position_S), device=position_S.device)
+
+
+def in_order(x_CBTGK):
+    """(B, S, G, K) of what devices hold in balanced order, one after the other: context.py."""
+    early, late = x_CBTGK.unflatten(2, (2, -1)).unbind(2)
+    return torch.cat([early, late.flip(0)]).movedim(0, 1).flatten(1, 2)
 
 
 def causal_attention(
-    q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: list | None = None, window=0, chunks: int | None = None
+    q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: list | None = None, window=0, chunks: int | None = None, here_T=None
 ):
     """The caller has divided q by sqrt(K). chunks: slices of queries; None: 4, which compute 5/8 of the square of
     scores; 8 (9/16) from T 2,048 on; 6 for T 1,024 and heads below 128 lanes, which saves 1 to 3 % of a step of GPT-2
     (libtpu 0.0.21's estimates for v5e); 1 unless 512 divides T. starts_BT: where the document of each position begins;
     None: at the row's first token. saved: an empty list receives the output and the row sums; a filled one gives
     them. window: how many positions one sees, itself among them; 0: all before it. An int32 scalar in a scanned layer.
+    here_T: positions of the queries of two pieces of a sequence; keys and values are (C, B, T, G, K) then: context.py.
     """
-    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
+    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[-2]
+    if here_T is not None:
+        k_BTGK, v_BTGK, chunks = in_order(k_BTGK), in_order(v_BTGK), 2
     chunks = chunks or (1 if T % 512 else 8 if T >= 2048 else 6 if T == 1024 and K < 128 else 4)
-    out = CausalAttention.apply(q_BTHK.view(B, T, G, H // G, K), k_BTGK, v_BTGK, chunks, starts_BT, saved, window)
+    q_BTGRK = q_BTHK.view(B, T, G, H // G, K)
+    out = CausalAttention.apply(q_BTGRK, k_BTGK, v_BTGK, chunks, starts_BT, saved, window, here_T)
     return out.view(B, T, H, K)
 
 
@@ -185,29 +211,31 @@ class CrossEntropy(torch.autograd.Function):
 
     Logits stay in the compute dtype in memory. The target's logit is picked by comparison: a gather over a sharded
     vocabulary would all-gather the logits. The pick is a maximum, which XLA fuses into the matrix product before it.
+    Batch and time stay two axes: one of both could not be sharded along both, and the partitioner would gather it.
     """
 
     @staticmethod
-    def forward(ctx, logits_NV, target_N, vocab_size):
-        column = torch.arange(logits_NV.shape[1], device=logits_NV.device, dtype=torch.int32)
-        z = logits_NV.float().masked_fill(column >= vocab_size, -1e30)
+    def forward(ctx, logits_BTV, target_BT, vocab_size):
+        column = torch.arange(logits_BTV.shape[-1], device=logits_BTV.device, dtype=torch.int32)
+        z = logits_BTV.float().masked_fill(column >= vocab_size, -1e30)
         largest = z.amax(-1, keepdim=True)
-        rounded = logits_NV.dtype == torch.bfloat16 and ctx.needs_input_grad[0]  # an evaluation is exact
+        rounded = logits_BTV.dtype == torch.bfloat16 and ctx.needs_input_grad[0]  # an evaluation is exact
         logsumexp = largest + row_sums((z - largest).exp(), rounded).log()
-        picked = z.masked_fill(column != target_N[:, None], -1e30).amax(-1, keepdim=True)
-        ctx.save_for_backward(logits_NV, target_N, logsumexp)
+        picked = z.masked_fill(column != target_BT[..., None], -1e30).amax(-1, keepdim=True)
+        ctx.save_for_backward(logits_BTV, target_BT, logsumexp)
         ctx.vocab_size = vocab_size
-        return (logsumexp - picked)[:, 0] * (target_N >= 0).float()
+        return (logsumexp - picked)[..., 0] * (target_BT >= 0).float()
 
     @staticmethod
-    def backward(ctx, grad_N):
-        logits_NV, target_N, logsumexp = ctx.saved_tensors
-        column = torch.arange(logits_NV.shape[1], device=logits_NV.device, dtype=torch.int32)
-        p = (logits_NV.float() - logsumexp).exp().masked_fill(column >= ctx.vocab_size, 0.0)
-        counted = (target_N >= 0).float() * grad_N
-        return ((p - (column == target_N[:, None]).float()) * counted[:, None]).to(logits_NV.dtype), None, None
+    def backward(ctx, grad_BT):
+        logits_BTV, target_BT, logsumexp = ctx.saved_tensors
+        column = torch.arange(logits_BTV.shape[-1], device=logits_BTV.device, dtype=torch.int32)
+        p = (logits_BTV.float() - logsumexp).exp().masked_fill(column >= ctx.vocab_size, 0.0)
+        counted = (target_BT >= 0).float() * grad_BT
+        found = (p - (column == target_BT[..., None]).float()) * counted[..., None]
+        return found.to(logits_BTV.dtype), None, None
 
 
 def losses(logits_BTV, targets_BT, vocab_size: int):
     """Loss in nats of every target, (B, T) float32; 0 where the target is negative."""
-    return CrossEntropy.apply(logits_BTV.flatten(0, 1), targets_BT.flatten(), vocab_size).view(targets_BT.shape)
+    return CrossEntropy.apply(logits_BTV, targets_BT, vocab_size)

@@ -77,8 +77,8 @@ def with_routers(loss, routing: list, targets_BT, config) -> tuple:
 
 
 def tokens_of_experts(routing: list) -> list:
-    """[how many tokens of each sequence chose each expert of each layer, (B, L X)], or [] without experts."""
-    return [decided[..., decided.shape[-1] // 2 + 1 :].transpose(0, 1).flatten(1) for decided in routing]
+    """How many tokens of each sequence chose an expert, (B,) for each expert of each layer; [] without experts."""
+    return [chose for decided in routing for layer in decided for chose in layer.unbind(-1)[layer.shape[-1] // 2 + 1 :]]
 
 
 def as_table(chosen, config) -> dict[str, list]:

@@ -128,6 +128,9 @@ class TransformerConfig(HostOptions, TrainConfig):
     """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
     """flash: Pallas kernels, which need jax 0.7.1, TPU only; sequence_length a multiple of 128."""
+    context_attention: Annotated[Literal["auto", "gather", "ulysses"], FREE] = "auto"
+    """On a mesh with a context axis. gather: each device has its queries, and keys and values of all positions.
+    ulysses: some heads, and all positions; the axis must divide the heads of keys and values. auto: gather."""
     eval_every: Annotated[int, Range("[1, inf)")] = 100
     """Steps between two evaluations. The last step is always evaluated."""
     eval_batches: Annotated[int, Range("[1, inf)")] = 20

@@ -63,6 +63,7 @@ LOSSES = [("train", "loss", "-"), ("eval", "test_loss", "--"), ("eval", "validat
 """(kind of record in metrics.jsonl, field, line style), as in PANELS."""
 PANELS = [
     ("accuracy (%)", [("eval", "accuracy", "-"), ("eval", "hellaswag_accuracy", "-")], 100.0),
+    ("largest load of an expert (1: all alike)", [("train", "largest_load", "-")], 1.0),
     ("learning rate", [("train", "learning_rate", "-")], 1.0),
     ("throughput (examples per second)", [("train", "examples_per_second", "-")], 1.0),
     ("throughput (tokens per second)", [("train", "tokens_per_second", "-")], 1.0),

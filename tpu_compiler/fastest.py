@@ -24,6 +24,8 @@ EQUAL = 0.15
 """Settings whose times differ by less than this share are equal."""
 WORTH = 0.001
 """The share by which the time of a setting must be shorter in any case."""
+LONG = 16384
+"""Tokens of a sequence from which on it is tried to share it over devices."""
 COMPILER_OPTIONS = ("xla_tpu_scoped_vmem_limit_kib=32768", "xla_tpu_scoped_vmem_limit_kib=65536")
 """On-chip memory that one fusion may use; 16384 by default."""
 FIELDS = ("attention", "compiler_options", "gradient_accumulation_steps", "remat", "remat_keep", "offload")
@@ -126,9 +128,11 @@ def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str
         found.append(("remat_keep", ["inputs", "attention", "projections", "residual", "products"]))
     if "offload" in settings:
         found.append(("offload", ["nothing", "attention", "projections"]))
-    if devices > 1 and re.fullmatch(r"auto|\d+x\d+x\d+", str(settings.get("mesh"))):
+    if devices > 1 and re.fullmatch(r"auto|\d+(x\d+){2,4}", str(settings.get("mesh"))):
         half = devices // 2
         meshes = [(devices, 1, 1), (1, devices, 1), (2, half, 1), (half, 2, 1), (half, 1, 2)]
+        if (settings.get("sequence_length") or 0) >= LONG:  # the fourth axis shares sequences
+            meshes += [(1, devices // n, 1, n) for n in sorted({2, 4, 8, devices})]
         found.append(("mesh", list(dict.fromkeys("x".join(map(str, m)) for m in meshes if math.prod(m) == devices))))
     if devices > 1 and isinstance(settings.get("shard_parameters"), bool):
         found.append(("shard_parameters", [False, True]))

@@ -37,6 +37,7 @@ EIGHT_SLOW = {
     "8_experts": ["--mesh=1x1x1x1x8"],
     "data_accumulated": ["--mesh=8x1x1", "--gradient_accumulation_steps=2"],
     "2_experts": ["--mesh=2x2x1x1x2", "--remat"],
+    "context": ["--mesh=1x2x1x2x2", "--scan_layers", "--remat"],
     "4_experts": ["--mesh=1x1x2x1x4"],
     "tight_tensor": ["--mesh=2x1x2x1x2", TIGHT, "--scan_layers", "--remat"],
     "tight_accumulated": ["--mesh=8x1x1", TIGHT, "--gradient_accumulation_steps=2"],
@@ -148,6 +149,11 @@ def test_flops_are_those_of_the_experts_that_a_token_chooses():
     "changes, devices, message",
     [
         (dict(mesh="1x1x1x1x3"), 3, r"number of experts \(8\) must be divisible by the expert axis \(3\)"),
+        (
+            dict(mesh="1x1x1x2", expert_capacity=1.25),
+            2,
+            "expert_capacity is 1.25, .* but the context axis of the mesh is 2",
+        ),
         (dict(mesh="1x1x1x1x4", model_size="llama_tiny"), 4, "the expert axis of the mesh is 4, but llama_tiny has no"),
     ],
 )

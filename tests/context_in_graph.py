@@ -1,0 +1,55 @@
+"""Run by test_context.py: attention over sequences that devices share, on XLA's CPU devices.
+
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=4|8 python context_in_graph.py
+
+jax interprets the Pallas kernels. Prints how far each way of context.py, with plain and with flash attention, is from
+plain attention over the whole: the largest difference of the output and of each gradient, relative to the largest
+value. Three times: grouped heads; the same with two documents in the first row; and with a window of 140 positions, the
+queries of a device in two parts, as those are whose gradient does not fit on the chip at once.
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from jax.experimental import pallas
+
+from language import flash_kernels
+from language.context import balanced, shared
+from language.flash_attention import flash_attention
+from language.loops import AXES, BATCH
+from language.operations import causal_attention
+
+pallas.pallas_call = partial(pallas.pallas_call, interpret=True)
+num_devices = xr.global_runtime_device_count()
+xr.use_spmd()
+mesh = xs.Mesh(np.arange(num_devices), (1, num_devices // 4, 1, 4, 1), AXES)
+xs.set_global_mesh(mesh)
+T, K, heads = 1024, 64, (8, 4, 4, 8)  # pieces of 128, a block each
+generator = torch.Generator().manual_seed(0)
+starts = torch.zeros(2, T, dtype=torch.int32)
+starts[0, 450:] = 450
+for documents, window in ((None, 0), (starts, 0), (starts, 140)):
+    flash_kernels.ON_CHIP = 128 * K if window else 1 << 19
+    values = [torch.randn(2, T, count, K, generator=generator) for count in heads]
+    values[0] /= K**0.5  # the attentions expect q divided by sqrt(K)
+    found = []
+    for way, attention in (
+        ("", causal_attention),
+        *((way, attention) for way in ("gather", "ulysses") for attention in (causal_attention, flash_attention)),
+    ):
+        pieces = 8 if way == "gather" else 1
+        order = balanced(torch.arange(T), pieces)
+        *inputs, grad = (x[:, order].to(torch_xla.device()) for x in values)
+        for x in (*inputs, grad):
+            xs.mark_sharding(x, mesh, (BATCH, "context" if way else None, "tensor", None))
+        of_rows = documents if documents is None else documents[:, order].to(torch_xla.device())
+        attend = shared(attention, mesh, way) if way else attention
+        out = attend(*(x.requires_grad_() * 1 for x in inputs), of_rows, window=window)
+        out.backward(grad * 1)  # what lies on the device is marked already
+        found.append([x.cpu()[:, order.argsort()] for x in (out.detach(), *(x.grad for x in inputs))])
+    for other in found[1:]:
+        print(*(((x - plain).abs().max() / plain.abs().max()).item() for x, plain in zip(other, found[0], strict=True)))

@@ -15,30 +15,36 @@ def tiling(*sizes: int) -> tuple[int, ...]:
     return tuple(min(tile, size) for tile, size in zip(TILES, sizes, strict=True))
 
 
-def product(transposed: int, rows_SI, weights_XOI, counts_X):
-    """jax: (S, O), or transposed: of (S, O), (S, I). counts: rows of each expert."""
+def name(slots: int, share: tuple[int, int], *sizes: int) -> str:
+    """By which tpu_compiler/rules.py counts. share: how many of the slots have rows if all experts are chosen alike."""
+    return "x".join(["grouped_product_" + str(slots * share[0] // share[1]), *map(str, sizes)])
+
+
+def product(static: tuple[bool, tuple[int, int]], rows_SI, weights_XOI, counts_X):
+    """jax: (S, O), or transposed: of (S, O), (S, I). counts: rows of each expert. static: transposed, and of name()."""
     import jax
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # here, in lower(): torch_xla decides when jax comes
 
-    (S, inputs), outputs = rows_SI.shape, weights_XOI.shape[2 if transposed else 1]
-    with jax.named_scope(f"grouped_product_{S}x{inputs}x{outputs}"):  # tpu_compiler/rules.py counts by it
+    (S, inputs), (transposed, share) = rows_SI.shape, static
+    outputs = weights_XOI.shape[2 if transposed else 1]
+    with jax.named_scope(name(S, share, inputs, outputs)):
         return gmm(
             rows_SI, weights_XOI, counts_X, rows_SI.dtype, tiling(S, inputs, outputs), transpose_rhs=not transposed
         )
 
 
-def gradient(_, grad_SO, rows_SI, counts_X):
+def gradient(static: tuple[bool, tuple[int, int]], grad_SO, rows_SI, counts_X):
     """jax: (X, O, I), float32: for each expert grad^T rows."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     (S, outputs), inputs = grad_SO.shape, rows_SI.shape[1]
-    with jax.named_scope(f"grouped_product_{S}x{outputs}x{inputs}"):
+    with jax.named_scope(name(S, static[1], outputs, inputs)):
         return tgmm(grad_SO.T, rows_SI, counts_X, jnp.float32, tiling(S, outputs, inputs))
 
 
-def run(function, transposed: int, *tensors):
+def run(function, static: tuple[bool, tuple[int, int]], *tensors):
     """The output of product or gradient, on one device."""
-    computation = lower(function, transposed, *((tuple(t.shape), t.dtype) for t in tensors))
+    computation = lower(function, static, *((tuple(t.shape), t.dtype) for t in tensors))
     return torch_xla._XLAC._xla_user_computation(f"xla::{function.__name__}", list(tensors), computation)[0]

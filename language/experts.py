@@ -229,11 +229,11 @@ def on_this_device(value):
     return value if mesh is None else enter(value, mesh, (None,) * value.dim())
 
 
-def grouped(rows_SI, weights_XOI, block_experts, transposed: bool, kernels: bool):
-    """(S, O): each block of rows times the weights of its expert; transposed: of (S, O), (S, I). kernels: block_experts
-    are the rows of each expert."""
+def grouped(rows_SI, weights_XOI, block_experts, transposed: bool, kernels: tuple[int, int] | None):
+    """(S, O): each block of rows times the weights of its expert; transposed: of (S, O), (S, I). kernels: those of
+    expert_kernels.py, by the share of name() there; block_experts are then the rows of each expert."""
     if kernels:
-        return expert_kernels.run(expert_kernels.product, int(transposed), rows_SI, weights_XOI, block_experts)
+        return expert_kernels.run(expert_kernels.product, (transposed, kernels), rows_SI, weights_XOI, block_experts)
     blocks = rows_SI.unflatten(0, (len(block_experts), -1))
     if rows_SI.device.type != "xla":
         own = weights_XOI[block_experts.long()]
@@ -257,10 +257,10 @@ add_slice = xla_ops.register("add_slice", slice_added)
 """(sums (X, O, I), part (O, I), at ()): the sums with part added to one of X."""
 
 
-def grouped_gradient(grad_SO, rows_SI, weights_XOI, block_experts, kernels: bool):
+def grouped_gradient(grad_SO, rows_SI, weights_XOI, block_experts, kernels: tuple[int, int] | None):
     """Of the weights, float32: for each expert the sum of grad^T rows of its blocks."""
     if kernels:
-        return expert_kernels.run(expert_kernels.gradient, 0, grad_SO, rows_SI, block_experts)
+        return expert_kernels.run(expert_kernels.gradient, (False, kernels), grad_SO, rows_SI, block_experts)
     grads, rows = (x.unflatten(0, (len(block_experts), -1)) for x in (grad_SO, rows_SI))
     sums = on_this_device(torch.zeros(weights_XOI.shape, device=rows.device))
     if rows.device.type != "xla":
@@ -278,7 +278,7 @@ class GroupedProduct(torch.autograd.Function):
     "outputs" or "inputs", is sharded over the mesh axis "tensor"."""
 
     @staticmethod
-    def forward(ctx, rows_SI, weights, block_experts, split: str, kernels: bool):
+    def forward(ctx, rows_SI, weights, block_experts, split: str, kernels: tuple[int, int] | None):
         ctx.split, ctx.kernels = split, kernels
         ctx.save_for_backward(rows_SI, weights, block_experts)
         outputs = weights.shape[1:-1]
@@ -346,10 +346,11 @@ def mixture(y_BTD, w, shape, activation: Callable, capacity: float = 0.0, kernel
 
     arguments = [(experts, (*GATHERED.tokens, None)), (firsts, ("expert",))]
     slots = on_each_device(slots_of, arguments, [((ALL,), ())] * len(Slots._fields))
-    gate, up = GroupedProduct.apply(Rows.apply(y_BTD, GATHERED, *slots), gate_up, slots[-1], "outputs", kernels).unbind(
-        1
-    )
-    y_SD = GroupedProduct.apply(activation(gate) * up, out, slots[-1], "inputs", kernels)
+    J = shape.experts_per_token
+    used = (J, min(J, X) * share) if kernels else None
+    rows = Rows.apply(y_BTD, GATHERED, *slots)
+    gate, up = GroupedProduct.apply(rows, gate_up, slots[-1], "outputs", used).unbind(1)
+    y_SD = GroupedProduct.apply(activation(gate) * up, out, slots[-1], "inputs", used)
     return Combined.apply(y_SD, weights, GATHERED, *slots), routing
 
 

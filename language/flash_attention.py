@@ -29,7 +29,7 @@ def jax_backward(window: int, *arrays):
 
 @functools.cache
 @requires_jax
-def lower(function, static: int, *arguments):
+def lower(function, static, *arguments):
     """XLA computation of a jax function of (static, *arguments), which are given as (shape, dtype)."""
     import jax
     from jax._src import tpu_custom_call

@@ -65,12 +65,12 @@ def rms_norm(x, weight_D, eps: float, scale=None):
     return RMSNorm.apply(x, weight_D, rms_scale(x, eps) if scale is None else scale)
 
 
-def row_sums(x_NV, rounded: bool):
-    """(N, 1) float32. rounded: as a matrix product with ones, which on TPU rounds x to bfloat16 and adds in float32; it
-    takes a third of the time, by libtpu 0.0.21's estimate for v5e."""
+def row_sums(x, rounded: bool):
+    """(..., 1) float32, of (..., V). rounded: as a matrix product with ones, which on TPU rounds x to bfloat16 and adds
+    in float32; it takes a third of the time, by libtpu 0.0.21's estimate for v5e."""
     if not rounded:
-        return x_NV.sum(-1, keepdim=True)
-    return (x_NV @ torch.ones(x_NV.shape[1], 2, device=x_NV.device))[:, :1]  # 2 columns: XLA makes 1 a sum again
+        return x.sum(-1, keepdim=True)
+    return (x @ torch.ones(x.shape[-1], 2, device=x.device))[..., :1]  # 2 columns: XLA makes 1 a sum again
 
 
 class AddBias(torch.autograd.Function):

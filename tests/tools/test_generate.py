@@ -370,6 +370,7 @@ def test_the_cache_is_as_long_as_needed():
         *(dict(hf="a", prompt=("a",), chat=("b",)), dict(hf="a", num_prompts=2), dict(hf="a", compile_for="v6e-1")),
         dict(hf="a", compile_for="v6e-1", context=9, prompt=("a",)),
         dict(hf="a", compile_for="v6e-1", context=9, num_prompts=0),
+        dict(hf="a", compiler_options="xla_tpu_scoped_vmem_limit_kib"),
     ],
 )
 def test_options_that_cannot_work(options):

@@ -95,6 +95,10 @@ def main() -> int:
     if not Path(arguments.models).is_dir() and arguments.models != parser.get_default("models"):
         print(f"--models {arguments.models}: no such folder; expected one that holds exported folders", file=sys.stderr)
         return 2
+    if not (WEB / "node_modules").is_dir():
+        install = f"npm ci --ignore-scripts --prefix {WEB}"
+        print(f"onnxruntime-web is not beside the page: no {WEB / 'node_modules'}; run {install}", file=sys.stderr)
+        return 2
     try:
         server = make_server(Path(arguments.models), arguments.port)
     except (OSError, OverflowError) as error:

@@ -15,6 +15,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 from language import gpt, llama
+from language.cached_attention import attend, heads_together, own_heads
 from language.device_loop import DeviceLoop
 from language.layers import Decoder, head_product
 from language.operations import causal_attention, layer_norm
@@ -27,17 +28,17 @@ TOKENS = 32
 """Of each row in one call of decode, at most."""
 
 
-def update_slot(cache, new, slot, axis):
-    return cache.dynamic_update_slice(new, [slot if at == axis else slot.zeros_like() for at in range(4)])
+def update_slot(cache, new, slot):
+    return cache.dynamic_update_slice(new, [*[slot.zeros_like()] * 3, slot])
 
 
 write_slot = xla_ops.register("write_slot", update_slot)
-"""(cache, new, slot, axis=): the cache with new in one slot, (), of an axis; in place, where a loop holds the cache."""
+"""(cache, new, slot): the cache with new from one slot, (), of its last axis on; in place, where a loop holds it."""
 
 
 class Cache:
-    """Keys (B, G, K, T) and values (B, G, T, K) of each layer, of the G heads of keys and values, not of the H heads of
-    queries; and where each row stands, as int32. In these orders products read them without a transposed copy.
+    """Keys and values (B, G / n, n K, T) of each layer, of the G heads of keys and values, not of the H of queries;
+    and where each row stands, as int32. n heads are one product, which reads this order without a copy.
 
     A prompt lies in the first slots. What follows lies behind the longest prompt, in the same slots in all rows: one
     token of all rows is one slice. A layer with a window has W slots instead: the last W tokens of each prompt, and
@@ -72,9 +73,10 @@ class Cache:
             return placed(made, None, "tensor", None, None)
 
         self.windows = [window if window < context else 0 for window in shape.windows]
-        lengths, heads = [window or context for window in self.windows], (batch, shape.num_cached_heads)
-        self.keys = [zeros(*heads, shape.head_dim, length) for length in lengths]
-        self.values = [zeros(*heads, length, shape.head_dim) for length in lengths]
+        n = heads_together(shape, model.mesh) if shapes_only or xr.device_type() == "TPU" else 1
+        heads = (batch, shape.num_cached_heads // n, n * shape.head_dim)
+        self.keys, self.values = ([zeros(*heads, window or context) for window in self.windows] for _ in range(2))
+        self.is_own = placed(own_heads(shape, n).to(device)) if n > 1 else None
         self.slots, self.vocabulary = send(range(context)), send(range(shape.vocab_size))
         self.seed_B, self.stops = send([as_int32(seed) for seed in seeds]), send([*stops] or [-1])
         self.num_tokens, self.made, self.longest = send([num_tokens]), send([0]), send([0])
@@ -142,8 +144,8 @@ def prefill(model: Decoder, cache: Cache, tokens_BP, length_B, config: SamplingO
 
         def attention(q, k, v, *_):
             keys, values = (last_of_rows(x, window) if window else x for x in (k, v))
-            cache.keys[layer].copy_(write_slot(cache.keys[layer], keys.permute(0, 2, 3, 1), first, axis=3))
-            cache.values[layer].copy_(write_slot(cache.values[layer], values.transpose(1, 2), first, axis=2))
+            for held, new in ((cache.keys[layer], keys), (cache.values[layer], values)):
+                held.copy_(write_slot(held, new.permute(0, 2, 3, 1).reshape(*held.shape[:3], -1), first))
             return causal_attention(q, k, v, window=window)
 
         return attention
@@ -178,12 +180,9 @@ def next_logits(model: Decoder, cache: Cache, keys: list, values: list, token_B,
         slot, is_seen = places[cache.windows[layer]]
 
         def attention(q, k, v, *_):
-            keys[layer] = write_slot(keys[layer], k[:, 0, :, :, None], slot, axis=3)
-            values[layer] = write_slot(values[layer], v.transpose(1, 2), slot, axis=2)
-            grouped = q.view(len(q), k.shape[2], -1, q.shape[3])  # (B, G, R, K): R heads share a key
-            scores = torch.einsum("bgrk,bgks->bgrs", grouped.float(), keys[layer].float())
-            p = scores.masked_fill(~is_seen[:, None, None], -1e30).softmax(-1).to(v.dtype)
-            return torch.einsum("bgrs,bgsk->bgrk", p, values[layer]).view(q.shape)
+            for held, new in ((keys, k), (values, v)):
+                held[layer] = write_slot(held[layer], new.view(*held[layer].shape[:3], 1), slot)
+            return attend(q, keys[layer], values[layer], is_seen, cache.is_own)
 
         return attention
 
@@ -206,6 +205,7 @@ def decode_loop(model: Decoder, cache: Cache, config: SamplingOptions) -> Device
         return torch.where(is_end(cache, made, is_over_B)[0], torch.full_like(count, TOKENS), count)
 
     held = [*model.parameters(), *model.buffers(), cache.slots, cache.vocabulary, cache.seed_B, cache.stops]
+    held += [] if cache.is_own is None else [cache.is_own]
     return DeviceLoop(body, TOKENS, lambda: [*held, cache.num_tokens, cache.longest, cache.length_B, cache.rows_N])
 
 

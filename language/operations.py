@@ -65,13 +65,14 @@ def rms_norm(x, weight_D, eps: float, scale=None):
     return RMSNorm.apply(x, weight_D, rms_scale(x, eps) if scale is None else scale)
 
 
-def row_sums(x_BTV, rounded: bool):
-    """(B, T, 1) float32. rounded: as a matrix product with ones, which on TPU rounds x to bfloat16 and adds in float32;
-    it takes a third of the time, by libtpu 0.0.21's estimate for v5e."""
+def row_sums(x, rounded: bool):
+    """(..., 1) float32, of (..., V). rounded: as a matrix product with ones, which on TPU rounds x to bfloat16 and adds
+    in float32; it takes a third of the time, by libtpu 0.0.21's estimate for v5e."""
     if not rounded:
-        return x_BTV.sum(-1, keepdim=True)
-    ones = torch.ones(x_BTV.shape[-1], 2, device=x_BTV.device)  # 2 columns: XLA makes 1 a sum again
-    return torch.einsum("btv,vn->btn", x_BTV, ones)[..., :1]
+        return x.sum(-1, keepdim=True)
+    axes = "abcd"[: x.dim() - 1]  # by einsum: a product of matrices would flatten axes, sharded ones too
+    ones = torch.ones(x.shape[-1], 2, device=x.device)  # 2 columns: XLA makes 1 a sum again
+    return torch.einsum(f"{axes}v,vn->{axes}n", x, ones)[..., :1]
 
 
 class AddBias(torch.autograd.Function):

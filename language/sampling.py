@@ -80,9 +80,11 @@ def ask(config: SamplingOptions, tokenizer: Tokenizer, start: int | None, chat_f
 
 
 def print_continuations(config: SamplingOptions, asked: Asked, found: list[list[int]], tokenizer: Tokenizer) -> None:
-    """Each text with what follows it, up to a text of --stop, with a line between two."""
+    """Each text with what follows it, up to a text of --stop, with a line between two. Of an answer without the space
+    that some formats put before it."""
     for number, (text, tokens) in enumerate(zip(asked.texts, found, strict=True)):
         kept = tokens[:-1] if tokens[-1] in asked.stops else tokens
         whole, begins = tokenizer.decode(text + kept), len(tokenizer.decode(text))
         ended = [at for stop in config.stop if (at := whole.find(stop, begins)) >= 0]
-        print("---\n" * (number > 0) + whole[: min(ended, default=None)])
+        shown = whole[: min(ended, default=None)]
+        print("---\n" * (number > 0) + (shown.removeprefix(" ") if config.chat else shown))

@@ -124,7 +124,20 @@ def import_weights(folder: Path, run_dir: Path) -> None:
             aside / "checkpoints" / "step_00000000", 0, run_id, {"config": as_json(config)}, kinds, tensors
         )
         write_config(aside, {**as_json(config), "run_id": run_id})
-    print(f"{run_dir}: step 0, {config.shape}, from {weights.kind('token_embedding').dtype}")
+    print(f"{run_dir}: step 0, {described_shape(config.shape)}, from {named(weights.kind('token_embedding').dtype)}")
+
+
+def described_shape(shape: ModelShape) -> str:
+    """llama, 16 layers of width 2,048, 32 heads (8 of keys and values), ..."""
+    family = shape.family if isinstance(shape, LlamaShape) else "gpt2"
+    heads, kept = f"{shape.num_heads} heads", shape.num_cached_heads
+    heads += f" ({kept} of keys and values)" * (kept != shape.num_heads)
+    size = f"{shape.num_layers} layers of width {shape.embedding_dim:,}, {heads}, vocabulary {shape.vocab_size:,}"
+    return f"{family}, {size}, {shape.num_parameters:,} parameters"
+
+
+def named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def export(
@@ -139,13 +152,13 @@ def export(
         write_weights(aside, shape, dtype, their_tensors(shape, saved, scale, dtype), most_bytes)
         written, ends = export_tokenizer(run_dir, config, aside)
         known = special_tokens(config) | ends
-        described = hugging_face_config(shape, str(dtype).removeprefix("torch."), known)
+        described = hugging_face_config(shape, named(dtype), known)
         if isinstance(shape, LlamaShape):
             described["max_position_embeddings"] = longest_context(config)
         write_json(aside / CONFIG, described)
         if GENERATION_CONFIG not in written:
             write_json(aside / GENERATION_CONFIG, {"_from_model_config": True, **known})
-    print(f"{folder}: step {saved.step}, {shape}, {dtype}")
+    print(f"{folder}: step {saved.step}, {described_shape(shape)}, {named(dtype)}")
     print_files(folder, config, written)
 
 
@@ -209,7 +222,8 @@ def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: 
             },
         )
         written, _ = export_tokenizer(run_dir, config, aside)
-    print(f"{folder}: step {saved.step}, adapters of rank {config.lora_rank}, {dtype}: {', '.join(sorted(several))}")
+    rank, modules = config.lora_rank, ", ".join(sorted(several))
+    print(f"{folder}: step {saved.step}, adapters of rank {rank}, {named(dtype)}: {modules}")
     print_files(folder, config, written)
     base = saved.entries[f"{PREFIX}token_embedding"].kind.dtype
     if base == torch.bfloat16 and precision_of(config.model_config) != "bfloat16":

@@ -28,6 +28,7 @@ from language.hf_config import shape_of
 from language.llmc_files import read_header
 from language.sampling import SamplingOptions, ask, print_continuations
 from language.shapes import ModelShape
+from tpu_utils.compiler_flags import parse_compiler_options
 from tpu_utils.environment import choose_device, command_line
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import open_regular, read_json
@@ -63,6 +64,8 @@ class GenerateConfig(SamplingOptions):
     compile_for: str = ""
     """A TPU slice such as v5litepod-4: decoding is compiled for it instead, and what a token costs is printed. --hf
     needs no weights then, and may be a config.json; auto precision is bfloat16."""
+    compiler_options: str = ""
+    """More options of the TPU compiler, "NAME=VALUE NAME=VALUE". Those in LIBTPU_INIT_ARGS stand."""
     num_prompts: int = 1
     """With compile_for: so many are continued together, in a cache of --context tokens."""
 
@@ -83,12 +86,17 @@ class GenerateConfig(SamplingOptions):
             raise InputError("found a text with compile_for, which generates nothing; expected --num_prompts")
         if self.num_prompts > 1 and not self.compile_for:
             raise InputError("num_prompts has no effect without compile_for; give several texts to --prompt")
+        try:
+            parse_compiler_options(self.compiler_options)
+        except ValueError as error:
+            raise InputError(str(error)) from error
         super().__post_init__()
 
     @property
     def for_device(self) -> TrainConfig:
         """As start_device wants it."""
-        return TrainConfig(device=self.device, seed=self.seed, compile_for=self.compile_for)
+        named = ("device", "seed", "compile_for", "compiler_options")
+        return TrainConfig(**{name: getattr(self, name) for name in named})
 
 
 def read_shape(config: GenerateConfig) -> ModelShape:

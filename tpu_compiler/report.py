@@ -170,7 +170,9 @@ def format_report(r: Report) -> str:
     if r.memory:
         over = f", over by {r.over_bytes / GIB:.2f} GiB" if r.over_bytes else ""
         row("memory per device", r.memory_text + over)
-        row("", ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3f}" for name, size in r.memory.items()))
+        said = {"parameters": "weights", "optimizer_state": "", "inputs": "cache and inputs"} if r.decode else {}
+        named = {said.get(name, name.replace("_", " ")): size for name, size in r.memory.items()}
+        row("", ", ".join(f"{name} {size / GIB:.3f}" for name, size in named.items() if name))
     if r.compiles:
         model = f", {r.flops_ratio:.2f} x the model's {r.model_flops:.3g}" if r.flops_ratio else ""
         model += f", the bodies of {r.loops} loops counted once" if r.loops else ""

@@ -153,9 +153,11 @@ def in_memory(shape: str) -> int:
 def sliced(body: list[Operation], read: list[int], made: int) -> tuple[list[int], int]:
     """(bytes read of each operand, bytes written) by a fusion. read, made: the whole arrays."""
     types, users = {operation.name: operation.type for operation in body}, {}
+    # other tiles of int8 are an inner fusion over the same memory: a gather reads its rows through it, not all of it
+    views = {o.name: o.operands[0] for o in body if o.kind == "fusion" and "output_to_operand_aliasing" in o.line}
     for operation in body:
-        for place, operand in enumerate(operation.operands):
-            users.setdefault(operand, []).append((operation, place))
+        for place, operand in enumerate(operation.operands if operation.name not in views else ()):
+            users.setdefault(views.get(operand, operand), []).append((operation, place))
     read = list(read)
     for operation in body:
         number = operation.find(r" parameter\((\d+)\)") if operation.kind == "parameter" else None

@@ -3,6 +3,7 @@
 import http.client
 import os
 import socket
+import sys
 import threading
 
 import pytest
@@ -64,6 +65,14 @@ def test_other_writings_of_the_path_of_a_model(tmp_path, monkeypatch):
     finally:
         made.shutdown()
         made.server_close()
+
+
+def test_a_page_without_its_packages_is_not_served(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "WEB", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["serve", "--models", str(tmp_path)])
+    assert serve.main() == 2
+    said = capsys.readouterr()
+    assert f"run npm ci --ignore-scripts --prefix {tmp_path}" in said.err and not said.out
 
 
 def test_who_sends_nothing_is_not_waited_for(server, monkeypatch):

@@ -89,12 +89,14 @@ def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", KINDS)
-def test_theirs_come_back_bit_identical_and_their_library_loads_them(folders, tmp_path, name, dtype, caplog):
+def test_theirs_come_back_bit_identical_and_their_library_loads_them(folders, tmp_path, name, dtype, caplog, capsys):
     theirs, ours, back = folders[name + "_bf16" * (dtype == "bfloat16")], tmp_path / "run", tmp_path / "back"
     convert_hf.import_weights(theirs, ours)
     config, _ = read_run(ours)
     assert config.shape == KINDS[name] and config.precision == dtype
     convert_hf.export(ours, back, getattr(torch, dtype), most_bytes=40_000 if dtype == "bfloat16" else 10**9)
+    said, layers = capsys.readouterr().out, KINDS[name].num_layers
+    assert said.count(f", {layers} layers of width ") == 2 and f", {dtype}\n" in said and "Shape(" not in said, said
     assert (back / INDEX).exists() == (dtype == "bfloat16") and (theirs / INDEX).exists() == (dtype == "bfloat16")
     assert_same_bits(tensors_in(back), tensors_in(theirs))
     before, after = (json.loads((place / "config.json").read_text()) for place in (theirs, back))

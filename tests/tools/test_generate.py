@@ -208,7 +208,10 @@ def sample(model, prompts, num_tokens=6, ends=lambda tokens: False, stops=(), **
     return decoding.generate(model, prompts, config, torch_xla.device(), ends, config.context, stops)
 
 
-def test_cached_logits_agree_with_uncached_whatever_the_lengths(tiny):
+@pytest.mark.parametrize("device", ["CPU", "TPU"])
+def test_cached_logits_agree_with_uncached_whatever_the_lengths(tiny, monkeypatch, device):
+    """On a TPU several heads of keys are one product."""
+    monkeypatch.setattr(decoding.xr, "device_type", lambda: device)
     model, on_device = tiny
     V, T = TINY.vocab_size, TINY.sequence_length
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
@@ -216,12 +219,13 @@ def test_cached_logits_agree_with_uncached_whatever_the_lengths(tiny):
     before = graphs_compiled()
     for lengths in ([1, 7], [9, 3]):
         first, found, cache = cached_logits(on_device, tokens, lengths)
-        assert cache.values[0].shape == (2, TINY.num_kv_heads, T, TINY.head_dim), "of the heads that there are"
+        heads = (1, 2 * TINY.head_dim) if device == "TPU" else (TINY.num_kv_heads, TINY.head_dim)
+        assert cache.values[0].shape == (2, *heads, T), "of the heads that there are"
         assert first == expected[range(2), torch.tensor(lengths) - 1].argmax(-1).tolist()
         for row, length in enumerate(lengths):
             wanted = expected[row, length : length + len(found)]
             np.testing.assert_allclose(found[:, row], wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
-    assert graphs_compiled() - before == 2
+    assert graphs_compiled() - before <= 2  # prefill may be one of before
 
 
 @pytest.mark.parametrize("options", [dict(temperature=0.0), dict(seed=5), dict(temperature=1.3, top_k=20, top_p=0.9)])
@@ -366,6 +370,7 @@ def test_the_cache_is_as_long_as_needed():
         *(dict(hf="a", prompt=("a",), chat=("b",)), dict(hf="a", num_prompts=2), dict(hf="a", compile_for="v6e-1")),
         dict(hf="a", compile_for="v6e-1", context=9, prompt=("a",)),
         dict(hf="a", compile_for="v6e-1", context=9, num_prompts=0),
+        dict(hf="a", compiler_options="xla_tpu_scoped_vmem_limit_kib"),
     ],
 )
 def test_options_that_cannot_work(options):
@@ -504,7 +509,8 @@ def test_a_chat_goes_through_its_format(prompted, tmp_path):
     assert out == b"to be\n" and code == 0, err
     assert found.decode(given[0]) == "<|im_start|>user\nor not<|im_end|>\n<|im_start|>assistant\n"
     code, out, err, given = prompted(load_tokenizer("bytes"), [[*b" yes", 256]], chat=("or not",))
-    assert bytes(given[0][1:]) == b"User: or not\nAssistant:" and out == b" yes\n"
+    assert bytes(given[0][1:]) == b"User: or not\nAssistant:"
+    assert out == b"yes\n", "the format's space before an answer is none of the answer's"
     code, _, err, _ = prompted(load_tokenizer("bytes"), chat=("or not",), chat_format="chatml")
     assert code == 2 and b"the tokenizer has no token <|im_start|>" in err
 

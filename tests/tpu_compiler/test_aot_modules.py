@@ -519,7 +519,8 @@ def test_a_program_far_above_its_bound_is_no_speed(ms, is_a_speed):
         found = with_tokens(whole, **reads)
         assert found.decode["is_a_speed"] == is_a_speed and found.decode["expected_ms"] == ms
         assert found.predicted_per_second == (300 if is_a_speed else None)
-        text = format_report(found)
+        text = format_report(dataclasses.replace(found, memory={"parameters": 0, "optimizer_state": 0, "inputs": 0}))
+        assert "weights 0.000, cache and inputs 0.000\n" in text, "decoding has no optimizer"
         assert ("no speed: the predicted step is 80.00 x that bound" in text) != is_a_speed
         expected = "expect 10.000 ms a token of each row, 300 tokens/s: the longest time, 2.00 x that bound"
         assert (expected in text) == is_a_speed and text.count("tokens/s") == is_a_speed, "one rate, beside its time"

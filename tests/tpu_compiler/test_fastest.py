@@ -676,6 +676,25 @@ ENTRY %main (a: f32[64,1024]) -> f32[64,1024] {
 }
 """
 
+ROWS_OF_BYTES = """
+%lookup (table: s8[4096,1024], which: s32[8]) -> s8[8,1024] {
+  %table = s8[4096,1024]{1,0:T(32,128)(4,1)} parameter(0)
+  %tiles = s8[4096,1024]{1,0:T(8,128)(4,1)} fusion(%table), kind=kLoop, output_to_operand_aliasing={}, calls=%c
+  %which = s32[8]{0} parameter(1)
+  ROOT %gather.1 = s8[8,1024]{1,0:T(8,128)(4,1)} gather(%tiles, %which), offset_dims={1}, slice_sizes={1,1024}
+}
+
+ENTRY %main (a: s8[4096,1024], b: s32[8]) -> s8[8,1024] {
+  %a = s8[4096,1024]{1,0:T(32,128)(4,1)} parameter(0)
+  %b = s32[8]{0} parameter(1)
+  ROOT %rows = s8[8,1024]{1,0:T(8,128)(4,1)} fusion(%a, %b), kind=kCustom, calls=%lookup
+}
+"""
+
+
+def test_a_lookup_in_another_tiling_reads_its_rows():
+    assert moved_bytes(parse_program(ROWS_OF_BYTES)) == 8 * 1024 + 8 * 4 + 8 * 1024
+
 
 def test_loops_and_slices_count_what_they_move():
     computations = parse_program(LOOP)

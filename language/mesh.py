@@ -131,6 +131,12 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
         f"{shape.head_dim}, width {shape.embedding_dim}, context {shape.sequence_length}, vocabulary "
         f"{shape.vocab_size} of {shape.padded_vocab_size}; {config.attention} attention"
     )
+    if config.num_experts:
+        places = f"{config.expert_capacity} even shares in a sequence" if config.expert_capacity else "none is dropped"
+        run.print(
+            f"experts    {config.num_experts} in a layer, {shape.experts_per_token} for a token, which meets "
+            f"{shape.num_multiplied:,} of the parameters; places of an expert: {places}"
+        )
     if shape.embedding_dim % 128:
         padded = -(-shape.embedding_dim // 128) * 128
         run.print(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from mutations import make_irregular, mutated, mutated_json, no_hang
 from processes import run
-from test_llama_parity import GEMMA3, QWEN3, STRETCHED, hugging_face_model
+from test_llama_parity import GEMMA3, QWEN3, SHAPES, STRETCHED, hugging_face_model
 from test_tokenizer import trained
 
 for package in ("onnx", "onnxruntime", "onnxscript"):
@@ -47,6 +47,13 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(source, tmp_path_factory):
     return export(source, tmp_path_factory.mktemp("onnx") / "model", "--context=128", "--chunk=8")
+
+
+def test_a_mixture_of_experts_is_refused_by_name(tmp_path):
+    folder = hugging_face_folder(tmp_path / "theirs", SHAPES["mixtral"], num_layers=1)
+    with pytest.raises(InputError, match=r"a mixture of 8 experts \(mixtral\), which is not exported to ONNX"):
+        export(folder, tmp_path / "onnx")
+    assert not (tmp_path / "onnx").exists()
 
 
 def greedy(model, prompt, count):

@@ -412,6 +412,15 @@ OF_FAMILIES = [
 ]
 
 
+@pytest.mark.parametrize("experts, message", [(6, "experts.6.w1.weight is there"), (10, "block_sparse_moe.experts.8")])
+def test_a_folder_with_other_experts_than_its_configuration_says(folders, tmp_path, experts, message):
+    folder = Path(shutil.copytree(folders["mixtral"], tmp_path / "theirs"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": experts}))
+    with pytest.raises(InputError, match=message):
+        open_weights(folder)
+
+
 @pytest.mark.parametrize("changed, message", REFUSED, ids=lambda value: str(value)[:40])
 def test_a_configuration_of_another_model_is_refused(changed, message):
     with pytest.raises(InputError, match=re.escape(message)):

@@ -556,6 +556,22 @@ def test_a_fused_backward_kernel_is_five_products():
     assert [flash_seconds(kernel, v5e) / product for kernel in kernels] == pytest.approx([5, 4, 5])
 
 
+def test_a_kernel_of_grouped_products_is_as_long_as_its_products_or_its_bytes_take():
+    """As jax 0.7.1 writes it; the rows in its name are those of an even share of the tokens."""
+    kernel = (
+        "  %p = bf16[1024,{1}]{{1,0}} parameter(0)\n  %w = bf16[8,{2},{1}]{{2,1,0}} parameter(1)\n"
+        '  %gmm.4 = bf16[1024,{2}]{{1,0}} custom-call(%p, %w), custom_call_target="tpu_custom_call", '
+        "operand_layout_constraints={{bf16[1024,{1}]{{1,0}}, bf16[8,{2},{1}]{{2,1,0}}}}, "
+        'metadata={{op_name="jit(product)/grouped_product_{0}x{1}x{2}/jit(gmm)/pallas_call"}}\n'
+    )
+    v5e, found = parse_topology("v5litepod-1"), []
+    for rows, inputs, outputs in ((16384, 4096, 4096), (256, 4096, 4096)):
+        text = "ENTRY %main (a: f32[]) -> f32[] {\n" + kernel.format(rows, inputs, outputs) + "}\n"
+        found.append(ruled_ms(parse_program(text), v5e) / 1e3)
+    assert found[0] == pytest.approx(2 * 16384 * 4096**2 / 197e12)
+    assert found[1] == pytest.approx(2 * (2 * 1024 * 4096 + 8 * 4096**2) / 819e9)
+
+
 def test_our_kernels_say_how_many_blocks_they_compute():
     from language.flash_kernels import Blocks
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from run_files import assert_identical, read_lines, state_in
-from test_transformer_tpu import RUN, losses_of, train_all
+from test_transformer_tpu import RUN as USUAL
+from test_transformer_tpu import losses_of, train_all
 
 from language.layers import is_matrix
 from language.llama import Llama
@@ -22,6 +23,9 @@ MODEL = dict(
     model_size="mixtral_tiny", num_heads=4, embedding_dim=64, sequence_length=32, vocab_size=64, balance_loss=0.02,
     router_z_loss=0.001,
 )  # fmt: skip
+# a small rate: Adam makes a step of rounding errors where a gradient is near 0, and a token whose experts nearly tie
+# then chooses another one
+RUN = USUAL | dict(learning_rate=1e-3)
 OPTIONS = [f"--{name}={value}" for name, value in {**MODEL, **RUN, "save_every": 10, "device": "cpu"}.items()]
 TIGHT = "--expert_capacity=1.0"
 ONE = {
@@ -32,8 +36,6 @@ ONE = {
 EIGHT = {
     "all": ["--mesh=1x2x2x1x2", "--scan_layers", "--gradient_accumulation_steps=2"],
     "tight_4": ["--mesh=1x2x1x1x4", TIGHT],
-}
-EIGHT_SLOW = {
     "8_experts": ["--mesh=1x1x1x1x8"],
     "data_accumulated": ["--mesh=8x1x1", "--gradient_accumulation_steps=2"],
     "2_experts": ["--mesh=2x2x1x1x2", "--remat"],
@@ -89,7 +91,6 @@ def expected() -> dict:
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     train_all(folder, 1, [[name, *OPTIONS, *options] for name, options in ONE.items()])
-    train_all(folder, 8, [[name, *OPTIONS, *options] for name, options in EIGHT.items()])
     return folder
 
 
@@ -100,20 +101,27 @@ def check(folder, name: str, options: list[str], expected: dict) -> None:
     assert [line["dropped_tokens"] for line in lines] == wanted["dropped_tokens"].tolist()
 
 
-@pytest.mark.parametrize("name", [*ONE, *EIGHT])
-def test_every_mesh_equals_plain_pytorch(runs, expected, name):
-    check(runs, name.split("/")[-1], (ONE | EIGHT)[name], expected)
+@pytest.mark.parametrize("name", ONE)
+def test_one_device_equals_plain_pytorch(runs, expected, name):
+    check(runs, name.split("/")[-1], ONE[name], expected)
 
 
 @pytest.mark.slow
-def test_the_other_meshes_equal_plain_pytorch(tmp_path, expected):
-    train_all(tmp_path, 8, [[name, *OPTIONS, *options] for name, options in EIGHT_SLOW.items()])
-    for name, options in EIGHT_SLOW.items():
+def test_every_mesh_equals_plain_pytorch(runs, tmp_path, expected):
+    train_all(tmp_path, 8, [[name, *OPTIONS, *options] for name, options in EIGHT.items()])
+    for name, options in EIGHT.items():
         check(tmp_path, name, options, expected)
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert (summary["train_graphs"], summary["host_to_device_uploads_per_step"]) == (1, 0), name
+    assert tables_of(tmp_path / "tight_4") == tables_of(runs / "tight")
+
+
+def tables_of(run_dir) -> list:
+    return [line["tokens_of_experts"] for line in read_lines(run_dir) if line["kind"] == "eval"]
 
 
 def test_one_graph_and_no_upload_beside_the_batch(runs):
-    for name in (*ONE, *EIGHT):
+    for name in ONE:
         summary = json.loads((runs / name.split("/")[-1] / "summary.json").read_text())
         assert summary["train_graphs"] == 1 - name.endswith("resumed"), name
         assert summary["host_to_device_uploads_per_step"] == 0, name
@@ -129,13 +137,9 @@ def test_a_capacity_drops_tokens_and_without_one_none_is(expected):
 
 
 def test_an_evaluation_says_which_experts_the_tokens_chose(runs):
-    """Each token of the 16 rows chooses 2 experts in each of the 2 layers, on one device and on eight."""
-    tables = [
-        [line["tokens_of_experts"] for line in read_lines(runs / name) if line["kind"] == "eval"]
-        for name in ("tight", "tight_4")
-    ]
-    assert tables[0] == tables[1] and len(tables[0]) == 2
-    assert [sum(layer) for layer in tables[0][-1]] == [16 * 32 * 2] * 2
+    """Each token of the 16 rows chooses 2 experts in each of the 2 layers."""
+    tables = tables_of(runs / "plain")
+    assert len(tables) == 2 and [sum(layer) for layer in tables[-1]] == [16 * 32 * 2] * 2
 
 
 def test_flops_are_those_of_the_experts_that_a_token_chooses():

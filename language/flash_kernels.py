@@ -258,8 +258,8 @@ def backward(window: int, q_BHKT, k_BGKT, v_BGKT, out, logsumexp, grad, *rest):
         part = backward_of_rows(blocks, begins, *keys, *(row[..., first:end] for row in rows))
         dq.append(part[0])
         # added one by one: XLA's sum over an axis that is not the last takes four times as long
-        found = (x.reshape(*x.shape[:-3], G, H // G, K, seen).astype(jnp.float32) for x in part[1:])
-        found = (sum(x[..., head, :, :] for head in range(H // G)) for x in found)
+        found = (x.reshape(*x.shape[:-3], G, H // G, K, seen) for x in part[1:])
+        found = (sum(x[..., head, :, :].astype(jnp.float32) for head in range(H // G)) for x in found)
         found = [jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, T - seen))) for x in found]
         dk, dv = dk + found[0], dv + found[1]
     return jnp.concatenate(dq, -1), dk.astype(k_BGKT.dtype), dv.astype(v_BGKT.dtype)

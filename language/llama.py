@@ -107,11 +107,11 @@ def block(
     w,
     shape: LlamaShape,
     attention,
-    positions,
     hold_sharding=lambda x: x,
     shared=None,
     kept=NOTHING,
     window=0,
+    positions=None,
     experts: Callable = mixture,
 ):
     """(x,) after one layer, with experts (x, routing of route()). w: its parameters by name, as Llama.cast() gives

@@ -8,6 +8,7 @@ value. Three times: grouped heads; the same with two documents in the first row;
 queries of a device in two parts, as those are whose gradient does not fit on the chip at once.
 """
 
+import re
 from functools import partial
 
 import numpy as np
@@ -50,6 +51,8 @@ for documents, window in ((None, 0), (starts, 0), (starts, 140)):
         attend = shared(attention, mesh, way) if way else attention
         out = attend(*(x.requires_grad_() * 1 for x in inputs), of_rows, window=window)
         out.backward(grad * 1)  # what lies on the device is marked already
+        program = torch_xla._XLAC._get_xla_tensors_hlo([out, *(x.grad for x in inputs)])
+        assert not re.search(rf"\[[\d,]*{T},{T}\]", program), "scores of all positions and all others"
         found.append([x.cpu()[:, order.argsort()] for x in (out.detach(), *(x.grad for x in inputs))])
     for other in found[1:]:
         print(*(((x - plain).abs().max() / plain.abs().max()).item() for x, plain in zip(other, found[0], strict=True)))

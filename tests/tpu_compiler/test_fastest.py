@@ -578,6 +578,9 @@ def test_our_kernels_say_how_many_blocks_they_compute():
     assert Blocks(512, 0, 1024, 1024, 0).name("forward") == "causal_forward_3_blocks_of_512"
     assert Blocks(128, 256, 128, 384, 0).name("backward") == "causal_backward_3_blocks_of_128"
     assert Blocks(128, 0, 1024, 1024, 128).name("forward") == "causal_forward_15_blocks_of_128"
+    shared = [Blocks(128, first, 256, 2048, 0, 4).name("backward") for first in (0, 256)]  # each device's early blocks
+    assert Blocks(128, 0, 512, 2048, 0, 4).name("backward") == "causal_backward_34_blocks_of_128"
+    assert shared == ["causal_backward_9_blocks_of_128", "causal_backward_25_blocks_of_128"]  # the mean of four
     minor = KERNEL.replace("1024,64]{{3", "64,1024]{{3")
     text = "ENTRY %main (a: f32[]) -> f32[] {\n"
     for name in ("causal_forward_3_blocks_of_512", "causal_backward_3_blocks_of_512"):

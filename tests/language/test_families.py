@@ -128,7 +128,8 @@ def test_slices_of_queries_and_a_window_are_the_whole_square(window):
         (out * torch.arange(8)).sum().backward()
         runs.append([out.detach(), *(x.grad for x in inputs)])
     for found in runs[:2]:
-        assert max(relative_error(a, b) for a, b in zip(found, runs[2], strict=True)) < 1e-5
+        for a, b in zip(found, runs[2], strict=True):  # with a window of 1 gradients of q and k are 0 but for rounding
+            assert (a - b).abs().max() < 1e-5 * b.abs().max().clamp(min=1.0)
 
 
 def test_a_layer_with_a_window_counts_its_window_in_the_flops():

@@ -1,6 +1,6 @@
 """Train or fine-tune a language model on a mesh of TPU devices.
 
-Data, FSDP, tensor and expert parallel. Models: language/gpt.py, language/llama.py.
+Data, FSDP, tensor, context and expert parallel. Models: language/.
 
 Run:     python transformer_tpu.py
              quick_test: a Markov chain of known entropy

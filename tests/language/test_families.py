@@ -64,7 +64,7 @@ def test_decoding_with_the_cache_is_the_forward_pass(name):
     expected = model(tokens)[..., : shape.vocab_size].detach()
     model.to(device)
     first, found, cache = cached_logits(model, tokens, lengths.tolist())
-    assert [values.shape[2] for values in cache.values] == [window or T for window in shape.windows]
+    assert [values.shape[3] for values in cache.values] == [window or T for window in shape.windows]
     assert first == expected[range(2), lengths - 1].argmax(-1).tolist()
     for row, length in enumerate(lengths.tolist()):
         assert relative_error(found[:, row], expected[row, length : length + len(found)]) < 1e-4, name

@@ -277,6 +277,7 @@ def test_annotations_as_text_are_understood():
         (CifarConfig, ["--download"], "dataset is stripes; choose --dataset cifar10, or leave --download out"),
         (TransformerConfig, ["--dataset=text", "--download"], "--download has no effect: dataset is text; leave"),
         (TransformerConfig, ["--lora_alpha=8"], "lora_rank is 0; leave --lora_alpha out"),
+        (TransformerConfig, ["--expert_capacity=2"], "num_experts is 0; leave --expert_capacity out"),
         (TransformerConfig, ["--tokenizer=gpt2"], "choose --dataset tokens or chat, or leave --tokenizer out"),
         (
             TransformerConfig,
@@ -365,7 +366,15 @@ def test_what_shapes_the_computation_is_not_free_on_resume():
     text = shaping | {"train_data", "validation_data", "document_separator", "bucketed", "model_size", "num_layers"}
     text |= {"num_heads", "embedding_dim", "sequence_length", "vocab_size", "num_steps", "gradient_accumulation_steps"}
     text |= {"clip_gradient_norm", "eval_every", "eval_batches", "dropout"}
-    text |= {"model_config", "lora_rank", "lora_alpha", "chat_format"}
+    text |= {
+        "model_config",
+        "lora_rank",
+        "lora_alpha",
+        "chat_format",
+        "expert_capacity",
+        "balance_loss",
+        "router_z_loss",
+    }
     cifar = shaping | {"num_epochs", "max_shift", "depth", "width", "flip"}
     mnists = dict.fromkeys((MnistConfig, DistributedMnistConfig, DdpMnistConfig), mnist)
     expected = {**mnists, CifarConfig: cifar, TransformerConfig: text}

@@ -180,7 +180,7 @@ def test_a_configuration_of_ones_own(tmp_path):
         (DEEP, "cannot be read as JSON: it is nested too deep"),
         ("[]", "holds list; expected a JSON object"),
         ("{}", "names no preset; expected the options of this script"),
-        (dataclasses.asdict(TransformerConfig()), "has 'attention', 'bucketed', .*expected the options of this"),
+        (dataclasses.asdict(TransformerConfig()), "has 'attention', 'balance_loss', .*expected the options of this"),
         (KNOWN | {"num_layers\n": 3}, r"has 'num_layers\\n'; expected the options of this script \(MnistConfig\)"),
         (KNOWN | {"channels": "5"}, "holds options that cannot work: channels is '5'; expected int"),
         (KNOWN | {"learning_rate": 10**400}, "learning_rate is 10*; expected float"),

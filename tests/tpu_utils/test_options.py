@@ -366,15 +366,8 @@ def test_what_shapes_the_computation_is_not_free_on_resume():
     text = shaping | {"train_data", "validation_data", "document_separator", "bucketed", "model_size", "num_layers"}
     text |= {"num_heads", "embedding_dim", "sequence_length", "vocab_size", "num_steps", "gradient_accumulation_steps"}
     text |= {"clip_gradient_norm", "eval_every", "eval_batches", "dropout"}
-    text |= {
-        "model_config",
-        "lora_rank",
-        "lora_alpha",
-        "chat_format",
-        "expert_capacity",
-        "balance_loss",
-        "router_z_loss",
-    }
+    text |= {"model_config", "lora_rank", "lora_alpha", "chat_format"}
+    text |= {"expert_capacity", "balance_loss", "router_z_loss"}
     cifar = shaping | {"num_epochs", "max_shift", "depth", "width", "flip"}
     mnists = dict.fromkeys((MnistConfig, DistributedMnistConfig, DdpMnistConfig), mnist)
     expected = {**mnists, CifarConfig: cifar, TransformerConfig: text}

@@ -60,6 +60,9 @@ def product(equation: str, x_BTI, weight, adapter=None):
 
 def head_product(x_BTD, weight_VD):
     read = widened(weight_VD, x_BTD.dtype)
+    if x_BTD.device.type != "xla":  # an export gives one position, (1, D)
+        return scaled(F.linear(x_BTD, read), weight_VD)
+    # by einsum: F.linear would flatten batch and time, of which both may be sharded
     return scaled(of_one_token(x_BTD, read) if decodes(x_BTD) else torch.einsum("btd,vd->btv", x_BTD, read), weight_VD)
 
 

@@ -26,7 +26,7 @@ EIGHT_SLOW = {
     "llama": [*LLAMA, "--mesh=1x1x2x4", "--gradient_accumulation_steps=4", "--remat"],
 }
 TWO_SLOW = {
-    "dropped": ["--mesh=1x1x1x2", "--dropout=0.2", "--scan_layers"],
+    "dropped": ["--mesh=1x1x1x2", "--dropout=0.2", "--scan_layers", "--remat"],
     "llama": [*LLAMA, "--mesh=1x1x1x2", "--remat", "--remat_keep=residual"],
 }
 
@@ -111,6 +111,7 @@ def test_each_way_of_attention_is_attention_over_the_whole():
 @pytest.mark.parametrize(
     ("changes", "devices", "message"),
     [
+        (dict(mesh="1x1x1x2", scan_layers=True), 2, "the context axis of the mesh is 2, where a loop .* needs --remat"),
         (
             dict(mesh="1x1x1x3", embedding_dim=96),
             3,

@@ -39,7 +39,7 @@ def problem(config, tensor: int, devices: int) -> str | None:
             f"context_attention is {config.context_attention}, but the mesh has no context axis; leave it out, or give "
             "--mesh DATAxFSDPxTENSORxCONTEXT"
         )
-    if config.scan_layers and not config.remat:  # what autograd saves in a device's own part cannot be stacked by a loop
+    if config.scan_layers and not config.remat:  # what autograd saves of a device's part cannot be stacked
         return (
             f"scan_layers is on and remat is off, but the context axis of the mesh is {devices}, where a loop over the "
             "layers needs --remat; give it, or leave --scan_layers out"

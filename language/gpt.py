@@ -45,13 +45,19 @@ LAYER_VECTORS = ("ln1_weight", "ln1_bias", "qkv_bias", "attention_out_bias")
 LAYER_VECTORS += ("ln2_weight", "ln2_bias", "mlp_in_bias", "mlp_out_bias")
 
 
-def block(x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shared=None, kept=NOTHING):
+def block(
+    x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shared=None, kept=NOTHING,
+    hold_positions=lambda x: x,
+):  # fmt: skip
     """(x,) after one pre-norm layer. w: its parameters by name, as GPT.cast() gives them (biases of q scaled).
 
-    With dropout p: w["dropout_keys"] (2, B) for its two calls. shared: positions(x_BTD.shape[1:]), for both.
+    With dropout p: w["dropout_keys"] (2, B) for its two calls. shared: positions(x_BTD.shape[1:]), for both, as
+    devices hold them; None: they are made here.
     """
     keys = w.get("dropout_keys")  # None: nothing is dropped
     D = x_BTD.shape[-1]
+    if keys is not None and shared is None:
+        shared = hold_positions(positions(x_BTD.shape[1:], x_BTD.device))
     y = layer_norm(x_BTD, w["ln1_weight"], w["ln1_bias"])
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
     q, k, v = zip(w["qkv_weight"].view(3, num_heads, -1, D), w["qkv_bias"].view(3, num_heads, -1), strict=True)
@@ -86,7 +92,12 @@ class GPT(Decoder):
         self.dropout = dropout
         attention = attention or causal_attention
         self.block = partial(
-            block, num_heads=shape.num_heads, attention=attention, hold_sharding=self.hold_sharding, p=dropout
+            block,
+            num_heads=shape.num_heads,
+            attention=attention,
+            hold_sharding=self.hold_sharding,
+            p=dropout,
+            hold_positions=self.hold_positions,
         )
 
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:

@@ -107,7 +107,7 @@ def compute_gradients(model: Decoder, tokens_BS, config, keys_B=None):
     With several micro-batches, their forward and backward passes are a loop inside the graph, so neither the graph nor
     the memory of activations grows with their number. (torch_xla.experimental.gradient_accumulation syncs in it.)
     """
-    trained = model.trained()
+    trained, accumulation_steps = model.trained(), config.gradient_accumulation_steps
     names, parameters = zip(*sorted(model.named_parameters(), key=lambda item: item[0] not in trained), strict=True)
 
     def summed_loss(weights, tokens, *keys):
@@ -127,7 +127,6 @@ def compute_gradients(model: Decoder, tokens_BS, config, keys_B=None):
         return [*(value.detach() for value in reported), *(weight.grad for weight in weights[: len(trained)])]
 
     batch = [tokens_BS] if keys_B is None else [tokens_BS, keys_B]
-    accumulation_steps = config.gradient_accumulation_steps
     if accumulation_steps == 1:
         objective, *reported = summed_loss(parameters, *batch)
         objective.backward()
@@ -169,7 +168,8 @@ def eval_step(model, tokens_BS):
     with torch.no_grad():
         (inputs, targets), routing = inputs_and_targets(model, tokens_BS), []
         loss = losses(model(inputs, routing=routing), targets, model.shape.vocab_size).sum(1)
-        result = torch.stack([loss, (targets >= 0).sum(1).float(), *tokens_of_experts(routing)], 1)
+        result = torch.stack([loss, (targets >= 0).sum(1).float()], 1)
+        result = torch.cat([result, *tokens_of_experts(routing, targets)], 1)
         if model.mesh is not None:
             xs.mark_sharding(result, model.mesh, (None, None))  # every host reads all of it
         return result

@@ -10,14 +10,13 @@ Shape suffixes: B batch, T time, S = T + 1; H heads of queries, G heads of keys 
 the axis.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch_xla.distributed.spmd as xs
 
-from language.loops import BATCH
+from language.loops import BATCH, enter, sum_over, whole
 
 
 def size_of(mesh: xs.Mesh | None) -> int:
@@ -98,14 +97,13 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mesh, spec, over=None):
         ctx.mesh, ctx.spec, ctx.over = mesh, spec, over
-        # times 1: marking what lies on the device already would upload it again
-        return xs.enable_manual_sharding(x * 1, spec, mesh=mesh).global_tensor
+        return enter(x, mesh, spec)
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.over is None:
             return whole(grad, ctx.mesh, ctx.spec), None, None, None
-        return whole(grad[None], ctx.mesh, (ctx.over, *ctx.spec)).sum(0), None, None, None
+        return sum_over(ctx.over, grad, ctx.mesh, ctx.spec), None, None, None
 
 
 class Leave(torch.autograd.Function):
@@ -118,14 +116,7 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return xs.enable_manual_sharding(grad * 1, ctx.spec, mesh=ctx.mesh).global_tensor, None, None
-
-
-def whole(shard, mesh: xs.Mesh, spec: tuple):
-    sizes = mesh.shape()
-    axes = [(axis,) if isinstance(axis, str) else axis or () for axis in spec]
-    shape = [n * math.prod(sizes[axis] for axis in over) for n, over in zip(shard.shape, axes, strict=True)]
-    return xs.disable_manual_sharding(shard, spec, torch.Size(shape), mesh=mesh).global_tensor
+        return enter(grad, ctx.mesh, ctx.spec), None, None
 
 
 def gathered(attention: Callable, mesh: xs.Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):

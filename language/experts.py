@@ -9,7 +9,6 @@ Shape suffixes: B batch, T time, D width, X experts, J experts of a token, E wid
 S slots.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import torch_xla.core.xla_op_registry as xla_ops
 import torch_xla.distributed.spmd as xs
 
 from language import expert_kernels
-from language.loops import BATCH, enter, loop_in_graph
+from language.loops import BATCH, enter, loop_in_graph, sum_over, whole
 from language.routing import constant, is_of, numbers, route, slots_of_capacity
 
 GROUPS = ("data", "fsdp")  # devices whose tokens are routed together along "expert", where nothing is dropped
@@ -58,7 +57,7 @@ class Slots(NamedTuple):
     is_kept_NJ: torch.Tensor
     """0: of an expert that lies elsewhere, or dropped."""
     of_experts: torch.Tensor
-    """The expert of each block of slots; without blocks the slots of each expert."""
+    """The expert of each block of slots; without blocks how many slots each expert has."""
 
 
 def block_size(pairs: int, num_experts: int) -> int:
@@ -66,43 +65,48 @@ def block_size(pairs: int, num_experts: int) -> int:
     return 1 << max(0, min(9, int(pairs / num_experts / 4).bit_length() - 1))
 
 
+def in_order(experts_GNJ, num_experts: int):
+    """(G, N J) int32: the pairs of a token and one of its experts in the order of experts, each as token * J2 + which,
+    where J2 is the power of two from J on. By one sort of a number each. Raises ValueError above 32 bits."""
+    (_, N, J), like = experts_GNJ.shape, experts_GNJ
+    J2, N2 = 1 << (J - 1).bit_length(), 1 << (N - 1).bit_length()
+    if (num_experts + 1) * N2 * J2 > 1 << 31 or N2 * J2 > 1 << 24:
+        raise ValueError(
+            f"{N} tokens of {J} experts on a device, and {num_experts} experts; expected fewer: 32-bit numbers"
+        )
+    place = numbers(N, like)[:, None] * constant(J2, like) + numbers(J, like)
+    ordered = (experts_GNJ * constant(N2 * J2, like).int() + place.int()).flatten(1).sort(-1).values
+    return ordered & constant(N2 * J2 - 1, like).int()
+
+
 def assign(experts_GNJ, num_experts: int, capacity: int, block: int) -> Slots:
     """experts: below num_experts, else they lie elsewhere. capacity: slots of an expert in each group. 0: they lie
     in blocks of this size, each of one expert; with a size of 0 one after the other."""
-    (G, N, J), X = experts_GNJ.shape, num_experts
-    like = experts_GNJ
+    (G, N, J), X, like = experts_GNJ.shape, num_experts, experts_GNJ
     chosen = is_of(experts_GNJ, X)  # (G, N, J, X)
     taken = chosen.float().sum(2)
     counts, rank, first = taken.sum(1), ranks(taken), before(taken.sum(1))
-    group = numbers(G, like)[:, None]
-    of_experts = None
+    group, pairs = numbers(G, like)[:, None], N * min(J, X)
+    # of each expert the first slot, begins; of each block the first of the pairs in order, start, and how many it has
     if capacity:
         begins = (numbers(X, like) + group * constant(X, like)) * constant(capacity, like)
-        start, left, of_experts, block = first.view(-1), counts.view(-1), numbers(X, like).repeat(G), capacity
+        start, left, of_experts, block = first.view(-1), counts.view(-1), counts.view(-1), capacity
     elif not block:  # G is 1
-        begins, start, left, of_experts = first, constant(0, like), counts.sum(1), counts.view(-1)
-        block = N * min(J, X)
+        begins, start, left, of_experts, block = first, constant(0, like), counts.sum(1), counts.view(-1), pairs
     else:  # G is 1
         size = constant(block, like)
         blocks = ((counts + constant(block - 1, like)) / size).floor()
-        begins, pairs = before(blocks) * size, N * min(J, X)
+        begins = before(blocks) * size
         number = numbers((pairs + min(pairs, X) * (block - 1)) // block, like)
         of_experts = (before(blocks) + blocks <= number[:, None]).float().sum(-1)
         of_experts = torch.minimum(of_experts, constant(X - 1, like))  # of blocks behind the last one
         own = is_of(of_experts, X)
         here = number * size - torch.where(own, begins, 0.0).sum(-1)  # rows of the expert before the block
         start, left = torch.where(own, first, 0.0).sum(-1) + here, torch.where(own, counts, 0.0).sum(-1) - here
-    # pairs in the order of experts, by one sort of a number each: expert, token, which of its experts
-    J2, N2 = 1 << (J - 1).bit_length(), 1 << (N - 1).bit_length()
-    if (X + 1) * N2 * J2 > 1 << 31 or N2 * J2 > 1 << 24:
-        raise ValueError(f"{N} tokens of {J} experts on a device, and {X} experts; expected fewer: 32-bit numbers")
-    place = numbers(N, like)[:, None] * constant(J2, like) + numbers(J, like)
-    ordered = (experts_GNJ * constant(N2 * J2, like).int() + place.int()).flatten(1).sort(-1).values
-    ordered = ordered & constant(N2 * J2 - 1, like).int()
-    within = numbers(block, like)
+    within, J2 = numbers(block, like), 1 << (J - 1).bit_length()
     at = torch.maximum(start[:, None] + within, constant(0, like)).minimum(constant(N * J - 1, like))
     at = at.view(G, -1) + group * constant(N * J, like)
-    place_GS = ordered.flatten().index_select(0, at.int().flatten()).view(G, -1)
+    place_GS = in_order(experts_GNJ, X).flatten().index_select(0, at.int().flatten()).view(G, -1)
     which = place_GS & constant(J2 - 1, like).int()
     token = (place_GS - which).float() / constant(J2, like) + group * constant(N, like)
     slot = torch.where(chosen, (begins.view(-1, 1, X) + rank)[:, :, None], 0.0).sum(-1)
@@ -121,18 +125,11 @@ def on_each_device(function: Callable, arguments: list, results: list):
     mesh = xs.get_global_mesh()
     if mesh is None:
         return function(*(tensor for tensor, _ in arguments))
-    sizes = mesh.shape()
-
-    def along(axes) -> int:
-        return math.prod(sizes[axis] for axis in ([axes] if isinstance(axes, str) else axes or ()))
-
     outputs, found = function(*(enter(tensor, mesh, spec) for tensor, spec in arguments)), []
     for value, (spec, summands) in zip(outputs, results, strict=True):
-        spec, is_sum = (*spec, *(None,) * (value.dim() - len(spec))), along(summands) > 1
-        value, spec = (value[None], (summands, *spec)) if is_sum else (value, spec)
-        size = torch.Size(n * along(axes) for n, axes in zip(value.shape, spec, strict=True))
-        value = xs.disable_manual_sharding(value, spec, size, mesh=mesh).global_tensor
-        found.append(value.sum(0) if is_sum else value)
+        spec = (*spec, *(None,) * (value.dim() - len(spec)))
+        in_parts = any(mesh.shape()[axis] > 1 for axis in summands)
+        found.append(sum_over(summands, value, mesh, spec) if in_parts else whole(value, mesh, spec))
     return found
 
 
@@ -142,9 +139,6 @@ class Layout(NamedTuple):
     tokens: tuple
     slots: tuple
     summed: tuple[str, ...]
-
-    def token_specs(self, count: int) -> list[tuple]:
-        return [self.tokens] * count
 
 
 GATHERED = Layout((GROUPS, "context"), (ALL,), ("expert",))
@@ -281,12 +275,11 @@ class GroupedProduct(torch.autograd.Function):
     def forward(ctx, rows_SI, weights, block_experts, split: str, kernels: tuple[int, int] | None):
         ctx.split, ctx.kernels = split, kernels
         ctx.save_for_backward(rows_SI, weights, block_experts)
-        outputs = weights.shape[1:-1]
 
         def product(rows, weights, blocks):
             return [grouped(rows, weights.flatten(1, -2), blocks, False, kernels).unflatten(1, weights.shape[1:-1])]
 
-        of_rows, of_weights, of_outputs = specs(split, len(outputs))
+        of_rows, of_weights, of_outputs = specs(split, weights.dim() - 2)
         arguments = [(rows_SI, of_rows), (weights, of_weights), (block_experts, (ALL,))]
         return on_each_device(product, arguments, [(of_outputs, ("tensor",) if split == "inputs" else ())])[0]
 
@@ -307,8 +300,8 @@ class GroupedProduct(torch.autograd.Function):
         results = [(of_rows, ("tensor",) if ctx.split == "outputs" else ())] if wanted[0] else []
         results += [(of_weights, (*GROUPS, "context"))] if wanted[1] else []
         found = iter(on_each_device(gradients, arguments, results))
-        of_rows = next(found) if wanted[0] else None
-        return of_rows, next(found).to(weights.dtype) if wanted[1] else None, None, None, None
+        of_rows, of_weights = (next(found) if one else None for one in wanted[:2])
+        return of_rows, None if of_weights is None else of_weights.to(weights.dtype), None, None, None
 
 
 def specs(split: str, num_outputs: int) -> tuple[tuple, tuple, tuple]:
@@ -326,8 +319,8 @@ def local_experts(experts, first, count: int):
 
 def mixture(y_BTD, w, shape, activation: Callable, capacity: float = 0.0, kernels: bool = False):
     """(what the experts of each token give, (B, T, D); routing of route()). w: a layer's parameters by name. capacity:
-    of an expert in each sequence, in even shares; 0: as much as it is given. kernels: those
-    of expert_kernels.py, on a TPU."""
+    of an expert in each sequence, in even shares; 0: as much as it is given. kernels: those of
+    expert_kernels.py, on a TPU."""
     weights, experts, routing = route(y_BTD, w["router_weight"], shape.experts_per_token, shape.normalised_experts)
     gate_up, out = w["expert_gate_up_weight"], w["expert_out_weight"]
     if capacity:

@@ -5,6 +5,7 @@ are sharded. Private interfaces of torch_xla 2.9.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -115,7 +116,7 @@ def sums_over_parts(model, function: Callable, sums: list, constants: list, part
     parts = [enter(t, mesh, (None, BATCH, *(None,) * (t.dim() - 2))) for t in parts]
     with each_device_alone(model):
         sums = loop_in_graph(add, [whole(t) for t in carry], parts, enter=whole)[0][: len(sums)]
-    return [leave(t, mesh) for t in sums]
+    return [sum_over(mesh.axis_names, t, mesh, (None,) * t.dim()) for t in sums]
 
 
 @contextlib.contextmanager
@@ -137,7 +138,14 @@ def enter(tensor, mesh: xs.Mesh, spec: tuple):
     return xs.enable_manual_sharding(tensor * 1, spec, mesh=mesh).global_tensor
 
 
-def leave(value, mesh: xs.Mesh):
-    """The sum of the devices' values of one shape."""
-    spec, size = (mesh.axis_names, *(None,) * value.dim()), torch.Size((mesh.size(), *value.shape))
-    return xs.disable_manual_sharding(value[None], spec, size, mesh=mesh).global_tensor.sum(0)
+def whole(shard, mesh: xs.Mesh, spec: tuple):
+    """The tensor whose shards the devices hold."""
+    sizes = mesh.shape()
+    axes = [(axis,) if isinstance(axis, str) else axis or () for axis in spec]
+    shape = [n * math.prod(sizes[axis] for axis in over) for n, over in zip(shard.shape, axes, strict=True)]
+    return xs.disable_manual_sharding(shard, spec, torch.Size(shape), mesh=mesh).global_tensor
+
+
+def sum_over(axes, value, mesh: xs.Mesh, spec: tuple):
+    """The tensor whose shards are sums of what the devices along these mesh axes hold."""
+    return whole(value[None], mesh, (axes, *spec)).sum(0)

@@ -56,8 +56,8 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         )
     if expert > 1 and not config.num_experts:
         raise InputError(
-            f"the expert axis of the mesh is {expert}, but {config.model_size} has no experts; choose --mesh "
-            f"{data * expert}x{fsdp}x{tensor}"
+            f"the expert axis of the mesh is {expert}, but the model has no experts; choose --mesh "
+            f"{data * expert}x{fsdp}x{tensor}x{devices}"
         )
     for name, value, axis, size in (
         ("num_heads", shape.num_heads, "tensor", tensor),

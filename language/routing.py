@@ -53,9 +53,15 @@ def slots_of_capacity(shape, length: int, capacity: float) -> int:
     return min(length, -(-math.ceil(share * capacity) // 8) * 8)
 
 
+def with_targets(targets_BT):
+    """(B, 1), 1.0 for each sequence that has a target, 0.0 for those that fill up a batch."""
+    return (targets_BT >= 0).any(1, keepdim=True).float()
+
+
 def with_routers(loss, routing: list, targets_BT, config) -> tuple:
     """(what the gradients are of, the loss, REPORTED) of a micro-batch. loss: summed over its targets. routing: as a
-    model's forward() fills it; empty: there are no experts, and nothing is added.
+    model's forward() fills it; empty: there are no experts, and nothing is added. Sequences without a target do not
+    count.
 
     balance_loss: X sum_x f_x P_x, mean over layers, where f_x of the tokens chose expert x, of mean probability P_x
     (Fedus et al. 2021; transformers takes f and P of all layers together). router_z: the mean square of the logits'
@@ -64,21 +70,24 @@ def with_routers(loss, routing: list, targets_BT, config) -> tuple:
     """
     if not routing:
         return loss, loss
-    (_, B, R), T, share = routing[0].shape, targets_BT.shape[1], 1 / config.gradient_accumulation_steps
-    shape, X = config.shape, R // 2
-    probability, z, chose = routing[0].split([X, 1, X], -1)
-    balance, z = X * (chose.mean(1) / T * probability.mean(1)).sum(-1).mean(), z.mean()
-    loads = chose.sum(1) * (X / (B * T * shape.experts_per_token))
+    shape, X, T = config.shape, config.num_experts, targets_BT.shape[1]
+    share, counted = 1 / config.gradient_accumulation_steps, with_targets(targets_BT)
+    # of the sequences that count, (L, X) and (L, 1)
+    probability, z, chose = (routing[0] * counted).sum(1).div(counted.sum().clamp(min=1.0)).split([X, 1, X], -1)
+    balance, z = X * (chose / T * probability).sum(-1).mean(), z.mean()
+    loads = chose * (X / (T * shape.experts_per_token))
     places = slots_of_capacity(shape, T, config.expert_capacity) if config.expert_capacity else T
-    dropped = (chose - places).clamp(min=0).sum()
+    dropped = ((routing[0][..., X + 1 :] - places).clamp(min=0) * counted).sum()
     count = (targets_BT >= 0).sum().float()  # the loss is a sum, too
     objective = loss + count * (config.balance_loss * balance + config.router_z_loss * z)
     return objective, loss, balance * share, z * share, loads.flatten().amax(0) * share, dropped
 
 
-def tokens_of_experts(routing: list) -> list:
-    """How many tokens of each sequence chose an expert, (B,) for each expert of each layer; [] without experts."""
-    return [chose for decided in routing for layer in decided for chose in layer.unbind(-1)[layer.shape[-1] // 2 + 1 :]]
+def tokens_of_experts(routing: list, targets_BT) -> list:
+    """[how many tokens of each sequence chose each expert of each layer, (B, L X)]; [] without experts. Sequences
+    without targets, which fill up a batch, have 0."""
+    of_experts = (decided[..., decided.shape[-1] // 2 + 1 :] for decided in routing)
+    return [(chose * with_targets(targets_BT)).transpose(0, 1).flatten(1) for chose in of_experts]
 
 
 def as_table(chosen, config) -> dict[str, list]:

@@ -39,7 +39,7 @@ def rows_of(padding: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.where(hidden, ~tokens, tokens))
 
 
-@pytest.fixture(params=["tiny", "llama_tiny"])
+@pytest.fixture(params=["tiny", "llama_tiny", "mixtral_tiny"])
 def config(request):
     return TransformerConfig(**GIVEN, model_size=request.param)
 
@@ -89,13 +89,13 @@ def test_the_training_loss_is_the_mean_over_targets_and_its_step_moves_the_weigh
     def trained(rows) -> tuple[float, dict[str, torch.Tensor]]:
         model = model_of(config)
         optimizer = make_optimizer(config, model.parameters())
-        metrics = DeviceMetrics(["loss", "gradient_norm"], 4, torch.device("cpu"))
+        metrics = DeviceMetrics(["loss", "gradient_norm", *model.reported], 4, torch.device("cpu"))
         transformer_tpu.train_step.__wrapped__(model, optimizer, learning_rates(config, 4), metrics, rows, config)
         assert all(parameter.grad is None for parameter in model.parameters())
         return float(metrics.read(0, 1)["loss"][0]), dict(model.named_parameters())
 
     loss, weights = trained(rows)
-    sums, counts = evaluated(model_of(config), rows).sum(0)
+    sums, counts = evaluated(model_of(config), rows).sum(0)[:2]
     assert loss == pytest.approx(sums / counts, rel=1e-5), "a mean over targets, not over rows"
     means = [trained(rows[one : one + 1])[0] for one in range(ROWS)]
     assert abs(np.mean(means) - loss) > 1e-3 * loss, "rows have as many targets, so nothing is told apart"

@@ -158,7 +158,11 @@ def test_flops_are_those_of_the_experts_that_a_token_chooses():
             2,
             "expert_capacity is 1.25, .* but the context axis of the mesh is 2",
         ),
-        (dict(mesh="1x1x1x1x4", model_size="llama_tiny"), 4, "the expert axis of the mesh is 4, but llama_tiny has no"),
+        (
+            dict(mesh="1x1x1x1x4", model_size="llama_tiny"),
+            4,
+            "the expert axis of the mesh is 4, but the model has no experts; choose --mesh 4x1x1x1",
+        ),
     ],
 )
 def test_meshes_that_cannot_work(changes, devices, message):

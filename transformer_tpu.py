@@ -114,7 +114,7 @@ def compute_gradients(model: Decoder, tokens_BS, config, keys_B=None):
         (inputs, targets), routing = inputs_and_targets(model, tokens), []
         named = dict(zip(names, weights, strict=True))
         logits = torch.func.functional_call(model, named, (inputs, *keys), dict(routing=routing))
-        loss = losses(logits, targets, model.shape.vocab_size).sum()
+        loss = losses(logits, targets, model.shape.vocab_size, model.mesh).sum()
         return with_routers(loss, routing, targets, config)  # of a mixture of experts: how evenly they are used
 
     def micro_batch(weights, rows):  # what it adds to the loss and to the gradients
@@ -167,7 +167,7 @@ def eval_step(model, tokens_BS):
     """Summed loss and number of targets of every sequence, (B, 2) float32; then what the routers of experts chose."""
     with torch.no_grad():
         (inputs, targets), routing = inputs_and_targets(model, tokens_BS), []
-        loss = losses(model(inputs, routing=routing), targets, model.shape.vocab_size).sum(1)
+        loss = losses(model(inputs, routing=routing), targets, model.shape.vocab_size, model.mesh).sum(1)
         result = torch.stack([loss, (targets >= 0).sum(1).float()], 1)
         result = torch.cat([result, *tokens_of_experts(routing, targets)], 1)
         if model.mesh is not None:

@@ -141,4 +141,4 @@ class GPT(Decoder):
         of_blocks = [{"shared": indices} for _ in layers]
         x, _ = self.through_layers(self.hold_sharding(x.to(self.compute_dtype)), layers, of_blocks)
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
-        return head_product(x, cast["token_embedding"])
+        return head_product(x, cast["token_embedding"], self.mesh)

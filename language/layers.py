@@ -58,12 +58,12 @@ def product(equation: str, x_BTI, weight, adapter=None):
     return add_adapter(scaled(y, weight), x_BTI, adapter)
 
 
-def head_product(x_BTD, weight_VD):
+def head_product(x_BTD, weight_VD, mesh=None):
+    """Logits. F.linear makes one axis of batch and time, for which see losses() of operations.py."""
     read = widened(weight_VD, x_BTD.dtype)
-    if x_BTD.device.type != "xla":  # an export gives one position, (1, D)
-        return scaled(F.linear(x_BTD, read), weight_VD)
-    # by einsum: F.linear would flatten batch and time, of which both may be sharded
-    return scaled(of_one_token(x_BTD, read) if decodes(x_BTD) else torch.einsum("btd,vd->btv", x_BTD, read), weight_VD)
+    if decodes(x_BTD):
+        return scaled(of_one_token(x_BTD, read), weight_VD)
+    return scaled(torch.einsum("btd,vd->btv", x_BTD, read) if size_of(mesh) > 1 else F.linear(x_BTD, read), weight_VD)
 
 
 def decodes(x_BTI) -> bool:

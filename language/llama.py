@@ -270,4 +270,4 @@ class Llama(Decoder):
     def head(self, x_BTD, cast):
         """Logits of what the last layer gave."""
         x_BTD = rms_norm(x_BTD, cast["final_ln_weight"], self.shape.norm_eps)
-        return head_product(x_BTD, cast["token_embedding" if self.shape.tied_head else "head_weight"])
+        return head_product(x_BTD, cast["token_embedding" if self.shape.tied_head else "head_weight"], self.mesh)

@@ -8,6 +8,8 @@ R = H / G, K head_dim, V padded vocabulary, N = B * T.
 import torch
 import torch.nn.functional as F
 
+from language.context import size_of
+
 
 class LayerNorm(torch.autograd.Function):
     """Of x (B, T, D): float32 inside one fusion, the dtype of x in memory. E[x^2] - E[x]^2 reads x once.
@@ -212,7 +214,6 @@ class CrossEntropy(torch.autograd.Function):
 
     Logits stay in the compute dtype in memory. The target's logit is picked by comparison: a gather over a sharded
     vocabulary would all-gather the logits. The pick is a maximum, which XLA fuses into the matrix product before it.
-    Batch and time stay two axes: one of both could not be sharded along both, and the partitioner would gather it.
     """
 
     @staticmethod
@@ -237,6 +238,13 @@ class CrossEntropy(torch.autograd.Function):
         return found.to(logits_BTV.dtype), None, None
 
 
-def losses(logits_BTV, targets_BT, vocab_size: int):
-    """Loss in nats of every target, (B, T) float32; 0 where the target is negative."""
-    return CrossEntropy.apply(logits_BTV, targets_BT, vocab_size)
+def losses(logits_BTV, targets_BT, vocab_size: int, mesh=None):
+    """Loss in nats of every target, (B, T) float32; 0 where the target is negative.
+
+    Where devices share sequences batch and time stay two axes: one of both could not be sharded along both, and the
+    partitioner would gather it. Elsewhere they are one: with two a step of GPT-2 124M takes 3 % longer, by libtpu
+    0.0.21's estimate for v5e.
+    """
+    if size_of(mesh) > 1:
+        return CrossEntropy.apply(logits_BTV, targets_BT, vocab_size)
+    return CrossEntropy.apply(logits_BTV.flatten(0, 1), targets_BT.flatten(), vocab_size).view(targets_BT.shape)

@@ -7,7 +7,7 @@ import pytest
 
 os.environ.setdefault("AOT_TPU_CACHE", "")  # what a test compiles is compiled
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
-# of the tests' own process: a third of the time to compile, slower steps, the same float32; scripts have it not
+# of the tests' own process: a third of the time to compile, slower steps, the same float32; of scripts: processes.py
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import torch_xla
 from processes import ROOT

@@ -37,9 +37,13 @@ _forking = multiprocessing.get_context("forkserver")
 _forking.set_forkserver_preload(PRELOADED)
 
 
+COMPILED = "--xla_backend_optimization_level=1"
+"""XLA_FLAGS of scripts: XLA's CPU backend compiles in half the time, and steps are as fast."""
+
+
 def environment_with(changes: dict[str, object]) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in OF_A_DEVICE}
-    return kept | {name: str(value) for name, value in changes.items()}
+    return kept | {"XLA_FLAGS": COMPILED} | {name: str(value) for name, value in changes.items()}
 
 
 def _child(arguments: list[str], environment: dict[str, str], folder: str, out: str, err: str) -> None:

@@ -3,6 +3,7 @@ What to run first on a TPU VM, as one command.
 
 Run:     python -m tools.calibrate                  # whatever is attached
          python -m tools.calibrate --device cpu     # rehearsal without a TPU
+         python -m tools.calibrate --only 'peak *'  # some measurements, by name
 Expect:  a line for each measurement; then, in --output, calibration.json,
          report.md (tables, and what to attach to a report) and calibration.png.
          Stopped anywhere, the same command goes on where it was; what failed is
@@ -20,7 +21,8 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -47,14 +49,15 @@ def doctor(bench: Bench) -> dict[str, Any]:
     return said["counts"]
 
 
-def all_measurements() -> list[tuple[str, Callable[[Bench], dict[str, Any]]]]:
-    """(name, function) in the order they are made."""
+def measurements_named(only: Sequence[str]) -> list[tuple[str, Callable[[Bench], dict[str, Any]]]]:
+    """(name, function) in the order they are made. only: patterns as of a shell."""
     found = [("doctor", doctor)]
     for step in STEPS:
         found.append((f"estimate {step.name}", partial(estimate, step=step)))
         found.append((f"step {step.name}", partial(run_step, step=step)))
     found += [(f"peak {kind}", partial(peak, kind=kind)) for kind in PEAKS]
-    return found + [(f"promise {name}", measure) for name, measure in PROMISES.items()]
+    found += [(f"promise {name}", measure) for name, measure in PROMISES.items()]
+    return [(name, measure) for name, measure in found if any(fnmatchcase(name, pattern) for pattern in only)]
 
 
 def in_short(figures: dict[str, Any]) -> str:
@@ -63,9 +66,9 @@ def in_short(figures: dict[str, Any]) -> str:
     return ", ".join(sizes + [f"{name} {f:.4g}" for name, f in figures.items() if type(f) in (int, float)])
 
 
-def measure_all(bench: Bench) -> None:
+def measure_all(bench: Bench, only: Sequence[str] = ("*",)) -> None:
     """Make each missing measurement and write it to disk at once. One that failed before is tried again."""
-    measurements = all_measurements()
+    measurements = measurements_named(only)
     for number, (name, measure) in enumerate(measurements, 1):
         place = f"{number:2}/{len(measurements)}"
         before = bench.measurements.get(name, {})
@@ -86,7 +89,7 @@ def measure_all(bench: Bench) -> None:
         print(f"{place} {record['status']:7} {name:38} {shorten(text, 100)}", flush=True)
 
 
-def calibrate(device: str, folder: Path, time_limit: float, root: Path) -> int:
+def calibrate(device: str, folder: Path, time_limit: float, root: Path, only: Sequence[str] = ("*",)) -> int:
     """Returns the exit code. root: the root of the file system; the tests give another one."""
     machine = find_machine(device, root)
     bench = Bench(machine, folder, time_limit)
@@ -95,7 +98,7 @@ def calibrate(device: str, folder: Path, time_limit: float, root: Path) -> int:
         where = f"a CPU, devices: {machine.num_devices}; a rehearsal, predicting for {machine.slice or 'no slice'}"
     print(f"machine    {where}; torch_xla {machine.versions['torch_xla']}, commit {machine.commit}", flush=True)
     write_mnist(folder / "mnist")
-    measure_all(bench)
+    measure_all(bench, only)
     content = read_json(bench.file, "a calibration", 1 << 24)
     text = report_text(content)
     write_atomically(folder / "report.md", text.encode())
@@ -117,12 +120,16 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("auto", "tpu", "cpu"), default="auto", help="what is measured")
     parser.add_argument("--output", type=Path, default=CALIBRATION.parent, help="folder of what it writes")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="measurements, as 'peak *'")
     parser.add_argument("--time_limit", type=float, default=3600, metavar="SECONDS", help="for each process")
     options = parser.parse_args()
     if not options.time_limit > 0:  # nan is not
         parser.error(f"--time_limit {options.time_limit:g}: expected more than 0 seconds")
+    if not measurements_named(options.only):
+        names = ", ".join(name for name, _ in measurements_named(["*"]))
+        parser.error(f"--only {' '.join(options.only)}: no measurement has such a name; expected some of {names}")
     try:
-        return calibrate(options.device, options.output.absolute(), options.time_limit, Path("/"))
+        return calibrate(options.device, options.output.absolute(), options.time_limit, Path("/"), options.only)
     except KeyboardInterrupt:
         print("stopped    the same command goes on from here", file=sys.stderr)
         return 130

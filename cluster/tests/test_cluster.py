@@ -214,7 +214,7 @@ def plain(tmp_path_factory):
         key = words[0], chips
         if key not in made:
             made[key] = tmp_path_factory.mktemp("plain") / words[0]
-            done = run(*words, "--run_dir", made[key], PJRT_DEVICE="CPU", CPU_NUM_DEVICES=chips)
+            done = run(*words, "--run_dir", made[key], PJRT_DEVICE="CPU", CPU_NUM_DEVICES=chips, XLA_FLAGS="")
             assert done.returncode == 0, done.stderr
         return made[key]
 
@@ -387,7 +387,7 @@ def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
     assert holder.wait(200) == 0
     cluster.add(lost, 4)
     assert cluster.run("logs", "-f", "queued").returncode == 0
-    done = run(*words, "--run_dir", tmp_path / "reference", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=1)
+    done = run(*words, "--run_dir", tmp_path / "reference", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=1, XLA_FLAGS="")
     assert done.returncode == 0, done.stderr
     same(tmp_path / "killed", tmp_path / "reference")
 

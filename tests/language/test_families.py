@@ -52,7 +52,7 @@ def tokens_of(shape: ModelShape, rows: int, length: int, seed: int = 1) -> torch
 
 
 QUICK = ("mistral", "gemma3", "phi4", "mixtral")
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("olmo2", "smollm3")]  # logits: test_llama_parity.py
 
 
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])
@@ -75,10 +75,7 @@ def test_decoding_with_the_cache_is_the_forward_pass(name):
     [
         ("gemma3", dict(scan_layers=True)),
         ("gemma3", dict(remat=True, remat_keep="attention")),
-        *(
-            pytest.param(name, dict(scan_layers=True), marks=pytest.mark.slow)
-            for name in ("mistral", "phi4", "smollm3")
-        ),
+        pytest.param("smollm3", dict(scan_layers=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -202,7 +199,7 @@ RUN = dict(
 )
 RUN |= dict(learning_rate=5e-3, warmup_steps=2, log_every=1, save_every=10, eval_every=20, eval_batches=1)
 LORA, ALL_WAYS = dict(lora_rank=4, lora_alpha=8.0), ["--gradient_accumulation_steps=2", "--remat", "--scan_layers"]
-TUNED = {"gpt2": LORA, "qwen2": {}, "mistral": {}, "gemma3": {}, "olmo2": {}, "phi4": LORA, "smollm3": {}}
+TUNED = {"gpt2": LORA, "gemma3": {}, "phi4": LORA}
 
 
 @pytest.mark.slow
@@ -217,7 +214,7 @@ def test_a_run_of_each_family_is_the_same_on_a_mesh_and_resumes_bit_identical(tm
     for name, more in TUNED.items():
         base = tmp_path / f"base_{name}"
         shape = GPT2 if name == "gpt2" else SHAPES[name]
-        sizes = dict(vocab_size=257, num_layers=2 if name in ("gpt2", "qwen2", "olmo2") else shape.num_layers)
+        sizes = dict(vocab_size=257, num_layers=2 if name == "gpt2" else shape.num_layers)
         made = gpt2_model if name == "gpt2" else hugging_face_model
         made(shape=dataclasses.replace(shape, **sizes)).save_pretrained(base)
         options = {**RUN, **more, "initial_weights": base, "data_dir": tmp_path}
@@ -244,7 +241,7 @@ PATTERNS = {"gemma3": ("local", "global"), "smollm3": ("global", "unrotated")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["gemma3", "phi4", "mixtral", "smollm3"])
 def test_a_step_compiles_for_a_tpu(tmp_path, name):
     """With the kernels of flash attention; of a local layer they know the window. No TPU here runs them."""
     shape = SHAPES[name]

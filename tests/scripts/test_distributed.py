@@ -428,7 +428,8 @@ def test_the_scripts_hold_the_same_model_and_evaluation():
 def test_mnist_accuracy_equals_simple_mnist(mnist_dir, tmp_path):
     accuracy = {}
     for name, options in [("simple_mnist_tpu.py", []), ("distributed_mnist_tpu.py", ["--num_virtual_devices", "8"])]:
-        recipe = ["--preset", "development", "--data_dir", mnist_dir, "--device", "cpu", "--run_dir", tmp_path / name]
+        recipe = ["--preset=development", "--num_epochs=2", "--data_dir", mnist_dir, "--device=cpu"]
+        recipe += ["--run_dir", tmp_path / name]
         done = run(name, *recipe, *options)
         assert done.returncode == 0, done.stderr
         accuracy[name] = summary_in(tmp_path / name)["test_accuracy"]

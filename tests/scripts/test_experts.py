@@ -37,12 +37,9 @@ EIGHT = {
     "all": ["--mesh=1x2x2x1x2", "--scan_layers", "--gradient_accumulation_steps=2"],
     "tight_4": ["--mesh=1x2x1x1x4", TIGHT],
     "8_experts": ["--mesh=1x1x1x1x8"],
-    "data_accumulated": ["--mesh=8x1x1", "--gradient_accumulation_steps=2"],
-    "2_experts": ["--mesh=2x2x1x1x2", "--remat"],
+    "data_accumulated": ["--mesh=8x1x1", TIGHT, "--gradient_accumulation_steps=2"],
     "context": ["--mesh=1x2x1x2x2", "--scan_layers", "--remat"],
-    "4_experts": ["--mesh=1x1x2x1x4"],
     "tight_tensor": ["--mesh=2x1x2x1x2", TIGHT, "--scan_layers", "--remat"],
-    "tight_accumulated": ["--mesh=8x1x1", TIGHT, "--gradient_accumulation_steps=2"],
 }
 
 

@@ -56,7 +56,6 @@ ONE_DEVICE = {
     "llama": ["--model_size=llama_tiny"],
     "llama/llama_resumed": ["--model_size=llama_tiny", "--resume=must"],
 }
-ONE_DEVICE_SLOW = {"scanned": ["--scan_layers"], "remat": ["--remat"]}
 EIGHT_DEVICES = {
     "1x8x1": ["--mesh=1x8x1"],
     "accumulated": ["--mesh=8x1x1", "--gradient_accumulation_steps=2"],  # each device by itself: loops.py
@@ -75,13 +74,6 @@ DROPOUT = {
 }
 # all ways at once
 DROPOUT_4 = ["--dropout=0.2", "--mesh=2x1x2", "--gradient_accumulation_steps=4", "--scan_layers", "--remat"]
-DROPOUT_SLOW = {
-    "remat": ["--dropout=0.2", "--remat"],
-    "accumulated": ["--dropout=0.2", "--gradient_accumulation_steps=2"],
-    "scanned": ["--dropout=0.2", "--scan_layers"],
-    "bfloat16": ["--dropout=0.2", "--precision=bfloat16"],
-}
-EIGHT_DEVICES_SLOW = {mesh: [f"--mesh={mesh}"] for mesh in ("8x1x1", "4x1x2", "2x2x2")}
 
 
 def runs_of(variants: dict[str, list[str]]) -> list[list[str]]:
@@ -203,26 +195,9 @@ def test_a_training_step_without_keys_is_refused_and_an_evaluation_needs_none():
         assert torch.equal(model(tokens), whole(tokens))
 
 
-@pytest.mark.slow
-def test_dropout_in_the_other_ways(tmp_path):
-    train_all(tmp_path, 1, runs_of(DROPOUT_SLOW))
-    expected, _ = plain_pytorch(dropout=0.2)
-    for name in ("remat", "accumulated", "scanned"):
-        np.testing.assert_allclose(losses_of(tmp_path / name), expected, rtol=1e-5)
-    np.testing.assert_allclose(losses_of(tmp_path / "bfloat16"), expected, rtol=2e-2)
-
-
 def test_a_run_with_dropout_resumes_bit_identical(dropped):
     states = [state_in(dropped / name / "checkpoints" / "step_00000020") for name in ("dropped", "dropped_resumed")]
     assert_identical(*states)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_devices, variants", [(1, ONE_DEVICE_SLOW), (8, EIGHT_DEVICES_SLOW)])
-def test_the_other_ways_equal_plain_pytorch(reference, tmp_path, num_devices, variants):
-    train_all(tmp_path, num_devices, runs_of(variants))
-    for name in variants:
-        np.testing.assert_allclose(losses_of(tmp_path / name), reference[False], rtol=1e-5)
 
 
 def test_one_graph_and_no_uploads_beside_the_batch(one_device, eight_devices):

@@ -56,6 +56,7 @@ class Row:
     figures: dict[str, float] = dataclasses.field(default_factory=dict)  # as figures_of; empty: never renewed
     seconds: float = 0.0  # to trace and compile; the fewest that this took
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    traced: str = ""  # the report's: the figures are of this program, and need no other compile while it is traced
 
     @property
     def command(self) -> list[str]:
@@ -153,7 +154,7 @@ def ask(row: Row, folder: Path) -> dict[str, Any]:
 
 def renewed(row: Row, report: dict[str, Any]) -> Row:
     """The row with what a report says. Of the same figures the fewest seconds are kept: a busy machine takes longer."""
-    found = dict(figures=figures_of(report), versions=report["versions"])
+    found = dict(figures=figures_of(report), versions=report["versions"], traced=report["traced"])
     seconds = round(report["trace_seconds"] + report["compile_seconds"], 1)
     if (row.figures, row.versions) == (found["figures"], found["versions"]):
         seconds = min(seconds, row.seconds)

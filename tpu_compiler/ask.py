@@ -15,6 +15,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from jax.errors import JaxRuntimeError
 from jax.extend.mlir import ir
+from jaxlib._jax import HloModule, HloPrintOptions
 
 from tpu_compiler import compiling
 from tpu_compiler.cache import Cache, cache_of_environment, digest
@@ -148,6 +149,7 @@ def ask_compiler(
     limit, start = int(hardware.limit_gib * GIB), time.monotonic()
     facts = dict(topology=topology.name, devices=devices, program=program, limit_bytes=limit, model_flops=model_flops)
     facts |= dict(unit=unit, settings=settings or {}, trace_seconds=traced.seconds, versions=versions)
+    facts["traced"] = traced_hash(traced, topology, options)
     name = f"program_{program_key(traced, topology, options, versions)}" if cache else ""
     compiled = cache.read(name, Compiled) if cache else None
     facts["from_cache"] = compiled is not None
@@ -207,15 +209,29 @@ def ask_compiler(
     return result, compiled.text
 
 
+def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> str:
+    """Of a traced program without the names of source lines: where it is the same, one compiler says the same."""
+    printed = HloPrintOptions()
+    printed.print_metadata, printed.print_large_constants = False, True
+    text = HloModule.from_serialized_hlo_module_proto(traced.hlo).to_string(printed)
+    inputs = [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
+    chips = [topology.name, topology.hardware.compiler_options]
+    return digest(text.encode(), inputs, chips, options or {}, read_by_libtpu())
+
+
+def read_by_libtpu() -> list[str]:
+    """Options that libtpu has read from the environment."""
+    return sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split())
+
+
 def program_key(traced: Traced, topology: Topology, options: dict[str, str] | None, versions: dict[str, str]) -> str:
     """A hash of all that decides what the compiler returns, compiling.py or newest_child.py included."""
     inputs = [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
     chips = [topology.compiler_name, topology.num_slices, topology.chips_per_host, topology.hardware.compiler_options]
-    variable = sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split())  # options that libtpu has read
     code = Path(compiling.__file__).read_bytes()
     if os.environ.get(COMPILER_VARIABLE):
         code += CHILD.read_bytes()
-    return digest(traced.hlo, code, inputs, chips, options or {}, variable, versions)
+    return digest(traced.hlo, code, inputs, chips, options or {}, read_by_libtpu(), versions)
 
 
 def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) -> dict[str, int]:

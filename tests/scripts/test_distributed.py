@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import ROOT, environment_with, free_port, run, start, waits
+from processes import COMPILED, ROOT, environment_with, free_port, run, start, waits
 from run_files import files_of, losses_in, summary_in
 from small_models import DroppingDigits, Normed
 
@@ -75,7 +75,7 @@ def ladder(tmp_path_factory):
             done = done if done.returncode else run(program, "run", folder / name)
             return done.returncode, done.stdout, done.stderr
         which = SCRIPTS.get(name, "distributed_mnist_tpu.py")
-        dump = f"--xla_dump_to={folder / name / 'programs'} --xla_dump_hlo_as_text"
+        dump = f"{COMPILED} --xla_dump_to={folder / name / 'programs'} --xla_dump_hlo_as_text"
         return train(folder / name, *LADDER[name], name=which, XLA_FLAGS=dump)
 
     names = ["replicas_8", *LADDER]

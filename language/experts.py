@@ -147,69 +147,86 @@ AT_HOME = Layout((BATCH, None), (BATCH,), ())
 """With a capacity: a device puts its own tokens into slots, which then change places along "expert"."""
 
 
+def rows_of_slots(y_BTD, layout: Layout, token_S):
+    """(S, D): the row of each slot's token."""
+
+    def rows(y, token_S):
+        return [y.flatten(0, 1).index_select(0, token_S)]
+
+    arguments = [(y_BTD, (*layout.tokens, None)), (token_S, layout.slots)]
+    return on_each_device(rows, arguments, [(layout.slots, ())])[0]
+
+
+def sums_of_tokens(x_SD, T: int, layout: Layout, slots: Slots):
+    """(B, T, D): of each token the sum of the rows in its slots."""
+
+    def sums(x, slot_NJ, kept_NJ):
+        # in their last shape before they are float32: the cast would be a pass over memory of its own
+        shaped = lambda column: column.unflatten(0, (-1, T // context_size(layout)))  # noqa: E731
+        columns = zip(slot_NJ.t(), kept_NJ.bool().t(), strict=True)
+        # where: a slot that no kernel wrote may hold anything
+        parts = (torch.where(shaped(k)[..., None], shaped(x.index_select(0, s)).float(), 0.0) for s, k in columns)
+        return [sum(parts).to(x.dtype)]
+
+    arguments = [(x, (*layout.slots, None)) for x in (x_SD, slots.slot_NJ, slots.is_kept_NJ)]
+    return on_each_device(sums, arguments, [(layout.tokens, layout.summed)])[0]
+
+
 class Rows(torch.autograd.Function):
     """(S, D): of y (B, T, D) the row of each slot's token."""
 
     @staticmethod
     def forward(ctx, y_BTD, layout: Layout, *slots):
-        ctx.layout, ctx.size = layout, y_BTD.shape
+        ctx.layout, ctx.T = layout, y_BTD.shape[1]
         ctx.save_for_backward(*slots)
-
-        def rows(y, token_S):
-            return [y.flatten(0, 1).index_select(0, token_S)]
-
-        arguments = [(y_BTD, (*layout.tokens, None)), (slots[0], layout.slots)]
-        return on_each_device(rows, arguments, [(layout.slots, ())])[0]
+        return rows_of_slots(y_BTD, layout, slots[0])
 
     @staticmethod
     def backward(ctx, grad_SD):
-        slots, layout, T = Slots(*ctx.saved_tensors), ctx.layout, ctx.size[1]
-
-        def sums(grad, slot_NJ, kept_NJ):
-            columns = zip(slot_NJ.t(), kept_NJ.bool().t(), strict=True)
-            parts = (torch.where(k[:, None], grad.index_select(0, s).float(), 0.0) for s, k in columns)
-            return [sum(parts).to(grad.dtype).unflatten(0, (-1, T // context_size(layout)))]
-
-        arguments = [(x, (*layout.slots, None)) for x in (grad_SD, slots.slot_NJ, slots.is_kept_NJ)]
-        return on_each_device(sums, arguments, [(layout.tokens, layout.summed)])[0], None, *(None for _ in slots)
+        slots = ctx.saved_tensors
+        return sums_of_tokens(grad_SD, ctx.T, ctx.layout, Slots(*slots)), None, *(None for _ in slots)
 
 
 class Combined(torch.autograd.Function):
-    """(B, T, D): the sum of what a token's experts gave, y (S, D), each times its weight (B, T, J)."""
+    """(B, T, D): the sum of what a token's experts gave, y (S, D): Rows transposed. An empty slot's gradient is that of
+    any token, and meets a weight of 0."""
 
     @staticmethod
-    def forward(ctx, y_SD, weights_BTJ, layout: Layout, *slots):
-        ctx.layout = layout
-        ctx.save_for_backward(y_SD, weights_BTJ, *slots)
-        slots = Slots(*slots)
-
-        def sums(y, weights, slot_NJ, kept_NJ):
-            columns = zip(slot_NJ.t(), kept_NJ.bool().t(), weights.flatten(0, 1).t(), strict=True)
-            # where: a slot that no kernel wrote may hold anything
-            parts = (torch.where(k[:, None], y.index_select(0, s).float(), 0.0) * w[:, None] for s, k, w in columns)
-            return [sum(parts).to(y.dtype).view(*weights.shape[:2], -1)]
-
-        own = [(x, (*layout.slots, None)) for x in (slots.slot_NJ, slots.is_kept_NJ)]
-        arguments = [(y_SD, (*layout.slots, None)), (weights_BTJ, (*layout.tokens, None)), *own]
-        return on_each_device(sums, arguments, [(layout.tokens, layout.summed)])[0]
+    def forward(ctx, y_SD, T: int, layout: Layout, *slots):
+        ctx.layout, ctx.count = layout, len(slots)
+        ctx.save_for_backward(slots[0])
+        return sums_of_tokens(y_SD, T, layout, Slots(*slots))
 
     @staticmethod
     def backward(ctx, grad_BTD):
-        y_SD, weights_BTJ, *slots = ctx.saved_tensors
-        slots, layout = Slots(*slots), ctx.layout
+        return rows_of_slots(grad_BTD, ctx.layout, *ctx.saved_tensors), None, None, *(None for _ in range(ctx.count))
 
-        def gradients(grad, weights, y, token_S, pair_S, used_S, slot_NJ, kept_NJ):
-            rows = grad.flatten(0, 1).index_select(0, token_S).float()
-            scale = weights.flatten().index_select(0, pair_S) * used_S
-            of_weights = (rows * y.float()).sum(-1).index_select(0, slot_NJ.flatten()).view(kept_NJ.shape)
-            of_weights = torch.where(kept_NJ.bool(), of_weights, 0.0)
-            return (rows * scale[:, None]).to(y.dtype), of_weights.view(weights.shape)
 
-        arguments = [(grad_BTD, (*layout.tokens, None)), (weights_BTJ, (*layout.tokens, None))]
-        arguments += [(y_SD, (*layout.slots, None)), *((x, layout.slots) for x in slots[:3])]
-        arguments += [(x, (*layout.slots, None)) for x in slots[3:5]]
-        found = on_each_device(gradients, arguments, [(layout.slots, ()), (layout.tokens, layout.summed)])
-        return *found, None, *(None for _ in slots)
+class WeightsOfSlots(torch.autograd.Function):
+    """(S, 1) float32: the weights (B, T, J) in the order of the slots, 0 of an empty one."""
+
+    @staticmethod
+    def forward(ctx, weights_BTJ, layout: Layout, *slots):
+        ctx.layout, ctx.T = layout, weights_BTJ.shape[1]
+        ctx.save_for_backward(*slots)
+
+        def weights(weights, pair_S, used_S):
+            return [(weights.flatten().index_select(0, pair_S) * used_S)[:, None]]
+
+        arguments = [(weights_BTJ, (*layout.tokens, None)), *((x, layout.slots) for x in slots[1:3])]
+        return on_each_device(weights, arguments, [(layout.slots, ())])[0]
+
+    @staticmethod
+    def backward(ctx, grad_S1):
+        slots, layout = Slots(*ctx.saved_tensors), ctx.layout
+
+        def gradients(grad, slot_NJ, kept_NJ):
+            found = grad.flatten().index_select(0, slot_NJ.flatten()).view(kept_NJ.shape)
+            found = torch.where(kept_NJ.bool(), found, 0.0)
+            return [found.unflatten(0, (-1, ctx.T // context_size(layout)))]
+
+        arguments = [(x, (*layout.slots, None)) for x in (grad_S1, slots.slot_NJ, slots.is_kept_NJ)]
+        return on_each_device(gradients, arguments, [(layout.tokens, layout.summed)])[0], None, *(None for _ in slots)
 
 
 def context_size(layout: Layout) -> int:
@@ -343,8 +360,15 @@ def mixture(y_BTD, w, shape, activation: Callable, capacity: float = 0.0, kernel
     used = (J, min(J, X) * share) if kernels else None
     rows = Rows.apply(y_BTD, GATHERED, *slots)
     gate, up = GroupedProduct.apply(rows, gate_up, slots[-1], "outputs", used).unbind(1)
-    y_SD = GroupedProduct.apply(activation(gate) * up, out, slots[-1], "inputs", used)
-    return Combined.apply(y_SD, weights, GATHERED, *slots), routing
+    hidden = weighted(activation(gate) * up, WeightsOfSlots.apply(weights, GATHERED, *slots))
+    y_SD = GroupedProduct.apply(hidden, out, slots[-1], "inputs", used)
+    return Combined.apply(y_SD, y_BTD.shape[1], GATHERED, *slots), routing
+
+
+def weighted(hidden, weights):
+    """Between the two products of an expert, of which the second is linear: the gradient of the weights then needs no
+    output of the experts, which a layer would compute again."""
+    return (hidden * weights).to(hidden.dtype)
 
 
 def of_capacity(y_BTD, weights, experts, gate_up, out, C: int, activation: Callable):
@@ -360,7 +384,9 @@ def of_capacity(y_BTD, weights, experts, gate_up, out, C: int, activation: Calla
     slots = on_each_device(slots_of, [(experts, (BATCH, None, None))], [((BATCH,), ())] * len(Slots._fields))
     rows = Rows.apply(y_BTD, AT_HOME, *slots).view(len(y_BTD), X, C, -1)
     rows = placed(placed(rows, BATCH, None), GROUPS, "expert")
-    gate, up = (torch.einsum("bxcd,xed->bxce", rows, weight) for weight in gate_up.unbind(1))
-    y = torch.einsum("bxce,xde->bxcd", activation(gate) * up, out)
+    weights = WeightsOfSlots.apply(weights, AT_HOME, *slots).view(len(y_BTD), X, C, 1)
+    weights = placed(placed(weights, BATCH, None), GROUPS, "expert")
+    gate, up = torch.einsum("bxcd,xged->bxcge", rows, gate_up).unbind(3)  # both at once: halves of it would be copies
+    y = torch.einsum("bxce,xde->bxcd", weighted(activation(gate) * up, weights), out)
     y = placed(placed(y, GROUPS, "expert"), BATCH, None)
-    return Combined.apply(y.flatten(0, 2), weights, AT_HOME, *slots)
+    return Combined.apply(y.flatten(0, 2), y_BTD.shape[1], AT_HOME, *slots)

@@ -58,6 +58,7 @@ PHASE_COLOURS = {
 }
 SUFFIXES = (".png", ".pdf", ".svg")
 MOST_RUNS = 100  # in a picture: its height grows with them
+MOST_ROWS = 128  # of experts: more are too thin to be told apart
 LARGEST = 1e300  # of a value: above it matplotlib's arithmetic overflows
 LOSSES = [("train", "loss", "-"), ("eval", "test_loss", "--"), ("eval", "validation_loss", "--")]
 """(kind of record in metrics.jsonl, field, line style), as in PANELS."""
@@ -317,21 +318,33 @@ def draw_loss(axes, runs: list[Run], colours) -> None:
     axes.legend(handles=styles, fontsize=9)
 
 
+def is_over_steps(run: Run) -> bool:
+    """Whether the experts of all layers have room for a row each."""
+    return next(iter(run.log.loads.values())).size <= MOST_ROWS
+
+
 def draw_experts(axes, run: Run, title: str) -> None:
-    """Each expert of each layer as a row: blue where few tokens chose it, red where many. A column is an evaluation; it
-    begins at the one before."""
+    """Blue where few tokens chose an expert, red where many. Each expert is a row and each evaluation a column, which
+    begins at the one before; with more than MOST_ROWS each layer is a row, of the last evaluation."""
     steps, loads = [*run.log.loads], np.stack([*run.log.loads.values()])
-    count, layers, experts = loads.shape
-    edges, rows = [0 if steps[0] else -1, *steps], np.arange(layers * experts + 1) / experts
-    colours = dict(cmap="RdBu_r", vmin=0.0, vmax=2.0, rasterized=True)  # white: the even share
-    drawn = axes.pcolormesh(edges, rows, loads.reshape(count, -1).T, **colours)
-    for layer in range(1, layers):
-        axes.axhline(layer, color="black", linewidth=0.8)
+    _, layers, experts = loads.shape
+    if is_over_steps(run):
+        x, y = [0 if steps[0] else -1, *steps], np.arange(layers * experts + 1) / experts
+        cells = loads.reshape(len(steps), -1).T
+        labels = "step", f"layer, {experts} experts each"
+        for layer in range(1, layers):
+            axes.axhline(layer, color="black", linewidth=0.8)
+    else:
+        x, y, cells = np.arange(experts + 1), np.arange(layers + 1), loads[-1]
+        labels = f"expert, at step {steps[-1]:,}", "layer"
+    drawn = axes.pcolormesh(x, y, cells, cmap="RdBu_r", vmin=0.0, vmax=2.0, rasterized=True)  # white: the even share
+    if is_over_steps(run):
+        drawn.sticky_edges.x.clear()  # else all panels, which share these steps, would end at the last marker
     labelled = range(0, layers, -(-layers // 8))
     axes.set_yticks([layer + 0.5 for layer in labelled], [str(layer) for layer in labelled])
     axes.set_ylim(layers, 0)  # the first layer on top
-    axes.set_ylabel(f"layer, {experts} experts each")
-    axes.set_xlabel("step")
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
     axes.set_title(title, loc="left", fontsize=11)
     axes.figure.colorbar(drawn, ax=axes, extend="max", ticks=[0, 0.5, 1, 1.5, 2], pad=0.01)
 
@@ -408,7 +421,7 @@ def plot(runs: list[Run]) -> Figure:
         if title.startswith("learning"):
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
     for place, (run, name) in enumerate(mixtures, 1 + wide + len(panels)):
-        axes = figure.add_subplot(grid[place // 2, place % 2], sharex=loss)
+        axes = figure.add_subplot(grid[place // 2, place % 2], sharex=loss if is_over_steps(run) else None)
         draw_experts(axes, run, f"tokens of experts (1: even share){f', {name}' if len(runs) > 1 else ''}")
     draw_goodput(figure.add_subplot(grid[num_rows, :]), runs, names)
     states = ["" if run.summary else f" (unfinished, step {run.log.last_step:,})" for run in runs]

@@ -87,6 +87,10 @@ def test_the_load_of_each_expert_is_a_row_and_each_evaluation_a_column(tmp_path,
     runs = [found, *(plot_run.read_run(make_run(tmp_path / n, experts=e)) for n, e in (("b", uneven), ("dense", None)))]
     titles = {axes.get_title(loc="left") for axes in plot_run.plot(runs).axes if axes.collections}
     assert titles - {""} == {f"tokens of experts (1: even share), {name}" for name in ("a", "b")}
+    many = plot_run.read_run(make_run(tmp_path / "many", experts=[[*range(65)], [7] * 65]))
+    axes = panel(plot_run.plot([many]), "tokens of experts")
+    np.testing.assert_allclose(axes.collections[0].get_array(), [np.arange(65) / 32, np.ones(65)])
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_ylim()) == ("expert, at step 40", "layer", (2, 0))
 
 
 def kept_running(folder):

@@ -49,10 +49,10 @@ class HuggingFaceWeights:
         source = self._sources[name]
         return Kind(source.size, self._places[source.names[0]][2].dtype)
 
-    def read(self, name: str) -> torch.Tensor:
-        """One of our parameters by its name, in the type of the file, in memory of its own."""
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One of our parameters by its name, in the type of the file or in dtype, in memory of its own."""
         most = self.shape.sequence_length if name == "position_embedding" else None  # a shorter context
-        return self._sources[name].join(lambda theirs: self.theirs(theirs)[:most])
+        return self._sources[name].join(lambda theirs: self.theirs(theirs)[:most], dtype)
 
     def theirs(self, name: str) -> torch.Tensor:
         """One of their tensors, of mapped memory. The file is opened for it alone, so memory does not add up."""
@@ -189,7 +189,7 @@ def write_weights(
     tensors: Iterator[tuple[str, torch.Tensor]],
     most_bytes: int = MOST_BYTES,
 ) -> None:
-    """Their tensors, in the order of sources(shape) and Source.split(), one in memory at a time.
+    """Their tensors, as their_tensors() gives them, one in memory at a time.
 
     most_bytes: of a file, but for one that holds a single larger tensor. Raises OSError.
     """

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
@@ -47,8 +46,9 @@ class Source:
     rows: tuple[int, int] | None = None
     """Of theirs that are ours, first and end, where they have one matrix for several parameters."""
 
-    def join(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Our parameter, in the type of theirs. read: one of theirs by name; one at a time is held beside the result.
+    def join(self, read: Callable[[str], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Our parameter, in the type of theirs or in dtype. read: one of theirs by name; one at a time is held beside
+        the result.
 
         Rows of the padding of a vocabulary are 0.
         """
@@ -56,7 +56,7 @@ class Source:
         for number, name in enumerate(self.names):
             part = read(name)
             if whole is None:
-                whole = torch.zeros(self.size, dtype=part.dtype, device=part.device)
+                whole = torch.zeros(self.size, dtype=dtype or part.dtype, device=part.device)
             part = part.t() if self.transposed else part[slice(*self.rows or (None,))]
             self._place(whole, number, part.shape).copy_(part)
         return whole
@@ -74,11 +74,18 @@ class Source:
             yield name, (part.t() if self.transposed else part).contiguous()
 
 
-def whole(parts: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of what split() gave: a matrix whose rows are several of our parameters, which follow each other, as one."""
-    for name, found in groupby(parts, key=lambda part: part[0]):
-        rows = [tensor for _, tensor in found]
-        yield name, torch.cat(rows) if len(rows) > 1 else rows[0]
+def their_tensors(shape: ModelShape, ours: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All of theirs, in the order of sources(). ours: one of our parameters by its name; no other one is held, but
+    where rows of several make up one of theirs."""
+    rows = []
+    for name, source in sources(shape).items():
+        is_last = source.rows is None or source.rows[1] == source.part[0]
+        for theirs, tensor in source.split(ours(name)):
+            rows.append(tensor)
+            del tensor  # a view: it would hold this parameter while the next one is read
+            if is_last:
+                yield theirs, torch.cat(rows) if len(rows) > 1 else rows.pop()
+                rows.clear()
 
 
 def sizes_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -79,7 +79,7 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 import torch
 
 from language.hf_files import MOST_BYTES, open_weights, read_config, write_weights
-from language.hf_layout import sources, whole
+from language.hf_layout import sources, their_tensors
 from language.layers import OF_EXPERTS
 from language.run_weights import PREFIX, adapter_names, longest_context, read_merged, read_parameter, read_run
 from language.tokenizer_files import (
@@ -95,7 +95,6 @@ from language.tokenizer_files import (
     write_json,
 )
 from tpu_utils.checkpoint import has_room, room
-from tpu_utils.checkpoint.saved import Saved
 from tpu_utils.checkpoint.streaming import stream_tensors, write_checkpoint
 from tpu_utils.checkpoint.tensor_files import Kind
 from tpu_utils.files import written_aside
@@ -119,7 +118,7 @@ def import_weights(folder: Path, run_dir: Path) -> None:
         (aside / RUN_TOKENIZER).mkdir()
         copy_tokenizer(folder, aside / RUN_TOKENIZER, (*TOKENIZER_FILES, CONFIG))
         run_id = secrets.token_hex(8)
-        tensors = ((PREFIX + name, weights.read(name).float()) for name in weights.names)
+        tensors = ((PREFIX + name, weights.read(name, torch.float32)) for name in weights.names)
         write_checkpoint(
             aside / "checkpoints" / "step_00000000", 0, run_id, {"config": as_json(config)}, kinds, tensors
         )
@@ -149,7 +148,8 @@ def export(
     scale = config.lora_alpha / config.lora_rank if config.lora_rank else 0.0
     check_room(folder, {name: Kind(source.size, dtype) for name, source in sources(shape).items()})
     with written_aside(folder) as aside:
-        write_weights(aside, shape, dtype, their_tensors(shape, saved, scale, dtype), most_bytes)
+        tensors = their_tensors(shape, lambda name: read_merged(saved, name, scale).to(dtype))
+        write_weights(aside, shape, dtype, tensors, most_bytes)
         written, ends = export_tokenizer(run_dir, config, aside)
         known = special_tokens(config) | ends
         described = hugging_face_config(shape, named(dtype), known)
@@ -177,14 +177,6 @@ def print_files(folder: Path, config: TransformerConfig, written: list[str]) -> 
     why = f"{wanted} has no tokenizer.json any more" if wanted else "the run does not know its own"
     template = f" and no {TEMPLATE}" if config.dataset == "chat" else ""
     print(f"{folder}: no tokenizer{template}, because {why}; copy the files there by hand")
-
-
-def their_tensors(shape, saved: Saved, scale: float, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    return whole(
-        part
-        for name, source in sources(shape).items()
-        for part in source.split(read_merged(saved, name, scale).to(dtype))
-    )
 
 
 def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: str = "newest") -> None:

@@ -1,4 +1,4 @@
-"""Draw what runs left behind: losses, accuracy, throughput, where time went.
+"""Draw what runs left behind: losses, accuracy, throughput, load of experts, where time went.
 
 Run:     python -m tools.plot_run runs/first
              writes runs/first/plot.png
@@ -58,6 +58,7 @@ PHASE_COLOURS = {
 }
 SUFFIXES = (".png", ".pdf", ".svg")
 MOST_RUNS = 100  # in a picture: its height grows with them
+MOST_ROWS = 128  # of experts: more are too thin to be told apart
 LARGEST = 1e300  # of a value: above it matplotlib's arithmetic overflows
 LOSSES = [("train", "loss", "-"), ("eval", "test_loss", "--"), ("eval", "validation_loss", "--")]
 """(kind of record in metrics.jsonl, field, line style), as in PANELS."""
@@ -90,9 +91,11 @@ class PlotConfig:
 
 @dataclass(frozen=True)
 class Log:
-    """What is drawn of metrics.jsonl. curves: by kind and field, the steps in order, each once, and the values."""
+    """What is drawn of metrics.jsonl. curves: by kind and field, the steps in order, each once, and the values. loads:
+    of a mixture of experts, by the step of an evaluation, what loads_of() gives; all of one shape, in order."""
 
     curves: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]
+    loads: dict[int, np.ndarray] = field(default_factory=dict)
     num_lines: int = 0
     last_step: int = 0
     loss_floor: float | None = None
@@ -142,16 +145,31 @@ def number(found: object) -> float:
     return float(found) if -LARGEST <= found <= LARGEST else math.nan
 
 
-def read_log(path: Path) -> Log:
-    """What metrics.jsonl has of curves; what is missing or damaged is named on stderr and left out.
+def loads_of(tokens: object, shape: tuple[int, ...] | None) -> np.ndarray:
+    """(layers, experts) float32: how many tokens chose each expert, in even shares. Raises ValueError for what is no
+    table of a run, and for one of another shape than that of an earlier line."""
+    rows = tokens if isinstance(tokens, list) else []
+    if not rows or any(not isinstance(row, list) or not row or len(row) != len(rows[0]) for row in rows):
+        raise ValueError(f"{tokens!r:.60} is no table")
+    table = np.array([[number(value) for value in row] for row in rows])
+    if not (table >= 0).all() or table.shape != (shape or table.shape):
+        raise ValueError(f"{tokens!r:.60} is no table of numbers of tokens, or another layout than before")
+    share = table.mean(1, keepdims=True)
+    return np.divide(table, share, out=np.zeros_like(table), where=share > 0).astype(np.float32)
 
-    Only what is drawn is kept, 16 bytes a value, however long the file. A later line replaces one of the same step.
+
+def read_log(path: Path) -> Log:
+    """What metrics.jsonl has of curves and loads; what is missing or damaged is named on stderr and left out.
+
+    Only what is drawn is kept, 16 bytes a value of a curve, however long the file. A later line replaces one of the
+    same step.
     """
     if not path.exists():
         warn(f"{path} is missing: this run has logged nothing yet, or the file was not copied with it")
         return Log({})
     columns = {key: (array("q"), array("d")) for key in DRAWN}
     damaged, num_lines, last_step, loss_floor = DamagedLines(path), 0, 0, math.nan
+    loads, shape = {}, None
     for place, _, record in read_records(path):
         try:
             if record is None:
@@ -159,6 +177,9 @@ def read_log(path: Path) -> Log:
             kind, step = record["kind"], record["step"]
             values = {name: number(record[name]) for name in record if (kind, name) in DRAWN}
             floor = number(record.get("loss_floor"))
+            if kind == "eval" and "tokens_of_experts" in record:
+                loads[step] = loads_of(record["tokens_of_experts"], shape)
+                shape = loads[step].shape
         except ValueError:
             damaged.add(place)
             continue
@@ -176,7 +197,8 @@ def read_log(path: Path) -> Log:
         steps, last = np.unique(steps, return_index=True)
         if len(steps):
             curves[key] = steps, values[last]
-    return Log(curves, num_lines, last_step, None if math.isnan(loss_floor) else loss_floor)
+    loads = dict(sorted(loads.items()))
+    return Log(curves, loads, num_lines, last_step, None if math.isnan(loss_floor) else loss_floor)
 
 
 def read_summary(path: Path) -> Summary | None:
@@ -296,6 +318,37 @@ def draw_loss(axes, runs: list[Run], colours) -> None:
     axes.legend(handles=styles, fontsize=9)
 
 
+def is_over_steps(run: Run) -> bool:
+    """Whether the experts of all layers have room for a row each."""
+    return next(iter(run.log.loads.values())).size <= MOST_ROWS
+
+
+def draw_experts(axes, run: Run, title: str) -> None:
+    """Blue where few tokens chose an expert, red where many. Each expert is a row and each evaluation a column, which
+    begins at the one before; with more than MOST_ROWS each layer is a row, of the last evaluation."""
+    steps, loads = [*run.log.loads], np.stack([*run.log.loads.values()])
+    _, layers, experts = loads.shape
+    if is_over_steps(run):
+        x, y = [0 if steps[0] else -1, *steps], np.arange(layers * experts + 1) / experts
+        cells = loads.reshape(len(steps), -1).T
+        labels = "step", f"layer, {experts} experts each"
+        for layer in range(1, layers):
+            axes.axhline(layer, color="black", linewidth=0.8)
+    else:
+        x, y, cells = np.arange(experts + 1), np.arange(layers + 1), loads[-1]
+        labels = f"expert, at step {steps[-1]:,}", "layer"
+    drawn = axes.pcolormesh(x, y, cells, cmap="RdBu_r", vmin=0.0, vmax=2.0, rasterized=True)  # white: the even share
+    if is_over_steps(run):
+        drawn.sticky_edges.x.clear()  # else all panels, which share these steps, would end at the last marker
+    labelled = range(0, layers, -(-layers // 8))
+    axes.set_yticks([layer + 0.5 for layer in labelled], [str(layer) for layer in labelled])
+    axes.set_ylim(layers, 0)  # the first layer on top
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.figure.colorbar(drawn, ax=axes, extend="max", ticks=[0, 0.5, 1, 1.5, 2], pad=0.01)
+
+
 def draw_goodput(axes, runs: list[Run], names: list[str]) -> None:
     """A bar for each run: the share of each phase in its wall time. One more where there were several attempts."""
     rows = []
@@ -344,14 +397,16 @@ def plot(runs: list[Run]) -> Figure:
         for title, curves, scale in PANELS
         if any(len(run.curve(kind, name)[0]) for run in runs for kind, name, _ in curves)
     ]
+    mixtures = [(run, name) for run, name in zip(runs, names, strict=True) if run.log.loads]
+    num_panels = len(panels) + len(mixtures)
     # two columns: the loss, then what there is; the bars take the whole width below
-    num_rows = (len(panels) + 2) // 2
+    num_rows = (num_panels + 2) // 2
     bars = 1.1 + 0.32 * sum(1 + bool(run.summary and run.summary.kept) for run in runs)
     legend = 0.35 + 0.24 * math.ceil(len(runs) / 2)
     figure = Figure(figsize=(12, 3.4 * num_rows + bars + legend), layout="constrained")
     grid = figure.add_gridspec(num_rows + 1, 2, height_ratios=[3.4] * num_rows + [bars])
     # an odd number of panels: the loss takes the whole first row
-    wide = (len(panels) + 1) % 2
+    wide = (num_panels + 1) % 2
     loss = figure.add_subplot(grid[0, :] if wide else grid[0, 0])
     draw_loss(loss, runs, colours)
     for place, (title, curves, scale) in enumerate(panels, 1 + wide):
@@ -365,6 +420,9 @@ def plot(runs: list[Run]) -> Figure:
             axes.set_ylim(top=min(axes.get_ylim()[1], 100.5))
         if title.startswith("learning"):
             axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+    for place, (run, name) in enumerate(mixtures, 1 + wide + len(panels)):
+        axes = figure.add_subplot(grid[place // 2, place % 2], sharex=loss if is_over_steps(run) else None)
+        draw_experts(axes, run, f"tokens of experts (1: even share){f', {name}' if len(runs) > 1 else ''}")
     draw_goodput(figure.add_subplot(grid[num_rows, :]), runs, names)
     states = ["" if run.summary else f" (unfinished, step {run.log.last_step:,})" for run in runs]
     labels = [name + state for name, state in zip(names, states, strict=True)]

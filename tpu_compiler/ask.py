@@ -73,6 +73,8 @@ def compile_for(
         while len(sizes) > 3 and sizes[-1] == 1:  # axes that --mesh may leave out
             sizes.pop()
         settings["mesh"] = "x".join(map(str, sizes))
+        # no option says it: the model has it, and the configuration that the step is given
+        settings["num_experts"] = max(getattr(value, "num_experts", 0) for value in everything)
     model = torch.nn.ModuleList(a for a in everything if isinstance(a, torch.nn.Module))
     optimizers = [a for a in everything if isinstance(a, torch.optim.Optimizer)]
     for optimizer in optimizers:

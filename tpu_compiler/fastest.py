@@ -133,6 +133,8 @@ def candidates(settings: dict, devices: int, vary_batch: bool) -> list[tuple[str
         meshes = [(devices, 1, 1), (1, devices, 1), (2, half, 1), (half, 2, 1), (half, 1, 2)]
         if (settings.get("sequence_length") or 0) >= LONG:  # the fourth axis shares sequences
             meshes += [(1, devices // n, 1, n) for n in sorted({2, 4, 8, devices})]
+        experts = settings.get("num_experts") or 0  # the fifth one shares them
+        meshes += [(1, devices // n, 1, 1, n) for n in sorted({2, 4, 8, devices}) if experts and experts % n == 0]
         found.append(("mesh", list(dict.fromkeys("x".join(map(str, m)) for m in meshes if math.prod(m) == devices))))
     if devices > 1 and isinstance(settings.get("shard_parameters"), bool):
         found.append(("shard_parameters", [False, True]))

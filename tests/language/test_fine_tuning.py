@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from processes import run
-from run_files import assert_identical, state_in
-from test_llama_parity import TIED, hugging_face_model
+from run_files import assert_identical, read_lines, state_in
+from test_llama_parity import SHAPES, TIED, hugging_face_model
 from test_transformer_tpu import losses_of, train_all
 
 from language.build import build_model
@@ -51,7 +51,7 @@ def on_a_mesh(folder: Path, into: Path, mesh: str, num_devices: int) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """On one device all, lora, resumed and still; on four mesh and still_mesh."""
+    """On one device all, lora, resumed, still and mixture; on four mesh and still_mesh."""
     folder = tmp_path_factory.mktemp("tuned")
     random = np.random.default_rng(0)
     words = ["".join(random.choice(list("abcdefgh"), random.integers(2, 7))) for _ in range(150)]
@@ -69,7 +69,12 @@ def runs(tmp_path_factory) -> Path:
         "wide_lora",
         *options_of(folder, **LORA, num_steps=2, warmup_steps=1, save_every=2, initial_weights=folder / "wide"),
     ]
-    train_all(folder, 1, [["all", *options_of(folder)], ["lora", *options_of(folder, **LORA)], resumed, still, wide])
+    experts = dict(vars(SHAPES["mixtral"]), **shape | dict(num_experts=4))
+    hugging_face_model(TIED.__class__(**experts)).save_pretrained(folder / "experts")
+    steps = dict(num_steps=6, save_every=6, eval_every=6, initial_weights=folder / "experts")
+    mixture = ["mixture", *options_of(folder, **steps), "--scan_layers"]
+    alone = [["all", *options_of(folder)], ["lora", *options_of(folder, **LORA)], resumed, still, wide, mixture]
+    train_all(folder, 1, alone)
     on_a_mesh(folder, folder, "1x2x2", 4)
     return folder
 
@@ -146,6 +151,32 @@ def test_a_lora_run_resumes_bit_identical_and_its_checkpoint_has_base_adapters_a
         assert len(adapters) == len(moments) == 2 * 5 * 2, name  # a and b of five matrices of two layers
         base = open_weights(runs / "base", config_of(runs).shape)
         assert all(torch.equal(state[f"model/{name}"], base.read(name)) for name in base.names), name
+
+
+def test_a_mixture_of_experts_learns_chats_and_its_export_is_a_mixture(runs, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+    losses, *_, evaluation = (
+        losses_of(runs / "mixture"),
+        *(x for x in read_lines(runs / "mixture") if x["kind"] == "eval"),
+    )
+    assert (
+        losses[-1] < 0.9 * losses[0]
+        and json.loads((runs / "mixture" / "summary.json").read_text())["train_graphs"] == 1
+    )
+    (first, *others) = map(sum, evaluation["tokens_of_experts"])
+    assert others == [first] and first % (2 * RUN["sequence_length"]) == 0, "two experts for each token of whole rows"
+    convert_hf.export(runs / "mixture", tmp_path / "out", torch.float32)
+    base, found = (json.loads((folder / "config.json").read_text()) for folder in (runs / "experts", tmp_path / "out"))
+    names = "model_type", "architectures", "num_local_experts", "num_experts_per_tok"
+    assert [found[name] for name in names] == [base[name] for name in names] and found["num_local_experts"] == 4
+    assert (tmp_path / "out" / "chat_template.jinja").exists()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    config, saved = read_run(runs / "mixture")
+    ours, tokens = Llama(config.shape), torch.arange(64).view(2, 32) * 7 % 257
+    ours.load_state_dict(saved.part("model"))
+    with torch.no_grad():
+        expected = ours(tokens)[..., :257]
+        assert (theirs(tokens).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_a_mesh_exports_the_bytes_that_one_device_does(runs, tmp_path):

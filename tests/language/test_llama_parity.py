@@ -10,7 +10,7 @@ import torch
 from test_gpt_parity import adamw, relative_error
 
 from language.hf_config import hugging_face_config
-from language.hf_layout import sources, whole
+from language.hf_layout import sources, their_tensors
 from language.layers import is_matrix
 from language.llama import Llama
 from language.operations import losses
@@ -109,7 +109,7 @@ def test_their_tensors_come_back_as_they_were():
     for shape in SHAPES.values():
         theirs = dict(hugging_face_model(shape).named_parameters())
         ours = in_our_layout(theirs, shape)
-        back = dict(whole(pair for name, source in sources(shape).items() for pair in source.split(ours[name])))
+        back = dict(their_tensors(shape, ours.__getitem__))
         assert back.keys() == theirs.keys()
         assert all(torch.equal(back[name], theirs[name]) for name in theirs)
 

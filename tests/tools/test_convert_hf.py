@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import logging
+import math
 import re
 import shutil
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from mutations import make_irregular, mutated, mutated_json, no_hang
+from mutations import at_most, make_irregular, mutated, mutated_json, no_hang
 from safetensors.torch import load_file, save_file
 from test_llama_parity import SHAPES, hugging_face_model
 
@@ -18,8 +20,8 @@ import transformer_tpu
 from language.decoding import check_lengths
 from language.gpt import GPT
 from language.hf_config import hugging_face_config, shape_of
-from language.hf_files import HEAD, INDEX, WHOLE, open_weights
-from language.hf_layout import sizes_of, sources
+from language.hf_files import HEAD, INDEX, WHOLE, open_weights, write_weights
+from language.hf_layout import sizes_of, sources, their_tensors
 from language.layers import adapter_sizes
 from language.llama import Llama
 from language.run_weights import read_merged, read_run
@@ -182,6 +184,18 @@ def test_a_run_that_was_sharded_exports_the_same_bytes(tmp_path):
         {path.name: path.read_bytes() for path in (tmp_path / f"{name}_out").iterdir()} for name in ("sharded", "whole")
     )
     assert found == expected and len(found) > 4
+
+
+@pytest.mark.parametrize("name", ["mixtral", "phi4"])  # experts; several of ours in one of theirs
+def test_the_parameter_before_is_let_go(tmp_path, name):
+    shape = dataclasses.replace(KINDS[name], mlp_dim=1024)
+    sizes = {ours: source.size for ours, source in sources(shape).items()}
+
+    def ours(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.zeros(sizes[name], np.float32))  # of numpy's memory, which is counted
+
+    with at_most(int(1.2 * 4 * max(map(math.prod, sizes.values())))):
+        write_weights(tmp_path, shape, torch.float32, their_tensors(shape, ours))
 
 
 # ------------------------------------------------------------------------------------------------------------- adapters

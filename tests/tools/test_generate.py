@@ -12,7 +12,7 @@ import torch_xla
 from cached_logits import cached_logits
 from mutations import make_irregular, no_hang
 from processes import run
-from test_llama_parity import QWEN3, STRETCHED, TIED, hugging_face_model
+from test_llama_parity import QWEN3, STRETCHED, TIED, UNTIED, hugging_face_model
 from test_tokenizer import trained
 
 from language import decoding, llmc_weights, sources
@@ -40,6 +40,7 @@ SHAPES = {
     "stretched": dataclasses.replace(STRETCHED, num_layers=2, sequence_length=512),
     "qwen3": dataclasses.replace(QWEN3, num_layers=2, sequence_length=512),
 }
+MIXTURE = dataclasses.replace(UNTIED, num_layers=1, family="mixtral", num_experts=4, experts_per_token=2, mlp_dim=48)
 PROMPTS = [[5, 250, 17], list(range(40, 63)), [299]]
 
 
@@ -69,7 +70,7 @@ def their_model(shape: ModelShape):
 @pytest.fixture(scope="module", params=SHAPES)
 def folder(request, tmp_path_factory):
     """A model of Hugging Face with random weights, as they save it, and the model itself."""
-    model = their_model(SHAPES[request.param]).eval()
+    model = their_model((SHAPES | {"mixture": MIXTURE})[request.param]).eval()
     path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
     return path, model
@@ -141,13 +142,22 @@ def printed(capsys, **options) -> str:
 
 
 @pytest.mark.parametrize(
-    ("folder", "devices", "int8"), [("gpt2", 4, ""), ("stretched", 2, "--int8")], indirect=["folder"]
+    ("folder", "devices", "int8"),
+    [("gpt2", 4, ""), ("stretched", 2, "--int8"), ("mixture", 2, "")],
+    indirect=["folder"],
 )
 def test_tokens_of_a_mesh_are_those_of_one_device(folder, devices, int8, capsys):
     expected = printed(capsys, hf=str(folder[0]), int8=bool(int8))
     command = ["tools.generate", "--hf", folder[0], "--prompt", "5 250 17", "299", "--num_tokens=12", "--device=cpu"]
     result = run(*command, "--devices=all", *int8.split(), CPU_NUM_DEVICES=str(devices))
     assert result.stdout == expected and "24 tokens, 2 graphs" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("folder", ["mixture"], indirect=True)
+def test_a_mixture_of_experts_in_int8_is_refused(folder, capsys):
+    config = GenerateConfig(hf=str(folder[0]), prompt=("5",), int8=True, device="cpu")
+    assert run_script(lambda: tool.main(config)) == 2
+    assert "int8 is on, but the model is a mixture of experts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["stretched"], indirect=True)

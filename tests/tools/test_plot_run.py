@@ -17,15 +17,17 @@ from tools import plot_run
 from tpu_utils.errors import InputError, run_script
 
 
-def make_run(folder, steps=40, unit="examples", floor=None, finished=True, accuracy=True):
-    """A run directory as the scripts write it. Loss of step s: 10 / s."""
+def make_run(folder, steps=40, unit="examples", floor=None, finished=True, accuracy=True, experts=None):
+    """A run directory as the scripts write it. Loss of step s: 10 / s. experts: of a mixture, tokens of each expert of
+    each layer."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"seed": 0}))
     lines = []
     for step in range(10, steps + 1, 10):
         train = dict(loss=10 / step, learning_rate=1e-3 * step, mfu=None, data_wait_seconds=0.0)
         lines.append(dict(kind="train", step=step, **train, **{f"{unit}_per_second": 100.0 + step}))
-        lines.append(dict(kind="eval", step=step, test_loss=12 / step, **({"accuracy": 0.9} if accuracy else {})))
+        evaluated = ({"accuracy": 0.9} if accuracy else {}) | ({"tokens_of_experts": experts} if experts else {})
+        lines.append(dict(kind="eval", step=step, test_loss=12 / step, **evaluated))
         lines.append(dict(kind="checkpoint", step=step, wait_seconds=0.1))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
@@ -67,6 +69,28 @@ def test_every_value_of_the_files_is_in_the_figure(tmp_path):
     assert {name: bar.get_width() for name, bar in bars.items()} == {"start_up": 25, "step": 75, "other": 0}
     assert bars["step"].get_x() == 25, "stacked"
     assert "4 s" in [text.get_text() for text in panel(figure, "where the time").texts]
+
+
+def test_the_load_of_each_expert_is_a_row_and_each_evaluation_a_column(tmp_path, capsys):
+    even, uneven = [[30, 30, 30], [30, 30, 30]], [[90, 0, 0], [15, 30, 45]]
+    folder = make_run(tmp_path / "a", experts=even, finished=False)
+    add_line(folder, kind="eval", step=50, test_loss=0.2, tokens_of_experts=uneven)
+    for bad in ([[1, 2], [3]], [[90, -1, 1], [1, 1, 1]], [[30, 30], [30, 30]], [[None]], "none", []):
+        add_line(folder, kind="eval", step=60, test_loss=0.2, tokens_of_experts=bad)
+    found = plot_run.read_run(folder)
+    assert "6 damaged lines are left out (lines 14, 15, 16, 17, 18, 19)" in capsys.readouterr().err
+    axes = panel(plot_run.plot([found]), "tokens of experts (1: even share)")
+    (drawn,) = axes.collections
+    np.testing.assert_allclose(drawn.get_array(), np.c_[np.ones((6, 4)), [3, 0, 0, 0.5, 1, 1.5]])
+    np.testing.assert_allclose(drawn.get_coordinates()[0, :, 0], [0, 10, 20, 30, 40, 50])
+    assert axes.get_ylim() == (2, 0) and axes.get_ylabel() == "layer, 3 experts each"
+    runs = [found, *(plot_run.read_run(make_run(tmp_path / n, experts=e)) for n, e in (("b", uneven), ("dense", None)))]
+    titles = {axes.get_title(loc="left") for axes in plot_run.plot(runs).axes if axes.collections}
+    assert titles - {""} == {f"tokens of experts (1: even share), {name}" for name in ("a", "b")}
+    many = plot_run.read_run(make_run(tmp_path / "many", experts=[[*range(65)], [7] * 65]))
+    axes = panel(plot_run.plot([many]), "tokens of experts")
+    np.testing.assert_allclose(axes.collections[0].get_array(), [np.arange(65) / 32, np.ones(65)])
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_ylim()) == ("expert, at step 40", "layer", (2, 0))
 
 
 def kept_running(folder):
@@ -112,7 +136,7 @@ def test_several_runs_of_different_kinds_share_a_figure(tmp_path):
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_no_text_lies_on_another(tmp_path, count):
     runs = [plot_run.read_run(make_run(tmp_path / f"a_rather_long_name_of_a_run_{i}", steps=400)) for i in range(count)]
-    runs.append(plot_run.read_run(kept_running(make_run(tmp_path / "again"))))
+    runs.append(plot_run.read_run(kept_running(make_run(tmp_path / "again", experts=[[1, 2]] * 12))))
     figure = plot_run.plot(runs)
     figure.savefig(tmp_path / "x.png")
     boxes = []
@@ -250,7 +274,7 @@ def test_of_runs_of_a_script_what_they_misread_is_drawn_too(tmp_path, capsys, mo
 
 def test_no_damage_of_a_run_is_a_crash(tmp_path, capsys):
     """Each damaged run is read or refused; what was read is drawn, many runs to a picture."""
-    good = make_run(tmp_path / "good", floor=0.2)
+    good = make_run(tmp_path / "good", floor=0.2, experts=[[3, 4], [7, 0]])
     lines = (good / "metrics.jsonl").read_bytes().splitlines()
     damaged = [mutated_json(json.loads(line), 240, place) for place, line in enumerate(lines)]
     summaries, configs = (

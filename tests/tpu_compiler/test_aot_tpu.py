@@ -10,6 +10,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -569,6 +570,21 @@ def test_fit_refuses_what_is_not_a_number(monkeypatch):
     monkeypatch.setattr(search, "compile_script", lambda *_: a_report())
     with pytest.raises(search.ScriptError, match="expected one of global_batch_size"):
         search.fit("script.py", "v5litepod-1", "learning_rate", [])
+
+
+@pytest.mark.parametrize("size, experts", [("mixtral_tiny", 8), ("llama_tiny", 0)])
+def test_a_question_says_how_many_experts_the_model_has(monkeypatch, size, experts):
+    def asked(*_, settings, **__):
+        raise InputError(json.dumps(settings))
+
+    mesh = SimpleNamespace(mesh_shape=(1, 2, 1, 1, 4))
+    monkeypatch.setattr(ask.xs, "get_global_mesh", lambda: mesh)
+    monkeypatch.setattr(ask, "trace_step", lambda *_, **__: None)
+    monkeypatch.setattr(ask, "ask_compiler", asked)
+    with pytest.raises(InputError) as found:  # the step of a script takes its configuration
+        config = TransformerConfig(model_size=size)
+        ask.compile_for("v5litepod-8", print, config, examples=1, settings={"mesh": "auto", "num_layers": 2})
+    assert json.loads(str(found.value)) == {"mesh": "1x2x1x1x4", "num_layers": 2, "num_experts": experts}
 
 
 def test_options_are_replaced():

@@ -448,6 +448,9 @@ def test_the_options_of_the_search_are_those_of_the_transformer():
     assert dict(tried)["mesh"] == ["8x1x1", "1x8x1", "2x4x1", "4x2x1", "4x1x2"]
     long = fastest.candidates(settings | {"mesh": "1x2x1x4", "sequence_length": 32768}, 8, True)
     assert dict(long)["mesh"][5:] == ["1x4x1x2", "1x2x1x4", "1x1x1x8"]
+    mixture = fastest.candidates(settings | {"mesh": "8x1x1", "num_experts": 12}, 8, True)
+    assert dict(mixture)["mesh"][5:] == ["1x4x1x1x2", "1x2x1x1x4"], "12 experts are not shared by 8 devices"
+    assert fastest.candidates(settings | {"mesh": "8x1x1", "num_experts": 0}, 8, True) == tried, "a dense model"
     assert {name for name, _ in tried} <= set(fastest.FIELDS)
     wanted = {"attention", "compiler_options", "gradient_accumulation_steps", "remat", "mesh", "scan_layers"}
     assert {name for name, _ in tried} == wanted | {"global_batch_size", "remat_keep", "offload"}

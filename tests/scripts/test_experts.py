@@ -1,5 +1,6 @@
 """A mixture of experts in transformer_tpu.py: the losses of plain PyTorch on every mesh, and what a run says of it."""
 
+import functools
 import json
 import math
 
@@ -43,6 +44,7 @@ EIGHT = {
 }
 
 
+@functools.cache
 def reference(capacity: float = 0.0, parts: int = 1) -> dict[str, np.ndarray]:
     """What plain PyTorch on the CPU finds in each step, with losses of routers written down anew. parts: micro-batches,
     since the balance of a part is no sum over its rows."""
@@ -80,34 +82,29 @@ def reference(capacity: float = 0.0, parts: int = 1) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict:
-    return {(capacity, parts): reference(capacity, parts) for capacity in (0.0, 1.0) for parts in (1, 2)}
-
-
-@pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     train_all(folder, 1, [[name, *OPTIONS, *options] for name, options in ONE.items()])
     return folder
 
 
-def check(folder, name: str, options: list[str], expected: dict) -> None:
-    wanted = expected[float(TIGHT in options), 2 if "accumul" in " ".join(options) else 1]
+def check(folder, name: str, options: list[str]) -> None:
+    wanted = reference(float(TIGHT in options), 2 if "accumul" in " ".join(options) else 1)
     np.testing.assert_allclose(losses_of(folder / name), wanted["loss"], rtol=1e-5)
     lines = [line for line in read_lines(folder / name) if line["kind"] == "train"]
     assert [line["dropped_tokens"] for line in lines] == wanted["dropped_tokens"].tolist()
 
 
 @pytest.mark.parametrize("name", ONE)
-def test_one_device_equals_plain_pytorch(runs, expected, name):
-    check(runs, name.split("/")[-1], ONE[name], expected)
+def test_one_device_equals_plain_pytorch(runs, name):
+    check(runs, name.split("/")[-1], ONE[name])
 
 
 @pytest.mark.slow
-def test_every_mesh_equals_plain_pytorch(runs, tmp_path, expected):
+def test_every_mesh_equals_plain_pytorch(runs, tmp_path):
     train_all(tmp_path, 8, [[name, *OPTIONS, *options] for name, options in EIGHT.items()])
     for name, options in EIGHT.items():
-        check(tmp_path, name, options, expected)
+        check(tmp_path, name, options)
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         assert (summary["train_graphs"], summary["host_to_device_uploads_per_step"]) == (1, 0), name
     assert tables_of(tmp_path / "tight_4") == tables_of(runs / "tight")
@@ -128,9 +125,9 @@ def test_a_mixture_resumes_bit_identical(runs):
     assert_identical(*(state_in(runs / name / "checkpoints" / "step_00000020") for name in ("tight", "tight_resumed")))
 
 
-def test_a_capacity_drops_tokens_and_without_one_none_is(expected):
-    assert expected[1.0, 1]["dropped_tokens"].min() > 0
-    assert expected[0.0, 1]["dropped_tokens"].max() == 0
+def test_a_capacity_drops_tokens_and_without_one_none_is():
+    assert reference(1.0, 1)["dropped_tokens"].min() > 0
+    assert reference(0.0, 1)["dropped_tokens"].max() == 0
 
 
 def test_an_evaluation_says_which_experts_the_tokens_chose(runs):

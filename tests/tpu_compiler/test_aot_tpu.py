@@ -410,6 +410,20 @@ def test_a_transformer_is_sharded_as_its_table_says():
     assert memory["optimizer_state"] == pytest.approx(2 * weights, rel=0.1)
 
 
+@pytest.mark.slow
+def test_slots_of_a_mixture_change_places_once_there_and_once_back():
+    """In both passes, and the router's weight of each slot. What a product reads next is sent in bfloat16, to which a
+    TPU rounds its inputs."""
+    options = ("--model_size=mixtral_tiny", "--mesh=1x1x1x1x8", "--expert_capacity=1.0", "--num_layers=1")
+    options += ("--embedding_dim=128", "--num_heads=4", "--sequence_length=128", "--global_batch_size=8")
+    r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    slots = 8 * (128 * 2 // 8)  # of a device's one sequence: experts, each with its even share of 2 choices a token
+    assert r.collectives["all-to-all"] | {"sent_bytes": 0} == {
+        "count": 6, "bytes": slots * 128 * (2 + 2 + 4 + 4) + slots * 4 * 2, "sent_bytes": 0
+    }  # fmt: skip
+    assert set(r.collectives) == {"all-to-all", "all-reduce"}  # no gather of tokens or of experts
+
+
 # ------------------------------------------------------------------------------------------------------------- presets
 
 # every preset of every script, for the slice it is meant for: rows called "SCRIPT PRESET"

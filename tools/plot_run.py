@@ -1,4 +1,5 @@
-"""Draw what runs left behind: losses, accuracy, throughput, load of experts, where time went.
+"""Draw what runs left behind: losses, accuracy, throughput, experts, where time
+went.
 
 Run:     python -m tools.plot_run runs/first
              writes runs/first/plot.png

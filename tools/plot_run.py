@@ -1,5 +1,4 @@
-"""Draw what runs left behind: losses, accuracy, throughput, experts, where time
-went.
+"""Draw what runs left behind: losses, throughput, experts, where time went.
 
 Run:     python -m tools.plot_run runs/first
              writes runs/first/plot.png

@@ -160,12 +160,16 @@ def rows_of_slots(y_BTD, layout: Layout, token_S):
 def sums_of_tokens(x_SD, T: int, layout: Layout, slots: Slots):
     """(B, T, D): of each token the sum of the rows in its slots."""
 
+    def by_sequence(x_N):
+        return x_N.unflatten(0, (-1, T // context_size(layout)))
+
     def sums(x, slot_NJ, kept_NJ):
-        # in their last shape before they are float32: the cast would be a pass over memory of its own
-        shaped = lambda column: column.unflatten(0, (-1, T // context_size(layout)))  # noqa: E731
-        columns = zip(slot_NJ.t(), kept_NJ.bool().t(), strict=True)
-        # where: a slot that no kernel wrote may hold anything
-        parts = (torch.where(shaped(k)[..., None], shaped(x.index_select(0, s)).float(), 0.0) for s, k in columns)
+        parts = []
+        for slot_N, kept_N in zip(slot_NJ.t(), kept_NJ.bool().t(), strict=True):
+            # in their last shape before they are float32: the cast would be a pass over memory of its own
+            rows = by_sequence(x.index_select(0, slot_N)).float()
+            # where: a slot that no kernel wrote may hold anything
+            parts.append(torch.where(by_sequence(kept_N)[..., None], rows, 0.0))
         return [sum(parts).to(x.dtype)]
 
     arguments = [(x, (*layout.slots, None)) for x in (x_SD, slots.slot_NJ, slots.is_kept_NJ)]

@@ -247,4 +247,4 @@ def losses(logits_BTV, targets_BT, vocab_size: int, mesh=None):
     """
     if size_of(mesh) > 1:
         return CrossEntropy.apply(logits_BTV, targets_BT, vocab_size)
-    return CrossEntropy.apply(logits_BTV.flatten(0, 1), targets_BT.flatten(), vocab_size).view(targets_BT.shape)
+    return CrossEntropy.apply(logits_BTV.flatten(0, -2), targets_BT.flatten(), vocab_size).view(targets_BT.shape)

@@ -74,7 +74,7 @@ def compile_for(
             sizes.pop()
         settings["mesh"] = "x".join(map(str, sizes))
         # no option says it: the model has it, and the configuration that the step is given
-        settings["num_experts"] = max(getattr(value, "num_experts", 0) for value in everything)
+        settings["num_experts"] = max((getattr(value, "num_experts", 0) for value in everything), default=0)
     model = torch.nn.ModuleList(a for a in everything if isinstance(a, torch.nn.Module))
     optimizers = [a for a in everything if isinstance(a, torch.optim.Optimizer)]
     for optimizer in optimizers:
@@ -212,13 +212,17 @@ def ask_compiler(
 
 
 def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> str:
-    """Of a traced program without the names of source lines: where it is the same, one compiler says the same."""
+    """Of a traced program without the names of source lines: where it is the same, one compiler says the same. A Pallas
+    kernel names the files it was written in, so with one the hash holds for one folder."""
     printed = HloPrintOptions()
     printed.print_metadata, printed.print_large_constants = False, True
     text = HloModule.from_serialized_hlo_module_proto(traced.hlo).to_string(printed)
-    inputs = [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
     chips = [topology.name, topology.hardware.compiler_options]
-    return digest(text.encode(), inputs, chips, options or {}, read_by_libtpu())
+    return digest(text.encode(), facts_of_inputs(traced), chips, options or {}, read_by_libtpu())
+
+
+def facts_of_inputs(traced: Traced) -> list:
+    return [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
 
 
 def read_by_libtpu() -> list[str]:
@@ -228,12 +232,11 @@ def read_by_libtpu() -> list[str]:
 
 def program_key(traced: Traced, topology: Topology, options: dict[str, str] | None, versions: dict[str, str]) -> str:
     """A hash of all that decides what the compiler returns, compiling.py or newest_child.py included."""
-    inputs = [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
     chips = [topology.compiler_name, topology.num_slices, topology.chips_per_host, topology.hardware.compiler_options]
     code = Path(compiling.__file__).read_bytes()
     if os.environ.get(COMPILER_VARIABLE):
         code += CHILD.read_bytes()
-    return digest(traced.hlo, code, inputs, chips, options or {}, read_by_libtpu(), versions)
+    return digest(traced.hlo, code, facts_of_inputs(traced), chips, options or {}, read_by_libtpu(), versions)
 
 
 def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) -> dict[str, int]:

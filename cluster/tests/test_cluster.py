@@ -214,6 +214,7 @@ def plain(tmp_path_factory):
         key = words[0], chips
         if key not in made:
             made[key] = tmp_path_factory.mktemp("plain") / words[0]
+            # compiled as a node compiles it, which has no XLA_FLAGS
             done = run(*words, "--run_dir", made[key], PJRT_DEVICE="CPU", CPU_NUM_DEVICES=chips, XLA_FLAGS="")
             assert done.returncode == 0, done.stderr
         return made[key]

@@ -52,7 +52,7 @@ def tokens_of(shape: ModelShape, rows: int, length: int, seed: int = 1) -> torch
 
 
 QUICK = ("mistral", "gemma3", "phi4", "mixtral")
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("olmo2", "smollm3")]  # logits: test_llama_parity.py
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in QUICK]
 
 
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])
@@ -203,7 +203,7 @@ TUNED = {"gpt2": LORA, "gemma3": {}, "phi4": LORA}
 
 
 @pytest.mark.slow
-def test_a_run_of_each_family_is_the_same_on_a_mesh_and_resumes_bit_identical(tmp_path):
+def test_runs_of_three_families_are_the_same_on_a_mesh_and_resume_bit_identical(tmp_path):
     """All weights or adapters; on the mesh accumulated, recomputed and scanned, with a tensor axis. Its configuration
     is what the run has kept."""
     random = np.random.default_rng(0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from processes import run
-from run_files import assert_identical, read_lines, state_in
+from run_files import assert_identical, state_in
 from test_llama_parity import SHAPES, TIED, hugging_face_model
 from test_transformer_tpu import losses_of, train_all
 
@@ -155,15 +155,9 @@ def test_a_lora_run_resumes_bit_identical_and_its_checkpoint_has_base_adapters_a
 
 def test_a_mixture_of_experts_learns_chats_and_its_export_is_a_mixture(runs, tmp_path):
     transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
-    losses, *_, evaluation = (
-        losses_of(runs / "mixture"),
-        *(x for x in read_lines(runs / "mixture") if x["kind"] == "eval"),
-    )
-    assert (
-        losses[-1] < 0.9 * losses[0]
-        and json.loads((runs / "mixture" / "summary.json").read_text())["train_graphs"] == 1
-    )
-    (first, *others) = map(sum, evaluation["tokens_of_experts"])
+    losses, summary = losses_of(runs / "mixture"), json.loads((runs / "mixture" / "summary.json").read_text())
+    assert losses[-1] < 0.9 * losses[0] and summary["train_graphs"] == 1
+    first, *others = map(sum, summary["tokens_of_experts"])  # of each layer
     assert others == [first] and first % (2 * RUN["sequence_length"]) == 0, "two experts for each token of whole rows"
     convert_hf.export(runs / "mixture", tmp_path / "out", torch.float32)
     base, found = (json.loads((folder / "config.json").read_text()) for folder in (runs / "experts", tmp_path / "out"))

@@ -481,10 +481,17 @@ def is_traced_as_before(row) -> bool:
     return done.stdout.split()[-1] == row.traced
 
 
-def test_the_hash_of_a_trace_is_the_reports(quick_rows):
+def test_the_hash_of_a_trace_knows_no_lines_and_sees_a_change_of_the_step(quick_rows, tmp_path):
     row = ROWS["simple_mnist_tpu.py quick_test"]
-    assert is_traced_as_before(dataclasses.replace(row, traced=quick_rows[row.name].traced))
-    assert not is_traced_as_before(dataclasses.replace(row, traced="another"))
+    row = dataclasses.replace(row, traced=quick_rows[row.name].traced)
+    assert is_traced_as_before(row)
+    copy, text = tmp_path / "simple_mnist_tpu.py", (ROOT / "simple_mnist_tpu.py").read_text()
+    of_copy = dataclasses.replace(row, ask=row.ask.replace("simple_mnist_tpu.py", str(copy)))
+    copy.write_text(text.replace("\nimport", "\n# a line more\nimport", 1))
+    assert is_traced_as_before(of_copy)
+    assert text.count("F.relu(") >= 2
+    copy.write_text(text.replace("F.relu(", "F.silu(", 1))
+    assert not is_traced_as_before(of_copy)
 
 
 def assert_is_in_budget(r, row):

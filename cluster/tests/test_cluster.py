@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from processes import ROOT, environment_with, run
+from processes import COMPILED, ROOT, environment_with, run
 from ray_nodes import Nodes, below, listening
 from run_files import losses_in, state_in
 
@@ -187,7 +187,7 @@ RUNS = {  # name: (user, chips, script and options)
 
 @pytest.fixture(scope="module")
 def cluster():
-    nodes = Nodes()
+    nodes = Nodes(XLA_FLAGS=COMPILED)  # runs there compile as run() does here: their bits are compared
     try:
         nodes.add_all({"a": dict(chips=4), "b": dict(chips=4)})
         yield nodes
@@ -214,8 +214,7 @@ def plain(tmp_path_factory):
         key = words[0], chips
         if key not in made:
             made[key] = tmp_path_factory.mktemp("plain") / words[0]
-            # compiled as a node compiles it, which has no XLA_FLAGS
-            done = run(*words, "--run_dir", made[key], PJRT_DEVICE="CPU", CPU_NUM_DEVICES=chips, XLA_FLAGS="")
+            done = run(*words, "--run_dir", made[key], PJRT_DEVICE="CPU", CPU_NUM_DEVICES=chips)
             assert done.returncode == 0, done.stderr
         return made[key]
 
@@ -388,7 +387,7 @@ def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
     assert holder.wait(200) == 0
     cluster.add(lost, 4)
     assert cluster.run("logs", "-f", "queued").returncode == 0
-    done = run(*words, "--run_dir", tmp_path / "reference", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=1, XLA_FLAGS="")
+    done = run(*words, "--run_dir", tmp_path / "reference", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=1)
     assert done.returncode == 0, done.stderr
     same(tmp_path / "killed", tmp_path / "reference")
 

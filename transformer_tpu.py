@@ -39,7 +39,7 @@ if __name__ == "__main__":  # before the slow imports: a wrong option or file is
 import torch
 import torch_xla.distributed.spmd as xs
 
-from language.build import build_model, decay_groups
+from language.build import build_model, build_optimizer
 from language.context import inputs_and_targets
 from language.layers import Decoder
 from language.loops import BATCH, sums_over_parts
@@ -50,7 +50,7 @@ from tpu_utils.dropout import batch_keys
 from tpu_utils.graphs import one_graph
 from tpu_utils.loader import BatchSharding, send
 from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.optim import learning_rates, make_optimizer, step_optimizer
+from tpu_utils.optim import learning_rates, step_optimizer
 from tpu_utils.peers import Peers
 from tpu_utils.run import Run
 
@@ -195,7 +195,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         print_plan(run, data, why)
         # without initial values where run.track() fills in a checkpoint's
         model = build_model(config, mesh, run.device, partition_spec, run.print, initialised=not run.first_step)
-        optimizer = make_optimizer(config, decay_groups(model))
+        optimizer = build_optimizer(config, model)
         schedule = learning_rates(config, config.num_steps)
         rates = schedule.to(run.device)
         metrics = DeviceMetrics(["loss", "gradient_norm", *model.reported], config.log_every, run.device)

@@ -128,7 +128,7 @@ def our_gpt(shape: ModelShape, tokens, dtype=torch.float32) -> Peer:
     model = GPT(shape, dtype)
     model.initialise(0)
     model = model.to(device)
-    optimizer = make_optimizer(config, transformer_tpu.decay_groups(model))
+    optimizer = transformer_tpu.build_optimizer(config, model)
     rates = learning_rates(dataclasses.replace(config, warmup_steps=0), 10_000).to(device)
     metrics = DeviceMetrics(["loss", "gradient_norm"], 50, device)
     xm.wait_device_ops()

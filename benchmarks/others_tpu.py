@@ -67,7 +67,7 @@ def compile_torch(name: str, topology, options: dict[str, str]) -> tuple[str, in
     from tpu_compiler.compiling import compile_program, lower_pallas_for
     from tpu_compiler.tracing import trace_step
     from tpu_utils.metrics import DeviceMetrics
-    from tpu_utils.optim import learning_rates, make_optimizer
+    from tpu_utils.optim import learning_rates
     from tpu_utils.virtual_slice import without_weights
 
     (shape, batch), device = problem(name), torch_xla.device()
@@ -80,7 +80,7 @@ def compile_torch(name: str, topology, options: dict[str, str]) -> tuple[str, in
         kind = Llama if isinstance(shape, LlamaShape) else GPT
         build = partial(kind, shape, torch.bfloat16, attention=attention)
         model = without_weights(build, device)
-        optimizer = make_optimizer(config, transformer_tpu.decay_groups(model))
+        optimizer = transformer_tpu.build_optimizer(config, model)
         rates = learning_rates(config, config.num_steps).to(device)
         metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, device)
         step = transformer_tpu.train_step.compiled

@@ -14,11 +14,13 @@ from language.gpt import GPT
 from language.hf_files import HuggingFaceWeights, open_weights
 from language.layers import Decoder, is_matrix, load_weights
 from language.llama import Llama
+from language.muon import OF_MUON, Muon, is_muons, spread
 from language.new_tokens import with_new_tokens
 from language.operations import causal_attention
 from language.shapes import LlamaShape
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
+from tpu_utils.optim import Adam, make_optimizer
 from tpu_utils.virtual_slice import without_weights
 
 
@@ -72,8 +74,11 @@ def check_base(config: TransformerConfig, weights: HuggingFaceWeights) -> None:
         )
 
 
-def decay_groups(model: Decoder) -> list[dict]:
-    """Parameter groups: matrices decay, layer norms and biases do not."""
-    matrices = [parameter for name, parameter in model.trained().items() if is_matrix(name)]
-    others = [parameter for name, parameter in model.trained().items() if not is_matrix(name)]
-    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+def build_optimizer(config: TransformerConfig, model: Decoder) -> torch.optim.Optimizer:
+    """config's optimizer of a model, with its state. Matrices decay, layer norms and biases do not."""
+    groups = [{"params": []}, {"params": [], "weight_decay": 0.0}, {"params": [], "state": OF_MUON}]
+    for name, parameter in model.trained().items():
+        of_muon = config.optimizer == "muon" and is_muons(name)
+        groups[2 if of_muon else 0 if is_matrix(name) else 1]["params"].append(parameter)
+    muon = partial(Muon, momentum=config.muon_momentum, spread=partial(spread, model.mesh), dtype=model.compute_dtype)
+    return make_optimizer(config, groups, muon if config.optimizer == "muon" else Adam)

@@ -106,6 +106,12 @@ class TransformerConfig(HostOptions, TrainConfig):
     """Weight of the loss that keeps a router from favouring a few experts."""
     router_z_loss: Annotated[float, Range("[0, inf)"), NO_EXPERTS] = 0.0
     """Weight of the mean square of the logarithm of the sum of a router's probabilities before they are normalised."""
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = "adamw"
+    """muon: for the matrices of the layers; the rest is updated as by adamw, at the same rate."""
+    momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "adam", "adamw", "muon")] = 0.9
+    """Of sgd."""
+    muon_momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd", "adam", "adamw")] = 0.95
+    """Of muon."""
     adam_beta2: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.95
     """Of adam and adamw: decay of the mean of the squares of the gradients."""
     weight_decay: Annotated[float, Range("[0, inf)")] = 0.1
@@ -266,6 +272,8 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         problems.append(
             f"lora_rank is {config.lora_rank}, but there are no weights to adapt; choose a folder by --initial_weights"
         )
+    if config.lora_rank and config.optimizer == "muon":
+        problems.append("optimizer is muon, but adapters are no matrices of a layer; expected adamw, adam or sgd")
     if config.initialise_new_tokens == "mean" and (config.lora_rank or not config.initial_weights):
         why = "adapters leave these rows as they are" if config.lora_rank else "there are no initial_weights"
         problems.append(f"initialise_new_tokens is mean, but {why}; expected a run that trains all weights of a folder")

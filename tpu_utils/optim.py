@@ -1,7 +1,7 @@
 """Learning rates over a run, optimizers whose state is there before step 1, the gradient's norm and the update."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -120,55 +120,63 @@ class Adam(torch.optim.Optimizer):
     def step(self, closure=None):
         assert closure is None, "closures are not supported"
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            count = self.state[group["params"][0]]["count"].add_(1)  # one step count for the group
-            correction1, correction2 = (-torch.expm1(count * (math.log(b) if b else -math.inf)) for b in group["betas"])
-            size, root = -group["lr"] / correction1, correction2.sqrt()
-            shrink = 1 - group["lr"] * group["weight_decay"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradient, state = parameter.grad, self.state[parameter]
-                old = parameter
-                if group["weight_decay"] and group["decoupled"]:
-                    old = parameter * shrink
-                elif group["weight_decay"]:
-                    gradient = gradient + parameter * group["weight_decay"]
-                # lerp and addcmul as in torch: other forms round differently once fused with step_if's torch.where
-                mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
-                square = torch.addcmul(state["exp_avg_sq"] * beta2, gradient, gradient, value=1 - beta2)
-                state["exp_avg"].copy_(mean)
-                state["exp_avg_sq"].copy_(square)
-                new = old + mean * size / (square.sqrt() / root + group["eps"])
-                parameter.copy_(new if parameter.dim() else new.view(()))  # the rate is (1,), a scalar is ()
+            self.update(group)
+
+    def update(self, group: dict) -> None:
+        """Change the parameters of one group."""
+        beta1, beta2 = group["betas"]
+        count = self.state[group["params"][0]]["count"].add_(1)  # one step count for the group
+        correction1, correction2 = (-torch.expm1(count * (math.log(b) if b else -math.inf)) for b in group["betas"])
+        size, root = -group["lr"] / correction1, correction2.sqrt()
+        shrink = 1 - group["lr"] * group["weight_decay"]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            gradient, state = parameter.grad, self.state[parameter]
+            old = parameter
+            if group["weight_decay"] and group["decoupled"]:
+                old = parameter * shrink
+            elif group["weight_decay"]:
+                gradient = gradient + parameter * group["weight_decay"]
+            # lerp and addcmul as in torch: other forms round differently once fused with step_if's torch.where
+            mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
+            square = torch.addcmul(state["exp_avg_sq"] * beta2, gradient, gradient, value=1 - beta2)
+            state["exp_avg"].copy_(mean)
+            state["exp_avg_sq"].copy_(square)
+            new = old + mean * size / (square.sqrt() / root + group["eps"])
+            parameter.copy_(new if parameter.dim() else new.view(()))  # the rate is (1,), a scalar is ()
 
 
-def make_optimizer(config: "TrainConfig", parameters) -> torch.optim.Optimizer:
-    """The optimizer, with its state already there.
-
-    State that step 1 creates is an additional input of step 2, hence a second graph. Zeros are made on the host and
-    sent, because zeros made on the device are a graph of their own. The step count is (1,), because torch_xla turns a
-    host scalar () of 0 or 1 into a constant. The step sets param_groups[...]["lr"] from learning_rates(). A group
-    without parameters is left out.
-    """
+def make_optimizer(config: "TrainConfig", parameters, adam: Callable = Adam) -> torch.optim.Optimizer:
+    """The optimizer, with its state already there. A group without parameters is left out; one with "state" names its
+    own. The step sets param_groups[...]["lr"] from learning_rates(). adam: what is made unless config says sgd."""
     parameters = [given for given in parameters if not isinstance(given, dict) or given["params"]]
     common = dict(lr=torch.tensor(config.learning_rate), weight_decay=config.weight_decay)
     if config.optimizer == "sgd":
-        optimizer = SGD(parameters, momentum=config.momentum, **common)
-        state = dict(momentum_buffer=torch.zeros_like)
+        optimizer, names = SGD(parameters, momentum=config.momentum, **common), ("momentum_buffer",)
     else:
         betas = (config.adam_beta1, config.adam_beta2)
-        optimizer = Adam(parameters, betas=betas, decoupled=config.optimizer == "adamw", **common)
-        state = dict(exp_avg=torch.zeros_like, exp_avg_sq=torch.zeros_like)
+        optimizer = adam(parameters, betas=betas, decoupled=config.optimizer != "adam", **common)
+        names = ("exp_avg", "exp_avg_sq")
     for group in optimizer.param_groups:
-        for p in group["params"]:
-            # compile_for asks about shapes alone: zeros on the device are never computed there, so they take no memory
-            like = torch.empty(p.shape, dtype=p.dtype, device=p.device if config.compile_for else "cpu")
-            optimizer.state[p] = {name: make(like).to(p.device) for name, make in state.items()}
-        if config.optimizer != "sgd":
-            first = group["params"][0]
-            optimizer.state[first]["count"] = torch.zeros(1).to(first.device)
+        create_state(optimizer, group, group.get("state", names), config)
     return optimizer
+
+
+def create_state(optimizer: torch.optim.Optimizer, group: dict, names: Iterable[str], config: "TrainConfig") -> None:
+    """State of these names for every parameter of a group, and Adam's step count.
+
+    State that step 1 creates is an additional input of step 2, hence a second graph. Zeros are made on the host and
+    sent, because zeros made on the device are a graph of their own. The step count is (1,), because torch_xla turns a
+    host scalar () of 0 or 1 into a constant.
+    """
+    for p in group["params"]:
+        # compile_for asks about shapes alone: zeros on the device are never computed there, so they take no memory
+        like = torch.empty(p.shape, dtype=p.dtype, device=p.device if config.compile_for else "cpu")
+        optimizer.state[p] = {name: torch.zeros_like(like).to(p.device) for name in names}
+    if "exp_avg" in names:
+        first = group["params"][0]
+        optimizer.state[first]["count"] = torch.zeros(1).to(first.device)
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:

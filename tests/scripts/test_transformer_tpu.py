@@ -3,6 +3,7 @@
 Runs share one process per device count: what costs is the compiler.
 """
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -55,6 +56,8 @@ ONE_DEVICE = {
     "scanned_remat": ["--scan_layers", "--remat", "--remat_keep=products"],
     "llama": ["--model_size=llama_tiny"],
     "llama/llama_resumed": ["--model_size=llama_tiny", "--resume=must"],
+    "muon": ["--optimizer=muon"],
+    "muon/muon_resumed": ["--optimizer=muon", "--resume=must"],
 }
 EIGHT_DEVICES = {
     "1x8x1": ["--mesh=1x8x1"],
@@ -67,6 +70,7 @@ EIGHT_DEVICES = {
         "--remat",
         "--remat_keep=residual",
     ],
+    "muon": ["--mesh=2x2x2", "--optimizer=muon"],
 }
 DROPOUT = {
     "dropped": ["--dropout=0.2"],
@@ -94,20 +98,40 @@ def eight_devices(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[bool, np.ndarray]:
-    """By whether it is a Llama."""
-    return {False: plain_pytorch()[0], True: plain_pytorch(model_size="llama_tiny")[0]}
+def reference():
+    """The losses of plain PyTorch for a run of this name."""
+    of = functools.cache(lambda size, muon: plain_pytorch(model_size=size, muon=muon)[0])
+    return lambda name: of("llama_tiny" if "llama" in name else "tiny", "muon" in name)
 
 
-def plain_pytorch(dropout: float = 0.0, model_size: str = "tiny") -> tuple[np.ndarray, float]:
+@torch.no_grad()
+def plain_muon(parameter, buffer, rate: float) -> None:
+    """Jordan's Muon, one matrix after the other, with updates of the size of AdamW's (Liu et al. 2025)."""
+    tensors = (x.view(-1, *x.shape[-2:]) for x in (parameter, parameter.grad, buffer))
+    for matrix, gradient, momentum in zip(*tensors, strict=True):
+        momentum.mul_(0.95).add_(gradient)
+        x = gradient + 0.95 * momentum
+        x = x.T if len(matrix) > len(matrix.T) else x
+        x = x / x.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+        x = x.T if len(matrix) > len(matrix.T) else x
+        matrix.mul_(1 - 0.1 * rate).sub_(0.2 * max(matrix.shape) ** 0.5 * rate * x)
+
+
+def plain_pytorch(dropout=0.0, model_size="tiny", muon=False) -> tuple[np.ndarray, float]:
     """The losses of plain PyTorch on the CPU: the same model and data, its own optimizer, no XLA; and its validation
     loss at the end."""
     config = TransformerConfig(**MODEL, **RUN, model_size=model_size)
     model = GPT(config.shape, dropout=dropout) if model_size == "tiny" else Llama(config.shape)
     model.initialise(config.seed)
-    groups = [{"params": [p for n, p in model.named_parameters() if is_matrix(n) == on]} for on in (True, False)]
-    groups[1]["weight_decay"] = 0.0
+    named = dict(model.named_parameters())
+    of_muon = [name for name in named if muon and is_matrix(name) and "." in name]
+    groups = [[p for n, p in named.items() if n not in of_muon and is_matrix(n) == on] for on in (True, False)]
+    groups = [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=config.weight_decay)
+    buffers = {name: torch.zeros_like(named[name]) for name in of_muon}
     data = load_sequences(config)
     source, losses = data.train, []
     for step, rate in enumerate(learning_rates(config, config.num_steps).tolist()):
@@ -115,12 +139,14 @@ def plain_pytorch(dropout: float = 0.0, model_size: str = "tiny") -> tuple[np.nd
         keys = row_keys(torch.tensor([step], dtype=torch.int32), config.seed, torch.arange(16, dtype=torch.int32))
         logits = model(tokens[:, :-1], keys) if model_size == "tiny" else model(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1)[:, :64], tokens[:, 1:].flatten())
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
+        for name, buffer in buffers.items():
+            plain_muon(named[name], buffer, rate)
         losses.append(loss.item())
     tokens = torch.from_numpy(data.validation.batch(0)).long()
     with torch.no_grad():
@@ -131,11 +157,12 @@ def plain_pytorch(dropout: float = 0.0, model_size: str = "tiny") -> tuple[np.nd
 @pytest.mark.parametrize("name", ONE_DEVICE)
 def test_one_device_equals_plain_pytorch(one_device, reference, name):
     name = name.split("/")[-1]
-    np.testing.assert_allclose(losses_of(one_device / name), reference["llama" in name], rtol=1e-5)
+    np.testing.assert_allclose(losses_of(one_device / name), reference(name), rtol=1e-5)
 
 
-def test_a_run_of_a_llama_resumes_bit_identical(one_device):
-    states = [state_in(one_device / name / "checkpoints" / "step_00000020") for name in ("llama", "llama_resumed")]
+@pytest.mark.parametrize("name", ["llama", "muon"])
+def test_a_run_resumes_bit_identical(one_device, name):
+    states = [state_in(one_device / run / "checkpoints" / "step_00000020") for run in (name, f"{name}_resumed")]
     assert_identical(*states)
 
 
@@ -153,7 +180,7 @@ def test_bfloat16_stays_in_a_band_around_float32(tmp_path):
 
 @pytest.mark.parametrize("name", EIGHT_DEVICES)
 def test_every_mesh_equals_plain_pytorch(eight_devices, reference, name):
-    np.testing.assert_allclose(losses_of(eight_devices[0] / name), reference["llama" in name], rtol=1e-5)
+    np.testing.assert_allclose(losses_of(eight_devices[0] / name), reference(name), rtol=1e-5)
 
 
 def test_what_is_kept_and_accumulated_changes_no_number(one_device, eight_devices):
@@ -173,7 +200,7 @@ def dropped(tmp_path_factory):
 def test_dropout_is_the_same_in_plain_pytorch_accumulated_scanned_recomputed_and_on_a_mesh(dropped, reference):
     """Each row of the batch has its mask, wherever and in whatever order it is computed. An evaluation has none."""
     expected, validation_loss = plain_pytorch(dropout=0.2)
-    assert (np.abs(expected / reference[False] - 1)[2:] > 1e-3).all()
+    assert (np.abs(expected / reference("plain") - 1)[2:] > 1e-3).all()
     for path in sorted(dropped.iterdir()):
         np.testing.assert_allclose(losses_of(path), expected, rtol=1e-5, err_msg=path.name)
         summary = json.loads((path / "summary.json").read_text())
@@ -222,8 +249,8 @@ def test_placement_is_the_table(eight_devices):
         lines = [line for line in eight_devices[1].splitlines() if line.startswith(f"place      {name} ")]
         return [line.split("{devices=[")[1].split("]")[0] if "{devices=[" in line else "replicated" for line in lines]
 
-    assert shards("qkv_weight.0") == ["1,1,8", "replicated", "1,2,2,2"]
-    assert shards("q_weight.0") == shards("mlp_out_weight.1")[3:] == ["2,2,2"]
+    assert shards("qkv_weight.0") == ["1,1,8", "replicated", "1,2,2,2", "1,2,2,2"]
+    assert shards("q_weight.0") == shards("mlp_out_weight.1")[3:4] == ["2,2,2"]
     assert shards("kv_weight.0") == shards("gate_up_weight.1") == ["1,2,2,2"]
 
 
@@ -237,7 +264,7 @@ def test_resume_on_another_mesh(eight_devices, reference, tmp_path):
     for name in ("mesh", "single"):
         losses = losses_of(tmp_path / name)
         assert len(losses) == 20
-        np.testing.assert_allclose(losses, reference[False], rtol=1e-5)
+        np.testing.assert_allclose(losses, reference("plain"), rtol=1e-5)
 
 
 def config_of(**changes) -> TransformerConfig:
@@ -295,6 +322,10 @@ def test_a_mesh_of_another_size_than_the_slice_is_no_matter_of_the_cpu(slice, na
         (dict(model_size="llama_tiny", num_heads=3), r"num_heads \(3\) must be divisible by the 2 heads of keys and"),
         (dict(model_size="llama_tiny", dropout=0.1), "dropout is 0.1, but llama_tiny has none"),
         (dict(lora_rank=4), "lora_rank is 4, but there are no weights to adapt"),
+        (
+            dict(lora_rank=4, compile_for="v5e-1", optimizer="muon"),
+            "adapters are no matrices of a layer; expected adamw",
+        ),
         (
             dict(model_size="llama_tiny", lora_rank=4),
             "lora_rank is 4, but there are no weights to adapt",

@@ -127,7 +127,7 @@ def test_the_transformer_skips_a_step_too(monkeypatch, accumulation):
     model = GPT(config.shape)
     model.initialise(0)
     model = model.to(torch_xla.device())
-    optimizer = make_optimizer(config, transformer_tpu.decay_groups(model))
+    optimizer = transformer_tpu.build_optimizer(config, model)
     metrics = DeviceMetrics(NAMES, 8, torch_xla.device())
     rates = learning_rates(config, 8).to(torch_xla.device())
     cross_entropy = operations.CrossEntropy.apply

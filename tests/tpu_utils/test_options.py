@@ -367,7 +367,7 @@ def test_what_shapes_the_computation_is_not_free_on_resume():
     text |= {"num_heads", "embedding_dim", "sequence_length", "vocab_size", "num_steps", "gradient_accumulation_steps"}
     text |= {"clip_gradient_norm", "eval_every", "eval_batches", "dropout"}
     text |= {"model_config", "lora_rank", "lora_alpha", "chat_format"}
-    text |= {"expert_capacity", "balance_loss", "router_z_loss"}
+    text |= {"expert_capacity", "balance_loss", "router_z_loss", "muon_momentum"}
     cifar = shaping | {"num_epochs", "max_shift", "depth", "width", "flip"}
     mnists = dict.fromkeys((MnistConfig, DistributedMnistConfig, DdpMnistConfig), mnist)
     expected = {**mnists, CifarConfig: cifar, TransformerConfig: text}

@@ -285,7 +285,8 @@ def test_a_cluster_whose_files_others_can_change_gets_nothing(cluster, show):
         done = nodes.run("run", "show.py", "--plain", "--name", "x", folder=show)
         assert done.returncode == 2, (done.stdout, done.stderr)
         assert f"its other users can enter or rename {nodes.folder}/r, where Ray has its files" in done.stderr
-        assert json.loads(nodes.run("list", "--json").stdout) == []
+        listed = nodes.run("list", "--json")
+        assert listed.returncode == 0 and json.loads(listed.stdout) == [], listed.stderr
         if os.geteuid() == 0:
             assert enters(nodes.folder / "r") and not enters(cluster.folder / "r")
     finally:

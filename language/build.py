@@ -14,13 +14,13 @@ from language.gpt import GPT
 from language.hf_files import HuggingFaceWeights, open_weights
 from language.layers import Decoder, is_matrix, load_weights
 from language.llama import Llama
-from language.muon import OF_MUON, Muon, is_muons, spread
+from language.muon import OF_MUON, Muon, is_muons
 from language.new_tokens import with_new_tokens
 from language.operations import causal_attention
 from language.shapes import LlamaShape
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
-from tpu_utils.optim import Adam, make_optimizer
+from tpu_utils.optim import make_optimizer
 from tpu_utils.virtual_slice import without_weights
 
 
@@ -75,10 +75,17 @@ def check_base(config: TransformerConfig, weights: HuggingFaceWeights) -> None:
 
 
 def build_optimizer(config: TransformerConfig, model: Decoder) -> torch.optim.Optimizer:
-    """config's optimizer of a model, with its state. Matrices decay, layer norms and biases do not."""
-    groups = [{"params": []}, {"params": [], "weight_decay": 0.0}, {"params": [], "state": OF_MUON}]
+    """config's optimizer, with its state. Matrices decay, layer norms and biases do not. Raises InputError."""
+    matrices, vectors, of_muon = [], [], []
     for name, parameter in model.trained().items():
-        of_muon = config.optimizer == "muon" and is_muons(name)
-        groups[2 if of_muon else 0 if is_matrix(name) else 1]["params"].append(parameter)
-    muon = partial(Muon, momentum=config.muon_momentum, spread=partial(spread, model.mesh), dtype=model.compute_dtype)
-    return make_optimizer(config, groups, muon if config.optimizer == "muon" else Adam)
+        muons = config.optimizer == "muon" and is_muons(name)
+        (of_muon if muons else matrices if is_matrix(name) else vectors).append(parameter)
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}, {"params": of_muon, "state": OF_MUON}]
+    if config.optimizer != "muon":
+        return make_optimizer(config, groups)
+    if not of_muon:
+        raise InputError(
+            "optimizer is muon, but no parameter has the name of a layer's matrix; expected adamw, adam, sgd"
+        )
+    muon = partial(Muon, momentum=config.muon_momentum, mesh=model.mesh, dtype=model.compute_dtype)
+    return make_optimizer(config, groups, muon)

@@ -6,7 +6,6 @@ learning rate and one weight decay.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch_xla.distributed.spmd as xs
@@ -52,14 +51,14 @@ def orthogonalised(x_NAB: torch.Tensor) -> torch.Tensor:
 class Muon(Adam):
     """Muon for groups whose state is OF_MUON, AdamW for the others.
 
-    Matrices of one shape are updated together, and each lies whole on one device meanwhile: sums over devices would be
-    rounded in another way on another mesh.
+    Matrices of one shape are updated together. On a mesh each lies whole on one device meanwhile, so that devices share
+    the products, and no product is reduced over devices.
     """
 
-    def __init__(self, params, *, momentum: float, spread: Callable = lambda x: x, dtype=torch.float32, **options):
-        """spread: of matrices (N, A, B). dtype: of products. options: of Adam."""
+    def __init__(self, params, *, momentum: float, mesh: xs.Mesh | None, dtype: torch.dtype, **options):
+        """dtype: of the products that make momentum orthogonal. options: of Adam."""
         super().__init__(params, **options)
-        self.momentum, self.spread, self.dtype = momentum, spread, dtype
+        self.momentum, self.mesh, self.dtype = momentum, mesh, dtype
 
     def update(self, group: dict) -> None:
         if group.get("state") != OF_MUON:
@@ -77,8 +76,8 @@ class Muon(Adam):
             alike.setdefault((min(A, B), max(A, B)), []).append((parameter, matrices if A <= B else matrices.mT))
         for (_, B), given in alike.items():
             counts = [len(matrices) for _, matrices in given]
-            stacked = self.spread(torch.cat([matrices for _, matrices in given]))
-            changes = self.spread(orthogonalised(stacked)).float() * (UPDATE_SIZE * math.sqrt(B))
+            stacked = spread(self.mesh, torch.cat([matrices for _, matrices in given]))
+            changes = spread(self.mesh, orthogonalised(stacked)).float() * (UPDATE_SIZE * math.sqrt(B))
             for (parameter, _), change in zip(given, changes.split(counts), strict=True):
                 change = change if parameter.shape[-2] <= parameter.shape[-1] else change.mT
                 parameter.copy_(parameter * shrink - group["lr"] * change.reshape(parameter.shape))

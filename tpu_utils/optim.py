@@ -148,35 +148,35 @@ class Adam(torch.optim.Optimizer):
 
 
 def make_optimizer(config: "TrainConfig", parameters, adam: Callable = Adam) -> torch.optim.Optimizer:
-    """The optimizer, with its state already there. A group without parameters is left out; one with "state" names its
-    own. The step sets param_groups[...]["lr"] from learning_rates(). adam: what is made unless config says sgd."""
-    parameters = [given for given in parameters if not isinstance(given, dict) or given["params"]]
-    common = dict(lr=torch.tensor(config.learning_rate), weight_decay=config.weight_decay)
-    if config.optimizer == "sgd":
-        optimizer, names = SGD(parameters, momentum=config.momentum, **common), ("momentum_buffer",)
-    else:
-        betas = (config.adam_beta1, config.adam_beta2)
-        optimizer = adam(parameters, betas=betas, decoupled=config.optimizer != "adam", **common)
-        names = ("exp_avg", "exp_avg_sq")
-    for group in optimizer.param_groups:
-        create_state(optimizer, group, group.get("state", names), config)
-    return optimizer
-
-
-def create_state(optimizer: torch.optim.Optimizer, group: dict, names: Iterable[str], config: "TrainConfig") -> None:
-    """State of these names for every parameter of a group, and Adam's step count.
+    """The optimizer, with its state already there. adam: what is made unless config says sgd.
 
     State that step 1 creates is an additional input of step 2, hence a second graph. Zeros are made on the host and
     sent, because zeros made on the device are a graph of their own. The step count is (1,), because torch_xla turns a
-    host scalar () of 0 or 1 into a constant.
+    host scalar () of 0 or 1 into a constant. The step sets param_groups[...]["lr"] from learning_rates(). A group
+    without parameters is left out; one with "state" names its own.
     """
-    for p in group["params"]:
-        # compile_for asks about shapes alone: zeros on the device are never computed there, so they take no memory
-        like = torch.empty(p.shape, dtype=p.dtype, device=p.device if config.compile_for else "cpu")
-        optimizer.state[p] = {name: torch.zeros_like(like).to(p.device) for name in names}
-    if "exp_avg" in names:
-        first = group["params"][0]
-        optimizer.state[first]["count"] = torch.zeros(1).to(first.device)
+    parameters = [given for given in parameters if not isinstance(given, dict) or given["params"]]
+    common = dict(lr=torch.tensor(config.learning_rate), weight_decay=config.weight_decay)
+    if config.optimizer == "sgd":
+        optimizer, usual = SGD(parameters, momentum=config.momentum, **common), ("momentum_buffer",)
+    elif adam is Adam and config.optimizer not in ("adam", "adamw"):
+        raise InputError(
+            f"optimizer is {config.optimizer}, which make_optimizer does not make; expected adam, adamw, sgd"
+        )
+    else:
+        betas = (config.adam_beta1, config.adam_beta2)
+        optimizer = adam(parameters, betas=betas, decoupled=config.optimizer != "adam", **common)
+        usual = ("exp_avg", "exp_avg_sq")
+    for group in optimizer.param_groups:
+        names = group.get("state", usual)
+        for p in group["params"]:
+            # compile_for asks about shapes alone: zeros on the device are never computed there, so they take no memory
+            like = torch.empty(p.shape, dtype=p.dtype, device=p.device if config.compile_for else "cpu")
+            optimizer.state[p] = {name: torch.zeros_like(like).to(p.device) for name in names}
+        if "exp_avg" in names:
+            first = group["params"][0]
+            optimizer.state[first]["count"] = torch.zeros(1).to(first.device)
+    return optimizer
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:

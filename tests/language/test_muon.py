@@ -10,6 +10,8 @@ from language.layers import is_matrix
 from language.llama import Llama
 from language.muon import orthogonalised
 from language.transformer_options import TransformerConfig
+from tpu_utils.errors import InputError
+from tpu_utils.optim import make_optimizer
 
 
 @pytest.mark.parametrize(("dtype", "ends"), [(torch.float32, (0.67, 1.14)), (torch.bfloat16, (0.66, 1.15))])
@@ -56,3 +58,14 @@ def test_one_update_of_many_matrices_is_that_of_each(size):
             plain_muon(theirs.get_parameter(name), buffer, 0.01)
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter, theirs.get_parameter(name), rtol=2e-5, atol=2e-6, msg=name)
+
+
+def test_a_model_that_muon_would_leave_to_adamw_is_refused():
+    """In a copy of the script: a model with other names, or the optimizer made without language/build.py."""
+    config = TransformerConfig(optimizer="muon")
+    other = torch.nn.Linear(4, 4)
+    other.trained = lambda: dict(other.named_parameters())
+    with pytest.raises(InputError, match="no parameter has the name of a layer's matrix; expected adamw"):
+        build_optimizer(config, other)
+    with pytest.raises(InputError, match="optimizer is muon, which make_optimizer does not make; expected adam, adamw"):
+        make_optimizer(config, other.parameters())

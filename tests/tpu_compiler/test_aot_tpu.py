@@ -411,6 +411,17 @@ def test_a_transformer_is_sharded_as_its_table_says():
 
 
 @pytest.mark.slow
+def test_muon_reduces_no_product_over_devices():
+    """They exchange matrices, so that each is whole on one of them; what is reduced is smaller than one matrix."""
+    options = ("--mesh=1x8x1", "--optimizer=muon", "--num_layers=1", "--num_heads=4", "--embedding_dim=512")
+    options += ("--sequence_length=128", "--vocab_size=64", "--precision=bfloat16")
+    r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
+    weights = 12 * 512**2
+    assert r.collectives["all-reduce"]["bytes"] < 512**2
+    assert r.collectives["all-to-all"]["bytes"] > weights * 2  # momentum in bfloat16, once or more
+
+
+@pytest.mark.slow
 def test_slots_of_a_mixture_change_places_once_there_and_once_back():
     """In both passes, and the router's weight of each slot. What a product reads next is sent in bfloat16, to which a
     TPU rounds its inputs."""

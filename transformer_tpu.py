@@ -55,31 +55,31 @@ from tpu_utils.peers import Peers
 from tpu_utils.run import Run
 
 # The mesh axis (language/loops.py) that each axis of a parameter is sharded over; None, or no match: replicated. Along
-# "tensor" a device holds some heads and some columns of the MLP; along "fsdp" it holds a shard of every weight matrix
-# and all-gathers those of a layer when it gets there.
+# "tensor" a device holds some heads and columns of the MLP; along FSDP a shard of every matrix, and gathers those of
+# a layer when it gets there. Gathered rows of gate and up lie as their product reads them: columns would be copied.
+FSDP = ("fsdp", "context")
 PARTITION = {
-    "(token_embedding|head_weight)": ("tensor", "fsdp"),
-    "position_embedding": (None, "fsdp"),
-    r"(qkv|kv|gate_up)_weight\.\d+": (None, "tensor", "fsdp"),
+    "(token_embedding|head_weight)": ("tensor", FSDP),
+    "position_embedding": (None, FSDP),
+    r"gate_up_weight\.\d+": (None, ("tensor", *FSDP), None),
+    r"(qkv|kv)_weight\.\d+": (None, "tensor", FSDP),
     "(qkv|kv)_bias": (None, None, "tensor"),
-    r"(attention|mlp)_out_weight\.\d+": ("fsdp", "tensor"),
-    r"(q|mlp_in)_weight\.\d+": ("tensor", "fsdp"),
-    r"expert_gate_up_weight\.\d+": ("expert", None, "tensor", "fsdp"),
-    r"expert_out_weight\.\d+": ("expert", "fsdp", "tensor"),
+    r"(attention|mlp)_out_weight\.\d+": (FSDP, "tensor"),
+    r"(q|mlp_in)_weight\.\d+": ("tensor", FSDP),
+    r"expert_gate_up_weight\.\d+": ("expert", None, ("tensor", *FSDP), None),
+    r"expert_out_weight\.\d+": ("expert", FSDP, "tensor"),
     "(mlp_in|q)_bias": (None, "tensor"),
-    r"(q|mlp_in)_lora_a\.\d+": (None, "fsdp"),  # LoRA's a (rank, in), b (out, rank): sharded as their matrix, rank not
+    r"(q|mlp_in)_lora_a\.\d+": (None, FSDP),  # LoRA's a (rank, in), b (out, rank): sharded as their matrix, rank not
     r"(q|mlp_in)_lora_b\.\d+": ("tensor", None),
-    r"(qkv|kv|gate_up)_lora_a\.\d+": (None, None, "fsdp"),
+    r"(qkv|kv|gate_up)_lora_a\.\d+": (None, None, FSDP),
     r"(qkv|kv|gate_up)_lora_b\.\d+": (None, "tensor", None),
     r"(attention|mlp)_out_lora_a\.\d+": (None, "tensor"),
-    r"(attention|mlp)_out_lora_b\.\d+": ("fsdp", None),
+    r"(attention|mlp)_out_lora_b\.\d+": (FSDP, None),
 }
 
 
 def partition_spec(name: str, tensor: torch.Tensor) -> tuple:
-    """As PARTITION says. Along "context" weights are sharded too: devices gather a layer's in any case."""
-    spec = next((spec for pattern, spec in PARTITION.items() if re.fullmatch(pattern, name)), (None,) * tensor.dim())
-    return tuple(("fsdp", "context") if axis == "fsdp" else axis for axis in spec)
+    return next((spec for pattern, spec in PARTITION.items() if re.fullmatch(pattern, name)), (None,) * tensor.dim())
 
 
 def place(model: Decoder, tensors) -> None:

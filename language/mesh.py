@@ -33,12 +33,14 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
     a third of a device's memory, else the smallest fsdp axis that gets them there; the others only when asked for.
     """
     shape, batch = config.shape, config.global_batch_size
+    width, of_mlp = getattr(shape, "mlp_dim", 0), "an expert" if config.num_experts else "the MLP"
     frozen = 2 if config.base_precision == "bfloat16" else 4  # bytes; adapters are small beside them
     state = (frozen if config.lora_rank else 16) * shape.num_parameters
     if config.mesh != "auto":
         sizes, why = sizes_of_mesh(config.mesh), "as asked"
     else:
-        choices = [n for n in range(1, num_devices + 1) if num_devices % n == 0 and shape.embedding_dim % n == 0]
+        common = math.gcd(num_devices, shape.embedding_dim, width)
+        choices = [n for n in range(1, num_devices + 1) if common % n == 0]
         enough = [n for n in choices if hbm_bytes is None or state / n <= hbm_bytes / 3]
         fsdp = enough[0] if enough else choices[-1]
         sizes = (num_devices // fsdp, fsdp, 1, 1, 1)
@@ -66,7 +68,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         ("embedding_dim", shape.embedding_dim, "fsdp", fsdp),
         ("embedding_dim", shape.embedding_dim, "fsdp x context", fsdp * devices),
         ("number of experts", config.num_experts, "expert", expert),
-        ("width of an expert", shape.mlp_dim if config.num_experts else 0, "tensor", tensor),
+        (f"width of {of_mlp}", width, "tensor x fsdp x context", tensor * fsdp * devices),
     ):
         if value % size:
             raise InputError(

@@ -251,7 +251,8 @@ def test_placement_is_the_table(eight_devices):
 
     assert shards("qkv_weight.0") == ["1,1,8", "replicated", "1,2,2,2", "1,2,2,2"]
     assert shards("q_weight.0") == shards("mlp_out_weight.1")[3:4] == ["2,2,2"]
-    assert shards("kv_weight.0") == shards("gate_up_weight.1") == ["1,2,2,2"]
+    assert shards("kv_weight.0") == ["1,2,2,2"]
+    assert shards("gate_up_weight.1") == ["1,4,1,2"]  # rows, over both axes
 
 
 def test_resume_on_another_mesh(eight_devices, reference, tmp_path):
@@ -290,6 +291,11 @@ def test_mesh_is_chosen_by_memory():
             dict(model_size="llama_tiny", mesh="1x1x4"),
             4,
             r"heads of keys and values \(2\) must be divisible by the tensor",
+        ),
+        (
+            dict(model_size="llama_tiny", mesh="1x256x1", embedding_dim=512, global_batch_size=256),
+            256,
+            r"width of the MLP \(384\) must be divisible by the tensor x fsdp x context axis \(256\)",
         ),
         (dict(mesh="8x1x1", global_batch_size=20), 8, r"global_batch_size \(20\) must be divisible .* try 16"),
     ],

@@ -238,6 +238,13 @@ class CrossEntropy(torch.autograd.Function):
         return found.to(logits_BTV.dtype), None, None
 
 
+def is_likeliest(logits_BTV, targets_BT, vocab_size: int):
+    """1.0 where a target is the token of the largest logit, of equal ones the first; (B, T) float32. 0 for a negative
+    target."""
+    column = torch.arange(logits_BTV.shape[-1], device=logits_BTV.device, dtype=torch.int32)
+    return (logits_BTV.float().masked_fill(column >= vocab_size, -1e30).argmax(-1) == targets_BT).float()
+
+
 def losses(logits_BTV, targets_BT, vocab_size: int, mesh=None):
     """Loss in nats of every target, (B, T) float32; 0 where the target is negative.
 

@@ -164,7 +164,7 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
 
 @one_graph(each_shape=True)
 def eval_step(model, tokens_BS):
-    """(B, 3 or more) float32: summed loss of a sequence, its targets, the likeliest of them; then choices of routers."""
+    """(B, 3 or more) float32: summed loss of a sequence, its targets, the likeliest of these; choices of routers."""
     with torch.no_grad():
         (inputs, targets), routing = inputs_and_targets(model, tokens_BS), []
         logits, vocab_size = model(inputs, routing=routing), model.shape.vocab_size

@@ -81,7 +81,7 @@ def lambada(record: dict) -> Example:
 
 
 def mmlu(record: dict) -> Example:
-    choices = texts(record, "choices")
+    choices, _ = texts(record, "choices"), text(record, "subject")
     if len(choices) != 4:
         raise ValueError(f"{len(choices)} choices; expected 4")
     listed = "".join(f"\n{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True))
@@ -150,29 +150,25 @@ def with_examples(name: str, path: Path, num_shots: int = 0, limit: int = 0) -> 
 
 def before(name: str, record: dict, where: str, pool: list, num_shots: int, draw: random.Random) -> str:
     """What the harness puts in front of a question: mmlu's description, and the examples."""
-    description = ""
+    description, more = "", name in DRAWS_ONE_MORE
     if name == "mmlu":
-        try:
-            subject = text(record, "subject")
-            pool = [one for one in pool if one[1].get("subject") == subject]
-        except ValueError as error:
-            raise InputError(f"{where}: no question of mmlu: {error}") from error
+        subject = record["subject"]
         about = subject.replace("_", " ")
         description = f"The following are multiple choice questions (with answers) about {about}.\n\n"
-    more = name in DRAWS_ONE_MORE
-    if len(pool) < num_shots + more:
+        pool = [one for one in pool if one[1]["subject"] == subject]
+    if not num_shots:
+        return description
+    others = [one for one in pool if one[1] != record] if more else pool
+    if len(others) < num_shots or len(pool) < num_shots + more:
         raise InputError(
-            f"{where}: num_fewshot is {num_shots}, but there are {len(pool)} examples to draw from; expected "
-            f"{num_shots + more} or more; choose fewer"
+            f"{where}: num_fewshot is {num_shots}, but there are {len(others)} examples to draw from; choose fewer"
         )
     if name == "mmlu":
         shots = pool[:num_shots]
-    elif not num_shots:
-        shots = []
     else:
-        shots = [one for one in draw.sample(pool, num_shots + more) if not more or one[1] != record][:num_shots]
-        if len(shots) < num_shots:
-            shots = draw.sample([one for one in pool if one[1] != record], num_shots)
+        drawn = draw.sample(pool, num_shots + more)
+        shots = [one for one in drawn if not more or one[1] != record][:num_shots]
+        shots = shots if len(shots) == num_shots else draw.sample(others, num_shots)
     return description + "".join(example.shot for _, _, example in shots)
 
 

@@ -184,7 +184,7 @@ def main(config: EvaluateConfig) -> int:
     source = open_source(**{name: getattr(config, name) for name in named})
     longest = max(source.longest, source.shape.sequence_length)
     T = config.sequence_length or longest
-    if T > longest:
+    if longest < T:
         raise InputError(f"sequence_length is {T}, but the model reads {longest} tokens; choose {longest} or less")
     tasks = [
         task

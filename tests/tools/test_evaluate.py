@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import random
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch_xla
-from made_tasks import BUNDLE, MAKERS, write_bundle, write_lines, write_task
+from made_tasks import BUNDLE, MAKERS, words, write_bundle, write_lines, write_task
 from processes import run
+from run_files import assert_identical, read_lines, state_in, summary_in
 from test_llama_parity import UNTIED, hugging_face_model
 from test_tokenizer import trained
 
@@ -18,7 +20,8 @@ from language.core_tasks import read_bundle
 from language.questions import answers, core_of, lengths_of
 from language.sources import load, open_source
 from language.tasks import read_tasks
-from tools import evaluate
+from tools import convert_hf, evaluate
+from tools.evaluate import EvaluateConfig
 from tpu_utils.checkpoint.tensor_files import one_thread
 from tpu_utils.graphs import graphs_compiled
 
@@ -60,14 +63,18 @@ def folder(request, tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def theirs(folder):
-    """lm-evaluation-harness's own wrapper of the model."""
+def harness_of(folder: Path):
+    """lm-evaluation-harness's own wrapper of a model."""
     models = pytest.importorskip("lm_eval.models.huggingface", reason="requirements-dev.txt brings lm_eval")
     return models.HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(folder).eval(),
         tokenizer=transformers.AutoTokenizer.from_pretrained(folder), batch_size=8, device="cpu",
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return harness_of(folder)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +232,7 @@ def test_bits_per_byte_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path
     from lm_eval.api.instance import Instance
 
     (source, model), path = ours, tmp_path / "text.txt"
-    text = "To be, or not to be, \N{SNOWMAN} that is the question.\n\n" * 20
+    text = words(random.Random(0), 200, 200) + "\n\n"  # of equal windows the harness mixes up the results
     path.write_text(text)
     rows, num_bytes = evaluate.rows_of_text(path, source, LONGEST)
     found = evaluate.score(model, rows, LONGEST, 1024, torch_xla.device())
@@ -253,21 +260,17 @@ def test_one_graph_for_each_length_that_occurs(ours, tmp_path):
     assert graphs_compiled() - before == len(lengths_of(LONGEST)) == 2
 
 
-@pytest.mark.parametrize("devices", ["rows", "weights"])
-def test_four_devices_give_the_same_answers(folder, tmp_path, devices):
-    """And the tool as users run it: a table, what it wrote, and graphs."""
+def test_four_devices_give_the_same_answers(folder, ours, tmp_path):
+    """And the tool as users run it: a table, what it wrote, and graphs. The GPT-2's rows are shared, and the Llama's
+    weights."""
     tasks = [f"{name}={write_task(tmp_path / name, name)}" for name in ("hellaswag", "lambada")]
     tasks.append(f"core={write_bundle(tmp_path / 'bundle')}")
     (tmp_path / "text.txt").write_text("to be or not to be " * 90)
-    written = []
-    for count, way in ((1, "one"), (4, devices)):
-        options = [
-            "--tokens_per_step=2048",
-            f"--devices={way}",
-            f"--json={tmp_path / way}",
-            f"--text={tmp_path}/text.txt",
-        ]
-        result = run("tools.evaluate", "--hf", folder, "--tasks", *tasks, *options, CPU_NUM_DEVICES=count)
+    written, shared = [], "rows" if ours[0].tokenizer.begin is None else "weights"
+    for count, way in ((1, "one"), (4, shared)):
+        options = ["--tokens_per_step=2048", f"--devices={way}", f"--json={tmp_path / way}", "--text"]
+        options += [tmp_path / "text.txt", "--tasks", *tasks]
+        result = run("tools.evaluate", "--hf", folder, *options, CPU_NUM_DEVICES=count)
         assert result.returncode == 0, result.stderr[-3000:]
         written.append(json.loads((tmp_path / way).read_text()))
         assert written[-1]["graphs"] == 2 and "2 graphs" in result.stderr
@@ -276,3 +279,88 @@ def test_four_devices_give_the_same_answers(folder, tmp_path, devices):
     for name, found in one["tasks"].items():
         assert found["chosen"] == four["tasks"][name]["chosen"]
     assert four["core"] == one["core"] and four["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with two runs on bytes, scored and plain, which differ in --tasks alone; and the tasks."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text("to be or not to be that is the question " * 200)
+    write_task(folder / "arc", "arc_easy"), write_task(folder / "lambada", "lambada"), write_bundle(folder / "core")
+    options = [f"--data_dir={folder}", "--dataset=text", "--train_data=text.txt", "--num_layers=1", "--num_heads=2"]
+    options += [
+        "--embedding_dim=32",
+        "--sequence_length=256",
+        "--global_batch_size=4",
+        "--num_steps=4",
+        "--log_every=2",
+    ]
+    options += ["--eval_every=2", "--eval_batches=1", "--no_tensorboard", "--warmup_steps=1", "--learning_rate=0.01"]
+    tasks = ["--tasks", "arc_easy=arc", "lambada=lambada/test.jsonl", "core=core"]
+    for name, own in (("scored", tasks), ("plain", [])):
+        result = run("transformer_tpu.py", "--run_dir", folder / name, *options, *own)
+        assert result.returncode == 0, result.stderr[-3000:]
+    return folder
+
+
+def test_a_run_is_scored_and_trains_as_without(runs):
+    scored, plain = (state_in(runs / name / "checkpoints" / "step_00000004") for name in ("scored", "plain"))
+    trained = [name for name in scored if name.startswith(("model/", "optimizer/", "metrics/"))]
+    assert len(trained) > 30
+    for name in trained:  # torch_xla's running seed moves with every graph; nothing here draws from it
+        assert_identical(scored[name], plain[name])
+    assert summary_in(runs / "plain")["eval_graphs"] == 1 and summary_in(runs / "scored")["eval_graphs"] == 3
+    assert summary_in(runs / "scored")["train_graphs"] == 1  # rows of 128, rows of 256, and the validation's batch
+    before, after = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
+    assert before["core"] != after["core"] and len(after["core_centered"]) == 3
+    assert after["core"] == pytest.approx(np.mean(after["core_centered"]))
+    assert {"arc_easy_accuracy", "arc_easy_accuracy_norm", "lambada_accuracy", "lambada_perplexity"} < after.keys()
+
+
+def test_a_checkpoint_is_scored_as_in_its_run(runs, tmp_path, capsys):
+    *_, said = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
+    tasks = (f"arc_easy={runs}/arc", f"lambada={runs}/lambada", f"core={runs}/core")
+    assert evaluate.main(EvaluateConfig(str(runs / "scored"), tasks=tasks, json=str(tmp_path / "scores.json"))) == 0
+    found = json.loads((tmp_path / "scores.json").read_text())
+    assert found["core"] == said["core"] and found["tasks"]["arc_easy"]["accuracy"] == said["arc_easy_accuracy"]
+    assert found["tasks"]["lambada"]["perplexity"] == pytest.approx(said["lambada_perplexity"], rel=1e-4)
+    assert [found["tasks"][f"core/{label}"]["centered"] for label, *_ in BUNDLE] == said["core_centered"]
+    assert "arc_easy " in capsys.readouterr().out
+
+
+def test_an_exported_run_gets_the_same_answers_by_lm_evaluation_harness(runs, tmp_path):
+    pytest.importorskip("lm_eval", reason="requirements-dev.txt brings lm_eval")
+    convert_hf.export(runs / "scored", tmp_path / "exported", torch.float32)
+    theirs, source = harness_of(tmp_path / "exported"), open_source(run_dir=str(runs / "scored"))
+    expected = answers_of_theirs(theirs, "arc_easy", runs / "arc", 0, tmp_path / "cache")
+    (task,) = read_tasks("arc_easy", runs / "arc", source.tokenizer, 256)
+    said = answers(task, scores((source, load(source, torch_xla.device())), task))
+    assert [c == q.answer for c, q in zip(said.chosen, task.questions, strict=True)] == [one["acc"] for one in expected]
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ([], "give one of RUN, --hf and --llmc"),
+        (["--hf=a"], "nothing is asked; give --tasks NAME=PATH or --text FILE"),
+        (["--hf=a", "--checkpoint=best", "--text=x"], "only a run has checkpoints"),
+        (["--hf=a", "--tasks", "hellswag=x"], "tasks has 'hellswag=x'; expected NAME=PATH with one of"),
+        (["--hf=a", "--tasks", "hellswag=x"], "did you mean hellaswag?"),
+        (["--hf=a", "--tasks", "piqa"], "expected NAME=PATH"),
+        (["--hf=a", "--tasks", "piqa=missing.jsonl"], "missing.jsonl: no such file"),
+        (["--hf=a", "--tasks", "core=missing"], "core.yaml: no such file"),
+        (["--hf=a", "--limit=-1", "--text=x"], "limit is -1; expected 0 or more"),
+        (["--hf=a", "--text=missing.txt"], "missing.txt: no such file"),
+        (["--hf=a", "--text=README.md", "--json=missing/x"], "in a folder that does not exist"),
+    ],
+)
+def test_wrong_options_are_answered_at_once(options, message):
+    result = run("tools.evaluate", *options)
+    said = " ".join(re.sub(r"[^\x00-\x7f]", "", result.stderr).split())  # without the box around it
+    assert result.returncode == 2 and message in said and "Traceback" not in said, said

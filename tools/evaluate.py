@@ -38,7 +38,7 @@ from tpu_utils.files import open_regular, read_regular, write_atomically
 class EvaluateConfig:
     """Which model, and what it is asked."""
 
-    run_dir: Annotated[str, tyro.conf.Positional] = ""
+    run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
     """A run of transformer_tpu.py."""
     checkpoint: Literal["newest", "best"] = "newest"
     """Of the run. best: of its best evaluation, which a run with --keep_best keeps."""
@@ -105,6 +105,7 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 import torch
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from tqdm import tqdm
 
 from language.context import inputs_and_targets
 from language.loops import AXES, BATCH
@@ -128,13 +129,14 @@ def score_step(model, tokens_BS):
         return result
 
 
-def score(model, rows: list[Row], T: int, tokens: int, device) -> np.ndarray:
-    """What score_step gives of each row, (rows, 3) float64."""
+def score(model, rows: list[Row], T: int, tokens: int, device, name: str = "") -> np.ndarray:
+    """What score_step gives of each row, (rows, 3) float64. name: on a terminal a bar shows how far it is."""
     sharding = BatchSharding(model.mesh, BATCH) if model.mesh else None
     multiple = 1 if model.mesh is None else math.prod(model.mesh.shape()[axis] for axis in BATCH)
     batches, places = batched(rows, T, tokens, multiple)
     found = [score_step.compiled(model, *send(batch, device, sharding)) for batch in batches]
-    return np.concatenate([result.cpu().numpy() for result in found]).astype(np.float64)[places]
+    bar = tqdm(found, name, leave=False, disable=None if name else True)
+    return np.concatenate([result.cpu().numpy() for result in bar]).astype(np.float64)[places]
 
 
 def start_mesh(devices: str, source: Source) -> xs.Mesh | None:
@@ -169,7 +171,8 @@ def rows_of_text(path: Path, source: Source, T: int) -> tuple[list[Row], int]:
 def as_row(one: Answers) -> str:
     numbers = (one.accuracy, one.accuracy_norm, one.stderr, one.task.guessing, one.perplexity)
     name = f"{one.task.of}/{one.task.name}" if one.task.of else one.task.name
-    return f"{name:36} {len(one.chosen):9}" + "".join(f" {'-' if n is None else format(n, '.4f'):>9}" for n in numbers)
+    shown = ("-" if n is None else f"{n:.4f}" if abs(n) < 1000 else f"{n:.3g}" for n in numbers)
+    return f"{name:36} {len(one.chosen):9}" + "".join(f" {number:>9}" for number in shown)
 
 
 def as_record(one: Answers) -> dict:
@@ -198,7 +201,7 @@ def main(config: EvaluateConfig) -> int:
     columns = ("examples", "accuracy", "acc_norm", "stderr", "guessing", "ppl")
     print(f"{'task':36}" + "".join(f" {column:>9}" for column in columns), flush=True) if tasks else None
     for task in tasks:
-        scored.append(answers(task, score(model, task.rows, T, config.tokens_per_step, device)))
+        scored.append(answers(task, score(model, task.rows, T, config.tokens_per_step, device, task.name)))
         print(as_row(scored[-1]), flush=True)
     results = {"/".join(filter(None, (one.task.of, one.task.name))): as_record(one) for one in scored}
     record = dict(model=config.run_dir or config.hf or config.llmc, tasks=results)
@@ -206,7 +209,7 @@ def main(config: EvaluateConfig) -> int:
         record["core"] = core
         print(f"{CORE}, mean of (accuracy - guessing) / (1 - guessing): {core:.4f}")
     if rows:
-        loss = score(model, rows, T, config.tokens_per_step, device)[:, 0].sum()
+        loss = score(model, rows, T, config.tokens_per_step, device, config.text)[:, 0].sum()
         record["bits_per_byte"] = float(loss / num_bytes / math.log(2))
         print(f"{config.text}: {record['bits_per_byte']:.4f} bits per byte of {num_bytes:,}")
     record["graphs"] = graphs_compiled() - before

@@ -260,6 +260,7 @@ def test_one_graph_for_each_length_that_occurs(ours, tmp_path):
     assert graphs_compiled() - before == len(lengths_of(LONGEST)) == 2
 
 
+@pytest.mark.slow
 def test_four_devices_give_the_same_answers(folder, ours, tmp_path):
     """And the tool as users run it: a table, what it wrote, and graphs. The GPT-2's rows are shared, and the Llama's
     weights."""
@@ -289,21 +290,24 @@ def runs(tmp_path_factory) -> Path:
     """A folder with two runs on bytes, scored and plain, which differ in --tasks alone; and the tasks."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text("to be or not to be that is the question " * 200)
-    write_task(folder / "arc", "arc_easy"), write_task(folder / "lambada", "lambada"), write_bundle(folder / "core")
-    options = [f"--data_dir={folder}", "--dataset=text", "--train_data=text.txt", "--num_layers=1", "--num_heads=2"]
-    options += [
-        "--embedding_dim=32",
-        "--sequence_length=256",
-        "--global_batch_size=4",
-        "--num_steps=4",
-        "--log_every=2",
-    ]
-    options += ["--eval_every=2", "--eval_batches=1", "--no_tensorboard", "--warmup_steps=1", "--learning_rate=0.01"]
-    tasks = ["--tasks", "arc_easy=arc", "lambada=lambada/test.jsonl", "core=core"]
-    for name, own in (("scored", tasks), ("plain", [])):
-        result = run("transformer_tpu.py", "--run_dir", folder / name, *options, *own)
-        assert result.returncode == 0, result.stderr[-3000:]
+    write_task(folder / "arc", "arc_easy")
+    write_task(folder / "lambada", "lambada")
+    write_bundle(folder / "core")
+    train(folder, "scored", "--tasks", *TASKS)
+    train(folder, "plain")
     return folder
+
+
+TASKS = ("arc_easy=arc", "lambada=lambada/test.jsonl", "core=core")
+SIZES = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=256", "--global_batch_size=4"]
+STEPS = ["--num_steps=4", "--log_every=2", "--eval_every=2", "--eval_batches=1", "--warmup_steps=1"]
+
+
+def train(folder: Path, name: str, *own: str, devices=1) -> None:
+    options = [f"--data_dir={folder}", "--dataset=text", "--train_data=text.txt", "--learning_rate=0.01"]
+    options += [*SIZES, *STEPS, "--no_tensorboard", *own]
+    result = run("transformer_tpu.py", "--run_dir", folder / name, *options, CPU_NUM_DEVICES=devices)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 def test_a_run_is_scored_and_trains_as_without(runs):
@@ -312,12 +316,24 @@ def test_a_run_is_scored_and_trains_as_without(runs):
     assert len(trained) > 30
     for name in trained:  # torch_xla's running seed moves with every graph; nothing here draws from it
         assert_identical(scored[name], plain[name])
-    assert summary_in(runs / "plain")["eval_graphs"] == 1 and summary_in(runs / "scored")["eval_graphs"] == 3
-    assert summary_in(runs / "scored")["train_graphs"] == 1  # rows of 128, rows of 256, and the validation's batch
+    graphs = [[summary_in(runs / name)[f"{kind}_graphs"] for kind in ("train", "eval")] for name in ("plain", "scored")]
+    assert graphs == [[1, 1], [1, 2]], "rows of 256 tokens have the validation's graph, those of 128 their own"
     before, after = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
-    assert before["core"] != after["core"] and len(after["core_centered"]) == 3
+    assert before["lambada_perplexity"] > after["lambada_perplexity"] and len(after["core_centered"]) == 3
     assert after["core"] == pytest.approx(np.mean(after["core_centered"]))
     assert {"arc_easy_accuracy", "arc_easy_accuracy_norm", "lambada_accuracy", "lambada_perplexity"} < after.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["2x2x1", "1x1x2x2"])
+def test_a_run_on_a_mesh_is_scored_alike(runs, mesh):
+    """Rows are sharded, and weights; or devices share the positions of a row, and the vocabulary."""
+    train(runs, mesh, "--tasks", *TASKS, f"--mesh={mesh}", devices=4)
+    one, four = ([line for line in read_lines(runs / name) if line["kind"] == "eval"] for name in ("scored", mesh))
+    for expected, found in zip(one, four, strict=True):
+        values = {name: pytest.approx(value, rel=1e-3) for name, value in expected.items() if name != "kind"}
+        assert found == values | {"kind": "eval"}
+    assert summary_in(runs / mesh)["eval_graphs"] == 2
 
 
 def test_a_checkpoint_is_scored_as_in_its_run(runs, tmp_path, capsys):

@@ -6,6 +6,7 @@ nanochat/core_eval.py and scripts/base_eval.py; the benchmark is that of Li et a
 """
 
 import csv
+import io
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,8 @@ def entry_of(bundle: Path, task: dict, guessing: dict[str, float]) -> Entry:
         raise ValueError(f"num_fewshot of {label!r:.60} is {shots!r:.60}; expected 0 to 1000")
     kind = KINDS[member(task, "icl_task_type", KINDS)]
     path = inside(bundle / "eval_data", text(task, "dataset_uri"))
-    return Entry(label, path, kind, int(shots), str(task.get("continuation_delimiter", " ")), guessing[label])
+    delimiter = text({"continuation_delimiter": " "} | task, "continuation_delimiter")
+    return Entry(label, path, kind, int(shots), delimiter, guessing[label])
 
 
 def read_guessing(path: Path) -> dict[str, float]:
@@ -86,7 +88,7 @@ def read_guessing(path: Path) -> dict[str, float]:
     content = read_regular(path, "eval_meta_data.csv of an evaluation bundle of nanochat", 1 << 20)
     found = {}
     try:
-        for row in csv.DictReader(content.decode().splitlines()):
+        for row in csv.DictReader(io.StringIO(content.decode())):
             found[row["Eval Task"]] = 0.01 * float(row["Random baseline"])
     except (csv.Error, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: {error!s:.200}; expected columns 'Eval Task' and 'Random baseline'") from error
@@ -99,6 +101,7 @@ def read_items(entry: Entry) -> list[Item]:
     """In nanochat's order. Raises InputError for a line that is no question."""
     items = []
     for where, record in read_lines(entry.path, f"questions of {entry.label}"):
+        record = {name: written(value) for name, value in record.items()}
         try:
             if entry.kind == "multiple_choice":
                 queries, found = [text(record, "query")], texts(record, "choices")
@@ -113,6 +116,13 @@ def read_items(entry: Entry) -> list[Item]:
         items.append(Item(queries, found, gold, where))
     random.Random(ORDER_SEED).shuffle(items)
     return items
+
+
+def written(value):
+    """A number, or those of a list, as text: nanochat's templates write them so."""
+    if isinstance(value, list):
+        return [written(one) if type(one) in (int, float) else one for one in value]
+    return str(value) if type(value) in (int, float) else value
 
 
 def check_bundle(bundle: Path) -> None:

@@ -239,10 +239,12 @@ class Evaluation:
 
 
 def check_tasks(config: TransformerConfig) -> None:
-    """Raises InputError for tasks that cannot be read. Texts are encoded later."""
+    """Raises InputError for what load_tasks() could not read. Texts are encoded later."""
     named = parse_tasks(config.tasks, Path(config.data_dir))
     if config.hellaswag and "hellaswag" in named:
         raise InputError("hellaswag is given by --hellaswag and by --tasks; expected one of them")
+    if config.hellaswag:
+        read_hellaswag(Path(config.data_dir) / config.hellaswag, config.shape.vocab_size)
     for name, path in named.items():
         check_file(name, path)
     if named:

@@ -79,7 +79,7 @@ def test_no_damage_of_a_bundle_is_a_crash(tmp_path):
     paths = ["core.yaml", "eval_meta_data.csv", *(f"eval_data/{uri}" for _, uri, *_ in BUNDLE)]
     for number, name in enumerate(paths):
         content = (bundle / name).read_bytes()
-        for damaged in mutated(content, 60, number):
+        for damaged in mutated(content, 40, number):
             (bundle / name).write_bytes(damaged)
             with no_hang(), at_most(1 << 24):
                 try:
@@ -87,7 +87,7 @@ def test_no_damage_of_a_bundle_is_a_crash(tmp_path):
                 except InputError:
                     refused += 1
         (bundle / name).write_bytes(content)
-    assert 75 < refused < 60 * len(paths)
+    assert 50 < refused < 40 * len(paths)
     read_bundle(bundle, BYTES, 500)
 
 
@@ -113,6 +113,20 @@ def test_a_wrong_bundle_is_refused(tmp_path, change, message):
     path.write_text(change(path.read_text()))
     with no_hang(), pytest.raises(InputError, match=message):
         read_bundle(tmp_path, BYTES, 4000)
+
+
+def test_numbers_and_quoted_lines_are_read_as_nanochat_does(tmp_path):
+    bundle = write_bundle(tmp_path)
+    path = bundle / "eval_data" / "made_schema.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = write_lines(path, [record | dict(continuation=42, gold=str(record["gold"])) for record in records])
+    (bundle / "eval_meta_data.csv").write_text(
+        "Eval Task,Description,Random baseline\n"
+        + "".join(f'{label},"of two\nlines",{percent}\n' for label, *_, percent in BUNDLE)
+    )
+    task = read_bundle(bundle, BYTES, 4000)[1]
+    assert lines.exists() and task.guessing == 0.5
+    assert all(bytes(row.tokens[-3:].astype(np.uint8)) == b" 42" for row in task.rows)
 
 
 def test_merged_keys_of_yaml_do_not_multiply(tmp_path):

@@ -4,13 +4,15 @@ import dataclasses
 import json
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch_xla
-from made_tasks import BUNDLE, MAKERS, words, write_bundle, write_lines, write_task
+from jinja2 import Template
+from made_tasks import BUNDLE, MAKERS, WORDS, words, write_bundle, write_lines, write_task
 from processes import run
 from run_files import assert_identical, read_lines, state_in, summary_in
 from test_llama_parity import UNTIED, hugging_face_model
@@ -157,17 +159,35 @@ def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, name
 # ---------------------------------------------------------------------------------------------------- nanochat's CORE
 
 
+# render_prompts_mc(), render_prompts_schema() and render_prompts_lm() of nanochat/core_eval.py
+TEMPLATES = dict(
+    multiple_choice="""{%- for example in fewshot_examples -%}
+{{ example.query }}{{ continuation_delimiter }}{{ example.choices[example.gold] }}
+
+{% endfor -%}
+{{ item.query }}{{ continuation_delimiter }}{{ choice }}""",
+    schema="""{%- for example in fewshot_examples -%}
+{{ example.context_options[example.gold] }}{{ continuation_delimiter }}{{ example.continuation }}
+
+{% endfor -%}
+{{ context }}{{ continuation_delimiter }}{{ item.continuation }}""",
+    language_modeling="""{%- for example in fewshot_examples -%}
+{{ example.context | trim }}{{ continuation_delimiter }}{{ example.continuation }}
+
+{% endfor -%}
+{{ item.context | trim }}{{ continuation_delimiter }}{% if include_continuation %}{{ item.continuation }}{% endif %}""",
+)
+
+
 def rendered(item: dict, kind: str, delimiter: str, shots: list[dict]) -> list[str]:
-    """The prompts of nanochat's three templates, of which jinja makes these strings."""
+    """The prompts of a question; of language_modeling that without and that with the continuation."""
+    template = Template(TEMPLATES[kind])
+    render = partial(template.render, fewshot_examples=shots, continuation_delimiter=delimiter, item=item)
     if kind == "multiple_choice":
-        start = "".join(f"{one['query']}{delimiter}{one['choices'][one['gold']]}\n\n" for one in shots)
-        return [f"{start}{item['query']}{delimiter}{choice}" for choice in item["choices"]]
+        return [render(choice=choice) for choice in item["choices"]]
     if kind == "schema":
-        start = "".join(f"{s['context_options'][s['gold']]}{delimiter}{s['continuation']}\n\n" for s in shots)
-        return [f"{start}{context}{delimiter}{item['continuation']}" for context in item["context_options"]]
-    start = "".join(f"{one['context'].strip()}{delimiter}{one['continuation']}\n\n" for one in shots)
-    start += f"{item['context'].strip()}{delimiter}"
-    return [start.strip(), start + item["continuation"]]
+        return [render(context=context) for context in item["context_options"]]
+    return [render(include_continuation=False).strip(), render(include_continuation=True)]
 
 
 def common_length(sequences: list[list[int]], from_the_right=False) -> int:
@@ -287,15 +307,21 @@ def test_four_devices_give_the_same_answers(folder, ours, tmp_path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """A folder with two runs on bytes, scored and plain, which differ in --tasks alone; and the tasks."""
+    """A folder with a run on bytes, and its tasks."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text("to be or not to be that is the question " * 200)
     write_task(folder / "arc", "arc_easy")
     write_task(folder / "lambada", "lambada")
     write_bundle(folder / "core")
     train(folder, "scored", "--tasks", *TASKS)
-    train(folder, "plain")
     return folder
+
+
+def scores_of(run_dir: Path, folder: Path) -> dict:
+    """What the tool says of a run of runs()."""
+    tasks = tuple(f"{name}={run_dir.parent}/{path}" for name, _, path in (task.partition("=") for task in TASKS))
+    assert evaluate.main(EvaluateConfig(str(run_dir), tasks=tasks, json=str(folder / "scores.json"))) == 0
+    return json.loads((folder / "scores.json").read_text())
 
 
 TASKS = ("arc_easy=arc", "lambada=lambada/test.jsonl", "core=core")
@@ -310,7 +336,16 @@ def train(folder: Path, name: str, *own: str, devices=1) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_a_run_is_scored_and_trains_as_without(runs):
+def test_a_run_is_scored(runs):
+    before, after = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
+    assert before["lambada_perplexity"] > after["lambada_perplexity"] and len(after["core_centered"]) == 3
+    assert after["core"] == pytest.approx(np.mean(after["core_centered"]))
+    assert {"arc_easy_accuracy", "arc_easy_accuracy_norm", "lambada_accuracy", "lambada_perplexity"} < after.keys()
+
+
+@pytest.mark.slow
+def test_a_run_trains_as_without(runs):
+    train(runs, "plain")
     scored, plain = (state_in(runs / name / "checkpoints" / "step_00000004") for name in ("scored", "plain"))
     trained = [name for name in scored if name.startswith(("model/", "optimizer/", "metrics/"))]
     assert len(trained) > 30
@@ -318,10 +353,16 @@ def test_a_run_is_scored_and_trains_as_without(runs):
         assert_identical(scored[name], plain[name])
     graphs = [[summary_in(runs / name)[f"{kind}_graphs"] for kind in ("train", "eval")] for name in ("plain", "scored")]
     assert graphs == [[1, 1], [1, 2]], "rows of 256 tokens have the validation's graph, those of 128 their own"
-    before, after = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
-    assert before["lambada_perplexity"] > after["lambada_perplexity"] and len(after["core_centered"]) == 3
-    assert after["core"] == pytest.approx(np.mean(after["core_centered"]))
-    assert {"arc_easy_accuracy", "arc_easy_accuracy_norm", "lambada_accuracy", "lambada_perplexity"} < after.keys()
+
+
+@pytest.mark.slow
+def test_a_run_on_chats_is_scored_as_its_checkpoint(runs, tmp_path):
+    """Its model reads rows of several documents, and finds their first tokens by a mark."""
+    chats = [json.dumps(dict(prompt=f"Spell {word}.", completion="-".join(word))) for word in WORDS * 20]
+    (runs / "chats.jsonl").write_text("\n".join(chats))
+    train(runs, "chats", "--tasks", *TASKS, "--dataset=chat", "--train_data=chats.jsonl", "--model_size=llama_tiny")
+    *_, said = [line for line in read_lines(runs / "chats") if line["kind"] == "eval"]
+    assert scores_of(runs / "chats", tmp_path)["core"] == said["core"]
 
 
 @pytest.mark.slow
@@ -338,9 +379,7 @@ def test_a_run_on_a_mesh_is_scored_alike(runs, mesh):
 
 def test_a_checkpoint_is_scored_as_in_its_run(runs, tmp_path, capsys):
     *_, said = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
-    tasks = (f"arc_easy={runs}/arc", f"lambada={runs}/lambada", f"core={runs}/core")
-    assert evaluate.main(EvaluateConfig(str(runs / "scored"), tasks=tasks, json=str(tmp_path / "scores.json"))) == 0
-    found = json.loads((tmp_path / "scores.json").read_text())
+    found = scores_of(runs / "scored", tmp_path)
     assert found["core"] == said["core"] and found["tasks"]["arc_easy"]["accuracy"] == said["arc_easy_accuracy"]
     assert found["tasks"]["lambada"]["perplexity"] == pytest.approx(said["lambada_perplexity"], rel=1e-4)
     assert [found["tasks"][f"core/{label}"]["centered"] for label, *_ in BUNDLE] == said["core_centered"]

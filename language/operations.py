@@ -241,8 +241,8 @@ class CrossEntropy(torch.autograd.Function):
 def is_likeliest(logits_BTV, targets_BT, vocab_size: int):
     """1.0 where a target has the largest logit, of equal ones the first; (B, T) float32. 0 for a negative target.
 
-    By maxima and a sum, which XLA computes with those of losses(): as an argmax it would keep the logits in float32, and
-    double the time of the head and the loss of GPT-2 124M, by libtpu 0.0.21's estimate for v5e.
+    By maxima and a sum, which XLA computes with those of losses(): an argmax would keep the logits in float32, and
+    double the time of head and loss of GPT-2 124M, by libtpu 0.0.21's estimate for v5e.
     """
     column = torch.arange(logits_BTV.shape[-1], device=logits_BTV.device, dtype=torch.int32)
     z = logits_BTV.float().masked_fill(column >= vocab_size, -1e30)

@@ -50,7 +50,8 @@ class Task:
 @dataclass(frozen=True)
 class Answers:
     """chosen: of each question, -1 where a greedy one is not right. accuracy_norm: by likelihood per character, as
-    lm-evaluation-harness has it; None where that compares no lengths. perplexity: of a greedy question, mean."""
+    lm-evaluation-harness has it; None where that compares no lengths. perplexity: of a greedy question's targets
+    together, but for CORE's."""
 
     task: Task
     chosen: list[int]
@@ -97,7 +98,7 @@ def answers(task: Task, found: np.ndarray) -> Answers:
         if question.lengths:
             with np.errstate(divide="ignore", invalid="ignore"):
                 normed.append(int(np.argmax(-loss / np.array(question.lengths, float))))
-    perplexity = float(np.exp(found[:at, 0].mean())) if task.how == "greedy" else None
+    perplexity = float(np.exp(found[:at, 0].mean())) if task.how == "greedy" and not task.of else None
     return Answers(task, chosen, normed, perplexity)
 
 

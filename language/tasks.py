@@ -93,7 +93,8 @@ READERS: dict[str, Callable[[dict], Example]] = {
     **{"hellaswag": hellaswag, "arc_easy": arc, "arc_challenge": arc, "piqa": piqa},
     **{"winogrande": winogrande, "lambada": lambada, "mmlu": mmlu},
 }
-DRAWS_ONE_MORE = ("hellaswag", "piqa", "winogrande")  # harness: they have no test set, so it leaves out the question
+DRAWS_ONE_MORE = ("hellaswag", "piqa", "winogrande")
+"""The harness has no test split of these: it draws an example more, and drops the question itself or the last one."""
 
 # ---------------------------------------------------------------------------------------------------------- from files
 
@@ -158,18 +159,23 @@ def before(name: str, record: dict, where: str, pool: list, num_shots: int, draw
         pool = [one for one in pool if one[1]["subject"] == subject]
     if not num_shots:
         return description
-    others = [one for one in pool if one[1] != record] if more else pool
-    if len(others) < num_shots or len(pool) < num_shots + more:
-        raise InputError(
-            f"{where}: num_fewshot is {num_shots}, but there are {len(others)} examples to draw from; choose fewer"
-        )
     if name == "mmlu":
-        shots = pool[:num_shots]
+        shots = enough(pool, num_shots, where)[:num_shots]
     else:
-        drawn = draw.sample(pool, num_shots + more)
-        shots = [one for one in drawn if not more or one[1] != record][:num_shots]
-        shots = shots if len(shots) == num_shots else draw.sample(others, num_shots)
+        shots = draw.sample(enough(pool, num_shots + more, where), num_shots + more)
+    if more:
+        shots = [one for one in shots if one[1] != record][:num_shots]
+    if len(shots) < num_shots:  # the question was drawn more than once
+        others = [one for one in pool if one[1] != record]
+        shots = draw.sample(enough(others, num_shots, where), num_shots)
     return description + "".join(example.shot for _, _, example in shots)
+
+
+def enough(pool: list, count: int, where: str) -> list:
+    """Raises InputError for fewer examples than are to be drawn."""
+    if len(pool) < count:
+        raise InputError(f"{where}: {len(pool)} examples to draw {count} from; choose a smaller num_fewshot")
+    return pool
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:

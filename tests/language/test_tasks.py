@@ -149,7 +149,7 @@ def test_examples_need_a_file_of_them(tmp_path):
     folder = write_task(tmp_path / "arc", "arc_easy", 5)
     with pytest.raises(InputError, match=r"is one file, .*; num_fewshot 2 needs a folder with train.jsonl too"):
         read_task("arc_easy", folder / "test.jsonl", BYTES, 9999, 2)
-    with pytest.raises(InputError, match=r"test.jsonl, line 1: num_fewshot is 7, but there are 6 examples"):
+    with pytest.raises(InputError, match=r"test.jsonl, line 1: 6 examples to draw 7 from; choose a smaller"):
         read_task("arc_easy", folder, BYTES, 9999, 7)
     with pytest.raises(InputError, match="lambada has no training set"):
         read_task("lambada", write_task(tmp_path / "lambada", "lambada"), BYTES, 9999, 1)

@@ -27,8 +27,8 @@ from functools import partial
 
 import numpy as np
 
-from language.questions import load_questions
 from language.sequences import check_files, load_sequences
+from language.tasks import load_tasks
 from language.transformer_options import TransformerConfig
 from tpu_utils.environment import command_line, meet_hosts
 from tpu_utils.errors import run_script
@@ -44,7 +44,7 @@ from language.context import inputs_and_targets
 from language.layers import Decoder
 from language.loops import BATCH, sums_over_parts
 from language.mesh import print_placement, print_plan, start_mesh, start_spmd
-from language.operations import losses
+from language.operations import is_likeliest, losses
 from language.routing import as_table, tokens_of_experts, with_routers
 from tpu_utils.dropout import batch_keys
 from tpu_utils.graphs import one_graph
@@ -164,19 +164,20 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
 
 @one_graph(each_shape=True)
 def eval_step(model, tokens_BS):
-    """Summed loss and number of targets of every sequence, (B, 2) float32; then what the routers of experts chose."""
+    """(B, 3 or more) float32: summed loss of a sequence, its targets, the likeliest of these; choices of routers."""
     with torch.no_grad():
         (inputs, targets), routing = inputs_and_targets(model, tokens_BS), []
-        loss = losses(model(inputs, routing=routing), targets, model.shape.vocab_size, model.mesh).sum(1)
-        result = torch.stack([loss, (targets >= 0).sum(1).float()], 1)
-        result = torch.cat([result, *tokens_of_experts(routing, targets)], 1)
+        logits, vocab_size = model(inputs, routing=routing), model.shape.vocab_size
+        loss, likeliest = losses(logits, targets, vocab_size, model.mesh), is_likeliest(logits, targets, vocab_size)
+        sums = [x.sum(1, keepdim=True) for x in (loss, (targets >= 0).float(), likeliest)]
+        result = torch.cat([*sums, *tokens_of_experts(routing, targets)], 1)
         if model.mesh is not None:
             xs.mark_sharding(result, model.mesh, (None, None))  # every host reads all of it
         return result
 
 
 def evaluate(model, batches, run: Run) -> np.ndarray:
-    """What eval_step gives of every sequence of the batches, (rows, 2 or more). Padding rows have 0 targets."""
+    """What eval_step gives of every sequence of the batches, (rows, 3 or more). Padding rows have 0 targets."""
     with run.phase("evaluation"):
         results = [eval_step(model, tokens) for tokens in batches]
         return np.concatenate([result.cpu().numpy() for result in results]).astype(np.float64)  # the first read
@@ -188,8 +189,8 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
     with Run(config, train_step, eval_step, hosts=hosts, join=join) as run:  # leaving it, all is on disk
         mesh, why = start_mesh(config)
         sharding = BatchSharding(mesh, BATCH) if mesh else None
-        # a host reads the rows of its own devices
-        data = load_sequences(config, *((sharding.part, sharding.num_parts) if sharding else (0, 1)))
+        part = (sharding.part, sharding.num_parts) if sharding else (0, 1)  # a host reads the rows of its own devices
+        data = load_sequences(config, *part)
         # makes and locks the run directory; with --resume reads its newest checkpoint
         run.open(data, data, config.flops_per_token, sharding)
         print_plan(run, data, why)
@@ -201,10 +202,9 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         metrics = DeviceMetrics(["loss", "gradient_norm", *model.reported], config.log_every, run.device)
         place_state(model, optimizer, metrics)
         run.track(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled when resuming
-        if config.print_placement:
-            print_placement(run, model, partition_spec)
-        questions = load_questions(config)
-        asked = [*send(tuple(questions.batches), run.device, sharding)] if questions.batches else []
+        print_placement(run, model, partition_spec)
+        tasks = load_tasks(config, *part)
+        asked = [send(batch, run.device, sharding)[0] for batch in tasks.batches]
         validation = [send(data.validation.batch(i), run.device, sharding)[0] for i in range(data.validation_batches)]
 
         for step, (tokens,) in run.steps(data):  # from the first one not yet done; uploads run ahead
@@ -212,10 +212,10 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
             if run.log_due(step):  # reads the metrics of all steps since the last line
                 run.log(step, learning_rate=schedule[step - 1].item())
             if step % config.eval_every == 0 or step == config.num_steps:
-                loss, count, *chosen = evaluate(model, validation, run).sum(0)
+                loss, count, _, *chosen = evaluate(model, validation, run).sum(0)
                 fields = dict(validation_loss=float(loss / count), perplexity=math.exp(min(loss / count, 700.0)))
                 fields |= {} if data.loss_floor is None else dict(loss_floor=data.loss_floor)
-                fields |= dict(hellaswag_accuracy=questions.accuracy(evaluate(model, asked, run))) if asked else {}
+                fields |= tasks.fields(evaluate(model, asked, run)) if asked else {}
                 run.log_evaluation(step, **fields, **as_table(chosen, config))
             if run.save_due(step):  # every save_every steps, at the end, and before a stop
                 run.save(step)  # waits for the copy to the host; the disk is written behind the next steps

@@ -115,18 +115,6 @@ class MultipleChoice:
     context: np.ndarray
     endings: list[np.ndarray]
 
-    def rows(self, T: int) -> np.ndarray:
-        """int32 (4, T + 1): context (no target) and ending (targets). Raises InputError when that is too long."""
-        out = np.full((4, T + 1), -1, np.int32)
-        for row, ending in zip(out, self.endings, strict=True):
-            if len(self.context) + len(ending) > T + 1:
-                raise InputError(
-                    f"HellaSwag example {self.index}: {len(self.context) + len(ending)} tokens, longer than {T}"
-                )
-            row[: len(self.context)] = ~self.context
-            row[len(self.context) : len(self.context) + len(ending)] = ending
-        return out
-
 
 def read_hellaswag(path: Path, vocab_size: int) -> list[MultipleChoice]:
     """Questions of an llm.c HellaSwag file. Raises InputError for a foreign, truncated or damaged file."""

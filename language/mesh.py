@@ -166,8 +166,9 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
 
 
 def print_placement(run: Run, model: Decoder, partition_spec: Callable) -> None:
-    """A line for each parameter: what the table, partition_spec(name, parameter), says and where it lies."""
-    for name, parameter in model.named_parameters():
+    """With the option of this name a line for each parameter: what the table, partition_spec(name, parameter), says and
+    where it lies."""
+    for name, parameter in model.named_parameters() if run.config.print_placement else ():
         spec = torch_xla._XLAC._get_xla_sharding_spec(parameter) or "one device"
         table = partition_spec(name, parameter)
         run.print(f"place      {name:22} {tuple(parameter.shape)!s:20} {table!s:38} {spec}")

@@ -29,7 +29,8 @@ def read_run(run_dir: Path, checkpoint: str = "newest") -> tuple[TransformerConf
     names = {field.name for field in fields(TransformerConfig)}
     found = saved.value("config", dict)
     try:
-        config = TransformerConfig(**{name: value for name, value in found.items() if name in names})
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items() if name in names}
+        config = TransformerConfig(**values)
         check_weights(config.shape, saved, config.lora_rank)
     except InputError as error:
         raise InputError(f"{run_dir}: {error}; expected options and weights that transformer_tpu.py saved") from error

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from language.chat_data import check_chats, check_tokenizer, load_chats, tokenizer_of
+from language.tasks import check_tasks
 from language.token_data import (
     TEXT,
     MarkovChain,
@@ -85,6 +86,7 @@ def check_files(config: TransformerConfig) -> None:
     check_initial_weights(config)
     if config.compile_for or config.dataset == "synthetic":
         return
+    check_tasks(config)
     if config.dataset == "chat":
         check_chats(config)
         return

@@ -62,6 +62,11 @@ class TransformerConfig(HostOptions, TrainConfig):
     """text: pad short documents to the next multiple of 128 only; one graph for each length that occurs."""
     hellaswag: Annotated[str, FREE, NoEffect("dataset", "synthetic", "chat")] = ""
     """llm.c's HellaSwag file; scored at every evaluation. Empty: not."""
+    tasks: Annotated[tuple[str, ...], FREE, NoEffect("dataset", "synthetic")] = ()
+    """NAME=PATH of files with questions of hellaswag, arc_easy, arc_challenge, piqa, winogrande, lambada, mmlu or core,
+    scored at every evaluation."""
+    task_questions: Annotated[int, Range("[0, inf)"), FREE, NoEffect("tasks", ())] = 0
+    """Of tasks: only the first questions of each, so many. 0: all."""
     model_size: Annotated[Literal[
         "tiny", "124M", "350M", "774M", "1558M",
         "gpt3_125M", "gpt3_350M", "gpt3_760M", "gpt3_1.3B", "gpt3_2.7B", "gpt3_6.7B",

@@ -62,8 +62,9 @@ MOST_ROWS = 128  # of experts: more are too thin to be told apart
 LARGEST = 1e300  # of a value: above it matplotlib's arithmetic overflows
 LOSSES = [("train", "loss", "-"), ("eval", "test_loss", "--"), ("eval", "validation_loss", "--")]
 """(kind of record in metrics.jsonl, field, line style), as in PANELS."""
+ACCURACIES = [("accuracy", "-"), ("hellaswag_accuracy", "-"), ("mmlu_accuracy", "--"), ("core", ":")]
 PANELS = [
-    ("accuracy (%)", [("eval", "accuracy", "-"), ("eval", "hellaswag_accuracy", "-")], 100.0),
+    ("accuracy (%)", [("eval", name, style) for name, style in ACCURACIES], 100.0),
     ("largest load of an expert (1: all alike)", [("train", "largest_load", "-")], 1.0),
     ("learning rate", [("train", "learning_rate", "-")], 1.0),
     ("throughput (examples per second)", [("train", "examples_per_second", "-")], 1.0),

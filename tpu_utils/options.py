@@ -181,7 +181,7 @@ def without_effect(config: Options, given: Iterable[str]) -> list[str]:
         is_off = getattr(config, name) is False or getattr(config, name) == ""  # --no_download, --hellaswag ""
         for mark in (mark for mark in marks(type(config), name) if isinstance(mark, NoEffect) and not is_off):
             if (value := getattr(config, mark.other, None)) in mark:
-                works = [choice for choice in get_args(plain(hints.get(mark.other))) if choice not in mark]
+                works = [c for c in get_args(plain(hints.get(mark.other))) if isinstance(c, str) and c not in mark]
                 remedy = f"choose --{mark.other} {' or '.join(works)}, or leave" if works else "leave"
                 problems.append(f"--{name} has no effect: {mark.other} is {value!s:.60}; {remedy} --{name} out")
     return problems

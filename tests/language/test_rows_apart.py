@@ -10,6 +10,7 @@ import torch
 import transformer_tpu
 from language.gpt import GPT
 from language.llama import Llama
+from language.operations import is_likeliest
 from language.transformer_options import TransformerConfig
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.optim import learning_rates, make_optimizer
@@ -107,3 +108,12 @@ def test_the_training_loss_is_the_mean_over_targets_and_its_step_moves_the_weigh
     assert any(not torch.equal(weights[name], start[name]) for name in start)
     for name, weight in weights.items():
         torch.testing.assert_close(same[name], weight, rtol=1e-3, atol=2e-4, msg=name)
+
+
+def test_the_likeliest_token_is_the_first_of_equal_ones():
+    """As argmax says, of logits with many equal values; padded columns and targets below 0 do not count."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 6, (40, 30, 16), generator=random).bfloat16()
+    targets = torch.randint(-2, 12, (40, 30), generator=random, dtype=torch.int32)
+    expected = (logits[..., :12].float().argmax(-1) == targets).float()
+    assert torch.equal(is_likeliest(logits, targets, 12), expected) and 0 < expected.sum() < expected.numel()

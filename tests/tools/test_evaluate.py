@@ -1,0 +1,421 @@
+"""Answers equal to the last example to those of lm-evaluation-harness and nanochat, in few graphs, on any devices."""
+
+import dataclasses
+import json
+import random
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+from jinja2 import Template
+from made_tasks import BUNDLE, MAKERS, WORDS, words, write_bundle, write_lines, write_task
+from processes import run
+from run_files import assert_identical, read_lines, state_in, summary_in
+from test_llama_parity import UNTIED, hugging_face_model
+from test_tokenizer import trained
+
+from language.core_tasks import read_bundle
+from language.questions import answers, core_of, lengths_of
+from language.sources import load, open_source
+from language.tasks import read_tasks
+from tools import convert_hf, evaluate
+from tools.evaluate import EvaluateConfig
+from tpu_utils.checkpoint.tensor_files import one_thread
+from tpu_utils.graphs import graphs_compiled
+
+transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
+LONGEST = 160  # tokens: less than the longest questions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_one_thread():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def folder(request, tmp_path_factory) -> Path:
+    """A model of Hugging Face with a tokenizer, which puts a token before a text for the Llama alone. The GPT-2
+    finds one word likelier than others, so that it completes some texts."""
+    path = trained(
+        tmp_path_factory.mktemp(request.param), begins=request.param == "llama",
+        tokenizer_config=dict(
+            eos_token="<|end|>", bos_token="<|begin|>" if request.param == "llama" else None,
+            tokenizer_class="PreTrainedTokenizerFast",
+        ),
+    )  # fmt: skip
+    be = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]["\u0120be"]
+    torch.manual_seed(0)
+    if request.param == "gpt2":
+        options = dict(vocab_size=300, n_positions=LONGEST, n_embd=32, n_layer=2, n_head=4)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, bos_token_id=0, eos_token_id=0))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += torch.randn_like(parameter) * 0.2
+            model.transformer.ln_f.bias += 4.0 * model.transformer.wte.weight[be]
+    else:
+        shape = dataclasses.replace(UNTIED, num_layers=2, sequence_length=LONGEST, vocab_size=300, num_kv_heads=4)
+        model = hugging_face_model(shape)
+    model.save_pretrained(path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    return path
+
+
+def harness_of(folder: Path):
+    """lm-evaluation-harness's own wrapper of a model."""
+    models = pytest.importorskip("lm_eval.models.huggingface", reason="requirements-dev.txt brings lm_eval")
+    return models.HFLM(
+        pretrained=transformers.AutoModelForCausalLM.from_pretrained(folder).eval(),
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder), batch_size=8, device="cpu",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return harness_of(folder)
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    source = open_source(hf=str(folder))
+    return source, load(source, torch_xla.device())
+
+
+YAML = dict(hellaswag="hellaswag/hellaswag", arc_easy="arc/arc_easy", piqa="piqa/piqa", winogrande="winogrande/default")
+YAML |= dict(lambada="lambada/lambada_openai", mmlu="mmlu/default/mmlu_")
+
+
+def their_answers(theirs, name: str, files: dict[str, Path], num_fewshot: int, cache: Path, subject="") -> list[dict]:
+    """What the harness says of each question of one of its own tasks, told where the data is."""
+    from lm_eval import tasks
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    config = load_yaml(Path(tasks.__file__).parent / f"{YAML[name]}{subject}.yaml") | dict(
+        task=f"made_{name}", dataset_path="json", dataset_name=None, num_fewshot=num_fewshot,
+        dataset_kwargs=dict(data_files={split: str(file) for split, file in files.items()}, cache_dir=str(cache)),
+    )  # fmt: skip
+    task = ConfigurableTask(config={key: value for key, value in config.items() if key not in ("tag", "task_alias")})
+    task.set_fewshot_seed(1234)  # as simple_evaluate() does
+    task.build_all_requests()
+    said = {}
+    for instance, result in zip(task.instances, theirs.loglikelihood(task.instances, True), strict=True):
+        said.setdefault(instance.doc_id, (instance.doc, []))[1].append(result)
+    return [dict(task.process_results(doc, results), results=results) for doc, results in said.values()]
+
+
+def answers_of_theirs(theirs, name: str, folder: Path, num_fewshot: int, cache: Path) -> list[dict]:
+    files = {path.stem: path for path in folder.glob("*.jsonl")}
+    if name != "mmlu":
+        return their_answers(theirs, name, files, num_fewshot, cache)
+    by_subject = {}
+    for subject in ("anatomy", "high_school_biology"):  # a task each
+        apart = {}
+        for split, path in files.items():
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            lines = [line for line in lines if line["subject"] == subject]
+            apart[split] = write_lines(folder / subject / path.name, lines)
+        by_subject[subject] = their_answers(theirs, name, apart, num_fewshot, cache, subject)
+    return [one for pair in zip(*by_subject.values(), strict=True) for one in pair]  # as write_task() mixes them
+
+
+def scores(ours, task) -> np.ndarray:
+    source, model = ours
+    return evaluate.score(model, task.rows, source.shape.sequence_length, 2048, torch_xla.device())
+
+
+@pytest.mark.parametrize("name, num_fewshot", [*((name, 0) for name in MAKERS), ("arc_easy", 2), ("winogrande", 3),
+                                               ("hellaswag", 1), ("mmlu", 2)])  # fmt: skip
+def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, name, num_fewshot):
+    folder = write_task(tmp_path / name, name)
+    expected = answers_of_theirs(theirs, name, folder, num_fewshot, tmp_path / "cache")
+    source, _ = ours
+    (task,) = read_tasks(name, folder, source.tokenizer, source.shape.sequence_length, num_fewshot)
+    found = scores(ours, task)
+    said = answers(task, found)
+    likelihoods = [ll for one in expected for ll, _ in one["results"]]
+    np.testing.assert_allclose(-found[:, 0], likelihoods, rtol=1e-4, atol=1e-4)
+    right = [chosen == question.answer for chosen, question in zip(said.chosen, task.questions, strict=True)]
+    assert right == [one["acc"] for one in expected] and sum(right) < len(right)
+    if name == "lambada":
+        assert sum(right) or source.tokenizer.begin is not None, "the GPT-2 completes some"
+        assert said.perplexity == pytest.approx(np.exp(-np.mean(likelihoods)), rel=1e-4)
+        return
+    sizes = [len(question.rows) for question in task.questions]
+    by_question = np.split(np.array(likelihoods), np.cumsum(sizes)[:-1])
+    assert said.chosen == [int(lls.argmax()) for lls in by_question]
+    if "acc_norm" in expected[0]:
+        right = [chosen == question.answer for chosen, question in zip(said.chosen_norm, task.questions, strict=True)]
+        assert right == [one["acc_norm"] for one in expected]
+        assert said.accuracy_norm == np.mean(right)
+    else:
+        assert said.accuracy_norm is None
+
+
+# ---------------------------------------------------------------------------------------------------- nanochat's CORE
+
+
+# render_prompts_mc(), render_prompts_schema() and render_prompts_lm() of nanochat/core_eval.py
+TEMPLATES = dict(
+    multiple_choice="""{%- for example in fewshot_examples -%}
+{{ example.query }}{{ continuation_delimiter }}{{ example.choices[example.gold] }}
+
+{% endfor -%}
+{{ item.query }}{{ continuation_delimiter }}{{ choice }}""",
+    schema="""{%- for example in fewshot_examples -%}
+{{ example.context_options[example.gold] }}{{ continuation_delimiter }}{{ example.continuation }}
+
+{% endfor -%}
+{{ context }}{{ continuation_delimiter }}{{ item.continuation }}""",
+    language_modeling="""{%- for example in fewshot_examples -%}
+{{ example.context | trim }}{{ continuation_delimiter }}{{ example.continuation }}
+
+{% endfor -%}
+{{ item.context | trim }}{{ continuation_delimiter }}{% if include_continuation %}{{ item.continuation }}{% endif %}""",
+)
+
+
+def rendered(item: dict, kind: str, delimiter: str, shots: list[dict]) -> list[str]:
+    """The prompts of a question; of language_modeling that without and that with the continuation."""
+    template = Template(TEMPLATES[kind])
+    render = partial(template.render, fewshot_examples=shots, continuation_delimiter=delimiter, item=item)
+    if kind == "multiple_choice":
+        return [render(choice=choice) for choice in item["choices"]]
+    if kind == "schema":
+        return [render(context=context) for context in item["context_options"]]
+    return [render(include_continuation=False).strip(), render(include_continuation=True)]
+
+
+def common_length(sequences: list[list[int]], from_the_right=False) -> int:
+    shortest = min(map(len, sequences))
+    for i, index in enumerate(range(-1, -shortest - 1, -1) if from_the_right else range(shortest)):
+        if any(sequence[index] != sequences[0][index] for sequence in sequences):
+            return i
+    return shortest
+
+
+def is_right(number: int, data: list[dict], task: dict, encode, model, longest: int) -> tuple[bool, list[float]]:
+    """nanochat's evaluate_example(), with its way of truncation: (right, the mean loss of each choice)."""
+    rng, item, kind = random.Random(1234 + number), data[number], task["kind"]
+    shots = rng.sample([i for i in range(len(data)) if i != number], task["shots"]) if task["shots"] else []
+    tokens = [encode(prompt) for prompt in rendered(item, kind, task["delimiter"], [data[i] for i in shots])]
+    if kind == "multiple_choice":
+        starts = [common_length(tokens)] * len(tokens)
+    elif kind == "schema":
+        starts = [len(sequence) - common_length(tokens, True) for sequence in tokens]
+    else:
+        assert tokens[0] == tokens[1][: len(tokens[0])]
+        starts, tokens = [len(tokens[0])], tokens[1:]
+    means = []
+    for sequence, start in zip(tokens, starts, strict=True):
+        dropped = max(0, len(sequence) - longest)
+        ids = torch.tensor([sequence[dropped:]])
+        with torch.no_grad():
+            logits = model(ids).logits[0]
+        losses = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
+        means.append(losses[start - dropped - 1 :].mean().item())
+        greedy = torch.equal(logits[start - dropped - 1 : -1].argmax(-1), ids[0, start - dropped :])
+    return (greedy if kind == "language_modeling" else means.index(min(means)) == item["gold"]), means
+
+
+@pytest.mark.parametrize("limit", [0, 5])
+def test_core_is_nanochats(folder, theirs, ours, tmp_path, limit):
+    bundle, (source, _) = write_bundle(tmp_path / "bundle"), ours
+    first = source.tokenizer.end if source.tokenizer.begin is None else source.tokenizer.begin
+    scored = [answers(task, scores(ours, task)) for task in read_bundle(bundle, source.tokenizer, LONGEST, limit)]
+    centered = []
+    for one, (label, uri, kind, shots, delimiter, guessing) in zip(scored, BUNDLE, strict=True):
+        data = [json.loads(line) for line in (bundle / "eval_data" / uri).read_text().splitlines()]
+        random.Random(1337).shuffle(data)
+        data = data[:limit] if limit else data
+        meta = dict(kind=kind, shots=shots, delimiter=delimiter)
+        right = [
+            is_right(i, data, meta, lambda text: [first, *source.tokenizer.encode(text)], theirs.model, LONGEST)[0]
+            for i in range(len(data))
+        ]
+        found = [chosen == question.answer for chosen, question in zip(one.chosen, one.task.questions, strict=True)]
+        assert one.task.name == label and found == right
+        centered.append((np.mean(right) - 0.01 * guessing) / (1.0 - 0.01 * guessing))
+        assert one.centered == pytest.approx(centered[-1])
+    assert core_of(scored) == pytest.approx(np.mean(centered))
+    assert limit or scored[2].accuracy > 0 or source.tokenizer.begin is not None, "the GPT-2 completes some"
+
+
+# --------------------------------------------------------------------------------------------------------------- a text
+
+
+def test_bits_per_byte_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path):
+    from lm_eval.api.instance import Instance
+
+    (source, model), path = ours, tmp_path / "text.txt"
+    text = words(random.Random(0), 200, 200) + "\n\n"  # of equal windows the harness mixes up the results
+    path.write_text(text)
+    rows, num_bytes = evaluate.rows_of_text(path, source, LONGEST)
+    found = evaluate.score(model, rows, LONGEST, 1024, torch_xla.device())
+    assert num_bytes == len(text.encode()) and found[:, 1].sum() == len(source.tokenizer.encode(text))
+    if source.tokenizer.begin is not None:  # the harness counts a second begin token after the first
+        return
+    (likelihood,) = theirs.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], True)
+    assert found[:, 0].sum() == pytest.approx(-likelihood, rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------- graphs and devices
+
+
+def test_one_graph_for_each_length_that_occurs(ours, tmp_path):
+    source, model = ours
+    assert lengths_of(1000) == [128, 256, 512, 1000] and lengths_of(1024) == [128, 256, 512, 1024]
+    assert lengths_of(64) == [64] and lengths_of(1024, 256) == [256, 512, 1024]
+    tasks = [
+        task for name in ("hellaswag", "arc_easy", "lambada")
+        for task in read_tasks(name, write_task(tmp_path / name, name, 9), source.tokenizer, LONGEST)
+    ]  # fmt: skip
+    before = graphs_compiled()
+    for task in tasks:
+        evaluate.score(model, task.rows, LONGEST, 700, torch_xla.device())  # a shape that no other test has
+    assert graphs_compiled() - before == len(lengths_of(LONGEST)) == 2
+
+
+@pytest.mark.slow
+def test_four_devices_give_the_same_answers(folder, ours, tmp_path):
+    """And the tool as users run it: a table, what it wrote, and graphs. The GPT-2's rows are shared, and the Llama's
+    weights."""
+    tasks = [f"{name}={write_task(tmp_path / name, name)}" for name in ("hellaswag", "lambada")]
+    tasks.append(f"core={write_bundle(tmp_path / 'bundle')}")
+    (tmp_path / "text.txt").write_text("to be or not to be " * 90)
+    written, shared = [], "rows" if ours[0].tokenizer.begin is None else "weights"
+    for count, way in ((1, "one"), (4, shared)):
+        options = ["--tokens_per_step=2048", f"--devices={way}", f"--json={tmp_path / way}", "--text"]
+        options += [tmp_path / "text.txt", "--tasks", *tasks]
+        result = run("tools.evaluate", "--hf", folder, *options, CPU_NUM_DEVICES=count)
+        assert result.returncode == 0, result.stderr[-3000:]
+        written.append(json.loads((tmp_path / way).read_text()))
+        assert written[-1]["graphs"] == 2 and "2 graphs" in result.stderr
+        assert "core/made_schema" in result.stdout and "bits per byte of 1,710" in result.stdout, result.stdout
+    one, four = written
+    for name, found in one["tasks"].items():
+        assert found["chosen"] == four["tasks"][name]["chosen"]
+    assert four["core"] == one["core"] and four["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with a run on bytes, and its tasks."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text("to be or not to be that is the question " * 200)
+    write_task(folder / "arc", "arc_easy")
+    write_task(folder / "lambada", "lambada")
+    write_bundle(folder / "core")
+    train(folder, "scored", "--tasks", *TASKS)
+    return folder
+
+
+def scores_of(run_dir: Path, folder: Path) -> dict:
+    """What the tool says of a run of runs()."""
+    tasks = tuple(f"{name}={run_dir.parent}/{path}" for name, _, path in (task.partition("=") for task in TASKS))
+    assert evaluate.main(EvaluateConfig(str(run_dir), tasks=tasks, json=str(folder / "scores.json"))) == 0
+    return json.loads((folder / "scores.json").read_text())
+
+
+TASKS = ("arc_easy=arc", "lambada=lambada/test.jsonl", "core=core")
+SIZES = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=256", "--global_batch_size=4"]
+STEPS = ["--num_steps=4", "--log_every=2", "--eval_every=2", "--eval_batches=1", "--warmup_steps=1"]
+
+
+def train(folder: Path, name: str, *own: str, devices=1) -> None:
+    options = [f"--data_dir={folder}", "--dataset=text", "--train_data=text.txt", "--learning_rate=0.01"]
+    options += [*SIZES, *STEPS, "--no_tensorboard", *own]
+    result = run("transformer_tpu.py", "--run_dir", folder / name, *options, CPU_NUM_DEVICES=devices)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_a_run_is_scored(runs):
+    before, after = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
+    assert before["lambada_perplexity"] > after["lambada_perplexity"] and len(after["core_centered"]) == 3
+    assert after["core"] == pytest.approx(np.mean(after["core_centered"]))
+    assert {"arc_easy_accuracy", "arc_easy_accuracy_norm", "lambada_accuracy", "lambada_perplexity"} < after.keys()
+
+
+@pytest.mark.slow
+def test_a_run_trains_as_without(runs):
+    train(runs, "plain")
+    scored, plain = (state_in(runs / name / "checkpoints" / "step_00000004") for name in ("scored", "plain"))
+    trained = [name for name in scored if name.startswith(("model/", "optimizer/", "metrics/"))]
+    assert len(trained) > 30
+    for name in trained:  # torch_xla's running seed moves with every graph; nothing here draws from it
+        assert_identical(scored[name], plain[name])
+    graphs = [[summary_in(runs / name)[f"{kind}_graphs"] for kind in ("train", "eval")] for name in ("plain", "scored")]
+    assert graphs == [[1, 1], [1, 2]], "rows of 256 tokens have the validation's graph, those of 128 their own"
+
+
+@pytest.mark.slow
+def test_a_run_on_chats_is_scored_as_its_checkpoint(runs, tmp_path):
+    """Its model reads rows of several documents, and finds their first tokens by a mark."""
+    chats = [json.dumps(dict(prompt=f"Spell {word}.", completion="-".join(word))) for word in WORDS * 20]
+    (runs / "chats.jsonl").write_text("\n".join(chats))
+    train(runs, "chats", "--tasks", *TASKS, "--dataset=chat", "--train_data=chats.jsonl", "--model_size=llama_tiny")
+    *_, said = [line for line in read_lines(runs / "chats") if line["kind"] == "eval"]
+    assert scores_of(runs / "chats", tmp_path)["core"] == said["core"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["2x2x1", "1x1x2x2"])
+def test_a_run_on_a_mesh_is_scored_alike(runs, mesh):
+    """Rows are sharded, and weights; or devices share the positions of a row, and the vocabulary."""
+    train(runs, mesh, "--tasks", *TASKS, f"--mesh={mesh}", devices=4)
+    one, four = ([line for line in read_lines(runs / name) if line["kind"] == "eval"] for name in ("scored", mesh))
+    for expected, found in zip(one, four, strict=True):
+        values = {name: pytest.approx(value, rel=1e-3) for name, value in expected.items() if name != "kind"}
+        assert found == values | {"kind": "eval"}
+    assert summary_in(runs / mesh)["eval_graphs"] == 2
+
+
+def test_a_checkpoint_is_scored_as_in_its_run(runs, tmp_path, capsys):
+    *_, said = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
+    found = scores_of(runs / "scored", tmp_path)
+    assert found["core"] == said["core"] and found["tasks"]["arc_easy"]["accuracy"] == said["arc_easy_accuracy"]
+    assert found["tasks"]["lambada"]["perplexity"] == pytest.approx(said["lambada_perplexity"], rel=1e-4)
+    assert [found["tasks"][f"core/{label}"]["centered"] for label, *_ in BUNDLE] == said["core_centered"]
+    assert "arc_easy " in capsys.readouterr().out
+
+
+def test_an_exported_run_gets_the_same_answers_by_lm_evaluation_harness(runs, tmp_path):
+    pytest.importorskip("lm_eval", reason="requirements-dev.txt brings lm_eval")
+    convert_hf.export(runs / "scored", tmp_path / "exported", torch.float32)
+    theirs, source = harness_of(tmp_path / "exported"), open_source(run_dir=str(runs / "scored"))
+    expected = answers_of_theirs(theirs, "arc_easy", runs / "arc", 0, tmp_path / "cache")
+    (task,) = read_tasks("arc_easy", runs / "arc", source.tokenizer, 256)
+    said = answers(task, scores((source, load(source, torch_xla.device())), task))
+    assert [c == q.answer for c, q in zip(said.chosen, task.questions, strict=True)] == [one["acc"] for one in expected]
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ([], "give one of RUN, --hf and --llmc"),
+        (["--hf=a"], "nothing is asked; give --tasks NAME=PATH or --text FILE"),
+        (["--hf=a", "--checkpoint=best", "--text=x"], "only a run has checkpoints"),
+        (["--hf=a", "--tasks", "hellswag=x"], "tasks has 'hellswag=x'; expected NAME=PATH with one of"),
+        (["--hf=a", "--tasks", "hellswag=x"], "did you mean hellaswag?"),
+        (["--hf=a", "--tasks", "piqa"], "expected NAME=PATH"),
+        (["--hf=a", "--tasks", "piqa=missing.jsonl"], "missing.jsonl: no such file"),
+        (["--hf=a", "--tasks", "core=missing"], "core.yaml: no such file"),
+        (["--hf=a", "--limit=-1", "--text=x"], "limit is -1; expected 0 or more"),
+        (["--hf=a", "--text=missing.txt"], "missing.txt: no such file"),
+        (["--hf=a", "--text=README.md", "--json=missing/x"], "in a folder that does not exist"),
+    ],
+)
+def test_wrong_options_are_answered_at_once(options, message):
+    result = run("tools.evaluate", *options)
+    said = " ".join(re.sub(r"[^\x00-\x7f]", "", result.stderr).split())  # without the box around it
+    assert result.returncode == 2 and message in said and "Traceback" not in said, said

@@ -1,0 +1,223 @@
+"""Score a language model on tasks that others report: HellaSwag, ARC, MMLU, CORE.
+
+Run:     python -m tools.evaluate RUN --tasks hellaswag=hellaswag.jsonl
+             the newest checkpoint of a run of transformer_tpu.py, or the best
+             one: --checkpoint best
+         python -m tools.evaluate --hf Qwen3-0.6B/ --tasks mmlu=mmlu/ \\
+             --num_fewshot 5
+             a folder of Hugging Face; mmlu/ has test.jsonl and dev.jsonl
+         python -m tools.evaluate RUN --tasks core=eval_bundle/ --limit 500
+             nanochat's CORE
+         python -m tools.evaluate RUN --text book.txt
+             bits per byte of a text, which models of any tokenizer share
+
+Expect:  the answers of lm-evaluation-harness and nanochat, and a graph for each
+         length of a row that occurs: docs/evaluation.md
+"""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import tyro
+
+from config import TrainConfig
+from language.questions import Answers, Row, answers, batched, core_of
+from language.tasks import CORE, check_file, parse_tasks, read_tasks
+from language.token_data import TEXT
+from tpu_utils.environment import choose_device, command_line
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.files import open_regular, read_regular, write_atomically
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Which model, and what it is asked."""
+
+    run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
+    """A run of transformer_tpu.py."""
+    checkpoint: Literal["newest", "best"] = "newest"
+    """Of the run. best: of its best evaluation, which a run with --keep_best keeps."""
+    hf: str = ""
+    """A folder of Hugging Face instead: config.json, safetensors, tokenizer.json."""
+    llmc: str = ""
+    """llm.c's weights instead."""
+    tasks: tuple[str, ...] = ()
+    """NAME=PATH of hellaswag, arc_easy, arc_challenge, piqa, winogrande, lambada, mmlu or core. PATH: JSON lines; a
+    folder with test.jsonl or validation.jsonl, and train.jsonl (mmlu: dev.jsonl) for examples; core: a bundle."""
+    num_fewshot: int = 0
+    """Answered examples before each question. core has its own numbers."""
+    limit: int = 0
+    """Only the first questions of each task, so many. 0: all."""
+    text: str = ""
+    """A UTF-8 text file: bits per byte of it."""
+    json: str = ""
+    """Write results, and what was chosen in each question, to this file too."""
+    tokenizer: str = ""
+    """bytes, gpt2, a tokenizer.json or its folder. Empty: that of the run or folder."""
+    sequence_length: int = 0
+    """Tokens that the model reads at once; longer questions lose their beginning. 0: those of its config.json, or of
+    its run."""
+    tokens_per_step: int = 16384
+    """Tokens that are scored at a time."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of weights and computation. auto: that of the run, or of the files."""
+    int8: bool = False
+    """Matrices in int8 with a scale for each output column."""
+    device: Literal["auto", "tpu", "cpu"] = "auto"
+    """auto takes a TPU when one is attached, else the XLA CPU backend."""
+    devices: Literal["one", "rows", "weights"] = "one"
+    """rows: each device of this host has all weights, and scores some rows. weights: all share heads, MLP and
+    vocabulary, and score the same rows. On the CPU CPU_NUM_DEVICES says how many there are."""
+    debug: bool = False
+    """Show the traceback of an error instead of its message alone."""
+
+    def __post_init__(self):
+        if bool(self.run_dir) + bool(self.llmc) + bool(self.hf) != 1:
+            raise InputError("give one of RUN, --hf and --llmc")
+        if not self.run_dir and self.checkpoint != "newest":
+            raise InputError("checkpoint is best, but only a run has checkpoints; leave it out")
+        if not self.tasks and not self.text:
+            raise InputError("nothing is asked; give --tasks NAME=PATH or --text FILE")
+        for name, least in (("num_fewshot", 0), ("limit", 0), ("sequence_length", 0), ("tokens_per_step", 1)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} is {getattr(self, name)}; expected {least} or more")
+
+
+def check_files(config: EvaluateConfig) -> None:
+    """Raises InputError for files that cannot be read, DeviceError when there is no such device."""
+    choose_device(TrainConfig(device=config.device))
+    for name, path in parse_tasks(config.tasks).items():
+        check_file(name, path, config.num_fewshot)
+    if config.text:
+        open_regular(Path(config.text), TEXT).close()
+    if config.json and not Path(config.json).absolute().parent.is_dir():
+        raise InputError(f"json is {config.json}, in a folder that does not exist; make it first")
+
+
+if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
+    config = command_line(EvaluateConfig, __doc__, check_files)
+
+import torch
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from tqdm import tqdm
+
+from language.context import inputs_and_targets
+from language.loops import AXES, BATCH
+from language.operations import is_likeliest, losses
+from language.sources import Source, load, open_source, sampling_mesh
+from tpu_utils.device import start_device
+from tpu_utils.graphs import graphs_compiled, one_graph
+from tpu_utils.loader import BatchSharding, send
+
+
+@one_graph(each_shape=True)
+def score_step(model, tokens_BS):
+    """Of each row the summed loss, the number of targets, and how many of them the model finds likeliest, (B, 3)."""
+    with torch.no_grad():
+        inputs, targets = inputs_and_targets(model, tokens_BS)
+        logits, vocab_size = model(inputs), model.shape.vocab_size
+        sums = losses(logits, targets, vocab_size), (targets >= 0).float(), is_likeliest(logits, targets, vocab_size)
+        result = torch.stack([x.sum(1) for x in sums], 1)
+        if model.mesh is not None:
+            xs.mark_sharding(result, model.mesh, (None, None))
+        return result
+
+
+def score(model, rows: list[Row], T: int, tokens: int, device, name: str = "") -> np.ndarray:
+    """What score_step gives of each row, (rows, 3) float64. name: on a terminal a bar shows how far it is."""
+    sharding = BatchSharding(model.mesh, BATCH) if model.mesh else None
+    multiple = 1 if model.mesh is None else math.prod(model.mesh.shape()[axis] for axis in BATCH)
+    batches, places = batched(rows, T, tokens, multiple)
+    found = [score_step.compiled(model, *send(batch, device, sharding)) for batch in batches]
+    bar = tqdm(found, name, leave=False, disable=None if name else True)
+    return np.concatenate([result.cpu().numpy() for result in bar]).astype(np.float64)[places]
+
+
+def start_mesh(devices: str, source: Source) -> xs.Mesh | None:
+    """None for one device. Call it before the first tensor."""
+    count = xr.global_runtime_device_count()
+    if devices == "weights":
+        return sampling_mesh(source.shape)
+    if devices == "one" or count == 1:
+        return None
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(count), (count, 1, 1, 1, 1), AXES)
+    xs.set_global_mesh(mesh)
+    return mesh
+
+
+def rows_of_text(path: Path, source: Source, T: int) -> tuple[list[Row], int]:
+    """(rows in which each token of the text is a target once, the bytes of the text). A row has as many tokens before
+    its first target as fit; before the first stands what stands before a document."""
+    content = read_regular(path, TEXT, 1 << 30)
+    try:
+        tokens = source.tokenizer.encode(content.decode())
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: {error}; expected {TEXT}") from error
+    if not tokens:
+        raise InputError(f"{path}: empty; expected {TEXT}")
+    tokens = np.array([source.tokenizer.end if source.start is None else source.start, *tokens], np.int32)
+    ends = [*range(T + 1, len(tokens), T), len(tokens)]
+    rows = [Row(tokens[max(0, end - T - 1) : end], end - start) for start, end in zip([1, *ends], ends, strict=False)]
+    return rows, len(content)
+
+
+def as_row(one: Answers) -> str:
+    numbers = (one.accuracy, one.accuracy_norm, one.stderr, one.task.guessing, one.perplexity)
+    name = f"{one.task.of}/{one.task.name}" if one.task.of else one.task.name
+    shown = ("-" if n is None else f"{n:.4f}" if abs(n) < 1000 else f"{n:.3g}" for n in numbers)
+    return f"{name:36} {len(one.chosen):9}" + "".join(f" {number:>9}" for number in shown)
+
+
+def as_record(one: Answers) -> dict:
+    chosen = dict(chosen=one.chosen) | (dict(chosen_norm=one.chosen_norm) if one.chosen_norm else {})
+    numbers = {name: getattr(one, name) for name in ("accuracy", "accuracy_norm", "stderr", "perplexity")}
+    numbers |= dict(centered=one.centered) if one.task.of else {}
+    return dict(examples=len(one.chosen), guessing=one.task.guessing, **numbers, **chosen)
+
+
+def main(config: EvaluateConfig) -> int:
+    named = ("run_dir", "hf", "llmc", "checkpoint", "tokenizer", "precision")
+    source = open_source(**{name: getattr(config, name) for name in named})
+    longest = max(source.longest, source.shape.sequence_length)
+    T = config.sequence_length or longest
+    if longest < T:
+        raise InputError(f"sequence_length is {T}, but the model reads {longest} tokens; choose {longest} or less")
+    tasks = [
+        task
+        for name, path in parse_tasks(config.tasks).items()
+        for task in read_tasks(name, path, source.tokenizer, T, config.num_fewshot, config.limit)
+    ]
+    rows, num_bytes = rows_of_text(Path(config.text), source, T) if config.text else ([], 0)
+    device, mesh = start_device(TrainConfig(device=config.device), lambda: start_mesh(config.devices, source))
+    model = load(source, device, config.int8, mesh)
+    before, scored = graphs_compiled(), []
+    columns = ("examples", "accuracy", "acc_norm", "stderr", "guessing", "ppl")
+    print(f"{'task':36}" + "".join(f" {column:>9}" for column in columns), flush=True) if tasks else None
+    for task in tasks:
+        scored.append(answers(task, score(model, task.rows, T, config.tokens_per_step, device, task.name)))
+        print(as_row(scored[-1]), flush=True)
+    results = {"/".join(filter(None, (one.task.of, one.task.name))): as_record(one) for one in scored}
+    record = dict(model=config.run_dir or config.hf or config.llmc, tasks=results)
+    if (core := core_of(scored)) is not None:
+        record["core"] = core
+        print(f"{CORE}, mean of (accuracy - guessing) / (1 - guessing): {core:.4f}")
+    if rows:
+        loss = score(model, rows, T, config.tokens_per_step, device, config.text)[:, 0].sum()
+        record["bits_per_byte"] = float(loss / num_bytes / math.log(2))
+        print(f"{config.text}: {record['bits_per_byte']:.4f} bits per byte of {num_bytes:,}")
+    record["graphs"] = graphs_compiled() - before
+    print(f"{record['graphs']} graphs", file=sys.stderr)
+    if config.json:
+        write_atomically(Path(config.json), json.dumps(record, indent=1).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(lambda: main(config), answers=True))

@@ -237,8 +237,9 @@ def text_of_line(line: bytes, where: str, field: str) -> str | InputError:
         return InputError(f"{where} is no JSON: {error!s:.100}; {REMEDY}")
     if isinstance(found, dict) and isinstance(text := found.get(field), str):
         return checked(text, where)
-    has = ", ".join(f"{key}: {type(value).__name__}" for key, value in list(found.items())[:8]) if found else "nothing"
-    has = has if isinstance(found, dict) else type(found).__name__
+    has = type(found).__name__
+    if isinstance(found, dict):
+        has = ", ".join(f"{key}: {type(value).__name__}" for key, value in list(found.items())[:8]) or "nothing"
     return InputError(f"{where} has {has:.200}; expected an object with {field}: str; name another --text_field")
 
 

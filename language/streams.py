@@ -311,11 +311,12 @@ class StreamData(SequenceData):
 
 
 def lanes_of(config: TransformerConfig, files: int) -> int:
-    """--stream_lanes; else the largest divisor of the batch that the files and MOST_LANES allow. Raises InputError."""
+    """--stream_lanes; else the largest divisor of the batch that divides the files too, or of which there are four
+    files or more each: lanes end an epoch at about the same time then. Raises InputError."""
     if config.stream_lanes > files:
         raise InputError(f"stream_lanes is {config.stream_lanes}, but there are {files} files; choose {files} or less")
-    fitting = range(min(files, MOST_LANES), 0, -1)
-    return config.stream_lanes or next(n for n in fitting if config.global_batch_size % n == 0)
+    even = [n for n in range(1, MOST_LANES + 1) if files % n == 0 or files >= 4 * n]
+    return config.stream_lanes or max(n for n in even if config.global_batch_size % n == 0)
 
 
 def reading_of(config: TransformerConfig) -> Reading:

@@ -65,7 +65,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     text_field: Annotated[str, NOT_STREAM] = "text"
     """stream: the column, or the key of a line, that holds the text of a document. 16 MiB at most."""
     stream_lanes: Annotated[int, Range("[0, 4096]"), NOT_STREAM] = 0
-    """stream: files read at a time, over all hosts; must divide global_batch_size. 0: as many as do, up to 64."""
+    """stream: files read at a time, over all hosts; must divide global_batch_size. 0: as many as do, up to 64,
+    that have equally many files, or four or more each."""
     stream_window: Annotated[int, Range("[1, 1000000]"), NOT_STREAM] = 512
     """stream: documents that are shuffled among themselves. Two windows of each lane are in memory."""
     stream_workers: Annotated[int, Range("[0, 4096]"), FREE, NOT_STREAM] = 0

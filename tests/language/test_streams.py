@@ -20,7 +20,9 @@ T = 16
 
 
 def config_of(folder, **changes) -> TransformerConfig:
-    options = dict(train_data="part_*", sequence_length=T, global_batch_size=8, stream_window=10, eval_batches=2)
+    options = dict(
+        train_data="part_*", sequence_length=T, global_batch_size=8, stream_window=10, stream_lanes=8, eval_batches=2
+    )
     return TransformerConfig(dataset="stream", data_dir=str(folder), **(options | changes))
 
 
@@ -117,7 +119,7 @@ def test_rows_overlap_by_one_token_as_those_of_shards_do(corpus):
 def test_one_file_on_more_hosts_than_lanes(tmp_path):
     """Each host reads the lane, and has its rows."""
     write_corpus(tmp_path, 1, 40)
-    config = config_of(tmp_path)
+    config = config_of(tmp_path, stream_lanes=0)
     four = load_sequences(config, 3, 4)
     assert "1 lane, each read by 4 hosts" in four.description
     np.testing.assert_array_equal(
@@ -190,7 +192,7 @@ def test_files_without_a_document_end_with_a_message(tmp_path):
     with pytest.raises(InputError, match="3 files hold no document to train on"):
         batches_of(config, 1, range(1))
     with pytest.raises(InputError, match="no text for validation; expected a file of 10 documents or more"):
-        load_sequences(config_of(tmp_path))
+        load_sequences(config_of(tmp_path, stream_lanes=0))
 
 
 GOOD = {"0": [0, 0, 0, 1, 2, 0], "1": [0, 0, 0, 0, 4, 0]}
@@ -222,18 +224,18 @@ def test_a_position_outside_of_the_data_is_refused(corpus, place):
 
 def test_the_fingerprint_is_of_names_sizes_ends_and_tokenizer(tmp_path):
     write_corpus(tmp_path, 2, 100)
-    known = load_sequences(config_of(tmp_path)).fingerprint()
-    assert load_sequences(config_of(tmp_path)).fingerprint() == known
+    known = load_sequences(config_of(tmp_path, stream_lanes=0)).fingerprint()
+    assert load_sequences(config_of(tmp_path, stream_lanes=0)).fingerprint() == known
     path = tmp_path / "part_0001.jsonl"
     content = path.read_bytes()
     others = [content[:-9] + b"y" + content[-8:], content + b"\n", content.replace(b"x", b"z", 1)]
     for changed in others:
         path.write_bytes(changed)
-        assert load_sequences(config_of(tmp_path)).fingerprint() != known
+        assert load_sequences(config_of(tmp_path, stream_lanes=0)).fingerprint() != known
     path.write_bytes(content)
-    assert load_sequences(config_of(tmp_path)).fingerprint() == known
+    assert load_sequences(config_of(tmp_path, stream_lanes=0)).fingerprint() == known
     path.rename(tmp_path / "part_0003.jsonl")
-    assert load_sequences(config_of(tmp_path)).fingerprint() != known
+    assert load_sequences(config_of(tmp_path, stream_lanes=0)).fingerprint() != known
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_the_fingerprint_is_of_names_sizes_ends_and_tokenizer(tmp_path):
     [
         (dict(train_data=""), "train_data is empty; name the documents with --train_data"),
         (dict(train_data="none_*"), "none_.*: matches no file; expected documents: .parquet"),
-        (dict(stream_lanes=8, global_batch_size=8, train_data="part_0000.parquet"), "there are 1 files; choose 1"),
+        (dict(train_data="part_0000.parquet"), "there are 1 files; choose 1"),
         (dict(stream_lanes=3), r"stream_lanes \(3\) must divide global_batch_size \(8\); try 1"),
         (dict(text_field="body"), "has the columns id: int64, text: string; expected body: string"),
         (dict(tokenizer="nowhere", vocab_size=300), "tokenizer nowhere: no such file or folder"),
@@ -279,3 +281,12 @@ def word_tokenizer(folder):
     made.train_from_iterator(["xxxx 12: 345: xxxxxxxx"] * 20, trainer)
     made.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    "files, batch, lanes",
+    [(1, 8, 1), (8, 8, 8), (10, 8, 2), (100, 64, 16), (100, 100, 50), (1000, 512, 64), (7, 512, 1), (7, 7, 7)],
+)
+def test_lanes_are_as_many_as_end_an_epoch_together(files, batch, lanes):
+    config = TransformerConfig(dataset="stream", train_data="x", global_batch_size=batch)
+    assert streams.lanes_of(config, files) == lanes

@@ -33,6 +33,7 @@ from language.transformer_options import TransformerConfig
 from tpu_utils.errors import CheckpointError, InputError
 
 MOST_LANES = 64
+MOST_WORKERS = 16  # more threads than that wait for each other: docs/streams.md
 WINDOW_BYTES = 1 << 25  # a window ends earlier once its text is so long: what bounds memory where documents are long
 CHUNK = 64  # documents that a thread tokenizes at a time
 CHUNKS_AHEAD = 2  # of each lane
@@ -179,7 +180,8 @@ class Lane:
 
     def close(self) -> None:
         """Once the pool is at rest."""
-        self._windows.close()
+        with contextlib.suppress(InputError):  # the file has changed, which no longer matters
+            self._windows.close()
 
     def _next_document(self) -> None:
         while not self._documents:
@@ -231,17 +233,16 @@ class StreamRows:
         self.numbers = range(first // self.rows_of_lane, (first + rows - 1) // self.rows_of_lane + 1)
         """Of the lanes that have rows of this host. Two hosts may share a lane: each reads all of it then."""
         self.own = slice(first % self.rows_of_lane, first % self.rows_of_lane + rows)
-        self._next, self._starts = 0, dict.fromkeys(self.numbers, Position())
-        self._positions: dict[int, dict[int, Position]] = {}
+        self._next, self._positions = 0, {0: dict.fromkeys(self.numbers, Position())}
         self._lanes: list[Lane] = []
 
     def seek(self, step: int, positions: dict[int, Position]) -> None:
         """Go on behind this many batches."""
-        self._next, self._starts = step, {number: positions[number] for number in self.numbers}
+        self._next, self._positions = step, {step: {number: positions[number] for number in self.numbers}}
 
     def position(self, step: int) -> dict[int, Position]:
-        """Of each lane of this host behind `step` batches."""
-        return self._positions.get(step, self._starts)  # before the first batch: the starts
+        """Of each lane of this host behind `step` batches, of which more may be read by now."""
+        return self._positions[step]
 
     def batch(self, step: int) -> np.ndarray:
         """(rows, T + 1) int32. Batches come in their order: a stream does not go back."""
@@ -249,7 +250,8 @@ class StreamRows:
         if not self._lanes:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the threads here are parallel, and deterministic
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="stream")
-            self._lanes = [Lane(self.reading, number, self._starts[number], self._pool) for number in self.numbers]
+            starts = self._positions[step]
+            self._lanes = [Lane(self.reading, number, starts[number], self._pool) for number in self.numbers]
         count, reach = self.rows_of_lane * self.T, np.arange(self.T + 1)
         starts = np.arange(self.rows_of_lane)[:, None] * self.T
         out = np.concatenate([lane.take(count)[starts + reach] for lane in self._lanes])[self.own]
@@ -346,7 +348,8 @@ def load_stream(config: TransformerConfig, process_index: int = 0, process_count
     reading, T, rows = reading_of(config), config.shape.sequence_length, config.global_batch_size // process_count
     eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
     fixed = validation_rows(reading, config, eval_rows * process_count)
-    workers, ahead = config.stream_workers or os.cpu_count() or 1, config.prefetch_batches + 4
+    workers = config.stream_workers or min(MOST_WORKERS, os.cpu_count() or 1)
+    ahead = config.prefetch_batches + 4  # what is in the loader's queue, on its way there, and made
     part = dict(process_index=process_index, process_count=process_count)
     train = StreamRows(reading, T, rows, ahead, workers, **part)
     validation = FixedRows(fixed, eval_rows, **part)

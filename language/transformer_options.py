@@ -70,7 +70,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     stream_window: Annotated[int, Range("[1, 1000000]"), NOT_STREAM] = 512
     """stream: documents that are shuffled among themselves. Two windows of each lane are in memory."""
     stream_workers: Annotated[int, Range("[0, 4096]"), FREE, NOT_STREAM] = 0
-    """stream: threads of a host that read and tokenize. 0: as many as it has cores."""
+    """stream: threads of a host that read and tokenize. 0: as many as it has cores, at most
+    16."""
     stream_damaged: Annotated[Literal["refuse", "skip"], FREE, NOT_STREAM] = "refuse"
     """stream: documents and files that cannot be read. skip: leave them out, and say how many."""
     bucketed: Annotated[bool, NOT_TEXT] = False

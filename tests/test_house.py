@@ -157,7 +157,8 @@ def test_a_leaf_imports_nothing_of_ours(leaf):
 BEFORE_TORCH = ["config", "language.transformer_options", "setup_tpu", "tpu_utils.environment", "tpu_utils.run_dir"]
 BEFORE_TORCH += [f"images.{name}" for name in ("arrays", "mnist", "cifar")]
 BEFORE_TORCH += [
-    f"language.{name}" for name in ("token_data", "llmc_files", "chat_data", "tokenizer", "shapes", "questions")
+    f"language.{name}"
+    for name in ("token_data", "llmc_files", "chat_data", "tokenizer", "shapes", "questions", "streams", "stream_files")
 ]
 
 

@@ -92,6 +92,23 @@ def test_a_lane_is_shuffled_within_windows_alone(corpus):
         assert sorted(window) == list(range(10 * index, 10 * index + 10)) != window
 
 
+def test_a_window_of_long_documents_ends_earlier(corpus, monkeypatch):
+    """Memory follows text, not documents; what comes once an epoch stays so."""
+    folder, texts = corpus
+    monkeypatch.setattr(streams, "WINDOW_BYTES", 100)
+    config = config_of(folder, validation_data="part_0000.parquet", stream_lanes=1)
+    windows = streams.windows_of(streams.reading_of(config), 0, Position())
+    found, longest = [], max(map(len, texts))
+    while len(found) < len(texts):
+        window = next(windows)
+        assert sum(map(len, window.texts)) <= 100 + longest
+        found += window.texts
+    assert sorted(found) == sorted(texts)
+    whole, _ = batches_of(config, 1, range(40))
+    resumed, _ = batches_of(config, 1, range(20, 40), batches_of(config, 1, range(20))[1])
+    np.testing.assert_array_equal(resumed, whole[20:])
+
+
 @pytest.mark.parametrize("workers", [1, 5])
 def test_resumed_at_any_step_it_goes_on_as_if_never_stopped(corpus, workers):
     """Though batches are read ahead: the position is the one behind the step asked for."""

@@ -72,6 +72,13 @@ def test_two_hosts_go_on_where_one_stood(corpus, whole, tmp_path):
     assert positions_in(last[1]) == positions_in(last[0]) * 2
 
 
+def test_processes_that_take_turns_read_each_document_once():
+    """The benchmark's small form: 1, 2, 4 and 1 hosts, by positions in files alone."""
+    done = run("benchmarks/streams.py", "--documents=12000", "--files=20")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "epoch 0  12,000 documents, times they came: {1: 12000}" in done.stdout
+
+
 @pytest.mark.parametrize(
     "options, said",
     [

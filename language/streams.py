@@ -248,7 +248,6 @@ class StreamRows:
         """(rows, T + 1) int32. Batches come in their order: a stream does not go back."""
         assert step == self._next, f"batch {step} of a stream that is at {self._next}"
         if not self._lanes:
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the threads here are parallel, and deterministic
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="stream")
             starts = self._positions[step]
             self._lanes = [Lane(self.reading, number, starts[number], self._pool) for number in self.numbers]
@@ -301,6 +300,8 @@ class StreamData(SequenceData):
                 raise ValueError("it has numbers that are none")
             if found.keys() != set(range(self.train.reading.lanes)):
                 raise ValueError(f"it has the lanes {sorted(found)}")
+            if max(place.epoch for place in found.values()) > step * self.config.global_batch_size * self.train.T:
+                raise ValueError("it has more epochs than the steps had tokens")
         except (TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} does not say where the stream stands: {error}; expected a position of "
@@ -345,6 +346,9 @@ def check_stream(config: TransformerConfig) -> None:
 
 def load_stream(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> StreamData:
     """The stream that config names; of several processes each reads the lanes of its rows. Raises InputError."""
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # the threads here are parallel; not the library's below them
     reading, T, rows = reading_of(config), config.shape.sequence_length, config.global_batch_size // process_count
     eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
     fixed = validation_rows(reading, config, eval_rows * process_count)
@@ -359,7 +363,7 @@ def load_stream(config: TransformerConfig, process_index: int = 0, process_count
     description = (
         f"stream of {named}, {sum(file.size for file in reading.files) / 1e6:,.1f} MB; {reading.lanes} "
         f"lane{'s' * (reading.lanes > 1)}{shared}; {workers} threads, each {speed_of(reading):,.0f} tokens/s; "
-        f"{len(fixed):,} rows for validation"
+        f"{len(fixed):,} row{'s' * (len(fixed) > 1)} for validation"
     )
     batches = -(-len(fixed) // (eval_rows * process_count))
     crc32 = reading.tokenizer.fingerprint ^ fingerprint_of(reading.files)

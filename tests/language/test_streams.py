@@ -221,6 +221,7 @@ GOOD = {"0": [0, 0, 0, 1, 2, 0], "1": [0, 0, 0, 0, 4, 0]}
         None, [], 7, "x", [None], [GOOD | {"2": [0] * 6}], [{"0": [0] * 6}], [GOOD | {"1": [0] * 7}],
         [GOOD | {"1": [0, 0, 0, 0, 0.5, 0]}], [GOOD | {"1": [0, 0, -1, 0, 0, 0]}], [GOOD | {"x": [0] * 6}],
         [GOOD | {"1": "abcdef"}], [GOOD | {"1": None}],
+        [GOOD | {"1": [10**18, 0, 0, 0, 0, 0]}],
     ],
 )  # fmt: skip
 def test_a_position_that_is_none_is_refused(corpus, positions):

@@ -103,6 +103,7 @@ def test_a_file_that_changed_is_not_resumed_on(corpus, whole, tmp_path):
     assert done.returncode == 2 and "this is not the run the checkpoint belongs to: data_crc32" in done.stderr
 
 
+@pytest.mark.slow
 def test_damage_met_on_the_way_ends_the_run_which_goes_on_without_it(tmp_path):
     """Nothing but the last document of one file is damaged: that is met in the middle of the run."""
     data, run_dir = tmp_path / "data", tmp_path / "run"

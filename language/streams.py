@@ -346,9 +346,8 @@ def check_stream(config: TransformerConfig) -> None:
 
 def load_stream(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> StreamData:
     """The stream that config names; of several processes each reads the lanes of its rows. Raises InputError."""
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # the threads here are parallel; not the library's below them
+    # our threads are parallel: the library's own below them would take cores from each other
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     reading, T, rows = reading_of(config), config.shape.sequence_length, config.global_batch_size // process_count
     eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
     fixed = validation_rows(reading, config, eval_rows * process_count)
@@ -359,7 +358,7 @@ def load_stream(config: TransformerConfig, process_index: int = 0, process_count
     validation = FixedRows(fixed, eval_rows, **part)
     kinds = Counter(file.kind if file.kind == "parquet" else f"jsonl {file.kind}".strip() for file in reading.files)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    shared = f", each read by {process_count // reading.lanes} hosts" if process_count > reading.lanes else ""
+    shared = f" that {process_count} hosts share" if reading.lanes % process_count else ""  # and each reads in full
     description = (
         f"stream of {named}, {sum(file.size for file in reading.files) / 1e6:,.1f} MB; {reading.lanes} "
         f"lane{'s' * (reading.lanes > 1)}{shared}; {workers} threads, each {speed_of(reading):,.0f} tokens/s; "
@@ -380,7 +379,7 @@ def validation_rows(reading: Reading, config: TransformerConfig, rows: int) -> n
     texts = texts_for_validation(reading, config)
     while count < wanted and (chunk := list(itertools.islice(texts, CHUNK))):
         found += encode(reading.tokenizer, chunk)
-        count = sum(map(len, found))
+        count += sum(map(len, found[-len(chunk) :]))
     if count < 2:
         raise InputError(
             f"no text for validation; expected a file of {HELD_OUT} documents or more, of which one is held out; or "

@@ -138,7 +138,7 @@ def test_one_file_on_more_hosts_than_lanes(tmp_path):
     write_corpus(tmp_path, 1, 40)
     config = config_of(tmp_path, stream_lanes=0)
     four = load_sequences(config, 3, 4)
-    assert "1 lane, each read by 4 hosts" in four.description
+    assert "1 lane that 4 hosts share; " in four.description
     np.testing.assert_array_equal(
         batches_of(config, 4, range(20))[0], batches_of(config, 1, range(20))[0], "of one lane"
     )

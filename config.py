@@ -41,7 +41,7 @@ from tpu_utils.hardware import parse_topology
 from tpu_utils.options import Options, print_presets
 from tpu_utils.run_dir import names_a_place
 
-NOT_DOWNLOADED = ("digits", "synthetic", "stripes", "text", "tokens", "chat")
+NOT_DOWNLOADED = ("digits", "synthetic", "stripes", "text", "tokens", "chat", "stream")
 NO_STEPS = NoEffect("scheduler", "constant", "linear", "cosine", "wsd")
 NO_WSD = NoEffect("scheduler", "constant", "linear", "cosine", "step")
 NO_DECAY = NoEffect("scheduler", "constant", "step")

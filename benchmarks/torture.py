@@ -30,6 +30,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
+from documents import write_corpus  # noqa: E402
+
 from tpu_utils.checkpoint.saved import read_checkpoint  # noqa: E402
 
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
@@ -48,6 +51,7 @@ VARIANTS = {
     "fsdp_4": ["distributed_mnist_tpu.py", *MNIST, "--num_virtual_devices=4", "--shard_parameters"],
     "resnet_4": ["resnet_cifar_tpu.py", *RESNET, "--num_virtual_devices=4"],
     "transformer_2x2x2": ["transformer_tpu.py", *GPT, "--mesh=2x2x2"],
+    "stream": ["transformer_tpu.py", *GPT, "--dataset=stream", "--train_data=part_*", "--stream_window=10"],
 }
 NUM_STEPS, EVAL_EVERY, KILLS_PER_RUN, TIME_LIMIT = 66, 11, 8, 300
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
@@ -88,6 +92,7 @@ class Run:
         self.run_dir, self.output = run_dir, run_dir.with_suffix(".log")
         self.done = max(self.saved_steps(), default=0)
         options = [*VARIANTS[variant], "--device=cpu", "--no_tensorboard", f"--run_dir={run_dir}", "--resume=auto"]
+        options += [f"--data_dir={run_dir.parent}"] if variant == "stream" else []
         devices = {"CPU_NUM_DEVICES": "8"} if variant.startswith("transformer") else {}
         self.process = launch(options, devices | (changes or {}), self.output)
         self.started = time.monotonic()
@@ -294,6 +299,8 @@ def main(argv: list[str] | None = None) -> int:
             if options.slow_disk:
                 slow = SLOW_DISK.format(seconds=options.slow_disk)
                 disk.update(customized(Path(folder) / "slow", slow), CUSTOM=slow)
+            if name == "stream":
+                write_corpus(Path(folder), 8, 60)
             draw = random.Random(f"{options.seed} {name}")
             table, found = torture(name, share, Path(folder), draw, options.full_disk)
         for (number, phase), (count, same) in sorted(table.items()):

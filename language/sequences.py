@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from language.chat_data import check_chats, check_tokenizer, load_chats, tokenizer_of
+from language.streams import check_stream, load_stream
 from language.tasks import check_tasks
 from language.token_data import (
     TEXT,
@@ -29,6 +30,8 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
         return shapes_alone(config)
     if config.dataset == "chat":
         return load_chats(config, tokenizer_of(config), process_index, process_count)
+    if config.dataset == "stream":
+        return load_stream(config, process_index, process_count)
     T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
     rows = config.global_batch_size // process_count
     eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
@@ -89,6 +92,9 @@ def check_files(config: TransformerConfig) -> None:
     check_tasks(config)
     if config.dataset == "chat":
         check_chats(config)
+        return
+    if config.dataset == "stream":
+        check_stream(config)
         return
     if config.dataset == "tokens" or not config.train_data:
         load_sequences(config)

@@ -67,6 +67,9 @@ class Tokenizer:
         """Of UTF-8."""
         return np.array(self.encode(content.decode()), np.uint32)
 
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
+        return [self.encode_document(text.encode()) for text in texts]
+
 
 class Bytes(Tokenizer):
     """The 256 bytes, and one token that stands before every document."""
@@ -161,6 +164,12 @@ class FromFile(Tokenizer):
         with text_in(text), panics_told(f"{self.path} cannot encode the text"):
             text.encode()
             return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
+        """Other threads go on meanwhile: of several texts the library releases Python's lock, of one it does not."""
+        with panics_told(f"{self.path} cannot encode the text"):
+            found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.uint32) for one in found]
 
     def encode_marked(self, text: str) -> list[int]:
         """As others read a text that a template made: special tokens in it are tokens."""

@@ -5,6 +5,7 @@ python config.py            # prints these presets too
 
 import dataclasses
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,12 @@ from tpu_utils.errors import InputError
 from tpu_utils.fields import FREE, NoEffect, Range
 from tpu_utils.files import parse_object, read_json
 
-SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "chat": 1}
-DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # tokens: of the model's size
-NOT_TEXT = NoEffect("dataset", "synthetic", "tokens", "chat")
+SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "chat": 1, "stream": 1}
+DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # others: of the model's size
+NOT_TEXT = NoEffect("dataset", "synthetic", "tokens", "chat", "stream")
 NO_EXPERTS = NoEffect("num_experts", 0)
-NOT_CHAT = NoEffect("dataset", "synthetic", "text", "tokens")
+NOT_CHAT = NoEffect("dataset", "synthetic", "text", "tokens", "stream")
+NOT_STREAM = NoEffect("dataset", "synthetic", "text", "tokens", "chat")
 WITH_REMAT = NoEffect("remat", False)
 Kept = Literal["inputs", "attention", "projections", "residual", "products"]
 HUGGING_FACE_CONFIG = "a model's config.json in a local folder (hf download NAME --local-dir DIR)"
@@ -42,22 +44,36 @@ FINEWEB_10B = ON_TPU | dict(
 class TransformerConfig(HostOptions, TrainConfig):
     """What transformer_tpu.py trains, and on which mesh."""
 
-    dataset: Literal["synthetic", "text", "tokens", "chat"] = "synthetic"
+    dataset: Literal["synthetic", "text", "tokens", "chat", "stream"] = "synthetic"
     """synthetic: a Markov chain of known entropy. text: UTF-8 bytes. tokens: llm.c shards. chat: conversations in JSON
-    lines, with loss on the answers alone."""
+    lines, with loss on the answers alone. stream: documents in parquet or JSON lines, tokenized as the run goes."""
     train_data: Annotated[str, NoEffect("dataset", "synthetic")] = ""
-    """text, chat: a file or folder. tokens: shards, for example 'fineweb_train_*.bin'. Relative to data_dir."""
+    """text, chat: a file or folder. tokens: shards, for example 'fineweb_train_*.bin'. stream: a folder, a pattern, gs://
+    or a .txt with one of these a line. Relative to data_dir."""
     validation_data: Annotated[str, NoEffect("dataset", "synthetic")] = ""
-    """As train_data. Empty with text and chat: the last tenth of train_data."""
+    """As train_data. Empty with text and chat: the last tenth of train_data; with stream: each tenth of the first 1,000
+    documents of a file."""
     tokenizer: Annotated[str, FREE, NoEffect("dataset", "synthetic", "text")] = ""
-    """tokenizer.json or its folder. Empty: that of initial_weights; else with chat bytes, with tokens that of the
-    shards, which is for samples and exports."""
+    """tokenizer.json or its folder. Empty: that of initial_weights; else with chat and stream bytes, with tokens
+    that of the shards, which is for samples and exports."""
     chat_format: Annotated[
         Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"], NOT_CHAT
     ] = "auto"
     """chat: how a conversation becomes text. auto: by the special tokens that the tokenizer has, else plain."""
     document_separator: Annotated[str, NOT_TEXT] = ""
     """text: what divides documents inside a file, for example a blank line. Empty: a file is one document."""
+    text_field: Annotated[str, NOT_STREAM] = "text"
+    """stream: the column, or the key of a line, that holds the text of a document. 16 MiB at most."""
+    stream_lanes: Annotated[int, Range("[0, 4096]"), NOT_STREAM] = 0
+    """stream: files read at a time, over all hosts; must divide global_batch_size. 0: as many as do, up to 64,
+    that have equally many files, or four or more each."""
+    stream_window: Annotated[int, Range("[1, 1000000]"), NOT_STREAM] = 512
+    """stream: documents that are shuffled among themselves. Two windows of each lane are in memory."""
+    stream_workers: Annotated[int, Range("[0, 4096]"), FREE, NOT_STREAM] = 0
+    """stream: threads of a host that read and tokenize. 0: as many as it has cores, at most
+    16."""
+    stream_damaged: Annotated[Literal["refuse", "skip"], FREE, NOT_STREAM] = "refuse"
+    """stream: documents and files that cannot be read. skip: leave them out, and say how many."""
     bucketed: Annotated[bool, NOT_TEXT] = False
     """text: pad short documents to the next multiple of 128 only; one graph for each length that occurs."""
     hellaswag: Annotated[str, FREE, NoEffect("dataset", "synthetic", "chat")] = ""
@@ -209,7 +225,8 @@ class TransformerConfig(HostOptions, TrainConfig):
             changes.setdefault("sequence_length", min(published.sequence_length, 4096))
             return dataclasses.replace(published, **changes)
         published = MODEL_SIZES[self.model_size]
-        vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(self.dataset, published.vocab_size)
+        dataset = "text" if self.dataset == "stream" and not self.tokenizer else self.dataset  # of bytes
+        vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(dataset, published.vocab_size)
         return dataclasses.replace(published, **changes, vocab_size=vocab_size)
 
     @property
@@ -317,6 +334,11 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         problems.append(
             f"offload is {config.offload}, but a loop over one layer is none, and libtpu 0.0.21 does not compile what "
             "is left of it; leave out --offload or --scan_layers"
+        )
+    if config.stream_lanes and config.global_batch_size % config.stream_lanes:
+        problems.append(
+            f"stream_lanes ({config.stream_lanes}) must divide global_batch_size ({config.global_batch_size}); try "
+            f"{math.gcd(config.stream_lanes, config.global_batch_size)}"
         )
     if config.warmup_steps >= config.num_steps:
         problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")

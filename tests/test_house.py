@@ -158,7 +158,17 @@ BEFORE_TORCH = ["config", "language.transformer_options", "setup_tpu", "tpu_util
 BEFORE_TORCH += [f"images.{name}" for name in ("arrays", "mnist", "cifar")]
 BEFORE_TORCH += [
     f"language.{name}"
-    for name in ("token_data", "llmc_files", "chat_data", "tokenizer", "shapes", "questions", "tasks")
+    for name in (
+        "token_data",
+        "llmc_files",
+        "chat_data",
+        "tokenizer",
+        "shapes",
+        "questions",
+        "tasks",
+        "streams",
+        "stream_files",
+    )
 ]
 
 

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def find_beginning(
-    config: "TrainConfig", run: dict[str, Any], num_steps: int, run_dir: RunDir, peers: Peers
+    config: "TrainConfig", run: dict[str, Any], num_steps: int, run_dir: RunDir, peers: Peers, batches: Any = None
 ) -> Beginning:
-    """run: what the checkpoint must belong to: options, and the data. All processes must call it.
+    """run: what the checkpoint must belong to: options, and the data. batches: those of a stream are brought to where
+    they stood, by their seek(). All processes must call it.
 
     Raises InputError where the checkpoint belongs to another run, or to another number of steps, CheckpointError for
     one that cannot be resumed from.
@@ -50,4 +51,6 @@ def find_beginning(
     finished = saved.step == num_steps and peers.from_first(lambda: is_finished(run_dir.folder, num_steps))
     evaluation = {name: n for name, n in saved.value("evaluation", dict).items() if type(n) in (int, float)}
     restore = partial(reader.restore, saved)
+    if hasattr(batches, "seek"):
+        batches.seek(saved.step, saved.values.get("position"))
     return Beginning(before or num_steps, saved.step, saved.run_id, evaluation, best, finished, restore)

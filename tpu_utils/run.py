@@ -102,22 +102,22 @@ class Run:
         """Say what this runs on; make and lock the run directory; read the newest checkpoint, if it is to be resumed.
 
         batches: has num_steps, of the whole run. Optional: unit, what is counted ("examples"); count(batch), how many
-        over all devices (global_batch_size). dataset: has description, which is printed and kept in config.json, and
-        fingerprint() of the training data, which must be the same on resume. Optional: loss_floor. flops: of one
-        example or token, forward and backward. sharding: of a batch over the mesh.
-        Raises InputError for a directory that is in use, holds another run, or cannot be written.
+        over all devices (global_batch_size); position(step), of JSON, of a stream, and seek(step, those of all
+        processes). dataset: has description, which is printed and kept in config.json, and fingerprint(), which must
+        be the same on resume. Optional: loss_floor. flops: of one example or token, forward and backward. sharding: of
+        a batch over the mesh. Raises InputError for a directory in use, of another run, or that cannot be written.
         """
         config, self.num_steps, self._sharding, self._flops = self.config, batches.num_steps, sharding, flops
         self._unit = getattr(batches, "unit", "examples")
         self._count = getattr(batches, "count", lambda batch: config.global_batch_size)
+        self._position = getattr(batches, "position", None)
         self._loss_floor = getattr(dataset, "loss_floor", None)
         self._stop.watch_metadata()
         check_same_options(config, self.peers)
         self._dir = RunDir(self.peers)
         self._dir.open(config)
-        mirror, run_id = self._dir.mirror, self._dir.run_id
-        folder = self._dir.folder / "checkpoints"
-        self._checkpoints = Checkpoints(folder, config.keep_checkpoints, self.peers, mirror, run_id)
+        folder, run_id = self._dir.folder / "checkpoints", self._dir.run_id
+        self._checkpoints = Checkpoints(folder, config.keep_checkpoints, self.peers, self._dir.mirror, run_id)
         # what a checkpoint belongs to
         self._run = {**as_json(config), "data": dataset.description, "data_crc32": dataset.fingerprint()}
         if self.peers.index == 0 or xr.is_spmd():  # under SPMD every host says where it is
@@ -136,7 +136,7 @@ class Run:
             from tpu_utils.resume import find_beginning  # only for a run that is to go on
 
             with self._goodput.phase("restore"):
-                self._begun = find_beginning(config, self._run, self.num_steps, self._dir, self.peers)
+                self._begun = find_beginning(config, self._run, self.num_steps, self._dir, self.peers, batches)
         if self._begun.restore:
             self.print(f"resumed    after step {self.first_step} of {self.num_steps}")
             run_id = run_id or self._begun.run_id
@@ -319,6 +319,7 @@ class Run:
         self._dir.check()
         self._read_metrics(step)
         values = {"config": self._run, "num_steps": self.num_steps, "evaluation": self.evaluation, "best": self._best}
+        values |= {"position": self.peers.gather(self._position(step))} if self._position else {}
         in_memory = self._memory is not None and step == self._step_in_memory
         place, token = (self._memory, {"memory": self._memory.token}) if in_memory else (self._checkpoints, {})
         with self._goodput.phase("checkpoint"):

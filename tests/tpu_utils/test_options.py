@@ -278,11 +278,15 @@ def test_annotations_as_text_are_understood():
         (TransformerConfig, ["--dataset=text", "--download"], "--download has no effect: dataset is text; leave"),
         (TransformerConfig, ["--lora_alpha=8"], "lora_rank is 0; leave --lora_alpha out"),
         (TransformerConfig, ["--expert_capacity=2"], "num_experts is 0; leave --expert_capacity out"),
-        (TransformerConfig, ["--tokenizer=gpt2"], "choose --dataset tokens or chat, or leave --tokenizer out"),
+        (
+            TransformerConfig,
+            ["--tokenizer=gpt2"],
+            "choose --dataset tokens or chat or stream, or leave --tokenizer out",
+        ),
         (
             TransformerConfig,
             ["--train_data=x.bin"],
-            "choose --dataset text or tokens or chat, or leave --train_data out",
+            "choose --dataset text or tokens or chat or stream, or leave --train_data out",
         ),
         (TransformerConfig, ["--validation_data=x.bin"], "--validation_data has no effect"),
         (TransformerConfig, ["--hellaswag=x.bin"], "--hellaswag has no effect: dataset is synthetic"),
@@ -370,6 +374,7 @@ def test_what_shapes_the_computation_is_not_free_on_resume():
     text |= {"clip_gradient_norm", "eval_every", "eval_batches", "dropout"}
     text |= {"model_config", "lora_rank", "lora_alpha", "chat_format"}
     text |= {"expert_capacity", "balance_loss", "router_z_loss", "muon_momentum"}
+    text |= {"text_field", "stream_lanes", "stream_window"}
     cifar = shaping | {"num_epochs", "max_shift", "depth", "width", "flip"}
     mnists = dict.fromkeys((MnistConfig, DistributedMnistConfig, DdpMnistConfig), mnist)
     expected = {**mnists, CifarConfig: cifar, TransformerConfig: text}

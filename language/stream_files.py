@@ -1,0 +1,294 @@
+"""Files of documents, read one document after another: parquet, and JSON lines, plain, gzip or zstd. Imports no torch.
+
+A file is on disk or in a bucket, where it is read in ranges and never as a whole. Memory does not follow what a file
+holds: a line longer than LONGEST bytes is refused unread, so a compressed file that never ends is one message.
+"""
+
+import contextlib
+import gzip
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from language.token_data import entries_of, matching
+from tpu_utils.errors import InputError
+from tpu_utils.files import file_size, open_regular, parse_json, read_regular
+
+LONGEST = 1 << 24  # bytes of a line, and of a document; the longest of FineWeb has less than 2 MiB
+LONGEST_FOOTER = 1 << 26  # bytes of the description at the end of a parquet file
+LONGEST_LIST = 1 << 24  # bytes of a list of files
+SAMPLE = 1 << 12  # bytes at each end of a file that identify it, beside name and size
+BLOCK = 1 << 22  # bytes of one request to a bucket
+ROWS = 64  # of a parquet file that are in memory as text
+EXPECTED = "documents: .parquet, .jsonl or .json, the last two also with .gz or .zst"
+NAMES = re.compile(r"\.(?:(parquet)|(?:jsonl|json|ndjson)(?:\.(gz|zst))?)$")
+BEGINNINGS = {"parquet": b"PAR1", "gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd"}
+
+
+@dataclass(frozen=True)
+class StreamFile:
+    """A file, and what it was like when the run began."""
+
+    name: str
+    """Its path, or gs://BUCKET/OBJECT."""
+    size: int
+    generation: int = 0
+    """Of an object: another content of the same name has another."""
+    crc32c: str = ""
+    """Of an object, as Cloud Storage has it."""
+
+    @property
+    def kind(self) -> str:
+        """parquet, gz, zst; "" for plain JSON lines."""
+        found = NAMES.search(self.name)
+        return found[1] or found[2] or ""
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """Raises InputError where it is not the file that the run began with, at its end as at its beginning."""
+        if self.name.startswith("gs://"):
+            with io.BufferedReader(BucketFile(self), BLOCK) as file:
+                yield file
+            return
+        with open_regular(Path(self.name), EXPECTED) as file:
+            self._check_size()
+            try:
+                yield file
+            finally:  # whatever went wrong: a line that is half written is no damage
+                self._check_size()
+
+    def _check_size(self) -> None:
+        if (size := Path(self.name).stat().st_size) != self.size:
+            raise InputError(
+                f"{self.name} has {size:,} bytes now, {self.size:,} when the run began: it is being written; expected "
+                "files that are whole; begin once they are, or leave it out with --stream_damaged skip"
+            )
+
+    def fingerprint(self) -> bytes:
+        """Name without folders, size, and both ends, or the checksum of an object. Raises InputError."""
+        said = f"{self.name.rpartition('/')[2]} {self.size} {self.crc32c}".encode()
+        if self.crc32c:
+            return said
+        with self.opened() as file:
+            begins = file.read(SAMPLE)
+            file.seek(max(0, self.size - SAMPLE))
+            ends = file.read(SAMPLE)
+        return said + begins + ends
+
+
+class BucketFile(io.RawIOBase):
+    """An object of a bucket as a file: every read is a request for a range of one generation of it."""
+
+    def __init__(self, file: StreamFile):
+        from tpu_utils.remote.storage import connect  # only for gs://
+
+        bucket, _, name = file.name.removeprefix("gs://").partition("/")
+        self._file, self._at = file, 0
+        self._blob = connect(f"gs://{bucket}")[0].blob(name, generation=file.generation)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        return self._at
+
+    def readinto(self, buffer) -> int:
+        from tpu_utils.remote.storage import REQUEST_SECONDS, RETRY_SECONDS, retrying, storage_errors, unusable
+
+        count = min(len(buffer), self._file.size - self._at)
+        if count <= 0:
+            return 0
+        span = dict(start=self._at, end=self._at + count - 1, raw_download=True, checksum=None)
+        try:
+            found = self._blob.download_as_bytes(**span, timeout=REQUEST_SECONDS, retry=retrying(RETRY_SECONDS))
+        except storage_errors() as error:
+            raise unusable("{} cannot be read as it was when the run began", error, self._file.name) from error
+        if len(found) != count:
+            raise InputError(f"{self._file.name}: {len(found)} bytes at {self._at:,}, expected {count}; try again")
+        buffer[:count] = found
+        self._at += count
+        return count
+
+
+# ------------------------------------------------------------------------------------------------------- which files
+
+
+def list_files(names: str, data_dir: str) -> list[StreamFile]:
+    """The files that --train_data names: a file, a folder, a pattern, gs://, or a .txt with one of these a line.
+
+    Sorted within a pattern, in the order of the list. Raises InputError for names that lead nowhere.
+    """
+    if names.endswith(".txt"):
+        path = Path(data_dir, names)
+        lines = read_regular(path, "a list of files", LONGEST_LIST).decode(errors="surrogateescape").splitlines()
+        entries = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if nested := [entry for entry in entries if entry.endswith(".txt")]:
+            raise InputError(f"{path} names {nested[0]}; expected {EXPECTED}; write its lines into one list")
+    else:
+        entries = [names]
+    with ThreadPoolExecutor(16) as pool:  # a listing of a bucket is a request
+        found = [file for files in pool.map(lambda entry: files_of(entry, data_dir), entries) for file in files]
+    if not found:
+        raise InputError(f"{names}: names no file; expected {EXPECTED}")
+    if len(twice := {file.name for file in found}) < len(found):
+        raise InputError(f"{names}: names {len(found) - len(twice)} files twice; expected each once; mend the list")
+    if odd := [file.name for file in found if not NAMES.search(file.name)]:
+        raise InputError(f"{odd[0]}: expected {EXPECTED}; name a pattern such as '*.parquet'")
+    return found
+
+
+def files_of(entry: str, data_dir: str) -> list[StreamFile]:
+    if entry.startswith("gs://"):
+        return objects_of(entry)
+    path = Path(data_dir, entry)
+    paths = entries_of(path, (p for p in path.rglob("*") if p.is_file())) if path.is_dir() else matching(path)
+    if not paths:
+        raise InputError(f"{path}: matches no file; expected {EXPECTED}")
+    found = []
+    for one in paths:
+        with open_regular(one, EXPECTED) as file:
+            found.append(StreamFile(str(one), file_size(file)))
+    return found
+
+
+def objects_of(url: str) -> list[StreamFile]:
+    """Of one object, of a folder, or of a pattern; a * ends at a slash."""
+    from tpu_utils.remote.storage import START_SECONDS, connect, list_objects, storage_errors, unusable
+
+    bucket_name, _, pattern = url.removeprefix("gs://").partition("/")
+    fixed = re.match(r"[^*?]*", pattern)[0]
+    wanted = re.escape(pattern).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
+    wanted = f"{wanted.rstrip('/')}/.*" if fixed == pattern and not NAMES.search(pattern) else wanted
+    try:
+        blobs = list_objects(connect(f"gs://{bucket_name}")[0], fixed, START_SECONDS)
+    except storage_errors() as error:
+        raise unusable("{} cannot be listed", error, url) from error
+    found = sorted((blob for blob in blobs if re.fullmatch(wanted, blob.name)), key=lambda blob: blob.name)
+    if not found:
+        raise InputError(f"{url}: matches no object; expected {EXPECTED}")
+    return [StreamFile(f"gs://{bucket_name}/{blob.name}", blob.size, blob.generation, blob.crc32c) for blob in found]
+
+
+def fingerprint_of(files: list[StreamFile]) -> int:
+    """CRC-32 of names, sizes and ends of files, in their order."""
+    with ThreadPoolExecutor(16) as pool:
+        return zlib.crc32(b"".join(pool.map(StreamFile.fingerprint, files)))
+
+
+# ------------------------------------------------------------------------------------------------------- what they hold
+
+
+def read_documents(file: StreamFile, field: str, first: int = 0) -> Iterator[str | InputError]:
+    """The text of each document from number `first` on; for one that is damaged, the InputError that says why.
+
+    Raises InputError where nothing more can be read. PassingError: a bucket does not answer.
+    """
+    read = 0
+    try:
+        with file.opened() as opened:
+            begins = BEGINNINGS.get(file.kind, b"")
+            if not opened.peek(4).startswith(begins) or not file.size:
+                raise InputError(f"{file.name}: {file.size:,} bytes, begins with no {file.kind or 'JSON'}; {REMEDY}")
+            texts = rows_of if file.kind == "parquet" else lines_of_json
+            for text in texts(opened, file, field, first):
+                yield text
+                read += 1
+    except InputError:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # of gzip, and of pyarrow, whose errors are these
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{file.name}: damaged behind document {first + read}: {said:.200}; {REMEDY}") from error
+
+
+REMEDY = "copy it again, or leave out what is damaged with --stream_damaged skip"
+
+
+def lines_of_json(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Iterator[str | InputError]:
+    """A document is a line that is not blank."""
+    number, line_number = -1, 0
+    with decompressed(opened, file.kind) as lines:
+        while line := lines.readline(LONGEST + 1):
+            line_number += 1
+            if len(line) > LONGEST:
+                raise InputError(f"{file.name}: line {line_number} has more than {LONGEST:,} bytes; {REMEDY}")
+            if line.isspace():
+                continue
+            number += 1
+            if number >= first:
+                yield text_of_line(line, f"{file.name}: line {line_number}", field)
+
+
+def text_of_line(line: bytes, where: str, field: str) -> str | InputError:
+    try:
+        found = parse_json(line)
+    except ValueError as error:
+        return InputError(f"{where} is no JSON: {error!s:.100}; {REMEDY}")
+    if isinstance(found, dict) and isinstance(text := found.get(field), str):
+        return checked(text, where)
+    has = type(found).__name__
+    if isinstance(found, dict):
+        has = ", ".join(f"{key}: {type(value).__name__}" for key, value in list(found.items())[:8]) or "nothing"
+    return InputError(f"{where} has {has:.200}; expected an object with {field}: str; name another --text_field")
+
+
+def checked(text: Any, where: str) -> str | InputError:
+    if not isinstance(text, str):
+        return InputError(f"{where} has no text (null); {REMEDY}")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        return InputError(f"{where} has half a surrogate pair; expected UTF-8 text; {REMEDY}")
+    return text if size <= LONGEST else InputError(f"{where} has {size:,} bytes; expected {LONGEST:,}; {REMEDY}")
+
+
+def decompressed(opened: BinaryIO, kind: str) -> contextlib.AbstractContextManager[BinaryIO]:
+    if kind == "gz":
+        return gzip.open(opened)
+    if kind == "zst":
+        import pyarrow  # only here: it reads zstd too, so no package for that is needed
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(opened, "zstd"), 1 << 18)
+    return contextlib.nullcontext(opened)
+
+
+def rows_of(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Iterator[str | InputError]:
+    """A document is a row. Row groups before `first` are passed over unread."""
+    import pyarrow
+    import pyarrow.parquet  # only here
+
+    opened.seek(max(0, file.size - 8))
+    footer = opened.read(8)
+    if footer[4:] != b"PAR1" or int.from_bytes(footer[:4], "little") > min(file.size, LONGEST_FOOTER):
+        raise InputError(f"{file.name}: ends without the footer of parquet; {REMEDY}")
+    opened.seek(0)
+    found = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=1 << 20)
+    kinds = {column.name: column.type for column in found.schema_arrow}
+    kind = getattr(kinds.get(field), "value_type", kinds.get(field))  # of a dictionary, that of its values
+    if kind not in (pyarrow.string(), pyarrow.large_string()):
+        has = ", ".join(f"{name}: {kind}" for name, kind in list(kinds.items())[:8])
+        raise InputError(f"{file.name} has the columns {has:.200}; expected {field}: string; name another --text_field")
+    number = 0
+    for group in range(found.num_row_groups):
+        end = number + found.metadata.row_group(group).num_rows
+        if end <= first:
+            number = end
+            continue
+        for batch in found.iter_batches(ROWS, [group], [field], use_threads=False):
+            for text in batch.column(0).to_pylist():
+                if number >= first:
+                    yield checked(text, f"{file.name}: row {number + 1} (row group {group + 1})")
+                number += 1
+        if number != end:
+            raise InputError(f"{file.name}: row group {group + 1} ends at row {number}, not {end}; {REMEDY}")

@@ -1,0 +1,302 @@
+"""Files of documents, each kind: what is read, from which document on, every refusal, and how much memory it takes."""
+
+import gzip
+import os
+import subprocess
+import sys
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from documents import ENDINGS, write_documents
+from mutations import at_most, make_irregular, mutated, no_hang
+from processes import ROOT
+
+from language import stream_files
+from language.stream_files import StreamFile, list_files, read_documents
+from tpu_utils.errors import InputError, PassingError
+
+TEXTS = [f"{number}: h\u00e9llo\n\u2028{'y' * number}" for number in range(40)]
+
+
+def read(path, first=0, field="text") -> list:
+    return list(read_documents(StreamFile(str(path), path.stat().st_size), field, first))
+
+
+def documents_of(path) -> list[str]:
+    return [text for text in read(path) if isinstance(text, str)]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_documents_come_from_any_one_on(tmp_path, ending):
+    path = write_documents(tmp_path / f"a.{ending}", TEXTS)
+    for first in (0, 1, 6, 7, 8, 39, 40, 99):
+        assert read(path, first) == TEXTS[first:]
+
+
+def test_row_groups_before_the_first_document_are_not_read(tmp_path, monkeypatch):
+    path = write_documents(tmp_path / "a.parquet", TEXTS)
+    groups, iter_batches = [], pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile,
+        "iter_batches",
+        lambda self, rows, group, *rest, **more: groups.extend(group) or iter_batches(self, rows, group, *rest, **more),
+    )
+    assert read(path, 30) == TEXTS[30:] and groups == [4, 5]
+
+
+def test_other_forms_of_the_same(tmp_path):
+    """Concatenated gzip and zstd, blank lines, no newline at the end, large strings, a dictionary."""
+    line = b'{"text": "a"}\n'
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(line) + gzip.compress(b"\n" + line))
+    (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.compress(line, "zstd", asbytes=True) * 2)
+    (tmp_path / "a.ndjson").write_bytes(b"  \n" + line + b"\r\n" + line[:-1])
+    for name, kind in (
+        ("large", pyarrow.large_string()),
+        ("few", pyarrow.dictionary(pyarrow.int32(), pyarrow.string())),
+    ):
+        table = pyarrow.table({"text": pyarrow.array(["a", "a"]).cast(kind)})
+        pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    for path in tmp_path.iterdir():
+        assert read(path) == ["a", "a"], path
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (b"{", "line 2 is no JSON"),
+        (b"[" * 100_000, "line 2 is no JSON: it is nested too deep"),
+        (b'{"text": "a", "text": "b"}', "a key stands twice"),
+        (b'{"body": "a", "id": 7}', "line 2 has body: str, id: int; expected an object with text: str; name another"),
+        (b"{}", "line 2 has nothing; expected"),
+        (b"7", "line 2 has int; expected an object"),
+        (b'{"text": null}', "line 2 has text: NoneType"),
+        (b'{"text": "\\ud800"}', "line 2 has half a surrogate pair"),
+        (b'{"text": "\xff"}', "line 2 is no JSON"),
+    ],
+)
+def test_a_line_that_is_no_document_is_named_and_passed_over(tmp_path, line, said):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
+    first, damaged, last = read(path)
+    assert (first, last) == ("a", "b") and isinstance(damaged, InputError) and said in str(damaged)
+    assert str(damaged).startswith(str(path))
+
+
+def test_a_row_without_text_is_named_and_passed_over(tmp_path):
+    path = write_documents(tmp_path / "a.parquet", ["a", None, "b"], row_group=1)
+    first, damaged, last = read(path)
+    assert (first, last) == ("a", "b") and "row 2 (row group 2) has no text (null)" in str(damaged)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_truncated_file_gives_what_is_whole_and_a_message(tmp_path, ending):
+    path = write_documents(tmp_path / f"a.{ending}", TEXTS * 50)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size * 2 // 3)
+    documents, found = read_documents(StreamFile(str(path), path.stat().st_size), "text"), []
+    said = r"ends without the footer of parquet|damaged behind document|line \d+ is no JSON"
+    with pytest.raises(InputError, match=rf"a\.{ending}: ({said}).*--stream_damaged skip"):
+        for text in documents:
+            if isinstance(text, InputError):
+                raise text
+            found.append(text)
+    assert found == (TEXTS * 50)[: len(found)] and (found or ending in ("parquet", "jsonl.zst"))
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_what_is_of_another_kind_is_refused(tmp_path, ending):
+    path = tmp_path / f"a.{ending}"
+    for content in (b"", b"<!DOCTYPE html><html>not found</html>" * 10):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"begins with no|is no JSON"):
+            for text in read_documents(StreamFile(str(path), len(content)), "text"):
+                raise text
+
+
+@pytest.mark.parametrize("kind", [{"body": pyarrow.string()}, {"text": pyarrow.int64()}, {"text": pyarrow.binary()}])
+def test_another_schema_is_named(tmp_path, kind):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.schema(kind.items()).empty_table(), path)
+    has = ", ".join(f"{name}: {one}" for name, one in kind.items())
+    with pytest.raises(InputError, match=f"has the columns {has}; expected text: string; name another --text_field"):
+        read(path)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path, ending):
+    """Also where its last line is half written: that is no damage, and the message says what it is."""
+    path = write_documents(tmp_path / f"a.{ending}", TEXTS)
+    file = StreamFile(str(path), path.stat().st_size)
+    documents = read_documents(file, "text")
+    assert next(documents) == TEXTS[0]
+    with path.open("ab") as grown:
+        grown.write(b'{"text": "half')
+    with pytest.raises(InputError, match=r"bytes now, [\d,]+ when the run began: it is being written"):
+        for text in documents:
+            if isinstance(text, InputError):
+                documents.close()
+    with pytest.raises(InputError, match="it is being written"):
+        list(read_documents(file, "text"))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
+def test_a_line_without_end_takes_no_memory(tmp_path, ending):
+    """Gzip and zstd of a gigabyte are a megabyte or less: nothing is read beyond the longest document."""
+    path = tmp_path / f"a.{ending}"
+    block, count = b'{"text": "' + b"x" * (1 << 20), 1 if ending == "jsonl" else 256
+    if ending == "jsonl":
+        path.write_bytes(block)
+        os.truncate(path, 1 << 30)
+    elif ending == "jsonl.gz":
+        with gzip.open(path, "wb", 1) as file:
+            for _ in range(count):
+                file.write(block)
+    else:
+        with pyarrow.CompressedOutputStream(path, "zstd") as file:
+            for _ in range(count):
+                file.write(block)
+    before = pyarrow.total_allocated_bytes()
+    with at_most(4 * stream_files.LONGEST), pytest.raises(InputError, match="line 1 has more than 16,777,216 bytes"):
+        read(path)
+    assert pyarrow.total_allocated_bytes() - before < stream_files.LONGEST
+
+
+def test_a_footer_that_claims_too_much_is_not_read(tmp_path):
+    path = write_documents(tmp_path / "a.parquet", TEXTS)
+    content = path.read_bytes()
+    path.write_bytes(content[:-8] + (1 << 31).to_bytes(4, "little") + b"PAR1")
+    with pytest.raises(InputError, match="ends without the footer of parquet"):
+        read(path)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_whatever_a_file_holds_it_is_read_or_refused(tmp_path, ending):
+    path = write_documents(tmp_path / f"a.{ending}", TEXTS)
+    content = path.read_bytes()
+    with no_hang(60):
+        for damaged in mutated(content, 120):
+            path.write_bytes(damaged)
+            try:
+                assert all(isinstance(text, str | InputError) for text in read(path))
+            except InputError as error:
+                assert str(path) in str(error)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "character device", "nothing"])
+def test_no_file_is_refused(tmp_path, kind):
+    make_irregular(tmp_path / "a.jsonl", kind)
+    with no_hang(), pytest.raises(InputError, match=r"a\.jsonl"):
+        list_files("a.jsonl", str(tmp_path))
+
+
+def test_files_are_named_by_pattern_folder_or_list(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("b.jsonl", "a.parquet", "sub/c.jsonl.zst"):
+        write_documents(tmp_path / name, TEXTS)
+
+    def names(text: str) -> list[str]:
+        return [os.path.relpath(file.name, tmp_path) for file in list_files(text, str(tmp_path))]
+
+    assert names("*.*") == ["a.parquet", "b.jsonl"] and names("b.jsonl") == ["b.jsonl"]
+    assert names(".") == ["a.parquet", "b.jsonl", "sub/c.jsonl.zst"]
+    (tmp_path / "list.txt").write_text("# first\nsub/*.zst\n\n  b.jsonl\n")
+    assert names("list.txt") == ["sub/c.jsonl.zst", "b.jsonl"]
+    for content, said in (
+        ("*.jsonl\nb.jsonl\n", "names 1 files twice"),
+        ("list.txt\n", r"names list\.txt; expected documents: \.parquet"),
+        ("# nothing\n", "names no file"),
+        ("none.jsonl\n", r"none\.jsonl: matches no file"),
+    ):
+        (tmp_path / "list.txt").write_text(content)
+        with pytest.raises(InputError, match=said):
+            names("list.txt")
+    (tmp_path / "notes.md").write_text("notes")
+    with pytest.raises(InputError, match=r"list\.txt: expected documents: .* name a pattern"):
+        names("*.*")
+    (tmp_path / "sub" / "out.jsonl").symlink_to("/etc/hostname")
+    with pytest.raises(InputError, match="is a link to"):
+        names("sub")
+
+
+def test_what_no_run_needs_is_not_imported(tmp_path):
+    """pyarrow takes a third of a second: for parquet and zstd alone."""
+    path = write_documents(tmp_path / "a.jsonl.gz", TEXTS)
+    program = (
+        "import sys; from language.stream_files import *; from pathlib import Path; "
+        f"print(len(list(read_documents(list_files({str(path)!r}, '')[0], 'text'))), 'pyarrow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["40", "False"]
+
+
+# --------------------------------------------------------------------------------------------------------- in a bucket
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    """gs://runs of the emulator, with a file of each kind."""
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "bucket_emulator.py"], stdout=subprocess.PIPE, text=True
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{int(process.stdout.readline())}")
+        from google.cloud import storage
+
+        found = storage.Client(project="unused").bucket("runs")
+        for ending in ENDINGS:
+            path = write_documents(tmp_path_factory.mktemp("local") / f"a.{ending}", TEXTS)
+            found.blob(f"corpus/sub/{path.name}").upload_from_filename(path)
+        found.blob("corpus/notes.md").upload_from_string("notes")
+        yield found
+    process.kill()
+
+
+def test_objects_are_read_as_files_are(bucket, monkeypatch):
+    monkeypatch.setattr(stream_files, "BLOCK", 100)  # many requests for a file
+    files = list_files("gs://runs/corpus/sub/*", "elsewhere")
+    assert [file.name.rpartition("/")[2] for file in files] == sorted(f"a.{ending}" for ending in ENDINGS)
+    for file in files:
+        assert list(read_documents(file, "text", 9)) == TEXTS[9:], file.name
+    assert list_files("gs://runs/corpus/sub", "") == files == list_files("gs://runs/corpus/s*/a.*", "")
+    assert len({file.fingerprint() for file in files}) == 4
+
+
+def test_a_bucket_that_does_not_answer_is_no_damage(bucket, monkeypatch):
+    """A PassingError, which --stream_damaged skip does not leave out: also through pyarrow, which calls our reader."""
+    monkeypatch.setattr(stream_files, "BLOCK", 100)
+    files = list_files("gs://runs/corpus/sub/*", "")
+    monkeypatch.setattr(stream_files.BucketFile, "readinto", after(3, stream_files.BucketFile.readinto))
+    for file in files:
+        stream_files.BucketFile.readinto.calls = 0
+        with pytest.raises(PassingError, match="no answer"):
+            list(read_documents(file, "text"))
+
+
+def after(count: int, function):
+    """function so many times, then a PassingError."""
+
+    def called(*arguments):
+        called.calls += 1
+        if called.calls > count:
+            raise PassingError("no answer")
+        return function(*arguments)
+
+    called.calls = 0
+    return called
+
+
+def test_an_object_that_was_replaced_or_is_not_there_is_refused(bucket):
+    bucket.blob("changing.jsonl").upload_from_string('{"text": "a"}\n')
+    (file,) = list_files("gs://runs/changing.jsonl", "")
+    bucket.blob("changing.jsonl").upload_from_string('{"text": "b"}\n')
+    with pytest.raises(InputError, match=r"gs://runs/changing\.jsonl cannot be read as it was when the run began"):
+        list(read_documents(file, "text"))
+    for url, said in (
+        ("gs://runs/none/*", "matches no object"),
+        ("gs://nobody/x", "bucket nobody does not exist"),
+        ("gs://forbidden/x", "may not list"),
+        ("gs://runs/corpus/*.md", r"notes\.md: expected documents"),
+    ):
+        with pytest.raises((InputError, PassingError), match=said):
+            list_files(url, "")

@@ -66,7 +66,7 @@ PARTITION = {
     "(qkv|kv)_bias": (None, None, "tensor"),
     r"(attention|mlp)_out_weight\.\d+": (FSDP, "tensor"),
     r"(q|mlp_in)_weight\.\d+": ("tensor", FSDP),
-    r"expert_gate_up_weight\.\d+": ("expert", None, ("tensor", *FSDP), None),
+    r"expert_gate_up_weight\.\d+": ("expert", None, "tensor", FSDP),
     r"expert_out_weight\.\d+": ("expert", FSDP, "tensor"),
     "(mlp_in|q)_bias": (None, "tensor"),
     r"(q|mlp_in)_lora_a\.\d+": (None, FSDP),  # LoRA's a (rank, in), b (out, rank): sharded as their matrix, rank not

@@ -33,7 +33,8 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
     a third of a device's memory, else the smallest fsdp axis that gets them there; the others only when asked for.
     """
     shape, batch = config.shape, config.global_batch_size
-    width, of_mlp = getattr(shape, "mlp_dim", 0), "an expert" if config.num_experts else "the MLP"
+    of_experts = shape.mlp_dim if config.num_experts else 0
+    width = 0 if config.num_experts else getattr(shape, "mlp_dim", 0)  # rows of gate and up are sharded over fsdp too
     frozen = 2 if config.base_precision == "bfloat16" else 4  # bytes; adapters are small beside them
     state = (frozen if config.lora_rank else 16) * shape.num_parameters
     if config.mesh != "auto":
@@ -68,7 +69,8 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         ("embedding_dim", shape.embedding_dim, "fsdp", fsdp),
         ("embedding_dim", shape.embedding_dim, "fsdp x context", fsdp * devices),
         ("number of experts", config.num_experts, "expert", expert),
-        (f"width of {of_mlp}", width, "tensor x fsdp x context", tensor * fsdp * devices),
+        ("width of the MLP", width, "tensor x fsdp x context", tensor * fsdp * devices),
+        ("width of an expert", of_experts, "tensor", tensor),
     ):
         if value % size:
             raise InputError(

@@ -46,6 +46,7 @@ from language.loops import BATCH, sums_over_parts
 from language.mesh import print_placement, print_plan, start_mesh, start_spmd
 from language.operations import losses
 from language.routing import as_table, tokens_of_experts, with_routers
+from language.samples import write_samples
 from tpu_utils.dropout import batch_keys
 from tpu_utils.graphs import one_graph
 from tpu_utils.loader import BatchSharding, send
@@ -187,8 +188,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
     join = partial(start_spmd, config)  # one program for all devices
     with Run(config, train_step, eval_step, hosts=hosts, join=join) as run:  # leaving it, all is on disk
         mesh, why = start_mesh(config)
-        sharding = BatchSharding(mesh, BATCH) if mesh else None
-        # a host reads the rows of its own devices
+        sharding = BatchSharding(mesh, BATCH) if mesh else None  # a host reads the rows of its own devices
         data = load_sequences(config, *((sharding.part, sharding.num_parts) if sharding else (0, 1)))
         # makes and locks the run directory; with --resume reads its newest checkpoint
         run.open(data, data, config.flops_per_token, sharding)
@@ -201,8 +201,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         metrics = DeviceMetrics(["loss", "gradient_norm", *model.reported], config.log_every, run.device)
         place_state(model, optimizer, metrics)
         run.track(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled when resuming
-        if config.print_placement:
-            print_placement(run, model, partition_spec)
+        print_placement(run, model, partition_spec)
         questions = load_questions(config)
         asked = [*send(tuple(questions.batches), run.device, sharding)] if questions.batches else []
         validation = [send(data.validation.batch(i), run.device, sharding)[0] for i in range(data.validation_batches)]
@@ -217,6 +216,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
                 fields |= {} if data.loss_floor is None else dict(loss_floor=data.loss_floor)
                 fields |= dict(hellaswag_accuracy=questions.accuracy(evaluate(model, asked, run))) if asked else {}
                 run.log_evaluation(step, **fields, **as_table(chosen, config))
+            write_samples(run, step, model, config)
             if run.save_due(step):  # every save_every steps, at the end, and before a stop
                 run.save(step)  # waits for the copy to the host; the disk is written behind the next steps
         return run.finish()

@@ -57,17 +57,19 @@ class SpeedrunConfig:
     debug: bool = False
     """Show the traceback of an error instead of its message alone."""
 
-    def __post_init__(self):
-        if not 1 <= self.depth <= 64:
-            raise InputError(f"depth is {self.depth}; expected 1 to 64")
-        if self.most_steps < 0 or self.seed < 0:
-            raise InputError("found a number below 0; expected most_steps and seed of 0 or more")
-        if not 0 <= self.price < 1e6:
-            raise InputError(f"price is {self.price}; expected dollars, 0 or more")
-        if (self.price or self.cost_only) and not self.slice:
-            raise InputError("price and cost_only have no effect without --slice; name one, such as --slice v6e-8")
-        if not self.text.exists():
-            raise InputError(f"text is {self.text}: no such file or folder")
+
+def check(config: SpeedrunConfig) -> None:
+    """Raises InputError."""
+    if not 1 <= config.depth <= 64:
+        raise InputError(f"depth is {config.depth}; expected 1 to 64")
+    if config.most_steps < 0 or config.seed < 0:
+        raise InputError("found a number below 0; expected most_steps and seed of 0 or more")
+    if not 0 <= config.price < 1e6:
+        raise InputError(f"price is {config.price}; expected dollars, 0 or more")
+    if (config.price or config.cost_only) and not config.slice:
+        raise InputError("price and cost_only have no effect without --slice; name one, such as --slice v6e-8")
+    if not config.text.exists():
+        raise InputError(f"text is {config.text}: no such file or folder")
 
 
 def keep_settings(config: SpeedrunConfig, folder: Path, plan: Plan) -> None:
@@ -100,6 +102,7 @@ def print_plan(plan: Plan) -> None:
 
 def main() -> int:
     config = tyro.cli(SpeedrunConfig, prog="python -m tools.speedrun", description=__doc__, use_underscores=True)
+    check(config)
     text, folder = config.text.resolve(), config.run_dir.resolve()
     chats = config.chats and config.chats.resolve()
     if chats:

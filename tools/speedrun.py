@@ -7,8 +7,9 @@ Run:     python -m tools.speedrun --depth 2 --text corpus.txt --run_dir runs/d2
              --run_dir runs/d12 --slice v6e-8 --price 2.70 --cost_only
              what the TPU compiler says of hours and dollars, and no more
 
-Each stage is a command of the scripts, which is printed. Killed anywhere,
-the same command goes on where it was. The end is RUN_DIR/report.md.
+Stages:  each is a command of the scripts, which is printed. Killed anywhere,
+         the same command goes on where it was. The end is
+         RUN_DIR/report.md.
 """
 
 import json

@@ -77,11 +77,10 @@ def ask_compiler(stage: Stage, plan: Plan, topology: str, dollars: float, folder
         write_atomically(kept, json.dumps(found, indent=1).encode())
     if not found["fits"]:
         raise InputError(f"depth {plan.depth} does not fit {topology}: {found['reason']}; choose a larger slice")
-    slice = parse_topology(topology)
-    step = found["predicted_ms"]
+    asked, step = parse_topology(topology), found["predicted_ms"]
     return Price(
         topology=topology,
-        chips=slice.num_devices // slice.hardware.devices_per_chip,
+        chips=asked.num_devices // asked.hardware.devices_per_chip,
         dollars=dollars,
         milliseconds=step,
         memory=f"{found['gib']:.2f} of {found['limit_gib']:.2f} GiB",

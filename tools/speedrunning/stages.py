@@ -49,7 +49,9 @@ def stages_of(plan: Plan, text: Path, chats: Path | None, folder: Path, optimize
 
     pretraining = ["--dataset=tokens", f"--data_dir={shards}", "--train_data=text_train_*.bin"]
     pretraining += ["--validation_data=text_val_*.bin", f"--model_config={folder / 'config.json'}"]
-    pretraining += [f"--sample_every={max(1, plan.steps // 4)}", "--sample_prompts", "The ", "I ", *both, *schedule]
+    # samples of a run are made on one device; without --slice there is one
+    samples = [] if of_slice else [f"--sample_every={max(1, plan.steps // 4)}", "--sample_prompts", "The ", "I "]
+    pretraining += [*samples, *both, *schedule]
     tuning = [f"--initial_weights={folder / 'base'}", "--dataset=chat", f"--data_dir={chat_folder}", *both]
     tuning += [f"--train_data={chats.name}"] if chats else ["--train_data=train.jsonl"]
     tuning += [] if chats else ["--validation_data=held_out.jsonl"]

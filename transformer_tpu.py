@@ -46,6 +46,7 @@ from language.loops import BATCH, sums_over_parts
 from language.mesh import print_placement, print_plan, start_mesh, start_spmd
 from language.operations import is_likeliest, losses
 from language.routing import as_table, tokens_of_experts, with_routers
+from language.samples import write_samples
 from tpu_utils.dropout import batch_keys
 from tpu_utils.graphs import one_graph
 from tpu_utils.loader import BatchSharding, send
@@ -151,8 +152,7 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     gradients = [parameter.grad for parameter in model.trained().values()]  # of the summed loss; divided by count below
     place(model, gradients)
     norm = torch.stack([(gradient * gradient).sum() for gradient in gradients]).sum().sqrt() / count
-    clip = config.clip_gradient_norm
-    factor = ((clip / (norm + 1e-6)).clamp(max=1.0) if clip else 1.0) / count
+    factor = ((config.clip_gradient_norm / (norm + 1e-6)).clamp(max=1.0) if config.clip_gradient_norm else 1.0) / count
     for parameter, gradient in zip(model.trained().values(), gradients, strict=True):
         parameter.grad = gradient * factor
     rate = rates.index_select(0, metrics.step)
@@ -191,8 +191,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
         sharding = BatchSharding(mesh, BATCH) if mesh else None
         part = (sharding.part, sharding.num_parts) if sharding else (0, 1)  # a host reads the rows of its own devices
         data = load_sequences(config, *part)
-        # makes and locks the run directory; with --resume reads its newest checkpoint
-        run.open(data, data, config.flops_per_token, sharding)
+        run.open(data, data, config.flops_per_token, sharding)  # locks the run directory, reads its newest checkpoint
         print_plan(run, data, why)
         # without initial values where run.track() fills in a checkpoint's
         model = build_model(config, mesh, run.device, partition_spec, run.print, initialised=not run.first_step)
@@ -217,6 +216,7 @@ def train(config: TransformerConfig, hosts: Peers | None = None) -> int:
                 fields |= {} if data.loss_floor is None else dict(loss_floor=data.loss_floor)
                 fields |= tasks.fields(evaluate(model, asked, run)) if asked else {}
                 run.log_evaluation(step, **fields, **as_table(chosen, config))
+            write_samples(run, step, model, config)
             if run.save_due(step):  # every save_every steps, at the end, and before a stop
                 run.save(step)  # waits for the copy to the host; the disk is written behind the next steps
         return run.finish()

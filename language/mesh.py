@@ -119,6 +119,11 @@ def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
         )
     if num_devices == 1:
         return None, "one device"
+    if config.sample_every and not config.compile_for:
+        raise InputError(
+            f"sample_every is {config.sample_every}, but found {num_devices} devices, and samples of a run are made on "
+            "one; leave --sample_every out, and sample its checkpoints: python -m tools.generate --run_dir RUN"
+        )
     mesh = xs.Mesh(np.arange(num_devices), sizes, AXES)
     xs.set_global_mesh(mesh)
     named = [f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1 or axis in AXES[:3]]
@@ -168,8 +173,7 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
 
 
 def print_placement(run: Run, model: Decoder, partition_spec: Callable) -> None:
-    """With the option of this name a line for each parameter: what the table, partition_spec(name, parameter), says and
-    where it lies."""
+    """With --print_placement a line for each parameter: what partition_spec(name, parameter) says, where it lies."""
     for name, parameter in model.named_parameters() if run.config.print_placement else ():
         spec = torch_xla._XLAC._get_xla_sharding_spec(parameter) or "one device"
         table = partition_spec(name, parameter)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from language.chat_data import check_chats, check_tokenizer, load_chats, tokenizer_of
+from language.sample_prompts import check_samples
 from language.streams import check_stream, load_stream
 from language.tasks import check_tasks
 from language.token_data import (
@@ -87,6 +88,7 @@ class SameBatch:
 def check_files(config: TransformerConfig) -> None:
     """Raises InputError when the files that config names are missing or damaged. Reads little, and imports no torch."""
     check_initial_weights(config)
+    check_samples(config)
     if config.compile_for or config.dataset == "synthetic":
         return
     check_tasks(config)

@@ -162,6 +162,10 @@ class TransformerConfig(HostOptions, TrainConfig):
     """Steps between two evaluations. The last step is always evaluated."""
     eval_batches: Annotated[int, Range("[1, inf)")] = 20
     """Most batches of global_batch_size in one evaluation."""
+    sample_every: Annotated[int, FREE, Range("[0, inf)")] = 0
+    """Steps between two samples of the model, one after each of sample_prompts. The last step has one. 0: none."""
+    sample_prompts: Annotated[tuple[str, ...], FREE, NoEffect("sample_every", 0)] = ("",)
+    """Texts to go on from; with chat questions to answer."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "quick_test": dict(num_steps=200, global_batch_size=32, learning_rate=2e-3, warmup_steps=20),
@@ -340,6 +344,8 @@ def check_transformer(config: TransformerConfig) -> list[str]:
             f"stream_lanes ({config.stream_lanes}) must divide global_batch_size ({config.global_batch_size}); try "
             f"{math.gcd(config.stream_lanes, config.global_batch_size)}"
         )
+    if config.sample_every and config.lora_rank:
+        problems.append("sample_every is given, but a model with adapters is sampled by tools.generate; leave it out")
     if config.warmup_steps >= config.num_steps:
         problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
     if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):

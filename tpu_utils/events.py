@@ -33,6 +33,14 @@ class Events:
         found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(Event(step=step, summary=Summary(value=found)))
 
+    def record(self, kind: str, step: int, fields: dict[str, Any]) -> None:
+        """Numbers as kind/name; what was written after a prompt as sample/PROMPT."""
+        self.scalars({f"{kind}/{name}": v for name, v in fields.items() if isinstance(v, int | float)}, step)
+        if kind == "sample":
+            from torch.utils.tensorboard.summary import text  # a second of imports
+
+            self._write(Event(step=step, summary=text(f"sample/{fields['prompt']}", fields["text"])))
+
     def summary(self, config: dict[str, Any], summary: dict[str, Any]) -> None:
         """The options beside the results, and the goodput split in seconds."""
         from torch.utils.tensorboard.summary import hparams  # a second of imports

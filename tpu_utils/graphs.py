@@ -91,7 +91,7 @@ class StepWatch:
     ) -> None:
         """Attribute every graph compiled from now on to a step. first_step: training steps done before. before_first:
         gets the training step and its arguments, before it is compiled."""
-        self._first_step, self._on_step, self._total = first_step, on_step, graphs_compiled()
+        self._first_step, self._on_step, self.total = first_step, on_step, graphs_compiled()
         self._before_first, self._around_next, self._was_traced = before_first, [], False
         self._seen: dict[tuple, Seen] = {}
         self._facts: dict[str, Any] | None = None
@@ -144,7 +144,7 @@ class StepWatch:
                 raise_if_read(error, step.__name__, call)
                 raise
         total, numbers = graphs_compiled(), _numbers_in(named)
-        new, self._total = total - self._total, total
+        new, self.total = total - self.total, total
         seen.graphs += new
         if seen.graphs > 1:
             raise RecompileError(

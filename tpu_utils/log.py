@@ -88,12 +88,12 @@ class RunLog:
             columns.append(f"data wait {speed['data_wait_seconds'] * 1e3:.1f} ms")
         if speed["mfu"] is not None:
             columns.append(f"mfu {speed['mfu']:.1%}")
-        self._print("  ".join([f"step {step:6d}/{self._bar.total}", *columns]))
+        self.print("  ".join([f"step {step:6d}/{self._bar.total}", *columns]))
 
     def evaluation(self, step: int, **fields: float) -> None:
         self.write("eval", step, **fields)
         shown = (f"{name} {value:.4f}" for name, value in fields.items() if not isinstance(value, list))
-        self._print("  ".join([f"step {step:6d}/{self._bar.total}", *shown]))
+        self.print("  ".join([f"step {step:6d}/{self._bar.total}", *shown]))
 
     def checkpoint(self, step: int, **fields: float) -> None:
         """A checkpoint line. fields: wait_seconds of the step loop.
@@ -113,16 +113,16 @@ class RunLog:
             self.events.summary(config, summary)
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
-        """One JSON object; numbers also go to TensorBoard under kind/name. Non-finite numbers become null in JSON."""
+        """One JSON object; numbers and samples also go to TensorBoard. Non-finite numbers become null in JSON."""
         record = {"kind": kind, "step": step}
         for name, value in fields.items():
             is_number = isinstance(value, int | float)
             record[name] = None if is_number and not math.isfinite(value) else value
         if self.events:
-            self.events.scalars({f"{kind}/{name}": v for name, v in fields.items() if isinstance(v, int | float)}, step)
+            self.events.record(kind, step, fields)
         self._file.write(json.dumps(record) + "\n")
 
-    def _print(self, line: str) -> None:
+    def print(self, line: str) -> None:
         if self._silent:
             return
         self._bar.write(line)  # above the bar on a terminal, a plain line elsewhere

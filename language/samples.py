@@ -1,0 +1,31 @@
+"""Samples of a model while it trains, by the two graphs of tools.generate. They change nothing of the run."""
+
+from pathlib import Path
+
+import torch_xla.core.xla_model as xm
+
+from language.decoding import generate
+from language.layers import Decoder
+from language.sample_prompts import ask_of_run, sampling_options
+from language.transformer_options import TransformerConfig
+from tpu_utils.graphs import graphs_compiled
+from tpu_utils.run import Run
+
+
+def write_samples(run: Run, step: int, model: Decoder, config: TransformerConfig) -> None:
+    """Every sample_every steps and at the end: what follows each prompt, on the terminal, in metrics.jsonl and in
+    TensorBoard. Reads the weights and draws from the step's own seed, so a run ends with the same bits without it."""
+    if not config.sample_every or (step % config.sample_every and step != config.num_steps):
+        return
+    before, random_state = graphs_compiled(), xm.get_rng_state()
+    with run.phase("evaluation"):
+        tokenizer, asked = ask_of_run(config, Path(config.run_dir))
+        options = sampling_options(config, step)
+        found = generate(model, asked.prompts, options, run.device, asked.ends, stops=asked.stops)
+    xm.set_rng_state(random_state)  # torch_xla's, which every graph that runs advances
+    graphs = graphs_compiled() - before  # prefill and decode, the first time; then none
+    run.watch.total += graphs  # else they would count as the next step's
+    for prompt, tokens in zip(config.sample_prompts, found, strict=True):
+        text = tokenizer.decode(tokens[:-1] if tokens[-1] in asked.stops else tokens)
+        run.lines.write("sample", step, prompt=prompt, text=text, graphs=graphs)
+        run.lines.print(f"step {step:6d}/{config.num_steps}  {prompt!r}: {text!r}")

@@ -1,0 +1,80 @@
+"""A tokenizer of one's own: the same file from the same text, read by us, by transformers and by a chat."""
+
+import json
+
+import pytest
+
+from language.chat_data import choose_format, format_chat
+from language.tokenizer import load_tokenizer
+from tools import prepare_data, train_tokenizer
+from tpu_utils.errors import InputError
+
+TEXT = "".join(
+    f"To be {n}, or not to be {n * n}: that's the question;\nwhether 'tis nobler in mind.\n" for n in range(400)
+)
+
+
+def train(monkeypatch, *arguments) -> int:
+    monkeypatch.setattr("sys.argv", ["tools.train_tokenizer", *map(str, arguments)])
+    return train_tokenizer.run_script(train_tokenizer.main)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "in.txt").write_text(TEXT)
+    assert train(monkeypatch, tmp_path / "in.txt", "--vocab_size", 300, "--output", tmp_path / "own") == 0
+    return tmp_path / "own"
+
+
+def test_the_same_text_gives_the_same_bytes(folder, tmp_path, monkeypatch, capsys):
+    before = (folder / "tokenizer.json").read_bytes()
+    assert train(monkeypatch, tmp_path / "in.txt", "--vocab_size", 300, "--output", folder) == 0  # again, in its place
+    assert (folder / "tokenizer.json").read_bytes() == before
+    assert "held-out" in capsys.readouterr().out
+
+
+def test_text_comes_back_and_numbers_are_pairs_of_digits(folder):
+    tokenizer = load_tokenizer(str(folder))
+    text = "Once \N{SNOWMAN} 12345 <|im_end|>\n"
+    tokens = tokenizer.encode(text)
+    assert tokenizer.vocab_size == 300 and tokenizer.decode(tokens) == text
+    assert not {297, 298, 299} & set(tokens), "special tokens in a text are text"
+    assert (tokenizer.end, tokenizer.begin, tokenizer.token("<|im_end|>")) == (297, 297, 299)
+    digits = [token for token in range(297) if tokenizer.decode([token]).strip().isdigit()]
+    assert digits and all(len(tokenizer.decode([token]).strip()) <= 2 for token in digits)
+
+
+def test_transformers_reads_it_and_chats_are_chatml(folder):
+    transformers = pytest.importorskip("transformers", reason="requirements-dev.txt has transformers")
+    ours, theirs = load_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs.encode("not to be", add_special_tokens=False) == ours.encode("not to be")
+    assert (theirs.eos_token_id, len(theirs)) == (ours.end, 300)
+    assert choose_format("auto", ours) == "chatml"
+    tokens, _ = format_chat(
+        [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}], "chatml", ours
+    )
+    assert theirs.decode(tokens) == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nMe.<|im_end|>\n"
+
+
+def test_shards_are_made_with_it(folder, tmp_path, monkeypatch):
+    arguments = [tmp_path / "in.txt", "--output", tmp_path / "s", "--tokenizer", folder]
+    monkeypatch.setattr("sys.argv", ["tools.prepare_data", *map(str, arguments)])
+    assert prepare_data.main() == 0
+    assert json.loads((tmp_path / "s_tokenizer" / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--vocab_size", "100"], "vocab_size is 100; expected 259 to"),
+        (["--vocab_size", "50000"], r"pairs for a vocabulary of \d+, expected 50000; give more text"),
+        (["--validation_fraction", "1"], "validation_fraction is 1.0"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, monkeypatch, arguments, said):
+    (tmp_path / "in.txt").write_text(TEXT)
+    command = ["tools.train_tokenizer", str(tmp_path / "in.txt"), "--output", str(tmp_path / "own"), *arguments]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(InputError, match=said):
+        train_tokenizer.main()
+    assert not (tmp_path / "own").exists()

@@ -1,0 +1,111 @@
+"""tools.speedrun: what follows from the depth, a kill in the middle, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from processes import ROOT, run, waits
+
+from language.hf_config import shape_of
+from language.tokenizer import load_tokenizer
+from tools.make_chats import chats_of
+from tools.speedrunning.dial import make_plan
+from tools.speedrunning.one_page import bits_per_byte
+from tools.speedrunning.price import options_of_slice
+from tools.speedrunning.stages import Stage, marker_of, run_stages
+from tpu_utils.errors import InputError, TrainingError
+
+TEXT = "".join(
+    f"The king of {n} says to the queen: it is a good day.\nAnd all of the {n} men answer that it is.\n"
+    for n in range(1500)
+)
+
+
+def test_a_deeper_model_is_wider_and_reads_more():
+    plans = [make_plan(depth, 4 * 10**10, 10**6) for depth in (4, 12, 24)]
+    shapes = [shape_of(plan.model, "plan") for plan in plans]
+    assert [(s.num_layers, s.embedding_dim, s.num_heads) for s in shapes] == [(4, 256, 2), (12, 768, 6), (24, 1536, 12)]
+    for plan, shape in zip(plans, shapes, strict=True):
+        assert 0.9 < plan.tokens / (20 * shape.num_multiplied) <= 1.0
+    assert plans[1].rows * plans[1].sequence_length == 1 << 19  # nanochat's batch at depth 12
+    assert plans[0].learning_rate > plans[1].learning_rate > plans[2].learning_rate
+
+
+def test_a_short_text_is_read_four_times():
+    plan = make_plan(4, 10**6, 10**5)
+    assert plan.tokens < 4 * 10**6 / 2.5 and plan.steps >= 300
+    assert make_plan(4, 10**6, 10**5, most_steps=7).steps == 7
+
+
+def test_bits_per_byte():
+    """A loss of ln 2 for each token, of two bytes each: half a bit."""
+    assert bits_per_byte(0.6931471805599453, 0.5) == pytest.approx(0.5)
+
+
+def test_chats_are_lines_that_follow_each_other():
+    chats = chats_of([b"One line of it.\nAnother line.\n\nSPEAKER NAME:\nThe third one.\n"], 10, 0)
+    (found,) = [[message["content"] for message in chat["messages"]] for chat in chats]
+    assert found == ["What comes after: One line of it.", "Another line."]
+
+
+def test_stages_go_on_where_they_were(tmp_path, capfd):
+    (tmp_path / "hello.py").write_text("print('it runs')")
+    good = Stage("good", [str(tmp_path / "hello.py")], kept=True)
+    bad = Stage("bad", [str(tmp_path / "missing.py")])
+    with pytest.raises(TrainingError, match="stage 2 of 2, bad ended with exit code 2"):
+        run_stages([good, bad], tmp_path)
+    assert json.loads(marker_of(tmp_path, "good").read_text())["printed"] == "it runs\n"
+    assert capfd.readouterr().out.count("it runs") == 1
+    assert run_stages([good], tmp_path) == 0
+    assert "good: done before" in capfd.readouterr().out
+    made = Stage("made", [str(tmp_path / "missing.py")], made=tmp_path)  # killed between the rename and the marker
+    assert run_stages([made], tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--depth", "0"], "depth is 0; expected 1 to 64"),
+        (["--depth", "2", "--price", "1"], "price and cost_only have no effect without --slice"),
+        (["--depth", "2", "--slice", "v6e-7"], "slice: "),
+        (["--depth", "2", "--chats", "missing.jsonl"], "missing.jsonl: no such file"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, arguments, said):
+    (tmp_path / "in.txt").write_text(TEXT)
+    done = run("tools.speedrun", "--text", tmp_path / "in.txt", "--run_dir", tmp_path / "run", *arguments)
+    assert done.returncode == 2 and said in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_slice_with_more_devices_than_sequences_is_refused():
+    with pytest.raises(InputError, match="256 devices, but the batch of depth 2 has 16 sequences"):
+        options_of_slice(make_plan(2, 10**6, 10**5), "v6e-256")
+
+
+@pytest.mark.slow
+def test_a_speedrun_that_was_killed(tmp_path):
+    """With all that it started, in the middle of pre-training: it goes on, and the model answers."""
+    text, folder = tmp_path / "in.txt", tmp_path / "run"
+    text.write_text(TEXT)
+    command = [sys.executable, "-m", "tools.speedrun", "--depth", "1", "--text", text, "--run_dir", folder]
+    command += ["--most_steps", "8"]
+    with (tmp_path / "log").open("w") as log:
+        child = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+    waits(lambda: list(folder.glob("pretrained/checkpoints/step_*/done")) or child.poll() is not None)
+    assert child.poll() is None, (tmp_path / "log").read_text()
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    assert not marker_of(folder, "pretrain").exists()
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "shards: done before" in done.stdout and "resumed    after step" in done.stdout
+    report = (folder / "report.md").read_text()
+    assert "validation bits per byte" in report and "tools.convert_hf export" in report
+    assert (folder / "report.png").stat().st_size > 10_000 and (folder / "model" / "model.safetensors").exists()
+    assert load_tokenizer(str(folder / "model")).token("<|im_end|>") is not None
+    again = subprocess.run(list(map(str, [*command, "--seed", "1"])), cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 2 and "was begun with seed 0, now 1" in again.stderr

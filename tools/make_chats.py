@@ -1,0 +1,78 @@
+"""Make conversations of a text: a line is asked, and the next one answers.
+
+Run:     python -m tools.make_chats play.txt --output chats/
+
+Then:    python transformer_tpu.py --initial_weights DIR --dataset chat \\
+             --data_dir chats --train_data train.jsonl \\
+             --validation_data held_out.jsonl
+"""
+
+import itertools
+import json
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from language.token_data import read_documents, split_documents
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.files import write_atomically
+
+SHORTEST, LONGEST = 8, 80  # characters of a line
+ASKED = "What comes after: {line}"
+
+
+@dataclass(frozen=True)
+class ChatsConfig:
+    """What to read and what to write."""
+
+    text: Annotated[Path, tyro.conf.Positional]
+    """A UTF-8 text file, or a folder of them."""
+    output: Path
+    """A folder: train.jsonl, and of the last tenth of the text held_out.jsonl."""
+    most: int = 4000
+    """Conversations to train on, at most."""
+    seed: int = 0
+    """Chooses the lines."""
+    debug: bool = False
+    """Show the traceback of an error instead of its message alone."""
+
+
+def chats_of(documents: list[bytes], most: int, seed: int) -> list[dict]:
+    """Pairs of lines, chosen by the seed, in the form of language/chat_data.py."""
+    pairs = []
+    for document in documents:
+        lines = [line.strip() for line in document.decode().splitlines()]
+        pairs += [pair for pair in itertools.pairwise(lines) if all(is_asked(line) for line in pair)]
+    chosen = random.Random(seed).sample(pairs, min(most, len(pairs)))
+    asked = [({"role": "user", "content": ASKED.format(line=line)}, answer) for line, answer in chosen]
+    return [{"messages": [question, {"role": "assistant", "content": answer}]} for question, answer in asked]
+
+
+def is_asked(line: str) -> bool:
+    return SHORTEST <= len(line) <= LONGEST and not line.endswith(":")  # which is the name of a speaker
+
+
+def main() -> int:
+    config = tyro.cli(ChatsConfig, prog="python -m tools.make_chats", description=__doc__, use_underscores=True)
+    if config.most < 1:
+        raise InputError(f"most is {config.most}; expected 1 or more")
+    if not config.text.exists():
+        raise InputError(f"{config.text}: no such file or folder")
+    parts = split_documents(read_documents(config.text))
+    found = [chats_of(part, most, config.seed) for part, most in zip(parts, (config.most, 200), strict=True)]
+    if not all(found):
+        raise InputError(f"{config.text} has no two lines of {SHORTEST} to {LONGEST} characters that follow each other")
+    config.output.mkdir(parents=True, exist_ok=True)
+    for name, chats in zip(("train", "held_out"), found, strict=True):
+        path = config.output / f"{name}.jsonl"
+        write_atomically(path, "".join(json.dumps(chat) + "\n" for chat in chats).encode())
+        print(f"{path}: {len(chats):,} conversations")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,133 @@
+"""From a text to a model that answers, with one dial: the depth.
+
+Run:     python -m tools.speedrun --depth 2 --text corpus.txt --run_dir runs/d2
+             tokenizer, shards, pre-training with Muon, fine-tuning on
+             conversations, answers, an export, a report
+         python -m tools.speedrun --depth 12 --text corpus/ \\
+             --run_dir runs/d12 --slice v6e-8 --price 2.70 --cost_only
+             what the TPU compiler says of hours and dollars, and no more
+
+Stages:  each is a command of the scripts, which is printed. Killed anywhere,
+         the same command goes on where it was. The end is
+         RUN_DIR/report.md.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from language.chat_data import read_chats
+from tools.speedrunning.dial import Plan, bytes_of, make_plan
+from tools.speedrunning.one_page import write_report
+from tools.speedrunning.price import ask_compiler, lines_of_price, options_of_slice
+from tools.speedrunning.stages import results_of, run_stages, stages_of
+from tpu_utils.errors import InputError, run_script
+from tpu_utils.files import read_json, write_atomically
+
+CHAT_BYTES = 400_000  # of the conversations that tools.make_chats makes, at most
+
+
+@dataclass(frozen=True)
+class SpeedrunConfig:
+    """What to train, and on what."""
+
+    depth: int
+    """Layers. Width, heads, context, tokens, batch and learning rates follow from it."""
+    text: Path
+    """A UTF-8 text file, or a folder of them. Its last tenth is held out."""
+    run_dir: Path
+    """A folder for all that is made. One of the same options is gone on with."""
+    chats: Path | None = None
+    """Conversations in JSON lines. None: made of the text by tools.make_chats."""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """Of both trainings."""
+    seed: int = 0
+    """Of both trainings."""
+    most_steps: int = 0
+    """At most so many steps of each training, for a rehearsal. 0: as many as the depth wants."""
+    slice: str = ""
+    """A TPU slice such as v6e-8: its compiler is asked for hours and dollars before anything runs."""
+    price: float = 0.0
+    """Dollars an hour and chip of the slice."""
+    cost_only: bool = False
+    """Ask the compiler of the slice, and end there."""
+    debug: bool = False
+    """Show the traceback of an error instead of its message alone."""
+
+
+def check(config: SpeedrunConfig) -> None:
+    """Raises InputError."""
+    if not 1 <= config.depth <= 64:
+        raise InputError(f"depth is {config.depth}; expected 1 to 64")
+    if config.most_steps < 0 or config.seed < 0:
+        raise InputError("found a number below 0; expected most_steps and seed of 0 or more")
+    if not 0 <= config.price < 1e6:
+        raise InputError(f"price is {config.price}; expected dollars, 0 or more")
+    if (config.price or config.cost_only) and not config.slice:
+        raise InputError("price and cost_only have no effect without --slice; name one, such as --slice v6e-8")
+    if not config.text.exists():
+        raise InputError(f"text is {config.text}: no such file or folder")
+
+
+def keep_settings(config: SpeedrunConfig, folder: Path, plan: Plan) -> None:
+    """Raises InputError for a folder that was begun with others."""
+    own = dict(depth=config.depth, text=str(config.text.resolve()), optimizer=config.optimizer, seed=config.seed)
+    own |= dict(chats=config.chats and str(config.chats.resolve()), most_steps=config.most_steps, slice=config.slice)
+    own |= dict(tokens=plan.tokens)  # of another text it would be another number
+    path = folder / "speedrun.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "config.json", json.dumps(plan.model, indent=1).encode())
+        write_atomically(path, json.dumps(own, indent=1).encode())
+        return
+    found = read_json(path, "the settings of a speedrun")
+    changed = [f"{name} {found.get(name)!r}, now {value!r}" for name, value in own.items() if found.get(name) != value]
+    if changed:
+        raise InputError(f"{folder} was begun with {'; '.join(changed)}; give the same, or another --run_dir")
+
+
+def print_plan(plan: Plan) -> None:
+    model = plan.model
+    print(
+        f"depth      {plan.depth}: width {model['hidden_size']}, {model['num_attention_heads']} heads of 128, ", end=""
+    )
+    print(f"context {plan.sequence_length}, vocabulary {plan.vocab_size:,}, {plan.parameters:,} parameters")
+    print(f"pretrain   {plan.tokens:,} tokens: {plan.steps} steps of {plan.rows} x {plan.sequence_length}, ", end="")
+    print(f"learning rate {plan.learning_rate:.3g}")
+    print(f"finetune   {plan.chat_steps} steps, learning rate {plan.chat_learning_rate:.3g}", flush=True)
+
+
+def main() -> int:
+    config = tyro.cli(SpeedrunConfig, prog="python -m tools.speedrun", description=__doc__, use_underscores=True)
+    check(config)
+    text, folder = config.text.resolve(), config.run_dir.resolve()
+    chats = config.chats and config.chats.resolve()
+    if chats:
+        read_chats(chats)  # a wrong line is named now, not after hours
+    size = bytes_of([text])
+    plan = make_plan(
+        config.depth, size, chats.stat().st_size if chats else min(size // 4, CHAT_BYTES), config.most_steps
+    )
+    of_slice = options_of_slice(plan, config.slice)
+    keep_settings(config, folder, plan)
+    print_plan(plan)
+    stages, price = stages_of(plan, text, chats, folder, config.optimizer, config.seed, of_slice), None
+    if config.slice:
+        (pretrain,) = [stage for stage in stages if stage.name == "pretrain"]
+        price = ask_compiler(pretrain, plan, config.slice, config.price, folder)
+        print("\n".join(lines_of_price(price)), flush=True)
+    if config.cost_only:
+        return 0
+    if code := run_stages(stages, folder):
+        return code
+    print(write_report(folder, text, plan, results_of(folder, stages), price))
+    print(f"{folder / 'report.md'}: the report, with report.png beside it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

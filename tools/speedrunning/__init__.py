@@ -1,0 +1,1 @@
+"""Parts of tools.speedrun: what follows from the depth, the commands, the price, the report. Imports no torch."""

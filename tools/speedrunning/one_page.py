@@ -1,0 +1,102 @@
+"""report.md and report.png of a speedrun, from what its stages left on disk."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from language.llmc_files import open_token_shard
+from language.token_data import matching, read_documents, split_documents
+from tools.speedrunning.dial import Plan
+from tools.speedrunning.price import Price, lines_of_price
+from tpu_utils.files import write_atomically
+from tpu_utils.records import read_records
+
+
+def records_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [record for _, _, record in read_records(run_dir / "metrics.jsonl") if record]
+
+
+def curve(records: list[dict], kind: str, name: str) -> tuple[list[int], list[float]]:
+    found = [(one["step"], one[name]) for one in records if one["kind"] == kind and name in one]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def tokens_per_byte(folder: Path, text: Path, plan: Plan) -> float:
+    """Of the text that is held out."""
+    _, held_out = split_documents(read_documents(text))
+    shards = matching(folder / "shards" / "text_val_*.bin")
+    return sum(len(open_token_shard(path, plan.vocab_size)) for path in shards) / sum(map(len, held_out))
+
+
+def bits_per_byte(nats_per_token: float, tokens_in_a_byte: float) -> float:
+    return nats_per_token * tokens_in_a_byte / math.log(2)
+
+
+def write_report(folder: Path, text: Path, plan: Plan, stages: dict[str, dict], price: Price | None) -> str:
+    """Writes report.png, then report.md, whose text is returned."""
+    runs = {name: records_of(folder / name) for name in ("pretrained", "finetuned")}
+    losses = {name: curve(records, "eval", "validation_loss") for name, records in runs.items()}
+    share = tokens_per_byte(folder, text, plan)
+    bits = bits_per_byte(losses["pretrained"][1][-1], share)
+    samples = [one for one in runs["pretrained"] if one["kind"] == "sample"]
+    draw(folder, runs, losses, share, {name: stage["seconds"] for name, stage in stages.items()}, price)
+    lines = [
+        f"# Speedrun, depth {plan.depth}",
+        "",
+        f"{plan.parameters:,} parameters, {plan.tokens:,} tokens in {plan.steps} steps of {plan.rows} x "
+        f"{plan.sequence_length}, vocabulary {plan.vocab_size:,}, learning rate {plan.learning_rate:.2g}; then "
+        f"{plan.chat_steps} steps of conversations.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| validation bits per byte | {bits:.4f} |",
+        f"| validation loss, nats per token | {losses['pretrained'][1][-1]:.4f}, {1 / share:.3f} bytes per token |",
+        f"| loss of held-out answers | {losses['finetuned'][1][0]:.4f} first, {losses['finetuned'][1][-1]:.4f} last |",
+        "",
+        "![losses, evaluations, time](report.png)",
+        "",
+        "## Stages",
+        "Seconds are those of the last start of a stage; a stage that was killed began earlier.",
+        "",
+        *(f"- {name}: {stage['seconds']:.1f} s\n  `{stage['command']}`" for name, stage in stages.items()),
+        "",
+        "## The chat",
+        "```",
+        stages["chat"]["printed"].rstrip(),
+        "```",
+        "",
+        "## While it trained",
+        *(f"- step {one['step']}: {one['prompt']!r} goes on {one['text'][:160]!r}" for one in samples[-4:]),
+        "",
+        *([f"## On {price.topology}", *lines_of_price(price), ""] if price else []),
+    ]
+    page = "\n".join(lines)
+    write_atomically(folder / "report.md", page.encode())
+    return page
+
+
+def draw(folder: Path, runs: dict, losses: dict, share: float, seconds: dict[str, float], price: Price | None) -> None:
+    """Three panels: pre-training in bits per byte, fine-tuning, and seconds of each stage, or with a price its
+    dollars beside them."""
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for panel, (name, title) in zip(axes, (("pretrained", "pre-training"), ("finetuned", "chats")), strict=False):
+        steps, values = curve(runs[name], "train", "loss")
+        scale = share / math.log(2) if name == "pretrained" else 1.0
+        panel.plot(steps, [value * scale for value in values], label="training")
+        panel.plot(losses[name][0], [value * scale for value in losses[name][1]], "o-", label="held out")
+        panel.set(title=title, xlabel="step", ylabel="bits per byte" if scale != 1.0 else "nats per token of answers")
+        panel.legend()
+    names = list(seconds)[::-1]
+    bars = axes[2].barh(names, [seconds[name] for name in names])
+    axes[2].bar_label(bars, [f"{seconds[name]:.0f} s" for name in names], padding=2)
+    axes[2].set(title="where the time went, here", xlabel="seconds")
+    axes[2].margins(x=0.15)
+    if price and price.dollars:
+        cost = ", ".join(f"{name} ${price.dollars_of(s):.2f}" for name, s in price.seconds.items())
+        axes[2].set_title(f"where the time went, here\non {price.topology}, predicted: {cost}", fontsize=9)
+    aside = folder / "report.writing.png"
+    figure.savefig(aside, dpi=110)
+    aside.replace(folder / "report.png")

@@ -1,0 +1,129 @@
+"""The commands of a speedrun, one after the other, each with a file that says it is done."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.make_chats import ASKED
+from tools.speedrunning.dial import Plan
+from tpu_utils.errors import TrainingError
+from tpu_utils.files import read_json, write_atomically
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+QUESTIONS = ("Now is the winter of our discontent", "What say you to this, my lord?", "I pray you, tell me the truth.")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command of the scripts. made: a folder that the command renames into its place when it is whole, if it does
+    so: a kill between that and the marker must not run it again."""
+
+    name: str
+    command: list[str]
+    made: Path | None = None
+    kept: bool = False
+    """Whether what it prints is kept beside the marker."""
+
+    @property
+    def shown(self) -> str:
+        words = ["python", *(["-m"] if not self.command[0].endswith(".py") else []), *self.command]
+        return shlex.join(words)
+
+
+def stages_of(plan: Plan, text: Path, chats: Path | None, folder: Path, optimizer: str, seed: int, of_slice: list[str]):
+    """All stages in order. of_slice: options of the training that a slice needs."""
+    shards, chat_folder = folder / "shards", chats.parent if chats else folder / "chats"
+    both = [f"--global_batch_size={plan.rows}", f"--optimizer={optimizer}", f"--seed={seed}", "--resume=auto"]
+    both += [f"--sequence_length={plan.sequence_length}", "--log_every=20", "--eval_batches=1000", *of_slice]
+    schedule = ["--scheduler=wsd", "--decay_fraction=0.65", "--final_learning_rate_fraction=0.05"]  # nanochat's
+
+    def training(steps: int, rate: float) -> list[str]:
+        every = [f"--{name}={max(1, steps // n)}" for name, n in (("eval_every", 4), ("save_every", 8))]
+        return [f"--num_steps={steps}", f"--learning_rate={rate:.3g}", f"--warmup_steps={max(1, steps // 50)}", *every]
+
+    pretraining = ["--dataset=tokens", f"--data_dir={shards}", "--train_data=text_train_*.bin"]
+    pretraining += ["--validation_data=text_val_*.bin", f"--model_config={folder / 'config.json'}"]
+    # samples of a run are made on one device; without --slice there is one
+    samples = [] if of_slice else [f"--sample_every={max(1, plan.steps // 4)}", "--sample_prompts", "The ", "I "]
+    pretraining += [*samples, *both, *schedule]
+    tuning = [f"--initial_weights={folder / 'base'}", "--dataset=chat", f"--data_dir={chat_folder}", *both]
+    tuning += [f"--train_data={chats.name}"] if chats else ["--train_data=train.jsonl"]
+    tuning += [] if chats else ["--validation_data=held_out.jsonl"]
+    questions = [ASKED.format(line=question) for question in QUESTIONS] if chats is None else list(QUESTIONS)
+    tokenizer = folder / "tokenizer"
+    train_tokenizer = ["tools.train_tokenizer", str(text), "--vocab_size", str(plan.vocab_size)]
+    prepare = ["tools.prepare_data", str(text), "--output", str(shards / "text"), "--tokenizer", str(tokenizer)]
+    ask = ["tools.generate", "--run_dir", str(folder / "finetuned"), "--temperature", "0.5", "--chat", *questions]
+    runs, bases = (folder / "pretrained", folder / "finetuned"), (folder / "base", folder / "model")
+    export = [["tools.convert_hf", "export", str(run), str(base)] for run, base in zip(runs, bases, strict=True)]
+    pretrain = ["transformer_tpu.py", *pretraining, *training(plan.steps, plan.learning_rate)]
+    finetune = ["transformer_tpu.py", *tuning, *training(plan.chat_steps, plan.chat_learning_rate)]
+    made = [] if chats else [Stage("chats", ["tools.make_chats", str(text), "--output", str(chat_folder)])]
+    return [
+        Stage("tokenizer", [*train_tokenizer, "--output", str(tokenizer)], kept=True),
+        Stage("shards", prepare),
+        *made,
+        Stage("pretrain", [*pretrain, f"--run_dir={runs[0]}"]),
+        Stage("base", export[0], made=bases[0]),
+        Stage("finetune", [*finetune, f"--run_dir={runs[1]}"]),
+        Stage("chat", ask, kept=True),
+        Stage("model", export[1], made=bases[1]),
+    ]
+
+
+def marker_of(folder: Path, name: str) -> Path:
+    return folder / "stages" / f"{name}.json"
+
+
+def run_stages(stages: list[Stage], folder: Path) -> int:
+    """Runs those that are not done. Returns 0, or the exit code of a stage that was stopped by a signal. Raises
+    TrainingError when a stage fails."""
+    (folder / "stages").mkdir(parents=True, exist_ok=True)
+    for number, stage in enumerate(stages, 1):
+        marker, title = marker_of(folder, stage.name), f"stage {number} of {len(stages)}, {stage.name}"
+        if marker.exists():
+            print(f"{title}: done before", flush=True)
+            continue
+        print(f"\n{title}\n$ {stage.shown}", flush=True)
+        began, printed = time.monotonic(), ""
+        if stage.made is None or not stage.made.exists():
+            code, printed = run_stage(stage)
+            if code in (129, 130, 143):
+                print(f"{title}: stopped; the same command goes on from here", flush=True)
+                return code
+            if code:
+                raise TrainingError(f"{title} ended with exit code {code}; repair what it says, and repeat the command")
+        done = {"command": stage.shown, "seconds": time.monotonic() - began, "printed": printed}
+        write_atomically(marker, json.dumps(done, indent=1).encode())
+    return 0
+
+
+def run_stage(stage: Stage) -> tuple[int, str]:
+    """(exit code, what it printed if that is kept). Signals to this process go on to the script, which saves."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, *([] if stage.command[0].endswith(".py") else ["-m"]), *stage.command]
+    output = subprocess.PIPE if stage.kept else None
+    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, text=True)
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        # Ctrl-C reaches the child by itself
+        before[number] = signal.signal(number, lambda n, _: n != signal.SIGINT and child.send_signal(n))
+    try:
+        printed, _ = child.communicate()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    print(printed or "", end="", flush=True)
+    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
+    return code, printed or ""
+
+
+def results_of(folder: Path, stages: list[Stage]) -> dict[str, dict]:
+    """What the marker of each stage says, by name."""
+    return {stage.name: read_json(marker_of(folder, stage.name), "the marker of a stage") for stage in stages}

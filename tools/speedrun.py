@@ -2,7 +2,8 @@
 
 Run:     python -m tools.speedrun --depth 2 --text corpus.txt --run_dir runs/d2
              tokenizer, shards, pre-training with Muon, fine-tuning on
-             conversations, answers, an export, a report
+             conversations, answers, an export, a report; with --tasks
+             core=DIR also evaluations
          python -m tools.speedrun --depth 12 --text corpus/ \\
              --run_dir runs/d12 --slice v6e-8 --price 2.70 --cost_only
              what the TPU compiler says of hours and dollars, and no more
@@ -21,6 +22,7 @@ from typing import Literal
 import tyro
 
 from language.chat_data import read_chats
+from language.tasks import check_file, parse_tasks
 from tools.speedrunning.dial import Plan, bytes_of, make_plan
 from tools.speedrunning.one_page import write_report
 from tools.speedrunning.price import ask_compiler, lines_of_price, options_of_slice
@@ -43,6 +45,8 @@ class SpeedrunConfig:
     """A folder for all that is made. One of the same options is gone on with."""
     chats: Path | None = None
     """Conversations in JSON lines. None: made of the text by tools.make_chats."""
+    tasks: tuple[str, ...] = ()
+    """NAME=PATH of tools.evaluate, such as core=eval_bundle/: both trained models are scored on them."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """Of both trainings."""
     seed: int = 0
@@ -69,15 +73,21 @@ def check(config: SpeedrunConfig) -> None:
         raise InputError(f"price is {config.price}; expected dollars, 0 or more")
     if (config.price or config.cost_only) and not config.slice:
         raise InputError("price and cost_only have no effect without --slice; name one, such as --slice v6e-8")
+    for name, path in parse_tasks(config.tasks).items():
+        check_file(name, path)
     if not config.text.exists():
         raise InputError(f"text is {config.text}: no such file or folder")
+
+
+def absolute(tasks: tuple[str, ...]) -> list[str]:
+    return [f"{name}={path.resolve()}" for name, path in parse_tasks(tasks).items()]
 
 
 def keep_settings(config: SpeedrunConfig, folder: Path, plan: Plan) -> None:
     """Raises InputError for a folder that was begun with others."""
     own = dict(depth=config.depth, text=str(config.text.resolve()), optimizer=config.optimizer, seed=config.seed)
     own |= dict(chats=config.chats and str(config.chats.resolve()), most_steps=config.most_steps, slice=config.slice)
-    own |= dict(tokens=plan.tokens)  # of another text it would be another number
+    own |= dict(tasks=absolute(config.tasks), tokens=plan.tokens)  # of another text it would be other tokens
     path = folder / "speedrun.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +125,8 @@ def main() -> int:
     of_slice = options_of_slice(plan, config.slice)
     keep_settings(config, folder, plan)
     print_plan(plan)
-    stages, price = stages_of(plan, text, chats, folder, config.optimizer, config.seed, of_slice), None
+    tasks, price = absolute(config.tasks), None
+    stages = stages_of(plan, text, chats, folder, config.optimizer, config.seed, tasks, of_slice)
     if config.slice:
         (pretrain,) = [stage for stage in stages if stage.name == "pretrain"]
         price = ask_compiler(pretrain, plan, config.slice, config.price, folder)

@@ -2,11 +2,14 @@
 
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
+from made_tasks import write_task
 from processes import ROOT, run, waits
 
 from language.hf_config import shape_of
@@ -18,10 +21,9 @@ from tools.speedrunning.price import options_of_slice
 from tools.speedrunning.stages import Stage, marker_of, run_stages
 from tpu_utils.errors import InputError, TrainingError
 
-TEXT = "".join(
-    f"The king of {n} says to the queen: it is a good day.\nAnd all of the {n} men answer that it is.\n"
-    for n in range(1500)
-)
+DRAW = random.Random(0)
+WORDS = ["".join(DRAW.choices("aeioubcdfglmnrstw", k=DRAW.randrange(3, 8))) for _ in range(800)]
+TEXT = "".join(f"The {' '.join(DRAW.choices(WORDS, k=8))}.\n" for _ in range(3000))
 
 
 def test_a_deeper_model_is_wider_and_reads_more():
@@ -72,6 +74,7 @@ def test_stages_go_on_where_they_were(tmp_path, capfd):
         (["--depth", "2", "--price", "1"], "price and cost_only have no effect without --slice"),
         (["--depth", "2", "--slice", "v6e-7"], "slice: "),
         (["--depth", "2", "--chats", "missing.jsonl"], "missing.jsonl: no such file"),
+        (["--depth", "2", "--tasks", "piqa=missing.jsonl"], "missing.jsonl"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, arguments, said):
@@ -92,7 +95,7 @@ def test_a_speedrun_that_was_killed(tmp_path):
     text, folder = tmp_path / "in.txt", tmp_path / "run"
     text.write_text(TEXT)
     command = [sys.executable, "-m", "tools.speedrun", "--depth", "1", "--text", text, "--run_dir", folder]
-    command += ["--most_steps", "8"]
+    command += ["--most_steps", "8", "--tasks", f"piqa={write_task(tmp_path, 'piqa')}"]
     with (tmp_path / "log").open("w") as log:
         child = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
     waits(lambda: list(folder.glob("pretrained/checkpoints/step_*/done")) or child.poll() is not None)
@@ -105,6 +108,7 @@ def test_a_speedrun_that_was_killed(tmp_path):
     assert "shards: done before" in done.stdout and "resumed    after step" in done.stdout
     report = (folder / "report.md").read_text()
     assert "validation bits per byte" in report and "tools.convert_hf export" in report
+    assert re.search(r"## evaluate_pretrained\n```\n(.*\n)*?.*piqa +20 ", report) and "## evaluate_finetuned" in report
     assert (folder / "report.png").stat().st_size > 10_000 and (folder / "model" / "model.safetensors").exists()
     assert load_tokenizer(str(folder / "model")).token("<|im_end|>") is not None
     again = subprocess.run(list(map(str, [*command, "--seed", "1"])), cwd=ROOT, capture_output=True, text=True)

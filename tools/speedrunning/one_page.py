@@ -40,6 +40,7 @@ def write_report(folder: Path, text: Path, plan: Plan, stages: dict[str, dict], 
     losses = {name: curve(records, "eval", "validation_loss") for name, records in runs.items()}
     share = tokens_per_byte(folder, text, plan)
     bits = bits_per_byte(losses["pretrained"][1][-1], share)
+    scored = [name for name in stages if name.startswith("evaluate_")]
     samples = [one for one in runs["pretrained"] if one["kind"] == "sample"]
     draw(folder, runs, losses, share, {name: stage["seconds"] for name, stage in stages.items()}, price)
     lines = [
@@ -62,6 +63,7 @@ def write_report(folder: Path, text: Path, plan: Plan, stages: dict[str, dict], 
         "",
         *(f"- {name}: {stage['seconds']:.1f} s\n  `{stage['command']}`" for name, stage in stages.items()),
         "",
+        *(line for name in scored for line in (f"## {name}", "```", stages[name]["printed"].rstrip(), "```", "")),
         "## The chat",
         "```",
         stages["chat"]["printed"].rstrip(),

@@ -36,8 +36,11 @@ class Stage:
         return shlex.join(words)
 
 
-def stages_of(plan: Plan, text: Path, chats: Path | None, folder: Path, optimizer: str, seed: int, of_slice: list[str]):
-    """All stages in order. of_slice: options of the training that a slice needs."""
+def stages_of(
+    plan: Plan, text: Path, chats: Path | None, folder: Path, optimizer: str, seed: int, tasks: list[str],
+    of_slice: list[str],
+) -> list[Stage]:  # fmt: skip
+    """All stages in order. tasks: of tools.evaluate. of_slice: options of the training that a slice needs."""
     shards, chat_folder = folder / "shards", chats.parent if chats else folder / "chats"
     both = [f"--global_batch_size={plan.rows}", f"--optimizer={optimizer}", f"--seed={seed}", "--resume=auto"]
     both += [f"--sequence_length={plan.sequence_length}", "--log_every=20", "--eval_batches=1000", *of_slice]
@@ -64,14 +67,17 @@ def stages_of(plan: Plan, text: Path, chats: Path | None, folder: Path, optimize
     export = [["tools.convert_hf", "export", str(run), str(base)] for run, base in zip(runs, bases, strict=True)]
     pretrain = ["transformer_tpu.py", *pretraining, *training(plan.steps, plan.learning_rate)]
     finetune = ["transformer_tpu.py", *tuning, *training(plan.chat_steps, plan.chat_learning_rate)]
+    scored = [["tools.evaluate", str(run), "--tasks", *tasks] for run in runs]
     made = [] if chats else [Stage("chats", ["tools.make_chats", str(text), "--output", str(chat_folder)])]
     return [
         Stage("tokenizer", [*train_tokenizer, "--output", str(tokenizer)], kept=True),
         Stage("shards", prepare),
         *made,
         Stage("pretrain", [*pretrain, f"--run_dir={runs[0]}"]),
+        *([Stage("evaluate_pretrained", scored[0], kept=True)] if tasks else []),
         Stage("base", export[0], made=bases[0]),
         Stage("finetune", [*finetune, f"--run_dir={runs[1]}"]),
+        *([Stage("evaluate_finetuned", scored[1], kept=True)] if tasks else []),
         Stage("chat", ask, kept=True),
         Stage("model", export[1], made=bases[1]),
     ]

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from made_tasks import write_task
-from processes import ROOT, run, waits
+from processes import COMPILED, ROOT, run, waits
 
 from language.hf_config import shape_of
 from language.tokenizer import load_tokenizer
@@ -95,15 +95,16 @@ def test_a_speedrun_that_was_killed(tmp_path):
     text, folder = tmp_path / "in.txt", tmp_path / "run"
     text.write_text(TEXT)
     command = [sys.executable, "-m", "tools.speedrun", "--depth", "1", "--text", text, "--run_dir", folder]
-    command += ["--most_steps", "8", "--tasks", f"piqa={write_task(tmp_path, 'piqa')}"]
+    command += ["--most_steps", "4", "--tasks", f"piqa={write_task(tmp_path, 'piqa')}"]
+    own = os.environ | {"XLA_FLAGS": COMPILED}
     with (tmp_path / "log").open("w") as log:
-        child = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        child = subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=log, start_new_session=True)
     waits(lambda: list(folder.glob("pretrained/checkpoints/step_*/done")) or child.poll() is not None)
     assert child.poll() is None, (tmp_path / "log").read_text()
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     assert not marker_of(folder, "pretrain").exists()
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "shards: done before" in done.stdout and "resumed    after step" in done.stdout
     report = (folder / "report.md").read_text()
@@ -111,5 +112,5 @@ def test_a_speedrun_that_was_killed(tmp_path):
     assert re.search(r"## evaluate_pretrained\n```\n(.*\n)*?.*piqa +20 ", report) and "## evaluate_finetuned" in report
     assert (folder / "report.png").stat().st_size > 10_000 and (folder / "model" / "model.safetensors").exists()
     assert load_tokenizer(str(folder / "model")).token("<|im_end|>") is not None
-    again = subprocess.run(list(map(str, [*command, "--seed", "1"])), cwd=ROOT, capture_output=True, text=True)
+    again = subprocess.run([*command, "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 2 and "was begun with seed 0, now 1" in again.stderr

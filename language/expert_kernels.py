@@ -9,10 +9,12 @@ from language.flash_attention import lower
 
 TILES = (512, 1024, 1024)
 """Rows, inputs and outputs of a tile, at most: they lie in 16 MiB beside the matrix unit."""
+TILES_OF_GRADIENT = (512, 1024, 512)
+"""What a gradient writes is float32, three times in there."""
 
 
-def tiling(*sizes: int) -> tuple[int, ...]:
-    return tuple(min(tile, size) for tile, size in zip(TILES, sizes, strict=True))
+def tiling(*sizes: int, most=TILES) -> tuple[int, ...]:
+    return tuple(min(tile, size) for tile, size in zip(most, sizes, strict=True))
 
 
 def name(slots: int, share: tuple[int, int], *sizes: int) -> str:
@@ -41,7 +43,7 @@ def gradient(static: tuple[bool, tuple[int, int]], grad_SO, rows_SI, counts_X):
 
     (S, outputs), inputs = grad_SO.shape, rows_SI.shape[1]
     with jax.named_scope(name(S, static[1], outputs, inputs)):
-        return tgmm(grad_SO.T, rows_SI, counts_X, jnp.float32, tiling(S, outputs, inputs))
+        return tgmm(grad_SO.T, rows_SI, counts_X, jnp.float32, tiling(S, outputs, inputs, most=TILES_OF_GRADIENT))
 
 
 def run(function, static: tuple[bool, tuple[int, int]], *tensors):

@@ -291,7 +291,7 @@ def test_annotations_as_text_are_understood():
         (TransformerConfig, ["--validation_data=x.bin"], "--validation_data has no effect"),
         (TransformerConfig, ["--hellaswag=x.bin"], "--hellaswag has no effect: dataset is synthetic"),
         (TransformerConfig, ["--tasks", "piqa=x", "core=y"], "--tasks has no effect: dataset is synthetic"),
-        (TransformerConfig, ["--task_questions=5"], "--task_questions has no effect: tasks is (); leave"),
+        (TransformerConfig, ["--task_questions=5"], "--task_questions has no effect: tasks is \\(\\); leave"),
         (
             TransformerConfig,
             ["--preset=production", "--bucketed"],

@@ -56,10 +56,14 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lost_once(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lost")
-    (folder / "memory").mkdir()
-    killed(folder / "run", folder / "memory")
-    return folder
+    """Killed where two whole checkpoints lie in memory: a kill may also meet the removal of the older one."""
+    for _ in range(20):
+        folder = tmp_path_factory.mktemp("lost")
+        (folder / "memory").mkdir()
+        steps = list(killed(folder / "run", folder / "memory").iterdir())
+        if len(steps) == 2 and all({"done", "state.json"} <= {path.name for path in step.iterdir()} for step in steps):
+            return folder
+    raise AssertionError("20 kills, and none left two whole checkpoints in memory")
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ def read_run(run_dir: Path, checkpoint: str = "newest") -> tuple[TransformerConf
         raise InputError(f"{run_dir} is not a run of transformer_tpu.py")
     names = {field.name for field in fields(TransformerConfig)}
     found = saved.value("config", dict)
-    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}  # JSON has none
     try:
+        # JSON has no tuple
         values = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items() if name in names}
         config = TransformerConfig(**values)
         check_weights(config.shape, saved, config.lora_rank)

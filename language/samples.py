@@ -24,8 +24,5 @@ def write_samples(run: Run, step: int, model: Decoder, config: TransformerConfig
         found = generate(model, asked.prompts, options, run.device, asked.ends, stops=asked.stops)
     xm.set_rng_state(random_state)  # torch_xla's, which every graph that runs advances
     graphs = graphs_compiled() - before  # prefill and decode, the first time; then none
-    run.watch.total += graphs  # else they would count as the next step's
-    for prompt, tokens in zip(config.sample_prompts, found, strict=True):
-        text = tokenizer.decode(tokens[:-1] if tokens[-1] in asked.stops else tokens)
-        run.lines.write("sample", step, prompt=prompt, text=text, graphs=graphs)
-        run.lines.print(f"step {step:6d}/{config.num_steps}  {prompt!r}: {text!r}")
+    texts = [tokenizer.decode(tokens[:-1] if tokens[-1] in asked.stops else tokens) for tokens in found]
+    run.log_samples(step, graphs, zip(config.sample_prompts, texts, strict=True))

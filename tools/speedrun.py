@@ -77,6 +77,10 @@ def check(config: SpeedrunConfig) -> None:
         check_file(name, path)
     if not config.text.exists():
         raise InputError(f"text is {config.text}: no such file or folder")
+    if not bytes_of([config.text]):
+        raise InputError(f"text is {config.text}: found nothing in it; expected UTF-8 text")
+    if config.run_dir.exists() and not config.run_dir.is_dir():
+        raise InputError(f"run_dir is {config.run_dir}, a file; expected a folder, or a new name")
 
 
 def absolute(tasks: tuple[str, ...]) -> list[str]:

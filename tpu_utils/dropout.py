@@ -30,8 +30,7 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
 
     torch_xla lowers `>>` to a division rounded towards zero; with a Python number as the shift x becomes 64-bit.
     """
-    # a constant of the program: torch.full would be an input, and libtpu makes more of a shift by an unknown number
-    sixteen = torch.arange(16, 17, dtype=torch.int32, device=x.device)
+    sixteen = torch.arange(16, 17, dtype=torch.int32, device=x.device)  # a constant; torch.full would be an input
     for factor in (0x7FEB352D, as_int32(0x846CA68B)):
         x = (x ^ (torch.bitwise_right_shift(x, sixteen) & 0xFFFF)) * factor
     return x

@@ -88,12 +88,16 @@ class RunLog:
             columns.append(f"data wait {speed['data_wait_seconds'] * 1e3:.1f} ms")
         if speed["mfu"] is not None:
             columns.append(f"mfu {speed['mfu']:.1%}")
-        self.print("  ".join([f"step {step:6d}/{self._bar.total}", *columns]))
+        self._print("  ".join([f"step {step:6d}/{self._bar.total}", *columns]))
 
     def evaluation(self, step: int, **fields: float) -> None:
         self.write("eval", step, **fields)
         shown = (f"{name} {value:.4f}" for name, value in fields.items() if not isinstance(value, list))
-        self.print("  ".join([f"step {step:6d}/{self._bar.total}", *shown]))
+        self._print("  ".join([f"step {step:6d}/{self._bar.total}", *shown]))
+
+    def sample(self, step: int, **fields: Any) -> None:
+        self.write("sample", step, **fields)
+        self._print(f"step {step:6d}/{self._bar.total}  {fields['prompt']!r}: {fields['text']!r}")
 
     def checkpoint(self, step: int, **fields: float) -> None:
         """A checkpoint line. fields: wait_seconds of the step loop.
@@ -116,13 +120,12 @@ class RunLog:
         """One JSON object; numbers and samples also go to TensorBoard. Non-finite numbers become null in JSON."""
         record = {"kind": kind, "step": step}
         for name, value in fields.items():
-            is_number = isinstance(value, int | float)
-            record[name] = None if is_number and not math.isfinite(value) else value
+            record[name] = None if isinstance(value, int | float) and not math.isfinite(value) else value
         if self.events:
             self.events.record(kind, step, fields)
         self._file.write(json.dumps(record) + "\n")
 
-    def print(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self._silent:
             return
         self._bar.write(line)  # above the bar on a terminal, a plain line elsewhere

@@ -91,9 +91,7 @@ class SGD(torch.optim.Optimizer):
     def step(self, closure=None):
         assert closure is None, "closures are not supported"
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            for parameter in filter(lambda p: p.grad is not None, group["params"]):
                 gradient = parameter.grad
                 if group["weight_decay"]:
                     gradient = gradient.add(parameter, alpha=group["weight_decay"])
@@ -123,17 +121,13 @@ class Adam(torch.optim.Optimizer):
             self.update(group)
 
     def update(self, group: dict) -> None:
-        """Change the parameters of one group."""
         beta1, beta2 = group["betas"]
         count = self.state[group["params"][0]]["count"].add_(1)  # one step count for the group
         correction1, correction2 = (-torch.expm1(count * (math.log(b) if b else -math.inf)) for b in group["betas"])
         size, root = -group["lr"] / correction1, correction2.sqrt()
         shrink = 1 - group["lr"] * group["weight_decay"]
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            gradient, state = parameter.grad, self.state[parameter]
-            old = parameter
+        for parameter in filter(lambda p: p.grad is not None, group["params"]):
+            gradient, state, old = parameter.grad, self.state[parameter], parameter
             if group["weight_decay"] and group["decoupled"]:
                 old = parameter * shrink
             elif group["weight_decay"]:

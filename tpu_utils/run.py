@@ -1,24 +1,22 @@
 """What every run needs beside the training itself; the script owns the loop.
 
-    with Run(config, train_step, eval_step) as run:  # device, clock, watchdog, stop signals
-        ...
-        run.open(batches, dataset, flops)            # run directory, lock, newest checkpoint; says what it runs on
-        run.track(model=model, optimizer=optimizer, metrics=metrics)  # what a checkpoint holds; filled from it
-        for step, batch in run.steps(batches):       # uploaded ahead of the step
-            train_step(...)                          # made by @one_graph: a second graph stops the run here
-            if run.log_due(step):
-                run.log(step)                        # the only read from the device between two log lines
-            if run.save_due(step):
-                run.save(step)
-        return run.finish()                          # on disk and in the bucket; the exit code
-
-Nothing here calls the training code, and the loop stands whole in the script.
+with Run(config, train_step, eval_step) as run:  # device, clock, watchdog, stop signals
+    ...
+    run.open(batches, dataset, flops)            # run directory, lock, newest checkpoint; says what it runs on
+    run.track(model=model, optimizer=optimizer, metrics=metrics)  # what a checkpoint holds; filled from it
+    for step, batch in run.steps(batches):       # uploaded ahead of the step
+        train_step(...)                          # made by @one_graph: a second graph stops the run here
+        if run.log_due(step):
+            run.log(step)                        # the only read from the device between two log lines
+        if run.save_due(step):
+            run.save(step)
+    return run.finish()                          # on disk and in the bucket; the exit code
 """
 
 import contextlib
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,7 +65,7 @@ class Run:
         self.examples: tuple | None = None
         """Of check_model(): arrays of a few examples to try the training step on, and evaluate()'s loss of a model."""
         self._goodput, self._stop, self._stop_signal = Goodput(tpu_utils.STARTED), StopRequest(), 0
-        self.watch = StepWatch(steps, self._goodput)
+        self._watch = StepWatch(steps, self._goodput)
         self._writers = contextlib.ExitStack()  # closed by finish(), or by an error
         self._dir: RunDir | None = None
         self._memory: MemoryCheckpoints | None = None  # of --save_memory_every
@@ -87,7 +85,7 @@ class Run:
     def __exit__(self, *exception) -> None:
         with contextlib.ExitStack() as last:
             last.callback(self._stop.close)
-            last.callback(self.watch.end)
+            last.callback(self._watch.end)
             if self._dir:
                 last.callback(self._dir.close)
             try:
@@ -139,9 +137,8 @@ class Run:
                 self._begun = find_beginning(config, self._run, self.num_steps, self._dir, self.peers, batches)
         if self._begun.restore:
             self.print(f"resumed    after step {self.first_step} of {self.num_steps}")
-            run_id = run_id or self._begun.run_id
         self.print(f"data       {dataset.description}")
-        self._checkpoints.run_id = self.peers.from_first(lambda: run_id or secrets.token_hex(8))
+        self._checkpoints.run_id = self.peers.from_first(lambda: run_id or self._begun.run_id or secrets.token_hex(8))
         self._best = self._begun.best
         self._step, self._logged = self.first_step, self.first_step - self.first_step % config.log_every
 
@@ -191,12 +188,12 @@ class Run:
             batch = send(batches.batch(0), self.device, self._sharding)
             count = self._count(batch)
             sizes = dict(examples=count, unit=self._unit, model_flops=self._flops and self._flops * count)
-            self.watch.ask(topology=config.compile_for, **sizes, settings=as_json(config))
+            self._watch.ask(topology=config.compile_for, **sizes, settings=as_json(config))
             yield 1, batch
             return
         enter = self._writers.enter_context
         if self._begun.is_finished:
-            self.lines = enter(RunLog(folder, *span, False, True))
+            self._log = enter(RunLog(folder, *span, False, True))
             return
         if config.profile_steps:
             from tpu_utils.profile import Profile  # only here
@@ -213,14 +210,14 @@ class Run:
         for place in filter(None, (self._checkpoints, self._memory)):
             enter(place)
         silent, before = self.peers.index > 0, self._begun.num_steps_before
-        self.lines = enter(RunLog(folder, *span, config.tensorboard, silent, before=before))
+        self._log = enter(RunLog(folder, *span, config.tensorboard, silent, before=before))
         if config.profile_steps:
             enter(profile)
         self._writers.callback(getattr(batches, "close", lambda: None))  # once the loader has ended
         ahead = (batches.batch(index) for index in range(*span))
         loader = enter(DeviceLoader(ahead, self.device, config.prefetch_batches, self._goodput, self._sharding))
         self._speed = Speed(self._goodput, loader, self._unit, self._flops, peak_flops(devices_used()))
-        self.watch.begin(self.first_step, self._speed.step_done, self._try_first_step)
+        self._watch.begin(self.first_step, self._speed.step_done, self._try_first_step)
         if self._begun.restore:
             self._tracked.set_random_state()  # last, after all that may draw
         self._goodput.enter("step")
@@ -230,7 +227,7 @@ class Run:
             self._speed.count_of_step, self._batch = self._count(batch), batch
             yield step, batch
             self._step = step
-            self.lines.advance()
+            self._log.advance()
             if self._stop_signal:
                 return
 
@@ -245,16 +242,16 @@ class Run:
     @contextlib.contextmanager
     def in_plain_pytorch(self) -> Iterator[None]:
         """Steps that are called inside run as they are written, on tensors of the host."""
-        device, self.device, self.watch.is_plain = self.device, torch.device("cpu"), True
+        device, self.device, self._watch.is_plain = self.device, torch.device("cpu"), True
         try:
             yield
         finally:
-            self.device, self.watch.is_plain = device, False
+            self.device, self._watch.is_plain = device, False
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Around an evaluation: phase("evaluation"). Its seconds and uploads are not those of the training steps."""
-        if self.watch.is_plain:
+        if self._watch.is_plain:
             yield
             return
         xm.wait_device_ops()  # finish the dispatched steps: else the seconds of these would count for this phase
@@ -278,10 +275,10 @@ class Run:
         speed = self._speed.measure()
         if self._logged <= self.first_step:  # the first line of this process
             speed["began_with"] = self._goodput.until_now("start_up", "restore", "compile")
-        self.lines.train(step, fields, speed)
+        self._log.train(step, fields, speed)
         self._logged = step
         if self._speed.uploads_per_step:
-            self.watch.name_uploads(self._speed.loader.uploads_beside_batches, self.print)
+            self._watch.name_uploads(self._speed.loader.uploads_beside_batches, self.print)
 
     def log_evaluation(self, step: int, **fields: float) -> None:
         """An eval line; with an accuracy, the best one so far is added. keep_best compares accuracy (the largest is the
@@ -289,10 +286,16 @@ class Run:
         a save is due at a step with a new best."""
         if "accuracy" in fields:
             fields["best_accuracy"] = max(fields["accuracy"], self.evaluation.get("best_accuracy", 0.0))
-        self.lines.evaluation(step, **fields)
+        self._log.evaluation(step, **fields)
         self.evaluation = fields
         if self.config.keep_best:
             self._best = self.peers.from_first(lambda: better(self._best, step, fields))
+
+    def log_samples(self, step: int, graphs: int, samples: Iterable[tuple[str, str]]) -> None:
+        """A sample line for each (prompt, text). graphs: compiled for them, which are not the next step's."""
+        self._watch.total += graphs
+        for prompt, text in samples:
+            self._log.sample(step, prompt=prompt, text=text, graphs=graphs)
 
     def save_due(self, step: int) -> bool:
         """Every save_every steps, at the last one, before a stop, and with keep_best after the best evaluation so far;
@@ -325,7 +328,7 @@ class Run:
         with self._goodput.phase("checkpoint"):
             best = self._best and self._best["step"]
             copy = place.copy(step, self._tracked.state(), values, best=best)
-        self.lines.checkpoint(step, wait_seconds=copy.wait_seconds, **token)  # on disk before the step counts as done
+        self._log.checkpoint(step, wait_seconds=copy.wait_seconds, **token)  # on disk before the step counts as done
         place.write(copy)  # behind the next steps
 
     def _read_metrics(self, step: int) -> dict:
@@ -378,8 +381,8 @@ class Run:
         named = {"accuracy": "test_accuracy"}  # the summary's word for it
         summary = {
             "steps": self._step,
-            "train_graphs": self.watch.graphs(training=True),
-            "eval_graphs": self.watch.graphs(training=False),
+            "train_graphs": self._watch.graphs(training=True),
+            "eval_graphs": self._watch.graphs(training=False),
             "host_to_device_uploads_per_step": self._speed.uploads_per_step,  # beside the batch
             "skipped_steps": metrics.skipped_steps if metrics else 0,
             "hbm_peak_bytes": memory and memory["peak_bytes_used"],  # of one device; None: unknown
@@ -390,7 +393,7 @@ class Run:
             "seconds": self._goodput.total(),
             "goodput": self._goodput.seconds,
         }
-        self.lines.summary(self._run, summary)
+        self._log.summary(self._run, summary)
         self._close()
         if self.peers.index == 0:
             print_summary(summary)

@@ -75,6 +75,8 @@ def test_stages_go_on_where_they_were(tmp_path, capfd):
         (["--depth", "2", "--slice", "v6e-7"], "slice: "),
         (["--depth", "2", "--chats", "missing.jsonl"], "missing.jsonl: no such file"),
         (["--depth", "2", "--tasks", "piqa=missing.jsonl"], "missing.jsonl"),
+        (["--depth", "2", "--text", "/dev/null"], "text is /dev/null: found nothing in it; expected UTF-8 text"),
+        (["--depth", "2", "--run_dir", "/dev/null"], "run_dir is /dev/null, a file; expected a folder, or a new name"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, arguments, said):

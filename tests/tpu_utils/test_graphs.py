@@ -43,7 +43,7 @@ def test_a_step_that_may_have_a_graph_for_each_shape_has_one_for_each(device):
     with Run(MnistConfig(), step) as run:
         for x in sizes:
             step(x, 2.0)
-        assert run.watch.graphs(training=True) == 2
+        assert run._watch.graphs(training=True) == 2
         with pytest.raises(RecompileError, match=r"step 5 compiled graph 2 of step, .*: scale 2.0 -> 1.0$"):
             step(sizes[0], 1.0)
 

@@ -154,6 +154,24 @@ def test_a_leaf_imports_nothing_of_ours(leaf):
     assert not ours_of(f"tpu_utils.{leaf}")
 
 
+ROOM = "tpu_utils.device"
+"""Of the backend: all others have it from there."""
+KERNELS = ["loops", "device_loop", "flash_attention", "expert_kernels"]  # programs of XLA's own, built or lowered there
+OF_TORCH_XLA = {ROOM, "tpu_utils.virtual_slice", *(f"language.{name}" for name in KERNELS)}
+"""And what is made of torch_xla's own insides; virtual_slice settles them before it is imported."""
+ROAD = ("config", "images", "language", "tpu_utils", *LENGTHS, "tools.generate", "tools.evaluate")
+
+
+def test_one_room_knows_the_backend():
+    """Wherever in a file the import stands. tpu_compiler/, the doctor and what measures a chip ask torch_xla itself."""
+    found = {name for name in OURS if name in ROAD or street_of(name) in ROAD}
+    roots = {name: {other.split(".")[0] for other in imports_of(OURS[name])} for name in found}
+    assert {name for name in found if roots[name] & {"torch_xla", "torch_tpu"}} == OF_TORCH_XLA
+    for name in found - OF_TORCH_XLA:
+        text = ast.unparse(tree_of(OURS[name]))
+        assert "_XLAC" not in text and "'xla'" not in text, name
+
+
 BEFORE_TORCH = ["config", "language.transformer_options", "setup_tpu", "tpu_utils.environment", "tpu_utils.run_dir"]
 BEFORE_TORCH += [f"images.{name}" for name in ("arrays", "mnist", "cifar")]
 BEFORE_TORCH += [

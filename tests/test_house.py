@@ -172,6 +172,27 @@ def test_one_room_knows_the_backend():
         assert "_XLAC" not in text and "'xla'" not in text, name
 
 
+def names_in(path: Path) -> set[str]:
+    """Functions, classes and values of a module that have no underscore in front, those under an if too."""
+    found, waiting = set(), list(tree_of(path).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.If):
+            waiting += node.body
+        elif isinstance(node, ast.Assign):
+            targets = [one for target in node.targets for one in getattr(target, "elts", [target])]
+            found |= {one.id for one in targets if isinstance(one, ast.Name)}
+    return {name for name in found if not name.startswith("_")}
+
+
+def test_the_second_road_has_no_name_that_the_room_has_not():
+    """Its names take the place of the room's."""
+    found = names_in(OURS["tpu_utils.torch_compile"])
+    assert len(found) > 25 and found <= names_in(OURS[ROOM]), found - names_in(OURS[ROOM])
+
+
 BEFORE_TORCH = ["config", "language.transformer_options", "setup_tpu", "tpu_utils.environment", "tpu_utils.run_dir"]
 BEFORE_TORCH += [f"images.{name}" for name in ("arrays", "mnist", "cifar")]
 BEFORE_TORCH += [

@@ -1,7 +1,7 @@
 """The one room that knows the backend, PyTorch/XLA: scripts, models and the other rooms have all of it from here.
 
 Names are the field's own. The device is started, seeded and described; a step is compiled and counted; tensors are
-sent, placed on a mesh, and read back in shards.
+sent, placed on a mesh, and read back in shards. Where torch_xla is not installed, torch_compile.py has these names.
 """
 
 import math
@@ -10,20 +10,12 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch_xla
-import torch_xla.backends
-import torch_xla.core.xla_model as xm
-import torch_xla.core.xla_op_registry as xla_ops
-import torch_xla.debug.metrics as met
-import torch_xla.debug.profiler as xp
-import torch_xla.distributed.spmd as xs
-import torch_xla.experimental.stablehlo_custom_call as custom_call
-import torch_xla.runtime as xr
 
 from tpu_utils.compiler_flags import flags_in_use
 from tpu_utils.environment import choose_device
@@ -33,32 +25,45 @@ from tpu_utils.hardware import attached_chips
 if TYPE_CHECKING:
     from config import TrainConfig
 
-DEVICE_TYPE = "xla"
-"""Of tensors on the device, and the name under which torch.autocast knows it."""
-READS = ("Unexpected execution", "tensor_data")
-"""What an error says of a step that reads a tensor."""
-# a device, those of all hosts, and the processes that have them
-device_type, world_size, global_ordinal = xr.device_type, xr.world_size, xr.global_ordinal
-process_index, process_count, is_spmd, use_spmd = xr.process_index, xr.process_count, xr.is_spmd, xr.use_spmd
-device_count, wait_device_ops, sync = xr.global_runtime_device_count, xm.wait_device_ops, torch_xla.sync
-broadcast_master_param = xm.broadcast_master_param
-all_reduce = partial(xm.all_reduce, xm.REDUCE_SUM, pin_layout=False)  # the sum over the processes, on the devices
-# a mesh, and marks of how a tensor is sharded over it
-Mesh, mark_sharding = xs.Mesh, xs.mark_sharding
-mark_sharding_with_gradients = xs.mark_sharding_with_gradients
-get_global_mesh, set_global_mesh, wrap_if_sharded = xs.get_global_mesh, xs.set_global_mesh, xs.wrap_if_sharded
-sharding_spec = torch_xla._XLAC._get_xla_sharding_spec  # XLA's words; "": none
-# operations: a lowering of one's own, what XLA may not move across, the host's memory
-register, optimization_barrier_ = xla_ops.register, xm.optimization_barrier_
-place_to_host, place_to_device = custom_call.place_to_host, custom_call.place_to_device
-# the running seed of the device, and traces
-get_rng_state, set_rng_state = xm.get_rng_state, xm.set_rng_state
-start_trace, stop_trace = xp.start_trace, xp.stop_trace
-# The base class of xp.Trace and xp.StepTrace. Those also push a scope that names the operations inside, which would
-# make another graph, and StepTrace syncs at its end. TraceMe does neither; without a running trace it does nothing.
-TraceMe = torch_xla._XLAC.profiler.TraceMe
-# of torch_xla about its own insides, and a save would print it in the middle of the run
-warnings.filterwarnings("ignore", category=UserWarning, module=r"torch_xla\.distributed\.spmd")
+if find_spec("torch_xla"):
+    import torch_xla
+    import torch_xla.backends
+    import torch_xla.core.xla_model as xm
+    import torch_xla.core.xla_op_registry as xla_ops
+    import torch_xla.debug.metrics as met
+    import torch_xla.debug.profiler as xp
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.experimental.stablehlo_custom_call as custom_call
+    import torch_xla.runtime as xr
+
+    DEVICE_TYPE = "xla"
+    """Of tensors on the device, and the name under which torch.autocast knows it."""
+    READS = ("Unexpected execution", "tensor_data")
+    """What an error says of a step that reads a tensor."""
+    BACKEND, ON_CPU = f"torch_xla {torch_xla.__version__}", "XLA CPU backend: no TPU"
+    current_device, set_mat_mul_precision = torch_xla.device, torch_xla.backends.set_mat_mul_precision
+    # a device, those of all hosts, and the processes that have them
+    device_type, world_size, global_ordinal = xr.device_type, xr.world_size, xr.global_ordinal
+    process_index, process_count, is_spmd, use_spmd = xr.process_index, xr.process_count, xr.is_spmd, xr.use_spmd
+    device_count, wait_device_ops, sync = xr.global_runtime_device_count, xm.wait_device_ops, torch_xla.sync
+    broadcast_master_param = xm.broadcast_master_param
+    all_reduce = partial(xm.all_reduce, xm.REDUCE_SUM, pin_layout=False)  # the sum over the processes, on the devices
+    # a mesh, and marks of how a tensor is sharded over it
+    Mesh, mark_sharding = xs.Mesh, xs.mark_sharding
+    mark_sharding_with_gradients = xs.mark_sharding_with_gradients
+    get_global_mesh, set_global_mesh, wrap_if_sharded = xs.get_global_mesh, xs.set_global_mesh, xs.wrap_if_sharded
+    sharding_spec = torch_xla._XLAC._get_xla_sharding_spec  # XLA's words; "": none
+    # operations: a lowering of one's own, what XLA may not move across, the host's memory
+    register, optimization_barrier_ = xla_ops.register, xm.optimization_barrier_
+    place_to_host, place_to_device = custom_call.place_to_host, custom_call.place_to_device
+    # the running seed of the device, and traces
+    get_rng_state, set_rng_state = xm.get_rng_state, xm.set_rng_state
+    start_trace, stop_trace = xp.start_trace, xp.stop_trace
+    # The base class of xp.Trace and xp.StepTrace. Those also push a scope that names the operations inside, which would
+    # make another graph, and StepTrace syncs at its end. TraceMe does neither; without a running trace it does nothing.
+    TraceMe = torch_xla._XLAC.profiler.TraceMe
+    # of torch_xla about its own insides, and a save would print it in the middle of the run
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch_xla\.distributed\.spmd")
 
 
 def start_device(config: "TrainConfig", join: Callable[[], Any] = lambda: None) -> tuple[torch.device, Any]:
@@ -70,10 +75,10 @@ def start_device(config: "TrainConfig", join: Callable[[], Any] = lambda: None) 
     """
     chosen = choose_device(config)
     if config.matmul_precision != "default":
-        torch_xla.backends.set_mat_mul_precision(config.matmul_precision)
+        set_mat_mul_precision(config.matmul_precision)
     try:
         joined = join()
-        device = torch_xla.device()
+        device = current_device()
     except RuntimeError as error:
         raise DeviceError(
             f"the {chosen} device does not start: {first_line(error)}; is another process using it?"
@@ -110,7 +115,7 @@ def print_banner(config: "TrainConfig", device: torch.device) -> None:
     """What this run runs on, before anything is compiled."""
     count, kind = device_count(), device_type()
     chips = attached_chips() if kind == "TPU" else []
-    name = f"TPU {chips[0].name}" if chips else "CPU (XLA CPU backend: no TPU)" if kind == "CPU" else kind
+    name = f"TPU {chips[0].name}" if chips else f"CPU ({ON_CPU})" if kind == "CPU" else kind
     used = devices_used()
     memory = device_memory(device)
     matmul = f", float32 matrix products at {config.matmul_precision} precision" if kind == "TPU" else ""
@@ -121,7 +126,7 @@ def print_banner(config: "TrainConfig", device: torch.device) -> None:
         print(f"device     {name}, {used} of {count} devices, {unit} {process_index()} of {process_count()}")
     if memory:
         print(f"memory     {memory['bytes_limit'] / 2**30:.2f} GiB per device")
-    print(f"versions   torch {torch.__version__}, torch_xla {torch_xla.__version__}, Python {sys.version.split()[0]}")
+    print(f"versions   torch {torch.__version__}, {BACKEND}, Python {sys.version.split()[0]}")
     print(f"precision  {config.precision}{matmul}", flush=True)
     if kind == "TPU" or config.compile_for:
         options = (f"{name}={value}" for name, value in flags_in_use(config.tpu_options).items())
@@ -156,7 +161,7 @@ class BatchSharding:
     "Minibatch sharding only supports sharding along the batch dimension"): then every host reads the whole batch.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...]):
+    def __init__(self, mesh: "Mesh", axes: tuple[str, ...]):
         self._mesh, self._axes = mesh, axes
         shards = math.prod(size for name, size in mesh.shape().items() if name in axes)
         self.minibatch = process_count() > 1 and shards == mesh.size()
@@ -230,3 +235,14 @@ def init_process_group(tracing: bool) -> None:
         dist.init_process_group("xla", init_method="xla://")
     else:  # a replica alone: xla:// would listen on all addresses for others
         dist.init_process_group("xla", store=dist.HashStore(), rank=global_ordinal(), world_size=world_size())
+
+
+def second_road() -> dict[str, Any]:
+    """Names of this file as torch's own compiler has them."""
+    from tpu_utils import torch_compile  # only where there is no torch_xla: a copy may go without
+
+    return {name: value for name, value in vars(torch_compile).items() if not name.startswith("_")}
+
+
+if not find_spec("torch_xla"):
+    globals().update(second_road())

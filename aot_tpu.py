@@ -30,10 +30,10 @@ Trust: compiles or not, memory, FLOPs, kinds, counts and bytes of collectives.
 Milliseconds and MFU are predicted, never measured: the compiler's own cost
 model summed over its schedule, and by rule what it has no price for, flash
 kernels above all. Communication stands beside it, as a range: from all hidden
-that the schedule can hide to nothing hidden. Seven published steps took 0.83 to
-1.07 of what is predicted. Where tools.calibrate has measured steps on such a
-chip, the report says how far they were instead. In --json estimated_ms and
-estimated_mfu are the compiler's estimate alone.
+that the schedule can hide to nothing hidden. The report says how far clocks of
+published steps were from this, and where tools.calibrate has measured steps on
+such a chip, how far those were. In --json estimated_ms and estimated_mfu are
+the compiler's estimate alone.
 """
 
 import argparse

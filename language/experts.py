@@ -271,12 +271,12 @@ add_slice = register("add_slice", slice_added)
 """(sums (X, O, I), part (O, I), at ()): the sums with part added to one of X."""
 
 
-def grouped_gradient(grad_SO, rows_SI, weights_XOI, block_experts, kernels: tuple[int, int] | None):
-    """Of the weights, float32: for each expert the sum of grad^T rows of its blocks."""
+def grouped_gradient(grad_SO, rows_SI, X: int, block_experts, kernels: tuple[int, int] | None):
+    """Of the weights, (X, O, I) float32: for each of X experts the sum of grad^T rows of its blocks."""
     if kernels:
         return expert_kernels.run(expert_kernels.gradient, (False, kernels), grad_SO, rows_SI, block_experts)
     grads, rows = (x.unflatten(0, (len(block_experts), -1)) for x in (grad_SO, rows_SI))
-    sums = on_this_device(torch.zeros(weights_XOI.shape, device=rows.device))
+    sums = on_this_device(torch.zeros(X, grads.shape[-1], rows.shape[-1], device=rows.device))
     if rows.device.type != DEVICE_TYPE:
         return sums.index_add(0, block_experts, (grads.transpose(1, 2) @ rows).float())
 
@@ -287,48 +287,65 @@ def grouped_gradient(grad_SO, rows_SI, weights_XOI, block_experts, kernels: tupl
     return loop_in_graph(one_block, [sums], [grads, rows, block_experts[:, None]], enter=on_this_device)[0][0]
 
 
+def of_matrix(block_experts, n: int, count: int, kernels: tuple[int, int] | None):
+    """block_experts as grouped() takes them for the n-th matrix, where each expert has `count`, one after the other."""
+    if count == 1:
+        return block_experts
+    if kernels:  # the others have no rows
+        return torch.stack(
+            [block_experts if i == n else torch.zeros_like(block_experts) for i in range(count)], 1
+        ).flatten()
+    return (block_experts * constant(count, block_experts) + numbers(count, block_experts)[n]).int()
+
+
 class GroupedProduct(torch.autograd.Function):
-    """(S, outputs...): rows (S, I) times the weights (X, outputs..., I) of each slot's expert. split: which of the two,
-    "outputs" or "inputs", is sharded over the mesh axis "tensor"."""
+    """A tuple of (S, O): rows (S, I) times the weights of each slot's expert, (X, O, I), or N of them, (X, N, O, I).
+    split: which of the two, "outputs" or "inputs", is sharded over the mesh axis "tensor". Each of the N is a product
+    of its own: columns of a common one would be copied, forward and backward, and are the largest arrays of a layer."""
 
     @staticmethod
     def forward(ctx, rows_SI, weights, block_experts, split: str, kernels: tuple[int, int] | None):
-        ctx.split, ctx.kernels = split, kernels
+        ctx.split, ctx.kernels, N = split, kernels, weights.shape[1:-2].numel()
         ctx.save_for_backward(rows_SI, weights, block_experts)
 
-        def product(rows, weights, blocks):
-            return [grouped(rows, weights.flatten(1, -2), blocks, False, kernels).unflatten(1, weights.shape[1:-1])]
+        def products(rows, weights, blocks):
+            flat = weights.flatten(0, -3)
+            return [grouped(rows, flat, of_matrix(blocks, n, N, kernels), False, kernels) for n in range(N)]
 
-        of_rows, of_weights, of_outputs = specs(split, weights.dim() - 2)
+        of_rows, of_weights, of_outputs = specs(split, weights.dim())
         arguments = [(rows_SI, of_rows), (weights, of_weights), (block_experts, (ALL,))]
-        return on_each_device(product, arguments, [(of_outputs, ("tensor",) if split == "inputs" else ())])[0]
+        results = [(of_outputs, ("tensor",) if split == "inputs" else ())] * N
+        return tuple(on_each_device(products, arguments, results))
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         rows_SI, weights, block_experts = ctx.saved_tensors
-        of_rows, of_weights, of_outputs = specs(ctx.split, weights.dim() - 2)
-        wanted = ctx.needs_input_grad
+        of_rows, of_weights, of_outputs = specs(ctx.split, weights.dim())
+        (needs_rows, needs_weights), N, kernels = ctx.needs_input_grad[:2], len(grads), ctx.kernels
 
-        def gradients(grad, rows, weights, blocks):
-            grad, flat = grad.flatten(1), weights.flatten(1, -2)
-            found = [grouped(grad, flat, blocks, True, ctx.kernels)] if wanted[0] else []
-            if wanted[1]:
-                found.append(grouped_gradient(grad, rows, flat, blocks, ctx.kernels).view(weights.shape))
+        def gradients(rows, weights, blocks, *grads):
+            flat, found = weights.flatten(0, -3), []
+            if needs_rows:
+                of_each = (of_matrix(blocks, n, N, kernels) for n in range(N))
+                found.append(sum(grouped(g, flat, at, True, kernels) for g, at in zip(grads, of_each, strict=True)))
+            if needs_weights:
+                found += [grouped_gradient(grad, rows, len(weights), blocks, kernels) for grad in grads]
             return found
 
-        arguments = [(grad, of_outputs), (rows_SI, of_rows), (weights, of_weights), (block_experts, (ALL,))]
-        results = [(of_rows, ("tensor",) if ctx.split == "outputs" else ())] if wanted[0] else []
-        results += [(of_weights, (*GROUPS, "context"))] if wanted[1] else []
-        found = iter(on_each_device(gradients, arguments, results))
-        of_rows, of_weights = (next(found) if one else None for one in wanted[:2])
-        return of_rows, None if of_weights is None else of_weights.to(weights.dtype), None, None, None
+        arguments = [(rows_SI, of_rows), (weights, of_weights), (block_experts, (ALL,))]
+        arguments += [(grad, of_outputs) for grad in grads]
+        results = [(of_rows, ("tensor",) if ctx.split == "outputs" else ())] if needs_rows else []
+        results += [((of_weights[0], *of_weights[-2:]), (*GROUPS, "context"))] * N if needs_weights else []
+        found = on_each_device(gradients, arguments, results)
+        of_rows = found.pop(0) if needs_rows else None
+        found = [gradient.to(weights.dtype) for gradient in found]  # before they are stacked
+        return of_rows, torch.stack(found, 1).view(weights.shape) if found else None, None, None, None
 
 
-def specs(split: str, num_outputs: int) -> tuple[tuple, tuple, tuple]:
-    """Partition specs of rows (S, I), weights (X, outputs..., I) and outputs (S, outputs...)."""
-    outputs = (None,) * (num_outputs - 1) + ("tensor" if split == "outputs" else None,)
-    inputs = "tensor" if split == "inputs" else None
-    return (ALL, inputs), ("expert", *outputs, inputs), (ALL, *outputs)
+def specs(split: str, dims: int) -> tuple[tuple, tuple, tuple]:
+    """Partition specs of rows (S, I), weights (X, ..., O, I) of so many dimensions, and outputs (S, O)."""
+    outputs, inputs = ("tensor", None) if split == "outputs" else (None, "tensor")
+    return (ALL, inputs), ("expert", *(None,) * (dims - 3), outputs, inputs), (ALL, outputs)
 
 
 def local_experts(experts, first, count: int):
@@ -362,9 +379,9 @@ def mixture(y_BTD, w, shape, activation: Callable, capacity: float = 0.0, kernel
     J = shape.experts_per_token
     used = (J, min(J, X) * share) if kernels else None
     rows = Rows.apply(y_BTD, GATHERED, *slots)
-    gate, up = GroupedProduct.apply(rows, gate_up, slots[-1], "outputs", used).unbind(1)
+    gate, up = GroupedProduct.apply(rows, gate_up, slots[-1], "outputs", used)
     hidden = weighted(activation(gate) * up, WeightsOfSlots.apply(weights, GATHERED, *slots))
-    y_SD = GroupedProduct.apply(hidden, out, slots[-1], "inputs", used)
+    (y_SD,) = GroupedProduct.apply(hidden, out, slots[-1], "inputs", used)
     return Combined.apply(y_SD, y_BTD.shape[1], GATHERED, *slots), routing
 
 

@@ -1,6 +1,7 @@
 """A mixture of experts in transformer_tpu.py: the losses of plain PyTorch on every mesh, and what a run says of it."""
 
 import functools
+import importlib
 import json
 import math
 
@@ -11,6 +12,8 @@ from run_files import assert_identical, read_lines, state_in
 from test_transformer_tpu import RUN as USUAL
 from test_transformer_tpu import losses_of, train_all
 
+from language import expert_kernels
+from language.experts import of_matrix
 from language.layers import is_matrix
 from language.llama import Llama
 from language.mesh import choose_mesh
@@ -163,3 +166,16 @@ def test_meshes_that_cannot_work(changes, devices, message):
     options = {**MODEL, "balance_loss": 0.01, "router_z_loss": 0.0, "global_batch_size": 12, **changes}
     with pytest.raises(InputError, match=message):
         choose_mesh(TransformerConfig(**options), devices, None)
+
+
+def test_the_kernels_read_one_of_two_matrices_of_each_expert_where_it_lies(monkeypatch):
+    megablox = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")  # its package hides it
+    monkeypatch.setattr(megablox, "gmm", functools.partial(megablox.gmm, interpret=True))  # on the CPU
+    made, counts = np.random.default_rng(0), np.array([10, 0, 33, 9], np.int32)
+    rows, weights = made.standard_normal((64, 128), np.float32), made.standard_normal((8, 128, 128), np.float32)
+    of_rows = np.repeat(np.arange(4), counts)
+    for n in (0, 1):
+        here = of_matrix(torch.from_numpy(counts), n, 2, (1, 1)).numpy()
+        found = np.asarray(expert_kernels.product((False, (1, 1)), rows, weights, here))[: len(of_rows)]
+        expected = np.einsum("si,soi->so", rows[: len(of_rows)], weights[2 * of_rows + n])
+        np.testing.assert_allclose(found, expected, atol=1e-4)

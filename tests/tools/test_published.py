@@ -53,8 +53,8 @@ def test_a_command_parses_and_fits_its_slice(row, monkeypatch):
     assert program == "aot_tpu.py" and options[-2:] == ["--topology", row.slice]
     if target == "transformer_tpu.py":
         config = parse_command_line(TransformerConfig, "", [*options[:-2], "--compile_for", row.slice])
-        data, fsdp, tensor = map(int, config.mesh.split("x"))
-        assert data * fsdp * tensor == devices and config.global_batch_size % (data * fsdp) == 0
+        data, fsdp, *others = map(int, config.mesh.split("x"))
+        assert data * fsdp * math.prod(others) == devices and config.global_batch_size % (data * fsdp) == 0
         assert config.shape.sequence_length == config.sequence_length
     elif ":" in target:
         assert parse_question(target, options[:-2], row.slice).mode == "forward"

@@ -64,7 +64,16 @@ class Second:
         venv.create(self.python.parent.parent, with_pip=True)
         # those of the packages of this environment have not these
         environment = {n: v for n, v in os.environ.items() if n not in ("PIP_NO_INDEX", "PIP_FIND_LINKS")}
-        command = [self.python, "-m", "pip", "install", "-q", "--no-input", "--disable-pip-version-check"]
+        command = [
+            self.python,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-input",
+            "--disable-pip-version-check",
+            "--no-compile",
+        ]
         done = subprocess.run([*command, "-r", REQUIREMENTS], env=environment, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"pip cannot install {REQUIREMENTS.name}: {done.stderr.strip().splitlines()[-1]}")

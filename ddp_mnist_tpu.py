@@ -29,12 +29,11 @@ if __name__ == "__main__":  # before the slow imports: a wrong option or file is
 
 import torch
 import torch.nn.functional as F
-import torch_xla.runtime as xr
 from torch import nn
 
 from tpu_utils.checks import check_model
+from tpu_utils.device import DEVICE_TYPE, global_ordinal, send, world_size
 from tpu_utils.graphs import one_graph
-from tpu_utils.loader import send
 from tpu_utils.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
 from tpu_utils.replicas import check_launched, join_replicas, over_replicas, replicate
@@ -75,11 +74,11 @@ def train_step(replica, optimizer, rates, metrics, images, labels, config):
     images and labels are this replica's part of the batch. All parts are equal in size, so the mean of the replicas'
     means is the global mean.
     """
-    with torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
+    with torch.autocast(DEVICE_TYPE, torch.bfloat16, enabled=config.precision == "bfloat16"):
         logits = replica(images)
     loss = F.cross_entropy(logits.float(), labels.long())
     loss.backward()  # DDP's hooks average the gradients over the replicas
-    mean_loss = over_replicas(loss.detach()) / xr.world_size()
+    mean_loss = over_replicas(loss.detach()) / world_size()
     norm = gradient_norm(replica.parameters())
     rate = rates.index_select(0, metrics.step)  # looked up on the device: nothing but the batch goes up
     # not xm.optimizer_step, which would all-reduce the gradients again; finite is the same on all devices
@@ -91,7 +90,7 @@ def train_step(replica, optimizer, rates, metrics, images, labels, config):
 @one_graph
 def eval_step(model, images, labels, mask, config):
     """(correct, summed loss, examples) of the global batch as a tensor (3,), padding left out by the mask."""
-    with torch.no_grad(), torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
+    with torch.no_grad(), torch.autocast(DEVICE_TYPE, torch.bfloat16, enabled=config.precision == "bfloat16"):
         logits = model(images).float()
         correct = (logits.argmax(1) == labels).float()
         loss = F.cross_entropy(logits, labels.long(), reduction="none")
@@ -113,7 +112,7 @@ def evaluate(model, test_batches, run: Run) -> dict[str, float]:
 def train(config: DdpMnistConfig) -> int:
     # this process is one replica of those that torchrun has started
     with Run(config, train_step, eval_step, join=partial(join_replicas, config)) as run:  # leaving it, all is on disk
-        ordinal, num_replicas = xr.global_ordinal(), xr.world_size()
+        ordinal, num_replicas = global_ordinal(), world_size()
         check_divisible(config, num_replicas)
         dataset = load_dataset(config)
         batches = TrainBatches(dataset, config, ordinal, num_replicas)  # a pure function of seed and step

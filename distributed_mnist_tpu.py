@@ -34,13 +34,11 @@ if __name__ == "__main__":  # before the slow imports: a wrong option or file is
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch import nn
 
 from tpu_utils.checks import check_model
+from tpu_utils.device import DEVICE_TYPE, BatchSharding, Mesh, device_count, mark_sharding, send, use_spmd
 from tpu_utils.graphs import one_graph
-from tpu_utils.loader import BatchSharding, send
 from tpu_utils.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
 from tpu_utils.peers import Peers
@@ -74,12 +72,12 @@ def build_model(config: DistributedMnistConfig, dataset) -> nn.Module:
     return ConvNet(dataset.image_size, config.channels, config.hidden_dim)
 
 
-def shard(tensors, mesh: xs.Mesh, over_devices: bool) -> None:
+def shard(tensors, mesh: Mesh, over_devices: bool) -> None:
     """Replicate each tensor; with over_devices, shard it along its first axis that the devices divide evenly."""
     for tensor in tensors:
         fitting = [axis for axis, size in enumerate(tensor.shape) if size % mesh.size() == 0] if over_devices else []
         sharded = min(fitting, default=None)  # None: replicated
-        xs.mark_sharding(tensor, mesh, tuple("data" if axis == sharded else None for axis in range(tensor.dim())))
+        mark_sharding(tensor, mesh, tuple("data" if axis == sharded else None for axis in range(tensor.dim())))
 
 
 @one_graph  # torch_xla.compile(full_graph=True); a second graph stops the run and says what changed
@@ -88,7 +86,7 @@ def train_step(model, optimizer, rates, metrics, images, labels, config):
 
     images and labels are the global batch, and the mean is over all of it: the compiler inserts the all-reduce.
     """
-    with torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
+    with torch.autocast(DEVICE_TYPE, torch.bfloat16, enabled=config.precision == "bfloat16"):
         logits = model(images)
     loss = F.cross_entropy(logits.float(), labels.long())
     loss.backward()
@@ -102,7 +100,7 @@ def train_step(model, optimizer, rates, metrics, images, labels, config):
 @one_graph
 def eval_step(model, images, labels, mask, config):
     """(correct, summed loss, examples) of the global batch as a tensor (3,), padding left out by the mask."""
-    with torch.no_grad(), torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
+    with torch.no_grad(), torch.autocast(DEVICE_TYPE, torch.bfloat16, enabled=config.precision == "bfloat16"):
         logits = model(images).float()
         correct = (logits.argmax(1) == labels).float()
         loss = F.cross_entropy(logits, labels.long(), reduction="none")
@@ -123,10 +121,10 @@ def evaluate(model, test_batches, run: Run) -> dict[str, float]:
 
 def train(config: DistributedMnistConfig, hosts: Peers | None = None) -> int:
     """hosts: the processes of this run, one for each host. None: this one alone."""
-    with Run(config, train_step, eval_step, hosts=hosts, join=xr.use_spmd) as run:  # leaving it, all is on disk
-        num_devices = xr.global_runtime_device_count()
+    with Run(config, train_step, eval_step, hosts=hosts, join=use_spmd) as run:  # leaving it, all is on disk
+        num_devices = device_count()
         check_divisible(config, num_devices)
-        mesh = xs.Mesh(np.arange(num_devices), (num_devices,), ("data",))
+        mesh = Mesh(np.arange(num_devices), (num_devices,), ("data",))
         sharding = BatchSharding(mesh, ("data",))
         part = sharding.part, sharding.num_parts  # a host reads the rows of its own devices
         dataset = load_dataset(config)

@@ -31,13 +31,11 @@ if __name__ == "__main__":  # before the slow imports: a wrong option or file is
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch import nn
 
 from tpu_utils.checks import check_model
+from tpu_utils.device import DEVICE_TYPE, BatchSharding, Mesh, device_count, mark_sharding, send, use_spmd
 from tpu_utils.graphs import one_graph
-from tpu_utils.loader import BatchSharding, send
 from tpu_utils.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
 from tpu_utils.peers import Peers
@@ -95,7 +93,7 @@ def train_step(model, optimizer, rates, metrics, images, labels, config):
 
     images and labels are the global batch: the mean and BatchNorm's statistics are over all devices.
     """
-    with torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
+    with torch.autocast(DEVICE_TYPE, torch.bfloat16, enabled=config.precision == "bfloat16"):
         logits = model(images)
     loss = F.cross_entropy(logits.float(), labels.long())
     loss.backward()
@@ -109,7 +107,7 @@ def train_step(model, optimizer, rates, metrics, images, labels, config):
 @one_graph
 def eval_step(model, images, labels, mask, config):
     """(correct, summed loss, examples) of the global batch as a tensor (3,), padding left out by the mask."""
-    with torch.no_grad(), torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
+    with torch.no_grad(), torch.autocast(DEVICE_TYPE, torch.bfloat16, enabled=config.precision == "bfloat16"):
         logits = model(images).float()
         correct = (logits.argmax(1) == labels).float()
         loss = F.cross_entropy(logits, labels.long(), reduction="none")
@@ -135,10 +133,10 @@ def augment(images, draw, config: CifarConfig):
 
 def train(config: CifarConfig, hosts: Peers | None = None) -> int:
     """hosts: the processes of this run, one for each host. None: this one alone."""
-    with Run(config, train_step, eval_step, hosts=hosts, join=xr.use_spmd) as run:  # leaving it, all is on disk
-        num_devices = xr.global_runtime_device_count()
+    with Run(config, train_step, eval_step, hosts=hosts, join=use_spmd) as run:  # leaving it, all is on disk
+        num_devices = device_count()
         check_divisible(config, num_devices)
-        mesh = xs.Mesh(np.arange(num_devices), (num_devices,), ("data",))
+        mesh = Mesh(np.arange(num_devices), (num_devices,), ("data",))
         sharding = BatchSharding(mesh, ("data",))
         part = sharding.part, sharding.num_parts  # a host reads the rows of its own devices
         dataset = load_dataset(config)
@@ -155,7 +153,7 @@ def train(config: CifarConfig, hosts: Peers | None = None) -> int:
         metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, run.device)
         states = [value for state in optimizer.state.values() for value in state.values()]
         for tensor in (*model.parameters(), *model.buffers(), *states, rates, *metrics.state_dict().values()):
-            xs.mark_sharding(tensor, mesh, (None,) * tensor.dim())  # whole on every device
+            mark_sharding(tensor, mesh, (None,) * tensor.dim())  # whole on every device
         run.track(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled when resuming
         test_set = eval_batches(dataset, config.eval_batch_size, num_devices, *part)
         test_batches = [send(batch, run.device, sharding) for batch in test_set]

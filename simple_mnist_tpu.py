@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpu_utils.checks import check_model
+from tpu_utils.device import DEVICE_TYPE, send
 from tpu_utils.graphs import one_graph
-from tpu_utils.loader import send
 from tpu_utils.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
 from tpu_utils.run import Run
@@ -64,7 +64,7 @@ def build_model(config: MnistConfig, dataset) -> nn.Module:
 @one_graph  # torch_xla.compile(full_graph=True); a second graph stops the run and says what changed
 def train_step(model, optimizer, rates, metrics, images, labels, config):
     """One optimizer step as one graph. images (B, H, W), labels (B,), rates (num_steps,): all on the device."""
-    with torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
+    with torch.autocast(DEVICE_TYPE, torch.bfloat16, enabled=config.precision == "bfloat16"):
         logits = model(images)
     loss = F.cross_entropy(logits.float(), labels.long())
     loss.backward()
@@ -78,7 +78,7 @@ def train_step(model, optimizer, rates, metrics, images, labels, config):
 @one_graph
 def eval_step(model, images, labels, mask, config):
     """(correct, summed loss, examples) of this batch as a tensor (3,), padding left out by the mask."""
-    with torch.no_grad(), torch.autocast("xla", torch.bfloat16, enabled=config.precision == "bfloat16"):
+    with torch.no_grad(), torch.autocast(DEVICE_TYPE, torch.bfloat16, enabled=config.precision == "bfloat16"):
         logits = model(images).float()
         correct = (logits.argmax(1) == labels).float()
         loss = F.cross_entropy(logits, labels.long(), reduction="none")

@@ -37,7 +37,6 @@ if __name__ == "__main__":  # before the slow imports: a wrong option or file is
     config = command_line(TransformerConfig, __doc__, check_files)
 
 import torch
-import torch_xla.distributed.spmd as xs
 
 from language.build import build_model, build_optimizer
 from language.context import inputs_and_targets
@@ -47,9 +46,9 @@ from language.mesh import print_placement, print_plan, start_mesh, start_spmd
 from language.operations import is_likeliest, losses
 from language.routing import as_table, tokens_of_experts, with_routers
 from language.samples import write_samples
+from tpu_utils.device import BatchSharding, mark_sharding, send
 from tpu_utils.dropout import batch_keys
 from tpu_utils.graphs import one_graph
-from tpu_utils.loader import BatchSharding, send
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.optim import learning_rates, step_optimizer
 from tpu_utils.peers import Peers
@@ -87,7 +86,7 @@ def place(model: Decoder, tensors) -> None:
     """Shard tensors, one for each trained parameter in order, as PARTITION says for that parameter."""
     if model.mesh is not None:
         for (name, parameter), tensor in zip(model.trained().items(), tensors, strict=True):
-            xs.mark_sharding(tensor, model.mesh, partition_spec(name, parameter))
+            mark_sharding(tensor, model.mesh, partition_spec(name, parameter))
 
 
 def place_state(model: Decoder, optimizer, metrics) -> None:
@@ -97,9 +96,9 @@ def place_state(model: Decoder, optimizer, metrics) -> None:
     for name, parameter in model.named_parameters():
         spec = partition_spec(name, parameter)
         for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):  # a step count is (1,)
-            xs.mark_sharding(tensor, model.mesh, spec if tensor.shape == parameter.shape else (None,) * tensor.dim())
+            mark_sharding(tensor, model.mesh, spec if tensor.shape == parameter.shape else (None,) * tensor.dim())
     for tensor in metrics.state_dict().values():
-        xs.mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
+        mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
 
 
 def compute_gradients(model: Decoder, tokens_BS, config, keys_B=None):
@@ -172,7 +171,7 @@ def eval_step(model, tokens_BS):
         sums = [x.sum(1, keepdim=True) for x in (loss, (targets >= 0).float(), likeliest)]
         result = torch.cat([*sums, *tokens_of_experts(routing, targets)], 1)
         if model.mesh is not None:
-            xs.mark_sharding(result, model.mesh, (None, None))  # every host reads all of it
+            mark_sharding(result, model.mesh, (None, None))  # every host reads all of it
         return result
 
 

@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 
 from language.context import pieces_of, shared
 from language.flash_attention import flash_attention
@@ -19,6 +17,7 @@ from language.new_tokens import with_new_tokens
 from language.operations import causal_attention
 from language.shapes import LlamaShape
 from language.transformer_options import TransformerConfig
+from tpu_utils.device import Mesh, device_type
 from tpu_utils.errors import InputError
 from tpu_utils.optim import make_optimizer
 from tpu_utils.virtual_slice import without_weights
@@ -26,7 +25,7 @@ from tpu_utils.virtual_slice import without_weights
 
 def build_model(
     config: TransformerConfig,
-    mesh: xs.Mesh | None,
+    mesh: Mesh | None,
     device,
     partition_spec: Callable,
     say: Callable[[str], None] = print,
@@ -43,7 +42,7 @@ def build_model(
     options |= dict(remat_keep=config.remat_keep, packed=config.dataset == "chat")
     options |= dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
     options |= dict(base_dtype=getattr(torch, config.base_precision))
-    if config.compile_for or xr.device_type() == "TPU":  # elsewhere a device has no other memory than the host's
+    if config.compile_for or device_type() == "TPU":  # elsewhere a device has no other memory than the host's
         options |= dict(offload=config.offload)
     if isinstance(config.shape, LlamaShape):
         options |= dict(expert_capacity=config.expert_capacity, expert_kernels=config.attention == "flash")

@@ -14,17 +14,17 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch_xla.distributed.spmd as xs
 
 from language.loops import BATCH, enter, sum_over, whole
+from tpu_utils.device import Mesh, mark_sharding_with_gradients
 
 
-def size_of(mesh: xs.Mesh | None) -> int:
+def size_of(mesh: Mesh | None) -> int:
     """Devices that share a sequence."""
     return 1 if mesh is None else mesh.shape()["context"]
 
 
-def pieces_of(mesh: xs.Mesh | None, way: str) -> int:
+def pieces_of(mesh: Mesh | None, way: str) -> int:
     """Into how many pieces a sequence is put into order: balanced(). 1: it stays in its own."""
     return 2 * size_of(mesh) if size_of(mesh) > 1 and way != "ulysses" else 1
 
@@ -119,7 +119,7 @@ class Leave(torch.autograd.Function):
         return enter(grad, ctx.mesh, ctx.spec), None, None
 
 
-def gathered(attention: Callable, mesh: xs.Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):
+def gathered(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):
     """attention(), run by each device by itself: with its own queries and their positions, (T / C,) int32, and the keys
     and values of all devices, (C, B, T / C, G, K)."""
     devices, here = size_of(mesh), (BATCH, "context", "tensor", None)
@@ -127,7 +127,7 @@ def gathered(attention: Callable, mesh: xs.Mesh, q_BTHK, k_BTGK, v_BTGK, starts_
     def of_all(x_BTGK):
         x = x_BTGK.flatten(2).unflatten(1, (devices, -1)).movedim(1, 0)  # torch_xla shards no more than 5 axes
         # marked before the gather, and so after its gradient's sum: a reduce-scatter
-        x = xs.mark_sharding_with_gradients(x, mesh, ("context", BATCH, None, "tensor"))
+        x = mark_sharding_with_gradients(x, mesh, ("context", BATCH, None, "tensor"))
         return Enter.apply(x, mesh, (None, BATCH, None, "tensor"), "context").unflatten(-1, (-1, x_BTGK.shape[-1]))
 
     def spec(x):
@@ -146,19 +146,19 @@ def gathered(attention: Callable, mesh: xs.Mesh, q_BTHK, k_BTGK, v_BTGK, starts_
     return Leave.apply(out, mesh, here)
 
 
-def exchanged(attention: Callable, mesh: xs.Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):
+def exchanged(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):
     """attention() of whole sequences, of fewer heads."""
     by_position, by_head = (BATCH, "context", "tensor", None), (BATCH, None, ("tensor", "context"), None)
 
     def mark(x, *specs):
         for spec in specs:
-            x = xs.mark_sharding_with_gradients(x, mesh, spec)
+            x = mark_sharding_with_gradients(x, mesh, spec)
         return x
 
     q, k, v = (mark(x, by_position, by_head) for x in (q_BTHK, k_BTGK, v_BTGK))
     return mark(attention(q, k, v, starts_BT, saved, window), by_head, by_position)
 
 
-def shared(attention: Callable, mesh: xs.Mesh | None, way: str) -> Callable:
+def shared(attention: Callable, mesh: Mesh | None, way: str) -> Callable:
     """attention() on this mesh."""
     return attention if size_of(mesh) == 1 else partial(exchanged if way == "ulysses" else gathered, attention, mesh)

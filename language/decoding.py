@@ -8,11 +8,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.core.xla_op_registry as xla_ops
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 
 from language import gpt, llama
 from language.cached_attention import attend, heads_together, own_heads
@@ -21,6 +16,7 @@ from language.layers import Decoder, head_product
 from language.operations import causal_attention, layer_norm
 from language.sampling import SamplingOptions
 from language.shapes import ModelShape
+from tpu_utils.device import compile_step, device_type, mark_sharding, optimization_barrier_, register
 from tpu_utils.dropout import GOLDEN, as_int32, mixed
 from tpu_utils.errors import InputError
 
@@ -32,7 +28,7 @@ def update_slot(cache, new, slot):
     return cache.dynamic_update_slice(new, [*[slot.zeros_like()] * 3, slot])
 
 
-write_slot = xla_ops.register("write_slot", update_slot)
+write_slot = register("write_slot", update_slot)
 """(cache, new, slot): the cache with new from one slot, (), of its last axis on; in place, where a loop holds it."""
 
 
@@ -62,7 +58,7 @@ class Cache:
         def placed(tensor, *axes) -> torch.Tensor:
             """On a mesh marked even where it is whole: else the program would, and the next one be another graph."""
             if model.mesh is not None:
-                xs.mark_sharding(tensor, model.mesh, axes or (None,) * tensor.dim())
+                mark_sharding(tensor, model.mesh, axes or (None,) * tensor.dim())
             return tensor
 
         def send(values) -> torch.Tensor:
@@ -73,7 +69,7 @@ class Cache:
             return placed(made, None, "tensor", None, None)
 
         self.windows = [window if window < context else 0 for window in shape.windows]
-        n = heads_together(shape, model.mesh) if shapes_only or xr.device_type() == "TPU" else 1
+        n = heads_together(shape, model.mesh) if shapes_only or device_type() == "TPU" else 1
         heads = (batch, shape.num_cached_heads // n, n * shape.head_dim)
         self.keys, self.values = ([zeros(*heads, window or context) for window in self.windows] for _ in range(2))
         self.is_own = placed(own_heads(shape, n).to(device)) if n > 1 else None
@@ -104,7 +100,7 @@ def run_layers(model: Decoder, tokens_BT, positions, context, attention_of_layer
         logits = head_product(x, weights["token_embedding"])
     logits = logits[:, 0, : model.shape.vocab_size].float()
     # or the choice of a token can take the head's product into its own loop, in the vector unit: 80 ms for 0.3 on a v6e
-    xm.optimization_barrier_([logits])
+    optimization_barrier_([logits])
     return logits
 
 
@@ -126,7 +122,7 @@ def is_end(cache: Cache, made, is_over_B):
     return (made >= cache.num_tokens) | (is_over_B.amin(0, keepdim=True) == torch.ones_like(made))
 
 
-@torch_xla.compile(full_graph=True, name="prefill")
+@compile_step
 def prefill(model: Decoder, cache: Cache, tokens_BP, length_B, config: SamplingOptions) -> None:
     """Fill the cache from prompts, padded to one length, and choose the first token after each."""
     slots_P = cache.slots[: tokens_BP.shape[1]]
@@ -209,7 +205,7 @@ def decode_loop(model: Decoder, cache: Cache, config: SamplingOptions) -> Device
     return DeviceLoop(body, TOKENS, lambda: [*held, cache.num_tokens, cache.longest, cache.length_B, cache.rows_N])
 
 
-@torch_xla.compile(full_graph=True, name="decode")
+@compile_step
 def decode(loop: DeviceLoop, cache: Cache) -> None:
     """Up to TOKENS more tokens of each row, into cache.tokens_NB; of rows that are over they mean nothing."""
     first = torch.zeros((), dtype=torch.int32, device=cache.made.device)
@@ -308,7 +304,7 @@ def generate(
     num_tokens, context = check_lengths(model.shape, prompts, config.num_tokens, context)
     # a seed for each prompt: of config.seed, its tokens, and how many equal prompts came before it
     drawn = [repr((config.seed, prompt, prompts[:row].count(prompt))) for row, prompt in enumerate(prompts)]
-    copies = rows_of(len(prompts), xr.device_type()) // len(prompts)
+    copies = rows_of(len(prompts), device_type()) // len(prompts)
     rows, seeds = prompts * copies, [zlib.crc32(text.encode()) for text in drawn] * copies
     cache = Cache(model, context, device, seeds, num_tokens, sorted(stops))
     padded = torch.zeros(len(rows), min(context, rounded_up(max(map(len, rows)))), dtype=torch.int32)

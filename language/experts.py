@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch_xla.core.xla_op_registry as xla_ops
-import torch_xla.distributed.spmd as xs
 
 from language import expert_kernels
 from language.loops import BATCH, enter, loop_in_graph, sum_over, whole
 from language.routing import constant, is_of, numbers, route, slots_of_capacity
+from tpu_utils.device import DEVICE_TYPE, get_global_mesh, mark_sharding_with_gradients, register
 
 GROUPS = ("data", "fsdp")  # devices whose tokens are routed together along "expert", where nothing is dropped
 ALL = (*GROUPS, "context", "expert")
@@ -122,7 +121,7 @@ def on_each_device(function: Callable, arguments: list, results: list):
 
     arguments: (tensor, its partition spec). results: (partition spec, mesh axes along which devices have summands).
     """
-    mesh = xs.get_global_mesh()
+    mesh = get_global_mesh()
     if mesh is None:
         return function(*(tensor for tensor, _ in arguments))
     outputs, found = function(*(enter(tensor, mesh, spec) for tensor, spec in arguments)), []
@@ -234,13 +233,13 @@ class WeightsOfSlots(torch.autograd.Function):
 
 
 def context_size(layout: Layout) -> int:
-    mesh = xs.get_global_mesh()
+    mesh = get_global_mesh()
     return 1 if mesh is None or layout.tokens[1] is None else mesh.shape()["context"]
 
 
 def on_this_device(value):
     """A value that each device makes for itself, inside of on_each_device()."""
-    mesh = xs.get_global_mesh()
+    mesh = get_global_mesh()
     return value if mesh is None else enter(value, mesh, (None,) * value.dim())
 
 
@@ -250,7 +249,7 @@ def grouped(rows_SI, weights_XOI, block_experts, transposed: bool, kernels: tupl
     if kernels:
         return expert_kernels.run(expert_kernels.product, (transposed, kernels), rows_SI, weights_XOI, block_experts)
     blocks = rows_SI.unflatten(0, (len(block_experts), -1))
-    if rows_SI.device.type != "xla":
+    if rows_SI.device.type != DEVICE_TYPE:
         own = weights_XOI[block_experts.long()]
         return (blocks @ (own if transposed else own.transpose(1, 2))).flatten(0, 1)
 
@@ -268,7 +267,7 @@ def slice_added(sums, part, at):
     return sums.dynamic_update_slice(sums.dynamic_slice(begin, part.shape().sizes) + part, begin)
 
 
-add_slice = xla_ops.register("add_slice", slice_added)
+add_slice = register("add_slice", slice_added)
 """(sums (X, O, I), part (O, I), at ()): the sums with part added to one of X."""
 
 
@@ -278,7 +277,7 @@ def grouped_gradient(grad_SO, rows_SI, X: int, block_experts, kernels: tuple[int
         return expert_kernels.run(expert_kernels.gradient, (False, kernels), grad_SO, rows_SI, block_experts)
     grads, rows = (x.unflatten(0, (len(block_experts), -1)) for x in (grad_SO, rows_SI))
     sums = on_this_device(torch.zeros(X, grads.shape[-1], rows.shape[-1], device=rows.device))
-    if rows.device.type != "xla":
+    if rows.device.type != DEVICE_TYPE:
         return sums.index_add(0, block_experts, (grads.transpose(1, 2) @ rows).float())
 
     def one_block(carry, values):
@@ -364,7 +363,7 @@ def mixture(y_BTD, w, shape, activation: Callable, capacity: float = 0.0, kernel
     if capacity:
         num_slots = slots_of_capacity(shape, y_BTD.shape[1], capacity)
         return of_capacity(y_BTD, weights, experts, gate_up, out, num_slots, activation), routing
-    mesh = xs.get_global_mesh()
+    mesh = get_global_mesh()
     share = 1 if mesh is None else mesh.shape()["expert"]
     X = shape.num_experts // share
     firsts = torch.arange(0, shape.num_experts, X, dtype=torch.float32, device=y_BTD.device).int()  # of each device
@@ -394,10 +393,10 @@ def weighted(hidden, weights):
 
 def of_capacity(y_BTD, weights, experts, gate_up, out, C: int, activation: Callable):
     """(B, T, D). The slots of a sequence go to the devices of their experts and back: an all-to-all each."""
-    X, mesh = len(gate_up), xs.get_global_mesh()
+    X, mesh = len(gate_up), get_global_mesh()
 
     def placed(x_BXCD, *axes):
-        return x_BXCD if mesh is None else xs.mark_sharding_with_gradients(x_BXCD, mesh, (*axes, None, None))
+        return x_BXCD if mesh is None else mark_sharding_with_gradients(x_BXCD, mesh, (*axes, None, None))
 
     def slots_of(experts):
         return assign(experts, X, C, 0)

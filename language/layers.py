@@ -10,8 +10,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
 
 from language.context import balanced, size_of
 from language.int8 import Int8, quantize, scale_name, scaled, widened
@@ -19,6 +17,7 @@ from language.loops import BATCH
 from language.remat import LEVELS, NOTHING, RematLayer, Saving, ScannedLayers
 from language.shapes import ModelShape
 from language.token_data import START
+from tpu_utils.device import DEVICE_TYPE, mark_sharding, mark_sharding_with_gradients, wait_device_ops
 
 # One parameter per layer and matrix (`qkv_weight.0`): slices of a stacked parameter need an extra pass over memory to
 # cast, and another to collect gradients; with separate ones XLA fuses both into the matrix product. The vectors stay
@@ -68,7 +67,7 @@ def head_product(x_BTD, weight_VD, mesh=None):
 
 def decodes(x_BTI) -> bool:
     """Whether XLA decodes one token of each row. An export to ONNX keeps the weight where it is quantized: second."""
-    return x_BTI.shape[1] == 1 and x_BTI.device.type == "xla"
+    return x_BTI.shape[1] == 1 and x_BTI.device.type == DEVICE_TYPE
 
 
 def of_one_token(x_B1I, weight):
@@ -176,10 +175,10 @@ class Decoder(torch.nn.Module):
         """rows_of_tokens() where devices share sequences: each looks up its columns for all tokens, and exchanges them
         for its rows, then for its positions. Left alone, the partitioner would give every device all of both."""
         apart = tuple(axis for axis in BATCH if axis != "fsdp")
-        tokens_BT = xs.mark_sharding_with_gradients(tokens_BT, self.mesh, (apart, None))
+        tokens_BT = mark_sharding_with_gradients(tokens_BT, self.mesh, (apart, None))
         x = F.embedding(tokens_BT, self.token_embedding)
         for spec in ((apart, None, ("fsdp", "context")), (BATCH, None, "context"), (BATCH, "context", None)):
-            x = xs.mark_sharding_with_gradients(x, self.mesh, spec)
+            x = mark_sharding_with_gradients(x, self.mesh, spec)
         return x
 
     def initialise(self, seed: int) -> None:
@@ -202,14 +201,14 @@ class Decoder(torch.nn.Module):
     def hold_sharding(self, x_BTD):
         """Keep an activation sharded, in both passes; left alone, the partitioner may move it."""
         spec = (BATCH, "context", None)
-        return x_BTD if self.mesh is None else xs.mark_sharding_with_gradients(x_BTD, self.mesh, spec)
+        return x_BTD if self.mesh is None else mark_sharding_with_gradients(x_BTD, self.mesh, spec)
 
     def hold_positions(self, x, axis: int = 0):
         """x, whole, with its positions along an axis, 0 or 1 behind the batch, as devices hold those of a sequence."""
         if size_of(self.mesh) == 1:
             return x
         spec = (BATCH,) * axis + ("context",) + (None,) * (x.dim() - axis - 1)
-        return xs.mark_sharding_with_gradients(balanced(x, self.pieces, axis), self.mesh, spec)
+        return mark_sharding_with_gradients(balanced(x, self.pieces, axis), self.mesh, spec)
 
     def positions(self, length: int, device):
         """0 to length - 1 as devices hold them, (T,) int32."""
@@ -273,7 +272,7 @@ def load_weights(build: Callable, read: Callable, device, partition_spec: Callab
 
     def placed(value, spec: tuple | None):
         if model.mesh is not None:
-            xs.mark_sharding(value, model.mesh, spec)
+            mark_sharding(value, model.mesh, spec)
         return value
 
     generator = torch.Generator().manual_seed(seed)
@@ -289,5 +288,5 @@ def load_weights(build: Callable, read: Callable, device, partition_spec: Callab
         value = value.to(parameter.dtype).to(device)
         value = placed(torch.nn.Parameter(value, requires_grad=parameter.requires_grad), spec)
         model.load_state_dict({name: value}, strict=False, assign=True)
-        xm.wait_device_ops()  # or the host would hold all that has not been sent yet
+        wait_device_ops()  # or the host would hold all that has not been sent yet
     return model.to(device)

@@ -5,9 +5,6 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 import numpy as np
-import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 
 from language import context
 from language.hf_layout import sizes_of
@@ -16,6 +13,7 @@ from language.loops import AXES
 from language.routing import slots_of_capacity
 from language.token_data import SequenceData
 from language.transformer_options import TransformerConfig
+from tpu_utils.device import Mesh, device_count, device_type, set_global_mesh, sharding_spec, use_spmd
 from tpu_utils.errors import InputError
 from tpu_utils.hardware import attached_chips, parse_topology
 from tpu_utils.run import Run
@@ -95,13 +93,13 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
 
 def start_spmd(config: TransformerConfig) -> None:
     """Switch SPMD on if there are several devices. That must come before the first tensor."""
-    if xr.global_runtime_device_count() > 1:
-        xr.use_spmd(auto=config.sharding == "auto" and xr.device_type() == "TPU")
+    if device_count() > 1:
+        use_spmd(auto=config.sharding == "auto" and device_type() == "TPU")
 
 
-def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
+def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
     """The mesh over all devices, None for a single one, and the line that says why it is so."""
-    num_devices, on_tpu = xr.global_runtime_device_count(), xr.device_type() == "TPU"
+    num_devices, on_tpu = device_count(), device_type() == "TPU"
     if config.sharding == "auto" and not on_tpu:
         raise InputError(
             "sharding is auto, but XLA's auto-sharding works on TPU only: elsewhere it leaves every parameter whole on "
@@ -125,8 +123,8 @@ def start_mesh(config: TransformerConfig) -> tuple[xs.Mesh | None, str]:
             f"sample_every is {config.sample_every}, but found {num_devices} devices, and samples of a run are made on "
             "one; leave --sample_every out, and sample its checkpoints: python -m tools.generate --run_dir RUN"
         )
-    mesh = xs.Mesh(np.arange(num_devices), sizes, AXES)
-    xs.set_global_mesh(mesh)
+    mesh = Mesh(np.arange(num_devices), sizes, AXES)
+    set_global_mesh(mesh)
     named = [f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1 or axis in AXES[:3]]
     shared = f"; {context.words(config.context_attention)}" if context.size_of(mesh) > 1 else ""
     return mesh, f"{' x '.join(named)}: {why}{shared}"
@@ -155,7 +153,7 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
         run.print(
             f"width      {shape.embedding_dim} is no multiple of 128: the matrix unit works as if it were {padded}"
         )
-    if config.offload != "nothing" and xr.device_type() != "TPU" and not config.compile_for:
+    if config.offload != "nothing" and device_type() != "TPU" and not config.compile_for:
         run.print("offload    without effect: this device has no other memory than the host's")
     if config.initial_weights:
         run.print(f"weights    {config.initial_weights}{', as the run has changed them' if run.first_step else ''}")
@@ -179,6 +177,6 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
 def print_placement(run: Run, model: Decoder, partition_spec: Callable) -> None:
     """With --print_placement a line for each parameter: what partition_spec(name, parameter) says, where it lies."""
     for name, parameter in model.named_parameters() if run.config.print_placement else ():
-        spec = torch_xla._XLAC._get_xla_sharding_spec(parameter) or "one device"
+        spec = sharding_spec(parameter) or "one device"
         table = partition_spec(name, parameter)
         run.print(f"place      {name:22} {tuple(parameter.shape)!s:20} {table!s:38} {spec}")

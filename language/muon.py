@@ -8,10 +8,10 @@ learning rate and one weight decay.
 import math
 
 import torch
-import torch_xla.distributed.spmd as xs
 
 from language.layers import LAYER_MATRICES
 from language.loops import AXES
+from tpu_utils.device import Mesh, mark_sharding
 from tpu_utils.optim import Adam
 
 ITERATIONS = 5
@@ -30,10 +30,10 @@ def is_muons(name: str) -> bool:
     return name.partition(".")[0] in LAYER_MATRICES and not name.startswith("router")
 
 
-def spread(mesh: xs.Mesh | None, matrices_NAB: torch.Tensor) -> torch.Tensor:
+def spread(mesh: Mesh | None, matrices_NAB: torch.Tensor) -> torch.Tensor:
     """The same, each of the N whole on one device."""
     if mesh is not None:
-        xs.mark_sharding(matrices_NAB, mesh, (AXES, None, None))
+        mark_sharding(matrices_NAB, mesh, (AXES, None, None))
     return matrices_NAB
 
 
@@ -55,7 +55,7 @@ class Muon(Adam):
     the products, and no product is reduced over devices.
     """
 
-    def __init__(self, params, *, momentum: float, mesh: xs.Mesh | None, dtype: torch.dtype, **options):
+    def __init__(self, params, *, momentum: float, mesh: Mesh | None, dtype: torch.dtype, **options):
         """dtype: of the products that make momentum orthogonal. options: of Adam."""
         super().__init__(params, **options)
         self.momentum, self.mesh, self.dtype = momentum, mesh, dtype

@@ -8,11 +8,10 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-import torch_xla.core.xla_model as xm
 from torch.autograd.graph import saved_tensors_hooks
-from torch_xla.experimental.stablehlo_custom_call import place_to_device, place_to_host
 
 from language.loops import loop_in_graph
+from tpu_utils.device import optimization_barrier_, place_to_device, place_to_host
 
 LEVELS = {"inputs": ("input",)}
 LEVELS["attention"] = (*LEVELS["inputs"], "attention", "scale")
@@ -135,7 +134,7 @@ class RematLayer(torch.autograd.Function):
         tensors, count, given = ctx.saved_tensors, len(ctx.needed) - 1, len(grads)
         tensors = *grads, *tensors[:count], *on_device(tensors[count:], ctx.away)
         behind = [t.clone() for t in tensors]  # clones: the barrier is in place
-        xm.optimization_barrier_(behind)
+        optimization_barrier_(behind)
         grads, values, kept = behind[:given], behind[given : given + count], behind[given + count :]
         found, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, grads, values, Kept(ctx.saving, kept))
         gradients = iter(gradients)

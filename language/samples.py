@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import torch_xla.core.xla_model as xm
-
 from language.decoding import generate
 from language.layers import Decoder
 from language.sample_prompts import ask_of_run, sampling_options
 from language.transformer_options import TransformerConfig
-from tpu_utils.graphs import graphs_compiled
+from tpu_utils.device import get_rng_state, graphs_compiled, set_rng_state
 from tpu_utils.run import Run
 
 
@@ -17,12 +15,12 @@ def write_samples(run: Run, step: int, model: Decoder, config: TransformerConfig
     TensorBoard. Reads the weights and draws from the step's own seed, so a run ends with the same bits without it."""
     if not config.sample_every or (step % config.sample_every and step != config.num_steps):
         return
-    before, random_state = graphs_compiled(), xm.get_rng_state()
+    before, random_state = graphs_compiled(), get_rng_state()
     with run.phase("evaluation"):
         tokenizer, asked = ask_of_run(config, Path(config.run_dir))
         options = sampling_options(config, step)
         found = generate(model, asked.prompts, options, run.device, asked.ends, stops=asked.stops)
-    xm.set_rng_state(random_state)  # torch_xla's, which every graph that runs advances
+    set_rng_state(random_state)  # torch_xla's, which every graph that runs advances
     graphs = graphs_compiled() - before  # prefill and decode, the first time; then none
     texts = [tokenizer.decode(tokens[:-1] if tokens[-1] in asked.stops else tokens) for tokens in found]
     run.log_samples(step, graphs, zip(config.sample_prompts, texts, strict=True))

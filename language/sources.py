@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 
 from language import gpt, llama
 from language.hf_files import open_weights
@@ -21,6 +19,7 @@ from language.run_weights import longest_context, read_merged, read_run
 from language.shapes import BYTE_VOCAB_SIZE, LlamaShape, ModelShape
 from language.tokenizer import Numbers, Tokenizer, load_tokenizer
 from language.tokenizer_files import tokenizer_of_run
+from tpu_utils.device import Mesh, device_count, mark_sharding, set_global_mesh, use_spmd
 from tpu_utils.errors import InputError
 from tpu_utils.virtual_slice import without_weights
 
@@ -74,7 +73,7 @@ def open_source(
     return Source(shape, dtype, read, tokenizer, start, chat_format, longest)
 
 
-def build(source: Source, int8=False, mesh: xs.Mesh | None = None) -> Decoder:
+def build(source: Source, int8=False, mesh: Mesh | None = None) -> Decoder:
     """The model, its matrices in the compute dtype or in int8. Raises InputError for experts in int8."""
     if int8 and getattr(source.shape, "num_experts", 0):
         raise InputError(
@@ -87,12 +86,12 @@ def build(source: Source, int8=False, mesh: xs.Mesh | None = None) -> Decoder:
     return model
 
 
-def load(source: Source, device, int8=False, mesh: xs.Mesh | None = None) -> Decoder:
+def load(source: Source, device, int8=False, mesh: Mesh | None = None) -> Decoder:
     """The model on the device, or on a mesh as sampling_spec() says. The host holds one parameter at a time."""
     return load_weights(partial(build, source, int8, mesh), source.read, device, sampling_spec)
 
 
-def without_values(source: Source, device, int8=False, mesh: xs.Mesh | None = None) -> Decoder:
+def without_values(source: Source, device, int8=False, mesh: Mesh | None = None) -> Decoder:
     """As load(), of shapes without memory, which the compiler is asked about."""
 
     def with_scales() -> Decoder:
@@ -105,9 +104,9 @@ def without_values(source: Source, device, int8=False, mesh: xs.Mesh | None = No
     model = without_weights(with_scales, device)
     for name, parameter in model.named_parameters() if mesh else ():
         spec = sampling_spec(name, parameter)
-        xs.mark_sharding(parameter, mesh, spec)
+        mark_sharding(parameter, mesh, spec)
         if parameter.dtype == torch.int8:
-            xs.mark_sharding(model.get_buffer(scale_name(name)), mesh, spec[:-1])
+            mark_sharding(model.get_buffer(scale_name(name)), mesh, spec[:-1])
     return model
 
 
@@ -125,12 +124,12 @@ def sampling_spec(name: str, parameter: torch.Tensor) -> tuple[str | None, ...]:
     return tuple("tensor" if axis == shared else None for axis in range(parameter.dim()))
 
 
-def sampling_mesh(shape: ModelShape) -> xs.Mesh | None:
+def sampling_mesh(shape: ModelShape) -> Mesh | None:
     """All devices of this host along the axis "tensor"; None for one device. Call it before the first tensor.
 
     Raises InputError where heads, MLP or vocabulary cannot be divided by them.
     """
-    devices = xr.global_runtime_device_count()
+    devices = device_count()
     if devices == 1:
         return None
     for name, count in (
@@ -142,7 +141,7 @@ def sampling_mesh(shape: ModelShape) -> xs.Mesh | None:
             raise InputError(
                 f"the model has {count} {name}, which {devices} devices cannot share evenly; use --devices one"
             )
-    xr.use_spmd()
-    mesh = xs.Mesh(np.arange(devices), (1, 1, devices, 1, 1), AXES)
-    xs.set_global_mesh(mesh)
+    use_spmd()
+    mesh = Mesh(np.arange(devices), (1, 1, devices, 1, 1), AXES)
+    set_global_mesh(mesh)
     return mesh

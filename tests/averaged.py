@@ -20,8 +20,8 @@ from torch import nn
 
 from config import MnistConfig
 from tpu_utils.average import update_average
+from tpu_utils.device import BatchSharding
 from tpu_utils.graphs import one_graph
-from tpu_utils.loader import BatchSharding
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.optim import learning_rates, make_optimizer
 from tpu_utils.run import Run

@@ -32,7 +32,7 @@ def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: l
     from images.arrays import TrainBatches
     from images.mnist import load_dataset
     from tpu_compiler.tracing import alias_id
-    from tpu_utils.loader import send
+    from tpu_utils.device import send
     from tpu_utils.metrics import DeviceMetrics
     from tpu_utils.optim import learning_rates, make_optimizer
     from tpu_utils.options import parse_command_line

@@ -154,6 +154,45 @@ def test_a_leaf_imports_nothing_of_ours(leaf):
     assert not ours_of(f"tpu_utils.{leaf}")
 
 
+ROOM = "tpu_utils.device"
+"""Of the backend: all others have it from there."""
+KERNELS = ["loops", "device_loop", "flash_attention", "expert_kernels"]  # programs of XLA's own, built or lowered there
+OF_TORCH_XLA = {ROOM, "tpu_utils.virtual_slice", *(f"language.{name}" for name in KERNELS)}
+"""And what is made of torch_xla's own insides; virtual_slice settles them before it is imported."""
+ROAD = ("config", "images", "language", "tpu_utils", *LENGTHS, "tools.generate", "tools.evaluate")
+
+
+def test_one_room_knows_the_backend():
+    """Wherever in a file the import stands. tpu_compiler/, the doctor and what measures a chip ask torch_xla itself."""
+    found = {name for name in OURS if name in ROAD or street_of(name) in ROAD}
+    roots = {name: {other.split(".")[0] for other in imports_of(OURS[name])} for name in found}
+    assert {name for name in found if roots[name] & {"torch_xla", "torch_tpu"}} == OF_TORCH_XLA
+    for name in found - OF_TORCH_XLA:
+        text = ast.unparse(tree_of(OURS[name]))
+        assert "_XLAC" not in text and "'xla'" not in text, name
+
+
+def names_in(path: Path) -> set[str]:
+    """Functions, classes and values of a module that have no underscore in front, those under an if too."""
+    found, waiting = set(), list(tree_of(path).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.If):
+            waiting += node.body
+        elif isinstance(node, ast.Assign):
+            targets = [one for target in node.targets for one in getattr(target, "elts", [target])]
+            found |= {one.id for one in targets if isinstance(one, ast.Name)}
+    return {name for name in found if not name.startswith("_")}
+
+
+def test_the_second_road_has_no_name_that_the_room_has_not():
+    """Its names take the place of the room's."""
+    found = names_in(OURS["tpu_utils.torch_compile"])
+    assert len(found) > 25 and found <= names_in(OURS[ROOM]), found - names_in(OURS[ROOM])
+
+
 BEFORE_TORCH = ["config", "language.transformer_options", "setup_tpu", "tpu_utils.environment", "tpu_utils.run_dir"]
 BEFORE_TORCH += [f"images.{name}" for name in ("arrays", "mnist", "cifar")]
 BEFORE_TORCH += [

@@ -103,17 +103,24 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
     config = command_line(EvaluateConfig, __doc__, check_files)
 
 import torch
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from tqdm import tqdm
 
 from language.context import inputs_and_targets
 from language.loops import AXES, BATCH
 from language.operations import is_likeliest, losses
 from language.sources import Source, load, open_source, sampling_mesh
-from tpu_utils.device import start_device
-from tpu_utils.graphs import graphs_compiled, one_graph
-from tpu_utils.loader import BatchSharding, send
+from tpu_utils.device import (
+    BatchSharding,
+    Mesh,
+    device_count,
+    graphs_compiled,
+    mark_sharding,
+    send,
+    set_global_mesh,
+    start_device,
+    use_spmd,
+)
+from tpu_utils.graphs import one_graph
 
 
 @one_graph(each_shape=True)
@@ -125,7 +132,7 @@ def score_step(model, tokens_BS):
         sums = losses(logits, targets, vocab_size), (targets >= 0).float(), is_likeliest(logits, targets, vocab_size)
         result = torch.stack([x.sum(1) for x in sums], 1)
         if model.mesh is not None:
-            xs.mark_sharding(result, model.mesh, (None, None))
+            mark_sharding(result, model.mesh, (None, None))
         return result
 
 
@@ -139,16 +146,16 @@ def score(model, rows: list[Row], T: int, tokens: int, device, name: str = "") -
     return np.concatenate([result.cpu().numpy() for result in bar]).astype(np.float64)[places]
 
 
-def start_mesh(devices: str, source: Source) -> xs.Mesh | None:
+def start_mesh(devices: str, source: Source) -> Mesh | None:
     """None for one device. Call it before the first tensor."""
-    count = xr.global_runtime_device_count()
+    count = device_count()
     if devices == "weights":
         return sampling_mesh(source.shape)
     if devices == "one" or count == 1:
         return None
-    xr.use_spmd()
-    mesh = xs.Mesh(np.arange(count), (count, 1, 1, 1, 1), AXES)
-    xs.set_global_mesh(mesh)
+    use_spmd()
+    mesh = Mesh(np.arange(count), (count, 1, 1, 1, 1), AXES)
+    set_global_mesh(mesh)
     return mesh
 
 

@@ -122,14 +122,13 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
     config = command_line(GenerateConfig, __doc__, check_source)
 
 import torch
-from torch_xla.distributed.spmd import Mesh
 
 from language.decoding import TOKENS, Cache, check_lengths, decode, decode_loop, generate, rows_of
 from language.int8 import scale_name
 from language.layers import Decoder
 from language.sources import Source, load, open_source, sampling_mesh, sampling_spec, without_values
-from tpu_utils.device import start_device
-from tpu_utils.graphs import FirstStep, graphs_compiled
+from tpu_utils.device import Mesh, graphs_compiled, start_device
+from tpu_utils.graphs import FirstStep
 
 
 def source_of(config: GenerateConfig) -> Source:

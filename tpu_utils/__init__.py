@@ -1,11 +1,13 @@
 """What every training script calls. A reader of one script opens run.py and needs no other file of this folder.
 
 run           Run: run directory, log, checkpoints, stop signals, behind a script's loop; imports most of the others
-device        start_device, and what a run says it runs on
+device        the one room that knows the backend: started, described, a step compiled and counted; tensors sent, placed
+              on a mesh, read back in shards; random numbers, memory
 checks        check_model: model, evaluation and training step, tried in plain PyTorch before anything is compiled
-graphs        @one_graph: a second graph of a step stops the run; counters of graphs and transfers
+torch_compile the same names where torch_xla is not installed: the second road of docs/torchtpu.md
+graphs        @one_graph: a second graph of a step stops the run; second_graph: why there is one
 metrics       values of each step that stay on the device until a log line
-loader        batches on their way to the device, ahead of the step
+loader        batches sent to the device in a thread, ahead of the step
 optim         learning rates, optimizers whose state is there before step 1, the average of the weights
 dropout       masks hashed on the device
 replicas      a process for each device, with DistributedDataParallel

@@ -6,13 +6,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-
-import torch_xla
-
-# The base class of xp.Trace and xp.StepTrace. Those also push a scope that names the operations inside, which would
-# make another graph, and StepTrace syncs at its end. TraceMe does neither; without a running trace it does nothing.
-TraceMe = torch_xla._XLAC.profiler.TraceMe
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class Goodput:
@@ -22,8 +17,9 @@ class Goodput:
     In a trace of --profile_steps a phase is an event on the host, `phase evaluation` and so on.
     """
 
-    def __init__(self, start: float | None = None):
-        """start: when start_up began, by time.perf_counter(); None: now."""
+    def __init__(self, start: float | None = None, trace: Callable[[str], Any] = contextlib.nullcontext):
+        """start: when start_up began, by time.perf_counter(); None: now. trace: a context, an event of that name."""
+        self._trace = trace
         phases = ("start_up", "compile", "data_wait", "step", "evaluation", "checkpoint", "other")
         self.seconds = dict.fromkeys(phases, 0.0)  # others are added as they come
         self.busy = 0.0
@@ -53,7 +49,7 @@ class Goodput:
         self._stack.append(name)
         self.changes += 1
         try:
-            with TraceMe(f"phase {name}"):
+            with self._trace(f"phase {name}"):
                 yield
         finally:
             self._settle()

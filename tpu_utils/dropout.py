@@ -11,9 +11,9 @@ transformer_tpu.py and gpt.py use batch_keys() and dropout().
 import zlib
 
 import torch
-import torch_xla.runtime as xr
 from torch import nn
 
+from tpu_utils.device import DEVICE_TYPE, global_ordinal, world_size
 from tpu_utils.errors import InputError, TrainingError
 
 
@@ -95,8 +95,8 @@ class Dropout(nn.Module):
     def _apply(self, fn, recurse=True):
         """Called by to(device). replica is no buffer: DDP's start would broadcast the first replica's to all."""
         super()._apply(fn, recurse)
-        if self.step.device.type == "xla" and xr.world_size() > 1:
-            self.replica = torch.tensor([xr.global_ordinal()], dtype=torch.int32).to(self.step.device)
+        if self.step.device.type == DEVICE_TYPE and world_size() > 1:
+            self.replica = torch.tensor([global_ordinal()], dtype=torch.int32).to(self.step.device)
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class Dropout(nn.Module):
             )
         rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
         if self.replica is not None:
-            rows = rows * xr.world_size() + self.replica
+            rows = rows * world_size() + self.replica
         keys_B = row_keys(self.step, self.salt, rows)
         self.step.add_(1)
         return dropout(x, self.p, keys_B)

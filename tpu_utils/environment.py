@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 from tpu_utils.compiler_flags import set_flags
@@ -86,6 +87,8 @@ def choose_device(config: "TrainConfig") -> str:
 
         settle_hosts(chips)
     os.environ["PJRT_DEVICE"] = chosen.upper()
+    if chosen == "cpu" and not find_spec("torch_xla"):  # torch_tpu, loaded by torch, would start libtpu
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     if num_virtual_devices := getattr(config, "num_virtual_devices", 0):
         if chosen != "cpu":
             raise InputError(

@@ -1,34 +1,17 @@
-"""@one_graph: a second graph of a step stops the run. Counters of graphs, and of transfers between host and device."""
+"""@one_graph: a second graph of a step stops the run, and the message says what changed."""
 
 import contextlib
 import functools
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch_xla
-import torch_xla.debug.metrics as met
 
 from tpu_utils.clock import Goodput
+from tpu_utils.device import DEVICE_TYPE, READS, compile_step, graphs_compiled, pending_operation
 from tpu_utils.errors import RecompileError, first_line, line_of
-
-
-def transfers_to_device() -> int:
-    """Host-to-device transfers of this process so far, by torch_xla's own counter."""
-    return (met.metric_data("TransferToDeviceTime") or [0])[0]
-
-
-def transfers_from_device() -> int:
-    """Device-to-host transfers of this process so far, by torch_xla's own counter."""
-    return (met.metric_data("TransferFromDeviceTime") or [0])[0]
-
-
-def graphs_compiled() -> int:
-    """Programs compiled, or read from the compile cache, by this process so far."""
-    return sum(met.counter_value(name) or 0 for name in ("UncachedCompile", "PersistentCacheHit"))
 
 
 class FirstStep(Exception):
@@ -47,7 +30,7 @@ class OneGraph:
         functools.update_wrapper(self, function)
         self.each_shape, self.couples_examples = each_shape, couples_examples
         self.watch, self.signature = None, inspect.signature(function)
-        self.compiled = torch_xla.compile(function, full_graph=True, name=function.__name__)
+        self.compiled = compile_step(function)
         """The step without the watch, for a call outside of a run."""
 
     def __call__(self, *arguments, **keywords):
@@ -147,47 +130,17 @@ class StepWatch:
         new, self.total = total - self.total, total
         seen.graphs += new
         if seen.graphs > 1:
+            from tpu_utils.second_graph import reasons  # only for a step that has one
+
+            why = reasons(seen, is_first, _held_by_modules(named), _state_sizes(named), shapes, numbers)
             raise RecompileError(
-                f"{call} compiled graph {seen.graphs} of {step.__name__}, expected 1: "
-                f"{'; '.join(self._reasons(seen, is_first, named, shapes, numbers))}"
+                f"{call} compiled graph {seen.graphs} of {step.__name__}, expected 1: {'; '.join(why)}"
             )
         changed = {name for name, value in numbers.items() if seen.numbers.get(name, value) != value}
         seen.shapes, seen.numbers, seen.changed = shapes, numbers, changed
         if is_training:
             self._on_step(bool(new))
         return result
-
-    def _reasons(self, seen: "Seen", is_first: bool, named: dict, shapes: dict, numbers: dict) -> list[str]:
-        reasons = [
-            f"{name} was {seen.shapes[name]}, is {s}" for name, s in shapes.items() if seen.shapes.get(name, s) != s
-        ]
-        in_modules = _reasons_in_modules(seen.calls, seen.held, _held_by_modules(named))
-        reasons += in_modules
-        if is_first:
-            return [
-                "this is its first call, so operations on device tensors before it became a graph of their own; "
-                "do them inside the step, or on the host before the tensor is sent",
-                *in_modules,
-            ]
-        if born := {n: size for n, size in _state_sizes(named).items() if size > seen.state.get(n, size)}:
-            return [
-                f"{name} has {size} tensors of state and had {seen.state[name]} before its first step: state that is "
-                "created inside a step makes the next one another program; create it before, as make_optimizer of "
-                f"tpu_utils/optim.py does: for each parameter {name}.state[parameter] = {{name: zeros made on the "
-                "host, sent to the device}"
-                for name, size in born.items()
-            ]
-        values = [
-            f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {seen.numbers[name]!r} -> {value!r}"
-            for name, value in numbers.items()
-            if seen.numbers.get(name, value) != value and name not in seen.changed
-        ]
-        return reasons or [
-            "no argument changed its shape or dtype, so look for a Python number that is part of the program "
-            "(0, 1, sizes, positions and dims are; make it a tensor on the device), for an operation on device "
-            "tensors between the steps (move it into the step), or for state that was created inside the step; "
-            f"numbers among the arguments that changed now, and not before: {', '.join(values) or 'none'}"
-        ]
 
 
 @dataclass
@@ -210,7 +163,7 @@ class Seen:
 
 def raise_if_read(error: RuntimeError, name: str, call: str) -> None:
     """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads."""
-    if not any(said in str(error) for said in ("Unexpected execution", "tensor_data")):
+    if not any(said in str(error) for said in READS):
         return
     raise RecompileError(
         f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "
@@ -227,7 +180,7 @@ class Held:
     kind: str
     shape: str
     operation: str
-    """The pending operation that would compute it; prim::Constant: a host scalar of 0 or 1. "": it has its data."""
+    """Of pending_operation()."""
 
 
 def _held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
@@ -239,54 +192,14 @@ def _held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
         named = [("buffer", *pair) for pair in module.named_buffers(name)]
         named += [("parameter", *pair) for pair in module.named_parameters(name)]
         for kind, path, tensor in named:
-            if tensor.device.type == "xla" and id(tensor) not in seen:
+            if tensor.device.type == DEVICE_TYPE and id(tensor) not in seen:
                 seen.add(id(tensor))
-                found[path] = Held(kind, _shape_of(tensor), _pending_operation(tensor))
+                found[path] = Held(kind, _shape_of(tensor), pending_operation(tensor))
     return found
-
-
-def _pending_operation(tensor: torch.Tensor) -> str:
-    text = torch_xla._XLAC._get_xla_tensor_debug_info(getattr(tensor, "global_tensor", tensor))
-    line = next(line for line in text.splitlines() if line.startswith("IR: "))
-    operation = re.search(r"\w+::\w+", line.rpartition("] ")[2])  # after [scope]; no match: "IR: None"
-    return operation[0] if operation and operation[0] != "xla::device_data" else ""
 
 
 def _shape_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _reasons_in_modules(calls: int, before: list[dict[str, Held]], now: dict[str, Held]) -> list[str]:
-    """What modules held that can be the cause of a second graph, each with a remedy.
-
-    calls: of the step so far. before: what was held before each of its first two calls.
-    """
-    if not before:
-        return []
-    operations = {path: held.operation for path, held in before[-1].items() if held.operation and calls <= 2}
-    found = {
-        PENDING: [f"{path} ({name})" for path, name in operations.items() if name != "prim::Constant"],
-        CONSTANT: [path for path, name in operations.items() if name == "prim::Constant"],
-    }
-    if calls > 1:
-        old, new = (before[0], before[1]) if calls == 2 else (before[1], now)
-        common = [path for path in new if path in old]
-        found[CREATED] = [f"{new[p].kind} {p} ({new[p].shape})" for p in new if p not in old]
-        found[RESHAPED] = [f"{p} was {old[p].shape}, is {new[p].shape}" for p in common if old[p].shape != new[p].shape]
-    texts = {remedy: names[:5] + [f"{len(names) - 5} more"] * (len(names) > 5) for remedy, names in found.items()}
-    return [f"{', '.join(names)} {remedy}" for remedy, names in texts.items() if names]
-
-
-PENDING = (
-    "was still to be computed on the device when the step was called; compute it on the host before model.to(device), "
-    "or inside the step, or call torch_xla.sync() before the loop"
-)
-CREATED = "was created in a step, so the next one has an input more: register it in __init__, in its final shape"
-RESHAPED = "in the step after: give it its final shape and dtype in __init__, and write into it"
-CONSTANT = (
-    "is a scalar, and of 0 or 1 torch_xla makes a constant instead of sending it: give its module to run.track(), "
-    "which sends it, or give it the shape (1,)"
-)
 
 
 def _numbers_in(named: dict[str, Any]) -> dict[tuple, Any]:

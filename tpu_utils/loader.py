@@ -1,45 +1,14 @@
 """Batches on their way to the device, ahead of the step."""
 
 import contextlib
-import math
 import queue
 import threading
 from collections.abc import Iterable
 
-import numpy as np
 import torch
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 
 from tpu_utils.clock import Goodput
-from tpu_utils.graphs import transfers_to_device
-
-
-class BatchSharding:
-    """Shards axis 0 of every tensor of a batch over mesh axes. A host reads `part` of `num_parts` of the rows.
-
-    An xs.ShardingSpec fits tensors of one number of axes, and silently leaves others replicated (xla_spec).
-    If rows are replicated over another mesh axis, torch_xla 2.9 cannot assemble them from several hosts (runtime check:
-    "Minibatch sharding only supports sharding along the batch dimension"): then every host reads the whole batch.
-    """
-
-    def __init__(self, mesh: xs.Mesh, axes: tuple[str, ...]):
-        self._mesh, self._axes = mesh, axes
-        shards = math.prod(size for name, size in mesh.shape().items() if name in axes)
-        self.minibatch = xr.process_count() > 1 and shards == mesh.size()
-        self.part, self.num_parts = (xr.process_index(), xr.process_count()) if self.minibatch else (0, 1)
-
-    def xla_spec(self, tensor: torch.Tensor):
-        spec = (self._axes,) + (None,) * (tensor.dim() - 1)
-        return xs.ShardingSpec(self._mesh, spec, minibatch=self.minibatch).xla_spec(tensor)
-
-
-def send(batch, device: torch.device, sharding: BatchSharding | None = None) -> list[torch.Tensor]:
-    """Send a batch, a host array or a tuple of them: in one transfer, or when it is sharded in one for each array."""
-    arrays = batch if isinstance(batch, tuple | list) else (batch,)
-    tensors = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
-    return xm.send_cpu_data_to_device(tensors, device, sharding)
+from tpu_utils.device import BatchSharding, send, transfers_to_device
 
 
 class DeviceLoader:

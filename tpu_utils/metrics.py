@@ -130,7 +130,8 @@ class Speed:
         rate = f"{self._unit}_per_second"
         if not steps:
             return dict.fromkeys(("step_seconds", rate, "mfu", "data_wait_seconds", "host_seconds"))
-        self.uploads_per_step = (self._uploads - uploads_before) / steps
+        uploads = (self._uploads - uploads_before) / steps
+        self.uploads_per_step = None if math.isnan(uploads) else uploads  # nan: the backend does not count them
         data_wait = (self._seconds["data_wait"] - before["data_wait"]) / steps
         seconds = (self._seconds["step"] - before["step"]) / steps + data_wait
         per_second = count / steps / seconds

@@ -150,7 +150,7 @@ def make_optimizer(config: "TrainConfig", parameters, adam: Callable = Adam) -> 
     without parameters is left out; one with "state" names its own.
     """
     parameters = [given for given in parameters if not isinstance(given, dict) or given["params"]]
-    common = dict(lr=torch.tensor(config.learning_rate), weight_decay=config.weight_decay)
+    common = dict(lr=torch.full((1,), config.learning_rate), weight_decay=config.weight_decay)
     if config.optimizer == "sgd":
         optimizer, usual = SGD(parameters, momentum=config.momentum, **common), ("momentum_buffer",)
     elif adam is Adam and config.optimizer not in ("adam", "adamw"):

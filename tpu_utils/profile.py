@@ -3,10 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch_xla.core.xla_model as xm
-import torch_xla.debug.profiler as xp
-
-from tpu_utils.clock import TraceMe
+from tpu_utils.device import TraceMe, start_trace, stop_trace, wait_device_ops
 from tpu_utils.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,7 +32,7 @@ class Profile:
         self._end_step()
         if step == self._first:
             self._folder.mkdir(parents=True, exist_ok=True)
-            xp.start_trace(str(self._folder))
+            start_trace(str(self._folder))
             self._running = True
         if step == self._last:
             self._stop()
@@ -52,8 +49,8 @@ class Profile:
     def _stop(self) -> None:
         self._end_step()
         if self._running:
-            xm.wait_device_ops()  # the traced steps may still be running
-            xp.stop_trace()
+            wait_device_ops()  # the traced steps may still be running
+            stop_trace()
             self._running = False
             print(
                 f"trace of steps {self._first} to {self._last - 1}: tensorboard --logdir {self._folder} (tab Profile)"

@@ -1,6 +1,6 @@
 """A process for each device: replicas that torchrun starts, whose gradients DistributedDataParallel averages.
 
-The private interfaces of torch and torch_xla that DDP needs are here.
+The private interfaces of torch that DDP needs are here.
 """
 
 import os
@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.xla_backend  # registers the process group "xla" and init_method "xla://"
-import torch_xla.runtime as xr
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tpu_utils.device import all_reduce, broadcast_master_param, global_ordinal, init_process_group, sync, world_size
 from tpu_utils.environment import choose_device
 from tpu_utils.errors import InputError
 from tpu_utils.hardware import attached_chips
@@ -46,24 +43,18 @@ def check_launched(config: "TrainConfig") -> None:
 
 def join_replicas(config: "TrainConfig") -> Peers:
     """Become one replica among those that torchrun has started. Returns the processes of the run."""
-    if config.compile_for:  # trace what replica 0 of all devices of the slice would run
-        xm.set_replication(torch_xla.device(), xm.get_xla_supported_devices())
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("xla", init_method="xla://")
-    else:  # a replica alone: xla:// would listen on all addresses for others
-        ordinal, count = xr.global_ordinal(), xr.world_size()
-        dist.init_process_group("xla", store=dist.HashStore(), rank=ordinal, world_size=count)
-    if config.compile_for or xr.world_size() == 1:
+    init_process_group(tracing=bool(config.compile_for))
+    if config.compile_for or world_size() == 1:
         return Peers()
     from tpu_utils.remote.meeting import meet_replicas  # only where there are several
 
-    return meet_replicas(xr.global_ordinal(), xr.world_size(), config.peers_timeout)
+    return meet_replicas(global_ordinal(), world_size(), config.peers_timeout)
 
 
 def over_replicas(value: torch.Tensor) -> torch.Tensor:
     """The sum over the replicas, on the devices. Of a tensor on the host itself: check_model() tries steps there."""
-    is_alone = xr.world_size() == 1 or value.device.type == "cpu"
-    return value if is_alone else xm.all_reduce(xm.REDUCE_SUM, value, pin_layout=False)
+    is_alone = world_size() == 1 or value.device.type == "cpu"
+    return value if is_alone else all_reduce(value)
 
 
 def replicate(model: nn.Module, tracing: bool) -> DistributedDataParallel:
@@ -73,7 +64,7 @@ def replicate(model: nn.Module, tracing: bool) -> DistributedDataParallel:
     """
     check_replicated(model)
     if not tracing:
-        xm.broadcast_master_param(model)
+        broadcast_master_param(model)
     # init_sync would compare shapes through the host; views of the buckets would be other graphs in steps 1 and 2
     replica = DistributedDataParallel(model, init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=False)
     # DDP's lazy set-up talks to the host inside steps 1 and 2: do it here
@@ -81,7 +72,7 @@ def replicate(model: nn.Module, tracing: bool) -> DistributedDataParallel:
         # after one step the reducer would agree on new buckets through the host, in the middle of the compiled step 2
         replica.reducer._push_all_rebuilt_params()
         replica.reducer._rebuild_buckets()
-        torch_xla.sync()  # the buckets exist now, for step 1 as for all others
+        sync()  # the buckets exist now, for step 1 as for all others
     return replica
 
 
@@ -94,10 +85,10 @@ def check_replicated(model: nn.Module) -> None:
         for name, module in norms
         if isinstance(module, kinds[0]) or module.track_running_stats
     ]
-    if found and xr.world_size() > 1:
+    if found and world_size() > 1:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise InputError(
-            f"there are {xr.world_size()} replicas, and in each {', '.join(found[:3])}{more} would have the "
+            f"there are {world_size()} replicas, and in each {', '.join(found[:3])}{more} would have the "
             "statistics of its own part of the batch, and buffers unlike the others'; use distributed_mnist_tpu.py, "
             "where they are over the global batch, or a norm over each example, such as GroupNorm"
         )

@@ -20,17 +20,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch_xla.core.xla_model as xm
-import torch_xla.runtime as xr
 
 import tpu_utils
+from tpu_utils import device
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.state import Beginning, Tracked
 from tpu_utils.clock import Goodput, watch_for_stalls
-from tpu_utils.device import device_memory, devices_used, peak_flops, print_banner, start_device
 from tpu_utils.errors import NonFiniteError, SaveError, never_fail_to_print
 from tpu_utils.graphs import OneGraph, StepWatch
-from tpu_utils.loader import BatchSharding, DeviceLoader, send
+from tpu_utils.loader import DeviceLoader
 from tpu_utils.log import RunLog, better, print_summary
 from tpu_utils.metrics import Speed, finite_means, first_not_finite
 from tpu_utils.options import as_json
@@ -55,7 +53,7 @@ class Run:
     ):
         """steps: all that the run calls, the training step first. hosts: the processes of this run, one for each host.
 
-        join: starts SPMD (xr.use_spmd) or joins a process group; called before a device is touched. May return the
+        join: starts SPMD (use_spmd) or joins a process group; called before a device is touched. May return the
         processes of the run.
         """
         never_fail_to_print()  # run_script does it too, before the seconds of imports
@@ -64,7 +62,7 @@ class Run:
         """Fields of the last evaluation, also of one before a resumption."""
         self.examples: tuple | None = None
         """Of check_model(): arrays of a few examples to try the training step on, and evaluate()'s loss of a model."""
-        self._goodput, self._stop, self._stop_signal = Goodput(tpu_utils.STARTED), StopRequest(), 0
+        self._goodput, self._stop, self._stop_signal = Goodput(tpu_utils.STARTED, device.TraceMe), StopRequest(), 0
         self._watch = StepWatch(steps, self._goodput)
         self._writers = contextlib.ExitStack()  # closed by finish(), or by an error
         self._dir: RunDir | None = None
@@ -75,7 +73,7 @@ class Run:
     def __enter__(self) -> "Run":
         watch_for_stalls(self._goodput, self.config.stall_seconds)
         try:
-            self.device, peers = start_device(self.config, self._join)
+            self.device, peers = device.start_device(self.config, self._join)
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
@@ -96,7 +94,7 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------ before the loop
 
-    def open(self, batches, dataset, flops: float | None = None, sharding: BatchSharding | None = None) -> None:
+    def open(self, batches, dataset, flops: float | None = None, sharding: device.BatchSharding | None = None) -> None:
         """Say what this runs on; make and lock the run directory; read the newest checkpoint, if it is to be resumed.
 
         batches: has num_steps, of the whole run. Optional: unit, what is counted ("examples"); count(batch), how many
@@ -118,8 +116,8 @@ class Run:
         self._checkpoints = Checkpoints(folder, config.keep_checkpoints, self.peers, self._dir.mirror, run_id)
         # what a checkpoint belongs to
         self._run = {**as_json(config), "data": dataset.description, "data_crc32": dataset.fingerprint()}
-        if self.peers.index == 0 or xr.is_spmd():  # under SPMD every host says where it is
-            print_banner(config, self.device)
+        if self.peers.index == 0 or device.is_spmd():  # under SPMD every host says where it is
+            device.print_banner(config, self.device)
         self.print(f"run        {'none: nothing runs' if config.compile_for else self._shown_place}")
         if config.options_from:
             self.print(f"options    from {config.options_from}")
@@ -185,7 +183,7 @@ class Run:
         """
         config, folder, span = self.config, self._dir.folder, (self.first_step, self.num_steps)
         if config.compile_for:
-            batch = send(batches.batch(0), self.device, self._sharding)
+            batch = device.send(batches.batch(0), self.device, self._sharding)
             count = self._count(batch)
             sizes = dict(examples=count, unit=self._unit, model_flops=self._flops and self._flops * count)
             self._watch.ask(topology=config.compile_for, **sizes, settings=as_json(config))
@@ -216,7 +214,7 @@ class Run:
         self._writers.callback(getattr(batches, "close", lambda: None))  # once the loader has ended
         ahead = (batches.batch(index) for index in range(*span))
         loader = enter(DeviceLoader(ahead, self.device, config.prefetch_batches, self._goodput, self._sharding))
-        self._speed = Speed(self._goodput, loader, self._unit, self._flops, peak_flops(devices_used()))
+        self._speed = Speed(self._goodput, loader, self._unit, self._flops, device.peak_flops())
         self._watch.begin(self.first_step, self._speed.step_done, self._try_first_step)
         if self._begun.restore:
             self._tracked.set_random_state()  # last, after all that may draw
@@ -232,7 +230,7 @@ class Run:
                 return
 
     def _try_first_step(self, step: OneGraph, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if self.examples and xr.process_count() == 1:  # one host has all shards of what the step gets
+        if self.examples and device.process_count() == 1:  # one host has all shards of what the step gets
             from tpu_utils.first_step import check_training  # only here: a run that does no step needs it not
 
             with self._goodput.phase("start_up"):
@@ -242,11 +240,11 @@ class Run:
     @contextlib.contextmanager
     def in_plain_pytorch(self) -> Iterator[None]:
         """Steps that are called inside run as they are written, on tensors of the host."""
-        device, self.device, self._watch.is_plain = self.device, torch.device("cpu"), True
+        before, self.device, self._watch.is_plain = self.device, torch.device("cpu"), True
         try:
             yield
         finally:
-            self.device, self._watch.is_plain = device, False
+            self.device, self._watch.is_plain = before, False
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -254,7 +252,7 @@ class Run:
         if self._watch.is_plain:
             yield
             return
-        xm.wait_device_ops()  # finish the dispatched steps: else the seconds of these would count for this phase
+        device.wait_device_ops()  # finish the dispatched steps: else the seconds of these would count for this phase
         with self._goodput.phase(name), self._speed.uploads_left_out() if self._speed else contextlib.nullcontext():
             yield
 
@@ -377,7 +375,7 @@ class Run:
             self._checkpoints.wait()
         self._dir.check()
         self._goodput.enter("other")
-        memory, metrics = device_memory(self.device), self._tracked.metrics
+        memory, metrics = device.device_memory(self.device), self._tracked.metrics
         named = {"accuracy": "test_accuracy"}  # the summary's word for it
         summary = {
             "steps": self._step,

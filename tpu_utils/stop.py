@@ -8,7 +8,7 @@ import time
 import urllib.request
 import weakref
 
-import torch_xla.runtime as xr
+from tpu_utils.device import device_type
 
 ECHO_SECONDS = 1.0
 """A signal within so long after the first is the same request: Ctrl-C reaches a launcher too, which hands it on."""
@@ -52,7 +52,7 @@ class StopRequest:
 
         Google's client libraries read the same variable. A server that is silent or absent has no effect.
         """
-        if xr.device_type() == "TPU" or os.environ.get("GCE_METADATA_HOST"):
+        if device_type() == "TPU" or os.environ.get("GCE_METADATA_HOST"):
             for key in NOTICES:
                 # no reference to self: the thread ends when nobody can ask any more
                 arguments = (weakref.ref(self), key)

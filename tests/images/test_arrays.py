@@ -148,7 +148,7 @@ def test_anything_that_is_an_array_of_numbers_is_taken(tmp_path):
 def test_every_kind_of_number_reaches_the_device_as_it_is(kind, as_sent):
     import torch_xla
 
-    from tpu_utils.loader import send
+    from tpu_utils.device import send
 
     images = np.array([[0, 1], [1, 1], [0, 0], [1, 0]]).astype(kind)
     data = a_set(images, LABELS[:4], images, LABELS[:4])

@@ -5,7 +5,7 @@ import torch
 import torch_xla
 
 from language.device_loop import DeviceLoop
-from tpu_utils.graphs import graphs_compiled, transfers_to_device
+from tpu_utils.device import graphs_compiled, transfers_to_device
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ def test_replicas_of_ddp_drop_what_one_device_would_drop(tmp_path):
 
 
 def test_batch_norm_over_several_replicas_is_refused(monkeypatch):
-    monkeypatch.setattr(ddp_mnist_tpu.xr, "world_size", lambda: 8)
+    monkeypatch.setattr(replicas, "world_size", lambda: 8)
     message = (
         r"there are 8 replicas, and in each norm \(BatchNorm2d\) would have .*; use distributed_mnist_tpu.py, where"
     )

@@ -18,9 +18,8 @@ from config import MnistConfig
 from images.arrays import eval_batches
 from images.mnist import load_digits
 from tpu_utils.checks import check_model
+from tpu_utils.device import graphs_compiled, send, transfers_from_device, transfers_to_device
 from tpu_utils.errors import RecompileError
-from tpu_utils.graphs import graphs_compiled, transfers_from_device, transfers_to_device
-from tpu_utils.loader import send
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.optim import learning_rates, make_optimizer
 from tpu_utils.run import Run

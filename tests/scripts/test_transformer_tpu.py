@@ -22,9 +22,9 @@ from language.llama import Llama
 from language.mesh import choose_mesh
 from language.sequences import load_sequences
 from language.transformer_options import TransformerConfig
+from tpu_utils.device import graphs_compiled
 from tpu_utils.dropout import row_keys
 from tpu_utils.errors import InputError, run_script
-from tpu_utils.graphs import graphs_compiled
 from tpu_utils.optim import learning_rates
 from tpu_utils.options import parse_command_line
 

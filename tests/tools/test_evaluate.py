@@ -25,7 +25,7 @@ from language.tasks import read_tasks
 from tools import convert_hf, evaluate
 from tools.evaluate import EvaluateConfig
 from tpu_utils.checkpoint.tensor_files import one_thread
-from tpu_utils.graphs import graphs_compiled
+from tpu_utils.device import graphs_compiled
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 LONGEST = 160  # tokens: less than the longest questions

@@ -28,8 +28,8 @@ from tools.generate import GenerateConfig
 from tpu_compiler.report import Report
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import one_thread
+from tpu_utils.device import graphs_compiled, transfers_from_device, transfers_to_device
 from tpu_utils.errors import InputError, run_script
-from tpu_utils.graphs import graphs_compiled, transfers_from_device, transfers_to_device
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
@@ -162,7 +162,7 @@ def test_a_mixture_of_experts_in_int8_is_refused(folder, capsys):
 
 @pytest.mark.parametrize("folder", ["stretched"], indirect=True)
 def test_devices_that_cannot_share_the_heads(folder, monkeypatch, capsys):
-    monkeypatch.setattr(sources.xr, "global_runtime_device_count", lambda: 3)
+    monkeypatch.setattr(sources, "device_count", lambda: 3)
     config = GenerateConfig(hf=str(folder[0]), prompt=("5",), devices="all", device="cpu")
     assert run_script(lambda: tool.main(config)) == 2
     said = capsys.readouterr().err
@@ -221,7 +221,7 @@ def sample(model, prompts, num_tokens=6, ends=lambda tokens: False, stops=(), **
 @pytest.mark.parametrize("device", ["CPU", "TPU"])
 def test_cached_logits_agree_with_uncached_whatever_the_lengths(tiny, monkeypatch, device):
     """On a TPU several heads of keys are one product."""
-    monkeypatch.setattr(decoding.xr, "device_type", lambda: device)
+    monkeypatch.setattr(decoding, "device_type", lambda: device)
     model, on_device = tiny
     V, T = TINY.vocab_size, TINY.sequence_length
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
@@ -303,7 +303,7 @@ def test_one_prompt_is_computed_as_two_rows_on_a_tpu(tiny, monkeypatch, device, 
     """By the TPU compiler's estimate one row takes 2.4 times as long: docs/language_models.md."""
     rows = []
     prefill = decoding.prefill
-    monkeypatch.setattr(decoding.xr, "device_type", lambda: device)
+    monkeypatch.setattr(decoding, "device_type", lambda: device)
     monkeypatch.setattr(decoding, "prefill", lambda *a: rows.append(len(a[2])) or prefill(*a))
     alone, together = sample(tiny[1], [[3, 1]]), sample(tiny[1], [[3, 1], [4], [5]])
     assert rows == expected and alone[0] == together[0]

@@ -25,7 +25,8 @@ from language.mesh import choose_mesh
 from language.token_data import TokenShards
 from language.transformer_options import TransformerConfig
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.checkpoint.state import random_state, set_random_state, tensors_by_path
+from tpu_utils.checkpoint.state import tensors_by_path
+from tpu_utils.device import random_state, set_random_state
 from tpu_utils.errors import InputError, TrainingError
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.optim import learning_rates, make_optimizer

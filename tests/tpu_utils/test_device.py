@@ -5,16 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch_xla.runtime as xr
 from processes import run
 from small_models import Flat, Normed, Vision
 from torch import nn
 
 from config import MnistConfig
+from tpu_utils import device
 from tpu_utils.checks import check_model
-from tpu_utils.device import start_device
+from tpu_utils.device import graphs_compiled, start_device, transfers_to_device
 from tpu_utils.errors import DeviceError, InputError, TrainingError, run_script
-from tpu_utils.graphs import graphs_compiled, transfers_to_device
 from tpu_utils.hardware import attached_chips
 
 
@@ -25,11 +24,11 @@ def check(build, images, labels, num_classes, **options) -> int:
 
 
 def fake_pci(root, *devices):
-    for number, (vendor, device) in enumerate(devices):
+    for number, (vendor, chip) in enumerate(devices):
         folder = root / f"0000:00:{number:02x}.0"
         folder.mkdir()
         (folder / "vendor").write_text(vendor + "\n")
-        (folder / "device").write_text(device + "\n")
+        (folder / "device").write_text(chip + "\n")
 
 
 def test_chips_are_found_on_the_pci_bus(tmp_path):
@@ -44,7 +43,7 @@ def test_a_preset_made_for_tpu_refuses_another_device():
 
 
 def test_a_runtime_that_started_another_device_is_noticed(monkeypatch):
-    monkeypatch.setattr(xr, "device_type", lambda: "NEURON")
+    monkeypatch.setattr(device, "device_type", lambda: "NEURON")
     with pytest.raises(DeviceError, match="asked for device cpu, the runtime started neuron"):
         start_device(MnistConfig(device="cpu"))
 
@@ -186,12 +185,12 @@ def test_a_model_that_fits_is_taken_and_nothing_of_it_is_kept():
 
 
 ON_A_TPU = """
-import torch, torch_xla, torch_xla.runtime as xr
-from tpu_utils.device import device_memory
-xr.use_spmd()
+import torch, torch_xla
+from tpu_utils import device
+device.use_spmd()
 torch.ones(3).to(torch_xla.device())
-xr.device_type = lambda: "TPU"
-print(device_memory(torch_xla.device()))
+device.device_type = lambda: "TPU"
+print(device.device_memory(torch_xla.device()))
 """
 
 

@@ -21,7 +21,7 @@ from test_bad_inputs import generated
 import simple_mnist_tpu
 from images.arrays import ImageDataset
 from tpu_utils.checkpoint.loading import CheckpointReader
-from tpu_utils.graphs import graphs_compiled
+from tpu_utils.device import graphs_compiled
 
 OPTIONS = ["--device=cpu", "--num_epochs=1", "--no_tensorboard", "--eval_batch_size=16", "--global_batch_size=8"]
 OPTIONS += ["--warmup_steps=0", "--learning_rate=1e-3"]

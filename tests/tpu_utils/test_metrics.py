@@ -9,7 +9,7 @@ import torch_xla
 from run_files import to_host
 
 from tpu_utils.clock import Goodput
-from tpu_utils.graphs import graphs_compiled, transfers_from_device
+from tpu_utils.device import graphs_compiled, transfers_from_device
 from tpu_utils.metrics import DeviceMetrics, Speed, finite_means, first_not_finite
 
 

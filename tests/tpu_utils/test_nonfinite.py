@@ -20,8 +20,8 @@ from language.gpt import GPT
 from language.transformer_options import TransformerConfig
 from tpu_utils import checkpoint
 from tpu_utils.checkpoint.saved import read_checkpoint
+from tpu_utils.device import graphs_compiled, transfers_from_device, transfers_to_device
 from tpu_utils.errors import run_script
-from tpu_utils.graphs import graphs_compiled, transfers_from_device, transfers_to_device
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.optim import learning_rates, make_optimizer
 from tpu_utils.options import parse_command_line

@@ -32,8 +32,8 @@ from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.memory import MemoryCheckpoints
 from tpu_utils.checkpoint.state import HostCopy
 from tpu_utils.checkpoint.tensor_files import kind_of
+from tpu_utils.device import graphs_compiled
 from tpu_utils.errors import InputError, PassingError, SaveError, run_script
-from tpu_utils.graphs import graphs_compiled
 from tpu_utils.options import parse_command_line
 from tpu_utils.peers import Peers
 from tpu_utils.remote import storage

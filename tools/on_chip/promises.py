@@ -23,7 +23,7 @@ sys.argv = sys.argv[1:]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 finally:
-    from tpu_utils.graphs import transfers_from_device
+    from tpu_utils.device import transfers_from_device
     print(transfers_from_device())
 """
 

@@ -4,21 +4,14 @@ A tensor that is sharded over the devices of a mesh never has to be whole on any
 its own devices, and gets the shards that its devices need, whatever mesh they were written from.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
 
+from tpu_utils import device
 from tpu_utils.checkpoint.tensor_files import Entry, Kind, kind_of, shard_name
-from tpu_utils.errors import CheckpointError
-
-# of torch_xla about its own insides, and a save would print it in the middle of the run
-warnings.filterwarnings("ignore", category=UserWarning, module=r"torch_xla\.distributed\.spmd")
 
 
 def tensors_by_path(state: Any, path: str = "") -> dict[str, torch.Tensor]:
@@ -88,7 +81,7 @@ def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, 
     """Waits for the device. first: the process that writes what is not sharded."""
     copy = HostCopy(step, values)
     for path, tensor in tensors.items():
-        shards = xs.wrap_if_sharded(tensor).local_shards if is_sharded(tensor) else []
+        shards = device.wrap_if_sharded(tensor).local_shards if device.is_sharded(tensor) else []
         if shards and shards[0].data.shape != tensor.shape:
             copy.sharded[path] = kind_of(tensor)
             copy.shards[path] = dict(_unpadded(shard) for shard in shards if _is_mine(shard))
@@ -101,19 +94,12 @@ def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, 
     return copy
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether its devices hold different shards of it."""
-    sharded = xs.wrap_if_sharded(tensor)
-    kinds = (xs.ShardingType.TILED, xs.ShardingType.PARTIAL)  # not REPLICATED: one whole copy each
-    return isinstance(sharded, xs.XLAShardedTensor) and sharded.sharding_type in kinds
-
-
-def _is_mine(shard: xs.XLAShard) -> bool:
+def _is_mine(shard) -> bool:
     """Whether this shard is written: it is replica 0 of equal ones, and more than padding."""
     return shard.replica_id == 0 and all(along.stop > along.start for along in shard.indices)
 
 
-def _unpadded(shard: xs.XLAShard) -> tuple[tuple[int, ...], torch.Tensor]:
+def _unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
     """(offsets, values) of a shard. Only the last one along an axis has padding, behind its values."""
     data = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
     return tuple(along.start for along in shard.indices), data.contiguous()
@@ -142,7 +128,7 @@ def merged_entries(copy: HostCopy, written: list[dict[str, list[dict[str, Any]]]
 
 def put_sharded(target: torch.Tensor, read_into: Callable[[torch.Tensor, tuple[int, ...]], None]) -> None:
     """Fill a tensor that is sharded over devices. read_into(piece, offsets) fills a piece of it on the host."""
-    wrapped = xs.wrap_if_sharded(target)
+    wrapped = device.wrap_if_sharded(target)
     shards = wrapped.local_shards
     read: dict[tuple[int, ...], torch.Tensor] = {}  # devices that hold equal shards read them once
     for shard in shards:
@@ -154,37 +140,6 @@ def put_sharded(target: torch.Tensor, read_into: Callable[[torch.Tensor, tuple[i
             read_into(piece, offsets)
             read[offsets] = piece
     wrapped.load_local_shards_(shards)
-
-
-def put(target: torch.Tensor, value: torch.Tensor) -> None:
-    """copy_ from the host to where the target is, sharded or not.
-
-    Into a tensor with a sharding, copy_ is a traced operation: a graph of its own before step 1. So the sharding is
-    cleared and marked again, by the private calls below xs.clear_sharding and xs.mark_sharding, which needs the mesh.
-    """
-    sharding = torch_xla._XLAC._get_xla_op_sharding(target) if target.device.type == "xla" else None
-    if sharding is not None:
-        torch_xla._XLAC._xla_clear_sharding(target)
-    with torch.no_grad():
-        target.copy_(value)
-    if sharding is not None:
-        torch_xla._XLAC._xla_mark_sharding(target, sharding)
-
-
-def random_state() -> dict[str, torch.Tensor]:
-    """Every generator that a script or a layer may draw from on this host and device."""
-    return {"torch": torch.get_rng_state(), "xla": torch.tensor([xm.get_rng_state()], dtype=torch.uint64)}
-
-
-def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Raises CheckpointError when it is not what random_state() gives."""
-    try:
-        torch.set_rng_state(state["torch"])
-    except RuntimeError as error:  # the bytes are no state of the generator
-        raise CheckpointError(
-            f"the checkpoint's random state is none: {error}; start anew in another --run_dir"
-        ) from error
-    xm.set_rng_state(int(state["xla"].numpy()[0]))  # int() of a torch.uint64 overflows
 
 
 @dataclass
@@ -213,16 +168,16 @@ class Tracked:
 
     def fill(self, restore: Callable[[dict[str, Any]], None]) -> None:
         """Fill every part in place by restore(parts). The generators are set later, by set_random_state()."""
-        self._random = random_state()
+        self._random = device.random_state()
         restore({name: _tensors_of(part) for name, part in self.parts.items()} | {"random": self._random})
 
     def set_random_state(self) -> None:
         """As fill() has read it."""
-        set_random_state(self._random)
+        device.set_random_state(self._random)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint of now holds."""
-        return {name: part.state_dict() for name, part in self.parts.items()} | {"random": random_state()}
+        return {name: part.state_dict() for name, part in self.parts.items()} | {"random": device.random_state()}
 
     def make_scalars_data(self) -> None:
         """Scalar tensors (), such as BatchNorm's num_batches_tracked, become inputs of the step's program.
@@ -235,8 +190,8 @@ class Tracked:
             if isinstance(part, torch.nn.Module):
                 tensors += part.buffers()  # also those that are not saved
             for tensor in tensors:
-                if tensor.dim() == 0 and tensor.device.type == "xla":
-                    tensor.data = xm.send_cpu_data_to_device([tensor.detach().cpu()], tensor.device)[0]
+                if tensor.dim() == 0 and tensor.device.type == device.DEVICE_TYPE:
+                    tensor.data = device.send(tensor.detach().cpu(), tensor.device)[0]
 
 
 def _tensors_of(part: Any) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""A copy of the simplest script on both roads, unchanged: that of torch_xla, and that of torch's own compiler.
+
+The environment of the second road is made of requirements-torchtpu.txt, once for all tests here, and is then removed.
+There is no TPU: torch runs the one graph that Dynamo has made.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import venv
+
+import numpy as np
+import pytest
+import torch
+from processes import ROOT, run
+from run_files import assert_identical, losses_in, state_in, summary_in
+
+REQUIREMENTS = ROOT / "requirements-torchtpu.txt"
+NEEDED_GIB = 10
+"""With the libraries of CUDA, which PyTorch's wheels for Linux bring along."""
+OPTIONS = "--device cpu --dataset synthetic --num_epochs 1 --global_batch_size 200 --warmup_steps 5 --log_every 1"
+OPTIONS = (*OPTIONS.split(), "--save_every", "10", "--keep_checkpoints", "9")
+TOLERANCE = 1e-5
+
+IN_ONE_GRAPH = """import os
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as the command line of a script does for --device cpu
+import torch
+from tpu_utils.clock import Goodput
+from tpu_utils.errors import RecompileError
+from tpu_utils.graphs import StepWatch, one_graph
+
+@one_graph
+def double(x):
+    return x * 2
+
+@one_graph
+def reads(x):
+    return x * x.sum().item()
+
+@one_graph
+def asks(x):
+    return x if x.sum() > 0 else -x
+
+watch = StepWatch([double, reads, asks], Goodput())
+double(torch.ones(2)), double(torch.ones(2))
+for step, size in ((double, 3), (reads, 2), (asks, 2)):
+    try:
+        step(torch.ones(size))
+    except RecompileError as error:
+        print(error)
+"""
+
+
+class Second:
+    """The second road's Python, and the folder that the script was copied to."""
+
+    def __init__(self, folder):
+        self.mine, self.python = folder / "mine", folder / "venv" / "bin" / "python"
+        done = run("tools.copy_example", "simple_mnist_tpu.py", self.mine)
+        assert done.returncode == 0, done.stderr
+
+    def install(self) -> None:
+        venv.create(self.python.parent.parent, with_pip=True)
+        # those of the packages of this environment have not these
+        environment = {n: v for n, v in os.environ.items() if n not in ("PIP_NO_INDEX", "PIP_FIND_LINKS")}
+        command = [
+            self.python,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-input",
+            "--disable-pip-version-check",
+            "--no-compile",
+        ]
+        done = subprocess.run([*command, "-r", REQUIREMENTS], env=environment, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"pip cannot install {REQUIREMENTS.name}: {done.stderr.strip().splitlines()[-1]}")
+
+    def run(self, *arguments) -> str:
+        environment = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "PJRT", "XLA", "TPU"))}
+        command = [str(argument) for argument in (self.python, *arguments)]
+        done = subprocess.run(command, cwd=self.mine, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def train(self, road: int, run_dir, *options) -> None:
+        """The copy, by this Python or by that of the tests."""
+        arguments = (self.mine / "simple_mnist_tpu.py", *OPTIONS, "--run_dir", run_dir, *options)
+        if road == 2:
+            assert "no TPU, no torch_xla" in self.run(*arguments)
+            return
+        done = run(*arguments)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("second_road")
+    if (free := shutil.disk_usage(folder).free / 2**30) < NEEDED_GIB:
+        pytest.skip(f"{folder} has {free:.1f} GiB free; an environment with another torch may need {NEEDED_GIB}")
+    made = Second(folder)
+    try:
+        made.install()
+        for road in (1, 2):
+            made.train(road, folder / f"road_{road}")
+        yield made
+    finally:
+        shutil.rmtree(folder / "venv", ignore_errors=True)
+
+
+def resumed(second, road: int, before: int):
+    """The run directory of a run that one road has begun and the other has ended."""
+    folder = second.mine.parent
+    target = folder / f"road_{before}_then_{road}"
+    shutil.copytree(folder / f"road_{before}", target)
+    shutil.rmtree(target / "checkpoints" / "step_00000020")
+    second.train(road, target, "--resume", "must")
+    return target
+
+
+@pytest.mark.slow
+def test_twenty_losses_and_one_graph_on_each_road(second):
+    one, two = (second.mine.parent / f"road_{road}" for road in (1, 2))
+    losses = losses_in(one)
+    assert len(losses) == 20 and losses[-1] < losses[0]
+    np.testing.assert_allclose(losses_in(two), losses, rtol=TOLERANCE)
+    for folder, uploads in ((one, 0.0), (two, None)):  # nobody counts them there
+        summary = summary_in(folder)
+        assert (summary["train_graphs"], summary["eval_graphs"]) == (1, 1)
+        assert summary["host_to_device_uploads_per_step"] == uploads
+
+
+@pytest.mark.slow
+def test_a_resumption_on_the_second_road_ends_bit_identical(second):
+    whole, again = second.mine.parent / "road_2", resumed(second, 2, before=2)
+    assert_identical(*(state_in(folder / "checkpoints" / "step_00000020") for folder in (again, whole)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before, road", [(1, 2), (2, 1)])
+def test_a_checkpoint_of_one_road_goes_on_upon_the_other(second, before, road):
+    """Weights, optimizer and place in the data; that of torch's random numbers too."""
+    target, whole = resumed(second, road, before), second.mine.parent / f"road_{before}"
+    np.testing.assert_allclose(losses_in(target), losses_in(whole), rtol=TOLERANCE)
+    states = [state_in(folder / "checkpoints" / "step_00000020") for folder in (target, whole)]
+    assert states[0].keys() == states[1].keys()
+    assert torch.equal(states[0]["random/torch"], states[1]["random/torch"])
+
+
+@pytest.mark.slow
+def test_a_second_graph_and_a_read_are_refused(second):
+    program = second.mine / "one_graph.py"
+    program.write_text(IN_ONE_GRAPH)
+    double, reads, asks = second.run(program).splitlines()
+    assert double == "step 3 compiled graph 2 of double, expected 1: x was float32[2], is float32[3]"
+    assert reads.startswith(f"torch.compile makes no one graph of reads, at {program}:14: it reads a tensor; expected")
+    assert asks.startswith(f"torch.compile makes no one graph of asks, at {program}:18: Data-dependent branching; exp")
+
+
+def test_its_requirements_are_no_part_of_the_others():
+    """torch_tpu needs another torch: nothing else may install it."""
+    files = [*ROOT.glob("requirements*.txt"), *ROOT.glob("*/requirements.txt")]
+    assert [path.name for path in files if re.search("torch_?tpu", path.read_text())] == [REQUIREMENTS.name]

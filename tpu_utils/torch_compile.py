@@ -1,0 +1,204 @@
+"""The second road: the names of device.py where torch_xla is not installed, by torch's own compiler, on one device.
+
+Dynamo makes one graph of a step, its backward pass and the optimizer's update in it. Where torch_tpu has registered a
+TPU, its backend compiles the graph. Elsewhere torch runs the graph operation by operation on the CPU: that shows that
+a step is one graph and what it computes, and nothing of a speed. docs/torchtpu.md says what was tried.
+"""
+
+import functools
+import inspect
+import logging
+import os
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch._dynamo import config as dynamo
+from torch._dynamo import lookup_backend
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.utils import counters
+
+from tpu_utils.errors import InputError, RecompileError, first_line
+
+
+def _has_tpu() -> bool:
+    """Whether torch_tpu has found a chip, and it was asked for."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == "tpu" and os.environ.get("PJRT_DEVICE") != "CPU"
+
+
+DEVICE_TYPE = "tpu" if _has_tpu() else "cpu"
+READS = ()  # compile_step() says it itself
+ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile, run operation by operation; its speed says nothing"
+BACKEND = "torch.compile"
+
+if not hasattr(dynamo, "trace_autograd_ops"):
+    raise ImportError(
+        f"torch_xla is not installed, and torch {torch.__version__} takes no backward pass into a graph; expected "
+        "torch_xla, of requirements.txt, or torch 2.13, of requirements-torchtpu.txt, in an environment of its own"
+    )
+dynamo.trace_autograd_ops = True  # loss.backward() becomes a part of the graph
+# torch keeps Dynamo out of it; its body, which sets gradients to None, is traced
+torch.optim.Optimizer.zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # step() of any optimizer records its name for a profiler
+
+
+def device_type() -> str:
+    return DEVICE_TYPE.upper()
+
+
+def current_device() -> torch.device:
+    return torch.device(DEVICE_TYPE)
+
+
+def device_count() -> int:
+    return 1
+
+
+def process_index() -> int:
+    return 0
+
+
+world_size = process_count = device_count
+global_ordinal = process_index
+
+
+def is_spmd() -> bool:
+    return False
+
+
+def use_spmd() -> None:
+    """One device needs no mesh."""
+
+
+def wait_device_ops() -> None:
+    if DEVICE_TYPE == "tpu":
+        torch.accelerator.synchronize()
+
+
+def device_memory(device: torch.device) -> None:
+    """torch_tpu 0.2.0 has no public name for what is in use."""
+
+
+def compile_step(function: Callable) -> Callable:
+    """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor."""
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
+
+    @functools.wraps(function)
+    def call(*arguments, **keywords):
+        for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
+            for group in optimizer.param_groups:  # Dynamo sets it in step 1, and step 2 would be another graph
+                group.setdefault("capturable", True)
+        try:
+            return compiled(*arguments, **keywords)
+        except (Unsupported, BackendCompilerFailed) as error:
+            cause = getattr(error, "inner_exception", error)
+            if not isinstance(cause, Unsupported | RecompileError):
+                raise
+            lines = re.findall(r'File "(.+)", line (\d+)', str(cause))
+            raise RecompileError(
+                f"torch.compile makes no one graph of {function.__name__}, at {':'.join(lines[-1]) if lines else '?'}: "
+                f"{first_line(cause)}; expected tensors alone there: no .item(), print(tensor), if on a tensor"
+            ) from error
+
+    return call
+
+
+def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+    """By torch_tpu, or torch's own that runs it. Raises RecompileError for .item(), which Dynamo takes into a graph."""
+    for node in graph.graph.nodes:
+        if node.target == "item":
+            raise RecompileError(f"it reads a tensor\n{node.stack_trace}")
+    return lookup_backend("tpu" if DEVICE_TYPE == "tpu" else "eager")(graph, inputs)
+
+
+def graphs_compiled() -> int:
+    """Graphs that Dynamo has made in this process so far."""
+    return counters["stats"]["unique_graphs"]
+
+
+def transfers_to_device() -> float:
+    """Not counted: nan."""
+    return float("nan")
+
+
+transfers_from_device = transfers_to_device
+
+
+class Mesh(NamedTuple):
+    """Of one device."""
+
+    devices: np.ndarray
+    sizes: tuple[int, ...]
+    axes: tuple[str, ...]
+
+    def size(self) -> int:
+        return 1
+
+
+def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: tuple) -> None:
+    """A tensor is whole on one device."""
+
+
+class BatchSharding:
+    """A batch is whole on one device."""
+
+    part, num_parts = 0, 1
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]):
+        pass
+
+
+def send(batch, device: torch.device, sharding: BatchSharding | None = None) -> list[torch.Tensor]:
+    """A batch, a host array or a tuple of them, on the device."""
+    arrays = batch if isinstance(batch, tuple | list) else (batch,)
+    tensors = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
+    return [tensor.to(device, non_blocking=DEVICE_TYPE == "tpu", copy=True) for tensor in tensors]
+
+
+def pending_operation(tensor: torch.Tensor) -> str:
+    """What stands outside of a step has been computed when it is called."""
+    return ""
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def put(target: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def get_rng_state() -> int:
+    """Stands in a checkpoint for the running seed of torch_xla, which begins with the run's."""
+    return torch.initial_seed()
+
+
+def set_rng_state(seed: int) -> None:
+    """torch.manual_seed() has seeded the device, and steps draw nothing from it."""
+
+
+def set_mat_mul_precision(precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)
+
+
+def TraceMe(name: str, **_: Any) -> AbstractContextManager:
+    return torch.profiler.record_function(name)
+
+
+def start_trace(folder: str) -> None:
+    raise InputError("profile_steps needs torch_xla, which is not installed; leave --profile_steps out")
+
+
+stop_trace = wait_device_ops
+
+
+def init_process_group(*_: Any, **__: Any) -> None:
+    raise InputError("a process for each device needs torch_xla, which is not installed; run simple_mnist_tpu.py")
+
+
+all_reduce = broadcast_master_param = sync = init_process_group

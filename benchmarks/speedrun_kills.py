@@ -1,7 +1,14 @@
-"""Kill a speedrun at random moments, with all that it started; compare its model with that of one never killed.
+"""Kill a speedrun in each of its stages, with all that it started; compare its models with those of one never killed.
 
 Run:     python benchmarks/speedrun_kills.py TEXT --work runs/kills --kills 20
-Prints:  each kill with the stage that it met, then whether weights and answers are the same. Exit code 1 if not.
+Prints:  each kill with the stage that it met; a table of the stages, how long each took in the run that was not
+         killed, and how many kills met it; then whether weights, tokenizer, shards, conversations and answers are the
+         same. Exit code 1 if not, or if a stage was met by none.
+
+Two more moments are told apart from the stages: the samples of pre-training, and the report, which the speedrun writes
+after the last stage. "start" is what comes before the first stage. A kill waits until its stage runs, then for a
+random part of the time that the stage took before: at most half of it for the first kill of a stage, nine tenths for
+the others. With --kills above the number of stages the trainings get what is left.
 """
 
 import argparse
@@ -15,61 +22,144 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORTEST = 2.0  # seconds before a kill; the longest grows until the end is reached
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
+from made_tasks import write_task  # noqa: E402
+
+from tpu_utils.files import read_json  # noqa: E402
+from tpu_utils.records import read_records  # noqa: E402
+
+STAGES = ("tokenizer", "shards", "chats", "pretrain", "samples", "evaluate_pretrained", "base", "finetune")
+STAGES += ("evaluate_finetuned", "chat", "model")
+AIMS = ("start", *STAGES, "report")
+"""In the order in which they are met first."""
+COMPARED = ("base/*", "model/*", "tokenizer/*", "shards/*", "chats/*")
+PRINTED = ("chat", "evaluate_pretrained", "evaluate_finetuned")
 
 
-def start(text: Path, folder: Path, options: list[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tools.speedrun", "--text", str(text), "--run_dir", str(folder), *options]
-    with folder.with_suffix(".log").open("a") as log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+class Speedrun:
+    """A start of it, whose log is its own."""
+
+    def __init__(self, folder: Path, options: list[str]):
+        self.folder, self.log = folder, folder.with_suffix(".log")
+        self.began_at = self.log.stat().st_size if self.log.exists() else 0
+        command = [sys.executable, "-m", "tools.speedrun", "--run_dir", str(folder), *options]
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+    def stage(self) -> str:
+        """What it does now, of AIMS."""
+        with self.log.open("rb") as log:
+            log.seek(self.began_at)
+            lines = log.read().decode(errors="replace").splitlines()
+        titles = [line for line in lines if line.startswith("stage ") and not line.endswith(": done before")]
+        if (self.folder / "stages" / f"{STAGES[-1]}.json").exists():
+            return "report"
+        name = titles[-1].partition(", ")[2] if titles else "start"
+        return "samples" if name == "pretrain" and self.is_sampling() else name
+
+    def is_sampling(self) -> bool:
+        """Whether an evaluation has its line, and samples have not."""
+        path = self.folder / "pretrained" / "metrics.jsonl"
+        steps = {"eval": {0}, "sample": {0}}
+        for _, _, record in read_records(path) if path.exists() else ():
+            if record and record["kind"] in steps:
+                steps[record["kind"]].add(record["step"])
+        return max(steps["eval"]) > max(steps["sample"])
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        time.sleep(0.2)
 
 
-def stage_of(folder: Path) -> str:
-    """The stage that runs: the last one that the log names."""
-    titles = [line for line in folder.with_suffix(".log").read_text().splitlines() if line.startswith("stage ")]
-    return titles[-1].partition(", ")[2].partition(":")[0] if titles else "before the first"
+def seconds_of(run: Speedrun) -> Counter:
+    """Of each stage of a run that goes to its end; of samples, which come several times, the longest."""
+    seconds, before, last = Counter(), time.monotonic(), ""
+    while run.process.poll() is None:
+        time.sleep(0.02)
+        now, stage = time.monotonic(), run.stage()
+        if stage == "samples" != last:
+            samples, seconds["samples"] = seconds["samples"], 0.0
+        seconds[stage] += now - before
+        if last == "samples" != stage:
+            seconds["samples"] = max(samples, seconds["samples"])
+        before, last = now, stage
+    if run.process.returncode:
+        sys.exit(f"a speedrun failed: {run.log}")
+    return seconds
 
 
-def finish(text: Path, folder: Path, options: list[str]) -> None:
-    if start(text, folder, options).wait():
-        sys.exit(f"a speedrun failed: {folder.with_suffix('.log')}")
+def kill_in(aim: str, part: float, seconds: Counter, folder: Path, options: list[str]) -> str:
+    """What the kill met. A stage that is over before it is waited for is not waited for."""
+    run = Speedrun(folder, options)
+    while AIMS.index(run.stage()) < AIMS.index(aim):
+        time.sleep(0.02)
+        if run.process.poll() is not None:
+            sys.exit(f"a speedrun ended before it was killed in {aim}: {run.log}")
+    try:
+        run.process.wait(part * seconds[aim])
+    except subprocess.TimeoutExpired:
+        met = run.stage()
+        run.kill()
+        return met
+    sys.exit(f"a speedrun ended before it was killed in {aim}: {run.log}")
+
+
+def plan_of(kills: int) -> list[str]:
+    """The stage of each kill, in order: each stage once, then the trainings in turn."""
+    if kills < len(AIMS):
+        sys.exit(f"kills is {kills}; expected {len(AIMS)} or more, one for each stage")
+    more = [("pretrain", "finetune")[n % 2] for n in range(kills - len(AIMS))]
+    return sorted([*AIMS, *more], key=AIMS.index)
+
+
+def differences(whole: Path, killed: Path) -> list[str]:
+    """Files and answers that are not the same, by name."""
+    found = []
+    for pattern in COMPARED:
+        names = {str(path.relative_to(folder)) for folder in (whole, killed) for path in folder.glob(pattern)}
+        pairs = [(name, whole / name, killed / name) for name in sorted(names) if not (whole / name).is_dir()]
+        found += [name for name, *two in pairs if not two[1].exists() or two[0].read_bytes() != two[1].read_bytes()]
+    for name in PRINTED:
+        one, other = (read_json(folder / "stages" / f"{name}.json", "a marker") for folder in (whole, killed))
+        found += [name] if without_seconds(one["printed"]) != without_seconds(other["printed"]) else []
+    return found + [name for name in ("report.md", "report.png") if not (killed / name).exists()]
+
+
+def without_seconds(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if "second" not in line]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="a new folder")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--longest", type=float, default=40.0, help="seconds before a kill, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--depth", type=int, default=1)
-    parser.add_argument("--most_steps", type=int, default=8)
+    parser.add_argument("--most_steps", type=int, default=12)
     given = parser.parse_args()
-    options = ["--depth", str(given.depth), "--most_steps", str(given.most_steps)]
+    source = random.Random(given.seed)
+    plan = plan_of(given.kills)
+    given.work.mkdir(parents=True)
+    tasks = write_task(given.work.resolve() / "piqa", "piqa")
+    options = ["--text", str(given.text.resolve()), "--depth", str(given.depth), "--tasks", f"piqa={tasks}"]
+    options += ["--most_steps", str(given.most_steps)]
     whole, killed = (given.work.resolve() / name for name in ("whole", "killed"))
-    given.work.mkdir(parents=True, exist_ok=True)
-    text = given.text.resolve()
-    finish(text, whole, options)
-    source, met = random.Random(given.seed), Counter()
-    while met.total() < given.kills:
-        child, wait = start(text, killed, options), source.uniform(SHORTEST, given.longest)
-        try:
-            child.wait(wait)
-            print("the speedrun ended before all kills: give more --most_steps", flush=True)
-            break
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            time.sleep(0.2)
-        stage = stage_of(killed)
-        met[stage] += 1
-        print(f"kill {met.total():2} after {wait:5.1f} s: {stage}", flush=True)
-    finish(text, killed, options)
-    names = ("base/model.safetensors", "model/model.safetensors", "tokenizer/tokenizer.json")
-    different = [name for name in names if (whole / name).read_bytes() != (killed / name).read_bytes()]
-    print(f"{met.total()} kills: {', '.join(f'{stage} {count}' for stage, count in met.items())}")
-    print("different: " + ", ".join(different) if different else "the same weights and tokenizer, bit for bit")
-    return 1 if different else 0
+    seconds, met = seconds_of(Speedrun(whole, options)), Counter()
+    for number, aim in enumerate(plan, 1):
+        part = source.uniform(0.0, 0.9 if met[aim] else 0.5)
+        found = kill_in(aim, part, seconds, killed, options)
+        met[found] += 1
+        print(f"kill {number:2}, {part * seconds[aim]:5.1f} s after the beginning of {aim}: met {found}", flush=True)
+    seconds_of(Speedrun(killed, options))
+    print("\n| stage | seconds, undisturbed | kills |\n|---|---|---|")
+    print("\n".join(f"| {aim} | {seconds[aim]:.1f} | {met[aim]} |" for aim in AIMS))
+    different, missed = differences(whole, killed), [aim for aim in AIMS if not met[aim]]
+    print(f"\n{met.total()} kills; " + (f"none met {', '.join(missed)}" if missed else "each stage was met"))
+    print("different: " + ", ".join(different) if different else "the same files and answers, bit for bit")
+    return 1 if different or missed else 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from made_tasks import write_task
@@ -15,10 +16,11 @@ from processes import COMPILED, ROOT, run, waits
 from language.hf_config import shape_of
 from language.tokenizer import load_tokenizer
 from tools.make_chats import chats_of
+from tools.speedrunning import price
 from tools.speedrunning.dial import make_plan
 from tools.speedrunning.one_page import bits_per_byte
-from tools.speedrunning.price import options_of_slice
-from tools.speedrunning.stages import Stage, marker_of, run_stages
+from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
+from tools.speedrunning.stages import Stage, marker_of, run_stages, stages_of
 from tpu_utils.errors import InputError, TrainingError
 
 DRAW = random.Random(0)
@@ -73,6 +75,8 @@ def test_stages_go_on_where_they_were(tmp_path, capfd):
         (["--depth", "0"], "depth is 0; expected 1 to 64"),
         (["--depth", "2", "--price", "1"], "price and cost_only have no effect without --slice"),
         (["--depth", "2", "--slice", "v6e-7"], "slice: "),
+        (["--depth", "2", "--search_minutes", "-1"], "search_minutes is -1.0; expected minutes, 0 or more"),
+        (["--depth", "2", "--vocab_size", "10"], "vocab_size is 10; expected 259 to"),
         (["--depth", "2", "--chats", "missing.jsonl"], "missing.jsonl: no such file"),
         (["--depth", "2", "--tasks", "piqa=missing.jsonl"], "missing.jsonl"),
         (["--depth", "2", "--text", "/dev/null"], "text is /dev/null: found nothing in it; expected UTF-8 text"),
@@ -89,6 +93,71 @@ def test_what_cannot_be_is_refused(tmp_path, arguments, said):
 def test_a_slice_with_more_devices_than_sequences_is_refused():
     with pytest.raises(InputError, match="256 devices, but the batch of depth 2 has 16 sequences"):
         options_of_slice(make_plan(2, 10**6, 10**5), "v6e-256")
+
+
+class Compiler:
+    """In place of aot_tpu.py: says what it was asked, and answers with the setting that a search found."""
+
+    def __init__(self, monkeypatch, **report):
+        self.asked, self.report = [], report
+        monkeypatch.setattr(price.subprocess, "run", self.answer)
+
+    def answer(self, command, **_):
+        self.asked.append(command[1:])
+        settings = dict(mesh="2x4x1", gradient_accumulation_steps=2, attention="flash", remat=False)
+        settings |= dict(remat_keep="inputs", offload="nothing", compiler_options="", scan_layers=False)
+        report = dict(fits=True, reason="", predicted_ms=90.0, predicted_ms_all_hidden=100.0, settings=settings)
+        report |= dict(limit_bytes=32 << 30, peak_bytes=4 << 30, compiler_peak_bytes=2 << 30, other=1)
+        return SimpleNamespace(returncode=0, stdout=json.dumps([report | self.report]))
+
+
+def ask(folder, dollars=2.0, minutes=5.0):
+    """(the answer, the options that a slice takes then)."""
+    plan = make_plan(12, 4 * 10**10, 10**6)
+    of_slice = options_of_slice(plan, "v6e-8")
+    stages = stages_of(plan, folder / "text", None, folder, "muon", 0, [], of_slice)
+    trainings = {stage.name: stage for stage in stages if stage.name in TRAININGS}
+    found = ask_compiler(trainings, plan, "v6e-8", dollars, minutes, folder)
+    return found, with_changes(of_slice, found.changes)
+
+
+def test_what_the_search_found_is_asked_once_kept_and_used(tmp_path, monkeypatch):
+    compiler = Compiler(monkeypatch)
+    found, options = ask(tmp_path)
+    searched, tuned = compiler.asked
+    assert searched[-3:] == ["--search", "--minutes", "5"] and "--search" not in tuned
+    assert "--dataset=tokens" in searched and "--dataset=chat" in tuned  # documents in a row: another program
+    assert f"--model_config={tmp_path / 'config.json'}" in tuned and "--mesh=2x4x1" in tuned
+    assert found.changes == {"mesh": "2x4x1", "gradient_accumulation_steps": 2, "attention": "flash"}
+    assert sorted(options) == [
+        "--attention=flash", "--gradient_accumulation_steps=2", "--mesh=2x4x1", "--precision=bfloat16",
+    ]  # fmt: skip
+    assert found.chips == 8 and found.dollars_of(3600) == 16.0
+    assert found.seconds["pretrain"] == pytest.approx(make_plan(12, 4 * 10**10, 10**6).steps * 0.1)
+    assert found.steps["finetune"].memory == "2.00 of 32.00 GiB"
+    assert "found by a search for v6e-8: attention flash, gradient_accumulation_steps 2, mesh 2x4x1" in "\n".join(
+        lines_of_price(found)
+    )
+    again = ask(tmp_path)
+    assert len(compiler.asked) == 2 and again == (found, options)  # as after a kill: from price.json
+    (tmp_path / "price.json").write_text('{"pretrain": {"question": []}}')
+    assert ask(tmp_path) == again and len(compiler.asked) == 4
+
+
+def test_without_a_search_the_setting_is_that_of_the_dial(tmp_path, monkeypatch):
+    compiler = Compiler(monkeypatch)
+    found, options = ask(tmp_path, minutes=0.0)
+    assert "--search" not in compiler.asked[0] and found.changes == {}
+    assert options == options_of_slice(make_plan(12, 4 * 10**10, 10**6), "v6e-8")
+
+
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
+    Compiler(monkeypatch, fits=False, reason="too much", predicted_ms=None)
+    with pytest.raises(InputError, match="pretrain of depth 12 does not fit v6e-8: too much; choose a larger slice"):
+        ask(tmp_path)
+    monkeypatch.setattr(price.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stdout="[]"))
+    with pytest.raises(InputError, match="no setting of pretrain fits that --search tried"):
+        ask(tmp_path / "none")
 
 
 @pytest.mark.slow

@@ -1,17 +1,19 @@
 """Kill a speedrun in each of its stages, with all that it started; compare its models with those of one never killed.
 
 Run:     python benchmarks/speedrun_kills.py TEXT --work runs/kills --kills 20
-Prints:  each kill with the stage that it met; a table of the stages, how long each took in the run that was not
-         killed, and how many kills met it; then whether weights, tokenizer, shards, conversations and answers are the
-         same. Exit code 1 if not, or if a stage was met by none.
+Prints:  each kill with the stage that it met; a table of the stages, what each took in the run that was not killed,
+         and how many kills met it; then whether weights, tokenizer, shards, conversations and answers are the same.
+         Exit code 1 if not, or if a stage was met by none.
 
 Two more moments are told apart from the stages: the samples of pre-training, and the report, which the speedrun writes
 after the last stage. "start" is what comes before the first stage. A kill waits until its stage runs, then for a
-random part of the time that the stage took before: at most half of it for the first kill of a stage, nine tenths for
-the others. With --kills above the number of stages the trainings get what is left.
+random part of the stage: at most half of it for the first kill of a stage, nine tenths for the others. Parts are of
+CPU-seconds, because other work on the machine changes all others. With --kills above the number of stages the
+trainings get what is left. The run that was not killed is kept in the folder, and used again by the same command.
 """
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -26,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tests"))
 from made_tasks import write_task  # noqa: E402
 
-from tpu_utils.files import read_json  # noqa: E402
+from tpu_utils.files import read_json, write_atomically  # noqa: E402
 from tpu_utils.records import read_records  # noqa: E402
 
 STAGES = ("tokenizer", "shards", "chats", "pretrain", "samples", "evaluate_pretrained", "base", "finetune")
@@ -34,6 +36,7 @@ STAGES += ("evaluate_finetuned", "chat", "model")
 AIMS = ("start", *STAGES, "report")
 """In the order in which they are met first."""
 COMPARED = ("base/*", "model/*", "tokenizer/*", "shards/*", "chats/*")
+TICKS = os.sysconf("SC_CLK_TCK")
 PRINTED = ("chat", "evaluate_pretrained", "evaluate_finetuned")
 
 
@@ -67,6 +70,18 @@ class Speedrun:
                 steps[record["kind"]].add(record["step"])
         return max(steps["eval"]) > max(steps["sample"])
 
+    def cpu_seconds(self) -> float:
+        """Of it and of all that it started and has waited for."""
+        used = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # ended meanwhile
+            if int(fields[3]) == self.process.pid:  # its session
+                used += sum(map(int, fields[11:15]))
+        return used / TICKS
+
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -74,36 +89,44 @@ class Speedrun:
 
 
 def seconds_of(run: Speedrun) -> Counter:
-    """Of each stage of a run that goes to its end; of samples, which come several times, the longest."""
-    seconds, before, last = Counter(), time.monotonic(), ""
+    """CPU-seconds of each stage of a run that goes to its end; of samples, which come several times, the most."""
+    seconds, before, last = Counter(), 0.0, ""
     while run.process.poll() is None:
         time.sleep(0.02)
-        now, stage = time.monotonic(), run.stage()
+        now, stage = run.cpu_seconds(), run.stage()
         if stage == "samples" != last:
             samples, seconds["samples"] = seconds["samples"], 0.0
-        seconds[stage] += now - before
+        seconds[stage] += max(0.0, now - before)
         if last == "samples" != stage:
             seconds["samples"] = max(samples, seconds["samples"])
-        before, last = now, stage
+        before, last = max(now, before), stage
     if run.process.returncode:
         sys.exit(f"a speedrun failed: {run.log}")
     return seconds
 
 
+def whole_run(folder: Path, options: list[str]) -> Counter:
+    """seconds_of() a run that is not killed, or of the one before of these options."""
+    kept = folder.with_suffix(".json")
+    found = read_json(kept, "seconds of stages") if kept.exists() else {}
+    if found.get("options") != options:
+        found = {"options": options, "seconds": seconds_of(Speedrun(folder, options))}
+        write_atomically(kept, json.dumps(found).encode())
+    return Counter(found["seconds"])
+
+
 def kill_in(aim: str, part: float, seconds: Counter, folder: Path, options: list[str]) -> str:
     """What the kill met. A stage that is over before it is waited for is not waited for."""
-    run = Speedrun(folder, options)
-    while AIMS.index(run.stage()) < AIMS.index(aim):
+    run, since = Speedrun(folder, options), None
+    while since is None or (run.stage() == aim and run.cpu_seconds() - since < part * seconds[aim]):
         time.sleep(0.02)
         if run.process.poll() is not None:
             sys.exit(f"a speedrun ended before it was killed in {aim}: {run.log}")
-    try:
-        run.process.wait(part * seconds[aim])
-    except subprocess.TimeoutExpired:
-        met = run.stage()
-        run.kill()
-        return met
-    sys.exit(f"a speedrun ended before it was killed in {aim}: {run.log}")
+        if since is None and AIMS.index(run.stage()) >= AIMS.index(aim):
+            since = run.cpu_seconds()
+    met = run.stage()
+    run.kill()
+    return met
 
 
 def plan_of(kills: int) -> list[str]:
@@ -134,7 +157,7 @@ def without_seconds(printed: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--work", type=Path, required=True, help="a new folder")
+    parser.add_argument("--work", type=Path, required=True, help="a folder of its own")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--depth", type=int, default=1)
@@ -142,19 +165,21 @@ def main() -> int:
     given = parser.parse_args()
     source = random.Random(given.seed)
     plan = plan_of(given.kills)
-    given.work.mkdir(parents=True)
+    given.work.mkdir(parents=True, exist_ok=True)
     tasks = write_task(given.work.resolve() / "piqa", "piqa")
     options = ["--text", str(given.text.resolve()), "--depth", str(given.depth), "--tasks", f"piqa={tasks}"]
     options += ["--most_steps", str(given.most_steps)]
     whole, killed = (given.work.resolve() / name for name in ("whole", "killed"))
-    seconds, met = seconds_of(Speedrun(whole, options)), Counter()
+    if killed.exists():
+        sys.exit(f"{killed} is there already; remove it, or choose another --work")
+    seconds, met = whole_run(whole, options), Counter()
     for number, aim in enumerate(plan, 1):
         part = source.uniform(0.0, 0.9 if met[aim] else 0.5)
         found = kill_in(aim, part, seconds, killed, options)
         met[found] += 1
-        print(f"kill {number:2}, {part * seconds[aim]:5.1f} s after the beginning of {aim}: met {found}", flush=True)
+        print(f"kill {number:2}, {part * seconds[aim]:5.2f} CPU-seconds after {aim} began: met {found}", flush=True)
     seconds_of(Speedrun(killed, options))
-    print("\n| stage | seconds, undisturbed | kills |\n|---|---|---|")
+    print("\n| stage | CPU-seconds | kills |\n|---|---|---|")
     print("\n".join(f"| {aim} | {seconds[aim]:.1f} | {met[aim]} |" for aim in AIMS))
     different, missed = differences(whole, killed), [aim for aim in AIMS if not met[aim]]
     print(f"\n{met.total()} kills; " + (f"none met {', '.join(missed)}" if missed else "each stage was met"))

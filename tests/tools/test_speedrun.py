@@ -108,7 +108,9 @@ class Compiler:
     def answer(self, command, **_):
         self.asked.append(command[1:])
         settings = dict(mesh="2x4x1", gradient_accumulation_steps=2, attention="flash", remat=False)
-        settings |= dict(remat_keep="inputs", offload="nothing", compiler_options="", scan_layers=False)
+        settings |= dict(
+            remat_keep="inputs", offload="nothing", compiler_options="", scan_layers=False, global_batch_size=256
+        )
         report = dict(fits=True, reason="", predicted_ms=90.0, predicted_ms_all_hidden=100.0, settings=settings)
         report |= dict(limit_bytes=32 << 30, peak_bytes=4 << 30, compiler_peak_bytes=2 << 30, other=1)
         return SimpleNamespace(returncode=0, stdout=json.dumps([report | self.report]))

@@ -140,7 +140,8 @@ def changes_of(settings: dict[str, Any], stage: Stage) -> dict[str, Any]:
     default = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     given = {option_name(word) for word in stage.command if word.startswith("--")}
     names = [name for name in FIELDS if name in settings and (settings[name] != default[name] or name in given)]
-    return {name: settings[name] for name in names if settings.get("remat") or name not in WITH_REMAT}
+    without = {"global_batch_size", *(() if settings.get("remat") else WITH_REMAT)}  # the batch is the depth's
+    return {name: settings[name] for name in names if name not in without}
 
 
 def with_changes(options: list[str], changes: dict[str, Any]) -> list[str]:
@@ -156,7 +157,7 @@ def lines_of_price(price: Price) -> list[str]:
     rows += ["| | hours | dollars | from |", "|---|---|---|---|"]
     for name, seconds in price.seconds.items():
         cost = f"{price.dollars_of(seconds):.2f}" if price.dollars else "-"
-        what = f"predicted, {price.steps[name].milliseconds:.1f} ms a step, {price.steps[name].memory}"
+        what = f"predicted, {price.steps[name].milliseconds:.4g} ms a step, {price.steps[name].memory}"
         rows.append(f"| {name} on {price.topology} | {seconds / 3600:.3f} | {cost} | {what} |")
     for name, hours, dollars, source in PUBLISHED:
         rows.append(f"| {name} | {hours} | {'-' if dollars is None else f'{dollars:.0f}'} | {source} |")

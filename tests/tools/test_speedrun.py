@@ -15,11 +15,12 @@ from made_tasks import write_lines
 from matplotlib.image import imread
 from processes import COMPILED, ROOT, run, waits
 
+from benchmarks import speedrun_kills
 from language.hf_config import shape_of
 from language.llmc_files import write_token_shard
 from language.tokenizer import load_tokenizer
 from tools.make_chats import chats_of
-from tools.speedrunning import price
+from tools.speedrunning import price, stages
 from tools.speedrunning.dial import make_plan
 from tools.speedrunning.one_page import bits_per_byte, write_report
 from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
@@ -45,6 +46,23 @@ def test_a_short_text_is_read_four_times():
     plan = make_plan(4, 10**6, 10**5)
     assert plan.tokens < 4 * 10**6 / 2.5 and plan.steps >= 300
     assert make_plan(4, 10**6, 10**5, most_steps=7).steps == 7
+
+
+def test_the_vocabulary_can_be_given():
+    """A text with few different pairs has none for that of the rule."""
+    plan = make_plan(2, 10**6, 10**5, vocab_size=300)
+    assert plan.vocab_size == plan.model["vocab_size"] == 300 and plan.model["eos_token_id"] == 297
+
+
+def test_a_stage_on_a_cpu_has_variables_that_its_command_says(monkeypatch):
+    stage = Stage("it", ["tools.generate", "--help"])
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")  # what is there stays
+    assert stage.shown == "GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python -m tools.generate --help"
+    monkeypatch.delenv("XLA_FLAGS")
+    assert stage.shown.startswith("XLA_FLAGS=--xla_backend_optimization_level=1 GLIBC_TUNABLES=")
+    monkeypatch.setattr(stages, "attached_chips", lambda: ["a chip"])
+    assert stage.shown == "python -m tools.generate --help"
 
 
 def test_bits_per_byte():
@@ -120,8 +138,8 @@ def ask(folder, dollars=2.0, minutes=5.0):
     """(the answer, the options that a slice takes then)."""
     plan = make_plan(12, 4 * 10**10, 10**6)
     of_slice = options_of_slice(plan, "v6e-8")
-    stages = stages_of(plan, folder / "text", None, folder, "muon", 0, [], of_slice)
-    trainings = {stage.name: stage for stage in stages if stage.name in TRAININGS}
+    made = stages_of(plan, folder / "text", None, folder, "muon", 0, [], of_slice)
+    trainings = {stage.name: stage for stage in made if stage.name in TRAININGS}
     found = ask_compiler(trainings, plan, "v6e-8", dollars, minutes, folder)
     return found, with_changes(of_slice, found.changes)
 
@@ -178,13 +196,37 @@ def test_the_report_has_what_the_stages_left(tmp_path, monkeypatch):
         lines += [dict(kind="sample", step=1, prompt="The ", text="the answer of it")]
         write_lines(tmp_path / run_dir / "metrics.jsonl", lines)
     stage = dict(seconds=7.0, cpu_seconds=3.0, command="python a", printed="piqa 20 0.5\n")
-    stages = dict.fromkeys(("pretrain", "evaluate_pretrained", "chat"), stage)
+    left = dict.fromkeys(("pretrain", "evaluate_pretrained", "chat"), stage)
     for found, width in ((None, 1320), (ask(tmp_path)[0], 1760)):
-        page = write_report(tmp_path, text, plan, stages, found)
+        page = write_report(tmp_path, text, plan, left, found)
         assert "| validation bits per byte | 1.0" in page and "## evaluate_pretrained\n```\npiqa 20 0.5" in page
         assert "- chat: 7.0 s, 3.0 CPU-seconds\n  `python a`" in page and "goes on 'the answer of it'" in page
         assert ("pretrain on v6e-8" in page) == bool(found) and page == (tmp_path / "report.md").read_text()
         assert imread(tmp_path / "report.png").shape[1] == width
+
+
+def test_kills_are_spread_over_all_stages():
+    """Each once, in the order in which they come; what is left goes to the trainings."""
+    plan = speedrun_kills.plan_of(20)
+    assert list(dict.fromkeys(plan)) == list(speedrun_kills.AIMS) and len(plan) == 20
+    assert plan.count("pretrain") == 5 and plan.count("finetune") == 4
+    with pytest.raises(SystemExit, match="kills is 3; expected 13 or more"):
+        speedrun_kills.plan_of(3)
+
+
+def test_a_kill_knows_which_stage_it_meets(tmp_path):
+    killed = object.__new__(speedrun_kills.Speedrun)  # without a process
+    killed.folder, killed.log, killed.began_at = tmp_path, tmp_path / "log", 6
+    killed.log.write_text("stage of an earlier start\n")
+    assert killed.stage() == "start"
+    with killed.log.open("a") as log:
+        log.write("stage 1 of 8, tokenizer: done before\n\nstage 4 of 8, pretrain\n$ python it\n")
+    assert killed.stage() == "pretrain"
+    evaluated = [dict(kind="eval", step=2), dict(kind="sample", step=2), dict(kind="eval", step=4)]
+    write_lines(tmp_path / "pretrained" / "metrics.jsonl", evaluated)
+    assert killed.stage() == "samples"
+    write_lines(tmp_path / "stages" / "model.json", [{}])
+    assert killed.stage() == "report"
 
 
 @pytest.mark.slow

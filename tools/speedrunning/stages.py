@@ -38,10 +38,14 @@ class Stage:
         return " ".join([*(f"{name}={value}" for name, value in variables().items()), shlex.join(words)])
 
 
+ON_A_CPU = {"XLA_FLAGS": "--xla_backend_optimization_level=1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""XLA compiles in two thirds of the time, and steps are as fast; the 100 MB that a step of depth 2 takes and gives back
+come as large pages."""
+
+
 def variables() -> dict[str, str]:
-    """Of a stage's environment. On a CPU XLA compiles at its level 1: in two thirds of the time, and steps are as
-    fast. What the environment says of XLA already is left as it is."""
-    return {} if "XLA_FLAGS" in os.environ or attached_chips() else {"XLA_FLAGS": "--xla_backend_optimization_level=1"}
+    """Of a stage's environment. What is there already is left as it is."""
+    return {} if attached_chips() else {name: value for name, value in ON_A_CPU.items() if name not in os.environ}
 
 
 def stages_of(

@@ -1,10 +1,19 @@
-"""Kill a speedrun at random moments, with all that it started; compare its model with that of one never killed.
+"""Kill a speedrun in each of its stages, with all that it started; compare its models with those of one never killed.
 
 Run:     python benchmarks/speedrun_kills.py TEXT --work runs/kills --kills 20
-Prints:  each kill with the stage that it met, then whether weights and answers are the same. Exit code 1 if not.
+Prints:  each kill with the stage that it met; a table of the stages, what each took in the run that was not killed,
+         and how many kills met it; then whether weights, tokenizer, shards, conversations and answers are the same.
+         Exit code 1 if not, or if a stage was met by none.
+
+Two more moments are told apart from the stages: the samples of pre-training, and the report, which the speedrun writes
+after the last stage. "start" is what comes before the first stage. A kill waits until its stage runs, then for a
+random part of the stage: at most half of it for the first kill of a stage, nine tenths for the others. Parts are of
+CPU-seconds, because other work on the machine changes all others. With --kills above the number of stages the
+trainings get what is left. The run that was not killed is kept in the folder, and used again by the same command.
 """
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -15,61 +24,167 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORTEST = 2.0  # seconds before a kill; the longest grows until the end is reached
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
+from made_tasks import write_task  # noqa: E402
+
+from tpu_utils.files import read_json, write_atomically  # noqa: E402
+from tpu_utils.records import read_records  # noqa: E402
+
+STAGES = ("tokenizer", "shards", "chats", "pretrain", "samples", "evaluate_pretrained", "base", "finetune")
+STAGES += ("evaluate_finetuned", "chat", "model")
+AIMS = ("start", *STAGES, "report")
+"""In the order in which they are met first."""
+COMPARED = ("base/*", "model/*", "tokenizer/*", "shards/*", "chats/*")
+TICKS = os.sysconf("SC_CLK_TCK")
+PRINTED = ("chat", "evaluate_pretrained", "evaluate_finetuned")
 
 
-def start(text: Path, folder: Path, options: list[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tools.speedrun", "--text", str(text), "--run_dir", str(folder), *options]
-    with folder.with_suffix(".log").open("a") as log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+class Speedrun:
+    """A start of it, whose log is its own."""
+
+    def __init__(self, folder: Path, options: list[str]):
+        self.folder, self.log = folder, folder.with_suffix(".log")
+        self.began_at = self.log.stat().st_size if self.log.exists() else 0
+        command = [sys.executable, "-m", "tools.speedrun", "--run_dir", str(folder), *options]
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+
+    def stage(self) -> str:
+        """What it does now, of AIMS."""
+        with self.log.open("rb") as log:
+            log.seek(self.began_at)
+            lines = log.read().decode(errors="replace").splitlines()
+        titles = [line for line in lines if line.startswith("stage ") and not line.endswith(": done before")]
+        if (self.folder / "stages" / f"{STAGES[-1]}.json").exists():
+            return "report"
+        name = titles[-1].partition(", ")[2] if titles else "start"
+        return "samples" if name == "pretrain" and self.is_sampling() else name
+
+    def is_sampling(self) -> bool:
+        """Whether an evaluation has its line, and samples have not."""
+        path = self.folder / "pretrained" / "metrics.jsonl"
+        steps = {"eval": {0}, "sample": {0}}
+        for _, _, record in read_records(path) if path.exists() else ():
+            if record and record["kind"] in steps:
+                steps[record["kind"]].add(record["step"])
+        return max(steps["eval"]) > max(steps["sample"])
+
+    def cpu_seconds(self) -> float:
+        """Of it and of all that it started and has waited for."""
+        used = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # ended meanwhile
+            if int(fields[3]) == self.process.pid:  # its session
+                used += sum(map(int, fields[11:15]))
+        return used / TICKS
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        time.sleep(0.2)
 
 
-def stage_of(folder: Path) -> str:
-    """The stage that runs: the last one that the log names."""
-    titles = [line for line in folder.with_suffix(".log").read_text().splitlines() if line.startswith("stage ")]
-    return titles[-1].partition(", ")[2].partition(":")[0] if titles else "before the first"
+def seconds_of(run: Speedrun) -> Counter:
+    """CPU-seconds of each stage of a run that goes to its end; of samples, which come several times, the most."""
+    seconds, before, last = Counter(), 0.0, ""
+    while run.process.poll() is None:
+        time.sleep(0.02)
+        now, stage = run.cpu_seconds(), run.stage()
+        if stage == "samples" != last:
+            samples, seconds["samples"] = seconds["samples"], 0.0
+        seconds[stage] += max(0.0, now - before)
+        if last == "samples" != stage:
+            seconds["samples"] = max(samples, seconds["samples"])
+        before, last = max(now, before), stage
+    if run.process.returncode:
+        sys.exit(f"a speedrun failed: {run.log}")
+    return seconds
 
 
-def finish(text: Path, folder: Path, options: list[str]) -> None:
-    if start(text, folder, options).wait():
-        sys.exit(f"a speedrun failed: {folder.with_suffix('.log')}")
+def whole_run(folder: Path, options: list[str]) -> Counter:
+    """seconds_of() a run that is not killed, or of the one before of these options."""
+    kept = folder.with_suffix(".json")
+    found = read_json(kept, "seconds of stages") if kept.exists() else {}
+    if found.get("options") != options:
+        found = {"options": options, "seconds": seconds_of(Speedrun(folder, options))}
+        write_atomically(kept, json.dumps(found).encode())
+    return Counter(found["seconds"])
+
+
+def kill_in(aim: str, part: float, seconds: Counter, folder: Path, options: list[str]) -> str:
+    """What the kill met. A stage that is over before it is waited for is not waited for."""
+    run, since = Speedrun(folder, options), None
+    while since is None or (run.stage() == aim and run.cpu_seconds() - since < part * seconds[aim]):
+        time.sleep(0.02)
+        if run.process.poll() is not None:
+            sys.exit(f"a speedrun ended before it was killed in {aim}: {run.log}")
+        if since is None and AIMS.index(run.stage()) >= AIMS.index(aim):
+            since = run.cpu_seconds()
+    met = run.stage()
+    run.kill()
+    return met
+
+
+def plan_of(kills: int) -> list[str]:
+    """The stage of each kill, in order: each stage once, then the trainings in turn."""
+    if kills < len(AIMS):
+        sys.exit(f"kills is {kills}; expected {len(AIMS)} or more, one for each stage")
+    more = [("pretrain", "finetune")[n % 2] for n in range(kills - len(AIMS))]
+    return sorted([*AIMS, *more], key=AIMS.index)
+
+
+def differences(whole: Path, killed: Path) -> list[str]:
+    """Files and answers that are not the same, by name."""
+    found = []
+    for pattern in COMPARED:
+        names = {str(path.relative_to(folder)) for folder in (whole, killed) for path in folder.glob(pattern)}
+        pairs = [(name, whole / name, killed / name) for name in sorted(names) if not (whole / name).is_dir()]
+        found += [name for name, *two in pairs if not two[1].exists() or two[0].read_bytes() != two[1].read_bytes()]
+    for name in PRINTED:
+        one, other = (read_json(folder / "stages" / f"{name}.json", "a marker") for folder in (whole, killed))
+        found += [name] if without_seconds(one["printed"]) != without_seconds(other["printed"]) else []
+    return found + [name for name in ("report.md", "report.png") if not (killed / name).exists()]
+
+
+def without_seconds(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if "second" not in line]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="a folder of its own")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--longest", type=float, default=40.0, help="seconds before a kill, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--depth", type=int, default=1)
-    parser.add_argument("--most_steps", type=int, default=8)
+    parser.add_argument("--most_steps", type=int, default=12)
     given = parser.parse_args()
-    options = ["--depth", str(given.depth), "--most_steps", str(given.most_steps)]
-    whole, killed = (given.work.resolve() / name for name in ("whole", "killed"))
+    source = random.Random(given.seed)
+    plan = plan_of(given.kills)
     given.work.mkdir(parents=True, exist_ok=True)
-    text = given.text.resolve()
-    finish(text, whole, options)
-    source, met = random.Random(given.seed), Counter()
-    while met.total() < given.kills:
-        child, wait = start(text, killed, options), source.uniform(SHORTEST, given.longest)
-        try:
-            child.wait(wait)
-            print("the speedrun ended before all kills: give more --most_steps", flush=True)
-            break
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            time.sleep(0.2)
-        stage = stage_of(killed)
-        met[stage] += 1
-        print(f"kill {met.total():2} after {wait:5.1f} s: {stage}", flush=True)
-    finish(text, killed, options)
-    names = ("base/model.safetensors", "model/model.safetensors", "tokenizer/tokenizer.json")
-    different = [name for name in names if (whole / name).read_bytes() != (killed / name).read_bytes()]
-    print(f"{met.total()} kills: {', '.join(f'{stage} {count}' for stage, count in met.items())}")
-    print("different: " + ", ".join(different) if different else "the same weights and tokenizer, bit for bit")
-    return 1 if different else 0
+    tasks = write_task(given.work.resolve() / "piqa", "piqa")
+    options = ["--text", str(given.text.resolve()), "--depth", str(given.depth), "--tasks", f"piqa={tasks}"]
+    options += ["--most_steps", str(given.most_steps)]
+    whole, killed = (given.work.resolve() / name for name in ("whole", "killed"))
+    if killed.exists():
+        sys.exit(f"{killed} is there already; remove it, or choose another --work")
+    seconds, met = whole_run(whole, options), Counter()
+    for number, aim in enumerate(plan, 1):
+        part = source.uniform(0.0, 0.9 if met[aim] else 0.5)
+        found = kill_in(aim, part, seconds, killed, options)
+        met[found] += 1
+        print(f"kill {number:2}, {part * seconds[aim]:5.2f} CPU-seconds after {aim} began: met {found}", flush=True)
+    seconds_of(Speedrun(killed, options))
+    print("\n| stage | CPU-seconds | kills |\n|---|---|---|")
+    print("\n".join(f"| {aim} | {seconds[aim]:.1f} | {met[aim]} |" for aim in AIMS))
+    different, missed = differences(whole, killed), [aim for aim in AIMS if not met[aim]]
+    print(f"\n{met.total()} kills; " + (f"none met {', '.join(missed)}" if missed else "each stage was met"))
+    print("different: " + ", ".join(different) if different else "the same files and answers, bit for bit")
+    return 1 if different or missed else 0
 
 
 if __name__ == "__main__":

@@ -23,9 +23,11 @@ import tyro
 
 from language.chat_data import read_chats
 from language.tasks import check_file, parse_tasks
+from language.tokenizer import LARGEST_VOCAB_SIZE
+from language.tokenizer_training import SMALLEST
 from tools.speedrunning.dial import Plan, bytes_of, make_plan
 from tools.speedrunning.one_page import write_report
-from tools.speedrunning.price import ask_compiler, lines_of_price, options_of_slice
+from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
 from tools.speedrunning.stages import results_of, run_stages, stages_of
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import read_json, write_atomically
@@ -51,12 +53,16 @@ class SpeedrunConfig:
     """Of both trainings."""
     seed: int = 0
     """Of both trainings."""
+    vocab_size: int = 0
+    """Tokens of the tokenizer. 0: as many as the text's size asks for."""
     most_steps: int = 0
     """At most so many steps of each training, for a rehearsal. 0: as many as the depth wants."""
     slice: str = ""
     """A TPU slice such as v6e-8: its compiler is asked for hours and dollars before anything runs."""
     price: float = 0.0
     """Dollars an hour and chip of the slice."""
+    search_minutes: float = 30.0
+    """Of a search for mesh and micro-batches on the slice, once. 0: the mesh that fits first, and one compile."""
     cost_only: bool = False
     """Ask the compiler of the slice, and end there."""
     debug: bool = False
@@ -71,6 +77,10 @@ def check(config: SpeedrunConfig) -> None:
         raise InputError("found a number below 0; expected most_steps and seed of 0 or more")
     if not 0 <= config.price < 1e6:
         raise InputError(f"price is {config.price}; expected dollars, 0 or more")
+    if not 0 <= config.search_minutes < 1e6:
+        raise InputError(f"search_minutes is {config.search_minutes}; expected minutes, 0 or more")
+    if config.vocab_size and not SMALLEST <= config.vocab_size <= LARGEST_VOCAB_SIZE:
+        raise InputError(f"vocab_size is {config.vocab_size}; expected {SMALLEST} to {LARGEST_VOCAB_SIZE}, or 0")
     if (config.price or config.cost_only) and not config.slice:
         raise InputError("price and cost_only have no effect without --slice; name one, such as --slice v6e-8")
     for name, path in parse_tasks(config.tasks).items():
@@ -91,7 +101,8 @@ def keep_settings(config: SpeedrunConfig, folder: Path, plan: Plan) -> None:
     """Raises InputError for a folder that was begun with others."""
     own = dict(depth=config.depth, text=str(config.text.resolve()), optimizer=config.optimizer, seed=config.seed)
     own |= dict(chats=config.chats and str(config.chats.resolve()), most_steps=config.most_steps, slice=config.slice)
-    own |= dict(tasks=absolute(config.tasks), tokens=plan.tokens)  # of another text it would be other tokens
+    own |= dict(tasks=absolute(config.tasks), vocab_size=plan.vocab_size, search_minutes=config.search_minutes)
+    own |= dict(tokens=plan.tokens)  # of another text it would be other tokens
     path = folder / "speedrun.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,18 +134,19 @@ def main() -> int:
     if chats:
         read_chats(chats)  # a wrong line is named now, not after hours
     size = bytes_of([text])
-    plan = make_plan(
-        config.depth, size, chats.stat().st_size if chats else min(size // 4, CHAT_BYTES), config.most_steps
-    )
+    chat_bytes = chats.stat().st_size if chats else min(size // 4, CHAT_BYTES)
+    plan = make_plan(config.depth, size, chat_bytes, config.most_steps, config.vocab_size)
     of_slice = options_of_slice(plan, config.slice)
     keep_settings(config, folder, plan)
     print_plan(plan)
-    tasks, price = absolute(config.tasks), None
-    stages = stages_of(plan, text, chats, folder, config.optimizer, config.seed, tasks, of_slice)
+    price = None
+    given = plan, text, chats, folder, config.optimizer, config.seed, absolute(config.tasks)
+    stages = stages_of(*given, of_slice)
     if config.slice:
-        (pretrain,) = [stage for stage in stages if stage.name == "pretrain"]
-        price = ask_compiler(pretrain, plan, config.slice, config.price, folder)
+        trainings = {stage.name: stage for stage in stages if stage.name in TRAININGS}
+        price = ask_compiler(trainings, plan, config.slice, config.price, config.search_minutes, folder)
         print("\n".join(lines_of_price(price)), flush=True)
+        stages = stages_of(*given, with_changes(of_slice, price.changes))
     if config.cost_only:
         return 0
     if code := run_stages(stages, folder):

@@ -1,24 +1,30 @@
 """tools.speedrun: what follows from the depth, a kill in the middle, and what is refused."""
 
 import json
+import math
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from made_tasks import write_task
+from made_tasks import write_lines
+from matplotlib.image import imread
 from processes import COMPILED, ROOT, run, waits
 
+from benchmarks import speedrun_kills
 from language.hf_config import shape_of
+from language.llmc_files import write_token_shard
 from language.tokenizer import load_tokenizer
 from tools.make_chats import chats_of
+from tools.speedrunning import price, stages
 from tools.speedrunning.dial import make_plan
-from tools.speedrunning.one_page import bits_per_byte
-from tools.speedrunning.price import options_of_slice
-from tools.speedrunning.stages import Stage, marker_of, run_stages
+from tools.speedrunning.one_page import bits_per_byte, write_report
+from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
+from tools.speedrunning.stages import Stage, marker_of, run_stages, stages_of
 from tpu_utils.errors import InputError, TrainingError
 
 DRAW = random.Random(0)
@@ -40,6 +46,23 @@ def test_a_short_text_is_read_four_times():
     plan = make_plan(4, 10**6, 10**5)
     assert plan.tokens < 4 * 10**6 / 2.5 and plan.steps >= 300
     assert make_plan(4, 10**6, 10**5, most_steps=7).steps == 7
+
+
+def test_the_vocabulary_can_be_given():
+    """A text with few different pairs has none for that of the rule."""
+    plan = make_plan(2, 10**6, 10**5, vocab_size=300)
+    assert plan.vocab_size == plan.model["vocab_size"] == 300 and plan.model["eos_token_id"] == 297
+
+
+def test_a_stage_on_a_cpu_has_variables_that_its_command_says(monkeypatch):
+    stage = Stage("it", ["tools.generate", "--help"])
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "")  # what is there stays
+    assert stage.shown == "GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python -m tools.generate --help"
+    monkeypatch.delenv("XLA_FLAGS")
+    assert stage.shown.startswith("XLA_FLAGS=--xla_backend_optimization_level=1 GLIBC_TUNABLES=")
+    monkeypatch.setattr(stages, "attached_chips", lambda: ["a chip"])
+    assert stage.shown == "python -m tools.generate --help"
 
 
 def test_bits_per_byte():
@@ -73,6 +96,8 @@ def test_stages_go_on_where_they_were(tmp_path, capfd):
         (["--depth", "0"], "depth is 0; expected 1 to 64"),
         (["--depth", "2", "--price", "1"], "price and cost_only have no effect without --slice"),
         (["--depth", "2", "--slice", "v6e-7"], "slice: "),
+        (["--depth", "2", "--search_minutes", "-1"], "search_minutes is -1.0; expected minutes, 0 or more"),
+        (["--depth", "2", "--vocab_size", "10"], "vocab_size is 10; expected 259 to"),
         (["--depth", "2", "--chats", "missing.jsonl"], "missing.jsonl: no such file"),
         (["--depth", "2", "--tasks", "piqa=missing.jsonl"], "missing.jsonl"),
         (["--depth", "2", "--text", "/dev/null"], "text is /dev/null: found nothing in it; expected UTF-8 text"),
@@ -91,13 +116,126 @@ def test_a_slice_with_more_devices_than_sequences_is_refused():
         options_of_slice(make_plan(2, 10**6, 10**5), "v6e-256")
 
 
+class Compiler:
+    """In place of aot_tpu.py: says what it was asked, and answers with the setting that a search found."""
+
+    def __init__(self, monkeypatch, **report):
+        self.asked, self.report = [], report
+        monkeypatch.setattr(price.subprocess, "run", self.answer)
+
+    def answer(self, command, **_):
+        self.asked.append(command[1:])
+        settings = dict(mesh="2x4x1", gradient_accumulation_steps=2, attention="flash", remat=False)
+        settings |= dict(
+            remat_keep="inputs", offload="nothing", compiler_options="", scan_layers=False, global_batch_size=256
+        )
+        report = dict(fits=True, reason="", predicted_ms=90.0, predicted_ms_all_hidden=100.0, settings=settings)
+        report |= dict(limit_bytes=32 << 30, peak_bytes=4 << 30, compiler_peak_bytes=2 << 30, other=1)
+        return SimpleNamespace(returncode=0, stdout=json.dumps([report | self.report]))
+
+
+def ask(folder, dollars=2.0, minutes=5.0):
+    """(the answer, the options that a slice takes then)."""
+    plan = make_plan(12, 4 * 10**10, 10**6)
+    of_slice = options_of_slice(plan, "v6e-8")
+    made = stages_of(plan, folder / "text", None, folder, "muon", 0, [], of_slice)
+    trainings = {stage.name: stage for stage in made if stage.name in TRAININGS}
+    found = ask_compiler(trainings, plan, "v6e-8", dollars, minutes, folder)
+    return found, with_changes(of_slice, found.changes)
+
+
+def test_what_the_search_found_is_asked_once_kept_and_used(tmp_path, monkeypatch):
+    compiler = Compiler(monkeypatch)
+    found, options = ask(tmp_path)
+    searched, tuned = compiler.asked
+    assert searched[-3:] == ["--search", "--minutes", "5"] and "--search" not in tuned
+    assert "--dataset=tokens" in searched and "--dataset=chat" in tuned  # documents in a row: another program
+    assert f"--model_config={tmp_path / 'config.json'}" in tuned and "--mesh=2x4x1" in tuned
+    assert found.changes == {"mesh": "2x4x1", "gradient_accumulation_steps": 2, "attention": "flash"}
+    assert sorted(options) == [
+        "--attention=flash", "--gradient_accumulation_steps=2", "--mesh=2x4x1", "--precision=bfloat16",
+    ]  # fmt: skip
+    assert found.chips == 8 and found.dollars_of(3600) == 16.0
+    assert found.seconds["pretrain"] == pytest.approx(make_plan(12, 4 * 10**10, 10**6).steps * 0.1)
+    assert found.steps["finetune"].memory == "2.00 of 32.00 GiB"
+    assert "found by a search for v6e-8: attention flash, gradient_accumulation_steps 2, mesh 2x4x1" in "\n".join(
+        lines_of_price(found)
+    )
+    again = ask(tmp_path)
+    assert len(compiler.asked) == 2 and again == (found, options)  # as after a kill: from price.json
+    (tmp_path / "price.json").write_text('{"pretrain": {"question": []}}')
+    assert ask(tmp_path) == again and len(compiler.asked) == 4
+
+
+def test_without_a_search_the_setting_is_that_of_the_dial(tmp_path, monkeypatch):
+    compiler = Compiler(monkeypatch)
+    found, options = ask(tmp_path, minutes=0.0)
+    assert "--search" not in compiler.asked[0] and found.changes == {}
+    assert options == options_of_slice(make_plan(12, 4 * 10**10, 10**6), "v6e-8")
+
+
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
+    Compiler(monkeypatch, fits=False, reason="too much", predicted_ms=None)
+    with pytest.raises(InputError, match="pretrain of depth 12 does not fit v6e-8: too much; choose a larger slice"):
+        ask(tmp_path)
+    monkeypatch.setattr(price.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stdout="[]"))
+    with pytest.raises(InputError, match="no setting of pretrain fits that --search tried"):
+        ask(tmp_path / "none")
+
+
+def test_the_report_has_what_the_stages_left(tmp_path, monkeypatch):
+    """Of runs that a few lines stand for. With a price the picture is wider: dollars beside the seconds."""
+    Compiler(monkeypatch)
+    text, plan = tmp_path / "text", make_plan(12, 4 * 10**10, 10**6)
+    text.write_text("ab" * 5000)
+    (tmp_path / "shards").mkdir()
+    for name, tokens in (("train", [1] * 4500), ("val", [1] * 500)):
+        write_token_shard(tmp_path / "shards" / f"text_{name}_000000.bin", np.asarray(tokens))
+    for run_dir in ("pretrained", "finetuned"):
+        lines = [dict(kind="train", step=1, loss=3.0), dict(kind="eval", step=1, validation_loss=2 * math.log(2))]
+        lines += [dict(kind="sample", step=1, prompt="The ", text="the answer of it")]
+        write_lines(tmp_path / run_dir / "metrics.jsonl", lines)
+    stage = dict(seconds=7.0, cpu_seconds=3.0, command="python a", printed="piqa 20 0.5\n")
+    left = dict.fromkeys(("pretrain", "evaluate_pretrained", "chat"), stage)
+    for found, width in ((None, 1320), (ask(tmp_path)[0], 1760)):
+        page = write_report(tmp_path, text, plan, left, found)
+        assert "| validation bits per byte | 1.0" in page and "## evaluate_pretrained\n```\npiqa 20 0.5" in page
+        assert "- chat: 7.0 s, 3.0 CPU-seconds\n  `python a`" in page and "goes on 'the answer of it'" in page
+        assert ("pretrain on v6e-8" in page) == bool(found) and page == (tmp_path / "report.md").read_text()
+        assert imread(tmp_path / "report.png").shape[1] == width
+
+
+def test_kills_are_spread_over_all_stages():
+    """Each once, in the order in which they come; what is left goes to the trainings."""
+    plan = speedrun_kills.plan_of(20)
+    assert list(dict.fromkeys(plan)) == list(speedrun_kills.AIMS) and len(plan) == 20
+    assert plan.count("pretrain") == 5 and plan.count("finetune") == 4
+    with pytest.raises(SystemExit, match="kills is 3; expected 13 or more"):
+        speedrun_kills.plan_of(3)
+
+
+def test_a_kill_knows_which_stage_it_meets(tmp_path):
+    killed = object.__new__(speedrun_kills.Speedrun)  # without a process
+    killed.folder, killed.log, killed.began_at = tmp_path, tmp_path / "log", 6
+    killed.log.write_text("stage of an earlier start\n")
+    assert killed.stage() == "start"
+    with killed.log.open("a") as log:
+        log.write("stage 1 of 8, tokenizer: done before\n\nstage 4 of 8, pretrain\n$ python it\n")
+    assert killed.stage() == "pretrain"
+    evaluated = [dict(kind="eval", step=2), dict(kind="sample", step=2), dict(kind="eval", step=4)]
+    write_lines(tmp_path / "pretrained" / "metrics.jsonl", evaluated)
+    assert killed.stage() == "samples"
+    write_lines(tmp_path / "stages" / "model.json", [{}])
+    assert killed.stage() == "report"
+
+
 @pytest.mark.slow
 def test_a_speedrun_that_was_killed(tmp_path):
     """With all that it started, in the middle of pre-training: it goes on, and the model answers."""
     text, folder = tmp_path / "in.txt", tmp_path / "run"
     text.write_text(TEXT)
     command = [sys.executable, "-m", "tools.speedrun", "--depth", "1", "--text", text, "--run_dir", folder]
-    command += ["--most_steps", "4", "--tasks", f"piqa={write_task(tmp_path, 'piqa')}"]
+    command += ["--most_steps", "4"]
     own = os.environ | {"XLA_FLAGS": COMPILED}
     with (tmp_path / "log").open("w") as log:
         child = subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=log, start_new_session=True)
@@ -111,7 +249,6 @@ def test_a_speedrun_that_was_killed(tmp_path):
     assert "shards: done before" in done.stdout and "resumed    after step" in done.stdout
     report = (folder / "report.md").read_text()
     assert "validation bits per byte" in report and "tools.convert_hf export" in report
-    assert re.search(r"## evaluate_pretrained\n```\n(.*\n)*?.*piqa +20 ", report) and "## evaluate_finetuned" in report
     assert (folder / "report.png").stat().st_size > 10_000 and (folder / "model" / "model.safetensors").exists()
     assert load_tokenizer(str(folder / "model")).token("<|im_end|>") is not None
     again = subprocess.run([*command, "--seed", "1"], cwd=ROOT, capture_output=True, text=True)

@@ -73,9 +73,9 @@ def multiplied(depth: int, vocab_size: int) -> int:
     return shape_of(model_of(depth, vocab_size), "the plan").num_multiplied
 
 
-def make_plan(depth: int, text_bytes: int, chat_bytes: int, most_steps: int = 0) -> Plan:
-    """most_steps: fewer steps of each training, for a rehearsal. 0: as many as it takes."""
-    vocab_size = power_of_two(text_bytes / 1024, 512, 1 << 15)
+def make_plan(depth: int, text_bytes: int, chat_bytes: int, most_steps: int = 0, vocab_size: int = 0) -> Plan:
+    """most_steps: fewer steps of each training, for a rehearsal. 0: as many as it takes. vocab_size: 0: by the rule."""
+    vocab_size = vocab_size or power_of_two(text_bytes / 1024, 512, 1 << 15)
     bytes_per_token = 0.28 * math.log2(vocab_size)  # 2.8 of 1,024 tokens, 4.2 of 32,768
     model, size = model_of(depth, vocab_size), multiplied(depth, vocab_size)
     T = model["max_position_embeddings"]

@@ -11,6 +11,7 @@ from language.token_data import matching, read_documents, split_documents
 from tools.speedrunning.dial import Plan
 from tools.speedrunning.price import Price, lines_of_price
 from tpu_utils.files import write_atomically
+from tpu_utils.hardware import attached_chips
 from tpu_utils.records import read_records
 
 
@@ -59,9 +60,13 @@ def write_report(folder: Path, text: Path, plan: Plan, stages: dict[str, dict], 
         "![losses, evaluations, time](report.png)",
         "",
         "## Stages",
-        "Seconds are those of the last start of a stage; a stage that was killed began earlier.",
+        "Seconds are those of the last start of a stage; a stage that was killed began earlier. CPU-seconds are those",
+        "of all its threads.",
         "",
-        *(f"- {name}: {stage['seconds']:.1f} s\n  `{stage['command']}`" for name, stage in stages.items()),
+        *(
+            f"- {name}: {stage['seconds']:.1f} s, {stage['cpu_seconds']:.1f} CPU-seconds\n  `{stage['command']}`"
+            for name, stage in stages.items()
+        ),
         "",
         *(line for name in scored for line in (f"## {name}", "```", stages[name]["printed"].rstrip(), "```", "")),
         "## The chat",
@@ -80,10 +85,10 @@ def write_report(folder: Path, text: Path, plan: Plan, stages: dict[str, dict], 
 
 
 def draw(folder: Path, runs: dict, losses: dict, share: float, seconds: dict[str, float], price: Price | None) -> None:
-    """Three panels: pre-training in bits per byte, fine-tuning, and seconds of each stage, or with a price its
-    dollars beside them."""
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    axes = figure.subplots(1, 3)
+    """Panels: pre-training in bits per byte, fine-tuning, seconds of each stage, and where a price is known dollars."""
+    money = bool(price and price.dollars)
+    figure = Figure(figsize=(16 if money else 12, 3.8), layout="constrained")
+    axes = figure.subplots(1, 4 if money else 3)
     for panel, (name, title) in zip(axes, (("pretrained", "pre-training"), ("finetuned", "chats")), strict=False):
         steps, values = curve(runs[name], "train", "loss")
         scale = share / math.log(2) if name == "pretrained" else 1.0
@@ -91,14 +96,24 @@ def draw(folder: Path, runs: dict, losses: dict, share: float, seconds: dict[str
         panel.plot(losses[name][0], [value * scale for value in losses[name][1]], "o-", label="held out")
         panel.set(title=title, xlabel="step", ylabel="bits per byte" if scale != 1.0 else "nats per token of answers")
         panel.legend()
-    names = list(seconds)[::-1]
-    bars = axes[2].barh(names, [seconds[name] for name in names])
-    axes[2].bar_label(bars, [f"{seconds[name]:.0f} s" for name in names], padding=2)
-    axes[2].set(title="where the time went, here", xlabel="seconds")
-    axes[2].margins(x=0.15)
-    if price and price.dollars:
-        cost = ", ".join(f"{name} ${price.dollars_of(s):.2f}" for name, s in price.seconds.items())
-        axes[2].set_title(f"where the time went, here\non {price.topology}, predicted: {cost}", fontsize=9)
+    draw_bars(axes[2], seconds, "{:.0f} s", "where the time went, here", "seconds")
+    if money:
+        dollars = {f"{name}, predicted": price.dollars_of(value) for name, value in price.seconds.items()}
+        if attached_chips():  # a CPU is not what is paid for
+            dollars |= {name: price.dollars_of(value) for name, value in seconds.items()}
+        title = (
+            f"where the money went, at ${price.dollars:g} an hour\nand chip, {price.chips} of them, {price.topology}"
+        )
+        draw_bars(axes[3], dollars, "${:.2f}", title, "dollars")
     aside = folder / "report.writing.png"
     figure.savefig(aside, dpi=110)
     aside.replace(folder / "report.png")
+
+
+def draw_bars(axes, values: dict[str, float], label: str, title: str, unit: str) -> None:
+    """One for each name, the first on top."""
+    names = list(values)[::-1]
+    bars = axes.barh(names, [values[name] for name in names])
+    axes.bar_label(bars, [label.format(values[name]) for name in names], padding=2)
+    axes.set(title=title, xlabel=unit)
+    axes.margins(x=0.15)

@@ -1,17 +1,27 @@
-"""What a speedrun would cost on a slice, by the TPU compiler's report on its training step."""
+"""What a speedrun would cost on a slice, by the TPU compiler's reports on its training steps."""
 
+import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from language.transformer_options import TransformerConfig
 from tools.speedrunning.dial import Plan
 from tools.speedrunning.stages import ROOT, Stage
+from tpu_compiler.fastest import FIELDS, WITH_REMAT, with_change
+from tpu_compiler.search import option_name
 from tpu_utils.errors import InputError
 from tpu_utils.files import read_json, write_atomically
 from tpu_utils.hardware import parse_topology
 
+KEPT = ("fits", "reason", "predicted_ms", "predicted_ms_all_hidden", "settings", "limit_bytes", "peak_bytes")
+KEPT += ("compiler_peak_bytes",)
+"""Of a report."""
+TRAININGS = ("pretrain", "finetune")
 ROWS_OF_A_DEVICE = 16  # of 2,048 tokens, at a time
 PUBLISHED = (
     ("nanochat d20, 8 H100", 4.0, 96.0, "its README of January 2026: about 4 hours at $24, the whole speedrun"),
@@ -23,18 +33,27 @@ PUBLISHED = (
 
 
 @dataclass(frozen=True)
+class Step:
+    """Of a training, as the TPU compiler has it."""
+
+    milliseconds: float
+    """Predicted, with what nothing hides of communication."""
+    memory: str
+
+
+@dataclass(frozen=True)
 class Price:
-    """Of the two trainings. milliseconds: of a step, predicted; of fine-tuning taken as that of pre-training, whose
-    shapes it has."""
+    """Of the trainings, by name."""
 
     topology: str
     chips: int
     dollars: float
     """An hour and chip. 0: unknown."""
-    milliseconds: float
-    memory: str
+    steps: dict[str, Step]
     seconds: dict[str, float]
     """Of each training, steps alone."""
+    changes: dict[str, Any]
+    """Fields of both with what a search found for them: mesh, micro-batches, and what else it may change."""
 
     def dollars_of(self, seconds: float) -> float:
         return seconds / 3600 * self.chips * self.dollars
@@ -58,42 +77,87 @@ def options_of_slice(plan: Plan, topology: str) -> list[str]:
     return [*options, "--attention=flash"] if plan.sequence_length % 128 == 0 else options
 
 
-def ask_compiler(stage: Stage, plan: Plan, topology: str, dollars: float, folder: Path) -> Price:
-    """Asked once and kept in the folder. Raises InputError for a step that does not fit."""
-    kept = folder / "price.json"
-    command = [word for word in stage.command[1:] if not word.startswith(("--resume", "--sample"))]
-    command = [word for word in command if word.startswith("--") and not word.startswith("--run_dir")]
-    question = ["aot_tpu.py", "transformer_tpu.py", "--topology", topology, "--json", *command]
-    found = read_json(kept, "the compiler's answer") if kept.exists() else {}
-    if found.get("question") != question:
-        print(f"$ python {' '.join(question)}", flush=True)
+def question_of(stage: Stage) -> list[str]:
+    """The options of a training that say what its step is. Its weights are not there yet."""
+    left_out = ("--resume", "--sample", "--run_dir", "--initial_weights")
+    return [word for word in stage.command[1:] if word.startswith("--") and not word.startswith(left_out)]
+
+
+def ask(stage: Stage, question: list[str], folder: Path) -> dict[str, Any]:
+    """aot_tpu.py's answer about the step of a training, kept in the folder. Raises InputError where there is none."""
+    path = folder / "price.json"
+    kept = read_json(path, "the compiler's answers") if path.exists() else {}
+    found = kept.get(stage.name)
+    if not isinstance(found, dict) or found.get("question") != question or not found.keys() >= {*KEPT}:
+        print(f"$ {shlex.join(['python', *question])}", flush=True)
         done = subprocess.run([sys.executable, *question], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         if done.returncode == 2 or not done.stdout.strip():
-            raise InputError(f"the compiler cannot be asked about {topology}: see what aot_tpu.py says above")
-        report = json.loads(done.stdout)[0]
-        found = {"question": question, **{name: report[name] for name in ("fits", "reason", "predicted_ms")}}
-        found["gib"] = min(report["compiler_peak_bytes"] or report["peak_bytes"], report["peak_bytes"]) / 2**30
-        found["limit_gib"] = report["limit_bytes"] / 2**30
-        write_atomically(kept, json.dumps(found, indent=1).encode())
-    if not found["fits"]:
-        raise InputError(f"depth {plan.depth} does not fit {topology}: {found['reason']}; choose a larger slice")
-    asked, step = parse_topology(topology), found["predicted_ms"]
+            raise InputError(f"the compiler cannot be asked about {stage.name}: see what aot_tpu.py says above")
+        reports = json.loads(done.stdout)
+        if not reports:  # of a search
+            raise InputError(f"no setting of {stage.name} fits that --search tried; choose a larger slice")
+        found = {"question": question, **{name: reports[0][name] for name in KEPT}}
+        write_atomically(path, json.dumps(kept | {stage.name: found}, indent=1).encode())
+    return found
+
+
+def ask_compiler(
+    stages: dict[str, Stage], plan: Plan, topology: str, dollars: float, minutes: float, folder: Path
+) -> Price:
+    """Of the trainings: pre-training's setting is searched for, fine-tuning asked about with what was found. Each is
+    asked once and kept in the folder. minutes: of the search; 0: none. Raises InputError for a step that does not fit.
+    """
+    script = ["aot_tpu.py", "transformer_tpu.py", "--topology", topology, "--json"]
+    searched = ["--search", "--minutes", f"{minutes:g}"] if minutes else []
+    asked, changes, steps = parse_topology(topology), {}, {}
+    for name, stage in stages.items():
+        if name == "pretrain":
+            found = ask(stage, [*script, *question_of(stage), *searched], folder)
+            changes = changes_of(found["settings"], stage) if minutes else {}
+        else:
+            question = with_changes(question_of(stage), changes)
+            found = ask(stage, [*script, *question, f"--model_config={folder / 'config.json'}"], folder)
+        if not found["fits"]:
+            raise InputError(
+                f"{name} of depth {plan.depth} does not fit {topology}: {found['reason']}; choose a larger slice"
+            )
+        needed = min(found["compiler_peak_bytes"] or found["peak_bytes"], found["peak_bytes"])
+        memory = f"{needed / 2**30:.2f} of {found['limit_bytes'] / 2**30:.2f} GiB"
+        steps[name] = Step(found["predicted_ms_all_hidden"] or found["predicted_ms"], memory)
+    counts = dict(pretrain=plan.steps, finetune=plan.chat_steps)
     return Price(
         topology=topology,
         chips=asked.num_devices // asked.hardware.devices_per_chip,
         dollars=dollars,
-        milliseconds=step,
-        memory=f"{found['gib']:.2f} of {found['limit_gib']:.2f} GiB",
-        seconds={"pretrain": plan.steps * step / 1e3, "finetune": plan.chat_steps * step / 1e3},
+        steps=steps,
+        seconds={name: counts[name] * step.milliseconds / 1e3 for name, step in steps.items()},
+        changes=changes,
     )
+
+
+def changes_of(settings: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    """Of the fields that a search may change those that are not the script's default, or that the stage gives."""
+    default = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    given = {option_name(word) for word in stage.command if word.startswith("--")}
+    names = [name for name in FIELDS if name in settings and (settings[name] != default[name] or name in given)]
+    without = {"global_batch_size", *(() if settings.get("remat") else WITH_REMAT)}  # the batch is the depth's
+    return {name: settings[name] for name in names if name not in without}
+
+
+def with_changes(options: list[str], changes: dict[str, Any]) -> list[str]:
+    for name, value in changes.items():
+        options = with_change(options, name, value)
+    return options
 
 
 def lines_of_price(price: Price) -> list[str]:
     """A table of Markdown: the trainings, and what is published beside them."""
-    rows = ["| | hours | dollars | from |", "|---|---|---|---|"]
+    found = ", ".join(f"{name} {value}" for name, value in price.changes.items())
+    rows = [f"found by a search for {price.topology}: {found}", ""] if found else []
+    rows += ["| | hours | dollars | from |", "|---|---|---|---|"]
     for name, seconds in price.seconds.items():
         cost = f"{price.dollars_of(seconds):.2f}" if price.dollars else "-"
-        what = f"predicted, {price.milliseconds:.1f} ms a step, {price.memory}"
+        what = f"predicted, {price.steps[name].milliseconds:.4g} ms a step, {price.steps[name].memory}"
         rows.append(f"| {name} on {price.topology} | {seconds / 3600:.3f} | {cost} | {what} |")
     for name, hours, dollars, source in PUBLISHED:
         rows.append(f"| {name} | {hours} | {'-' if dollars is None else f'{dollars:.0f}'} | {source} |")

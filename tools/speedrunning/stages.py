@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from tools.make_chats import ASKED
 from tools.speedrunning.dial import Plan
 from tpu_utils.errors import TrainingError
 from tpu_utils.files import read_json, write_atomically
+from tpu_utils.hardware import attached_chips
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUESTIONS = ("Now is the winter of our discontent", "What say you to this, my lord?", "I pray you, tell me the truth.")
@@ -33,7 +35,17 @@ class Stage:
     @property
     def shown(self) -> str:
         words = ["python", *(["-m"] if not self.command[0].endswith(".py") else []), *self.command]
-        return shlex.join(words)
+        return " ".join([*(f"{name}={value}" for name, value in variables().items()), shlex.join(words)])
+
+
+ON_A_CPU = {"XLA_FLAGS": "--xla_backend_optimization_level=1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""XLA compiles in two thirds of the time, and steps are as fast; the 100 MB that a step of depth 2 takes and gives back
+come as large pages."""
+
+
+def variables() -> dict[str, str]:
+    """Of a stage's environment. What is there already is left as it is."""
+    return {} if attached_chips() else {name: value for name, value in ON_A_CPU.items() if name not in os.environ}
 
 
 def stages_of(
@@ -47,13 +59,14 @@ def stages_of(
     schedule = ["--scheduler=wsd", "--decay_fraction=0.65", "--final_learning_rate_fraction=0.05"]  # nanochat's
 
     def training(steps: int, rate: float) -> list[str]:
-        every = [f"--{name}={max(1, steps // n)}" for name, n in (("eval_every", 4), ("save_every", 8))]
+        # rounded up: the last step is always evaluated, and would be the second one within a few steps
+        every = [f"--{name}={-(-steps // n)}" for name, n in (("eval_every", 4), ("save_every", 8))]
         return [f"--num_steps={steps}", f"--learning_rate={rate:.3g}", f"--warmup_steps={max(1, steps // 50)}", *every]
 
     pretraining = ["--dataset=tokens", f"--data_dir={shards}", "--train_data=text_train_*.bin"]
     pretraining += ["--validation_data=text_val_*.bin", f"--model_config={folder / 'config.json'}"]
     # samples of a run are made on one device; without --slice there is one
-    samples = [] if of_slice else [f"--sample_every={max(1, plan.steps // 4)}", "--sample_prompts", "The ", "I "]
+    samples = [] if of_slice else [f"--sample_every={-(-plan.steps // 4)}", "--sample_prompts", "The ", "I "]
     pretraining += [*samples, *both, *schedule]
     tuning = [f"--initial_weights={folder / 'base'}", "--dataset=chat", f"--data_dir={chat_folder}", *both]
     tuning += [f"--train_data={chats.name}"] if chats else ["--train_data=train.jsonl"]
@@ -97,7 +110,7 @@ def run_stages(stages: list[Stage], folder: Path) -> int:
             print(f"{title}: done before", flush=True)
             continue
         print(f"\n{title}\n$ {stage.shown}", flush=True)
-        began, printed = time.monotonic(), ""
+        began, spent, printed = time.monotonic(), cpu_seconds(), ""
         if stage.made is None or not stage.made.exists():
             code, printed = run_stage(stage)
             if code in (129, 130, 143):
@@ -106,13 +119,20 @@ def run_stages(stages: list[Stage], folder: Path) -> int:
             if code:
                 raise TrainingError(f"{title} ended with exit code {code}; repair what it says, and repeat the command")
         done = {"command": stage.shown, "seconds": time.monotonic() - began, "printed": printed}
+        done |= {"cpu_seconds": cpu_seconds() - spent}
         write_atomically(marker, json.dumps(done, indent=1).encode())
     return 0
 
 
+def cpu_seconds() -> float:
+    """Of all stages that this process has waited for: other work on the machine makes them few of its seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def run_stage(stage: Stage) -> tuple[int, str]:
     """(exit code, what it printed if that is kept). Signals to this process go on to the script, which saves."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    environment = os.environ | variables() | {"PYTHONUNBUFFERED": "1"}
     command = [sys.executable, *([] if stage.command[0].endswith(".py") else ["-m"]), *stage.command]
     output = subprocess.PIPE if stage.kept else None
     child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, text=True)

@@ -29,9 +29,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from tpu_utils.virtual_slice import quiet_libtpu
 
 quiet_libtpu()  # before jax: it must not look for a TPU
-for packet, overload in (("prod", "dim_Dimname"), ("index_copy", "dimname")):
-    if overload not in getattr(torch.ops.aten, packet).overloads():  # torch 2.13 has no named tensors: torchax 0.0.13
-        setattr(getattr(torch.ops.aten, packet), overload, overload)  # names them in a table, and fails to import
+# torchax 0.0.13 names overloads of named tensors in its tables, and torch 2.13 has none: its import would fail
+NAMED = """all.dimname all.dimname_out index_add.dimname index_copy.dimname index_copy_.dimname index_fill.Dimname_Scalar
+    index_fill.Dimname_Tensor index_fill_.Dimname_Scalar index_fill_.Dimname_Tensor norm.names_ScalarOpt_dim
+    norm.names_ScalarOpt_dim_dtype norm.names_dtype_out norm.names_out prod.dim_Dimname std.correction_names
+    std.correction_names_out std.names_dim std.names_out std_mean.correction_names std_mean.names_dim unbind.Dimname"""
+for packet, overload in (name.split(".") for name in NAMED.split()):
+    if overload not in getattr(torch.ops.aten, packet).overloads():
+        setattr(getattr(torch.ops.aten, packet), overload, f"{packet}.{overload}")
 
 import jax
 from torchax.decompositions import DECOMPOSITIONS

@@ -30,7 +30,8 @@ from tpu_utils.virtual_slice import quiet_libtpu
 
 quiet_libtpu()  # before jax: it must not look for a TPU
 # torchax 0.0.13 names overloads of named tensors in its tables, and torch 2.13 has none: its import would fail
-NAMED = """all.dimname all.dimname_out index_add.dimname index_copy.dimname index_copy_.dimname index_fill.Dimname_Scalar
+NAMED = """all.dimname all.dimname_out index_add.dimname index_copy.dimname index_copy_.dimname
+    index_fill.Dimname_Scalar
     index_fill.Dimname_Tensor index_fill_.Dimname_Scalar index_fill_.Dimname_Tensor norm.names_ScalarOpt_dim
     norm.names_ScalarOpt_dim_dtype norm.names_dtype_out norm.names_out prod.dim_Dimname std.correction_names
     std.correction_names_out std.names_dim std.names_out std_mean.correction_names std_mean.names_dim unbind.Dimname"""

@@ -10,7 +10,11 @@ from pathlib import Path
 
 from jax.errors import JaxRuntimeError
 from jax.extend.mlir import ir
-from jaxlib._jax import HloModule, HloPrintOptions
+
+try:
+    from jaxlib._jax import HloModule, HloPrintOptions
+except ImportError:  # jax 0.10, which --through torch may run under
+    from jaxlib._hlo import HloModule, HloPrintOptions
 
 from tpu_compiler import compiling
 from tpu_compiler.cache import Cache, digest

@@ -188,7 +188,9 @@ def functional(mode: FakeTensorMode, step: Callable, arguments: tuple) -> tuple:
         recorded = make_fx(flat, decomposition_table=decompositions)(*inputs)
         graph = make_fx(torch.func.functionalize(recorded, remove="mutations_and_views"), decompositions)(*inputs)
     for node in reversed(graph.graph.nodes):
-        if node.target is ATEN.copy_.default and not node.users:  # back into an input: it is an output already
+        # copied back into an input, which is an output already; torch 2.13 also records a mark for its profiler
+        written_back = node.target is ATEN.copy_.default and not node.users
+        if written_back or getattr(node.target, "namespace", "") == "profiler":
             graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     graph.recompile()

@@ -1,12 +1,15 @@
 """A module's step as ATen operations: what is refused, and that the gradients which torchax lacks are torch's."""
 
+import jax
 import numpy as np
 import pytest
 import torch
 
 import aot_tpu
+from config import TrainConfig
 from tpu_compiler import module_through_torch, modules
 from tpu_utils.errors import InputError
+from tpu_utils.optim import make_optimizer, step_optimizer
 
 LINEAR = ["torch.nn:Linear", "--arguments", "in_features=4,out_features=4", "--inputs", "float32[8,4]"]
 
@@ -50,3 +53,38 @@ def test_gradients_that_torchax_lacks():
     arrays = [t.detach().numpy() for t in (gradient, x)]
     found = module_through_torch.max_pool_backward(*arrays, [3, 3], [2, 2], [1, 1], [1, 1], False, places.numpy())
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class SmallNet(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = torch.nn.Conv2d(3, 8, 3, stride=2, padding=1), torch.nn.BatchNorm2d(8)
+        self.pool, self.head = (
+            torch.nn.MaxPool2d(2),
+            torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 5)),
+        )
+
+    def forward(self, x):
+        return self.head(self.pool(torch.relu(self.norm(self.convolution(x)))).flatten(1))
+
+
+def test_the_lowered_step_is_torchs():
+    """Loss, weights, BatchNorm's averages and momentum after one step, run by jax on the CPU and by eager torch."""
+    asked = modules.parse_question("m:SmallNet", ["--inputs", "float32[4,3,8,8]", "--optimizer", "sgd"], "v5e-1")
+    with torch.device("meta"):
+        without_memory = SmallNet()
+    x = torch.empty(4, 3, 8, 8, device="meta")
+    graph, inputs, roles, _ = module_through_torch.record(asked, "conservative", without_memory, [x], {}, [])
+    model = SmallNet()
+    optimizer = make_optimizer(TrainConfig(optimizer="sgd"), model.parameters())
+    state = [*model.parameters(), *model.buffers(), *(v for held in optimizer.state.values() for v in held.values())]
+    x, targets, rate = torch.randn(4, 3, 8, 8), torch.arange(4), torch.full((1,), 0.01)
+    arrays = [tensor.detach().numpy().copy() for tensor in (*state, x, rate, targets)]
+    assert [array.shape for array in arrays] == [tuple(tensor.shape) for tensor in inputs]
+    assert roles.count("optimizer_state") == 8 and roles[-3:] == ("inputs",) * 3
+    found = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
+    loss = torch.nn.functional.cross_entropy(model(x), targets)
+    loss.backward()
+    step_optimizer(optimizer, rate, None, "stop")
+    for ours, torchs in zip(found, (loss, *state), strict=True):
+        np.testing.assert_allclose(ours, torchs.detach(), rtol=1e-4, atol=1e-5)

@@ -212,11 +212,17 @@ def max_pool_backward(gradient, x, kernel, stride, padding, dilation, ceil_mode,
     return backward(gradient)[0]
 
 
-GRADIENTS = {
+def select(x, axis, index):
+    return jax.lax.index_in_dim(x, index, axis, keepdims=False)
+
+
+OURS = {
     ATEN.convolution_backward.default: convolution_backward,
     ATEN.max_pool2d_with_indices_backward.default: max_pool_backward,
+    ATEN.select_copy.int: select,
 }
-"""Gradients of ATEN that torchax has no function for, because it leaves gradients to jax: so do these."""
+"""Gradients that torchax has no function for, because it leaves gradients to jax: so do these. Its select_copy is a
+gather, which became strided copies of q, k and v: a third of the estimate of ViT-B/16's forward pass."""
 
 
 class Lowering(JaxInterpreter):
@@ -225,8 +231,8 @@ class Lowering(JaxInterpreter):
     key = None
 
     def call_function(self, target, args, kwargs):
-        if target in GRADIENTS:
-            return GRADIENTS[target](*args, **kwargs)
+        if target in OURS:
+            return OURS[target](*args, **kwargs)
         if target in RANDOM:
             shape, dtype = getattr(args[0], "shape", args[0]), getattr(args[0], "dtype", None)
             self.key, bits = jax.lax.rng_bit_generator(self.key, tuple(shape))  # jax.random would make a loop
@@ -245,7 +251,7 @@ def lower(question: Question, graph: torch.fx.GraphModule, inputs: list) -> tupl
     called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     seed = any(target in RANDOM for target in called)
     for target in called:
-        known = target in RANDOM or target in GRADIENTS or not isinstance(target, torch._ops.OpOverload)
+        known = target in RANDOM or target in OURS or not isinstance(target, torch._ops.OpOverload)
         if not known and target not in all_aten_ops and target.overloadpacket not in all_aten_ops:
             raise InputError(f"{question.target} uses {target}, for which torchax has no function; ask by torch_xla")
 

@@ -99,19 +99,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sides and "," in arguments.topology:
             raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
         choose_cache(arguments.cache, arguments.no_cache)
-        newest = arguments.compiler != "installed"
+        is_module = names_a_module(arguments.script)
+        # whatever is wrong with a module's options is said before anything is downloaded
+        question = parse_question(arguments.script, options) if is_module else None
+        through_torch = question is not None and question.through == "torch"
+        newest = through_torch or arguments.compiler != "installed"
         if newest and (sides or arguments.search):
             raise ValueError("--search and --diff ask the installed compiler; leave --compiler newest out")
         topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
-        is_module = names_a_module(arguments.script)
         if is_module and (sides or arguments.search or arguments.fit):
-            question = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
-            raise ValueError(f"{question} is for scripts, and {arguments.script} is a module; change its options")
-        if is_module:
-            parse_question(arguments.script, options)  # whatever is wrong with it is said before anything is downloaded
-        else:
+            asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
+            raise ValueError(f"{asked} is for scripts, and {arguments.script} is a module; change its options")
+        if through_torch and any(t.num_devices > 1 for t in topologies):
+            raise ValueError(f"through is torch, which asks about one device; found --topology {arguments.topology}")
+        if not is_module:
             check_script(Path(arguments.script))
-        check_private_interfaces()
+        if not through_torch:
+            check_private_interfaces()
         given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
         calibration = read_calibration(Path(given)) if given else None
         say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
@@ -121,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--compiler_dir has no effect without --compiler newest")
         folder = newest and make_environment(Path(arguments.compiler_dir or default_folder()), say)
         # every compiler that knows the chip is asked; the child process finds the one to use in COMPILER_VARIABLE
-        installed = [] if arguments.compiler == "newest_alone" else topologies
+        installed = [] if through_torch or arguments.compiler == "newest_alone" else topologies
         asked = [(t.name, "") for t in installed if not t.hardware.newest_only]
         asked += [(t.name, str(folder)) for t in topologies if newest]
         reports, found = [], True

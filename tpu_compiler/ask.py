@@ -1,47 +1,23 @@
 """Traces a step, compiles it with the TPU compiler and reports: compile_for()."""
 
 import dataclasses
-import json
-import math
 import os
-import re
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from jax.errors import JaxRuntimeError
-from jax.extend.mlir import ir
-from jaxlib._jax import HloModule, HloPrintOptions
 
-from tpu_compiler import compiling
-from tpu_compiler.cache import Cache, cache_of_environment, digest
+from tpu_compiler.answer import ask_compiler, hand_over
+from tpu_compiler.cache import cache_of_environment
 from tpu_compiler.calibration import CALIBRATION, read_calibration
-from tpu_compiler.compiling import Compiled, compile_program, compile_with_newest, host_peak_gib, program_inputs
-from tpu_compiler.newest import CHILD, environment_versions
-from tpu_compiler.reading import (
-    HOST,
-    group_modules,
-    parse_program,
-    read_collectives,
-    read_cycles,
-    read_largest_results,
-    read_modules,
-    read_slice_transfers,
-    shape_bytes,
-)
-from tpu_compiler.report import Report, format_report
-from tpu_compiler.rules import moved_bytes, ruled_ms
-from tpu_compiler.schedule import exposed_ms, read_host_transfers
+from tpu_compiler.report import format_report
 from tpu_compiler.search import OUTPUT_VARIABLE, suggest
 from tpu_compiler.token_bound import with_tokens
-from tpu_compiler.tracing import Traced, create_state, trace_step
+from tpu_compiler.tracing import create_state, trace_step
 from tpu_utils.errors import InputError
-from tpu_utils.hardware import GIB, Topology, parse_topology
-from tpu_utils.virtual_slice import COMPILER_VARIABLE, check_private_interfaces
+from tpu_utils.hardware import GIB, parse_topology
 
 
 def compile_for(
@@ -94,16 +70,6 @@ def compile_for(
     return result.exit_code
 
 
-def hand_over(traced: Traced, result: Report, text: str) -> int:
-    """Write the answer into the folder that compile_script, in the parent process, reads. Returns the exit code."""
-    folder = Path(os.environ[OUTPUT_VARIABLE])
-    (folder / "program.txt").write_text(text)
-    (folder / "traced.hlo.pb").write_bytes(traced.hlo)
-    (folder / "inputs.json").write_text(json.dumps({"roles": traced.roles, "donated": traced.donated}))
-    (folder / "report.json").write_text(json.dumps(dataclasses.asdict(result), indent=2, default=str))
-    return result.exit_code
-
-
 def prime(optimizer: torch.optim.Optimizer) -> None:
     """Create missing optimizer state, so that the report counts it. Warns: a run would stop at step 2 (new graph)."""
     kind = type(optimizer).__name__
@@ -122,171 +88,3 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
             f"first step creates, but a run would stop at step 2 with a second graph: {remedy}",
             file=sys.stderr,
         )
-
-
-def ask_compiler(
-    traced: Traced,
-    topology: Topology | str,
-    *,
-    examples: int | None = None,
-    unit: str = "examples",
-    model_flops: float | None = None,
-    settings: dict | None = None,
-    options: dict[str, str] | None = None,
-    cache: Cache | None = None,
-) -> tuple[Report, str]:
-    """Compile a traced step for a slice: (Report, optimized program text; empty when it does not compile).
-
-    examples (or tokens, with unit="tokens") and model_flops are those of one step over all devices. cache: where what
-    the compiler returned is looked up, and kept.
-    """
-    topology = parse_topology(topology) if isinstance(topology, str) else topology
-    newest = Path(os.environ[COMPILER_VARIABLE]) if os.environ.get(COMPILER_VARIABLE) else None
-    versions = check_private_interfaces() | (environment_versions(newest) if newest else {})
-    hardware, devices = topology.hardware, traced.partitions * traced.replicas
-    program = f"SPMD over {devices} devices" if traced.partitions > 1 else f"{devices} replicas"
-    if devices == 1:
-        idle = topology.num_devices - 1
-        program = f"one device, {idle} of the slice idle" if idle else "one device"
-    limit, start = int(hardware.limit_gib * GIB), time.monotonic()
-    facts = dict(topology=topology.name, devices=devices, program=program, limit_bytes=limit, model_flops=model_flops)
-    facts |= dict(unit=unit, settings=settings or {}, trace_seconds=traced.seconds, versions=versions)
-    facts["traced"] = traced_hash(traced, topology, options)
-    name = f"program_{program_key(traced, topology, options, versions)}" if cache else ""
-    compiled = cache.read(name, Compiled) if cache else None
-    facts["from_cache"] = compiled is not None
-    try:
-        if compiled is None and newest:
-            compiled = compile_with_newest(newest, traced, topology, options)
-        compiled = compiled or compile_program(traced, topology, options)
-    except JaxRuntimeError as error:
-        return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
-    if cache and not facts["from_cache"]:
-        cache.write(name, compiled)
-    computations = parse_program(compiled.text)
-    memory = read_memory(compiled, computations, traced.roles)
-    host = read_host_transfers(computations)
-    host_bytes = sum(direction["bytes"] for direction in host.values()) * hardware.devices_per_chip
-    collectives = read_collectives(computations, devices)
-    (cycles, unpriced), modules = read_cycles(computations), read_modules(computations)
-    seconds = sum(cycles.values()) / (hardware.clock_ghz * 1e9)  # 0.0: nothing in it has an estimate
-    peak_flops = devices * hardware.bf16_tflops * 1e12 / hardware.devices_per_chip
-    to_other_slices = hardware.slice_gb_per_s and hardware.slice_gb_per_s / hardware.devices_per_chip
-    sent = sum(kind["sent_bytes"] for kind in collectives.values())
-    loops = sum(operation.kind == "while" for operations in computations.values() for operation in operations)
-    result = Report(
-        **facts,
-        compiles=True,
-        fits=True,
-        reason="",
-        peak_bytes=sum(memory.values()),
-        memory=memory,
-        compiler_peak_bytes=compiled.peak_bytes,
-        flops=compiled.flops,
-        loops=loops,
-        # the compiler counts the body of a loop once, so there is nothing to compare
-        flops_ratio=compiled.flops * devices / model_flops if model_flops and not loops else None,
-        collectives=collectives,
-        communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
-        slice_transfers=read_slice_transfers(computations, topology.num_slices),
-        network_gb_per_s=to_other_slices,
-        host_transfers=host,
-        host_transfer_ms=host_bytes / hardware.host_gb_per_s / 1e6 if hardware.host_gb_per_s else 0.0,
-        exposed_ms=exposed_ms(computations, topology, devices),
-        estimated_ms=seconds * 1e3,
-        estimated_per_second=examples / seconds if examples and seconds else None,
-        estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,
-        operations_without_estimate=dict(unpriced.most_common()),
-        ruled_ms=ruled_ms(computations, topology),
-        moved_bytes=moved_bytes(computations),
-        costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
-        costliest_modules=[(module, c / hardware.clock_ghz / 1e6) for module, c in modules.most_common()],
-        module_groups=[(name, n, c / hardware.clock_ghz / 1e6) for name, n, c in group_modules(modules)[:10]],
-        largest_results=read_largest_results(computations),
-        compile_seconds=compiled.seconds,
-        host_peak_gib=host_peak_gib(),
-    ).with_prediction()
-    if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
-        result = dataclasses.replace(result, fits=False, reason=f"needs {result.memory_text}")
-    return result, compiled.text
-
-
-def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> str:
-    """Of a traced program without the names of source lines: where it is the same, one compiler says the same. A Pallas
-    kernel names the files it was written in, so with one the hash holds for one folder."""
-    printed = HloPrintOptions()
-    printed.print_metadata, printed.print_large_constants = False, True
-    text = HloModule.from_serialized_hlo_module_proto(traced.hlo).to_string(printed)
-    chips = [topology.name, topology.hardware.compiler_options]
-    return digest(text.encode(), facts_of_inputs(traced), chips, options or {}, read_by_libtpu())
-
-
-def facts_of_inputs(traced: Traced) -> list:
-    return [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
-
-
-def read_by_libtpu() -> list[str]:
-    """Options that libtpu has read from the environment."""
-    return sorted(os.environ.get("LIBTPU_INIT_ARGS", "").split())
-
-
-def program_key(traced: Traced, topology: Topology, options: dict[str, str] | None, versions: dict[str, str]) -> str:
-    """A hash of all that decides what the compiler returns, compiling.py or newest_child.py included."""
-    chips = [topology.compiler_name, topology.num_slices, topology.chips_per_host, topology.hardware.compiler_options]
-    code = Path(compiling.__file__).read_bytes()
-    if os.environ.get(COMPILER_VARIABLE):
-        code += CHILD.read_bytes()
-    return digest(traced.hlo, code, facts_of_inputs(traced), chips, options or {}, read_by_libtpu(), versions)
-
-
-def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) -> dict[str, int]:
-    """Bytes per device of parameters, optimizer_state, inputs, activations, program."""
-    memory = dict.fromkeys(("parameters", "optimizer_state", "inputs"), 0)
-    for operation in computations["ENTRY"]:
-        if operation.kind == "parameter" and HOST not in operation.type:
-            memory[roles[int(operation.find(r" parameter\((\d+)\)"))]] += sum(shape_bytes(operation.type))
-    memory["inputs"] += compiled.argument_bytes - sum(memory.values())  # rounding of small buffers
-    return memory | {
-        "activations": compiled.temporary_bytes + compiled.output_bytes,
-        "program": compiled.program_bytes,
-    }
-
-
-def _refused(message: str, traced: Traced, facts: dict) -> Report:
-    """The report when the compiler refuses. Out of memory comes with figures; its total leaves the arguments out."""
-    found = re.search(r"Ran out of memory in memory space hbm\. Used ([\d.]+)([KMGT]) of [^\n]*", message)
-    memory, peak = {}, 0
-    if found:
-        memory = argument_bytes(traced)
-        temporary = int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
-        counted = re.search(r"arguments\s+([\d.]+)([BKMGT])", message)
-        if counted and float(counted[1]):
-            temporary -= int(float(counted[1]) * 2 ** {"B": 0, "K": 10, "M": 20, "G": 30, "T": 40}[counted[2]])
-        memory["activations"] = max(0, temporary)
-        peak = sum(memory.values())
-    elif total := re.search(r"the total memory required for HLO temporaries \(([\d.]+)G\) exceeds", message):
-        memory = argument_bytes(traced) | {"activations": int(float(total[1]) * GIB)}  # libtpu 0.0.52 says it so
-        peak = sum(memory.values())
-    reason = found[0] if found else message.strip().splitlines()[0][:300]
-    return Report(
-        **facts, compiles=False, fits=False, reason=reason, peak_bytes=peak, memory=memory,
-        host_peak_gib=host_peak_gib(),
-    )  # fmt: skip
-
-
-def argument_bytes(traced: Traced) -> dict[str, int]:
-    """Bytes of the program's inputs per device by role, from the traced shapes and shardings, without tile padding."""
-    memory = dict.fromkeys(("parameters", "optimizer_state", "inputs"), 0)
-    with program_inputs(traced.hlo) as (_, main):
-        inputs = zip(traced.roles, main.arguments, main.arg_attrs, traced.shardings, strict=True)
-        for role, argument, attributes, marked in inputs:
-            kind = ir.RankedTensorType(argument.type)
-            bits = re.search(r"(\d+)$", str(kind.element_type))
-            size = math.prod(kind.shape) * max(1, int(bits[1]) // 8 if bits else 4)
-            sharding = next((str(a.attr) for a in attributes if a.name == "mhlo.sharding"), marked)
-            tiles = re.search(r"devices=\[([\d,]+)\]", sharding)
-            if tiles:
-                counts = [int(t) for t in tiles[1].split(",")][: len(kind.shape)]  # an extra last number: replicas
-                size = math.ceil(size / math.prod(counts))
-            memory[role] += size
-    return memory

@@ -18,7 +18,7 @@ from jax.extend.mlir import hlo_to_stablehlo, ir
 from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
 
 from tpu_compiler.newest import compile_there
-from tpu_compiler.tracing import Traced
+from tpu_compiler.traced import Traced
 from tpu_utils.hardware import GIB, Topology, parse_topology
 from tpu_utils.virtual_slice import check_private_interfaces, quiet_libtpu
 

@@ -10,10 +10,11 @@ import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 
-from tpu_compiler.ask import ask_compiler, hand_over
+from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.cache import cache_of_environment
-from tpu_compiler.module_inputs import batch_axes, mark, placement_of, settings_of
-from tpu_compiler.module_trace import in_words, model_flops, probe
+from tpu_compiler.module_arguments import model_flops, settings_of
+from tpu_compiler.module_inputs import batch_axes, mark, placement_of
+from tpu_compiler.module_trace import in_words, probe
 from tpu_compiler.modules import Question
 from tpu_compiler.report import Report
 from tpu_compiler.token_bound import with_tokens

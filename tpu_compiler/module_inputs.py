@@ -1,7 +1,6 @@
 """For a module without a script: its inputs, the mesh, and how parameters and inputs are sharded over it."""
 
 import fnmatch
-import inspect
 import math
 from collections.abc import Mapping
 
@@ -19,51 +18,11 @@ BATCH_AXES = ("data", "dp", "batch", "fsdp")
 """Axes of a mesh over which the inputs' first dimension is sharded when --shard does not say."""
 
 
-def meta_inputs(question: Question, model: torch.nn.Module) -> tuple[list, dict]:
-    """The inputs as forward takes them, tensors without memory. Raises InputError for a name it does not take."""
-    signature = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in signature)
-    args, kwargs = [], {}
-    for given in question.inputs:
-        value = (
-            torch.empty(given.shape, dtype=getattr(torch, given.dtype), device="meta") if given.dtype else given.value
-        )
-        if not given.name:
-            args.append(value)
-        elif given.name in names or takes_all:
-            kwargs[given.name] = value
-        else:
-            raise InputError(
-                f"inputs: forward of {question.target} takes no {given.name!r}; expected one of {', '.join(names)}"
-                f"{nearest(given.name, names)}"
-            )
-    return args, kwargs
-
-
 def to_device_inputs(inputs, device):
     def move(value):
         return torch.empty_like(value, device=device) if isinstance(value, torch.Tensor) else value
 
     return {n: move(v) for n, v in inputs.items()} if isinstance(inputs, dict) else [move(v) for v in inputs]
-
-
-def to_bfloat16(value):
-    return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def sizes_of(question: Question, args: list, kwargs: dict) -> dict:
-    """examples of a step and their unit: tokens where the first tensor holds integers of shape (batch, time)."""
-    first = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
-    if first.dim() == 2 and not first.is_floating_point():
-        return dict(examples=first.numel(), unit="tokens")
-    return dict(examples=first.shape[0] if first.dim() else 1)
-
-
-def settings_of(question: Question) -> dict:
-    inputs = [f"{i.name}={i.dtype}{list(i.shape)}" if i.dtype else f"{i.name}={i.value!r}" for i in question.inputs]
-    fields = dict(target=question.target, inputs=inputs, mode=question.mode, mesh=question.mesh)
-    return fields | (dict(optimizer=question.optimizer, loss=question.loss) if question.mode == "train" else {})
 
 
 def make_mesh(question: Question, topology: Topology) -> xs.Mesh | None:

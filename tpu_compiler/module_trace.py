@@ -30,14 +30,6 @@ def probe(question: Question, run: Callable) -> tuple[object, int]:
     return in_words(question, counted)
 
 
-def model_flops(forward: int, question: Question, notes: list[str]) -> float | None:
-    """FLOPs of a step from those of the forward pass: three times as many for training."""
-    times = 3 if question.mode == "train" else 1
-    said = ", times 3 for a training step" if times == 3 else ""
-    notes.append(f"model FLOPs: {forward:.3g}, the products and convolutions of the forward pass{said}")
-    return float(forward * times) or None
-
-
 def in_words(question: Question, run: Callable):
     """Return run(), with execution on the device forbidden. An error becomes an InputError about the module."""
     met.clear_counters()

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,7 +19,10 @@ from tpu_compiler.search import compile_script
 from tpu_utils.errors import InputError
 from tpu_utils.fields import nearest
 
-STEP_SCRIPT = Path(__file__).with_name("module_step.py")
+STEP_SCRIPTS = {
+    "torch_xla": Path(__file__).with_name("module_step.py"),
+    "torch": Path(__file__).with_name("module_through_torch.py"),
+}
 MODES = ("train", "forward", "decode")
 LEVELS = ("conservative", "balanced", "aggressive")
 PRECISIONS = dict(float32="conservative", bfloat16="balanced")
@@ -64,6 +68,7 @@ class Question:
     arguments: dict[str, object]
     mesh: dict[str, int]
     placements: tuple[Placement, ...]
+    through: str = "torch_xla"
     compile_for: str = ""
 
 
@@ -103,6 +108,10 @@ def option_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--arguments", default="", metavar="NAME=VALUE,...", help="of the class, function or config.json"
     )
+    group.add_argument(
+        "--through", choices=tuple(STEP_SCRIPTS), default="torch_xla",
+        help="torch: by ATen operations and torchax, without torch_xla; asks the newest compiler alone, one device",
+    )  # fmt: skip
     group.add_argument("--mesh", default="", metavar="NAME=SIZE,...", help="default: data=DEVICES")
     group.add_argument(
         "--shard", nargs="+", action="extend", default=[], metavar="PATTERN=AXIS",
@@ -127,6 +136,8 @@ def parse_question(target: str, options: Sequence[str], compile_for: str = "") -
         if level not in LEVELS:
             raise InputError(f"level is {level!r}; expected one of {', '.join(LEVELS)}{nearest(level, LEVELS)}")
     mesh = parse_mesh(given.mesh)
+    if given.through == "torch":
+        check_through_torch(given, levels)
     return Question(
         target=target,
         inputs=parse_inputs(given.inputs),
@@ -137,8 +148,20 @@ def parse_question(target: str, options: Sequence[str], compile_for: str = "") -
         arguments=parse_arguments(given.arguments),
         mesh=mesh,
         placements=parse_placements(given.shard, mesh),
+        through=given.through,
         compile_for=compile_for,
     )
+
+
+def check_through_torch(given: argparse.Namespace, levels: Sequence[str]) -> None:
+    """Raises InputError for what is only asked through torch_xla, or if torchax is not installed."""
+    for name, value in (("mode", "decode"), ("level", "aggressive")):
+        if value in (levels if name == "level" else [given.mode]):
+            raise InputError(f"through is torch and {name} is {value}; expected another {name}, or leave --through out")
+    if given.mesh or given.shard:
+        raise InputError("through is torch, which asks about one device; leave --mesh and --shard out, or --through")
+    if lacking := [name for name in ("torch", "jax", "torchax") if find_spec(name) is None]:
+        raise InputError(f"through is torch, which needs {', '.join(lacking)}: pip install torch torchax==0.0.13 jax")
 
 
 def parse_inputs(words: Sequence[str]) -> tuple[Input, ...]:
@@ -241,7 +264,7 @@ def compile_module(target: str, options: Sequence[str], topology: str, program_d
     for level in question.levels:
         place = program_dir and str(Path(program_dir, level) if len(question.levels) > 1 else program_dir)
         command = [f"--target={target}", *options, f"--at={level}"]
-        reports.append(compile_script(str(STEP_SCRIPT), topology, command, place))
+        reports.append(compile_script(str(STEP_SCRIPTS[question.through]), topology, command, place))
     return reports
 
 

@@ -5,7 +5,6 @@ Every private interface of torch_xla that this needs is in this file.
 
 import collections
 import contextlib
-import dataclasses
 import gc
 import re
 import sys
@@ -22,21 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from tpu_compiler.traced import Traced
 from tpu_utils.errors import first_line
-
-
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """A step as PyTorch/XLA would hand it to the compiler. roles, donated, shardings: one entry per program input."""
-
-    hlo: bytes  # serialized HloModuleProto
-    roles: tuple[str, ...]  # "parameters", "optimizer_state" or "inputs"
-    donated: tuple[bool, ...]  # the inputs whose buffer the step overwrites
-    # as marked, "" if unmarked; the traced HLO itself lacks the sharding of a placeholder that is only read
-    shardings: tuple[str, ...]
-    partitions: int = 1  # SPMD devices
-    replicas: int = 1  # DDP replicas
-    seconds: float = 0.0
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

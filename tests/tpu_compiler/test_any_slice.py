@@ -477,3 +477,26 @@ def test_text_memory_and_cycles_of_a_step_on_every_chip_that_the_pinned_pair_is_
         assert len(re.findall(r"custom-call\(.*tpu_custom_call", path.read_text())) == 2, (
             path
         )  # forward, and one for all gradients
+
+
+@pytest.mark.slow
+def test_a_module_through_torch_is_asked_without_torch_xla(newest_environment, tmp_path):
+    """Beside PyTorch/XLA's program of the same step: the same memory of parameters, and as many FLOPs."""
+    (tmp_path / "net.py").write_text(
+        "import torch\n\n\ndef net():\n"
+        "    layers = torch.nn.Conv2d(8, 128, 3), torch.nn.MaxPool2d(2), torch.nn.Dropout(0.1), torch.nn.Flatten()\n"
+        "    return torch.nn.Sequential(*layers, torch.nn.Linear(128 * 7 * 7, 256))\n"
+    )
+    asked = (f"{tmp_path}/net.py:net", "--inputs", "float32[128,8,16,16]", "--topology", "v5e-1", "--no_cache")
+    reports = []
+    for through in ("torch", "torch_xla"):
+        done = run("aot_tpu.py", *asked, *newest_environment, "newest_alone", "--through", through)
+        assert done.returncode == 0, done.stderr
+        reports += [Report(**r) for r in json.loads(done.stdout)]
+    torch_alone, xla = reports
+    assert torch_alone.notes[0].endswith("no torch_xla") and "torch_xla" not in torch_alone.versions
+    for r in reports:
+        assert r.fits and not r.loops and 0.5 < r.flops_ratio < 1.5 and r.estimated_ms
+    for part in ("parameters", "optimizer_state"):
+        assert torch_alone.memory[part] == pytest.approx(xla.memory[part], rel=0.02)
+    assert torch_alone.flops == pytest.approx(xla.flops, rel=0.1)

@@ -15,7 +15,17 @@ import transformers
 from processes import ROOT, run
 
 import aot_tpu
-from tpu_compiler import module_build, module_decode, module_inputs, module_step, module_trace, modules, reading, search
+from tpu_compiler import (
+    module_arguments,
+    module_build,
+    module_decode,
+    module_inputs,
+    module_step,
+    module_trace,
+    modules,
+    reading,
+    search,
+)
 from tpu_compiler.modules import parse_question
 from tpu_compiler.report import Report, format_report
 from tpu_compiler.token_bound import with_tokens
@@ -292,7 +302,7 @@ def test_a_configuration_of_hugging_face(mine, nets):
 def probed(target, *options):
     asked = question(target, *options)
     model = module_build.build(asked, [])
-    args, kwargs = module_inputs.meta_inputs(asked, model)
+    args, kwargs = module_arguments.meta_inputs(asked, model)
     model = module_build.to_device(model, torch_xla.device())
     args, kwargs = (module_inputs.to_device_inputs(inputs, torch_xla.device()) for inputs in (args, kwargs))
     return module_trace.probe(asked, lambda: model(*args, **kwargs))

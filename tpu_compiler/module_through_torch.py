@@ -1,0 +1,273 @@
+"""--through torch: a module's step as ATen operations, lowered to StableHLO by torchax, without torch_xla.
+
+make_fx records the forward pass, autograd's backward pass and the optimizer's update, functionalized and decomposed.
+torchax has a JAX function for each ATen operation, and jax lowers the whole to one program. The child process of
+modules.compile_module; it runs under any torch from 2.9 on. Every private interface that this needs is in this file.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # Python puts a script's own folder there
+    sys.modules["torch_xla"] = None  # as if it were not installed: transformers would import it
+
+import torch
+from torch._decomp import core_aten_decompositions
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from tpu_utils.virtual_slice import quiet_libtpu
+
+quiet_libtpu()  # before jax: it must not look for a TPU
+# torchax 0.0.13 names overloads of named tensors in its tables, and torch 2.13 has none: its import would fail
+NAMED = """all.dimname all.dimname_out index_add.dimname index_copy.dimname index_copy_.dimname
+    index_fill.Dimname_Scalar
+    index_fill.Dimname_Tensor index_fill_.Dimname_Scalar index_fill_.Dimname_Tensor norm.names_ScalarOpt_dim
+    norm.names_ScalarOpt_dim_dtype norm.names_dtype_out norm.names_out prod.dim_Dimname std.correction_names
+    std.correction_names_out std.names_dim std.names_out std_mean.correction_names std_mean.names_dim unbind.Dimname"""
+for packet, overload in (name.split(".") for name in NAMED.split()):
+    if overload not in getattr(torch.ops.aten, packet).overloads():
+        setattr(getattr(torch.ops.aten, packet), overload, f"{packet}.{overload}")
+
+import jax
+from torchax.decompositions import DECOMPOSITIONS
+from torchax.export import JaxInterpreter
+from torchax.ops import jaten  # noqa: F401  it fills all_aten_ops
+from torchax.ops.mappings import t2j_dtype
+from torchax.ops.ops_registry import all_aten_ops
+
+from config import TrainConfig
+from tpu_compiler.answer import ask_compiler, hand_over
+from tpu_compiler.cache import cache_of_environment
+from tpu_compiler.module_arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
+from tpu_compiler.module_build import build, place_of, step_aside
+from tpu_compiler.module_loss import choose_loss
+from tpu_compiler.modules import Question, parse_question
+from tpu_compiler.traced import Traced
+from tpu_utils.errors import InputError, first_line, run_script
+from tpu_utils.hardware import Topology, parse_topology
+from tpu_utils.optim import make_optimizer, step_optimizer
+
+ATEN = torch.ops.aten
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--at", required=True, help="the level")
+    parser.add_argument("--compile_for", required=True)
+    given, options = parser.parse_known_args()
+    question = parse_question(given.target, options, given.compile_for)
+    step_aside()
+    return answer(question, given.at, parse_topology(given.compile_for))
+
+
+def answer(question: Question, level: str, topology: Topology) -> int:
+    notes = [f"through torch {torch.__version__}, torchax {version('torchax')}, jax {jax.__version__}: no torch_xla"]
+    model = build(question, notes)
+    args, kwargs = meta_inputs(question, model)
+    model.train(question.mode == "train")
+    if getattr(getattr(model, "config", None), "use_cache", None):
+        model.config.use_cache = False
+    if level == "balanced" and question.mode == "forward":
+        model = model.to(torch.bfloat16)
+        args, kwargs = ([to_bfloat16(a) for a in args], {name: to_bfloat16(a) for name, a in kwargs.items()})
+        notes.append("weights and inputs in bfloat16, no float32 masters to keep")
+    elif level == "balanced":
+        notes.append('bfloat16: torch.autocast("cpu"), float32 weights; its list keeps fewer operations in float32')
+    sizes = sizes_of(question, args, kwargs)
+    start = time.monotonic()
+    graph, inputs, roles, flops = in_words(question, lambda: record(question, level, model, args, kwargs, notes))
+    hlo, seed = lower(question, graph, inputs)
+    roles += ("inputs",) * seed
+    traced = Traced(
+        hlo=hlo,
+        roles=roles,
+        donated=tuple(question.mode == "train" and role != "inputs" for role in roles),
+        shardings=("",) * len(roles),
+        seconds=time.monotonic() - start,
+    )
+    sizes |= dict(model_flops=model_flops(flops, question, notes), settings=settings_of(question))
+    result, text = ask_compiler(traced, topology, cache=cache_of_environment(), **sizes)
+    return hand_over(traced, dataclasses.replace(result, level=level, notes=notes), text)
+
+
+def in_words(question: Question, run: Callable):
+    """run(), whose error becomes an InputError about the module."""
+    try:
+        return run()
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{question.target} cannot be exported: {type(error).__name__}: {first_line(error)} {place_of(error)}"
+        ) from error
+
+
+def record(question: Question, level: str, model: torch.nn.Module, args: list, kwargs: dict, notes: list) -> tuple:
+    """(graph of ATen operations, its inputs, the role of each, FLOPs of the forward pass). Nothing has memory."""
+    mode = FakeTensorMode()
+
+    def fake(tensor):
+        with mode:
+            return torch.empty(tensor.shape, dtype=tensor.dtype) if isinstance(tensor, torch.Tensor) else tensor
+
+    names, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    config = TrainConfig(optimizer=question.optimizer, compile_for=question.compile_for)
+    trainable = [name for name, p in names.items() if p.requires_grad]
+    if question.mode == "train" and not trainable:
+        raise InputError(f"{question.target} has no parameter to train; expected --mode forward")
+
+    def forward(weights: list, held: list, args: list, kwargs: dict):
+        tensors = dict(zip(names, weights, strict=True)) | dict(zip(buffers, held, strict=True))
+        with torch.autocast("cpu", torch.bfloat16, enabled=level == "balanced" and question.mode == "train"):
+            return torch.func.functional_call(model, tensors, tuple(args), kwargs)
+
+    state = [fake(p) for p in names.values()], [fake(b) for b in buffers.values()]
+    given = [fake(a) for a in args], {name: fake(a) for name, a in kwargs.items()}
+    with mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
+        output = forward(*state, *given)
+    loss, targets, moments, template = None, None, [], None
+    if question.mode == "train":
+        with mode:
+            loss, targets = choose_loss(question, output, kwargs, "cpu", notes)
+            template = make_optimizer(config, [state[0][list(names).index(name)] for name in trainable])
+        moments = [value for values in template.state.values() for value in values.values()]
+    rate = fake(torch.empty(1, device="meta"))
+    everything = (*state, moments, *given, rate, targets)
+
+    def train(weights, held, moments, args, kwargs, rate, targets):
+        weights = [w.detach().requires_grad_(p.requires_grad) for w, p in zip(weights, names.values(), strict=True)]
+        chosen = [weight for weight in weights if weight.requires_grad]
+        value = loss(forward(weights, held, args, kwargs), targets)
+        for weight, gradient in zip(chosen, torch.autograd.grad(value, chosen, allow_unused=True), strict=True):
+            weight.grad = gradient
+        optimizer = make_optimizer(config, chosen)
+        states = iter(moments)
+        for weight, old in zip(chosen, template.state.values(), strict=True):
+            optimizer.state[weight] = {name: next(states) for name in old}
+        step_optimizer(optimizer, rate, None, "stop")
+        return value.detach(), [w.detach() for w in weights], held, moments
+
+    def evaluate(weights, held, moments, args, kwargs, rate, targets):
+        with torch.no_grad():
+            return [leaf for leaf in tree_leaves(forward(weights, held, args, kwargs)) if torch.is_tensor(leaf)]
+
+    graph, inputs, places = functional(mode, train if question.mode == "train" else evaluate, everything)
+    counts = (len(state[0]) + len(state[1]), len(moments))
+    roles = ("parameters",) * counts[0] + ("optimizer_state",) * counts[1]
+    roles += ("inputs",) * (len(places) - len(roles))
+    return graph, inputs, roles, counter.get_total_flops()
+
+
+def functional(mode: FakeTensorMode, step: Callable, arguments: tuple) -> tuple:
+    """(the step as a graph that changes no input in place, its tensors, their places among all leaves)."""
+    leaves, layout = tree_flatten(arguments)
+    places = [place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
+    decompositions = core_aten_decompositions() | DECOMPOSITIONS
+    decompositions = {op: how for op, how in decompositions.items() if op not in BERNOULLI}  # torchax's calls itself
+
+    def flat(*tensors):
+        values = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            values[place] = tensor
+        return tree_leaves(step(*tree_unflatten(values, layout)))
+
+    inputs = [leaves[place] for place in places]
+    with mode:  # twice: functionalize refuses requires_grad_(), and once recorded there is none
+        recorded = make_fx(flat, decomposition_table=decompositions)(*inputs)
+        graph = make_fx(torch.func.functionalize(recorded, remove="mutations_and_views"), decompositions)(*inputs)
+    for node in reversed(graph.graph.nodes):
+        # copied back into an input, which is an output already; torch 2.13 also records a mark for its profiler
+        written_back = node.target is ATEN.copy_.default and not node.users
+        if written_back or getattr(node.target, "namespace", "") == "profiler":
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph, inputs, places
+
+
+def convolution_backward(gradient, x, weight, bias_sizes, *how):
+    """Gradients of x, weight and bias; None where the mask, the last of how, says that one is not wanted."""
+    *how, mask = how
+    convolution = all_aten_ops[ATEN.convolution].func
+    _, backward = jax.vjp(lambda x, weight: convolution(x, weight, None, *how), x, weight)
+    bias = gradient.sum((0, *range(2, gradient.ndim)))
+    return tuple(value if wanted else None for value, wanted in zip((*backward(gradient), bias), mask, strict=True))
+
+
+def max_pool_backward(gradient, x, kernel, stride, padding, dilation, ceil_mode, indices):
+    pool = all_aten_ops[ATEN.max_pool2d_with_indices].func
+    _, backward = jax.vjp(lambda x: pool(x, kernel, stride, padding, dilation, ceil_mode)[0], x)
+    return backward(gradient)[0]
+
+
+def select(x, axis, index):
+    return jax.lax.index_in_dim(x, index, axis, keepdims=False)
+
+
+OURS = {
+    ATEN.convolution_backward.default: convolution_backward,
+    ATEN.max_pool2d_with_indices_backward.default: max_pool_backward,
+    ATEN.select_copy.int: select,
+}
+"""Gradients that torchax has no function for, because it leaves gradients to jax: so do these. Its select_copy is a
+gather, which became strided copies of q, k and v: a third of the estimate of ViT-B/16's forward pass."""
+
+
+class Lowering(JaxInterpreter):
+    """torchax's interpreter, and what it lacks: two gradients, and random numbers made on the device from a seed."""
+
+    key = None
+
+    def call_function(self, target, args, kwargs):
+        if target in OURS:
+            return OURS[target](*args, **kwargs)
+        if target in RANDOM:
+            shape, dtype = getattr(args[0], "shape", args[0]), getattr(args[0], "dtype", None)
+            self.key, bits = jax.lax.rng_bit_generator(self.key, tuple(shape))  # jax.random would make a loop
+            uniform = (bits >> 8).astype("float32") * 2.0**-24
+            values = uniform < args[1] if target is ATEN.bernoulli.p else uniform
+            return values.astype(t2j_dtype(kwargs["dtype"]) if kwargs.get("dtype") else dtype or "float32")
+        return super().call_function(target, args, kwargs)
+
+
+RANDOM = (ATEN.rand.default, ATEN.rand_like.default, ATEN.bernoulli.p)
+BERNOULLI = [getattr(op, name) for op in (ATEN.bernoulli, ATEN.bernoulli_) for name in op.overloads()]
+
+
+def lower(question: Question, graph: torch.fx.GraphModule, inputs: list) -> tuple[bytes, bool]:
+    """(serialized HloModuleProto, whether its last input is a seed). Raises InputError for an operation not lowered."""
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    seed = any(target in RANDOM for target in called)
+    for target in called:
+        known = target in RANDOM or target in OURS or not isinstance(target, torch._ops.OpOverload)
+        if not known and target not in all_aten_ops and target.overloadpacket not in all_aten_ops:
+            raise InputError(f"{question.target} uses {target}, for which torchax has no function; ask by torch_xla")
+
+    def run(*arrays):
+        lowering = Lowering(graph)
+        if seed:
+            *arrays, key = arrays
+            lowering.key = key
+        return list(lowering.run(*arrays))
+
+    warnings.filterwarnings("ignore", "Explicitly requested dtype int64")  # 32 bits, which are enough for places
+    shapes = [jax.ShapeDtypeStruct(tuple(t.shape), t2j_dtype(t.dtype)) for t in inputs]
+    shapes += [jax.ShapeDtypeStruct((4,), "uint32")] * seed
+    lowered = in_words(question, lambda: jax.jit(run, keep_unused=True).lower(*shapes))
+    return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto(), seed
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

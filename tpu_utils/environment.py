@@ -87,7 +87,7 @@ def choose_device(config: "TrainConfig") -> str:
 
         settle_hosts(chips)
     os.environ["PJRT_DEVICE"] = chosen.upper()
-    if chosen == "cpu" and not find_spec("torch_xla"):  # torch_tpu, loaded by torch, would start libtpu
+    if chosen == "cpu" and find_spec("torch_tpu"):  # which torch loads, and which would start libtpu
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     if num_virtual_devices := getattr(config, "num_virtual_devices", 0):
         if chosen != "cpu":

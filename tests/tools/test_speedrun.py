@@ -56,11 +56,12 @@ def test_the_vocabulary_can_be_given():
 
 def test_a_stage_on_a_cpu_has_variables_that_its_command_says(monkeypatch):
     stage = Stage("it", ["tools.generate", "--help"])
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    for name in stages.ON_A_CPU:
+        monkeypatch.delenv(name, raising=False)
+    assert stage.shown.startswith("XLA_FLAGS=--xla_backend_optimization_level=1 MALLOC_ARENA_MAX=1 ")
+    assert stage.shown.endswith(" MALLOC_TRIM_THRESHOLD_=1099511627776 python -m tools.generate --help")
     monkeypatch.setenv("XLA_FLAGS", "")  # what is there stays
-    assert stage.shown == "GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python -m tools.generate --help"
-    monkeypatch.delenv("XLA_FLAGS")
-    assert stage.shown.startswith("XLA_FLAGS=--xla_backend_optimization_level=1 GLIBC_TUNABLES=")
+    assert stage.shown.startswith("MALLOC_ARENA_MAX=1 ")
     monkeypatch.setattr(stages, "attached_chips", lambda: ["a chip"])
     assert stage.shown == "python -m tools.generate --help"
 

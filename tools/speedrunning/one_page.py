@@ -99,11 +99,11 @@ def draw(folder: Path, runs: dict, losses: dict, share: float, seconds: dict[str
     draw_bars(axes[2], seconds, "{:.0f} s", "where the time went, here", "seconds")
     if money:
         dollars = {f"{name}, predicted": price.dollars_of(value) for name, value in price.seconds.items()}
+        title = "what it would cost"
         if attached_chips():  # a CPU is not what is paid for
             dollars |= {name: price.dollars_of(value) for name, value in seconds.items()}
-        title = (
-            f"where the money went, at ${price.dollars:g} an hour\nand chip, {price.chips} of them, {price.topology}"
-        )
+            title = "where the money went"
+        title += f"\n{price.chips} chips of {price.topology}, ${price.dollars:g} an hour each"
         draw_bars(axes[3], dollars, "${:.2f}", title, "dollars")
     aside = folder / "report.writing.png"
     figure.savefig(aside, dpi=110)
@@ -116,4 +116,4 @@ def draw_bars(axes, values: dict[str, float], label: str, title: str, unit: str)
     bars = axes.barh(names, [values[name] for name in names])
     axes.bar_label(bars, [label.format(values[name]) for name in names], padding=2)
     axes.set(title=title, xlabel=unit)
-    axes.margins(x=0.15)
+    axes.margins(x=0.25)

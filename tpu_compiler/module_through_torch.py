@@ -226,9 +226,14 @@ gather, which became strided copies of q, k and v: a third of the estimate of Vi
 
 
 class Lowering(JaxInterpreter):
-    """torchax's interpreter, and what it lacks: two gradients, and random numbers made on the device from a seed."""
+    """torchax's interpreter, and what it lacks: gradients, arrays of the graph's own, and random numbers made on the
+    device from a seed."""
 
     key = None
+
+    def get_attr(self, target, args, kwargs):
+        value = super().get_attr(target, args, kwargs)
+        return jax.numpy.asarray(value.tolist(), t2j_dtype(value.dtype)) if torch.is_tensor(value) else value
 
     def call_function(self, target, args, kwargs):
         if target in OURS:

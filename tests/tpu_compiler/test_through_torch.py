@@ -65,6 +65,7 @@ class SmallNet(torch.nn.Module):
         )
 
     def forward(self, x):
+        x = torch.stack([x, x * torch.tensor([2.0])])[1]  # select, and an array of the graph's own
         return self.head(self.pool(torch.relu(self.norm(self.convolution(x)))).flatten(1))
 
 

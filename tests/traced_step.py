@@ -2,11 +2,11 @@
 
 import sys
 
-from tpu_compiler import ask, of_script
+from tpu_compiler import answer, ask, of_script
 
 
 def say(traced, topology, **_):
-    print("traced", ask.traced_hash(traced, ask.parse_topology(topology)))
+    print("traced", answer.traced_hash(traced, ask.parse_topology(topology)))
     raise SystemExit(0)
 
 

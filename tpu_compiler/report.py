@@ -45,7 +45,7 @@ class Report:
     # host than on the device the host's
     compiler_peak_bytes: int = 0
     flops: float = 0.0
-    traced: str = ""  # a hash of the traced program: ask.traced_hash()
+    traced: str = ""  # a hash of the traced program: answer.traced_hash()
     loops: int = 0  # in the program; flops counts the body of each once
     model_flops: float | None = None  # of a step, all devices
     flops_ratio: float | None = None  # compiled over model: above 1 is recomputation and padding; None with loops

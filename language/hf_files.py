@@ -90,9 +90,10 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
         if kind.shape != wanted[name] or kind.dtype not in FLOATS:
             problems.append(f"{name} is {kind}, expected float32, bfloat16 or float16 {list(wanted[name])}")
     if problems:
+        first = "; ".join([*of_other_experts(own, found), *sorted(problems)][:3])
         raise InputError(
-            f"{folder}: {'; '.join(sorted(problems)[:3])}{' ...' if problems[3:] else ''}; expected the tensors of the "
-            f"model in {CONFIG}; copy the folder again"
+            f"{folder}: {first}{' ...' if problems[3:] else ''}; expected the tensors of the model in {CONFIG}; copy "
+            f"the folder again, {CONFIG} too"
         )
     for source in sources(own).values():
         if len({found[name][2].dtype for name in source.names}) > 1:
@@ -103,6 +104,13 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
     if HEAD in found and tied:
         check_tied(weights, sources(own)["token_embedding"])
     return weights
+
+
+def of_other_experts(own: ModelShape, found: dict) -> list[str]:
+    """How many experts the tensors are of, unless it is as many as config.json says."""
+    numbers = [int(number) for name in found for number in re.findall(r"\.experts\.(\d+)\.", name)]
+    count, said = max(numbers, default=-1) + 1, getattr(own, "num_experts", 0)
+    return [] if count == said else [f"{CONFIG} says {said} experts, and the tensors are of {count}"]
 
 
 def check_shape(folder: Path, own: ModelShape, wanted: ModelShape) -> None:

@@ -10,6 +10,7 @@ from language import context
 from language.hf_layout import sizes_of
 from language.layers import Decoder, adapter_sizes
 from language.loops import AXES
+from language.routing import slots_of_capacity
 from language.token_data import SequenceData
 from language.transformer_options import TransformerConfig
 from tpu_utils.device import Mesh, device_count, device_type, set_global_mesh, sharding_spec, use_spmd
@@ -139,7 +140,10 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
         f"{shape.vocab_size} of {shape.padded_vocab_size}; {config.attention} attention"
     )
     if config.num_experts:
-        places = f"{config.expert_capacity} even shares in a sequence" if config.expert_capacity else "none is dropped"
+        places = "none is dropped"
+        if capacity := config.expert_capacity:
+            number = slots_of_capacity(shape, shape.sequence_length, capacity)
+            places = f"{number} in a sequence, {capacity} even shares"
         run.print(
             f"experts    {config.num_experts} in a layer, {shape.experts_per_token} for a token, which meets "
             f"{shape.num_multiplied:,} of the parameters; places of an expert: {places}"

@@ -65,7 +65,8 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
     train = TextWindows(training, T, rows, config.seed, True, config.bucketed, **part)
     validation = TextWindows(validating, T, eval_rows, shuffle=False, **part)
     description = (
-        f"{len(documents)} documents, {len(train.tokens):,} training and {len(validation.tokens):,} validation bytes"
+        f"{len(documents)} documents, {len(train.tokens):,} training and {len(validation.tokens):,} validation tokens: "
+        "bytes, and the end of each document"
     )
     batches = min(config.eval_batches, validation.batches_per_epoch)
     return SequenceData(config, train, validation, batches, description, zlib.crc32(train.tokens.tobytes()))

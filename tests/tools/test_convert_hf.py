@@ -426,12 +426,12 @@ OF_FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("experts, message", [(6, "experts.6.w1.weight is there"), (10, "block_sparse_moe.experts.8")])
-def test_a_folder_with_other_experts_than_its_configuration_says(folders, tmp_path, experts, message):
+@pytest.mark.parametrize("experts, first", [(6, "experts.6.w1.weight is there"), (10, "block_sparse_moe.experts.8")])
+def test_a_folder_with_other_experts_than_its_configuration_says(folders, tmp_path, experts, first):
     folder = Path(shutil.copytree(folders["mixtral"], tmp_path / "theirs"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": experts}))
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=f"config.json says {experts} experts, and the tensors are of 8; .*{first}"):
         open_weights(folder)
 
 

@@ -1,8 +1,9 @@
 """Muon beside AdamW alone, in the pre-training of a speedrun: the same tokens, bits per byte of the held-out text.
 
 Run:     python benchmarks/speedrun_optimizers.py TEXT --work runs/optimizers --depth 2
-Prints:  each run, then a table. First the rate of each optimizer is chosen, on a seed of its own: the dial's and twice
-         and four times as much, as long as more is better. Then come the seeds, at the rate that was best.
+Prints:  each run, then a table. First the rate of each optimizer is chosen, on a seed of its own: the dial's, then
+         twice and four times as much, as long as that is better; where more is worse a half and a quarter. Then come
+         the seeds, at the rate that was best.
 
 The commands are those that tools.speedrun prints for pre-training, without samples, and evaluated at the end alone.
 --most_steps makes both shorter, in the same way. A run that has ended is not repeated.
@@ -67,12 +68,14 @@ class Comparison:
 
     def best_rate(self, optimizer: str) -> tuple[float, dict[float, float]]:
         """(the best, bits of each that was tried)."""
-        tried: dict[float, float] = {}
-        for factor in (1, 2, 4):
-            rate = self.plan.learning_rate * factor
-            tried[rate] = self.bits(optimizer, rate, SEED_OF_RATES)
-            if tried[rate] > min(tried.values()):
-                break
+        first = self.plan.learning_rate
+        tried = {first: self.bits(optimizer, first, SEED_OF_RATES)}
+        for factors in ((2, 4), (0.5, 0.25)):
+            for factor in factors if min(tried, key=tried.get) == first else ():
+                rate, best = first * factor, min(tried.values())
+                tried[rate] = self.bits(optimizer, rate, SEED_OF_RATES)
+                if tried[rate] > best:
+                    break
         return min(tried, key=tried.get), tried
 
 

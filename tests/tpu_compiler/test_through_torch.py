@@ -89,3 +89,22 @@ def test_the_lowered_step_is_torchs():
     step_optimizer(optimizer, rate, None, "stop")
     for ours, torchs in zip(found, (loss, *state), strict=True):
         np.testing.assert_allclose(ours, torchs.detach(), rtol=1e-4, atol=1e-5)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = torch.nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.inside(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_lowered_attention_is_torchs():
+    asked = modules.parse_question("m:Attention", ["--inputs", "float32[2,6,8]", "--mode", "forward"], "v5e-1")
+    model, x = Attention(), torch.randn(2, 6, 8)
+    graph, *_ = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, [])
+    arrays = [tensor.detach().numpy() for tensor in (*model.parameters(), x, torch.zeros(1))]
+    (found,) = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
+    np.testing.assert_allclose(found, model(x).detach(), rtol=1e-4, atol=1e-5)

@@ -210,7 +210,7 @@ def put(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Every generator that a script or a layer may draw from on this host and"""
+    """Every generator that a script or a layer may draw from, of this host and of the device."""
     return {"torch": torch.get_rng_state(), "xla": torch.tensor([get_rng_state()], dtype=torch.uint64)}
 
 

@@ -28,7 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tpu_utils.virtual_slice import quiet_libtpu
 
-quiet_libtpu()  # before jax: it must not look for a TPU
+if __name__ == "__main__":
+    quiet_libtpu()  # before jax: it must not look for a TPU
 # torchax 0.0.13 names overloads of named tensors in its tables, and torch 2.13 has none: its import would fail
 NAMED = """all.dimname all.dimname_out index_add.dimname index_copy.dimname index_copy_.dimname
     index_fill.Dimname_Scalar

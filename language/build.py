@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from language.context import pieces_of, shared
-from language.flash_attention import flash_attention
 from language.gpt import GPT
 from language.hf_files import HuggingFaceWeights, open_weights
 from language.layers import Decoder, is_matrix, load_weights
@@ -34,7 +33,11 @@ def build_model(
 ) -> Decoder:
     """The model on the device. partition_spec(name, parameter): how a parameter is sharded. say: prints a line.
     initialised: with weights to begin with. compile_for: shapes without memory. Raises InputError."""
-    attention = flash_attention if config.attention == "flash" else causal_attention
+    attention = causal_attention
+    if config.attention == "flash":
+        from language.flash_attention import flash_attention  # only here: its kernels are jax's, through torch_xla
+
+        attention = flash_attention
     way = config.context_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     options = dict(remat=config.remat, scan_layers=config.scan_layers, mesh=mesh)

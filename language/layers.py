@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from language.context import balanced, size_of
 from language.int8 import Int8, quantize, scale_name, scaled, widened
 from language.loops import BATCH
-from language.remat import LEVELS, NOTHING, RematLayer, Saving, ScannedLayers
+from language.remat import LEVELS, NOTHING, Saving, ScannedLayers, run_again
 from language.shapes import ModelShape
 from language.token_data import START
 from tpu_utils.device import DEVICE_TYPE, mark_sharding, mark_sharding_with_gradients, wait_device_ops
@@ -237,7 +237,7 @@ class Decoder(torch.nn.Module):
         routings = []
         for w, own in zip(layers, of_blocks, strict=True):
             if self.remat:
-                x_BTD, *routing = RematLayer.apply(partial(run, **own), self.saving, x_BTD, *w.values())
+                x_BTD, *routing = run_again(partial(run, **own), self.saving, x_BTD, *w.values())
             else:
                 x_BTD, *routing = run(x_BTD, w.values(), **own)
             routings += routing

@@ -9,12 +9,15 @@ import math
 from collections.abc import Callable, Iterator
 
 import torch
-import torch_xla
-import torch_xla.core.xla_builder as xb
-import torch_xla.distributed.spmd as xs
-from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
+from tpu_utils.device import DEVICE_TYPE, Mesh, set_global_mesh
 from tpu_utils.errors import InputError
+
+if DEVICE_TYPE == "xla":
+    import torch_xla
+    import torch_xla.core.xla_builder as xb
+    import torch_xla.distributed.spmd as xs
+    from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
 AXES = ("data", "fsdp", "tensor", "context", "expert")  # of the mesh of a language model
 BATCH = ("data", "fsdp", "expert")  # those that the batch axis is sharded over
@@ -53,8 +56,10 @@ def loop_in_graph(
 
     function is traced once as it is, a backward pass inside it too; torch_xla's public scan() decomposes it by
     AOTAutograd. What it takes from elsewhere is a constant of the loop, which enter() gets first. Raises InputError
-    where it draws random numbers.
+    where it draws random numbers. On the second road (torch_compile.py) the turns stand one after the other.
     """
+    if DEVICE_TYPE != "xla":
+        return turn_by_turn(function, carry, rows, reverse)
     device, count = torch_xla.device(), len(rows[0])
     inputs = [[xb.create_placeholder_tensor(t.shape, t.dtype) for t in of] for of in (carry, [row[0] for row in rows])]
     with tracing():
@@ -96,6 +101,15 @@ def loop_in_graph(
     return last[:c], last[c + r + 1 : c + r + 1 + s]
 
 
+def turn_by_turn(function: Callable, carry: list, rows: list, reverse: bool):
+    """loop_in_graph(), without a loop in the graph."""
+    found = []
+    for turn in reversed(range(len(rows[0]))) if reverse else range(len(rows[0])):
+        carry, outputs = function(carry, [row[turn] for row in rows])
+        found.append(outputs)
+    return carry, [torch.stack(of_turns) for of_turns in zip(*(found[::-1] if reverse else found), strict=True)]
+
+
 def sums_over_parts(model, function: Callable, sums: list, constants: list, parts: list) -> list[torch.Tensor]:
     """sums, and added to them what function(constants, part) gives for each of the parts (N, B, ...).
 
@@ -110,7 +124,7 @@ def sums_over_parts(model, function: Callable, sums: list, constants: list, part
 
     carry = [*sums, *(constant.detach() for constant in constants)]
     whole_batch = mesh is None or mesh.mesh_shape[0] != mesh.size() or model.reported  # routers look at all of a part
-    if whole_batch or torch_xla._XLAC._xla_get_auto_sharding():
+    if whole_batch or DEVICE_TYPE != "xla" or torch_xla._XLAC._xla_get_auto_sharding():
         return loop_in_graph(add, carry, parts)[0][: len(sums)]
     whole = lambda t: enter(t, mesh, (None,) * t.dim())  # noqa: E731
     parts = [enter(t, mesh, (None, BATCH, *(None,) * (t.dim() - 2))) for t in parts]
@@ -125,20 +139,20 @@ def each_device_alone(model) -> Iterator[None]:
     mesh = model.mesh
     try:
         model.mesh = None
-        xs.set_global_mesh(None)  # which flash attention asks for
+        set_global_mesh(None)  # which flash attention asks for
         yield
     finally:
         model.mesh = mesh
-        xs.set_global_mesh(mesh)
+        set_global_mesh(mesh)
 
 
-def enter(tensor, mesh: xs.Mesh, spec: tuple):
+def enter(tensor, mesh: Mesh, spec: tuple):
     """A device's shard of a tensor, which the partitioner then leaves alone, with all that is computed of it."""
     # times 1: marking what lies on the device already would upload it again
     return xs.enable_manual_sharding(tensor * 1, spec, mesh=mesh).global_tensor
 
 
-def whole(shard, mesh: xs.Mesh, spec: tuple):
+def whole(shard, mesh: Mesh, spec: tuple):
     """The tensor whose shards the devices hold."""
     sizes = mesh.shape()
     axes = [(axis,) if isinstance(axis, str) else axis or () for axis in spec]
@@ -146,6 +160,6 @@ def whole(shard, mesh: xs.Mesh, spec: tuple):
     return xs.disable_manual_sharding(shard, spec, torch.Size(shape), mesh=mesh).global_tensor
 
 
-def sum_over(axes, value, mesh: xs.Mesh, spec: tuple):
+def sum_over(axes, value, mesh: Mesh, spec: tuple):
     """The tensor whose shards are sums of what the devices along these mesh axes hold."""
     return whole(value[None], mesh, (axes, *spec)).sum(0)

@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from language.loops import loop_in_graph
-from tpu_utils.device import optimization_barrier_, place_to_device, place_to_host
+from tpu_utils.device import DEVICE_TYPE, optimization_barrier_, place_to_device, place_to_host
 
 LEVELS = {"inputs": ("input",)}
 LEVELS["attention"] = (*LEVELS["inputs"], "attention", "scale")
@@ -139,6 +140,14 @@ class RematLayer(torch.autograd.Function):
         found, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, grads, values, Kept(ctx.saving, kept))
         gradients = iter(gradients)
         return None, None, found, *(next(gradients) if is_needed else None for is_needed in ctx.needed[1:])
+
+
+def run_again(run, saving: Saving, x_BTD, *values):
+    """run(x, values), and again in the backward pass."""
+    if DEVICE_TYPE == "xla":
+        return RematLayer.apply(run, saving, x_BTD, *values)
+    # the second road (torch_compile.py): Dynamo takes no hooks of autograd into a graph, and knows this one
+    return checkpoint(run, x_BTD, values, use_reentrant=False)
 
 
 class ScannedLayers(torch.autograd.Function):

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from language.decoding import generate
 from language.layers import Decoder
 from language.sample_prompts import ask_of_run, sampling_options
 from language.transformer_options import TransformerConfig
@@ -15,6 +14,8 @@ def write_samples(run: Run, step: int, model: Decoder, config: TransformerConfig
     TensorBoard. Reads the weights and draws from the step's own seed, so a run ends with the same bits without it."""
     if not config.sample_every or (step % config.sample_every and step != config.num_steps):
         return
+    from language.decoding import generate  # only here: its loop is torch_xla's
+
     before, random_state = graphs_compiled(), get_rng_state()
     with run.phase("evaluation"):
         tokenizer, asked = ask_of_run(config, Path(config.run_dir))

@@ -4,6 +4,7 @@ python config.py            # prints these presets too
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -220,7 +221,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     def problems(self) -> list[str]:
         return super().problems() or check_transformer(self)
 
-    @property
+    @functools.cached_property  # a step reads it
     def shape(self) -> ModelShape:
         own = ("num_layers", "num_heads", "embedding_dim", "sequence_length")
         changes = {name: getattr(self, name) for name in own if getattr(self, name)}
@@ -233,7 +234,7 @@ class TransformerConfig(HostOptions, TrainConfig):
         vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(dataset, published.vocab_size)
         return dataclasses.replace(published, **changes, vocab_size=vocab_size)
 
-    @property
+    @functools.cached_property
     def num_experts(self) -> int:
         return getattr(self.shape, "num_experts", 0)
 

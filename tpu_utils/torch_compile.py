@@ -164,6 +164,43 @@ def pending_operation(tensor: torch.Tensor) -> str:
     return ""
 
 
+def mark_sharding_with_gradients(tensor: torch.Tensor, mesh: Mesh, spec: tuple) -> torch.Tensor:
+    return tensor
+
+
+def get_global_mesh() -> None:
+    """None: one device."""
+
+
+def set_global_mesh(mesh: Mesh | None) -> None:
+    pass
+
+
+def sharding_spec(tensor: torch.Tensor) -> str:
+    return ""
+
+
+def register(name: str, function: Callable) -> Callable:
+    """A lowering for XLA, which nobody here has."""
+
+    def refused(*_: Any):
+        raise InputError(f"{name} needs torch_xla, which is not installed")
+
+    return refused
+
+
+def optimization_barrier_(tensors: list[torch.Tensor]) -> None:
+    """Nothing moves where operations run in their order."""
+
+
+def place_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """It stays where it is."""
+    return tensor
+
+
+place_to_device = place_to_host
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     return False
 

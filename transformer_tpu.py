@@ -46,6 +46,7 @@ from language.mesh import print_placement, print_plan, start_mesh, start_spmd
 from language.operations import is_likeliest, losses
 from language.routing import as_table, tokens_of_experts, with_routers
 from language.samples import write_samples
+from language.shards import rows_of_all, total
 from tpu_utils.device import BatchSharding, mark_sharding, send
 from tpu_utils.dropout import batch_keys
 from tpu_utils.graphs import one_graph
@@ -147,10 +148,11 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
     keys = batch_keys(metrics.step, config.seed, tokens_BS) if config.dropout else None  # a mask for each row and step
     loss, *reported = compute_gradients(model, tokens_BS, config, keys)
-    count = (tokens_BS[:, 1:] >= 0).sum().float()  # targets
+    loss, count = total(loss, model.mesh), total((tokens_BS[:, 1:] >= 0).sum().float(), model.mesh)  # count: targets
     gradients = [parameter.grad for parameter in model.trained().values()]  # of the summed loss; divided by count below
     place(model, gradients)
-    norm = torch.stack([(gradient * gradient).sum() for gradient in gradients]).sum().sqrt() / count
+    squares = [total((gradient * gradient).sum(), model.mesh) for gradient in gradients]
+    norm = torch.stack(squares).sum().sqrt() / count
     factor = ((config.clip_gradient_norm / (norm + 1e-6)).clamp(max=1.0) if config.clip_gradient_norm else 1.0) / count
     for parameter, gradient in zip(model.trained().values(), gradients, strict=True):
         parameter.grad = gradient * factor
@@ -169,10 +171,7 @@ def eval_step(model, tokens_BS):
         logits, vocab_size = model(inputs, routing=routing), model.shape.vocab_size
         loss, likeliest = losses(logits, targets, vocab_size, model.mesh), is_likeliest(logits, targets, vocab_size)
         sums = [x.sum(1, keepdim=True) for x in (loss, (targets >= 0).float(), likeliest)]
-        result = torch.cat([*sums, *tokens_of_experts(routing, targets)], 1)
-        if model.mesh is not None:
-            mark_sharding(result, model.mesh, (None, None))  # every host reads all of it
-        return result
+        return rows_of_all(torch.cat([*sums, *tokens_of_experts(routing, targets)], 1), model.mesh)
 
 
 def evaluate(model, batches, run: Run) -> np.ndarray:

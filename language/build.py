@@ -15,6 +15,7 @@ from language.muon import OF_MUON, Muon, is_muons
 from language.new_tokens import with_new_tokens
 from language.operations import causal_attention
 from language.shapes import LlamaShape
+from language.shards import distribute
 from language.transformer_options import TransformerConfig
 from tpu_utils.device import Mesh, device_type
 from tpu_utils.errors import InputError
@@ -59,11 +60,14 @@ def build_model(
         check_base(config, weights)
         chats = config.dataset == "chat"
         read = with_new_tokens(config, weights.names, weights.read, say) if chats else weights.read
-        return load_weights(build, read, device, partition_spec, config.seed)
-    model = build()
-    if initialised:
-        model.initialise(config.seed)
-    return model.to(device)
+        model = load_weights(build, read, device, partition_spec, config.seed)
+    else:
+        model = build()
+        if initialised:
+            model.initialise(config.seed)
+        model = model.to(device)
+    distribute(model, mesh, partition_spec)
+    return model
 
 
 def check_base(config: TransformerConfig, weights: HuggingFaceWeights) -> None:

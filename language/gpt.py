@@ -14,6 +14,7 @@ from language.layers import Decoder, adapter, add_adapter, find_documents, head_
 from language.operations import add_bias, causal_attention, layer_norm
 from language.remat import NOTHING
 from language.shapes import ModelShape
+from language.shards import gathered
 from tpu_utils.dropout import dropout, layer_keys, positions
 
 
@@ -106,7 +107,7 @@ class GPT(Decoder):
         Layer norms stay float32: they compute in it anyway. The biases of q, and b of its adapters, are divided by
         sqrt(K) here; block() divides its weights, which XLA fuses into the matrix product.
         """
-        cast = dict(self.named_parameters())
+        cast = self.weights()
         scale = F.pad(torch.ones(2, 1, device=self.qkv_bias.device), (0, 0, 1, 0), value=self.shape.head_dim**-0.5)
         cast["qkv_bias"] = cast["qkv_bias"] * scale
         for name in (name for name in cast if "_lora_b" in name):
@@ -127,9 +128,9 @@ class GPT(Decoder):
             here = self.positions(tokens_BT.shape[1], tokens_BT.device)
             tokens_BT, starts_BT = find_documents(tokens_BT, here)
             layers = [w | {"starts": starts_BT} for w in layers]
-            at_position = F.embedding(here - starts_BT, self.position_embedding)
+            at_position = F.embedding(here - starts_BT, gathered(self.position_embedding))
         else:
-            at_position = self.hold_positions(self.position_embedding[: tokens_BT.shape[1]])
+            at_position = self.hold_positions(gathered(self.position_embedding)[: tokens_BT.shape[1]])
         x = self.rows_of_tokens(tokens_BT).float() + at_position
         indices = None
         if self.dropout and keys_B is not None:

@@ -16,6 +16,7 @@ from language.int8 import Int8, quantize, scale_name, scaled, widened
 from language.loops import BATCH
 from language.remat import LEVELS, NOTHING, Saving, ScannedLayers, run_again
 from language.shapes import ModelShape
+from language.shards import gathered
 from language.token_data import START
 from tpu_utils.device import DEVICE_TYPE, mark_sharding, mark_sharding_with_gradients, wait_device_ops
 
@@ -157,6 +158,11 @@ class Decoder(torch.nn.Module):
         """The parameters that the optimizer changes, by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All parameters by name, whole but for the matrices of layers: a layer gathers its own (shards.py)."""
+        named = self.named_parameters()
+        return {name: p if name.partition(".")[0] in LAYER_MATRICES else gathered(p) for name, p in named}
+
     def in_compute_dtype(self, name: str, parameter):
         if parameter.dtype == torch.int8:
             return Int8(parameter, self.get_buffer(scale_name(name)))
@@ -166,7 +172,7 @@ class Decoder(torch.nn.Module):
         """(B, T, D) of the token embedding. In float32 if that is: the gradients of a frequent token add up in it."""
         if size_of(self.mesh) > 1:
             return self.columns_of_tokens(tokens_BT)
-        rows = F.embedding(tokens_BT, self.token_embedding)
+        rows = F.embedding(tokens_BT, gathered(self.token_embedding))
         if rows.dtype != torch.int8:
             return rows
         return rows * F.embedding(tokens_BT, self.get_buffer(scale_name("token_embedding"))[:, None])
@@ -228,7 +234,7 @@ class Decoder(torch.nn.Module):
         beside its parameters, such as rotations that are computed once for all; a scanned block computes its own."""
 
         def run(x, values, kept=NOTHING, **options):
-            return self.block(x, dict(zip(layers[0], values, strict=True)), kept=kept, **options)
+            return self.block(x, dict(zip(layers[0], map(gathered, values), strict=True)), kept=kept, **options)
 
         if self.scan_layers:
             stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]

@@ -218,7 +218,7 @@ class Llama(Decoder):
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         """All parameters in the compute dtype, once a step, and those of each layer. Norms stay float32."""
         cast, offset = {}, self.shape.of_family.norm_offset
-        for name, p in self.named_parameters():
+        for name, p in self.weights().items():
             p = p * self.adapter_scale if "_lora_b" in name else p
             cast[name] = p.float() + offset if "ln" in name else self.in_compute_dtype(name, p)
             if "router" in name:

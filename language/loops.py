@@ -123,8 +123,10 @@ def sums_over_parts(model, function: Callable, sums: list, constants: list, part
         return [a + b for a, b in zip(carry, function(constants, part), strict=False)] + constants, []
 
     carry = [*sums, *(constant.detach() for constant in constants)]
-    whole_batch = mesh is None or mesh.mesh_shape[0] != mesh.size() or model.reported  # routers look at all of a part
-    if whole_batch or DEVICE_TYPE != "xla" or torch_xla._XLAC._xla_get_auto_sharding():
+    if mesh is None or DEVICE_TYPE != "xla":
+        return loop_in_graph(add, carry, parts)[0][: len(sums)]
+    whole_batch = mesh.mesh_shape[0] != mesh.size() or model.reported  # routers look at all of a part
+    if whole_batch or torch_xla._XLAC._xla_get_auto_sharding():
         return loop_in_graph(add, carry, parts)[0][: len(sums)]
     whole = lambda t: enter(t, mesh, (None,) * t.dim())  # noqa: E731
     parts = [enter(t, mesh, (None, BATCH, *(None,) * (t.dim() - 2))) for t in parts]

@@ -11,11 +11,13 @@ from language.hf_layout import sizes_of
 from language.layers import Decoder, adapter_sizes
 from language.loops import AXES
 from language.routing import slots_of_capacity
+from language.shards import check_second_road, meet
 from language.token_data import SequenceData
 from language.transformer_options import TransformerConfig
-from tpu_utils.device import Mesh, device_count, device_type, set_global_mesh, sharding_spec, use_spmd
+from tpu_utils.device import DEVICE_TYPE, Mesh, device_count, device_type, set_global_mesh, sharding_spec, use_spmd
 from tpu_utils.errors import InputError
 from tpu_utils.hardware import attached_chips, parse_topology
+from tpu_utils.peers import Peers
 from tpu_utils.run import Run
 
 
@@ -49,9 +51,8 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
     data, fsdp, tensor, devices, expert = sizes
     if math.prod(sizes) != num_devices:
         needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about
-        remedy = (
-            f"start it with CPU_NUM_DEVICES={needed} for as many virtual devices, or" if hbm_bytes is None else "try"
-        )
+        start = f"CPU_NUM_DEVICES={needed}" if DEVICE_TYPE == "xla" else f"torchrun --nproc_per_node={needed}"
+        remedy = f"start it with {start} for as many virtual devices, or" if hbm_bytes is None else "try"
         where = config.compile_for or ("this TPU slice" if hbm_bytes else "this CPU")
         raise InputError(
             f"mesh is {config.mesh}, {needed} devices, but {where} has {num_devices}; {remedy} --mesh {num_devices}x1x1"
@@ -91,8 +92,11 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
     return sizes, why
 
 
-def start_spmd(config: TransformerConfig) -> None:
-    """Switch SPMD on if there are several devices. That must come before the first tensor."""
+def start_spmd(config: TransformerConfig) -> Peers | None:
+    """Switch SPMD on if there are several devices. That must come before the first tensor. On the second road: join
+    the processes of the run, and return them."""
+    if DEVICE_TYPE != "xla":
+        return meet(config)
     if device_count() > 1:
         use_spmd(auto=config.sharding == "auto" and device_type() == "TPU")
 
@@ -109,6 +113,8 @@ def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
     if config.compile_for:
         hbm_bytes = parse_topology(config.compile_for).hardware.limit_gib * 2**30
     sizes, why = choose_mesh(config, num_devices, hbm_bytes)
+    if DEVICE_TYPE != "xla":
+        check_second_road(config, sizes)
     if config.attention == "flash" and not on_tpu and not config.compile_for:
         raise InputError("attention is flash, but its Pallas kernels run on TPU only; use --attention plain")
     if config.attention == "flash" and version("jax") != "0.7.1":

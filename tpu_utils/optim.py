@@ -165,7 +165,7 @@ def make_optimizer(config: "TrainConfig", parameters, adam: Callable = Adam) -> 
         names = group.get("state", usual)
         for p in group["params"]:
             # compile_for asks about shapes alone: zeros on the device are never computed there, so they take no memory
-            like = torch.empty(p.shape, dtype=p.dtype, device=p.device if config.compile_for else "cpu")
+            like = torch.empty_like(p, device=p.device if config.compile_for else "cpu")
             optimizer.state[p] = {name: torch.zeros_like(like).to(p.device) for name in names}
         if "exp_avg" in names:
             first = group["params"][0]

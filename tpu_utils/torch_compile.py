@@ -8,6 +8,7 @@ a step is one graph and what it computes, and nothing of a speed. docs/torchtpu.
 import functools
 import inspect
 import logging
+import math
 import os
 import re
 from collections.abc import Callable
@@ -16,10 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch._dynamo import config as dynamo
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from tpu_utils.errors import InputError, RecompileError, first_line
 
@@ -55,11 +59,12 @@ def current_device() -> torch.device:
 
 
 def device_count() -> int:
-    return 1
+    """Processes that this one has joined: each has one device."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def process_index() -> int:
-    return 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 world_size = process_count = device_count
@@ -67,11 +72,16 @@ global_ordinal = process_index
 
 
 def is_spmd() -> bool:
-    return False
+    return dist.is_initialized()
 
 
 def use_spmd() -> None:
-    """One device needs no mesh."""
+    """Raises InputError for what torchrun has started."""
+    if dist.is_torchelastic_launched():
+        raise InputError(
+            "torchrun has started this script, which has one device without torch_xla; expected transformer_tpu.py, "
+            "or no torchrun"
+        )
 
 
 def wait_device_ops() -> None:
@@ -128,28 +138,29 @@ def transfers_to_device() -> float:
 transfers_from_device = transfers_to_device
 
 
-class Mesh(NamedTuple):
-    """Of one device."""
+class Mesh:
+    """Axes of devices, of which each process has one. Those but the first two have size 1."""
 
-    devices: np.ndarray
-    sizes: tuple[int, ...]
-    axes: tuple[str, ...]
+    def __init__(self, devices: np.ndarray, sizes: tuple[int, ...], axes: tuple[str, ...]):
+        self.axis_names, self.mesh_shape, self.grid_axes = axes, sizes, axes[:2]
+        self.grid = init_device_mesh(DEVICE_TYPE, sizes[:2], mesh_dim_names=axes[:2]) if len(devices) > 1 else None
 
     def size(self) -> int:
-        return 1
+        return math.prod(self.mesh_shape)
+
+    def shape(self) -> dict[str, int]:
+        return dict(zip(self.axis_names, self.mesh_shape, strict=True))
 
 
 def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: tuple) -> None:
-    """A tensor is whole on one device."""
+    """A tensor is whole on one device; on several, parameters are shards from the start (language/shards.py)."""
 
 
 class BatchSharding:
-    """A batch is whole on one device."""
-
-    part, num_parts = 0, 1
+    """A process reads its own rows of a batch."""
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]):
-        pass
+        self.part, self.num_parts = process_index(), device_count()
 
 
 def send(batch, device: torch.device, sharding: BatchSharding | None = None) -> list[torch.Tensor]:
@@ -201,8 +212,38 @@ def place_to_host(tensor: torch.Tensor) -> torch.Tensor:
 place_to_device = place_to_host
 
 
+class Shards:
+    """A DTensor in the words of checkpoints: those of torch_xla's XLAShardedTensor."""
+
+    class Shard(NamedTuple):
+        data: torch.Tensor
+        indices: tuple[slice, ...]
+        replica_id: int
+
+    def __init__(self, tensor: DTensor):
+        self._local = tensor.detach().to_local()
+        place, replica = [slice(0, n) for n in tensor.shape], 0
+        grid = tensor.device_mesh
+        for axis, placement in enumerate(tensor.placements):
+            here, count = grid.get_local_rank(axis), grid.size(axis)
+            if placement.is_shard():
+                along = tensor.shape[placement.dim]
+                each = -(-along // count)
+                place[placement.dim] = slice(min(along, here * each), min(along, (here + 1) * each))
+            else:
+                replica = replica * count + here
+        self.local_shards = [Shards.Shard(self._local.to("cpu", copy=True), tuple(place), replica)]
+
+    def load_local_shards_(self, shards: list) -> None:
+        self._local.copy_(shards[0].data)
+
+
+wrap_if_sharded = Shards
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
-    return False
+    """Whether it lies on the devices of a mesh, in parts or whole on each."""
+    return isinstance(tensor, DTensor)
 
 
 def put(target: torch.Tensor, value: torch.Tensor) -> None:

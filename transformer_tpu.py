@@ -46,7 +46,7 @@ from language.mesh import print_placement, print_plan, start_mesh, start_spmd
 from language.operations import is_likeliest, losses
 from language.routing import as_table, tokens_of_experts, with_routers
 from language.samples import write_samples
-from language.shards import rows_of_all, total
+from language.shards import first_row, rows_of_all, total
 from tpu_utils.device import BatchSharding, mark_sharding, send
 from tpu_utils.dropout import batch_keys
 from tpu_utils.graphs import one_graph
@@ -146,7 +146,8 @@ def compute_gradients(model: Decoder, tokens_BS, config, keys_B=None):
 @one_graph(each_shape=True)  # one graph for each length of a row; another one stops the run and says what changed
 def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
-    keys = batch_keys(metrics.step, config.seed, tokens_BS) if config.dropout else None  # a mask for each row and step
+    # a mask for each row and step
+    keys = batch_keys(metrics.step, config.seed, tokens_BS, first_row(tokens_BS)) if config.dropout else None
     loss, *reported = compute_gradients(model, tokens_BS, config, keys)
     loss, count = total(loss, model.mesh), total((tokens_BS[:, 1:] >= 0).sum().float(), model.mesh)  # count: targets
     gradients = [parameter.grad for parameter in model.trained().values()]  # of the summed loss; divided by count below

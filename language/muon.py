@@ -11,6 +11,7 @@ import torch
 
 from language.layers import LAYER_MATRICES
 from language.loops import AXES
+from language.shards import gathered, sharded_like
 from tpu_utils.device import Mesh, mark_sharding
 from tpu_utils.optim import Adam
 
@@ -72,7 +73,7 @@ class Muon(Adam):
             buffer.copy_(torch.lerp(buffer, parameter.grad, 1 - self.momentum))
             ahead = torch.lerp(parameter.grad, buffer, self.momentum)  # Nesterov's
             A, B = parameter.shape[-2:]
-            matrices = ahead.to(self.dtype).reshape(-1, A, B)  # of fused weights, and of experts, each
+            matrices = gathered(ahead.to(self.dtype)).reshape(-1, A, B)  # of fused weights, and of experts, each
             alike.setdefault((min(A, B), max(A, B)), []).append((parameter, matrices if A <= B else matrices.mT))
         for (_, B), given in alike.items():
             counts = [len(matrices) for _, matrices in given]
@@ -80,4 +81,5 @@ class Muon(Adam):
             changes = spread(self.mesh, orthogonalised(stacked)).float() * (UPDATE_SIZE * math.sqrt(B))
             for (parameter, _), change in zip(given, changes.split(counts), strict=True):
                 change = change if parameter.shape[-2] <= parameter.shape[-1] else change.mT
-                parameter.copy_(parameter * shrink - group["lr"] * change.reshape(parameter.shape))
+                change = sharded_like(parameter, change.reshape(parameter.shape))
+                parameter.copy_(parameter * shrink - group["lr"] * change)

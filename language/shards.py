@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tpu_utils.device import DEVICE_TYPE, Mesh, mark_sharding, world_size
+from tpu_utils.device import DEVICE_TYPE, Mesh, mark_sharding, process_index, world_size
 from tpu_utils.errors import InputError
 from tpu_utils.peers import Peers
 
@@ -43,8 +43,6 @@ def check_second_road(config: "TransformerConfig", sizes: tuple[int, ...]) -> No
         ("scan_layers", config.scan_layers, "--no_scan_layers"),
         ("sample_every", config.sample_every, "0"),
         ("mesh", max(sizes[2:]) > 1, "DATAxFSDPx1"),
-        ("optimizer", several and config.optimizer == "muon", "adamw, or one device"),
-        ("dropout", several and config.dropout, "0, or one device"),
         ("number of experts", several and config.num_experts, "a model without, or one device"),
     ):
         if found:
@@ -72,6 +70,20 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     axes = range(tensor.device_mesh.ndim)
     return tensor.redistribute(placements=[Replicate() for _ in axes]).to_local(grad_placements=[Partial() for _ in axes])
+
+
+def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What every device has computed alike of a parameter's shape, as shards of it."""
+    if DEVICE_TYPE == "xla" or not isinstance(parameter, DTensor):
+        return value
+    grid = parameter.device_mesh
+    whole = DTensor.from_local(value, grid, [Replicate() for _ in range(grid.ndim)], run_check=False)
+    return whole.redistribute(placements=parameter.placements)
+
+
+def first_row(batch: torch.Tensor) -> int:
+    """The number in the global batch of the first row of a batch."""
+    return 0 if DEVICE_TYPE == "xla" else process_index() * len(batch)
 
 
 def total(value: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:

@@ -45,9 +45,10 @@ def row_keys(step: torch.Tensor, salt: int, rows: torch.Tensor) -> torch.Tensor:
     return mixed(mixed(step * GOLDEN + as_int32(salt * GOLDEN)) + rows * GOLDEN)
 
 
-def batch_keys(step: torch.Tensor, salt: int, batch: torch.Tensor) -> torch.Tensor:
-    """row_keys of all rows of a global batch (B, ...), (B,) int32."""
-    return row_keys(step, salt, torch.arange(len(batch), dtype=torch.int32, device=batch.device))
+def batch_keys(step: torch.Tensor, salt: int, batch: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """row_keys of all rows of a batch (B, ...), (B,) int32. first: the number of its first row in the global batch."""
+    rows = torch.arange(first, first + len(batch), dtype=torch.int32, device=batch.device)
+    return row_keys(step, salt, rows)
 
 
 def layer_keys(keys_B: torch.Tensor, count: int) -> torch.Tensor:

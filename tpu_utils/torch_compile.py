@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -48,6 +49,9 @@ dynamo.trace_autograd_ops = True  # loss.backward() becomes a part of the graph
 # torch keeps Dynamo out of it; its body, which sets gradients to None, is traced
 torch.optim.Optimizer.zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # step() of any optimizer records its name for a profiler
+# a sum over two axes of a mesh is one after the other, and a rate (1,) beside a DTensor is the same everywhere
+logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
 
 
 def device_type() -> str:
@@ -72,7 +76,8 @@ global_ordinal = process_index
 
 
 def is_spmd() -> bool:
-    return dist.is_initialized()
+    """No program is that of all devices."""
+    return False
 
 
 def use_spmd() -> None:

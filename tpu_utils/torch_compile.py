@@ -252,6 +252,10 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def put(target: torch.Tensor, value: torch.Tensor) -> None:
+    if is_sharded(target):
+        shards = Shards(target)
+        shards.load_local_shards_([shard._replace(data=value[shard.indices]) for shard in shards.local_shards])
+        return
     with torch.no_grad():
         target.copy_(value)
 

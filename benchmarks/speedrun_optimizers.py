@@ -3,7 +3,7 @@
 Run:     python benchmarks/speedrun_optimizers.py TEXT --work runs/optimizers --depth 2
 Prints:  each run, then a table. First the rate of each optimizer is chosen, on a seed of its own: the dial's, then
          twice and four times as much, as long as that is better; where more is worse a half and a quarter. Then come
-         the seeds, at the rate that was best.
+         the seeds, at the rate that was best. --rates gives one of each, and nothing is tried.
 
 The commands are those that tools.speedrun prints for pre-training, without samples, and evaluated at the end alone.
 --most_steps makes both shorter, in the same way. A run that has ended is not repeated.
@@ -85,13 +85,17 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="a folder of its own")
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--most_steps", type=int, default=0)
+    parser.add_argument("--rates", type=float, nargs=2, metavar=("MUON", "ADAMW"), help="choose none")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     given = parser.parse_args()
     size, work = bytes_of([given.text]), given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     plan = make_plan(given.depth, size, min(size // 4, CHAT_BYTES), given.most_steps)
     comparison = Comparison(given.text.resolve(), work, plan)
-    rates = {name: comparison.best_rate(name) for name in OPTIMIZERS}
+    if given.rates:
+        rates = {name: (rate, {}) for name, rate in zip(OPTIMIZERS, given.rates, strict=True)}
+    else:
+        rates = {name: comparison.best_rate(name) for name in OPTIMIZERS}
     found = {name: [] for name in OPTIMIZERS}
     for seed in given.seeds:  # of both in turn, so that a comparison that is stopped has pairs
         for name in OPTIMIZERS:
@@ -100,7 +104,7 @@ def main() -> int:
     print("| | rate, of those tried | bits per byte, each seed | mean |\n|---|---|---|---|")
     for name, bits in found.items():
         best, tried = rates[name]
-        of_rates = ", ".join(f"{rate:.3g}: {value:.3f}" for rate, value in tried.items())
+        of_rates = ", ".join(f"{rate:.3g}: {value:.3f}" for rate, value in tried.items()) or "given"
         print(f"| {name} | {best:.3g} ({of_rates}) | {', '.join(f'{b:.4f}' for b in bits)} | {mean(bits):.4f} |")
     return 0
 

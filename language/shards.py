@@ -69,7 +69,9 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
     if DEVICE_TYPE == "xla" or not isinstance(tensor, DTensor):
         return tensor
     axes = range(tensor.device_mesh.ndim)
-    return tensor.redistribute(placements=[Replicate() for _ in axes]).to_local(grad_placements=[Partial() for _ in axes])
+    return tensor.redistribute(placements=[Replicate() for _ in axes]).to_local(
+        grad_placements=[Partial() for _ in axes]
+    )
 
 
 def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ Exit:    0 all measured, or impossible here and said so; 1 something failed;
 
 It runs the doctor, asks the compiler about each preset's step and then runs it,
 times matrix products, memory and collectives, and tries the promises of README
-on the device itself. This process never touches the device: a chip belongs to
+on the device itself. Where torch_xla is not installed it tries the scripts on
+torch's own compiler: docs/torchtpu.md. This process never touches the device: a chip belongs to
 one process, so each measurement has a process of its own.
 """
 
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -32,6 +34,7 @@ from tools.on_chip.bench import Bench, Cannot, find_machine, hold, last_object
 from tools.on_chip.findings import report_text, save_picture
 from tools.on_chip.peaks import PEAKS, peak
 from tools.on_chip.promises import PROMISES
+from tools.on_chip.second_road import ROAD
 from tools.on_chip.steps import STEPS, estimate, run_step, write_mnist
 from tpu_compiler.calibration import CALIBRATION
 from tpu_utils.errors import TrainingError, run_script
@@ -50,7 +53,10 @@ def doctor(bench: Bench) -> dict[str, Any]:
 
 
 def measurements_named(only: Sequence[str]) -> list[tuple[str, Callable[[Bench], dict[str, Any]]]]:
-    """(name, function) in the order they are made. only: patterns as of a shell."""
+    """(name, function) in the order they are made; without torch_xla others. only: patterns as of a shell."""
+    if not find_spec("torch_xla"):
+        found = [(f"road {name}", measure) for name, measure in ROAD.items()]
+        return [(name, measure) for name, measure in found if any(fnmatchcase(name, pattern) for pattern in only)]
     found = [("doctor", doctor)]
     for step in STEPS:
         found.append((f"estimate {step.name}", partial(estimate, step=step)))
@@ -102,10 +108,13 @@ def calibrate(device: str, folder: Path, time_limit: float, root: Path, only: Se
     content = read_json(bench.file, "a calibration", 1 << 24)
     text = report_text(content)
     write_atomically(folder / "report.md", text.encode())
-    save_picture(content, folder / "calibration.png")
+    files = [bench.file, folder / "report.md"]
+    if find_spec("torch_xla"):  # else there is nothing to draw
+        files.append(folder / "calibration.png")
+        save_picture(content, files[-1])
     print(text)
     failed = [name for name, record in bench.measurements.items() if record["status"] == "failed"]
-    print(f"written    {bench.file}, {folder / 'report.md'}, {folder / 'calibration.png'}")
+    print(f"written    {', '.join(map(str, files))}")
     if failed:
         print(f"failed     {len(failed)}: {', '.join(failed)}; the same command tries them again")
     return 1 if failed else 0
@@ -127,7 +136,7 @@ def main() -> int:
         parser.error(f"--time_limit {options.time_limit:g}: expected more than 0 seconds")
     if not measurements_named(options.only):
         said = f"--only {' '.join(options.only)}: no measurement has such a name"
-        parser.error(f"{said}; expected such as doctor, 'step *', 'estimate *', 'peak *', 'promise *'")
+        parser.error(f"{said}; expected such as doctor, 'step *', 'estimate *', 'peak *', 'promise *', 'road *'")
     try:
         return calibrate(options.device, options.output.absolute(), options.time_limit, Path("/"), options.only)
     except KeyboardInterrupt:

@@ -1,8 +1,9 @@
-"""The second road: the names of device.py where torch_xla is not installed, by torch's own compiler, on one device.
+"""The second road: the names of device.py where torch_xla is not installed, by torch's own compiler.
 
 Dynamo makes one graph of a step, its backward pass and the optimizer's update in it. Where torch_tpu has registered a
 TPU, its backend compiles the graph. Elsewhere torch runs the graph operation by operation on the CPU: that shows that
-a step is one graph and what it computes, and nothing of a speed. docs/torchtpu.md says what was tried.
+a step is one graph and what it computes, and nothing of a speed. A process has one device; of a language model torchrun
+starts several (language/shards.py). docs/torchtpu.md says what was tried.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A copy of the simplest script on both roads, unchanged: that of torch_xla, and that of torch's own compiler.
+"""Scripts on both roads, unchanged: that of torch_xla, and that of torch's own compiler. The simplest one is a copy.
 
 The environment of the second road is made of requirements-torchtpu.txt, once for all tests here, and is then removed.
 There is no TPU: torch runs the one graph that Dynamo has made.
@@ -22,6 +22,14 @@ NEEDED_GIB = 10
 OPTIONS = "--device cpu --dataset synthetic --num_epochs 1 --global_batch_size 200 --warmup_steps 5 --log_every 1"
 OPTIONS = (*OPTIONS.split(), "--save_every", "10", "--keep_checkpoints", "9")
 TOLERANCE = 1e-5
+IMAGES = "--device cpu --dataset stripes --depth 8 --width 8 --global_batch_size 500 --num_epochs 1 --log_every 1"
+IMAGES += " --warmup_steps 2"
+LANGUAGE = (
+    "--device cpu --num_steps 6 --warmup_steps 2 --log_every 1 --eval_every 6 --save_every 3 --keep_checkpoints 9"
+)
+LANGUAGE += " --num_layers 2 --embedding_dim 64 --global_batch_size 8 --dropout 0.1 --gradient_accumulation_steps 2"
+LANGUAGE += " --optimizer muon --remat --no_tensorboard"
+PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4")
 
 IN_ONE_GRAPH = """import os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as the command line of a script does for --device cpu
@@ -78,12 +86,14 @@ class Second:
         if done.returncode:
             pytest.skip(f"pip cannot install {REQUIREMENTS.name}: {done.stderr.strip().splitlines()[-1]}")
 
-    def run(self, *arguments) -> str:
+    def run(self, *arguments, code: int = 0) -> str:
+        """Its output; of another exit code its errors."""
         environment = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "PJRT", "XLA", "TPU"))}
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torchrun loads torch_tpu too
         command = [str(argument) for argument in (self.python, *arguments)]
         done = subprocess.run(command, cwd=self.mine, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stderr
+        return done.stderr if code else done.stdout
 
     def train(self, road: int, run_dir, *options) -> None:
         """The copy, by this Python or by that of the tests."""
@@ -157,6 +167,58 @@ def test_a_second_graph_and_a_read_are_refused(second):
     assert double == "step 3 compiled graph 2 of double, expected 1: x was float32[2], is float32[3]"
     assert reads.startswith(f"torch.compile makes no one graph of reads, at {program}:14: it reads a tensor; expected")
     assert asks.startswith(f"torch.compile makes no one graph of asks, at {program}:18: Data-dependent branching; exp")
+
+
+def assert_alike(folder, expected, graphs=(1, 1)) -> None:
+    """The losses of a run and of the other road's, and its graphs."""
+    losses = losses_in(expected)
+    assert len(losses) > 2 and losses[-1] < losses[0]
+    np.testing.assert_allclose(losses_in(folder), losses, rtol=TOLERANCE)
+    summary = summary_in(folder)
+    assert (summary["train_graphs"], summary["eval_graphs"]) == graphs
+
+
+@pytest.mark.slow
+def test_images_with_batch_norm(second, tmp_path):
+    options = (*IMAGES.split(), "--run_dir")
+    assert run("resnet_cifar_tpu.py", *options, tmp_path / "one").returncode == 0
+    second.run(ROOT / "resnet_cifar_tpu.py", *options, tmp_path / "two")
+    assert_alike(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_language_model_on_one_device_and_over_four_processes(second, tmp_path):
+    """Four devices of SPMD beside four processes of DTensor and gloo, and beside one device. Any of them goes on from a
+    checkpoint of the processes: with as many of them every bit is the same."""
+    script, options, sharded = ROOT / "transformer_tpu.py", (*LANGUAGE.split(), "--run_dir"), ("--mesh", "2x2x1")
+    assert run(script.name, *options, tmp_path / "spmd", *sharded, CPU_NUM_DEVICES=4).returncode == 0
+    second.run(*PROCESSES, script, *options, tmp_path / "four", *sharded)
+    second.run(script, *options, tmp_path / "alone")
+    for name in ("four", "alone"):
+        assert_alike(tmp_path / name, tmp_path / "spmd")
+    for name in ("again", "xla"):
+        shutil.copytree(tmp_path / "four", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step_00000006")
+    must = ("--resume", "must")
+    second.run(*PROCESSES, script, *options, tmp_path / "again", *must, *sharded)
+    last = [tmp_path / name / "checkpoints" / "step_00000006" for name in ("again", "four")]
+    assert_identical(*map(state_in, last))
+    assert run(script.name, *options, tmp_path / "xla", *must, CPU_NUM_DEVICES=1).returncode == 0
+    assert_alike(tmp_path / "xla", tmp_path / "spmd")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("transformer_tpu.py", "--scan_layers"), "scan_layers is True"),
+        (("transformer_tpu.py", "--mesh", "1x1x1x1x2"), "mesh is 1x1x1x1x2, 2 devices, but this CPU has 1; start"),
+        (("ddp_mnist_tpu.py",), "a process for each device needs torch_xla"),
+    ],
+)
+def test_what_needs_torch_xla_is_refused(second, tmp_path, options, said):
+    script, *options = options
+    assert f"error: {said}" in second.run(ROOT / script, "--device", "cpu", *options, "--run_dir", tmp_path, code=2)
 
 
 def test_its_requirements_are_no_part_of_the_others():

@@ -4,5 +4,6 @@ bench         the machine, child processes, and the record of what is done; the 
 steps         each preset's step: predicted by the compiler, and the clock
 peaks         matrix products, memory and collectives, measured by chip_peaks
 promises      what README promises, tried on the device itself
+second_road   the scripts where torch_xla is not installed
 findings      tables, the picture, and what to attach to a report
 """

@@ -190,14 +190,14 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)
         return folder
 
-    def training(self, script: str, options: str, run_dir: Path) -> list[str]:
-        where = [f"--device={self.machine.device}", f"--run_dir={run_dir}", "--no_tensorboard"]
+    def training(self, script: str, options: str, run_dir: Path, device: str = "") -> list[str]:
+        where = [f"--device={device or self.machine.device}", f"--run_dir={run_dir}", "--no_tensorboard"]
         return [script, *self.options(options), *where]
 
-    def train(self, name: str, script: str, options: str) -> tuple[dict, list[dict]]:
-        """summary.json and the lines of metrics.jsonl of a new run."""
+    def train(self, name: str, script: str, options: str, device: str = "") -> tuple[dict, list[dict]]:
+        """summary.json and the lines of metrics.jsonl of a new run. device: another one than is measured."""
         run_dir = self.run_dir(name)
-        self.child(name, self.training(script, options, run_dir))
+        self.child(name, self.training(script, options, run_dir, device))
         return results_in(run_dir)
 
 

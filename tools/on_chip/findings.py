@@ -72,7 +72,7 @@ def peak_rows(measurements: dict[str, Any]) -> list[list[str]]:
 def promise_rows(measurements: dict[str, Any]) -> list[list[str]]:
     rows = []
     for name, record in measurements.items():
-        if name.startswith(("promise ", "doctor")) and record["status"] == "done":
+        if name.startswith(("promise ", "road ", "doctor")) and record["status"] == "done":
             numbers = {n: v for n, v in record["figures"].items() if isinstance(v, int | float)}
             rows.append([name.removeprefix("promise "), "; ".join(f"{n} {v:.4g}" for n, v in numbers.items())])
     return rows

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from language.loops import BATCH, enter, loop_in_graph, sum_over, whole
 from language.routing import constant, is_of, numbers, route, slots_of_capacity
-from tpu_utils.device import get_global_mesh, mark_sharding_with_gradients, register
+from tpu_utils.device import DEVICE_TYPE, IS_XLA, get_global_mesh, mark_sharding_with_gradients, register
 
 GROUPS = ("data", "fsdp")  # devices whose tokens are routed together along "expert", where nothing is dropped
 ALL = (*GROUPS, "context", "expert")
@@ -242,6 +242,11 @@ def on_this_device(value):
     return value if mesh is None else enter(value, mesh, (None,) * value.dim())
 
 
+def in_loops(x) -> bool:
+    """Whether XLA computes it, which has a loop of products in place of a batch of them."""
+    return IS_XLA and x.device.type == DEVICE_TYPE
+
+
 def grouped(rows_SI, weights_XOI, block_experts, transposed: bool, kernels: tuple[int, int] | None):
     """(S, O): each block of rows times the weights of its expert; transposed: of (S, O), (S, I). kernels: those of
     expert_kernels.py, by the share of name() there; block_experts are then the rows of each expert."""
@@ -250,7 +255,7 @@ def grouped(rows_SI, weights_XOI, block_experts, transposed: bool, kernels: tupl
 
         return expert_kernels.run(expert_kernels.product, (transposed, kernels), rows_SI, weights_XOI, block_experts)
     blocks = rows_SI.unflatten(0, (len(block_experts), -1))
-    if rows_SI.device.type != "xla":
+    if not in_loops(rows_SI):
         own = weights_XOI[block_experts.long()]
         return (blocks @ (own if transposed else own.transpose(1, 2))).flatten(0, 1)
 
@@ -280,7 +285,7 @@ def grouped_gradient(grad_SO, rows_SI, X: int, block_experts, kernels: tuple[int
         return expert_kernels.run(expert_kernels.gradient, (False, kernels), grad_SO, rows_SI, block_experts)
     grads, rows = (x.unflatten(0, (len(block_experts), -1)) for x in (grad_SO, rows_SI))
     sums = on_this_device(torch.zeros(X, grads.shape[-1], rows.shape[-1], device=rows.device))
-    if rows.device.type != "xla":
+    if not in_loops(rows):
         return sums.index_add(0, block_experts, (grads.transpose(1, 2) @ rows).float())
 
     def one_block(carry, values):

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tpu_utils.device import DEVICE_TYPE, Mesh, set_global_mesh
+from tpu_utils.device import IS_XLA, Mesh, set_global_mesh
 from tpu_utils.errors import InputError
 
-if DEVICE_TYPE == "xla":
+if IS_XLA:
     import torch_xla
     import torch_xla.core.xla_builder as xb
     import torch_xla.distributed.spmd as xs
@@ -58,7 +58,7 @@ def loop_in_graph(
     AOTAutograd. What it takes from elsewhere is a constant of the loop, which enter() gets first. Raises InputError
     where it draws random numbers. On the second road (torch_compile.py) the turns stand one after the other.
     """
-    if DEVICE_TYPE != "xla":
+    if not IS_XLA:
         return turn_by_turn(function, carry, rows, reverse)
     device, count = torch_xla.device(), len(rows[0])
     inputs = [[xb.create_placeholder_tensor(t.shape, t.dtype) for t in of] for of in (carry, [row[0] for row in rows])]
@@ -123,7 +123,7 @@ def sums_over_parts(model, function: Callable, sums: list, constants: list, part
         return [a + b for a, b in zip(carry, function(constants, part), strict=False)] + constants, []
 
     carry = [*sums, *(constant.detach() for constant in constants)]
-    if mesh is None or DEVICE_TYPE != "xla":
+    if mesh is None or not IS_XLA:
         return loop_in_graph(add, carry, parts)[0][: len(sums)]
     whole_batch = mesh.mesh_shape[0] != mesh.size() or model.reported  # routers look at all of a part
     if whole_batch or torch_xla._XLAC._xla_get_auto_sharding():

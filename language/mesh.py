@@ -14,7 +14,7 @@ from language.routing import slots_of_capacity
 from language.shards import check_second_road, meet
 from language.token_data import SequenceData
 from language.transformer_options import TransformerConfig
-from tpu_utils.device import DEVICE_TYPE, Mesh, device_count, device_type, set_global_mesh, sharding_spec, use_spmd
+from tpu_utils.device import IS_XLA, Mesh, device_count, device_type, set_global_mesh, sharding_spec, use_spmd
 from tpu_utils.errors import InputError
 from tpu_utils.hardware import attached_chips, parse_topology
 from tpu_utils.peers import Peers
@@ -51,7 +51,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
     data, fsdp, tensor, devices, expert = sizes
     if math.prod(sizes) != num_devices:
         needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about
-        start = f"CPU_NUM_DEVICES={needed}" if DEVICE_TYPE == "xla" else f"torchrun --nproc_per_node={needed}"
+        start = f"CPU_NUM_DEVICES={needed}" if IS_XLA else f"torchrun --nproc_per_node={needed}"
         remedy = f"start it with {start} for as many devices, or" if hbm_bytes is None else "try"
         where = config.compile_for or ("this TPU slice" if hbm_bytes else "this CPU")
         raise InputError(
@@ -95,7 +95,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
 def start_spmd(config: TransformerConfig) -> Peers | None:
     """Switch SPMD on if there are several devices. That must come before the first tensor. On the second road: join
     the processes of the run, and return them."""
-    if DEVICE_TYPE != "xla":
+    if not IS_XLA:
         return meet(config)
     if device_count() > 1:
         use_spmd(auto=config.sharding == "auto" and device_type() == "TPU")
@@ -113,7 +113,7 @@ def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
     if config.compile_for:
         hbm_bytes = parse_topology(config.compile_for).hardware.limit_gib * 2**30
     sizes, why = choose_mesh(config, num_devices, hbm_bytes)
-    if DEVICE_TYPE != "xla":
+    if not IS_XLA:
         check_second_road(config, sizes)
     if config.attention == "flash" and not on_tpu and not config.compile_for:
         raise InputError("attention is flash, but its Pallas kernels run on TPU only; use --attention plain")

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from language.loops import loop_in_graph
-from tpu_utils.device import DEVICE_TYPE, optimization_barrier_, place_to_device, place_to_host
+from tpu_utils.device import IS_XLA, optimization_barrier_, place_to_device, place_to_host
 
 LEVELS = {"inputs": ("input",)}
 LEVELS["attention"] = (*LEVELS["inputs"], "attention", "scale")
@@ -144,7 +144,7 @@ class RematLayer(torch.autograd.Function):
 
 def run_again(run, saving: Saving, x_BTD, *values):
     """run(x, values), and again in the backward pass."""
-    if DEVICE_TYPE == "xla":
+    if IS_XLA:
         return RematLayer.apply(run, saving, x_BTD, *values)
     # the second road (torch_compile.py): Dynamo takes no hooks of autograd into a graph, and knows this one
     return checkpoint(run, x_BTD, values, use_reentrant=False)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from tpu_utils.device import DEVICE_TYPE, Mesh, mark_sharding, process_index, world_size
+from tpu_utils.device import DEVICE_TYPE, IS_XLA, Mesh, mark_sharding, process_index, world_size
 from tpu_utils.errors import InputError
 from tpu_utils.peers import Peers
 
 if TYPE_CHECKING:
     from language.transformer_options import TransformerConfig
 
-if DEVICE_TYPE != "xla":
+if not IS_XLA:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 
@@ -52,7 +52,7 @@ def check_second_road(config: "TransformerConfig", sizes: tuple[int, ...]) -> No
 
 def distribute(model: torch.nn.Module, mesh: Mesh | None, partition_spec: Callable) -> None:
     """Keep a shard of each parameter, by partition_spec(name, parameter). Call it before the optimizer is made."""
-    if mesh is None or DEVICE_TYPE == "xla":  # mark_sharding() does it there
+    if mesh is None or IS_XLA:  # mark_sharding() does it there
         return
     for name, parameter in list(model.named_parameters()):
         spec = [(axis,) if isinstance(axis, str) else axis or () for axis in partition_spec(name, parameter)]
@@ -66,7 +66,7 @@ def distribute(model: torch.nn.Module, mesh: Mesh | None, partition_spec: Callab
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """A parameter, whole. Its gradient is a sum over the rows of this process alone."""
-    if DEVICE_TYPE == "xla" or not isinstance(tensor, DTensor):
+    if IS_XLA or not isinstance(tensor, DTensor):
         return tensor
     axes = range(tensor.device_mesh.ndim)
     return tensor.redistribute(placements=[Replicate() for _ in axes]).to_local(
@@ -76,7 +76,7 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """What every device has computed alike of a parameter's shape, as shards of it."""
-    if DEVICE_TYPE == "xla" or not isinstance(parameter, DTensor):
+    if IS_XLA or not isinstance(parameter, DTensor):
         return value
     grid = parameter.device_mesh
     whole = DTensor.from_local(value, grid, [Replicate() for _ in range(grid.ndim)], run_check=False)
@@ -85,12 +85,12 @@ def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def first_row(batch: torch.Tensor) -> int:
     """The number in the global batch of the first row of a batch."""
-    return 0 if DEVICE_TYPE == "xla" else process_index() * len(batch)
+    return 0 if IS_XLA else process_index() * len(batch)
 
 
 def total(value: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
     """The sum over the devices of a value that each has of its own rows, or of its own shard."""
-    if mesh is None or DEVICE_TYPE == "xla":
+    if mesh is None or IS_XLA:
         return value
     if not isinstance(value, DTensor):
         value = DTensor.from_local(value, mesh.grid, [Partial() for _ in mesh.grid_axes], run_check=False)
@@ -101,7 +101,7 @@ def rows_of_all(rows: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
     """(B, ...) of all devices, for every host to read."""
     if mesh is None:
         return rows
-    if DEVICE_TYPE == "xla":
+    if IS_XLA:
         mark_sharding(rows, mesh, (None,) * rows.dim())
         return rows
     return DTensor.from_local(rows, mesh.grid, [Shard(0) for _ in mesh.grid_axes], run_check=False).full_tensor()

@@ -40,7 +40,7 @@ if find_spec("torch_xla"):
     """Of tensors on the device, and the name under which torch.autocast knows it."""
     READS = ("Unexpected execution", "tensor_data")
     """What an error says of a step that reads a tensor."""
-    BACKEND, ON_CPU = f"torch_xla {torch_xla.__version__}", "XLA CPU backend: no TPU"
+    IS_XLA, BACKEND, ON_CPU = True, f"torch_xla {torch_xla.__version__}", "XLA CPU backend: no TPU"
     current_device, set_mat_mul_precision = torch_xla.device, torch_xla.backends.set_mat_mul_precision
     # a device, those of all hosts, and the processes that have them
     device_type, world_size, global_ordinal = xr.device_type, xr.world_size, xr.global_ordinal

@@ -39,7 +39,7 @@ def _has_tpu() -> bool:
 DEVICE_TYPE = "tpu" if _has_tpu() else "cpu"
 READS = ()  # compile_step() says it itself
 ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile, run operation by operation; its speed says nothing"
-BACKEND = "torch.compile"
+IS_XLA, BACKEND = False, "torch.compile"
 
 if not hasattr(dynamo, "trace_autograd_ops"):
     raise ImportError(
@@ -218,7 +218,7 @@ def place_to_host(tensor: torch.Tensor) -> torch.Tensor:
 place_to_device = place_to_host
 
 
-class Shards:
+class _Shards:
     """A DTensor in the words of checkpoints: those of torch_xla's XLAShardedTensor."""
 
     class Shard(NamedTuple):
@@ -238,13 +238,13 @@ class Shards:
                 place[placement.dim] = slice(min(along, here * each), min(along, (here + 1) * each))
             else:
                 replica = replica * count + here
-        self.local_shards = [Shards.Shard(self._local.to("cpu", copy=True), tuple(place), replica)]
+        self.local_shards = [_Shards.Shard(self._local.to("cpu", copy=True), tuple(place), replica)]
 
     def load_local_shards_(self, shards: list) -> None:
         self._local.copy_(shards[0].data)
 
 
-wrap_if_sharded = Shards
+wrap_if_sharded = _Shards
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -254,7 +254,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def put(target: torch.Tensor, value: torch.Tensor) -> None:
     if is_sharded(target):
-        shards = Shards(target)
+        shards = _Shards(target)
         shards.load_local_shards_([shard._replace(data=value[shard.indices]) for shard in shards.local_shards])
         return
     with torch.no_grad():

@@ -107,7 +107,8 @@ def test_on_a_mesh_nothing_changes_and_the_text_is_that_of_one_device(tmp_path, 
 
 @pytest.mark.slow
 def test_of_two_hosts_the_first_one_writes(tmp_path):
-    options = [*MODEL, *RUN, "--mesh=1x2x1", "--no_tensorboard"]
+    """Each of them makes all samples: here on all devices, where a slice has some of each host."""
+    options = [*MODEL, *RUN, "--mesh=2x1x1", "--no_tensorboard"]
     done = run("transformer_tpu.py", *options, f"--run_dir={tmp_path / 'plain'}", CPU_NUM_DEVICES=2)
     assert done.returncode == 0, done.stderr
     port, run_dir = free_port(), tmp_path / "sampled"

@@ -15,7 +15,7 @@ MATRIX_UNIT = 256
 
 def heads_together(shape: ModelShape, mesh=None) -> int:
     """How many heads of keys are one product on a TPU: as many as fill its matrix unit, of those that a device has."""
-    heads = shape.num_cached_heads // (mesh.size() if mesh else 1)
+    heads = shape.num_cached_heads // (mesh.shape()["tensor"] if mesh else 1)
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * shape.head_dim <= MATRIX_UNIT))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from language.questions import Question, Row, Task
-from language.task_files import member, read_lines, text, texts
+from language.task_files import member, read_records, text, texts
 from language.tokenizer import Tokenizer
 from tpu_utils.errors import InputError
 from tpu_utils.files import inside, read_regular
@@ -100,7 +100,7 @@ def read_guessing(path: Path) -> dict[str, float]:
 def read_items(entry: Entry) -> list[Item]:
     """In nanochat's order. Raises InputError for a line that is no question."""
     items = []
-    for where, record in read_lines(entry.path, f"questions of {entry.label}"):
+    for where, record in read_records(entry.path, f"questions of {entry.label}"):
         record = {name: written(value) for name, value in record.items()}
         try:
             if entry.kind == "multiple_choice":

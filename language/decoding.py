@@ -5,6 +5,7 @@ Decode is a loop on the device over TOKENS tokens of each row: the host is asked
 
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from language import gpt, llama
 from language.cached_attention import attend, heads_together, own_heads
 from language.device_loop import DeviceLoop
 from language.layers import Decoder, head_product
+from language.loops import as_for_one_device
 from language.operations import causal_attention, layer_norm
 from language.sampling import SamplingOptions
 from language.shapes import ModelShape
@@ -85,19 +87,24 @@ def run_layers(model: Decoder, tokens_BT, positions, context, attention_of_layer
 
     positions: (T,), the same in all rows, or (B, 1). context: of the cache, by which rotations are for long texts.
     """
-    weights, layers = model.cast()
-    if isinstance(model, llama.Llama):
-        x = model.embed(tokens_BT)
-        for layer, (w, own) in enumerate(zip(layers, model.of_blocks(positions.float(), context), strict=True)):
-            x, *_ = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
-        logits = model.head(pick(x), weights)
-    else:
-        x = model.rows_of_tokens(tokens_BT) + F.embedding(positions, model.position_embedding)
-        x = x.to(model.compute_dtype)
-        for layer, w in enumerate(layers):
-            (x,) = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
-        x = layer_norm(pick(x), weights["final_ln_weight"], weights["final_ln_bias"])
-        logits = head_product(x, weights["token_embedding"])
+    # on a mesh of training too every device has all rows, which are few: what is sharded over it are the weights, and
+    # the partitioner takes each product apart as they lie. Along "tensor" alone the experts' devices know their own
+    mesh = model.mesh
+    whole_rows = mesh is not None and mesh.shape()["tensor"] < mesh.size()
+    with as_for_one_device(model) if whole_rows else nullcontext():
+        weights, layers = model.cast()
+        if isinstance(model, llama.Llama):
+            x = model.embed(tokens_BT)
+            for layer, (w, own) in enumerate(zip(layers, model.of_blocks(positions.float(), context), strict=True)):
+                x, *_ = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
+            logits = model.head(pick(x), weights)
+        else:
+            x = model.rows_of_tokens(tokens_BT) + F.embedding(positions, model.position_embedding)
+            x = x.to(model.compute_dtype)
+            for layer, w in enumerate(layers):
+                (x,) = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
+            x = layer_norm(pick(x), weights["final_ln_weight"], weights["final_ln_bias"])
+            logits = head_product(x, weights["token_embedding"])
     logits = logits[:, 0, : model.shape.vocab_size].float()
     # or the choice of a token can take the head's product into its own loop, in the vector unit: 80 ms for 0.3 on a v6e
     optimization_barrier_([logits])
@@ -200,9 +207,10 @@ def decode_loop(model: Decoder, cache: Cache, config: SamplingOptions) -> Device
     def after(count, made, is_over_B):
         return torch.where(is_end(cache, made, is_over_B)[0], torch.full_like(count, TOKENS), count)
 
-    held = [*model.parameters(), *model.buffers(), cache.slots, cache.vocabulary, cache.seed_B, cache.stops]
+    held = [cache.slots, cache.vocabulary, cache.seed_B, cache.stops]
     held += [] if cache.is_own is None else [cache.is_own]
-    return DeviceLoop(body, TOKENS, lambda: [*held, cache.num_tokens, cache.longest, cache.length_B, cache.rows_N])
+    held += [cache.num_tokens, cache.longest, cache.length_B, cache.rows_N]
+    return DeviceLoop(body, TOKENS, lambda: held, model)
 
 
 @compile_step

@@ -14,20 +14,38 @@ import torch_xla.core.xla_builder as xb
 from language.loops import lower, tracing
 
 
+class Body(torch.nn.Module):
+    """A function of tensors that also reads those of a model, as a module that has them."""
+
+    def __init__(self, function: Callable, model: torch.nn.Module | None):
+        super().__init__()
+        self.function, self.model = function, model
+
+    def forward(self, *carry: torch.Tensor):
+        return self.function(*carry)
+
+
 class DeviceLoop:
     """Calls body(*carry) on the device until the carry's first tensor, an int32 (), has reached `most`.
 
     The first tensor counts: the body adds 1, or sets it to `most` to end early. body takes tensors and returns as many
-    of the same shapes and dtypes. Other tensors that it reads are those of held(): they are inputs of the loop, read
-    anew in each call, so their values may change, and not their shapes. A constant is what it was in the first call.
+    of the same shapes and dtypes. Other tensors that it reads are those of model and of held(): they are inputs of the
+    loop, read anew in each call, so their values may change, and not their shapes. A constant is what it was in the
+    first call.
     """
 
-    def __init__(self, body: Callable, most: int, held: Callable[[], Sequence[torch.Tensor]]):
-        self.body, self.most, self.held = body, most, held
+    def __init__(
+        self,
+        body: Callable,
+        most: int,
+        held: Callable[[], Sequence[torch.Tensor]],
+        model: torch.nn.Module | None = None,
+    ):
+        self.body, self.most, self.held = Body(body, model), most, held
         self.program = None
 
     def __call__(self, *carry: torch.Tensor) -> list[torch.Tensor]:
-        held = list(self.held())
+        held = [*self.body.parameters(), *self.body.buffers(), *self.held()]
         if self.program is None:
             with tracing():
                 self.trace(carry, held)
@@ -35,10 +53,17 @@ class DeviceLoop:
         return torch_xla._XLAC._xla_user_computation("xla::loop", inputs, self.program)[: len(carry)]
 
     def trace(self, carry: Sequence[torch.Tensor], held: list[torch.Tensor]) -> None:
-        """Sets program; places: of the held tensors that the body reads; constants: what else it reads."""
+        """Sets program; places: of the held tensors that the body reads; constants: what else it reads.
+
+        Weights are placeholders too. On a mesh torch_xla no longer counts what lower() has read as its tensor's own: a
+        training step could not overwrite it, and would be another program.
+        """
         begins = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in carry]
+        named = dict(self.body.named_parameters()) | dict(self.body.named_buffers())
+        weights = {name: xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for name, tensor in named.items()}
         with torch.no_grad():
-            ends = self.body(*begins)
+            ends = torch.func.functional_call(self.body, weights, tuple(begins))
+        held = [*weights.values(), *held[len(weights) :]]
         if len(ends) != len(begins):
             raise ValueError(f"the loop's body gives {len(ends)} tensors, expected {len(begins)}, as it takes")
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True), 1):

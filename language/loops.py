@@ -130,13 +130,13 @@ def sums_over_parts(model, function: Callable, sums: list, constants: list, part
         return loop_in_graph(add, carry, parts)[0][: len(sums)]
     whole = lambda t: enter(t, mesh, (None,) * t.dim())  # noqa: E731
     parts = [enter(t, mesh, (None, BATCH, *(None,) * (t.dim() - 2))) for t in parts]
-    with each_device_alone(model):
+    with as_for_one_device(model):
         sums = loop_in_graph(add, [whole(t) for t in carry], parts, enter=whole)[0][: len(sums)]
     return [sum_over(mesh.axis_names, t, mesh, (None,) * t.dim()) for t in sums]
 
 
 @contextlib.contextmanager
-def each_device_alone(model) -> Iterator[None]:
+def as_for_one_device(model) -> Iterator[None]:
     """Within, the model is traced as for one device."""
     mesh = model.mesh
     try:

@@ -124,11 +124,6 @@ def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
         )
     if num_devices == 1:
         return None, "one device"
-    if config.sample_every and not config.compile_for:
-        raise InputError(
-            f"sample_every is {config.sample_every}, but found {num_devices} devices, and samples of a run are made on "
-            "one; leave --sample_every out, and sample its checkpoints: python -m tools.generate --run_dir RUN"
-        )
     mesh = Mesh(np.arange(num_devices), sizes, AXES)
     set_global_mesh(mesh)
     named = [f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1 or axis in AXES[:3]]

@@ -263,17 +263,24 @@ def decompressed(opened: BinaryIO, kind: str) -> contextlib.AbstractContextManag
     return contextlib.nullcontext(opened)
 
 
-def rows_of(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Iterator[str | InputError]:
-    """A document is a row. Row groups before `first` are passed over unread."""
-    import pyarrow
+def open_parquet(opened: BinaryIO, name: str, size: int, remedy: str):
+    """pyarrow's ParquetFile of a file of this size. Raises InputError where its description is not at its end, and what
+    pyarrow raises."""
     import pyarrow.parquet  # only here
 
-    opened.seek(max(0, file.size - 8))
+    opened.seek(max(0, size - 8))
     footer = opened.read(8)
-    if footer[4:] != b"PAR1" or int.from_bytes(footer[:4], "little") > min(file.size, LONGEST_FOOTER):
-        raise InputError(f"{file.name}: ends without the footer of parquet; {REMEDY}")
+    if footer[4:] != b"PAR1" or int.from_bytes(footer[:4], "little") > min(size, LONGEST_FOOTER):
+        raise InputError(f"{name}: ends without the footer of parquet; {remedy}")
     opened.seek(0)
-    found = pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=1 << 20)
+    return pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=1 << 20)
+
+
+def rows_of(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Iterator[str | InputError]:
+    """A document is a row. Row groups before `first` are passed over unread."""
+    import pyarrow  # only here
+
+    found = open_parquet(opened, file.name, file.size, REMEDY)
     kinds = {column.name: column.type for column in found.schema_arrow}
     kind = getattr(kinds.get(field), "value_type", kinds.get(field))  # of a dictionary, that of its values
     if kind not in (pyarrow.string(), pyarrow.large_string()):

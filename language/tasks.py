@@ -1,8 +1,9 @@
 """Tasks that models are compared by, from local files, asked as lm-evaluation-harness 0.4 asks them. Imports no torch.
 
-A file has JSON lines with the fields of the data set on Hugging Face. PATH is one file; or a folder with test.jsonl or
-validation.jsonl, and with train.jsonl (mmlu: dev.jsonl) if questions are to follow examples. core is an evaluation
-bundle of nanochat: core_tasks.py. Text is text: a special token in it is none.
+A file has JSON lines, or rows of parquet, with the fields of the data set on Hugging Face. PATH is one file; or a
+folder with test.jsonl or validation.jsonl, and with train.jsonl (mmlu: dev.jsonl) if questions are to follow examples.
+Instead of test.jsonl it may be test.parquet or, as on the hub, test-00000-of-00001.parquet; so for the others. core is
+an evaluation bundle of nanochat: core_tasks.py. Text is text: a special token in it is none.
 """
 
 import os
@@ -18,7 +19,7 @@ from language.chat_data import check_tokenizer
 from language.core_tasks import check_bundle, read_bundle
 from language.llmc_files import read_hellaswag
 from language.questions import SHORTEST, Answers, Question, Row, Task, answers, batched, core_of, fit
-from language.task_files import member, read_lines, text, texts, tidied
+from language.task_files import member, read_records, text, texts, tidied
 from language.tokenizer import Tokenizer, load_tokenizer
 from language.tokenizer_files import tokenizer_of_run
 from language.transformer_options import TransformerConfig
@@ -121,18 +122,33 @@ def files_of(name: str, path: Path, num_shots: int) -> tuple[Path, Path | None]:
         raise InputError(f"num_fewshot is {num_shots}, but lambada has no training set; leave lambada out, or use 0")
     if not path.is_dir():
         if num_shots:
-            raise InputError(f"{name} is one file, {path}; num_fewshot {num_shots} needs a folder with train.jsonl too")
+            raise InputError(
+                f"{name} is one file, {path}; num_fewshot {num_shots} needs a folder with train.jsonl too, or .parquet"
+            )
         return path, None
-    tested = [path / f"{split}.jsonl" for split in ("test", "validation") if (path / f"{split}.jsonl").exists()]
+    tested = [file for split in ("test", "validation") if (file := file_of(path, split)).exists()]
     if not tested:
-        raise InputError(f"{path} has no test.jsonl and no validation.jsonl; expected one, with the questions")
-    return tested[0], path / ("dev.jsonl" if name == "mmlu" else "train.jsonl") if num_shots else None
+        raise InputError(
+            f"{path} has no test.jsonl and no validation.jsonl, nor .parquet; expected one, with the questions"
+        )
+    return tested[0], file_of(path, "dev" if name == "mmlu" else "train") if num_shots else None
+
+
+def file_of(folder: Path, split: str) -> Path:
+    """The file of a split, whether it is there or not. Raises InputError for more than one."""
+    named = [file for file in (folder / f"{split}.jsonl", folder / f"{split}.parquet") if file.exists()]
+    found = [*named, *sorted(folder.glob(f"{split}-*.parquet"))]
+    if len(found) > 1:
+        raise InputError(
+            f"{folder} has {found[0].name} and {found[1].name}; expected one file of {split}; move one away"
+        )
+    return found[0] if found else folder / f"{split}.jsonl"
 
 
 def read_examples(name: str, path: Path) -> list[tuple[str, dict, Example]]:
     """(file and line, the record, the example) of each line. Raises InputError for one that is none."""
     found = []
-    for where, record in read_lines(path, f"{name}'s questions"):
+    for where, record in read_records(path, f"{name}'s questions"):
         try:
             found.append((where, record, READERS[name](record)))
         except ValueError as error:

@@ -347,6 +347,11 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         )
     if config.sample_every and config.lora_rank:
         problems.append("sample_every is given, but a model with adapters is sampled by tools.generate; leave it out")
+    if config.sample_every and config.sharding == "auto":
+        problems.append(
+            "sample_every is given, but sharding is auto, where XLA would choose another sharding of the weights for "
+            "samples than the step's; leave it out, or use --sharding table"
+        )
     if config.warmup_steps >= config.num_steps:
         problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
     if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):

@@ -47,8 +47,9 @@ class EvaluateConfig:
     llmc: str = ""
     """llm.c's weights instead."""
     tasks: tuple[str, ...] = ()
-    """NAME=PATH of hellaswag, arc_easy, arc_challenge, piqa, winogrande, lambada, mmlu or core. PATH: JSON lines; a
-    folder with test.jsonl or validation.jsonl, and train.jsonl (mmlu: dev.jsonl) for examples; core: a bundle."""
+    """NAME=PATH of hellaswag, arc_easy, arc_challenge, piqa, winogrande, lambada, mmlu or core. PATH: JSON lines, or
+    .parquet; a folder with test.jsonl or validation.jsonl, and train.jsonl (mmlu: dev.jsonl) for examples, or .parquet
+    of these names; core: a bundle."""
     num_fewshot: int = 0
     """Answered examples before each question. core has its own numbers."""
     limit: int = 0

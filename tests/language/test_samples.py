@@ -1,14 +1,17 @@
-"""--sample_every: what a model writes while it trains, and that the run does not notice."""
+"""--sample_every: what a model writes while it trains, on one device and on a mesh; the run does not notice."""
 
 import json
 import shutil
 
 import pytest
-from processes import run
+import torch_xla
+from processes import ROOT, free_port, run, start
 from run_files import assert_identical, read_lines, state_in
 
+from language.decoding import generate
 from language.run_weights import read_run
-from language.sample_prompts import check_samples, sampling_options
+from language.sample_prompts import ask_of_run, check_samples, sampling_options
+from language.sources import load, open_source
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
 
@@ -66,10 +69,62 @@ def test_a_resumed_run_writes_the_same_samples(runs):
     assert_identical(state_in(runs / "resumed" / last), state_in(runs / "plain" / last))
 
 
-def test_several_devices_are_refused_before_anything_is_compiled():
-    done = run("transformer_tpu.py", *MODEL, *RUN, *SAMPLES, CPU_NUM_DEVICES=2)
-    assert done.returncode == 2
-    assert "sample_every is 2, but found 2 devices" in done.stderr and "tools.generate --run_dir" in done.stderr
+@pytest.mark.parametrize(
+    "mesh, model",
+    [
+        ("2x2x2", MODEL),
+        pytest.param(
+            "1x2x2x2", [*MODEL, "--model_size=llama_tiny", "--scan_layers", "--remat"], marks=pytest.mark.slow
+        ),
+        pytest.param("1x1x2x2x2", [*MODEL, "--model_size=mixtral_tiny"], marks=pytest.mark.slow),
+        pytest.param("2x1x2x2", [*MODEL, "--dropout=0.2", "--gradient_accumulation_steps=2"], marks=pytest.mark.slow),
+    ],
+)
+def test_on_a_mesh_nothing_changes_and_the_text_is_that_of_one_device(tmp_path, mesh, model):
+    """Rows, weights and cache are shared over eight devices; the cache by its heads."""
+    options = [*model, *RUN, "--num_steps=20", "--global_batch_size=8", "--save_every=10", "--eval_every=10"]
+    options += [f"--mesh={mesh}"]
+    wanted = [["sampled", *options, "--sample_every=10", *SAMPLES[1:]], ["plain", *options]]
+    wanted += [["sampled/resumed", *options, "--sample_every=10", *SAMPLES[1:], "--resume=must"]]
+    environment = dict(CPU_NUM_DEVICES=8, PYTHONPATH=ROOT, XLA_FLAGS="--xla_backend_optimization_level=0")
+    done = run("tests/transformer_worker.py", tmp_path, json.dumps(wanted), timeout=1200, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("sampled", "resumed"):
+        assert_identical(*(state_in(tmp_path / one / "checkpoints/step_00000020") for one in (name, "plain")))
+    assert samples_in(tmp_path / "resumed") == samples_in(tmp_path / "sampled")
+    lines = [line for line in read_lines(tmp_path / "sampled") if line["kind"] == "sample"]
+    assert [line["graphs"] for line in lines] == [2, 2, 0, 0]
+    summary = json.loads((tmp_path / "sampled" / "summary.json").read_text())
+    assert summary["train_graphs"] == summary["eval_graphs"] == 1 and not summary["host_to_device_uploads_per_step"]
+
+    config, _ = read_run(tmp_path / "sampled")
+    tokenizer, asked = ask_of_run(config, tmp_path / "sampled")
+    device = torch_xla.device()
+    trained = load(open_source(run_dir=tmp_path / "sampled"), device)
+    found = generate(trained, asked.prompts, sampling_options(config, 20), device, asked.ends, stops=asked.stops)
+    assert [tokenizer.decode(tokens) for tokens in found] == [line["text"] for line in lines[2:]]
+
+
+@pytest.mark.slow
+def test_of_two_hosts_the_first_one_writes(tmp_path):
+    """Each of them makes all samples: here on all devices, where a slice has some of each host."""
+    options = [*MODEL, *RUN, "--mesh=2x1x1", "--no_tensorboard"]
+    done = run("transformer_tpu.py", *options, f"--run_dir={tmp_path / 'plain'}", CPU_NUM_DEVICES=2)
+    assert done.returncode == 0, done.stderr
+    port, run_dir = free_port(), tmp_path / "sampled"
+    given = [port, "--devices_per_host=1", *options, *SAMPLES, f"--run_dir={run_dir}"]
+    hosts = [start(ROOT / "tests" / "transformer_hosts.py", index, 2, *given) for index in range(2)]
+    for host in hosts:
+        assert host.wait() == 0, host.text("err")
+    assert_identical(*(state_in(one / "checkpoints/step_00000006") for one in (run_dir, tmp_path / "plain")))
+    assert [(step, prompt) for step, prompt, _ in samples_in(run_dir)] == [
+        (step, prompt) for step in (2, 4, 6) for prompt in ("1 2 3", "7")
+    ]
+
+
+def test_auto_sharding_is_refused():
+    with pytest.raises(InputError, match="sample_every is given, but sharding is auto, where XLA would choose another"):
+        TransformerConfig(sample_every=1, sample_prompts=("1",), sharding="auto")
 
 
 def test_seeds_come_from_the_step():

@@ -4,10 +4,13 @@ import json
 import random
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from made_tasks import BUNDLE, MAKERS, write_bundle, write_lines, write_task
 from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated, mutated_json, no_hang
 
+from language import task_files
 from language.core_tasks import read_bundle
 from language.questions import Question, Row, Task, answers, batched
 from language.tasks import CORE, READERS, encode_pair, load_tasks, parse_tasks, read_task, read_tasks
@@ -72,6 +75,70 @@ def test_no_damage_of_a_file_is_a_crash(tmp_path, name):
                 assert "test.jsonl, line " in str(error)
                 refused += 1
     assert 50 < refused < 150
+
+
+def write_parquet(path, records: list[dict], **schema):
+    columns = {name: pyarrow.array([record[name] for record in records], schema.get(name)) for name in records[0]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+    return path
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_rows_of_parquet_are_the_questions_of_json_lines(tmp_path, name):
+    """As the hub has them: choices of ARC are a struct of two lists; with examples, from a folder of such files."""
+    lines, rows, shots = write_task(tmp_path / "lines", name), tmp_path / "rows", 0 if name == "lambada" else 2
+    rows.mkdir()
+    for path in lines.glob("*.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        write_parquet(rows / f"{path.stem}-00000-of-00001.parquet", records)
+    asked, expected = (read_task(name, folder, BYTES, 999, shots) for folder in (rows, lines))
+    assert len(asked.questions) == 20 and asked.guessing == expected.guessing
+    for one, other in zip(asked.questions, expected.questions, strict=True):
+        assert (one.answer, one.lengths) == (other.answer, other.lengths)
+        for row, same in zip(one.rows, other.rows, strict=True):
+            np.testing.assert_array_equal(row.tokens, same.tokens)
+            assert row.num_targets == same.num_targets
+    (rows / "test.parquet").touch(), (rows / "test.jsonl").touch()
+    with pytest.raises(InputError, match=r"has test.jsonl and test.*.parquet; expected one file of test"):
+        read_task(name, rows, BYTES, 999)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_damage_of_parquet_is_a_crash(tmp_path, name):
+    records = [MAKERS[name](random.Random(n), n) for n in range(3)]
+    path, refused = write_parquet(tmp_path / "test.parquet", records), 0
+    for content in mutated(path.read_bytes(), 60):
+        path.write_bytes(content)
+        with no_hang():
+            try:
+                read_task(name, path, BYTES, 999)
+            except InputError as error:
+                assert "test.parquet" in str(error)
+                refused += 1
+    assert refused > 30
+
+
+def test_a_wrong_parquet_file_is_one_message(tmp_path, monkeypatch):
+    good = [MAKERS["arc_easy"](random.Random(n), n) for n in range(9)]
+    path = write_parquet(tmp_path / "a.parquet", [*good, good[0] | {"answerKey": "Z"}])
+    with pytest.raises(InputError, match=r"a.parquet, row 10: no question of arc_easy: answerKey is 'Z'; expected"):
+        read_task("arc_easy", path, BYTES, 999)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(InputError, match=r"a.parquet: ends without the footer of parquet; expected arc_easy's"):
+        read_task("arc_easy", path, BYTES, 999)
+    write_lines(path, good)
+    with pytest.raises(InputError, match=r"a.parquet: .* begins with no parquet; expected arc_easy's questions"):
+        read_task("arc_easy", path, BYTES, 999)
+    write_parquet(path, good, choices=pyarrow.map_(pyarrow.string(), pyarrow.list_(pyarrow.string())))
+    with pytest.raises(InputError, match=r"a.parquet, row 1: no question of arc_easy: expected text, a list"):
+        read_task("arc_easy", path, BYTES, 999)
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
+    with pytest.raises(InputError, match=r"a.parquet: 0 rows; expected 1 to 1,048,576 questions"):
+        read_task("lambada", path, BYTES, 999)
+    write_parquet(path, [dict(text="a b " * 2000)] * 99)  # a dictionary makes it small
+    monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 18)
+    with pytest.raises(InputError, match=r"a.parquet: more than 262,144 bytes or .* rows when it is unpacked"):
+        read_task("lambada", path, BYTES, 9999)
 
 
 def test_no_damage_of_a_bundle_is_a_crash(tmp_path):

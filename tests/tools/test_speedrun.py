@@ -150,6 +150,9 @@ def test_what_the_search_found_is_asked_once_kept_and_used(tmp_path, monkeypatch
     found, options = ask(tmp_path)
     searched, tuned = compiler.asked
     assert searched[-3:] == ["--search", "--minutes", "5"] and "--search" not in tuned
+    pretrain = stages_of(make_plan(12, 4 * 10**10, 10**6), tmp_path, None, tmp_path, "muon", 0, [], options)[3].command
+    assert "--sample_prompts" in pretrain and "--mesh=2x4x1" in pretrain  # samples are made on the slice,
+    assert not any("sample" in word for word in searched)  # and are no part of the step
     assert "--dataset=tokens" in searched and "--dataset=chat" in tuned  # documents in a row: another program
     assert f"--model_config={tmp_path / 'config.json'}" in tuned and "--mesh=2x4x1" in tuned
     assert found.changes == {"mesh": "2x4x1", "gradient_accumulation_steps": 2, "attention": "flash"}

@@ -66,9 +66,7 @@ def stages_of(
 
     pretraining = ["--dataset=tokens", f"--data_dir={shards}", "--train_data=text_train_*.bin"]
     pretraining += ["--validation_data=text_val_*.bin", f"--model_config={folder / 'config.json'}"]
-    # samples of a run are made on one device; without --slice there is one
-    samples = [] if of_slice else [f"--sample_every={-(-plan.steps // 4)}", "--sample_prompts", "The ", "I "]
-    pretraining += [*samples, *both, *schedule]
+    pretraining += [f"--sample_every={-(-plan.steps // 4)}", "--sample_prompts", "The ", "I ", *both, *schedule]
     tuning = [f"--initial_weights={folder / 'base'}", "--dataset=chat", f"--data_dir={chat_folder}", *both]
     tuning += [f"--train_data={chats.name}"] if chats else ["--train_data=train.jsonl"]
     tuning += [] if chats else ["--validation_data=held_out.jsonl"]

@@ -55,6 +55,7 @@ from tpu_compiler.module_build import build, place_of, step_aside
 from tpu_compiler.module_loss import choose_loss
 from tpu_compiler.modules import Question, parse_question
 from tpu_compiler.traced import Traced
+from tpu_utils.compiler_flags import set_flags, torch_xla_flags
 from tpu_utils.errors import InputError, first_line, run_script
 from tpu_utils.hardware import Topology, parse_topology
 from tpu_utils.optim import make_optimizer, step_optimizer
@@ -70,7 +71,9 @@ def main() -> int:
     given, options = parser.parse_known_args()
     question = parse_question(given.target, options, given.compile_for)
     step_aside()
-    return answer(question, given.at, parse_topology(given.compile_for))
+    topology = parse_topology(given.compile_for)
+    set_flags(torch_xla_flags(topology.generation))  # both ways ask with the same options
+    return answer(question, given.at, topology)
 
 
 def answer(question: Question, level: str, topology: Topology) -> int:
@@ -129,10 +132,18 @@ def record(question: Question, level: str, model: torch.nn.Module, args: list, k
     if question.mode == "train" and not trainable:
         raise InputError(f"{question.target} has no parameter to train; expected --mode forward")
 
+    # each module once: functional_call puts a wrong tensor back into one with two names, such as T5's embedding
+    holders = {
+        f"{name}.{inner}".lstrip("."): id(tensor)
+        for name, module in model.named_modules()
+        for inner, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+
     def forward(weights: list, held: list, args: list, kwargs: dict):
-        tensors = dict(zip(names, weights, strict=True)) | dict(zip(buffers, held, strict=True))
+        values = dict(zip(map(id, (*names.values(), *buffers.values())), (*weights, *held), strict=True))
+        tensors = {name: values[tensor] for name, tensor in holders.items()}
         with torch.autocast("cpu", torch.bfloat16, enabled=level == "balanced" and question.mode == "train"):
-            return torch.func.functional_call(model, tensors, tuple(args), kwargs)
+            return torch.func.functional_call(model, tensors, tuple(args), kwargs, tie_weights=False)
 
     state = [fake(p) for p in names.values()], [fake(b) for b in buffers.values()]
     given = [fake(a) for a in args], {name: fake(a) for name, a in kwargs.items()}
@@ -217,13 +228,35 @@ def select(x, axis, index):
     return jax.lax.index_in_dim(x, index, axis, keepdims=False)
 
 
+def layer_norm(x, shape, weight, bias, eps):
+    """In float32, as torch does. Mean and mean of squares are one pass, torchax's mean and variance are two."""
+    axes, wide = tuple(range(x.ndim - len(shape), x.ndim)), x.astype("float32")
+    mean = wide.mean(axes, keepdims=True)
+    scale = jax.lax.rsqrt((wide * wide).mean(axes, keepdims=True) - mean * mean + eps)
+    y = (wide - mean) * scale
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).astype(x.dtype), mean, scale
+
+
+def gelu(x, approximate="none"):
+    return jax.nn.gelu(x) if approximate == "tanh" else x * 0.5 * (1 + jax.lax.erf(x * 0.5**0.5))
+
+
+def embedding(weight, places, *_):
+    return weight.at[places].get(mode="promise_in_bounds")
+
+
 OURS = {
     ATEN.convolution_backward.default: convolution_backward,
     ATEN.max_pool2d_with_indices_backward.default: max_pool_backward,
     ATEN.select_copy.int: select,
+    ATEN.native_layer_norm.default: layer_norm,
+    ATEN.gelu.default: gelu,
+    ATEN.embedding.default: embedding,
 }
-"""Gradients that torchax has no function for, because it leaves gradients to jax: so do these. Its select_copy is a
-gather, which became strided copies of q, k and v: a third of the estimate of ViT-B/16's forward pass."""
+"""Gradients that torchax has no function for, because it leaves gradients to jax: so do these. And where torchax's
+function makes a slower program: its select_copy is a gather, which became strided copies of q, k and v; its gelu is an
+erfc, two branches where erf is one; its embedding makes NaN of what is out of bounds."""
 
 
 class Lowering(JaxInterpreter):
@@ -271,7 +304,8 @@ def lower(question: Question, graph: torch.fx.GraphModule, inputs: list) -> tupl
     warnings.filterwarnings("ignore", "Explicitly requested dtype int64")  # 32 bits, which are enough for places
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), t2j_dtype(t.dtype)) for t in inputs]
     shapes += [jax.ShapeDtypeStruct((4,), "uint32")] * seed
-    lowered = in_words(question, lambda: jax.jit(run, keep_unused=True).lower(*shapes))
+    jitted = jax.jit(run, keep_unused=True)
+    lowered = in_words(question, lambda: jitted.trace(*shapes).lower(lowering_platforms=("tpu",)))
     return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto(), seed
 
 

@@ -53,6 +53,7 @@ from tpu_compiler.cache import cache_of_environment
 from tpu_compiler.module_arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
 from tpu_compiler.module_build import build, place_of, step_aside
 from tpu_compiler.module_loss import choose_loss
+from tpu_compiler.module_mesh import Axes, axes_of_all, batch_axes, check_axes, mesh_sizes
 from tpu_compiler.modules import Question, parse_question
 from tpu_compiler.traced import Traced
 from tpu_utils.compiler_flags import set_flags, torch_xla_flags
@@ -90,15 +91,19 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     elif level == "balanced":
         notes.append('bfloat16: torch.autocast("cpu"), float32 weights; its list keeps fewer operations in float32')
     sizes = sizes_of(question, args, kwargs)
+    mesh = mesh_sizes(question, topology)
     start = time.monotonic()
-    graph, inputs, roles, flops = in_words(question, lambda: record(question, level, model, args, kwargs, notes))
-    hlo, seed = lower(question, graph, inputs)
+    graph, inputs, roles, axes, flops = in_words(
+        question, lambda: record(question, level, model, args, kwargs, mesh, notes)
+    )
+    hlo, seed = lower(question, graph, inputs, mesh, axes)
     roles += ("inputs",) * seed
     traced = Traced(
         hlo=hlo,
         roles=roles,
         donated=tuple(question.mode == "train" and role != "inputs" for role in roles),
-        shardings=("",) * len(roles),
+        shardings=("",) * len(roles),  # in the program already
+        partitions=topology.num_devices,
         seconds=time.monotonic() - start,
     )
     sizes |= dict(model_flops=model_flops(flops, question, notes), settings=settings_of(question))
@@ -118,9 +123,13 @@ def in_words(question: Question, run: Callable):
         ) from error
 
 
-def record(question: Question, level: str, model: torch.nn.Module, args: list, kwargs: dict, notes: list) -> tuple:
-    """(graph of ATen operations, its inputs, the role of each, FLOPs of the forward pass). Nothing has memory."""
+def record(
+    question: Question, level: str, model: torch.nn.Module, args: list, kwargs: dict, mesh: dict, notes: list
+) -> tuple:
+    """(graph of ATen operations, its inputs, the role of each, the axes of the mesh over which each is sharded, FLOPs
+    of the forward pass). Nothing has memory."""
     mode = FakeTensorMode()
+    of_inputs, of_parameters = axes_of_all(question, mesh, model, args, kwargs, notes)
 
     def fake(tensor):
         with mode:
@@ -149,12 +158,14 @@ def record(question: Question, level: str, model: torch.nn.Module, args: list, k
     given = [fake(a) for a in args], {name: fake(a) for name, a in kwargs.items()}
     with mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
         output = forward(*state, *given)
-    loss, targets, moments, template = None, None, [], None
+    loss, targets, moments, template, of_moments = None, None, [], None, []
     if question.mode == "train":
         with mode:
             loss, targets = choose_loss(question, output, kwargs, "cpu", notes)
             template = make_optimizer(config, [state[0][list(names).index(name)] for name in trainable])
         moments = [value for values in template.state.values() for value in values.values()]
+        for name, values in zip(trainable, template.state.values(), strict=True):
+            of_moments += [of_parameters[name] if v.shape == names[name].shape else {} for v in values.values()]
     rate = fake(torch.empty(1, device="meta"))
     everything = (*state, moments, *given, rate, targets)
 
@@ -175,15 +186,19 @@ def record(question: Question, level: str, model: torch.nn.Module, args: list, k
         with torch.no_grad():
             return [leaf for leaf in tree_leaves(forward(weights, held, args, kwargs)) if torch.is_tensor(leaf)]
 
-    graph, inputs, places = functional(mode, train if question.mode == "train" else evaluate, everything)
+    graph, inputs = functional(mode, train if question.mode == "train" else evaluate, everything)
     counts = (len(state[0]) + len(state[1]), len(moments))
     roles = ("parameters",) * counts[0] + ("optimizer_state",) * counts[1]
-    roles += ("inputs",) * (len(places) - len(roles))
-    return graph, inputs, roles, counter.get_total_flops()
+    roles += ("inputs",) * (len(inputs) - len(roles))
+    axes = [*of_parameters.values(), *({} for _ in buffers), *of_moments, *of_inputs.values(), {}]  # the last: the rate
+    if torch.is_tensor(targets):
+        axes.append(batch_axes(mesh))
+        check_axes(mesh, targets.shape, axes[-1], "the targets")
+    return graph, inputs, roles, axes, counter.get_total_flops()
 
 
 def functional(mode: FakeTensorMode, step: Callable, arguments: tuple) -> tuple:
-    """(the step as a graph that changes no input in place, its tensors, their places among all leaves)."""
+    """(the step as a graph that changes no input in place, the tensors that it takes)."""
     leaves, layout = tree_flatten(arguments)
     places = [place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
     decompositions = core_aten_decompositions() | DECOMPOSITIONS
@@ -206,7 +221,7 @@ def functional(mode: FakeTensorMode, step: Callable, arguments: tuple) -> tuple:
             graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return graph, inputs, places
+    return graph, inputs
 
 
 def convolution_backward(gradient, x, weight, bias_sizes, *how):
@@ -285,8 +300,17 @@ RANDOM = (ATEN.rand.default, ATEN.rand_like.default, ATEN.bernoulli.p)
 BERNOULLI = [getattr(op, name) for op in (ATEN.bernoulli, ATEN.bernoulli_) for name in op.overloads()]
 
 
-def lower(question: Question, graph: torch.fx.GraphModule, inputs: list) -> tuple[bytes, bool]:
+def lower(
+    question: Question, graph: torch.fx.GraphModule, inputs: list, mesh: dict, axes: list[Axes]
+) -> tuple[bytes, bool]:
     """(serialized HloModuleProto, whether its last input is a seed). Raises InputError for an operation not lowered."""
+    devices = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+
+    def placed(tensor: torch.Tensor, axes: Axes) -> jax.sharding.NamedSharding:
+        spec = jax.sharding.PartitionSpec(*(axes.get(dimension) for dimension in range(tensor.dim())))
+        return jax.sharding.NamedSharding(devices, spec)
+
+    shardings = [placed(tensor, of) for tensor, of in zip(inputs, axes, strict=True)] if mesh else []
     called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     seed = any(target in RANDOM for target in called)
     for target in called:
@@ -299,12 +323,19 @@ def lower(question: Question, graph: torch.fx.GraphModule, inputs: list) -> tupl
         if seed:
             *arrays, key = arrays
             lowering.key = key
-        return list(lowering.run(*arrays))
+        results = list(lowering.run(*arrays))
+        if (
+            mesh and question.mode == "train"
+        ):  # new weights and moments lie where the old ones do, whose memory they take
+            results[1:] = map(jax.lax.with_sharding_constraint, results[1:], shardings)
+        return results
 
     warnings.filterwarnings("ignore", "Explicitly requested dtype int64")  # 32 bits, which are enough for places
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), t2j_dtype(t.dtype)) for t in inputs]
     shapes += [jax.ShapeDtypeStruct((4,), "uint32")] * seed
-    jitted = jax.jit(run, keep_unused=True)
+    jax.config.update("jax_use_shardy_partitioner", False)  # the compiler is asked with GSPMD's annotations
+    replicated = [jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())] * seed
+    jitted = jax.jit(run, keep_unused=True, in_shardings=(*shardings, *replicated) if mesh else None)
     lowered = in_words(question, lambda: jitted.trace(*shapes).lower(lowering_platforms=("tpu",)))
     return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto(), seed
 

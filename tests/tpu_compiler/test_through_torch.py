@@ -1,14 +1,19 @@
 """A module's step as ATen operations: what is refused, and that the gradients which torchax lacks are torch's."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 import torch
+from jaxlib._jax import HloModule
 
 import aot_tpu
 from config import TrainConfig
 from tpu_compiler import module_through_torch, modules
+from tpu_compiler.module_mesh import mesh_sizes
 from tpu_utils.errors import InputError
+from tpu_utils.hardware import parse_topology
 from tpu_utils.optim import make_optimizer, step_optimizer
 
 LINEAR = ["torch.nn:Linear", "--arguments", "in_features=4,out_features=4", "--inputs", "float32[8,4]"]
@@ -50,6 +55,21 @@ def test_gradients_that_torchax_lacks():
     arrays = [t.detach().numpy() for t in (gradient, x)]
     found = module_through_torch.max_pool_backward(*arrays, [3, 3], [2, 2], [1, 1], [1, 1], False, places.numpy())
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_lowerings_that_replace_torchaxs():
+    x, weight, bias = torch.randn(4, 6, 32) + 3, torch.randn(32), torch.randn(32)
+    wanted = torch.native_layer_norm(x, [32], weight, bias, 1e-5)
+    arrays = [tensor.numpy() for tensor in (x, weight, bias)]
+    found = module_through_torch.layer_norm(jax.numpy.asarray(arrays[0]), [32], *arrays[1:], 1e-5)
+    for ours, torchs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, torchs, rtol=1e-4, atol=1e-5)
+    for approximate in ("none", "tanh"):
+        wanted = torch.nn.functional.gelu(x, approximate=approximate)
+        np.testing.assert_allclose(module_through_torch.gelu(arrays[0], approximate), wanted, rtol=1e-5, atol=1e-6)
+    places = torch.tensor([[0, 3], [2, 3]])
+    found = module_through_torch.embedding(jax.numpy.asarray(x[0].numpy()), places.numpy(), 0)
+    np.testing.assert_array_equal(found, torch.nn.functional.embedding(places, x[0]))
 
 
 class SmallNet(torch.nn.Module):
@@ -105,3 +125,52 @@ def test_lowered_attention_is_torchs():
     arrays = [tensor.detach().numpy() for tensor in (*model.parameters(), x, torch.zeros(1))]
     (found,) = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
     np.testing.assert_allclose(found, model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+class Tied(torch.nn.Module):
+    """As T5 is: one module under two names, whose weight is a third one's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = torch.nn.Embedding(16, 8)
+        self.inner = torch.nn.Sequential(self.shared, torch.nn.Linear(8, 8))
+        self.head = torch.nn.Linear(8, 16, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, x):
+        return self.head(self.inner(x) + self.shared(x))
+
+
+def test_a_tied_weight_is_one_input():
+    asked = modules.parse_question("m:Tied", ["--inputs", "int64[2,6]", "--mode", "forward"], "v5e-1")
+    model, x = Tied(), torch.randint(16, (2, 6))
+    graph, inputs, *_ = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
+    arrays = [tensor.detach().numpy() for tensor in (*model.parameters(), x, torch.zeros(1))]
+    assert [array.shape for array in arrays] == [tuple(tensor.shape) for tensor in inputs]
+    (found,) = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
+    np.testing.assert_allclose(found, model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_mesh_shards_weights_and_their_moments_before_and_after_the_step():
+    words = ["--arguments", "in_features=8,out_features=4", "--inputs", "float32[16,8]", "--mesh", "data=2,fsdp=4"]
+    asked = modules.parse_question("torch.nn:Linear", [*words, "--shard", "weight=fsdp"], "v5e-8")
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(8, 4), torch.empty(16, 8)
+    notes = []
+    mesh = mesh_sizes(asked, parse_topology("v5e-8"))
+    graph, inputs, roles, axes, _ = module_through_torch.record(asked, "conservative", model, [x], {}, mesh, notes)
+    hlo, seed = module_through_torch.lower(asked, graph, inputs, mesh, axes)
+    text = HloModule.from_serialized_hlo_module_proto(hlo).to_string()
+    weight, batch = "{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}", "{devices=[8,1]<=[8]}"
+    given = dict(re.findall(r"parameter\((\d+)\), sharding=(\{.*?\}(?=,|\n|$))", text))
+    sharded = [number for number, sharding in given.items() if sharding == weight]
+    assert len(given) == len(inputs) and not seed
+    assert sorted(map(int, sharded)) == [n for n, t in enumerate(inputs) if t.shape == (4, 8)]  # the moments too
+    assert [n for n, sharding in given.items() if sharding == batch] and "1 of 2 parameters sharded" in notes[0]
+    constrained = re.findall(r'custom_call_target="Sharding", sharding=(\{.*?\}(?=,|\n|$))', text)
+    assert constrained.count(weight) == len(sharded)
+    assert len(constrained) == len(roles) - roles.count("inputs")
+    with pytest.raises(InputError, match=r"data=2,fsdp=4 has 8 devices and v5e-4 has 4"):
+        mesh_sizes(asked, parse_topology("v5e-4"))
+    with pytest.raises(InputError, match=r"dimension 0 of the input 0, \[6, 8\], cannot be divided by 8"):
+        module_through_torch.record(asked, "conservative", model, [torch.empty(6, 8, device="meta")], {}, mesh, notes)

@@ -23,6 +23,7 @@ import torch
 from torch._decomp import core_aten_decompositions
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -151,7 +152,8 @@ def record(
     def forward(weights: list, held: list, args: list, kwargs: dict):
         values = dict(zip(map(id, (*names.values(), *buffers.values())), (*weights, *held), strict=True))
         tensors = {name: values[tensor] for name, tensor in holders.items()}
-        with torch.autocast("cpu", torch.bfloat16, enabled=level == "balanced" and question.mode == "train"):
+        cast = level == "balanced" and question.mode == "train"
+        with BiasLast(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
             return torch.func.functional_call(model, tensors, tuple(args), kwargs, tie_weights=False)
 
     state = [fake(p) for p in names.values()], [fake(b) for b in buffers.values()]
@@ -195,6 +197,18 @@ def record(
         axes.append(batch_axes(mesh))
         check_axes(mesh, targets.shape, axes[-1], "the targets")
     return graph, inputs, roles, axes, counter.get_total_flops()
+
+
+class BiasLast(TorchFunctionMode):
+    """Adds a linear layer's bias after its result has the input's dimensions again, as torch does for torch_xla: with
+    the bias between them the compiler does not make product and reshape one, and copies the result."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not torch.nn.functional.linear or args[0].dim() < 3 or len(args) < 3 or args[2] is None:
+            return function(*args, **(kwargs or {}))
+        x, weight, bias = args
+        y = function(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return y + bias.to(y.dtype)
 
 
 def functional(mode: FakeTensorMode, step: Callable, arguments: tuple) -> tuple:

@@ -7,6 +7,7 @@ modules.compile_module; it runs under any torch from 2.9 on. Every private inter
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 import warnings
@@ -257,11 +258,21 @@ def select(x, axis, index):
     return jax.lax.index_in_dim(x, index, axis, keepdims=False)
 
 
+def var_mean(x, axes, correction=1, keepdim=False):
+    """By mean and mean of squares, which are one pass. torchax's variance is a second one, for which the compiler
+    computes the convolution that makes x again."""
+    count = math.prod(x.shape[axis] for axis in axes)
+    wide = x.astype("float32")
+    mean, squares = (values.mean(tuple(axes), keepdims=keepdim) for values in (wide, wide * wide))
+    variance = (squares - mean * mean) * (count / (count - correction))
+    return variance.astype(x.dtype), mean.astype(x.dtype)
+
+
 def layer_norm(x, shape, weight, bias, eps):
-    """In float32, as torch does. Mean and mean of squares are one pass, torchax's mean and variance are two."""
-    axes, wide = tuple(range(x.ndim - len(shape), x.ndim)), x.astype("float32")
-    mean = wide.mean(axes, keepdims=True)
-    scale = jax.lax.rsqrt((wide * wide).mean(axes, keepdims=True) - mean * mean + eps)
+    """In float32, as torch does."""
+    wide = x.astype("float32")
+    variance, mean = var_mean(wide, range(x.ndim - len(shape), x.ndim), 0, True)
+    scale = jax.lax.rsqrt(variance + eps)
     y = (wide - mean) * scale
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).astype(x.dtype), mean, scale
@@ -275,17 +286,43 @@ def embedding(weight, places, *_):
     return weight.at[places].get(mode="promise_in_bounds")
 
 
+def one_a_row(x, axis, index):
+    """Where index, one place a row, points to in x. None if it is another kind of index."""
+    if (*x.shape[:axis], 1, *x.shape[axis + 1 :]) != index.shape:
+        return None
+    return jax.lax.broadcasted_iota(index.dtype, x.shape, axis) == index
+
+
+def gather(x, axis, index):
+    chosen = one_a_row(x, axis % x.ndim, index)
+    if chosen is None:
+        return all_aten_ops[ATEN.gather].func(x, axis, index)
+    return jax.numpy.where(chosen, x, 0).sum(axis, keepdims=True)
+
+
+def scatter(x, axis, index, value):
+    chosen = one_a_row(x, axis % x.ndim, index)
+    if chosen is None:
+        return all_aten_ops[ATEN.scatter.value].func(x, axis, index, value)
+    return jax.numpy.where(chosen, value, x)
+
+
 OURS = {
     ATEN.convolution_backward.default: convolution_backward,
     ATEN.max_pool2d_with_indices_backward.default: max_pool_backward,
     ATEN.select_copy.int: select,
+    ATEN.var_mean.correction: var_mean,
     ATEN.native_layer_norm.default: layer_norm,
     ATEN.gelu.default: gelu,
     ATEN.embedding.default: embedding,
+    ATEN.gather.default: gather,
+    ATEN.scatter.value: scatter,
 }
 """Gradients that torchax has no function for, because it leaves gradients to jax: so do these. And where torchax's
 function makes a slower program: its select_copy is a gather, which became strided copies of q, k and v; its gelu is an
-erfc, two branches where erf is one; its embedding makes NaN of what is out of bounds."""
+erfc, two branches where erf is one; its embedding makes NaN of what is out of bounds. Cross entropy is a gather from
+all logits, and its gradient a scatter into as many zeros: torch_xla compares each place with the target, and so do
+these."""
 
 
 class Lowering(JaxInterpreter):

@@ -70,6 +70,14 @@ def test_lowerings_that_replace_torchaxs():
     places = torch.tensor([[0, 3], [2, 3]])
     found = module_through_torch.embedding(jax.numpy.asarray(x[0].numpy()), places.numpy(), 0)
     np.testing.assert_array_equal(found, torch.nn.functional.embedding(places, x[0]))
+    found = module_through_torch.var_mean(arrays[0], [0, 2], correction=1, keepdim=True)
+    for ours, torchs in zip(found, torch.var_mean(x, [0, 2], correction=1, keepdim=True), strict=True):
+        np.testing.assert_allclose(ours, torchs, rtol=1e-5)
+    for index in (torch.randint(32, (4, 6, 1)), torch.randint(32, (4, 6, 3)), torch.randint(32, (2, 6, 1))):
+        found = module_through_torch.gather(arrays[0], -1, index.numpy())
+        np.testing.assert_array_equal(found, x.gather(-1, index))
+        found = module_through_torch.scatter(jax.numpy.asarray(arrays[0]), 2, index.numpy(), -1.0)
+        np.testing.assert_array_equal(found, x.scatter(2, index, -1.0))
 
 
 class SmallNet(torch.nn.Module):

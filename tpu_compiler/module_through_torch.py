@@ -258,12 +258,12 @@ def select(x, axis, index):
     return jax.lax.index_in_dim(x, index, axis, keepdims=False)
 
 
-def var_mean(x, axes, correction=1, keepdim=False):
+def var_mean(x, axes=None, correction=1, keepdim=False):
     """By mean and mean of squares, which are one pass. torchax's variance is a second one, for which the compiler
     computes the convolution that makes x again."""
+    axes, wide = tuple(axes or range(x.ndim)), x.astype("float32")
     count = math.prod(x.shape[axis] for axis in axes)
-    wide = x.astype("float32")
-    mean, squares = (values.mean(tuple(axes), keepdims=keepdim) for values in (wide, wide * wide))
+    mean, squares = (values.mean(axes, keepdims=keepdim) for values in (wide, wide * wide))
     variance = (squares - mean * mean) * (count / (count - correction))
     return variance.astype(x.dtype), mean.astype(x.dtype)
 
@@ -293,7 +293,7 @@ def one_a_row(x, axis, index):
     return jax.lax.broadcasted_iota(index.dtype, x.shape, axis) == index
 
 
-def gather(x, axis, index):
+def gather(x, axis, index, sparse_grad=False):
     chosen = one_a_row(x, axis % x.ndim, index)
     if chosen is None:
         return all_aten_ops[ATEN.gather].func(x, axis, index)

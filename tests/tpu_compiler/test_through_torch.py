@@ -70,9 +70,11 @@ def test_lowerings_that_replace_torchaxs():
     places = torch.tensor([[0, 3], [2, 3]])
     found = module_through_torch.embedding(jax.numpy.asarray(x[0].numpy()), places.numpy(), 0)
     np.testing.assert_array_equal(found, torch.nn.functional.embedding(places, x[0]))
-    found = module_through_torch.var_mean(arrays[0], [0, 2], correction=1, keepdim=True)
-    for ours, torchs in zip(found, torch.var_mean(x, [0, 2], correction=1, keepdim=True), strict=True):
-        np.testing.assert_allclose(ours, torchs, rtol=1e-5)
+    for how in ({}, dict(dim=[0, -1], correction=0, keepdim=True)):
+        wanted = torch.var_mean(x, **how)
+        found = module_through_torch.var_mean(arrays[0], how.pop("dim", None), **how)
+        for ours, torchs in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(ours, torchs, rtol=1e-5)
     for index in (torch.randint(32, (4, 6, 1)), torch.randint(32, (4, 6, 3)), torch.randint(32, (2, 6, 1))):
         found = module_through_torch.gather(arrays[0], -1, index.numpy())
         np.testing.assert_array_equal(found, x.gather(-1, index))

@@ -6,12 +6,13 @@ modules.compile_module; it runs under any torch from 2.9 on. Every private inter
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,7 +25,6 @@ import torch
 from torch._decomp import core_aten_decompositions
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -154,7 +154,7 @@ def record(
         values = dict(zip(map(id, (*names.values(), *buffers.values())), (*weights, *held), strict=True))
         tensors = {name: values[tensor] for name, tensor in holders.items()}
         cast = level == "balanced" and question.mode == "train"
-        with BiasLast(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        with bias_last(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
             return torch.func.functional_call(model, tensors, tuple(args), kwargs, tie_weights=False)
 
     state = [fake(p) for p in names.values()], [fake(b) for b in buffers.values()]
@@ -200,16 +200,23 @@ def record(
     return graph, inputs, roles, axes, counter.get_total_flops()
 
 
-class BiasLast(TorchFunctionMode):
-    """Adds a linear layer's bias after its result has the input's dimensions again, as torch does for torch_xla: with
+@contextlib.contextmanager
+def bias_last() -> Iterator[None]:
+    """Linear layers add their bias after the result has the input's dimensions again, as torch does for torch_xla: with
     the bias between them the compiler does not make product and reshape one, and copies the result."""
+    real = torch.nn.functional.linear
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is not torch.nn.functional.linear or args[0].dim() < 3 or len(args) < 3 or args[2] is None:
-            return function(*args, **(kwargs or {}))
-        x, weight, bias = args
-        y = function(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+    def linear(x, weight, bias=None):
+        if bias is None or x.dim() < 3:
+            return real(x, weight, bias)
+        y = real(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
         return y + bias.to(y.dtype)
+
+    torch.nn.functional.linear = linear
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = real
 
 
 def functional(mode: FakeTensorMode, step: Callable, arguments: tuple) -> tuple:

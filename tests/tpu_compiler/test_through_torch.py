@@ -121,17 +121,21 @@ def test_the_lowered_step_is_torchs():
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.inside = torch.nn.Linear(8, 24)
+        self.inside, self.torchs = torch.nn.Linear(8, 24), torch.nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x):
-        q, k, v = self.inside(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.inside(self.torchs(x, x, x, need_weights=False)[0]).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        )
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def test_lowered_attention_is_torchs():
     asked = modules.parse_question("m:Attention", ["--inputs", "float32[2,6,8]", "--mode", "forward"], "v5e-1")
-    model, x = Attention(), torch.randn(2, 6, 8)
+    model, x = Attention().eval(), torch.randn(2, 6, 8)
     graph, *_ = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
+    products = [node.target for node in graph.graph.nodes]
+    assert products.count(torch.ops.aten.addmm.default) == 1  # torch gives its last layer rows; elsewhere bias is last
     arrays = [tensor.detach().numpy() for tensor in (*model.parameters(), x, torch.zeros(1))]
     (found,) = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
     np.testing.assert_allclose(found, model(x).detach(), rtol=1e-4, atol=1e-5)

@@ -110,8 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_module and (sides or arguments.search or arguments.fit):
             asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
             raise ValueError(f"{asked} is for scripts, and {arguments.script} is a module; change its options")
-        if through_torch and any(t.num_devices > 1 for t in topologies):
-            raise ValueError(f"through is torch, which asks about one device; found --topology {arguments.topology}")
         if not is_module:
             check_script(Path(arguments.script))
         if not through_torch:

@@ -13,7 +13,8 @@ import torch_xla.distributed.spmd as xs
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.cache import cache_of_environment
 from tpu_compiler.module_arguments import model_flops, settings_of
-from tpu_compiler.module_inputs import batch_axes, mark, placement_of
+from tpu_compiler.module_inputs import mark
+from tpu_compiler.module_mesh import batch_axes, placement_of
 from tpu_compiler.module_trace import in_words, probe
 from tpu_compiler.modules import Question
 from tpu_compiler.report import Report
@@ -87,8 +88,9 @@ def cache_axes(question: Question, mesh: xs.Mesh | None, model: torch.nn.Module,
     names = (name for name, _ in model.named_parameters() if name.endswith("k_proj.weight"))
     placement = placement_of(question, next(names, ""))
     axis = placement.axes.get(0) if placement else None
-    over_heads = {1: (axis,)} if axis and heads % sizes[axis] == 0 and axis not in batch_axes(mesh).get(0, ()) else {}
-    return batch_axes(mesh) | over_heads
+    batch = batch_axes(mesh.axis_names)
+    over_heads = {1: (axis,)} if axis and heads % sizes[axis] == 0 and axis not in batch.get(0, ()) else {}
+    return batch | over_heads
 
 
 def decode_forward(model, cache, tokens, position):
@@ -124,7 +126,7 @@ def answer_decode(
     mesh = xs.get_global_mesh()
     axes = cache_axes(question, mesh, model, held[0].shape[1])
     for tensor in held if mesh else ():
-        mark(question, mesh, tensor, axes, "the key-value cache")
+        mark(mesh, tensor, axes, "the key-value cache")
     sizes = dict(zip(mesh.axis_names, mesh.mesh_shape, strict=True)) if mesh else {}
     parts = math.prod(sizes[axis] for along in axes.values() for axis in along)  # of the cache
     settle()

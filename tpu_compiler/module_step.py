@@ -26,8 +26,9 @@ from tpu_compiler.cache import cache_of_environment
 from tpu_compiler.module_arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
 from tpu_compiler.module_build import build, step_aside, to_device
 from tpu_compiler.module_decode import answer_decode, decode_inputs
-from tpu_compiler.module_inputs import batch_axes, make_mesh, mark, shard, to_device_inputs
+from tpu_compiler.module_inputs import make_mesh, mark, shard, to_device_inputs
 from tpu_compiler.module_loss import choose_loss
+from tpu_compiler.module_mesh import batch_axes
 from tpu_compiler.module_trace import in_words, probe
 from tpu_compiler.modules import Question, parse_question
 from tpu_compiler.tracing import trace_step
@@ -86,7 +87,7 @@ def answer(question: Question, level: str, topology: Topology) -> int:
         loss, targets = choose_loss(question, output, kwargs, device, notes)
         del output
         if mesh and targets is not None:
-            mark(question, mesh, targets, batch_axes(mesh), "the targets")
+            mark(mesh, targets, batch_axes(mesh.axis_names), "the targets")
         if level == "aggressive":
             recompute_blocks(model, notes)
         optimizer = optimizer_of(question, model, topology)

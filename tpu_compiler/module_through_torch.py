@@ -6,11 +6,13 @@ modules.compile_module; it runs under any torch from 2.9 on. Every private inter
 """
 
 import argparse
+import contextlib
 import dataclasses
+import math
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,8 +55,10 @@ from tpu_compiler.cache import cache_of_environment
 from tpu_compiler.module_arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
 from tpu_compiler.module_build import build, place_of, step_aside
 from tpu_compiler.module_loss import choose_loss
+from tpu_compiler.module_mesh import Axes, axes_of_all, batch_axes, check_axes, mesh_sizes
 from tpu_compiler.modules import Question, parse_question
 from tpu_compiler.traced import Traced
+from tpu_utils.compiler_flags import set_flags, torch_xla_flags
 from tpu_utils.errors import InputError, first_line, run_script
 from tpu_utils.hardware import Topology, parse_topology
 from tpu_utils.optim import make_optimizer, step_optimizer
@@ -70,7 +74,9 @@ def main() -> int:
     given, options = parser.parse_known_args()
     question = parse_question(given.target, options, given.compile_for)
     step_aside()
-    return answer(question, given.at, parse_topology(given.compile_for))
+    topology = parse_topology(given.compile_for)
+    set_flags(torch_xla_flags(topology.generation))  # both ways ask with the same options
+    return answer(question, given.at, topology)
 
 
 def answer(question: Question, level: str, topology: Topology) -> int:
@@ -87,15 +93,19 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     elif level == "balanced":
         notes.append('bfloat16: torch.autocast("cpu"), float32 weights; its list keeps fewer operations in float32')
     sizes = sizes_of(question, args, kwargs)
+    mesh = mesh_sizes(question, topology)
     start = time.monotonic()
-    graph, inputs, roles, flops = in_words(question, lambda: record(question, level, model, args, kwargs, notes))
-    hlo, seed = lower(question, graph, inputs)
+    graph, inputs, roles, axes, flops = in_words(
+        question, lambda: record(question, level, model, args, kwargs, mesh, notes)
+    )
+    hlo, seed = lower(question, graph, inputs, mesh, axes)
     roles += ("inputs",) * seed
     traced = Traced(
         hlo=hlo,
         roles=roles,
         donated=tuple(question.mode == "train" and role != "inputs" for role in roles),
-        shardings=("",) * len(roles),
+        shardings=("",) * len(roles),  # in the program already
+        partitions=topology.num_devices,
         seconds=time.monotonic() - start,
     )
     sizes |= dict(model_flops=model_flops(flops, question, notes), settings=settings_of(question))
@@ -115,9 +125,13 @@ def in_words(question: Question, run: Callable):
         ) from error
 
 
-def record(question: Question, level: str, model: torch.nn.Module, args: list, kwargs: dict, notes: list) -> tuple:
-    """(graph of ATen operations, its inputs, the role of each, FLOPs of the forward pass). Nothing has memory."""
+def record(
+    question: Question, level: str, model: torch.nn.Module, args: list, kwargs: dict, mesh: dict, notes: list
+) -> tuple:
+    """(graph of ATen operations, its inputs, the role of each, the axes of the mesh over which each is sharded, FLOPs
+    of the forward pass). Nothing has memory."""
     mode = FakeTensorMode()
+    of_inputs, of_parameters = axes_of_all(question, mesh, model, args, kwargs, notes)
 
     def fake(tensor):
         with mode:
@@ -129,21 +143,32 @@ def record(question: Question, level: str, model: torch.nn.Module, args: list, k
     if question.mode == "train" and not trainable:
         raise InputError(f"{question.target} has no parameter to train; expected --mode forward")
 
+    # each module once: functional_call puts a wrong tensor back into one with two names, such as T5's embedding
+    holders = {
+        f"{name}.{inner}".lstrip("."): id(tensor)
+        for name, module in model.named_modules()
+        for inner, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
+
     def forward(weights: list, held: list, args: list, kwargs: dict):
-        tensors = dict(zip(names, weights, strict=True)) | dict(zip(buffers, held, strict=True))
-        with torch.autocast("cpu", torch.bfloat16, enabled=level == "balanced" and question.mode == "train"):
-            return torch.func.functional_call(model, tensors, tuple(args), kwargs)
+        values = dict(zip(map(id, (*names.values(), *buffers.values())), (*weights, *held), strict=True))
+        tensors = {name: values[tensor] for name, tensor in holders.items()}
+        cast = level == "balanced" and question.mode == "train"
+        with bias_last(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            return torch.func.functional_call(model, tensors, tuple(args), kwargs, tie_weights=False)
 
     state = [fake(p) for p in names.values()], [fake(b) for b in buffers.values()]
     given = [fake(a) for a in args], {name: fake(a) for name, a in kwargs.items()}
     with mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
         output = forward(*state, *given)
-    loss, targets, moments, template = None, None, [], None
+    loss, targets, moments, template, of_moments = None, None, [], None, []
     if question.mode == "train":
         with mode:
             loss, targets = choose_loss(question, output, kwargs, "cpu", notes)
             template = make_optimizer(config, [state[0][list(names).index(name)] for name in trainable])
         moments = [value for values in template.state.values() for value in values.values()]
+        for name, values in zip(trainable, template.state.values(), strict=True):
+            of_moments += [of_parameters[name] if v.shape == names[name].shape else {} for v in values.values()]
     rate = fake(torch.empty(1, device="meta"))
     everything = (*state, moments, *given, rate, targets)
 
@@ -164,15 +189,38 @@ def record(question: Question, level: str, model: torch.nn.Module, args: list, k
         with torch.no_grad():
             return [leaf for leaf in tree_leaves(forward(weights, held, args, kwargs)) if torch.is_tensor(leaf)]
 
-    graph, inputs, places = functional(mode, train if question.mode == "train" else evaluate, everything)
+    graph, inputs = functional(mode, train if question.mode == "train" else evaluate, everything)
     counts = (len(state[0]) + len(state[1]), len(moments))
     roles = ("parameters",) * counts[0] + ("optimizer_state",) * counts[1]
-    roles += ("inputs",) * (len(places) - len(roles))
-    return graph, inputs, roles, counter.get_total_flops()
+    roles += ("inputs",) * (len(inputs) - len(roles))
+    axes = [*of_parameters.values(), *({} for _ in buffers), *of_moments, *of_inputs.values(), {}]  # the last: the rate
+    if torch.is_tensor(targets):
+        axes.append(batch_axes(mesh))
+        check_axes(mesh, targets.shape, axes[-1], "the targets")
+    return graph, inputs, roles, axes, counter.get_total_flops()
+
+
+@contextlib.contextmanager
+def bias_last() -> Iterator[None]:
+    """Linear layers add their bias after the result has the input's dimensions again, as torch does for torch_xla: with
+    the bias between them the compiler does not make product and reshape one, and copies the result."""
+    real = torch.nn.functional.linear
+
+    def linear(x, weight, bias=None):
+        if bias is None or x.dim() < 3:
+            return real(x, weight, bias)
+        y = real(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return y + bias.to(y.dtype)
+
+    torch.nn.functional.linear = linear
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear = real
 
 
 def functional(mode: FakeTensorMode, step: Callable, arguments: tuple) -> tuple:
-    """(the step as a graph that changes no input in place, its tensors, their places among all leaves)."""
+    """(the step as a graph that changes no input in place, the tensors that it takes)."""
     leaves, layout = tree_flatten(arguments)
     places = [place for place, leaf in enumerate(leaves) if torch.is_tensor(leaf)]
     decompositions = core_aten_decompositions() | DECOMPOSITIONS
@@ -195,7 +243,7 @@ def functional(mode: FakeTensorMode, step: Callable, arguments: tuple) -> tuple:
             graph.graph.erase_node(node)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    return graph, inputs, places
+    return graph, inputs
 
 
 def convolution_backward(gradient, x, weight, bias_sizes, *how):
@@ -217,13 +265,71 @@ def select(x, axis, index):
     return jax.lax.index_in_dim(x, index, axis, keepdims=False)
 
 
+def var_mean(x, axes=None, correction=1, keepdim=False):
+    """By mean and mean of squares, which are one pass. torchax's variance is a second one, for which the compiler
+    computes the convolution that makes x again."""
+    axes, wide = tuple(axes or range(x.ndim)), x.astype("float32")
+    count = math.prod(x.shape[axis] for axis in axes)
+    mean, squares = (values.mean(axes, keepdims=keepdim) for values in (wide, wide * wide))
+    variance = (squares - mean * mean) * (count / (count - correction))
+    return variance.astype(x.dtype), mean.astype(x.dtype)
+
+
+def layer_norm(x, shape, weight, bias, eps):
+    """In float32, as torch does."""
+    wide = x.astype("float32")
+    variance, mean = var_mean(wide, range(x.ndim - len(shape), x.ndim), 0, True)
+    scale = jax.lax.rsqrt(variance + eps)
+    y = (wide - mean) * scale
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).astype(x.dtype), mean, scale
+
+
+def gelu(x, approximate="none"):
+    return jax.nn.gelu(x) if approximate == "tanh" else x * 0.5 * (1 + jax.lax.erf(x * 0.5**0.5))
+
+
+def embedding(weight, places, *_):
+    return weight.at[places].get(mode="promise_in_bounds")
+
+
+def one_a_row(x, axis, index):
+    """Where index, one place a row, points to in x. None if it is another kind of index."""
+    if (*x.shape[:axis], 1, *x.shape[axis + 1 :]) != index.shape:
+        return None
+    return jax.lax.broadcasted_iota(index.dtype, x.shape, axis) == index
+
+
+def gather(x, axis, index, sparse_grad=False):
+    chosen = one_a_row(x, axis % x.ndim, index)
+    if chosen is None:
+        return all_aten_ops[ATEN.gather].func(x, axis, index)
+    return jax.numpy.where(chosen, x, 0).sum(axis, keepdims=True)
+
+
+def scatter(x, axis, index, value):
+    chosen = one_a_row(x, axis % x.ndim, index)
+    if chosen is None:
+        return all_aten_ops[ATEN.scatter.value].func(x, axis, index, value)
+    return jax.numpy.where(chosen, value, x)
+
+
 OURS = {
     ATEN.convolution_backward.default: convolution_backward,
     ATEN.max_pool2d_with_indices_backward.default: max_pool_backward,
     ATEN.select_copy.int: select,
+    ATEN.var_mean.correction: var_mean,
+    ATEN.native_layer_norm.default: layer_norm,
+    ATEN.gelu.default: gelu,
+    ATEN.embedding.default: embedding,
+    ATEN.gather.default: gather,
+    ATEN.scatter.value: scatter,
 }
-"""Gradients that torchax has no function for, because it leaves gradients to jax: so do these. Its select_copy is a
-gather, which became strided copies of q, k and v: a third of the estimate of ViT-B/16's forward pass."""
+"""Gradients that torchax has no function for, because it leaves gradients to jax: so do these. And where torchax's
+function makes a slower program: its select_copy is a gather, which became strided copies of q, k and v; its gelu is an
+erfc, two branches where erf is one; its embedding makes NaN of what is out of bounds. Cross entropy is a gather from
+all logits, and its gradient a scatter into as many zeros: torch_xla compares each place with the target, and so do
+these."""
 
 
 class Lowering(JaxInterpreter):
@@ -252,8 +358,17 @@ RANDOM = (ATEN.rand.default, ATEN.rand_like.default, ATEN.bernoulli.p)
 BERNOULLI = [getattr(op, name) for op in (ATEN.bernoulli, ATEN.bernoulli_) for name in op.overloads()]
 
 
-def lower(question: Question, graph: torch.fx.GraphModule, inputs: list) -> tuple[bytes, bool]:
+def lower(
+    question: Question, graph: torch.fx.GraphModule, inputs: list, mesh: dict, axes: list[Axes]
+) -> tuple[bytes, bool]:
     """(serialized HloModuleProto, whether its last input is a seed). Raises InputError for an operation not lowered."""
+    devices = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+
+    def placed(tensor: torch.Tensor, axes: Axes) -> jax.sharding.NamedSharding:
+        spec = jax.sharding.PartitionSpec(*(axes.get(dimension) for dimension in range(tensor.dim())))
+        return jax.sharding.NamedSharding(devices, spec)
+
+    shardings = [placed(tensor, of) for tensor, of in zip(inputs, axes, strict=True)] if mesh else []
     called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     seed = any(target in RANDOM for target in called)
     for target in called:
@@ -266,12 +381,20 @@ def lower(question: Question, graph: torch.fx.GraphModule, inputs: list) -> tupl
         if seed:
             *arrays, key = arrays
             lowering.key = key
-        return list(lowering.run(*arrays))
+        results = list(lowering.run(*arrays))
+        if (
+            mesh and question.mode == "train"
+        ):  # new weights and moments lie where the old ones do, whose memory they take
+            results[1:] = map(jax.lax.with_sharding_constraint, results[1:], shardings)
+        return results
 
     warnings.filterwarnings("ignore", "Explicitly requested dtype int64")  # 32 bits, which are enough for places
     shapes = [jax.ShapeDtypeStruct(tuple(t.shape), t2j_dtype(t.dtype)) for t in inputs]
     shapes += [jax.ShapeDtypeStruct((4,), "uint32")] * seed
-    lowered = in_words(question, lambda: jax.jit(run, keep_unused=True).lower(*shapes))
+    jax.config.update("jax_use_shardy_partitioner", False)  # the compiler is asked with GSPMD's annotations
+    replicated = [jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())] * seed
+    jitted = jax.jit(run, keep_unused=True, in_shardings=(*shardings, *replicated) if mesh else None)
+    lowered = in_words(question, lambda: jitted.trace(*shapes).lower(lowering_platforms=("tpu",)))
     return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto(), seed
 
 

@@ -110,7 +110,7 @@ def option_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--through", choices=tuple(STEP_SCRIPTS), default="torch_xla",
-        help="torch: by ATen operations and torchax, without torch_xla; asks the newest compiler alone, one device",
+        help="torch: by ATen operations and torchax, without torch_xla; asks the newest compiler alone",
     )  # fmt: skip
     group.add_argument("--mesh", default="", metavar="NAME=SIZE,...", help="default: data=DEVICES")
     group.add_argument(
@@ -158,8 +158,6 @@ def check_through_torch(given: argparse.Namespace, levels: Sequence[str]) -> Non
     for name, value in (("mode", "decode"), ("level", "aggressive")):
         if value in (levels if name == "level" else [given.mode]):
             raise InputError(f"through is torch and {name} is {value}; expected another {name}, or leave --through out")
-    if given.mesh or given.shard:
-        raise InputError("through is torch, which asks about one device; leave --mesh and --shard out, or --through")
     if lacking := [name for name in ("torch", "jax", "torchax") if find_spec(name) is None]:
         raise InputError(f"through is torch, which needs {', '.join(lacking)}: pip install torch torchax==0.0.13 jax")
 

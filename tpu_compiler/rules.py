@@ -3,9 +3,10 @@
 The rule: a flash attention layer is seven matmuls of 2 B H T^2 K FLOPs: two in the forward kernel, five in the one for
 all gradients. jax's splash attention has four in its kernel for the gradients of K and V, three in that for Q, or five
 in one. Only blocks that are computed count. The peak is scaled by how much of the matrix unit a head's width fills. A
-kernel of grouped products has as many rows as an even share of the tokens. Copies and slices cost nothing, because they
-overlap with arithmetic. Neither do other custom calls. Collectives, alone or inside a fusion, and what goes to the
-host's memory or comes from it have bounds of their own: schedule.py.
+kernel of grouped products has as many rows as an even share of the tokens. The newest compiler has a kernel of its own,
+online-softmax, of a softmax and the product after it: that product counts, or the bytes of its arrays if they take
+longer. Copies and slices cost nothing, because they overlap with arithmetic. Neither do other custom calls. What goes
+between devices, alone or inside a fusion, and to the host's memory or from it has bounds of its own: schedule.py.
 Everything else (sort, scatter) costs twice the bytes of its result over the memory bandwidth; an update in place costs
 twice the bytes that it writes.
 """
@@ -49,7 +50,7 @@ def rule_seconds(
     if operation.cycles is not None or operation.is_free or "ConcatBitcast" in operation.line:
         return 0.0
     if operation.kind == "custom-call":
-        return flash_seconds(operation, topology) or grouped_seconds(operation, types, topology)
+        return flash_seconds(operation, topology) or product_seconds(operation, types, topology)
     if operation.base in HIDDEN or collectives_in(operation, computations) or host_bytes(operation, types)[1]:
         return 0.0
     size = sum(shape_bytes(array)[0] for array in arrays_of(written(operation, types), on_chip=True))
@@ -100,23 +101,37 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
     by_name = "use_fused_bwd_kernel_True" in operation.name
     fused = phase[1] == "dkv" and (by_name or max(ranks) > len(batch_and_heads) + 2)
     products = FUSED_PRODUCTS if fused else FLASH_PRODUCTS[phase[1]]
-    filled = min(1.0, width / (256 if topology.generation in ("v6e", "TPU7x") else 128))
     hardware = topology.hardware
     peak = hardware.bf16_tflops / hardware.devices_per_chip * 1e12
-    return products * 2 * math.prod(batch_and_heads) * scores * width / (peak * filled)
+    return products * 2 * math.prod(batch_and_heads) * scores * width / (peak * filled(width, topology))
 
 
-def grouped_seconds(operation: Operation, types: dict[str, str], topology: Topology) -> float:
-    """Seconds of one kernel of language/expert_kernels.py on one device, as long as its products or its bytes take; 0.0
-    for any other custom call."""
+def product_seconds(operation: Operation, types: dict[str, str], topology: Topology) -> float:
+    """Seconds of one kernel on one device, as long as its products or its bytes take: of language/expert_kernels.py, or
+    the newest compiler's own of a softmax and the product after it; 0.0 for any other custom call."""
     sizes = re.search(r"grouped_product_(\d+)x(\d+)x(\d+)/", operation.line)
-    if not sizes or "tpu_custom_call" not in operation.line:
+    arrays = (operation.type, *(types.get(operand, "") for operand in operation.operands))
+    if operation.name.startswith("online-softmax"):
+        products = (
+            math.prod(dimensions(arrays[0])) * dimensions(arrays[1])[-1] / filled(dimensions(arrays[0])[-1], topology)
+        )
+    elif sizes and "tpu_custom_call" in operation.line:
+        products = math.prod(map(int, sizes.groups()))
+    else:
         return 0.0
     hardware = topology.hardware
-    arrays = (operation.type, *(types.get(operand, "") for operand in operation.operands))
     size = sum(in_memory(array) for array in arrays)
     peak = hardware.bf16_tflops / hardware.devices_per_chip * 1e12
-    return max(2 * math.prod(map(int, sizes.groups())) / peak, size / hardware.memory_gb_per_s / 1e9)
+    return max(2 * products / peak, size / hardware.memory_gb_per_s / 1e9)
+
+
+def dimensions(array: str) -> list[int]:
+    return [int(size) for size in re.search(r"\[([\d,]+)\]", array)[1].split(",")]
+
+
+def filled(width: int, topology: Topology) -> float:
+    """The share of the matrix unit that a head of this width fills."""
+    return min(1.0, width / (256 if topology.generation in ("v6e", "TPU7x") else 128))
 
 
 def moved_bytes(computations: dict[str, list[Operation]]) -> float:

@@ -575,6 +575,21 @@ def test_a_kernel_of_grouped_products_is_as_long_as_its_products_or_its_bytes_ta
     assert found[1] == pytest.approx(2 * (2 * 1024 * 4096 + 8 * 4096**2) / 819e9)
 
 
+def test_the_newest_compilers_kernel_of_softmax_and_product():
+    """As libtpu 0.0.52 writes it: the scores and V. Heads of 64 fill half of the matrix unit."""
+    kernel = (
+        "  %scores = bf16[96,{0},{0}]{{2,1,0}} parameter(0)\n  %v = bf16[96,{0},64]{{2,1,0}} parameter(1)\n"
+        "  %online-softmax.3 = bf16[96,{0},64]{{2,1,0}} custom-call(%scores, %v), "
+        'custom_call_target="tpu_custom_call"\n'
+    )
+    found = []
+    for place in ("", ":S(1)"):  # in main memory; on the chip
+        text = "ENTRY %main (a: f32[]) -> f32[] {\n" + kernel.format(1024).replace("1,0}", f"1,0{place}}}") + "}\n"
+        found.append(ruled_ms(parse_program(text), parse_topology("v5litepod-1")) / 1e3)
+    assert found[0] == pytest.approx(2 * (96 * 1024**2 + 2 * 96 * 1024 * 64) / 819e9)
+    assert found[1] == pytest.approx(2 * 96 * 1024**2 * 64 / (197e12 * 0.5))
+
+
 def test_our_kernels_say_how_many_blocks_they_compute():
     from language.flash_kernels import Blocks
 

@@ -1,14 +1,19 @@
 """A module's step as ATen operations: what is refused, and that the gradients which torchax lacks are torch's."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
 import torch
+from jaxlib._jax import HloModule
 
 import aot_tpu
 from config import TrainConfig
 from tpu_compiler import module_through_torch, modules
+from tpu_compiler.module_mesh import mesh_sizes
 from tpu_utils.errors import InputError
+from tpu_utils.hardware import parse_topology
 from tpu_utils.optim import make_optimizer, step_optimizer
 
 LINEAR = ["torch.nn:Linear", "--arguments", "in_features=4,out_features=4", "--inputs", "float32[8,4]"]
@@ -19,7 +24,6 @@ LINEAR = ["torch.nn:Linear", "--arguments", "in_features=4,out_features=4", "--i
     [
         (["--mode", "decode"], r"through is torch and mode is decode; expected another mode"),
         (["--level", "balanced,aggressive"], r"through is torch and level is aggressive; expected another level"),
-        (["--shard", "*=data"], r"asks about one device; leave --mesh and --shard out"),
     ],
 )
 def test_what_is_asked_through_torch_xla_alone(options, message):
@@ -29,8 +33,6 @@ def test_what_is_asked_through_torch_xla_alone(options, message):
 
 def test_what_is_not_there_is_said_before_anything_is_downloaded(monkeypatch, capsys):
     monkeypatch.setattr(aot_tpu, "make_environment", lambda *_: pytest.fail("made before the question was read"))
-    assert aot_tpu.main([*LINEAR, "--topology", "v5e-8", "--through", "torch"]) == 2
-    assert "asks about one device; found --topology v5e-8" in capsys.readouterr().err
     monkeypatch.setattr(modules, "find_spec", lambda name: None if name == "torchax" else name)
     assert aot_tpu.main([*LINEAR, "--topology", "v5e-1", "--through", "torch"]) == 2
     assert "needs torchax: pip install" in capsys.readouterr().err
@@ -55,6 +57,31 @@ def test_gradients_that_torchax_lacks():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_lowerings_that_replace_torchaxs():
+    x, weight, bias = torch.randn(4, 6, 32) + 3, torch.randn(32), torch.randn(32)
+    wanted = torch.native_layer_norm(x, [32], weight, bias, 1e-5)
+    arrays = [tensor.numpy() for tensor in (x, weight, bias)]
+    found = module_through_torch.layer_norm(jax.numpy.asarray(arrays[0]), [32], *arrays[1:], 1e-5)
+    for ours, torchs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(ours, torchs, rtol=1e-4, atol=1e-5)
+    for approximate in ("none", "tanh"):
+        wanted = torch.nn.functional.gelu(x, approximate=approximate)
+        np.testing.assert_allclose(module_through_torch.gelu(arrays[0], approximate), wanted, rtol=1e-5, atol=1e-6)
+    places = torch.tensor([[0, 3], [2, 3]])
+    found = module_through_torch.embedding(jax.numpy.asarray(x[0].numpy()), places.numpy(), 0)
+    np.testing.assert_array_equal(found, torch.nn.functional.embedding(places, x[0]))
+    for how in ({}, dict(dim=[0, -1], correction=0, keepdim=True)):
+        wanted = torch.var_mean(x, **how)
+        found = module_through_torch.var_mean(arrays[0], how.pop("dim", None), **how)
+        for ours, torchs in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(ours, torchs, rtol=1e-5)
+    for index in (torch.randint(32, (4, 6, 1)), torch.randint(32, (4, 6, 3)), torch.randint(32, (2, 6, 1))):
+        found = module_through_torch.gather(arrays[0], -1, index.numpy())
+        np.testing.assert_array_equal(found, x.gather(-1, index))
+        found = module_through_torch.scatter(jax.numpy.asarray(arrays[0]), 2, index.numpy(), -1.0)
+        np.testing.assert_array_equal(found, x.scatter(2, index, -1.0))
+
+
 class SmallNet(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -75,7 +102,7 @@ def test_the_lowered_step_is_torchs():
     with torch.device("meta"):
         without_memory = SmallNet()
     x = torch.empty(4, 3, 8, 8, device="meta")
-    graph, inputs, roles, _ = module_through_torch.record(asked, "conservative", without_memory, [x], {}, [])
+    graph, inputs, roles, *_ = module_through_torch.record(asked, "conservative", without_memory, [x], {}, {}, [])
     model = SmallNet()
     optimizer = make_optimizer(TrainConfig(optimizer="sgd"), model.parameters())
     state = [*model.parameters(), *model.buffers(), *(v for held in optimizer.state.values() for v in held.values())]
@@ -94,17 +121,70 @@ def test_the_lowered_step_is_torchs():
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.inside = torch.nn.Linear(8, 24)
+        self.inside, self.torchs = torch.nn.Linear(8, 24), torch.nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x):
-        q, k, v = self.inside(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.inside(self.torchs(x, x, x, need_weights=False)[0]).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        )
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def test_lowered_attention_is_torchs():
     asked = modules.parse_question("m:Attention", ["--inputs", "float32[2,6,8]", "--mode", "forward"], "v5e-1")
-    model, x = Attention(), torch.randn(2, 6, 8)
-    graph, *_ = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, [])
+    model, x = Attention().eval(), torch.randn(2, 6, 8)
+    graph, *_ = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
+    products = [node.target for node in graph.graph.nodes]
+    assert products.count(torch.ops.aten.addmm.default) == 1  # torch gives its last layer rows; elsewhere bias is last
     arrays = [tensor.detach().numpy() for tensor in (*model.parameters(), x, torch.zeros(1))]
     (found,) = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
     np.testing.assert_allclose(found, model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+class Tied(torch.nn.Module):
+    """As T5 is: one module under two names, whose weight is a third one's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = torch.nn.Embedding(16, 8)
+        self.inner = torch.nn.Sequential(self.shared, torch.nn.Linear(8, 8))
+        self.head = torch.nn.Linear(8, 16, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, x):
+        return self.head(self.inner(x) + self.shared(x))
+
+
+def test_a_tied_weight_is_one_input():
+    asked = modules.parse_question("m:Tied", ["--inputs", "int64[2,6]", "--mode", "forward"], "v5e-1")
+    model, x = Tied(), torch.randint(16, (2, 6))
+    graph, inputs, *_ = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
+    arrays = [tensor.detach().numpy() for tensor in (*model.parameters(), x, torch.zeros(1))]
+    assert [array.shape for array in arrays] == [tuple(tensor.shape) for tensor in inputs]
+    (found,) = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
+    np.testing.assert_allclose(found, model(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_mesh_shards_weights_and_their_moments_before_and_after_the_step():
+    words = ["--arguments", "in_features=8,out_features=4", "--inputs", "float32[16,8]", "--mesh", "data=2,fsdp=4"]
+    asked = modules.parse_question("torch.nn:Linear", [*words, "--shard", "weight=fsdp"], "v5e-8")
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(8, 4), torch.empty(16, 8)
+    notes = []
+    mesh = mesh_sizes(asked, parse_topology("v5e-8"))
+    graph, inputs, roles, axes, _ = module_through_torch.record(asked, "conservative", model, [x], {}, mesh, notes)
+    hlo, seed = module_through_torch.lower(asked, graph, inputs, mesh, axes)
+    text = HloModule.from_serialized_hlo_module_proto(hlo).to_string()
+    weight, batch = "{devices=[4,1,2]<=[2,4]T(1,0) last_tile_dim_replicate}", "{devices=[8,1]<=[8]}"
+    given = dict(re.findall(r"parameter\((\d+)\), sharding=(\{.*?\}(?=,|\n|$))", text))
+    sharded = [number for number, sharding in given.items() if sharding == weight]
+    assert len(given) == len(inputs) and not seed
+    assert sorted(map(int, sharded)) == [n for n, t in enumerate(inputs) if t.shape == (4, 8)]  # the moments too
+    assert [n for n, sharding in given.items() if sharding == batch] and "1 of 2 parameters sharded" in notes[0]
+    constrained = re.findall(r'custom_call_target="Sharding", sharding=(\{.*?\}(?=,|\n|$))', text)
+    assert constrained.count(weight) == len(sharded)
+    assert len(constrained) == len(roles) - roles.count("inputs")
+    with pytest.raises(InputError, match=r"data=2,fsdp=4 has 8 devices and v5e-4 has 4"):
+        mesh_sizes(asked, parse_topology("v5e-4"))
+    with pytest.raises(InputError, match=r"dimension 0 of the input 0, \[6, 8\], cannot be divided by 8"):
+        module_through_torch.record(asked, "conservative", model, [torch.empty(6, 8, device="meta")], {}, mesh, notes)

@@ -42,6 +42,8 @@ def check_second_road(config: "TransformerConfig", sizes: tuple[int, ...]) -> No
         ("attention", config.attention == "flash", "plain"),
         ("scan_layers", config.scan_layers, "--no_scan_layers"),
         ("sample_every", config.sample_every, "0"),
+        ("remat_keep", config.remat_keep != "inputs", "inputs"),
+        ("offload", config.offload != "nothing", "nothing"),
         ("mesh", max(sizes[2:]) > 1, "DATAxFSDPx1"),
         ("number of experts", several and config.num_experts, "a model without, or one device"),
     ):

@@ -25,7 +25,8 @@ from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.cache import cache_of_environment
 from tpu_compiler.module_arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
 from tpu_compiler.module_build import build, step_aside, to_device
-from tpu_compiler.module_decode import answer_decode, decode_inputs
+from tpu_compiler.module_cache import decode_inputs
+from tpu_compiler.module_decode import answer_decode
 from tpu_compiler.module_inputs import make_mesh, mark, shard, to_device_inputs
 from tpu_compiler.module_loss import choose_loss
 from tpu_compiler.module_mesh import batch_axes

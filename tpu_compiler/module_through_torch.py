@@ -8,6 +8,7 @@ modules.compile_module; it runs under any torch from 2.9 on. Every private inter
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -54,6 +55,15 @@ from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.cache import cache_of_environment
 from tpu_compiler.module_arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
 from tpu_compiler.module_build import build, place_of, step_aside
+from tpu_compiler.module_cache import (
+    attend_in_groups,
+    cache_axes,
+    cache_of,
+    decode_forward,
+    decode_inputs,
+    tensors_of,
+    with_cache,
+)
 from tpu_compiler.module_loss import choose_loss
 from tpu_compiler.module_mesh import Axes, axes_of_all, batch_axes, check_axes, mesh_sizes
 from tpu_compiler.modules import Question, parse_question
@@ -84,33 +94,75 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     model = build(question, notes)
     args, kwargs = meta_inputs(question, model)
     model.train(question.mode == "train")
-    if getattr(getattr(model, "config", None), "use_cache", None):
+    mesh, of_cache, length = mesh_sizes(question, topology), {}, 0
+    if question.mode == "decode":
+        args, kwargs, length = decode_inputs(question, model, kwargs or dict(enumerate(args)))
+    elif getattr(getattr(model, "config", None), "use_cache", None):
         model.config.use_cache = False
-    if level == "balanced" and question.mode == "forward":
+    if level == "balanced" and question.mode != "train":
         model = model.to(torch.bfloat16)
         args, kwargs = ([to_bfloat16(a) for a in args], {name: to_bfloat16(a) for name, a in kwargs.items()})
         notes.append("weights and inputs in bfloat16, no float32 masters to keep")
     elif level == "balanced":
         notes.append('bfloat16: torch.autocast("cpu"), float32 weights; its list keeps fewer operations in float32')
     sizes = sizes_of(question, args, kwargs)
-    mesh = mesh_sizes(question, topology)
     start = time.monotonic()
+    if question.mode == "decode":
+        of_cache = in_words(question, lambda: become_decoding(question, model, kwargs, length, mesh, notes))
     graph, inputs, roles, axes, flops = in_words(
-        question, lambda: record(question, level, model, args, kwargs, mesh, notes)
+        question, lambda: record(question, level, model, args, kwargs, mesh, notes, of_cache)
     )
     hlo, seed = lower(question, graph, inputs, mesh, axes)
     roles += ("inputs",) * seed
+    is_cache = [name in of_cache for name in (*dict(model.named_parameters()), *dict(model.named_buffers()))]
+    is_cache += [False] * (len(roles) - len(is_cache))
     traced = Traced(
         hlo=hlo,
         roles=roles,
-        donated=tuple(question.mode == "train" and role != "inputs" for role in roles),
+        donated=tuple(c or (question.mode == "train" and r != "inputs") for c, r in zip(is_cache, roles, strict=True)),
         shardings=("",) * len(roles),  # in the program already
         partitions=topology.num_devices,
         seconds=time.monotonic() - start,
     )
     sizes |= dict(model_flops=model_flops(flops, question, notes), settings=settings_of(question))
     result, text = ask_compiler(traced, topology, cache=cache_of_environment(), **sizes)
+    if question.mode == "decode":
+        held, axes, tokens = (
+            [model.get_buffer(name) for name in of_cache],
+            next(iter(of_cache.values())),
+            kwargs["tokens"],
+        )
+        result = with_cache(result, model, held, axes, mesh, tokens, length, sizes["model_flops"], notes)
     return hand_over(traced, dataclasses.replace(result, level=level, notes=notes), text)
+
+
+def become_decoding(
+    question: Question, model: torch.nn.Module, inputs: dict, length: int, mesh: dict, notes: list
+) -> dict[str, Axes]:
+    """Make the model's forward its decoding step, (tokens, position) -> tokens, whose cache it has as buffers. Returns
+    the axes of each of them, by its name."""
+    attend_in_groups(model, notes)
+    cache, forward, tensors = cache_of(model, length), model.forward, {}
+    with FakeTensorMode():  # autocast, which models turn off inside, does not know the device of tensors without memory
+        named = (*model.named_parameters(), *model.named_buffers())
+        state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named}
+        given = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in inputs.items()}
+        called = functools.partial(torch.func.functional_call, model, state, ())
+        decode_forward(lambda **keywords: called(keywords), cache, **given)  # creates the cache's tensors
+    for number, tensor in enumerate(tensors_of(cache)):
+        tensors[f"cache_{number}"] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        model.register_buffer(f"cache_{number}", tensors[f"cache_{number}"], persistent=False)
+
+    def step(tokens, position):
+        for number, layer in enumerate(cache.layers):
+            layer.keys, layer.values = (model.get_buffer(f"cache_{2 * number + i}") for i in range(2))
+        return decode_forward(forward, cache, tokens, position)[:, -1].argmax(-1)
+
+    model.forward = step
+    axes = cache_axes(question, mesh, model, tensors["cache_0"].shape[1])
+    if mesh:
+        check_axes(mesh, tensors["cache_0"].shape, axes, "the key-value cache")
+    return dict.fromkeys(tensors, axes)
 
 
 def in_words(question: Question, run: Callable):
@@ -126,11 +178,18 @@ def in_words(question: Question, run: Callable):
 
 
 def record(
-    question: Question, level: str, model: torch.nn.Module, args: list, kwargs: dict, mesh: dict, notes: list
+    question: Question,
+    level: str,
+    model: torch.nn.Module,
+    args: list,
+    kwargs: dict,
+    mesh: dict,
+    notes: list,
+    of_cache: dict[str, Axes] | None = None,
 ) -> tuple:
     """(graph of ATen operations, its inputs, the role of each, the axes of the mesh over which each is sharded, FLOPs
-    of the forward pass). Nothing has memory."""
-    mode = FakeTensorMode()
+    of the forward pass). Nothing has memory. of_cache: of become_decoding()."""
+    mode, of_cache = FakeTensorMode(), of_cache or {}
     of_inputs, of_parameters = axes_of_all(question, mesh, model, args, kwargs, notes)
 
     def fake(tensor):
@@ -187,13 +246,21 @@ def record(
 
     def evaluate(weights, held, moments, args, kwargs, rate, targets):
         with torch.no_grad():
-            return [leaf for leaf in tree_leaves(forward(weights, held, args, kwargs)) if torch.is_tensor(leaf)]
+            found = [leaf for leaf in tree_leaves(forward(weights, held, args, kwargs)) if torch.is_tensor(leaf)]
+        return found + [tensor for name, tensor in zip(buffers, held, strict=True) if name in of_cache]
 
     graph, inputs = functional(mode, train if question.mode == "train" else evaluate, everything)
-    counts = (len(state[0]) + len(state[1]), len(moments))
-    roles = ("parameters",) * counts[0] + ("optimizer_state",) * counts[1]
+    roles = ("parameters",) * len(names)
+    roles += tuple("inputs" if name in of_cache else "parameters" for name in buffers)
+    roles += ("optimizer_state",) * len(moments)
     roles += ("inputs",) * (len(inputs) - len(roles))
-    axes = [*of_parameters.values(), *({} for _ in buffers), *of_moments, *of_inputs.values(), {}]  # the last: the rate
+    axes = [
+        *of_parameters.values(),
+        *(of_cache.get(name, {}) for name in buffers),
+        *of_moments,
+        *of_inputs.values(),
+        {},
+    ]  # the last: the rate
     if torch.is_tensor(targets):
         axes.append(batch_axes(mesh))
         check_axes(mesh, targets.shape, axes[-1], "the targets")

@@ -155,9 +155,8 @@ def parse_question(target: str, options: Sequence[str], compile_for: str = "") -
 
 def check_through_torch(given: argparse.Namespace, levels: Sequence[str]) -> None:
     """Raises InputError for what is only asked through torch_xla, or if torchax is not installed."""
-    for name, value in (("mode", "decode"), ("level", "aggressive")):
-        if value in (levels if name == "level" else [given.mode]):
-            raise InputError(f"through is torch and {name} is {value}; expected another {name}, or leave --through out")
+    if "aggressive" in levels:
+        raise InputError("through is torch and level is aggressive; expected another level, or leave --through out")
     if lacking := [name for name in ("torch", "jax", "torchax") if find_spec(name) is None]:
         raise InputError(f"through is torch, which needs {', '.join(lacking)}: pip install torch torchax==0.0.13 jax")
 

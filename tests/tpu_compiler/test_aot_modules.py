@@ -6,7 +6,6 @@ import re
 import socket
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import aot_tpu
 from tpu_compiler import (
     module_arguments,
     module_build,
-    module_decode,
+    module_cache,
     module_inputs,
     module_step,
     module_trace,
@@ -358,7 +357,7 @@ def test_losses_are_made_of_the_outputs_shape():
     with pytest.raises(InputError, match=r"returns no \.loss"):
         targets_of(torch.zeros(8, 10), "--loss", "own")
     with pytest.raises(InputError, match=r"mode is decode.*is a Linear; expected a causal model of transformers"):
-        module_decode.decode_inputs(asked, torch.nn.Linear(1, 1), {})
+        module_cache.decode_inputs(asked, torch.nn.Linear(1, 1), {})
 
 
 def test_recomputed_blocks_give_the_same_gradients():
@@ -483,19 +482,19 @@ def tiny_llama(**more):
 def test_decoding_does_not_copy_the_cache_for_each_query_head():
     """transformers' eager attention does: of 70B 100 times the milliseconds that servers take. The numbers are its."""
     logits, tokens, notes = [], torch.tensor([[3], [4], [5]]), []
-    for change in (lambda model: None, lambda model: module_decode.attend_in_groups(model, notes)):
+    for change in (lambda model: None, lambda model: module_cache.attend_in_groups(model, notes)):
         model = tiny_llama()
         change(model)
-        cache = module_decode.cache_of(model, 16)
+        cache = module_cache.cache_of(model, 16)
         for position in range(3):
             with torch.no_grad():
-                step = module_decode.decode_forward(model, cache, tokens + position, torch.tensor([position]))
+                step = module_cache.decode_forward(model, cache, tokens + position, torch.tensor([position]))
         logits.append(step)
     assert len(notes) == 1 and model.config._attn_implementation == "grouped"
     torch.testing.assert_close(*logits)
     other = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9))
     before = other.config._attn_implementation
-    module_decode.attend_in_groups(other, notes)
+    module_cache.attend_in_groups(other, notes)
     assert len(notes) == 1 and other.config._attn_implementation == before, "its attention is another"
 
 
@@ -512,9 +511,8 @@ def test_the_cache_is_sharded_as_its_heads_are(sharding, heads, expected):
     """It once lay whole on each device of a tensor axis, and each read all of it."""
     words = ["--inputs", "input_ids=int32[4,16]", "--mesh", "data=2,tensor=2"]
     question = parse_question("hf:x", words + (["--shard", *sharding] if sharding else []))
-    mesh = SimpleNamespace(axis_names=("data", "tensor"), mesh_shape=(2, 2))
-    assert module_decode.cache_axes(question, mesh, tiny_llama(), heads) == expected
-    assert module_decode.cache_axes(question, None, tiny_llama(), heads) == {}
+    assert module_cache.cache_axes(question, {"data": 2, "tensor": 2}, tiny_llama(), heads) == expected
+    assert module_cache.cache_axes(question, {}, tiny_llama(), heads) == {}
 
 
 @pytest.mark.parametrize("ms, is_a_speed", [(10.0, True), (400.0, False)])
@@ -522,7 +520,7 @@ def test_a_program_far_above_its_bound_is_no_speed(ms, is_a_speed):
     facts = dict(topology="v5litepod-1", devices=1, program="one device", compiles=True, fits=True, reason="")
     r = Report(**facts, limit_bytes=1, estimated_ms=ms, memory={"parameters": 0}).with_prediction()
     cache = 819 * 10**6 * 5  # 5 ms to read
-    assert module_decode.read_per_token(r, tiny_llama(), cache) == cache
+    assert module_cache.read_per_token(r, tiny_llama(), cache) == cache
     for tokens in (1, 8):
         whole = dataclasses.replace(r, estimated_ms=ms * tokens).with_prediction()
         reads = dict(batch=3, read_bytes=cache, cache_bytes=cache, length=16, tokens=tokens)

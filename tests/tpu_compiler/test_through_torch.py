@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 import torch
+import transformers
 from jaxlib._jax import HloModule
 
 import aot_tpu
 from config import TrainConfig
-from tpu_compiler import module_through_torch, modules
+from tpu_compiler import module_cache, module_through_torch, modules
 from tpu_compiler.module_mesh import mesh_sizes
 from tpu_utils.errors import InputError
 from tpu_utils.hardware import parse_topology
@@ -19,16 +20,10 @@ from tpu_utils.optim import make_optimizer, step_optimizer
 LINEAR = ["torch.nn:Linear", "--arguments", "in_features=4,out_features=4", "--inputs", "float32[8,4]"]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--mode", "decode"], r"through is torch and mode is decode; expected another mode"),
-        (["--level", "balanced,aggressive"], r"through is torch and level is aggressive; expected another level"),
-    ],
-)
-def test_what_is_asked_through_torch_xla_alone(options, message):
-    with pytest.raises(InputError, match=message):
-        modules.parse_question("m:N", ["--inputs", "int32[8,4]", "--through", "torch", *options])
+def test_what_is_asked_through_torch_xla_alone():
+    options = ["--inputs", "int32[8,4]", "--through", "torch", "--level", "balanced,aggressive"]
+    with pytest.raises(InputError, match=r"through is torch and level is aggressive; expected another level"):
+        modules.parse_question("m:N", options)
 
 
 def test_what_is_not_there_is_said_before_anything_is_downloaded(monkeypatch, capsys):
@@ -188,3 +183,32 @@ def test_a_mesh_shards_weights_and_their_moments_before_and_after_the_step():
         mesh_sizes(asked, parse_topology("v5e-4"))
     with pytest.raises(InputError, match=r"dimension 0 of the input 0, \[6, 8\], cannot be divided by 8"):
         module_through_torch.record(asked, "conservative", model, [torch.empty(6, 8, device="meta")], {}, mesh, notes)
+
+
+def test_a_lowered_decoding_step_is_torchs():
+    """The token, and the cache with its keys and values, after one token at position 3."""
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=50)
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, head_dim=8)
+    asked = modules.parse_question("hf:x", ["--inputs", "input_ids=int32[3,8]", "--mode", "decode"], "v5e-1")
+    torch.manual_seed(0)
+    made = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+    with torch.device("meta"):
+        without_memory = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval()
+    tokens = dict(input_ids=torch.empty(3, 8, dtype=torch.int32, device="meta"))
+    _, inputs, length = module_cache.decode_inputs(asked, without_memory, tokens)
+    of_cache = module_through_torch.become_decoding(asked, without_memory, inputs, length, {}, [])
+    graph, given, *_ = module_through_torch.record(asked, "conservative", without_memory, [], inputs, {}, [], of_cache)
+    cache, tokens, position = module_cache.cache_of(made, length), torch.tensor([[3], [4], [5]]), torch.tensor([3])
+    with torch.no_grad():
+        module_cache.decode_forward(made, cache, tokens, position)  # makes its tensors
+        held = module_cache.tensors_of(cache)
+        for tensor in held:
+            tensor.normal_()
+        state = [*made.parameters(), *held, *made.buffers(), tokens.int(), position, torch.zeros(1)]
+        arrays = [tensor.detach().numpy().copy() for tensor in state]
+        expected = module_cache.decode_forward(made, cache, tokens, position)[:, -1].argmax(-1)
+    assert [array.shape for array in arrays] == [tuple(tensor.shape) for tensor in given]
+    token, *kept = jax.jit(lambda *given: list(module_through_torch.Lowering(graph).run(*given)))(*arrays)
+    assert token.tolist() == expected.tolist() and len(kept) == len(held) == 4
+    for ours, torchs in zip(kept, held, strict=True):
+        np.testing.assert_allclose(ours, torchs, rtol=1e-4, atol=1e-5)

@@ -128,7 +128,8 @@ class Attention(torch.nn.Module):
 def test_lowered_attention_is_torchs():
     asked = modules.parse_question("m:Attention", ["--inputs", "float32[2,6,8]", "--mode", "forward"], "v5e-1")
     model, x = Attention().eval(), torch.randn(2, 6, 8)
-    graph, *_ = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
+    graph, *_, flops = module_through_torch.record(asked, "conservative", model, [x.to("meta")], {}, {}, [])
+    assert flops == 2 * 2 * 6 * 8 * (24 + 8 + 24) + 2 * (2 * 2 * 2 * 6 * 6 * (4 + 4))  # layers, and twice attention
     products = [node.target for node in graph.graph.nodes]
     assert products.count(torch.ops.aten.addmm.default) == 1  # torch gives its last layer rows; elsewhere bias is last
     arrays = [tensor.detach().numpy() for tensor in (*model.parameters(), x, torch.zeros(1))]

@@ -25,12 +25,11 @@ import time
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from tools.on_chip.bench import Bench, Cannot, find_machine, hold, last_object
+from tools.on_chip.bench import MISSING, Bench, Cannot, find_machine, hold, last_object, version_of
 from tools.on_chip.findings import report_text, save_picture
 from tools.on_chip.peaks import PEAKS, peak
 from tools.on_chip.promises import PROMISES
@@ -52,9 +51,13 @@ def doctor(bench: Bench) -> dict[str, Any]:
     return said["counts"]
 
 
+def has_xla() -> bool:
+    return version_of("torch_xla") != MISSING
+
+
 def measurements_named(only: Sequence[str]) -> list[tuple[str, Callable[[Bench], dict[str, Any]]]]:
     """(name, function) in the order they are made; without torch_xla others. only: patterns as of a shell."""
-    if not find_spec("torch_xla"):
+    if not has_xla():
         found = [(f"road {name}", measure) for name, measure in ROAD.items()]
         return [(name, measure) for name, measure in found if any(fnmatchcase(name, pattern) for pattern in only)]
     found = [("doctor", doctor)]
@@ -109,7 +112,7 @@ def calibrate(device: str, folder: Path, time_limit: float, root: Path, only: Se
     text = report_text(content)
     write_atomically(folder / "report.md", text.encode())
     files = [bench.file, folder / "report.md"]
-    if find_spec("torch_xla"):  # else there is nothing to draw
+    if has_xla():  # else there is nothing to draw
         files.append(folder / "calibration.png")
         save_picture(content, files[-1])
     print(text)

@@ -26,6 +26,9 @@ from tpu_utils.virtual_slice import MOST_DEVICES
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+MISSING = "not installed"
+
+
 class Cannot(Exception):
     """This cannot be measured here; the message says why."""
 
@@ -42,17 +45,20 @@ class Machine:
     commit: str
 
 
+def version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return MISSING
+
+
 def find_machine(device: str, root: Path) -> Machine:
     """Raises DeviceError when a TPU is asked for and none is there, InputError for a slice of several hosts."""
     chips = attached_chips(root / "sys/bus/pci/devices")
     if device == "tpu" and not chips:
         raise DeviceError("found no TPU chip on this machine; run it on a TPU VM, or rehearse with --device cpu")
     versions = {"python": sys.version.split()[0]}
-    for name in ("torch", "torch_xla", "libtpu", "jax"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
+    versions |= {name: version_of(name) for name in ("torch", "torch_xla", "libtpu", "jax")}
     if device == "cpu" or not chips:
         said = os.environ.get("CPU_NUM_DEVICES", "1")
         if not said.isdecimal() or not 0 < (count := int(said)) <= MOST_DEVICES:

@@ -14,8 +14,9 @@ Exit:    0 all measured, or impossible here and said so; 1 something failed;
 It runs the doctor, asks the compiler about each preset's step and then runs it,
 times matrix products, memory and collectives, and tries the promises of README
 on the device itself. Where torch_xla is not installed it tries the scripts on
-torch's own compiler: docs/torchtpu.md. This process never touches the device: a chip belongs to
-one process, so each measurement has a process of its own.
+torch's own compiler instead: docs/torchtpu.md. This process never touches the
+device: a chip belongs to one process, so each measurement has a process of its
+own.
 """
 
 import argparse

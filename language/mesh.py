@@ -53,7 +53,7 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
         needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about
         start = f"CPU_NUM_DEVICES={needed}" if IS_XLA else f"torchrun --nproc_per_node={needed}"
         remedy = f"start it with {start} for as many devices, or" if hbm_bytes is None else "try"
-        where = config.compile_for or ("this TPU slice" if hbm_bytes else "this CPU")
+        where = config.compile_for or ("this TPU slice" if hbm_bytes else "this CPU" if IS_XLA else "this run")
         raise InputError(
             f"mesh is {config.mesh}, {needed} devices, but {where} has {num_devices}; {remedy} --mesh {num_devices}x1x1"
         )

@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tpu_utils.device import all_reduce, broadcast_master_param, global_ordinal, init_process_group, sync, world_size
+from tpu_utils.device import (
+    IS_XLA,
+    all_reduce,
+    broadcast_master_param,
+    global_ordinal,
+    init_process_group,
+    sync,
+    world_size,
+)
 from tpu_utils.environment import choose_device
 from tpu_utils.errors import InputError
 from tpu_utils.hardware import attached_chips
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
 
 def check_launched(config: "TrainConfig") -> None:
     """Raises InputError unless each device of this host has a process of its own, started by torchrun."""
+    if not IS_XLA:
+        raise InputError("DDP needs torch_xla, which is not installed; use simple_mnist_tpu.py or transformer_tpu.py")
     if choose_device(config) == "cpu":
         found = max(int(os.environ.get(name, 1)) for name in ("CPU_NUM_DEVICES", "WORLD_SIZE"))
         if found > 1 and not config.compile_for:

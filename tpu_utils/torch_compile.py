@@ -60,6 +60,12 @@ def device_type() -> str:
 
 
 def current_device() -> torch.device:
+    """Raises InputError in a process of several that did not join the others: each would train alone."""
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        raise InputError(
+            "torchrun has started this script, which has one device without torch_xla; expected transformer_tpu.py, "
+            "or no torchrun"
+        )
     return torch.device(DEVICE_TYPE)
 
 
@@ -82,12 +88,7 @@ def is_spmd() -> bool:
 
 
 def use_spmd() -> None:
-    """Raises InputError for what torchrun has started."""
-    if dist.is_torchelastic_launched():
-        raise InputError(
-            "torchrun has started this script, which has one device without torch_xla; expected transformer_tpu.py, "
-            "or no torchrun"
-        )
+    """One device needs no mesh."""
 
 
 def wait_device_ops() -> None:

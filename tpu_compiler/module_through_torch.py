@@ -127,12 +127,8 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     sizes |= dict(model_flops=model_flops(flops, question, notes), settings=settings_of(question))
     result, text = ask_compiler(traced, topology, cache=cache_of_environment(), **sizes)
     if question.mode == "decode":
-        held, axes, tokens = (
-            [model.get_buffer(name) for name in of_cache],
-            next(iter(of_cache.values())),
-            kwargs["tokens"],
-        )
-        result = with_cache(result, model, held, axes, mesh, tokens, length, sizes["model_flops"], notes)
+        held, over = [model.get_buffer(name) for name in of_cache], next(iter(of_cache.values()))
+        result = with_cache(result, model, held, over, mesh, kwargs["tokens"], length, sizes["model_flops"], notes)
     return hand_over(traced, dataclasses.replace(result, level=level, notes=notes), text)
 
 
@@ -255,13 +251,8 @@ def record(
     roles += tuple("inputs" if name in of_cache else "parameters" for name in buffers)
     roles += ("optimizer_state",) * len(moments)
     roles += ("inputs",) * (len(inputs) - len(roles))
-    axes = [
-        *of_parameters.values(),
-        *(of_cache.get(name, {}) for name in buffers),
-        *of_moments,
-        *of_inputs.values(),
-        {},
-    ]  # the last: the rate
+    of_buffers = [of_cache.get(name, {}) for name in buffers]
+    axes = [*of_parameters.values(), *of_buffers, *of_moments, *of_inputs.values(), {}]  # the last: the rate
     if torch.is_tensor(targets):
         axes.append(batch_axes(mesh))
         check_axes(mesh, targets.shape, axes[-1], "the targets")

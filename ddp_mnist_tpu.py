@@ -36,7 +36,7 @@ from tpu_utils.device import DEVICE_TYPE, global_ordinal, send, world_size
 from tpu_utils.graphs import one_graph
 from tpu_utils.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
-from tpu_utils.replicas import check_launched, join_replicas, over_replicas, replicate
+from tpu_utils.replicas import check_launched, join_replicas, mean_over_replicas, over_replicas, replicate
 from tpu_utils.run import Run
 
 
@@ -71,14 +71,15 @@ def build_model(config: DdpMnistConfig, dataset) -> nn.Module:
 def train_step(replica, optimizer, rates, metrics, images, labels, config):
     """One optimizer step as one graph. images (b, H, W), labels (b,), rates (num_steps,): all on the device.
 
-    images and labels are this replica's part of the batch. All parts are equal in size, so the mean of the replicas'
-    means is the global mean.
+    images and labels are this replica's part of the batch.
     """
     with torch.autocast(DEVICE_TYPE, torch.bfloat16, enabled=config.precision == "bfloat16"):
         logits = replica(images)
-    loss = F.cross_entropy(logits.float(), labels.long())
+    losses = F.cross_entropy(logits.float(), labels.long(), reduction="none")
+    # over the labels of a replica on average: its own count would weigh them otherwise where some are ignored
+    loss = losses.sum() / mean_over_replicas(labels_that_count(labels).sum())
     loss.backward()  # DDP's hooks average the gradients over the replicas
-    mean_loss = over_replicas(loss.detach()) / world_size()
+    mean_loss = mean_over_replicas(loss.detach())
     norm = gradient_norm(replica.parameters())
     rate = rates.index_select(0, metrics.step)  # looked up on the device: nothing but the batch goes up
     # not xm.optimizer_step, which would all-reduce the gradients again; finite is the same on all devices

@@ -268,6 +268,11 @@ class ExampleBatches(TrainBatches):
         images, labels = next(self._batches)
         return self.augmented(index, images), labels
 
+    def sample(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """A batch made of its first examples, read here: whether it is the same when read twice."""
+        images, labels = self.dataset.train.alone(self.keys(index)[:4])
+        return self.augmented(index, np.resize(images, (len(self.ids(index)), *images.shape[1:]))), labels
+
     def close(self) -> None:
         """The end of the workers: their iterator is dropped."""
         self._next, self._batches = -1, iter(())

@@ -4,11 +4,14 @@ Names are the field's own. The device is started, seeded and described; a step i
 sent, placed on a mesh, and read back in shards. Where torch_xla is not installed, torch_compile.py has these names.
 """
 
+import contextlib
 import math
+import random
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -43,7 +46,7 @@ if find_spec("torch_xla"):
     IS_XLA, BACKEND, ON_CPU = True, f"torch_xla {torch_xla.__version__}", "XLA CPU backend: no TPU"
     current_device, set_mat_mul_precision = torch_xla.device, torch_xla.backends.set_mat_mul_precision
     # a device, those of all hosts, and the processes that have them
-    device_type, world_size, global_ordinal = xr.device_type, xr.world_size, xr.global_ordinal
+    device_type, global_ordinal = xr.device_type, xr.global_ordinal
     process_index, process_count, is_spmd, use_spmd = xr.process_index, xr.process_count, xr.is_spmd, xr.use_spmd
     device_count, wait_device_ops, sync = xr.global_runtime_device_count, xm.wait_device_ops, torch_xla.sync
     broadcast_master_param = xm.broadcast_master_param
@@ -87,9 +90,19 @@ def start_device(config: "TrainConfig", join: Callable[[], Any] = lambda: None) 
         raise DeviceError(
             f"asked for device {chosen}, the runtime started {started}; unset PJRT_DEVICE or pass --device"
         )
-    torch.manual_seed(config.seed)
+    seed_host(config.seed)
     set_rng_state(config.seed)
     return device, joined
+
+
+replica_tried: ContextVar[Any] = ContextVar("replica_tried", default=None)
+"""Which one of several replicas a step is tried as on the host, in a thread for each: first_step.Replica."""
+
+
+def world_size() -> int:
+    """Processes, each with a device, that run one program."""
+    replica = replica_tried.get()
+    return replica.count if replica else xr.world_size()
 
 
 def devices_used() -> int:
@@ -209,19 +222,54 @@ def put(target: torch.Tensor, value: torch.Tensor) -> None:
         torch_xla._XLAC._xla_mark_sharding(target, sharding)
 
 
+def seed_host(seed: int) -> None:
+    """Torch's, NumPy's and Python's own generators, which code of anybody's draws from."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@contextlib.contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Inside, the host's generators begin at seed; afterwards they go on as if nothing had been drawn."""
+    before = random_state()
+    seed_host(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
 def random_state() -> dict[str, torch.Tensor]:
     """Every generator that a script or a layer may draw from, of this host and of the device."""
-    return {"torch": torch.get_rng_state(), "xla": torch.tensor([get_rng_state()], dtype=torch.uint64)}
+    _, keys, position, has_gauss, gauss = np.random.get_state()
+    _, (*own_keys, own_position), own_gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "xla": torch.tensor([get_rng_state()], dtype=torch.uint64),
+        # both are Mersenne twisters: 624 words, the position among them, and the second of two normal numbers
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss, gauss], dtype=torch.float64),
+        "python": torch.tensor([*own_keys, own_position, own_gauss is not None, own_gauss or 0], dtype=torch.float64),
+    }
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
     """Raises CheckpointError when it is not what random_state() gives."""
     try:
         torch.set_rng_state(state["torch"])
-    except RuntimeError as error:  # the bytes are no state of the generator
+        twisters = {}
+        for name in ("numpy", "python"):
+            *words, position, has_gauss, gauss = state[name].tolist()
+            if not (all(0 <= n < 2**32 for n in words) and 0 <= position <= 624 and has_gauss in (0, 1)):
+                raise ValueError(f"numbers of {name}'s generator are out of range")
+            twisters[name] = [int(word) for word in words], int(position), int(has_gauss), gauss
+    except (RuntimeError, ValueError) as error:  # the bytes are no state of the generator
         raise CheckpointError(
             f"the checkpoint's random state is none: {error}; start anew in another --run_dir"
         ) from error
+    np.random.set_state(("MT19937", *twisters["numpy"]))
+    words, position, has_gauss, gauss = twisters["python"]
+    random.setstate((3, (*words, position), gauss if has_gauss else None))
     set_rng_state(int(state["xla"].numpy()[0]))  # int() of a torch.uint64 overflows
 
 

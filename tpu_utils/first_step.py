@@ -1,78 +1,53 @@
 """The training step, tried in plain PyTorch on a few examples before it is compiled: a part of checks.py, imported when
 the step is called for the first time."""
 
+import contextlib
 import math
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tpu_utils.checks import ERRORS, is_close, place_of, strict_shapes, with_tensors
+from tpu_utils.checks import ERRORS, RowsAlike, in_batches, is_close, place_of, strict_shapes, values_by, with_tensors
+from tpu_utils.device import drawing_from, replica_tried, send
 from tpu_utils.errors import InputError, first_line, line_of
 from tpu_utils.metrics import DeviceMetrics
 
 if TYPE_CHECKING:
     from tpu_utils.graphs import OneGraph
+    from tpu_utils.run import Run
 
 
 def check_training(
-    step: "OneGraph",
-    arguments: tuple,
-    keywords: dict[str, Any],
-    batch: Sequence[torch.Tensor],
-    rows: Sequence[torch.Tensor],
-    evaluated: Callable[[nn.Module], float | None],
+    run: "Run", step: "OneGraph", arguments: tuple, keywords: dict[str, Any], batch: Sequence[torch.Tensor]
 ) -> None:
-    """Raises InputError for a training step whose loss is no mean over examples, leaves gradients behind, or changes
-    no parameter.
+    """Raises InputError for a training step whose loss is no mean over examples, or no mean over the batch where DDP
+    has parts of it, that leaves gradients behind, or changes no parameter.
 
-    arguments, keywords: of the first call, with the tensors of batch among them; copies on the host are tried, with the
-    examples of rows in place of the batch, and the model in eval mode. evaluated(model): the loss of these by the
-    evaluation of the script.
+    arguments, keywords: of the first call, with the tensors of batch among them; copies on the host are tried, with
+    examples of check_model() in place of the batch, and the model in eval mode.
     A mean may be weighted, by class or by how many labels count: its weights follow from the losses of pairs.
     """
-    where = place_of(step.__wrapped__)
-    if step.couples_examples or len(batch) != len(rows) or len(rows[0]) < 4:
-        return
+    where, (rows, evaluate) = place_of(step.__wrapped__), run.examples
     given = [position for one in batch for position, other in enumerate(arguments) if other is one]
-    if len(given) != len(batch) or not any(isinstance(one, DeviceMetrics) for one in arguments):
+    if len(given) != len(batch) != 0 or not any(isinstance(one, DeviceMetrics) for one in arguments):
         print("check      the loss is not tried in plain PyTorch: the step does not get the batch and DeviceMetrics")
         return
-    others = [None if position in given else one for position, one in enumerate(arguments)]
-    others = [one.module if isinstance(one, DistributedDataParallel) else one for one in others]
-    read = with_tensors([*others, keywords], lambda tensor: tensor.detach().cpu())
-
-    def loss_of(chosen: list[int], learns: bool = False) -> float:
-        *inputs, options = with_tensors(read, torch.clone)
-        for position, array in zip(given, rows, strict=True):
-            inputs[position] = array[chosen]
-        (metrics,) = [one for one in inputs if isinstance(one, DeviceMetrics)]
-        models = [one for one in inputs if isinstance(one, nn.Module)]
-        for model in models:
-            model.eval()
-        count = int(metrics.step)
-        before = [one.detach().clone() for model in models for one in model.parameters()]
-        with torch.random.fork_rng([]), strict_shapes():
-            step.__wrapped__(*inputs, **options)
-        if any(one.grad is not None and one.grad.any() for model in models for one in model.parameters()):
-            raise InputError(f"{where} leaves gradients behind; expected optimizer.zero_grad(set_to_none=True) in it")
-        values = metrics.read(count, count + 1)
-        loss = float(values["loss" if "loss" in values else metrics.names[0]][0])
-        after = [one for model in models for one in model.parameters()]
-        if learns and count == 0 and math.isfinite(loss) and all(map(torch.equal, before, after)):
-            raise InputError(
-                f"{where} changes no parameter; expected loss.backward(), and an optimizer of these parameters that "
-                "takes a step"
-            )
-        return loss
-
-    everything, four = list(range(len(rows[0]))), [0, 1, 2, 3]
+    if len(batch) != len(rows) or len(rows[0]) < 4:
+        return
+    trial = Trial(step, given, rows, [None if i in given else one for i, one in enumerate(arguments)], keywords)
+    four = [0, 1, 2, 3]
     try:
-        whole, again = loss_of(four, learns=True), loss_of(four)
-        single, pairs = [loss_of([one]) for one in four], [loss_of([0, one]) for one in four]
-        of_all = loss_of(everything)
+        with strict_shapes():
+            whole, again = trial.tried(four), trial.tried(four)
+            single = [trial.tried([one]).loss for one in four]
+            pairs = [trial.tried([0, one]).loss for one in four]
+            of_all = trial.tried(range(len(rows[0]))).loss
     except InputError:
         raise
     except ERRORS as error:
@@ -80,24 +55,191 @@ def check_training(
             raise InputError(f"{where}: {first_line(error)} at {line_of(error)}; reshape one of the two") from error
         print(f"check      the loss is not tried in plain PyTorch: {first_line(error)} at {line_of(error)}")
         return
-    if not is_close(whole, again) or not all(map(math.isfinite, (whole, *single, *pairs))):
+    if whole.left_behind:
+        raise InputError(f"{where} leaves gradients behind; expected optimizer.zero_grad(set_to_none=True) in it")
+    if trial.is_first and math.isfinite(whole.loss) and not whole.changed:
+        raise InputError(
+            f"{where} changes no parameter; expected loss.backward(), and an optimizer of these parameters that takes "
+            "a step"
+        )
+    if not is_close(whole.loss, again.loss) or not all(map(math.isfinite, (whole.loss, *single, *pairs))):
         print("check      the loss is not tried in plain PyTorch: it is random, or not finite for single examples")
         return
+    if step.couples_examples:
+        return
     expected = sum(single) if is_close(pairs[1], single[0] + single[1]) else weighted_mean(single, pairs)
-    if not is_close(whole, expected):
+    if not is_close(whole.loss, expected):
         raise InputError(
-            f"{where} gives a loss of {whole:.4f} for 4 examples, whose own are "
+            f"{where} gives a loss of {whole.loss:.4f} for 4 examples, whose own are "
             f"{', '.join(f'{one:.4f}' for one in single)}; expected {expected:.4f}: the examples of a batch have an "
             "effect on each other, as by a softmax over axis 0, or a (B, 1) beside a (B,); where it is meant, as in a "
-            "contrastive loss: @one_graph(couples_examples=True)"
+            "contrastive loss, a mixture of images, or two means over different labels: "
+            "@one_graph(couples_examples=True)"
         )
-    models = [one for one in with_tensors(read, torch.clone) if isinstance(one, nn.Module)]
-    by_evaluation = evaluated(models[0]) if models else None
-    if by_evaluation is not None and not math.isclose(of_all, by_evaluation, rel_tol=0.01):
-        print(
-            f"check      of the same {len(everything)} examples, without dropout, the training step gives a loss of "
-            f"{of_all:.4f}, evaluate {by_evaluation:.4f}: look why, unless the two are meant to differ"
+    if any(isinstance(one, DistributedDataParallel) for one in arguments):
+        check_replicas(where, trial)
+    for loss, chosen in ((of_all, range(len(rows[0]))), *((one, [i]) for i, one in enumerate(single))):
+        by_evaluation = trial.loss_by(evaluate, run, chosen)
+        if by_evaluation is not None and not math.isclose(loss, by_evaluation, rel_tol=0.01):
+            print(
+                f"check      of the same {len(chosen)} examples, without dropout, the training step gives a loss of "
+                f"{loss:.4f}, evaluate {by_evaluation:.4f}: look why, unless the two are meant to differ"
+            )
+            return
+
+
+@dataclass
+class Tried:
+    """What a training step has done on the host."""
+
+    loss: float
+    left_behind: bool
+    """Whether gradients are still there."""
+    changed: bool
+    """Whether any parameter is another."""
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The last ones of each backward pass, of what DDP has; over the mean of the replicas."""
+
+
+class Trial:
+    """The training step on copies of what it was given, on the host."""
+
+    def __init__(self, step: "OneGraph", given: list[int], rows: Sequence[torch.Tensor], others: list, keywords: dict):
+        self._step, self._given, self.rows = step.__wrapped__, given, rows
+        self._ddp = [isinstance(one, DistributedDataParallel) for one in others]
+        others = [one.module if is_ddp else one for one, is_ddp in zip(others, self._ddp, strict=True)]
+        self._read = with_tensors([*others, keywords], lambda tensor: tensor.detach().cpu())
+        (metrics,) = [one for one in others if isinstance(one, DeviceMetrics)]
+        self._count = int(metrics.step)
+        self.is_first = self._count == 0
+        models = [one for one in with_tensors(self._read, torch.clone) if isinstance(one, nn.Module)]
+        self._model = models[0] if models else None
+
+    def loss_by(self, evaluate: Callable, run: "Run", chosen: Sequence[int]) -> float | None:
+        """The loss that the script's evaluation gives of these rows, where it gives one."""
+        if self._model is None:
+            return None
+        rows = [array[list(chosen)] for array in self.rows]
+        found = values_by(evaluate, self._model, in_batches(rows, len(chosen)), run)
+        return next((value for name, value in found.items() if name.endswith("loss")), None)
+
+    def tried(self, chosen: Sequence[int], replica: "Replica | None" = None) -> Tried:
+        """On the rows chosen. replica: as one of several, with the gradients' mean over them, as DDP computes it."""
+        *inputs, options = with_tensors(self._read, torch.clone)
+        for position, array in zip(self._given, self.rows, strict=True):
+            inputs[position] = array[list(chosen)]
+        (metrics,) = [one for one in inputs if isinstance(one, DeviceMetrics)]
+        models = [one for one in inputs if isinstance(one, nn.Module)]
+        parameters = [one for model in models for one in model.parameters()]
+        before, gradients = [one.detach().clone() for one in parameters], {}
+        for is_ddp, model in zip(self._ddp, inputs, strict=False):
+            for name, parameter in model.named_parameters() if is_ddp else ():
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, name=name: gradients.update({name: average(p, replica)})
+                )
+        for model in models:
+            model.eval()
+        with replica or drawing_from(0), RowsAlike():
+            self._step(*inputs, **options)
+        values = metrics.read(self._count, self._count + 1)
+        return Tried(
+            float(values["loss" if "loss" in values else metrics.names[0]][0]),
+            any(one.grad is not None and bool(one.grad.any()) for one in parameters),
+            not all(map(torch.equal, before, parameters)),
+            gradients,
         )
+
+
+def average(parameter: nn.Parameter, replica: "Replica | None") -> torch.Tensor:
+    if replica:
+        parameter.grad = replica.sum(parameter.grad) / replica.count
+    return parameter.grad.clone()
+
+
+def check_replicas(where: str, trial: Trial) -> None:
+    """Raises InputError unless two replicas, with half of the rows each, do what one does with all of them."""
+    rows = range(len(trial.rows[0]) // 2 * 2)
+    whole = trial.tried(rows)
+    with drawing_from(0), ThreadPoolExecutor(2) as threads:
+        parts = [*threads.map(lambda one: trial.tried(rows[one.ordinal :: 2], one), Replica.make(2))]
+    size = math.sqrt(sum(float(one.square().sum()) for one in whole.gradients.values()))
+    off = math.sqrt(sum(float((one - parts[0].gradients[n]).square().sum()) for n, one in whole.gradients.items()))
+    if off > 1e-3 * size or not is_close(whole.loss, parts[0].loss):
+        raise InputError(
+            f"{where} gives {len(rows)} examples a loss of {whole.loss:.4f} on one replica, {parts[0].loss:.4f} on two "
+            f"and gradients that are {off / (size or 1):.2g} of their size apart: a mean over a replica's part is none "
+            "over the batch where weights or ignored labels differ; expected the sum of this replica's losses over "
+            "mean_over_replicas(the sum of its weights), of tpu_utils/replicas.py"
+        )
+
+
+class Replica:
+    """One of several replicas that a step is tried as, each in a thread: `with` it, world_size() is their number."""
+
+    def __init__(self, ordinal: int, count: int, barrier: threading.Barrier, given: list):
+        self.ordinal, self.count, self._barrier, self._given = ordinal, count, barrier, given
+
+    @staticmethod
+    def make(count: int) -> list["Replica"]:
+        barrier, given = threading.Barrier(count, timeout=60), [None] * count  # the rest failed: BrokenBarrierError
+        return [Replica(ordinal, count, barrier, given) for ordinal in range(count)]
+
+    def __enter__(self) -> None:
+        self._token = replica_tried.set(self)
+
+    def __exit__(self, error, *_) -> None:
+        replica_tried.reset(self._token)
+        if error:
+            self._barrier.abort()
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Over the replicas, in one order."""
+        self._given[self.ordinal] = value.detach().clone()
+        self._barrier.wait()
+        total = torch.stack(self._given).sum(0)
+        self._barrier.wait()
+        return total
+
+
+class OneBatch(list):
+    """Batches of which an evaluation gets one; asking for the next one ends it."""
+
+    class End(Exception):
+        pass
+
+    def __iter__(self):
+        yield self[0]
+        raise OneBatch.End
+
+    def __getitem__(self, index):
+        if index:
+            raise OneBatch.End
+        return super().__getitem__(index)
+
+
+def trace_evaluation(run: "Run", arguments: tuple) -> None:
+    """Raises InputError where evaluate() fails on the device, which need not do what the host does: nn.Transformer has
+    another path there. Nothing is compiled: the operations are asked for, and what they would give is dropped.
+
+    arguments: of the training step; the first module among them is what is evaluated.
+    """
+    rows, evaluate = run.examples
+    models = [one for one in arguments if isinstance(one, nn.Module)]
+    if not models:
+        return
+    modes = {module: module.training for module in models[0].modules()}
+    batch = send([one.numpy() for one in in_batches(rows, len(rows[0]))[0]], run.device)
+    try:
+        with run.in_plain_pytorch(run.device), contextlib.suppress(OneBatch.End):
+            evaluate(models[0], OneBatch([batch, batch]), run)
+    except ERRORS as error:
+        raise InputError(
+            f"{place_of(evaluate)} runs on the host, and fails on the device: {first_line(error)}, at {line_of(error)};"
+            " expected operations that the device has too; of nn.TransformerEncoder: enable_nested_tensor=False"
+        ) from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def weighted_mean(single: list[float], pairs: list[float]) -> float:

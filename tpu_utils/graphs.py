@@ -70,12 +70,14 @@ class StepWatch:
         self,
         first_step: int = 0,
         on_step: Callable[[bool], None] = lambda compiled: None,
-        before_first: Callable[[OneGraph, tuple, dict], None] | None = None,
+        before: Callable[[OneGraph, tuple, dict, dict], None] = lambda *_: None,
+        after: Callable[[OneGraph, dict, Any, bool], None] = lambda *_: None,
     ) -> None:
-        """Attribute every graph compiled from now on to a step. first_step: training steps done before. before_first:
-        gets the training step and its arguments, before it is compiled."""
+        """Attribute every graph compiled from now on to a step. first_step: training steps done before. before: gets
+        the training step, its arguments, and these by name, before each call. after: any step, its arguments by name,
+        its result, and whether it is the training step."""
         self._first_step, self._on_step, self.total = first_step, on_step, graphs_compiled()
-        self._before_first, self._around_next, self._was_traced = before_first, [], False
+        self._before, self._after, self._around_next, self._was_traced = before, after, [], False
         self._seen: dict[tuple, Seen] = {}
         self._facts: dict[str, Any] | None = None
 
@@ -115,8 +117,8 @@ class StepWatch:
         if seen.calls <= 2:
             seen.held.append(_held_by_modules(named))
         is_training = step is self.steps[0]
-        if is_first and is_training and self._before_first:
-            self._before_first(step, arguments, keywords)
+        if is_training:
+            self._before(step, arguments, keywords, named)
         number = self._first_step + sum(other.calls for other in self._seen.values() if other.step is step)
         call = f"step {number}" if is_training else f"call {number - self._first_step}"
         around = self._around_next.pop() if is_training and self._around_next else contextlib.nullcontext()
@@ -140,6 +142,7 @@ class StepWatch:
         seen.shapes, seen.numbers, seen.changed = shapes, numbers, changed
         if is_training:
             self._on_step(bool(new))
+        self._after(step, named, result, is_training)
         return result
 
 

@@ -58,9 +58,10 @@ class DeviceMetrics:
         self.skipped_steps = int(state["skipped"])
 
 
-def labels_that_count(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """1.0 for each label that counts in an evaluation, in the shape of labels (B, ...); 0.0 for those of padding, and
-    for classes of -100, which cross_entropy ignores too. mask: (B,), 0 for the padding of a batch."""
+def labels_that_count(labels: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """1.0 for each label that counts, in the shape of labels (B, ...); 0.0 for those of padding, and for classes of
+    -100, which cross_entropy ignores too. mask: (B,), 0 for the padding of a batch; None: it has none."""
+    mask = torch.ones(len(labels), device=labels.device) if mask is None else mask
     counted = mask.view(-1, *[1] * (labels.dim() - 1)).expand(labels.shape)
     if labels.is_floating_point():
         return counted

@@ -146,8 +146,9 @@ def make_optimizer(config: "TrainConfig", parameters, adam: Callable = Adam) -> 
 
     State that step 1 creates is an additional input of step 2, hence a second graph. Zeros are made on the host and
     sent, because zeros made on the device are a graph of their own. The step count is (1,), because torch_xla turns a
-    host scalar () of 0 or 1 into a constant. The step sets param_groups[...]["lr"] from learning_rates(). A group
-    without parameters is left out; one with "state" names its own.
+    host scalar () of 0 or 1 into a constant. A group without parameters is left out; one with "state" names its own.
+    A group may have a "lr", "weight_decay", "betas", "eps" or "momentum" of its own: step_optimizer() keeps the ratio
+    of its rate to config.learning_rate. Raises InputError for an option that the optimizer would not obey.
     """
     parameters = [given for given in parameters if not isinstance(given, dict) or given["params"]]
     common = dict(lr=torch.full((1,), config.learning_rate), weight_decay=config.weight_decay)
@@ -161,7 +162,14 @@ def make_optimizer(config: "TrainConfig", parameters, adam: Callable = Adam) -> 
         betas = (config.adam_beta1, config.adam_beta2)
         optimizer = adam(parameters, betas=betas, decoupled=config.optimizer != "adam", **common)
         usual = ("exp_avg", "exp_avg_sq")
-    for group in optimizer.param_groups:
+    obeyed = {*optimizer.defaults, "params", "param_names", "state"}
+    for number, group in enumerate(optimizer.param_groups):
+        if unknown := [name for name in group if name not in obeyed]:
+            raise InputError(
+                f"parameter group {number} has {unknown[0]} {group[unknown[0]]!r}, which {type(optimizer).__name__} "
+                f"does not know; expected some of {', '.join(optimizer.defaults)}; leave it out, or write an optimizer "
+                "of your own"
+            )
         names = group.get("state", usual)
         for p in group["params"]:
             # compile_for asks about shapes alone: zeros on the device are never computed there, so they take no memory
@@ -179,16 +187,40 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
     return torch.stack([(gradient * gradient).sum() for gradient in gradients]).sum().sqrt()
 
 
+def keep_rate_ratios(optimizer: torch.optim.Optimizer) -> None:
+    """Notes in each group its learning rate over the optimizer's own, which it keeps through the run, as under a
+    scheduler of torch. A group has its rate until step_optimizer() puts that of the step there.
+
+    Raises InputError for a rate that is no number, and for a scheduler of torch, whose rates would be overwritten.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if "initial_lr" in group:  # LRScheduler.__init__ writes it
+            raise InputError(
+                "a scheduler of torch.optim.lr_scheduler has this optimizer, and step_optimizer() overwrites its rates "
+                "in each step; expected --scheduler, or in place of learning_rates() a table of your own: a tensor "
+                "(num_steps,), float32"
+            )
+        if "lr_ratio" not in group:
+            own, base = (float(torch.as_tensor(rate).max()) for rate in (group["lr"], optimizer.defaults["lr"]))
+            if not (0 <= own < math.inf and 0 < base < math.inf):
+                raise InputError(
+                    f"parameter group {number} has lr {own:g}, its optimizer {base:g}; expected numbers, not below 0"
+                )
+            group["lr_ratio"] = own / base
+
+
 def step_optimizer(
     optimizer: torch.optim.Optimizer, rate: torch.Tensor, finite: torch.Tensor, on_nonfinite: str
 ) -> torch.Tensor | None:
-    """optimizer.step() inside the compiled step, at a learning rate (1,) that lies on the device.
+    """optimizer.step() inside the compiled step, at a learning rate (1,) that lies on the device. A group that was made
+    with another rate than its optimizer keeps the ratio of the two.
 
     finite: () bool on the device: whether loss and gradients are finite. on_nonfinite "skip": an update that is not
     finite is left out; returns whether it was, a () bool. "stop": returns None; the run stops when it next reads.
     """
+    keep_rate_ratios(optimizer)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate if group["lr_ratio"] == 1 else rate * group["lr_ratio"]
     if on_nonfinite == "stop":
         optimizer.step()
         return None

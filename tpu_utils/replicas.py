@@ -19,6 +19,7 @@ from tpu_utils.device import (
     broadcast_master_param,
     global_ordinal,
     init_process_group,
+    replica_tried,
     sync,
     world_size,
 )
@@ -62,9 +63,17 @@ def join_replicas(config: "TrainConfig") -> Peers:
 
 
 def over_replicas(value: torch.Tensor) -> torch.Tensor:
-    """The sum over the replicas, on the devices. Of a tensor on the host itself: check_model() tries steps there."""
+    """The sum over the replicas, on the devices. Of a tensor on the host itself, or the sum over the replicas that a
+    step is tried as: check_model() tries steps there."""
+    if replica := replica_tried.get():
+        return replica.sum(value)
     is_alone = world_size() == 1 or value.device.type == "cpu"
     return value if is_alone else all_reduce(value)
+
+
+def mean_over_replicas(value: torch.Tensor) -> torch.Tensor:
+    """As over_replicas(), divided by their number: as DDP does with gradients."""
+    return over_replicas(value) / world_size()
 
 
 def replicate(model: nn.Module, tracing: bool) -> DistributedDataParallel:

@@ -39,6 +39,7 @@ from tpu_utils.stop import StopRequest
 if TYPE_CHECKING:
     from config import TrainConfig
     from tpu_utils.checkpoint.memory import MemoryCheckpoints
+    from tpu_utils.unsaved import Unsaved
 
 
 class Run:
@@ -61,7 +62,7 @@ class Run:
         self.evaluation: dict[str, float] = {}
         """Fields of the last evaluation, also of one before a resumption."""
         self.examples: tuple | None = None
-        """Of check_model(): arrays of a few examples to try the training step on, and evaluate()'s loss of a model."""
+        """Of check_model(): arrays of a few examples to try the training step on, and the script's evaluate()."""
         self._goodput, self._stop, self._stop_signal = Goodput(tpu_utils.STARTED, device.TraceMe), StopRequest(), 0
         self._watch = StepWatch(steps, self._goodput)
         self._writers = contextlib.ExitStack()  # closed by finish(), or by an error
@@ -69,6 +70,7 @@ class Run:
         self._memory: MemoryCheckpoints | None = None  # of --save_memory_every
         self._step_in_memory = 0  # the last one that save_due() said so of
         self._speed: Speed | None = None  # while there are steps
+        self._unsaved: Unsaved | None = None  # from the first step on
 
     def __enter__(self) -> "Run":
         watch_for_stalls(self._goodput, self.config.stall_seconds)
@@ -156,7 +158,8 @@ class Run:
             print(text, flush=True)
 
     def track(self, **parts: Any) -> None:
-        """What a checkpoint holds beside the step: a model, an optimizer, whatever has a state_dict() of tensors.
+        """What a checkpoint holds beside the step: a model, an optimizer, whatever has a state_dict() of tensors, or a
+        tensor that steps write to.
 
         Where there is a checkpoint to go on from, the tensors are filled in place, each device its shard, whatever mesh
         or single device it was saved from. So they must be on their device, and sharded, before.
@@ -212,10 +215,14 @@ class Run:
         if config.profile_steps:
             enter(profile)
         self._writers.callback(getattr(batches, "close", lambda: None))  # once the loader has ended
+        if not hasattr(batches, "seek"):  # a stream moves on with each batch that it gives
+            from tpu_utils.unsaved import check_pure  # only here: a run that does no step needs it not
+
+            check_pure(batches, self.first_step)
         ahead = (batches.batch(index) for index in range(*span))
         loader = enter(DeviceLoader(ahead, self.device, config.prefetch_batches, self._goodput, self._sharding))
         self._speed = Speed(self._goodput, loader, self._unit, self._flops, device.peak_flops())
-        self._watch.begin(self.first_step, self._speed.step_done, self._try_first_step)
+        self._watch.begin(self.first_step, self._speed.step_done, self._before_step, self._after_step)
         if self._begun.restore:
             self._tracked.set_random_state()  # last, after all that may draw
         self._goodput.enter("step")
@@ -229,18 +236,29 @@ class Run:
             if self._stop_signal:
                 return
 
-    def _try_first_step(self, step: OneGraph, arguments: tuple, keywords: dict[str, Any]) -> None:
-        if self.examples and device.process_count() == 1:  # one host has all shards of what the step gets
-            from tpu_utils.first_step import check_training  # only here: a run that does no step needs it not
+    def _before_step(self, step: OneGraph, arguments: tuple, keywords: dict[str, Any], named: dict[str, Any]) -> None:
+        """Before each call of the training step."""
+        if self._unsaved is None:
+            from tpu_utils.unsaved import Unsaved  # only here: a run that does no step needs them not
 
-            with self._goodput.phase("start_up"):
-                check_training(step, arguments, keywords, self._batch, *self.examples)
-        self._batch = None
+            self._unsaved = Unsaved(self._tracked)
+            if self.examples and not (device.is_spmd() and device.process_count() > 1):  # else no host has all shards
+                from tpu_utils.first_step import check_training, trace_evaluation
+
+                with self._goodput.phase("start_up"):
+                    trace_evaluation(self, arguments)
+                    check_training(self, step, arguments, keywords, self._batch)
+        self._unsaved.before(step, named)
+
+    def _after_step(self, step: OneGraph, named: dict[str, Any], result: Any, is_training: bool) -> None:
+        """After each call of any step."""
+        if self._unsaved:
+            self._unsaved.after(step, named, result, is_training, self._batch)
 
     @contextlib.contextmanager
-    def in_plain_pytorch(self) -> Iterator[None]:
-        """Steps that are called inside run as they are written, on tensors of the host."""
-        before, self.device, self._watch.is_plain = self.device, torch.device("cpu"), True
+    def in_plain_pytorch(self, where: torch.device | None = None) -> Iterator[None]:
+        """Steps that are called inside run as they are written, on tensors of the host, or of where."""
+        before, self.device, self._watch.is_plain = self.device, where or torch.device("cpu"), True
         try:
             yield
         finally:
@@ -319,6 +337,8 @@ class Run:
         """
         self._dir.check()
         self._read_metrics(step)
+        if self._unsaved:
+            self._unsaved.check()
         values = {"config": self._run, "num_steps": self.num_steps, "evaluation": self.evaluation, "best": self._best}
         values |= {"position": self.peers.gather(self._position(step))} if self._position else {}
         in_memory = self._memory is not None and step == self._step_in_memory

@@ -160,7 +160,8 @@ class Beginning:
 
 
 class Tracked:
-    """What checkpoints hold of a run: what has a state_dict() of tensors, by name, and the state of random numbers."""
+    """What checkpoints hold of a run, by name: what has a state_dict() of tensors, a tensor, a nesting of tensors; and
+    the state of random numbers."""
 
     def __init__(self, parts: dict[str, Any]):
         self.parts, self.metrics = parts, parts.get("metrics")
@@ -177,7 +178,12 @@ class Tracked:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint of now holds."""
-        return {name: part.state_dict() for name, part in self.parts.items()} | {"random": device.random_state()}
+        states = {name: getattr(part, "state_dict", lambda part=part: part)() for name, part in self.parts.items()}
+        return states | {"random": device.random_state()}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that are saved, themselves."""
+        return [one for part in self.parts.values() for one in tensors_by_path(_tensors_of(part)).values()]
 
     def make_scalars_data(self) -> None:
         """Scalar tensors (), such as BatchNorm's num_batches_tracked, become inputs of the step's program.
@@ -194,6 +200,8 @@ class Tracked:
                     tensor.data = device.send(tensor.detach().cpu(), tensor.device)[0]
 
 
-def _tensors_of(part: Any) -> dict[str, Any]:
+def _tensors_of(part: Any) -> Any:
     """The tensors themselves, to be filled in place: a module's state_dict would hold detached ones."""
-    return part.state_dict(keep_vars=True) if isinstance(part, torch.nn.Module) else part.state_dict()
+    if isinstance(part, torch.nn.Module):
+        return part.state_dict(keep_vars=True)
+    return part.state_dict() if hasattr(part, "state_dict") else part

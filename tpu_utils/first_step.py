@@ -17,6 +17,7 @@ from tpu_utils.checks import ERRORS, RowsAlike, in_batches, is_close, place_of, 
 from tpu_utils.device import drawing_from, replica_tried, send
 from tpu_utils.errors import InputError, first_line, line_of
 from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.unsaved import Unsaved, leaves_of
 
 if TYPE_CHECKING:
     from tpu_utils.graphs import OneGraph
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
 
 
 def check_training(
-    run: "Run", step: "OneGraph", arguments: tuple, keywords: dict[str, Any], batch: Sequence[torch.Tensor]
+    run: "Run",
+    step: "OneGraph",
+    arguments: tuple,
+    keywords: dict[str, Any],
+    batch: Sequence[torch.Tensor],
+    unsaved: Unsaved,
 ) -> None:
     """Raises InputError for a training step whose loss is no mean over examples, or no mean over the batch where DDP
-    has parts of it, that leaves gradients behind, or changes no parameter.
+    has parts of it, that leaves gradients behind, changes no parameter, or changes what no checkpoint holds.
 
     arguments, keywords: of the first call, with the tensors of batch among them; copies on the host are tried, with
     examples of check_model() in place of the batch, and the model in eval mode.
@@ -44,6 +50,7 @@ def check_training(
     four = [0, 1, 2, 3]
     try:
         with strict_shapes():
+            trial.check_saved(unsaved, arguments, batch)
             whole, again = trial.tried(four), trial.tried(four)
             single = [trial.tried([one]).loss for one in four]
             pairs = [trial.tried([0, one]).loss for one in four]
@@ -105,7 +112,7 @@ class Trial:
     """The training step on copies of what it was given, on the host."""
 
     def __init__(self, step: "OneGraph", given: list[int], rows: Sequence[torch.Tensor], others: list, keywords: dict):
-        self._step, self._given, self.rows = step.__wrapped__, given, rows
+        self._step, self._given, self.rows = step, given, rows
         self._ddp = [isinstance(one, DistributedDataParallel) for one in others]
         others = [one.module if is_ddp else one for one, is_ddp in zip(others, self._ddp, strict=True)]
         self._read = with_tensors([*others, keywords], lambda tensor: tensor.detach().cpu())
@@ -123,11 +130,27 @@ class Trial:
         found = values_by(evaluate, self._model, in_batches(rows, len(chosen)), run)
         return next((value for name, value in found.items() if name.endswith("loss")), None)
 
-    def tried(self, chosen: Sequence[int], replica: "Replica | None" = None) -> Tried:
-        """On the rows chosen. replica: as one of several, with the gradients' mean over them, as DDP computes it."""
-        *inputs, options = with_tensors(self._read, torch.clone)
+    def check_saved(self, unsaved: Unsaved, arguments: tuple, batch: Sequence[torch.Tensor]) -> None:
+        """Raises InputError for what one step in training changes and no checkpoint holds."""
+        *inputs, options = self.copies(range(4))
+        named, real = (self._step.signature.bind(*given, **options).arguments for given in (inputs, arguments))
+        real = unsaved.given(real, batch)
+        named = {name: named[name] for name in real}
+        before = leaves_of(named, set())
+        with drawing_from(0), RowsAlike():
+            self._step.__wrapped__(*inputs, **options)
+        unsaved.check_copies(self._step, real, before, leaves_of(named, set()))
+
+    def copies(self, chosen: Sequence[int]) -> list:
+        """What the step is given, with the rows chosen in place of the batch; the last one: by keyword."""
+        inputs = with_tensors(self._read, torch.clone)
         for position, array in zip(self._given, self.rows, strict=True):
             inputs[position] = array[list(chosen)]
+        return inputs
+
+    def tried(self, chosen: Sequence[int], replica: "Replica | None" = None) -> Tried:
+        """On the rows chosen. replica: as one of several, with the gradients' mean over them, as DDP computes it."""
+        *inputs, options = self.copies(chosen)
         (metrics,) = [one for one in inputs if isinstance(one, DeviceMetrics)]
         models = [one for one in inputs if isinstance(one, nn.Module)]
         parameters = [one for model in models for one in model.parameters()]
@@ -140,7 +163,7 @@ class Trial:
         for model in models:
             model.eval()
         with replica or drawing_from(0), RowsAlike():
-            self._step(*inputs, **options)
+            self._step.__wrapped__(*inputs, **options)
         values = metrics.read(self._count, self._count + 1)
         return Tried(
             float(values["loss" if "loss" in values else metrics.names[0]][0]),

@@ -229,7 +229,7 @@ class Run:
         for step, batch in enumerate(loader, self.first_step + 1):
             if config.profile_steps:
                 profile.before_step(step)
-            self._speed.count_of_step, self._batch = self._count(batch), batch
+            self._speed.count_of_step, self._batch, self._under_way = self._count(batch), batch, step
             yield step, batch
             self._step = step
             self._log.advance()
@@ -247,7 +247,7 @@ class Run:
 
                 with self._goodput.phase("start_up"):
                     trace_evaluation(self, arguments)
-                    check_training(self, step, arguments, keywords, self._batch)
+                    check_training(self, step, arguments, keywords, self._batch, self._unsaved)
         self._unsaved.before(step, named)
 
     def _after_step(self, step: OneGraph, named: dict[str, Any], result: Any, is_training: bool) -> None:
@@ -266,13 +266,20 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around an evaluation: phase("evaluation"). Its seconds and uploads are not those of the training steps."""
+        """Around an evaluation: phase("evaluation"). Its seconds and uploads are not those of the training steps. Where
+        it fails, the steps before it are saved first."""
         if self._watch.is_plain:
             yield
             return
         device.wait_device_ops()  # finish the dispatched steps: else the seconds of these would count for this phase
         with self._goodput.phase(name), self._speed.uploads_left_out() if self._speed else contextlib.nullcontext():
-            yield
+            try:
+                yield
+            except Exception:  # whatever it is, it is raised again
+                if self._speed and self.peers.count == 1:  # of several, the others may not come here
+                    self.print(f"saved      after step {self._under_way}, where the {name} fails")
+                    self.save(self._under_way)
+                raise
 
     def log_due(self, step: int) -> bool:
         return step % self.config.log_every == 0 or step == self.num_steps

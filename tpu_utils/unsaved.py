@@ -105,12 +105,25 @@ def check_pure(batches: Any, index: int) -> None:
             )
 
 
+def changes(before: Leaves, after: Leaves) -> Iterator[tuple[str, Any, Any]]:
+    """(path, value, what written() gave before) of what was written to, is another tensor, or was not there."""
+    for path, (value, count) in after.items():
+        old, old_count = before.get(path, (None, None))
+        is_other = count != old_count or (isinstance(value, torch.Tensor) and value is not old)
+        if is_other and getattr(value, "grad_fn", None) is None:  # with one it was computed from parameters
+            yield path, value, old_count
+
+
 class Unsaved:
     """Raises InputError when steps, or what an evaluation computes with, change what Run.track() was not given."""
 
     def __init__(self, tracked: Tracked):
-        self._tracked, self._calls = tracked, {}
-        self._seen: dict[Any, tuple[Callable[[], Leaves], Leaves]] = {}
+        self._tracked = tracked
+        parts = tracked.parts.values()
+        self._whole = {id(part) for part in parts if not isinstance(part, nn.Module | torch.optim.Optimizer)}
+        """Parts that save themselves: their insides are their own."""
+        self._calls: dict[int, int] = {}
+        self._seen: dict[int, tuple[str, Callable[[], Leaves], Leaves]] = {}
         self._results: dict[int, torch.Tensor] = {}
 
     def before(self, step, named: dict[str, Any]) -> None:
@@ -122,34 +135,31 @@ class Unsaved:
                 f"{step.__name__} gets {name} from its last call, and no checkpoint holds it; expected one tensor that "
                 f"the step writes to, {name}.copy_(...), and run.track({name}={name}, ...)"
             )
-        if self._calls.get(step) == 1:
-            look, before = self._seen[step]
+        if self._calls.get(id(step)) == 1:
+            _, look, before = self._seen[id(step)]
             before |= {path: leaf for path, leaf in look().items() if not isinstance(leaf[0], torch.Tensor)}
 
     def after(self, step, named: dict[str, Any], result: Any, is_training: bool, batch: list[torch.Tensor]) -> None:
         """Call it after each call of a step. batch: what goes up in each step."""
-        calls = self._calls[step] = self._calls.get(step, 0) + 1
+        calls = self._calls[id(step)] = self._calls.get(id(step), 0) + 1
         if is_training:
             self._results = {id(one): one for one in tensors_in(result)}
-        if calls > 2 or (calls == 2 and not is_training):
+        if calls == 2 and is_training:
+            self.check(step)
+        if calls > 1:
             return
-        if calls == 2:
-            return self.check(step)
         function = step.__wrapped__
         reached = {name: function.__globals__.get(name) for name in function.__code__.co_names}
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        reached |= {name: cell.cell_contents for name, cell in cells} | named
-        sent = {id(one) for one in batch}
-        reached = {
-            name: value
-            for name, value in reached.items()
-            if id(value) not in sent and not isinstance(value, bool | int | float | str)
-        }
-        whole = {
-            id(part) for part in self._tracked.parts.values() if not isinstance(part, nn.Module | torch.optim.Optimizer)
-        }
-        look = (lambda: leaves_of(reached, whole)) if is_training else (lambda: weights_of(reached))
-        self._seen[step] = look, look()
+        reached |= {name: cell.cell_contents for name, cell in cells} | self.given(named, batch)
+        look = (lambda: leaves_of(reached, self._whole)) if is_training else (lambda: weights_of(reached))
+        self._seen[id(step)] = step.__name__, look, look()
+
+    def given(self, named: dict[str, Any], batch: list[torch.Tensor]) -> dict[str, Any]:
+        """Without the batch, numbers, which the loop computes, and what saves itself."""
+        left_out = {id(one) for one in batch} | self._whole
+        kept = {name: value for name, value in named.items() if id(value) not in left_out}
+        return {name: value for name, value in kept.items() if not isinstance(value, bool | int | float | str)}
 
     def _saved(self) -> set[int]:
         return {id(tensor) for tensor in self._tracked.tensors()}
@@ -158,18 +168,24 @@ class Unsaved:
         """Raises InputError for what has changed since the first call. step: the training step, right after a call;
         else tensors alone are compared: the loop may have changed a number."""
         saved = self._saved()
-        for function, (look, before) in self._seen.items():
-            found = []
-            for path, (value, count) in look().items():
-                is_tensor = isinstance(value, torch.Tensor)
-                old = before.get(path, (None, None))
-                if (count == old[1] and (value is old[0] or not is_tensor)) or (not is_tensor and function is not step):
-                    continue
-                # with a grad_fn it was computed from parameters; what it is a view of may be saved
-                if not is_tensor or not (value.grad_fn or {id(value), id(value._base)} & saved):
-                    found.append((path, value, old[1]))
+        for number, (name, look, before) in self._seen.items():
+            found = [
+                change
+                for change in changes(before, look())
+                if (number == id(step) or isinstance(change[1], torch.Tensor))
+                and not {id(change[1]), id(getattr(change[1], "_base", None))} & saved  # a view of what is saved
+            ]
             if found:
-                raise InputError(says(function.__name__, found))
+                raise InputError(says(name, found))
+
+    def check_copies(self, step, named: dict[str, Any], before: Leaves, after: Leaves) -> None:
+        """As check(), for what the step has changed in copies. named: what they are copies of."""
+        saved = self._saved()
+        kept = {path for path, (value, _) in leaves_of(named, set()).items() if id(value) in saved}
+        # what was not there may be a cache
+        found = [change for change in changes(before, after) if change[0] in before.keys() - kept]
+        if found:
+            raise InputError(says(step.__name__, found))
 
 
 def says(step: str, found: list[tuple[str, Any, Any]]) -> str:

@@ -14,10 +14,12 @@ from processes import ROOT
 
 from config import MnistConfig
 from images.arrays import ImageDataset
+from tpu_utils.checkpoint.state import Tracked
 from tpu_utils.errors import InputError
 from tpu_utils.first_step import check_training
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.optim import learning_rates, make_optimizer
+from tpu_utils.unsaved import Unsaved
 
 SCRIPT = (ROOT / "simple_mnist_tpu.py").read_text()
 LOGITS = "        logits = model(images).float()\n"
@@ -278,7 +280,8 @@ def tried(kind: str, edits: list[tuple[str, str]]) -> None:
     optimizer, metrics = make_optimizer(config, model.parameters()), DeviceMetrics(["loss", "norm"], 4, device)
     rates, batch = learning_rates(config, 40), [torch.from_numpy(array) for array in dataset.first(16)]
     arguments = (model, optimizer, rates, metrics, *batch, config)
-    check_training(run, copied.train_step, arguments, {}, batch)
+    unsaved = Unsaved(Tracked(dict(model=model, optimizer=optimizer, metrics=metrics)))
+    check_training(run, copied.train_step, arguments, {}, batch, unsaved)
     assert torch.equal(drawn, torch.get_rng_state()) and int(metrics.step) == 0
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 

@@ -1,5 +1,6 @@
 """Optimizers and schedules, held to PyTorch's."""
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from run_files import assert_identical, state_in, summary_in
 from config import MnistConfig
 from tpu_utils.average import update_average
 from tpu_utils.errors import InputError
-from tpu_utils.optim import check_length, learning_rates, make_optimizer
+from tpu_utils.optim import check_length, learning_rates, make_optimizer, step_optimizer
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine", "step"])
@@ -88,6 +89,58 @@ def test_optimizers_are_those_of_pytorch(config, reference):
             model(x).square().sum().backward()
             optimizer.step()
     torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_groups_keep_their_ratio_to_the_rate_of_the_step_as_under_a_scheduler_of_pytorch(name):
+    torch.manual_seed(0)
+    config = MnistConfig(optimizer=name, learning_rate=0.1, weight_decay=0.1, scheduler="cosine")
+    make = dict(
+        sgd=lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.1),
+        adam=lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
+        adamw=lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.1),
+    )
+    ours = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+    theirs = copy.deepcopy(ours)
+
+    def groups(model):
+        own = {"betas": (0.5, 0.9)} if name != "sgd" else {"momentum": 0.5}
+        return [
+            {"params": model[0].parameters(), "lr": 1e-3},
+            {"params": model[1].parameters(), "weight_decay": 0.0, **own},
+            {"params": model[2].parameters(), "lr": 0.0},
+        ]
+
+    optimizer, reference = make_optimizer(config, groups(ours)), make[name](groups(theirs))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(reference, 6)
+    for rate in learning_rates(config, 6):
+        x = torch.randn(5, 4)
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        step_optimizer(optimizer, rate[None], torch.tensor(True), "skip")
+        reference.step()
+        scheduler.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "groups, change, said",
+    [
+        ({"nesterov": True}, None, "group 0 has nesterov True, which SGD does not know; expected some of lr, momentum"),
+        ({"lr": -1.0}, None, "group 0 has lr -1"),
+        ({"lr": float("nan")}, None, "group 0 has lr nan"),
+        ({}, lambda o: torch.optim.lr_scheduler.StepLR(o, 1), "a scheduler of torch.optim.lr_scheduler has this"),
+    ],
+)
+def test_what_a_group_cannot_keep_is_refused_by_name(groups, change, said):
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(InputError, match=said):
+        optimizer = make_optimizer(MnistConfig(optimizer="sgd"), [{"params": model.parameters(), **groups}])
+        if change:
+            change(optimizer)
+        step_optimizer(optimizer, torch.tensor([0.1]), torch.tensor(True), "skip")
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

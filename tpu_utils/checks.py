@@ -227,8 +227,8 @@ def check_evaluation(evaluate: Callable, model: nn.Module, rows: tuple, num_clas
             f"{where} gives {bad[0]} {together[bad[0]]:.4f}; expected 0 to 1: a sum over labels is divided by the "
             "number of labels that count, not of examples"
         )
-    if len(rows) > 1 and labels.is_floating_point() and not torch.equal(labels, labels.long().float()):
-        others = [labels + 0.25, labels.long().float()]
+    if len(rows) > 1 and labels.is_floating_point() and labels.dim() == 1 and not torch.equal(labels, labels.trunc()):
+        others = [labels + 0.25, labels.trunc()]
         found = [values(in_batches([*rows[:-1], other], count)) for other in others]
         losses = [name for name in together if name.endswith("loss")] or list(together)
         if all(together[name] == other[name] for name in losses for other in found):

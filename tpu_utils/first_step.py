@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tpu_utils.checks import ERRORS, RowsAlike, in_batches, is_close, place_of, strict_shapes, values_by, with_tensors
-from tpu_utils.device import drawing_from, replica_tried, send
+from tpu_utils.device import IS_XLA, drawing_from, random_state, replica_tried, send
 from tpu_utils.errors import InputError, first_line, line_of
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.unsaved import Unsaved, leaves_of
@@ -138,7 +138,17 @@ class Trial:
         named = {name: named[name] for name in real}
         before = leaves_of(named, set())
         with drawing_from(0), RowsAlike():
+            drawn = random_state()
             self._step.__wrapped__(*inputs, **options)
+            drawn = [name for name, state in random_state().items() if not torch.equal(state, drawn[name])]
+        if host := [name for name in drawn if name in ("numpy", "python")]:
+            said = (
+                f"{place_of(self._step.__wrapped__)} draws from {host[0]}'s generator: on the host, so the number goes "
+                "up in each step, or is a constant of the program; torch.rand draws on the device, batch() ahead of it"
+            )
+            if not IS_XLA:  # Dynamo makes it a constant
+                raise InputError(said)
+            print(f"check      {said}")
         unsaved.check_copies(self._step, real, before, leaves_of(named, set()))
 
     def copies(self, chosen: Sequence[int]) -> list:

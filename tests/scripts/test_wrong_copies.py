@@ -5,6 +5,7 @@ Each mistake is an edit of simple_mnist_tpu.py. docs/make_it_yours.md says which
 
 import contextlib
 import types
+from textwrap import dedent, indent
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,6 +39,7 @@ NORMED = [
     (HIDDEN, HIDDEN + "        x = self.norm(x)\n"),
 ]
 DROPPED = [(HIDDEN, HIDDEN + "        x = F.dropout(x, 0.5, self.training)\n")]
+NO_MASK = "        counted = labels_that_count(labels, mask)  # 0 for padding\n"
 # another kind of model: one output for each image, or a class for each pixel
 ONE = [(HEAD, HEAD.replace("10", "1"))]
 PIXELS = [
@@ -50,6 +52,26 @@ PIXELS = [
     ),
 ]
 
+MEAN = "loss.mean()"
+
+
+def model_of(text: str) -> list[tuple[str, str]]:
+    """Another model, a class Net(num_classes) in place of ConvNet."""
+    build = "    return ConvNet(dataset.image_size, config.channels, config.hidden_dim)\n"
+    return [(build, "    return Net(10)\n"), ("def build_model(", f"{dedent(text).strip()}\n\n\ndef build_model(")]
+
+
+def losses(
+    each: str, correct: str = "correct = loss * 0", mean: str = MEAN, couples: bool = False
+) -> list[tuple[str, str]]:
+    """Another loss in both steps. each: Python code that makes `loss`, a value for each label, of images, logits and
+    labels. mean: what the training step makes of it. couples: it is said that examples have an effect on each other.
+    """
+    training, evaluation = (indent(dedent(each).strip(), " " * width) + "\n" for width in (4, 8))
+    edits = [(TRAINED, f"{training}    loss = {mean}\n"), (LOSS, evaluation), (CORRECT, "")]
+    edits.append((NO_MASK, f"{NO_MASK.replace('labels,', 'loss,')}        {correct}\n"))
+    return [*edits, *[("@one_graph  # torch_xla", "@one_graph(couples_examples=True)  # torch_xla")] * couples]
+
 
 def regression(*edits):
     """The script with a loss of targets, and these edits."""
@@ -60,8 +82,187 @@ def regression(*edits):
     return [*ONE, *changed, *edits]
 
 
-NO_MASK = "        counted = labels_that_count(labels, mask)  # 0 for padding\n"
 WHOLE_MASK = (NO_MASK, "        counted = mask\n")
+
+# models of other kinds, of images (B, 8, 8)
+ENCODER = model_of("""
+    class Net(nn.Module):
+        def __init__(self, outputs):
+            super().__init__()
+            self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+        def forward(self, images):
+            return self.body(images.float() / 255)
+    """)
+VALUE = [*ENCODER, ("return Net(10)", "return Net(1)"), ("images.float() / 255)\n", "images.float() / 255)[:, 0]\n")]
+ROWS = model_of("""
+    class Net(nn.Linear):  # a result for each row of pixels, (B, 8, outputs)
+        def __init__(self, outputs):
+            super().__init__(8, outputs)
+
+        def forward(self, images):
+            return super().forward(images.float() / 255)
+    """)
+SCORES = [*ROWS, ("return Net(10)", "return Net(1)"), ("images.float() / 255)\n", "images.float() / 255)[..., 0]\n")]
+HALVES = model_of("""
+    class Net(nn.Linear):  # two views of an image, its upper and its lower half
+        def __init__(self, outputs):
+            super().__init__(32, outputs)
+
+        def forward(self, images):
+            upper, lower = (images.float() / 255).flatten(1).chunk(2, 1)
+            return F.normalize(super().forward(upper), dim=1), F.normalize(super().forward(lower), dim=1)
+    """)
+TWO_HEADS = model_of("""
+    class Net(nn.Module):
+        def __init__(self, outputs):
+            super().__init__()
+            self.classes, self.value, self.scales = nn.Linear(64, 10), nn.Linear(64, 1), nn.Parameter(torch.zeros(2))
+
+        def forward(self, images):
+            x = images.flatten(1).float() / 255
+            return self.classes(x), self.value(x)[:, 0], self.scales
+    """)
+NOISY = model_of("""
+    class Net(nn.Module):  # an autoencoder whose code is drawn, in an evaluation too
+        def __init__(self, outputs):
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(64, 16), nn.Linear(8, 64)
+
+        def forward(self, images):
+            mean, width = self.encoder(images.flatten(1).float() / 255).chunk(2, 1)
+            return self.decoder(mean + torch.randn_like(mean) * width.exp())
+    """)
+QUEUE = model_of("""
+    class Net(nn.Module):  # momentum contrast: negatives are the last batches, in a buffer
+        def __init__(self, outputs):
+            super().__init__()
+            self.body = nn.Linear(32, outputs)
+            self.register_buffer("queue", F.normalize(torch.randn(64, outputs), dim=1))
+
+        def forward(self, images):
+            upper, lower = (F.normalize(self.body(x), dim=1) for x in (images.float() / 255).flatten(1).chunk(2, 1))
+            logits = torch.cat([(upper * lower).sum(1, keepdim=True), upper @ self.queue.clone().T], 1)
+            if self.training:
+                self.queue.copy_(torch.cat([lower.detach(), self.queue])[: len(self.queue)])
+            return logits
+    """)
+ATTENTION = model_of("""
+    class Net(nn.Module):  # a set of rows of pixels; a row of zeros is padding
+        def __init__(self, outputs):
+            super().__init__()
+            self.score, self.head = nn.Linear(8, 1), nn.Linear(8, outputs)
+
+        def forward(self, images):
+            x = images.float() / 255
+            score = self.score(x)[..., 0].masked_fill(x.sum(2) == 0, -1e9)
+            return self.head((score.softmax(1)[..., None] * x).sum(1))
+    """)
+TRANSFORMER = model_of("""
+    class Net(nn.Module):
+        def __init__(self, outputs):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+            self.head = nn.Linear(8, outputs)
+
+        def forward(self, images):
+            return self.head(self.encoder(images.float() / 255).mean(1))
+    """)
+# what an evaluation computes from all of its batches at once
+COUNTS = "        return torch.stack([(correct * counted).sum(), (loss * counted).sum(), counted.sum()])\n"
+TABLE = (
+    COUNTS,
+    "        hot = F.one_hot(labels.long(), 10).float() * mask[:, None]\n"
+    "        return hot.T @ F.one_hot(logits.argmax(1), 10).float()\n",
+)
+RESULTS = (COUNTS, "        return logits.softmax(1), labels, mask\n")
+ALL_RESULTS = (
+    "        " + READ,
+    "        scores, labels, mask = (torch.cat([one[i].cpu() for one in sums]) for i in range(3))\n"
+    "        from sklearn.metrics import roc_auc_score\n"
+    "        scores = scores[mask > 0].double()\n"
+    "        areas = roc_auc_score(labels[mask > 0], scores / scores.sum(1, keepdim=True), multi_class='ovr')",
+)
+ONE_HALF = (  # gradients of two halves of the batch add up
+    "    loss.backward()\n",
+    "    loss = loss * 0\n"
+    "    for half, some in zip(images.chunk(2), labels.chunk(2)):\n"
+    "        part = F.cross_entropy(model(half).float(), some.long(), reduction='sum') / len(images)\n"
+    "        part.backward()\n"
+    "        loss = loss + part.detach()\n",
+)
+SHARPNESS = (  # sharpness-aware minimisation: the gradient a little uphill
+    TRAINED,
+    TRAINED
+    + "    parameters = list(model.parameters())\n"
+    + "    moves = [0.01 * one for one in torch.autograd.grad(loss, parameters)]\n"
+    + "    with torch.no_grad():\n"
+    + "        for parameter, move in zip(parameters, moves):\n            parameter.add_(move)\n"
+    + "    uphill = F.cross_entropy(model(images), labels.long())\n"
+    + "    uphill.backward()\n"
+    + "    with torch.no_grad():\n"
+    + "        for parameter, move in zip(parameters, moves):\n            parameter.sub_(move)\n",
+)
+CRITIC = [  # a second network and its optimizer, which the step trains first
+    ("train_step(model, optimizer", "train_step(model, critic, of_critic, optimizer"),
+    (
+        "def build_model(",
+        "def more_of_the_step(config):\n    critic = nn.Sequential(nn.Flatten(), nn.Linear(64, 1))\n"
+        "    return critic, make_optimizer(config, critic.parameters())\n\n\ndef build_model(",
+    ),
+    (
+        TRAINED,
+        "    made, real = logits, images.flatten(1).float() / 255\n"
+        "    (F.softplus(-critic(real)) + F.softplus(critic(made.detach()))).mean().backward()\n"
+        "    rate = rates.index_select(0, metrics.step)\n"
+        "    step_optimizer(of_critic, rate, torch.isfinite(rate[0]), config.on_nonfinite)\n"
+        "    of_critic.zero_grad(set_to_none=True)\n"
+        "    loss = F.softplus(-critic(made)).mean()\n",
+    ),
+    ("    optimizer.zero_grad(", "    of_critic.zero_grad(set_to_none=True)\n    optimizer.zero_grad("),
+    (LOSS, "        loss = (logits.mean(1) - 0.5).square()\n"),
+    (CORRECT, ""),
+    (NO_MASK, NO_MASK + "        correct = loss * 0\n"),
+    ("@one_graph  # torch_xla", "@one_graph(couples_examples=True)  # torch_xla"),
+]
+PINBALL = """
+    shares = torch.linspace(0.1, 0.9, 10, device=logits.device)
+    error = labels[:, None] - logits
+    loss = torch.maximum(shares * error, (shares - 1) * error)
+"""
+MIXTURE = """
+    weights, means, scales = logits[:, :9].float().chunk(3, 1)
+    each = weights.log_softmax(1) - scales - 0.5 * ((labels[:, None] - means) / scales.exp()).square()
+    loss = -torch.logsumexp(each, 1)
+"""
+DICE = """
+    share, there = logits.sigmoid().flatten(1), (labels > 0).float()
+    loss = 1 - (2 * (share * there).sum(1) + 1) / (share.sum(1) + there.sum(1) + 1)
+"""
+COX = """
+    at_risk = (labels[:, :1].T >= labels[:, :1]).float()
+    loss = torch.log((at_risk * logits.exp()[None]).sum(1)) - logits
+"""
+RANKING = """
+    better = (labels[:, :, None] > labels[:, None]).float()
+    loss = (F.softplus(logits[:, None] - logits[:, :, None]) * better).sum((1, 2)) / better.sum((1, 2)).clamp(min=1)
+"""
+TRIPLETS = """
+    distance = (logits[:, None] - logits[None]).square().sum(2).add(1e-6).sqrt()
+    same = (labels[:, None] == labels[None]).float()
+    loss = F.relu((distance * same).amax(1) - (distance + 100 * same).amin(1) + 0.5)
+"""
+ALIGNED = (TRAINED, "    upper, lower = logits\n    which = torch.arange(len(upper), device=upper.device)\n")
+CONTRASTIVE = [
+    *HALVES,
+    (LOGITS, LOGITS.replace("logits = model(images).float()", "upper, lower = model(images)")),
+    (LOSS, "        loss = (upper - lower).square().sum(1)\n"),
+    (CORRECT, ""),
+    (NO_MASK, NO_MASK + "        correct = loss * 0\n"),
+    (ALIGNED[0], ALIGNED[1] + "    loss = F.cross_entropy(upper @ lower.T / 0.2, which)\n"),
+]
+COUPLES = ("@one_graph  # torch_xla", "@one_graph(couples_examples=True)  # torch_xla")
 OTHER = "in batches of 4, the last one padded; expected the same"
 # name: (labels, edits, what is said)
 REFUSED = {
@@ -192,9 +393,120 @@ REFUSED = {
         [("    loss.backward()\n", ""), ("gradient_norm(model.parameters())", "loss")],
         "changes no parameter",
     ),
+    "coupled on purpose: gradients add up": (
+        "classes",
+        [*CONTRASTIVE, COUPLES, ("    optimizer.zero_grad(set_to_none=True)", "    #")],
+        "leaves gradients behind",
+    ),
+    "coupled on purpose: no step": (
+        "classes",
+        [*CONTRASTIVE, COUPLES, ("step_optimizer(optimizer,", "(lambda *_: None)(optimizer,")],
+        "changes no parameter",
+    ),
+    "a critic keeps its gradients": (
+        "classes",
+        [*ENCODER, ("return Net(10)", "return Net(64)"), *CRITIC, ("    of_critic.zero_grad(set_to_none=True)\n", "")],
+        "leaves gradients behind",
+    ),
+    "contrastive, and not said to be": ("classes", CONTRASTIVE, "couples_examples=True"),
+    "triplets, and not said to be": ("classes", [*ENCODER, losses(TRIPLETS)[0]], "couples_examples=True"),
+    "soft labels: loss without the mask": (
+        "soft",
+        [
+            *losses("loss = F.cross_entropy(logits.float(), labels, reduction='none')"),
+            (SUMS, SUMS.replace("(loss * counted).sum()", "loss.sum()")),
+        ],
+        "of the same in",
+    ),
+    "soft labels: softmax over the batch": (
+        "soft",
+        [
+            *losses("loss = F.cross_entropy(logits.float(), labels, reduction='none')"),
+            ("        logits = model(images)\n    ", "        logits = model(images).softmax(0)\n    "),
+        ],
+        "effect on each other",
+    ),
+    "one logit, each with each": (
+        "binary",
+        [*ONE, *losses("loss = F.softplus(-logits * (2 * labels.float() - 1))")],
+        "of the same in|effect on each other|fails on 11|expected the same shape",
+    ),
+    "tags: accuracy over examples": (
+        "tags",
+        [
+            *ROWS,
+            *losses(
+                "loss = F.cross_entropy(logits.float().transpose(1, 2), labels.long(), reduction='none')",
+                "correct = (logits.argmax(2) == labels).float()",
+            ),
+            (SUMS, SUMS.replace("counted.sum()]", "mask.sum()]")),
+        ],
+        "expected 0 to 1: a sum over labels",
+    ),
+    "autoencoder without the mask": (
+        "classes",
+        [
+            *ENCODER,
+            ("return Net(10)", "return Net(64)"),
+            *losses("loss = (logits - images.flatten(1) / 255).square().mean(1)"),
+            (SUMS, "[(correct * counted).sum(), loss.sum(), counted.sum()]"),
+        ],
+        OTHER,
+    ),
+    "F1 of each batch, averaged": (
+        "classes",
+        [
+            TABLE,
+            ("        " + READ, "        tables = [one.cpu().double() for one in sums]"),
+            (
+                RESULT,
+                "return dict(f1=sum((2 * t.diagonal() / (t.sum(0) + t.sum(1) + 1e-9)).mean().item() for t in tables)"
+                " / len(tables))",
+            ),
+        ],
+        "of the same in",
+    ),
+    "rows of padding are no numbers": (
+        "classes",
+        [*ATTENTION, ("-1e9", "float('-inf')")],
+        "(?i)padding.*nan|nan.*padding",
+    ),
+    "an evaluation fills the queue": (
+        "classes",
+        [*QUEUE, *losses("loss = F.cross_entropy(logits, labels.long() * 0, reduction='none')"), (EVAL, "")],
+        "changes the model: queue",
+    ),
+    "a number that a module counts": (
+        "classes",
+        [
+            (HEAD, HEAD + "        self.temperature = 2.0\n"),
+            (
+                FORWARD,
+                "        self.temperature = max(1.0, self.temperature * 0.9)\n"
+                "        return self.head(x) / self.temperature\n",
+            ),
+        ],
+        "temperature",
+    ),
 }
 LOSSES = "the training step gives a loss of"
 SAID = {  # the run goes on
+    "numpy's generator in the step": (
+        "classes",
+        [
+            ("import torch\n", "import numpy as np\nimport torch\n"),
+            (TRAINED, TRAINED.replace("logits.float()", "logits.float() * np.random.uniform(0.5, 1.5)")),
+        ],
+        "draws from numpy's generator",
+    ),
+    "Python's generator in the step": (
+        "classes",
+        [
+            ("import sys\n", "import random\nimport sys\n"),
+            (TRAINED, TRAINED.replace("logits.float()", "logits.float() * random.uniform(0.5, 1.5)")),
+        ],
+        "draws from python's generator",
+    ),
     "noise in an evaluation": (
         "classes",
         [(LOGITS, LOGITS + "        logits += torch.randn_like(logits)\n")],
@@ -239,6 +551,224 @@ RIGHT = {
     "targets (N, 3)": ("three", [*regression(), (HEAD.replace("10", "1"), HEAD.replace("10", "3"))]),
     "a class for each pixel": ("pixels", PIXELS),
     "some pixels ignored": ("ignored", PIXELS),
+    "one logit, classes 0 and 1": (
+        "binary",
+        [
+            *VALUE,
+            *losses(
+                "loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction='none')",
+                "correct = ((logits > 0) == labels).float()",
+            ),
+        ],
+    ),
+    "ordinal classes": (
+        "classes",
+        [
+            (HEAD, HEAD.replace("10", "9")),
+            *losses(
+                "above = (labels[:, None] > torch.arange(9, device=labels.device)).float()\n"
+                "loss = F.binary_cross_entropy_with_logits(logits.float(), above, reduction='none').sum(1)",
+                "correct = ((logits > 0).sum(1) == labels).float()",
+            ),
+        ],
+    ),
+    "tags (B, T, C)": (
+        "tags",
+        [
+            *ROWS,
+            *losses(
+                "loss = F.cross_entropy(logits.float().transpose(1, 2), labels.long(), reduction='none')",
+                "correct = (logits.argmax(2) == labels).float()",
+            ),
+        ],
+    ),
+    "CTC": (
+        "tags",
+        [
+            *ROWS,
+            *losses(
+                "frames = torch.full((len(images),), 8)\nloss = F.ctc_loss(\n"
+                "    logits.log_softmax(2).transpose(0, 1), labels[:, :3].long().clamp(min=1), frames, frames * 0 + 3,"
+                " reduction='none',\n)"
+            ),
+        ],
+    ),
+    "autoencoder, classes not used": (
+        "classes",
+        [
+            *ENCODER,
+            ("return Net(10)", "return Net(64)"),
+            *losses("loss = (logits - images.flatten(1) / 255).square().mean(1)"),
+        ],
+    ),
+    "autoencoder whose code is drawn": (
+        "classes",
+        [*NOISY, *losses("loss = (logits - images.flatten(1) / 255).square().mean(1)")],
+    ),
+    "diffusion": (
+        "classes",
+        [
+            *ENCODER,
+            ("return Net(10)", "return Net(64)"),
+            ("images.float() / 255)\n", "images)\n"),
+            (
+                LOGITS,
+                "        noise = torch.randn(len(images), 64, device=images.device)\n"
+                "        logits = model(images.flatten(1) / 255 + noise)\n",
+            ),
+            (
+                "        logits = model(images)\n    ",
+                "        noise = torch.randn(len(images), 64, device=images.device)\n"
+                "        logits = model(images.flatten(1) / 255 + noise)\n    ",
+            ),
+            ("nn.Flatten(), ", "nn.Flatten(), nn.Identity(), "),
+            *losses("loss = (logits - noise).square().mean(1)"),
+        ],
+    ),
+    "contrastive": ("classes", [*CONTRASTIVE, COUPLES]),
+    "triplets": ("classes", [*ENCODER, losses(TRIPLETS)[0], COUPLES]),
+    "a queue of negatives": (
+        "classes",
+        [*QUEUE, *losses("loss = F.cross_entropy(logits, labels.long() * 0, reduction='none')", couples=True)],
+    ),
+    "a generator and its critic": ("classes", [*ENCODER, ("return Net(10)", "return Net(64)"), *CRITIC]),
+    "soft labels": ("soft", losses("loss = F.cross_entropy(logits.float(), labels, reduction='none')")),
+    "label distributions": (
+        "soft",
+        losses("loss = F.kl_div(logits.float().log_softmax(1), labels, reduction='none').sum(1)"),
+    ),
+    "two normalisers": (
+        "binary",
+        [
+            *VALUE,
+            *losses(
+                "loss = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction='none')",
+                mean="loss.mean() + 1e-4 * (loss * labels).sum() / labels.sum().clamp(min=1)",
+            ),
+        ],
+    ),
+    "CutMix": (
+        "classes",
+        [
+            (
+                TRAINED,
+                TRAINED.replace(
+                    "F.cross",
+                    "0.75 * F.cross_entropy(logits.float(), labels.long()) + 0.25 * F.cross",
+                ).replace("labels.long())\n", "labels.flip(0).long())\n"),
+            ),
+            COUPLES,
+            (
+                "        logits = model(images)\n    ",
+                (
+                    "        half = (torch.arange(8, device=images.device) < 6).to(images.dtype)\n"
+                    "        logits = model(images * half + images.flip(0) * (1 - half))\n    "
+                ),
+            ),
+        ],
+    ),
+    "macro F1": (
+        "classes",
+        [
+            TABLE,
+            ("        " + READ, "        table = sum(one.cpu().double() for one in sums)"),
+            (
+                RESULT,
+                "return dict(f1=(2 * table.diagonal() / (table.sum(0) + table.sum(1)).clamp(min=1)).mean().item())",
+            ),
+        ],
+    ),
+    "macro AUC, the first examples of one class": (
+        "late",
+        [RESULTS, ALL_RESULTS, (RESULT, "return dict(area=areas)")],
+    ),
+    "hinge": ("classes", losses("loss = F.multi_margin_loss(logits.float(), labels.long(), reduction='none')")),
+    "focal": (
+        "classes",
+        losses(
+            "nats = F.cross_entropy(logits.float(), labels.long(), reduction='none')\n"
+            "loss = (1 - (-nats).exp()) ** 2 * nats",
+            "correct = (logits.argmax(1) == labels).float()",
+        ),
+    ),
+    "counts": (
+        "counts",
+        [*VALUE, *losses("loss = F.poisson_nll_loss(logits, labels.float(), reduction='none')")],
+    ),
+    "quantiles": (
+        "targets",
+        [*ENCODER, *losses(PINBALL, "correct, counted = loss * 0, mask[:, None].expand(loss.shape)")],
+    ),
+    "a mixture of densities": ("targets", [*ENCODER, *losses(MIXTURE)]),
+    "two heads": (
+        "two",
+        [
+            *TWO_HEADS,
+            (LOGITS, LOGITS.replace(".float()", "")),
+            *losses(
+                "loss = F.cross_entropy(logits[0], labels[:, 0].long(), reduction='none') * (-logits[2][0]).exp()\n"
+                "loss = loss + (logits[1] - labels[:, 1]).square() * (-logits[2][1]).exp() + logits[2].sum()"
+            ),
+        ],
+    ),
+    "pairs": (
+        "same",
+        [
+            *HALVES,
+            (LOGITS, LOGITS.replace(".float()", "")),
+            *losses(
+                "distance = (logits[0] - logits[1]).square().sum(1).add(1e-6).sqrt()\n"
+                "loss = labels * distance.square() + (1 - labels) * F.relu(1 - distance).square()"
+            ),
+        ],
+    ),
+    "dice of each example": ("region", [*ENCODER, ("return Net(10)", "return Net(64)"), *losses(DICE)]),
+    "survival": (
+        "survival",
+        [
+            *VALUE,
+            *losses("loss = labels[:, 0] * logits.exp() - labels[:, 1] * logits"),
+            (
+                "    loss = labels[:, 0] * logits.exp() - labels[:, 1] * logits\n    loss",
+                indent(dedent(COX).strip(), "    ") + "\n    loss",
+            ),
+            ("    loss = loss.mean()\n", "    loss = (loss * labels[:, 1]).sum() / labels[:, 1].sum().clamp(min=1)\n"),
+            COUPLES,
+        ],
+    ),
+    "ranking within lists": ("relevance", [*SCORES, *losses(RANKING)]),
+    "a transformer's encoder": ("classes", TRANSFORMER),
+    "a set with padding": ("classes", ATTENTION),
+    "two halves of a batch": ("classes", [ONE_HALF]),
+    "sharpness-aware": ("classes", [SHARPNESS, ("    loss.backward()\n", "")]),
+    "gradient penalty": (
+        "classes",
+        [
+            (
+                TRAINED,
+                TRAINED
+                + "    (slopes,) = torch.autograd.grad(logits.logsumexp(1).sum(), pixels, create_graph=True)\n"
+                + "    loss = loss + 1e-6 * slopes.flatten(1).square().sum(1).mean()\n",
+            ),
+            (
+                "        logits = model(images)\n    ",
+                "        pixels = images.float().requires_grad_()\n        logits = model(pixels)\n    ",
+            ),
+        ],
+    ),
+    "rates, decay and betas of groups": (
+        "classes",
+        [
+            (
+                "def build_model(",
+                "def optimizer_of(config, model):\n"
+                "    head = dict(params=model.head.parameters(), lr=1e-4, weight_decay=0.1, betas=(0.8, 0.9))\n"
+                "    rest = [one for name, one in model.named_parameters() if 'head' not in name]\n"
+                "    return make_optimizer(config, [head, dict(params=rest)])\n\n\ndef build_model(",
+            )
+        ],
+    ),
+    "a frozen layer": ("classes", [(HEAD, HEAD + "        self.conv1.requires_grad_(False)\n")]),
 }
 
 
@@ -253,6 +783,16 @@ def dataset_of(kind: str) -> ImageDataset:
         "pixels": lambda: draw.integers(0, 3, (24, 8, 8)),
         "ignored": lambda: np.where(draw.random((24, 8, 8)) < 0.3, -100, draw.integers(0, 3, (24, 8, 8))),
         "void": lambda: np.where(draw.random((24, 8, 8)) < 0.3, 255, draw.integers(0, 3, (24, 8, 8))),
+        "binary": lambda: draw.integers(0, 2, 24),
+        "counts": lambda: draw.poisson(2, 24),
+        "late": lambda: np.concatenate([np.zeros(12, int), np.arange(12) % 10]),
+        "tags": lambda: draw.integers(0, 10, (24, 8)),
+        "soft": lambda: draw.dirichlet(np.ones(10), 24).astype(np.float32),
+        "two": lambda: np.stack([draw.integers(0, 10, 24), draw.normal(size=24)], 1).astype(np.float32),
+        "same": lambda: draw.integers(0, 2, 24).astype(np.float32),
+        "region": lambda: draw.integers(0, 2, (24, 64)).astype(np.float32),
+        "survival": lambda: np.stack([draw.exponential(size=24), draw.integers(0, 2, 24)], 1).astype(np.float32),
+        "relevance": lambda: draw.integers(0, 4, (24, 8)).astype(np.float32),
         "hot": lambda: np.eye(10, dtype=np.int64)[draw.integers(0, 10, 24)],
     }[kind]()
     return ImageDataset(kind, images, labels, images, labels)
@@ -275,13 +815,15 @@ def tried(kind: str, edits: list[tuple[str, str]]) -> None:
     dataset = dataset_of(kind)
     torch.manual_seed(0)
     model = copied.build_model(config, dataset)
+    more = vars(copied).get("more_of_the_step", lambda config: ())(config)
     state, drawn = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
     copied.check_model(model, dataset, copied.evaluate, run)
-    optimizer, metrics = make_optimizer(config, model.parameters()), DeviceMetrics(["loss", "norm"], 4, device)
+    made = vars(copied).get("optimizer_of", lambda config, model: make_optimizer(config, model.parameters()))
+    optimizer, metrics = made(config, model), DeviceMetrics(["loss", "norm"], 4, device)
     rates, batch = learning_rates(config, 40), [torch.from_numpy(array) for array in dataset.first(16)]
-    arguments = (model, optimizer, rates, metrics, *batch, config)
-    unsaved = Unsaved(Tracked(dict(model=model, optimizer=optimizer, metrics=metrics)))
-    check_training(run, copied.train_step, arguments, {}, batch, unsaved)
+    arguments = (model, *more, optimizer, rates, metrics, *batch, config)
+    saved = {f"part_{number}": one for number, one in enumerate((model, *more, optimizer, metrics))}
+    check_training(run, copied.train_step, arguments, {}, batch, Unsaved(Tracked(saved)))
     assert torch.equal(drawn, torch.get_rng_state()) and int(metrics.step) == 0
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 

@@ -155,6 +155,8 @@ class LogOptions:
     """Write TensorBoard events to run_dir/tensorboard."""
     profile_steps: Annotated[str, FREE] = ""
     """FIRST:LAST, the steps to trace, for example 10:13 for steps 10, 11 and 12."""
+    strict: Annotated[bool, FREE] = False
+    """Stop the run at a step that reads from the device, or sends it more than the batch, and name the line."""
     stall_seconds: Annotated[int, Range("[0, 100000000]"), FREE] = 600
     """Print the stacks of all threads after so long without progress (start-up and compiling: six times). 0: never."""
 

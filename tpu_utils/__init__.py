@@ -5,8 +5,9 @@ device        the one room that knows the backend: started, described, a step co
               on a mesh, read back in shards; random numbers, memory
 checks        check_model: model, evaluation and training step, tried in plain PyTorch before anything is compiled
 torch_compile the same names where torch_xla is not installed: the second road of docs/torchtpu.md
-graphs        @one_graph: a second graph of a step stops the run; second_graph: why there is one
+graphs        @one_graph: a second graph of a step is an error, in a run and without; second_graph: why there is one
 metrics       values of each step that stay on the device until a log line
+speed         throughput between two log lines, transfers beside the batch; lines: at which lines these are
 loader        batches sent to the device in a thread, ahead of the step
 optim         learning rates, optimizers whose state is there before step 1, the average of the weights
 dropout       masks hashed on the device

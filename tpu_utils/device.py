@@ -6,13 +6,14 @@ sent, placed on a mesh, and read back in shards. Where torch_xla is not installe
 
 import contextlib
 import math
+import os
 import random
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ if find_spec("torch_xla"):
     """Of tensors on the device, and the name under which torch.autocast knows it."""
     READS = ("Unexpected execution", "tensor_data")
     """What an error says of a step that reads a tensor."""
+    MOVES = re.compile("copy_from|to_copy|to_cpu|detach|propagate|empty|scalar|view")
     IS_XLA, BACKEND, ON_CPU = True, f"torch_xla {torch_xla.__version__}", "XLA CPU backend: no TPU"
     current_device, set_mat_mul_precision = torch_xla.device, torch_xla.backends.set_mat_mul_precision
     # a device, those of all hosts, and the processes that have them
@@ -65,6 +67,8 @@ if find_spec("torch_xla"):
     # The base class of xp.Trace and xp.StepTrace. Those also push a scope that names the operations inside, which would
     # make another graph, and StepTrace syncs at its end. TraceMe does neither; without a running trace it does nothing.
     TraceMe = torch_xla._XLAC.profiler.TraceMe
+    if "PT_XLA_DEBUG_LEVEL" not in os.environ:  # else 30 lines on stderr before the one that says what a step reads
+        os.environ.setdefault("PT_XLA_DEBUG_FILE", os.devnull)
     # of torch_xla about its own insides, and a save would print it in the middle of the run
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch_xla\.distributed\.spmd")
 
@@ -146,14 +150,26 @@ def print_banner(config: "TrainConfig", device: torch.device) -> None:
         print(f"compiler   {' '.join(options) or 'no options'}, and what torch_xla adds", flush=True)
 
 
-def compile_step(function: Callable) -> Callable:
-    """The function as one graph. An error of READS: it reads a tensor."""
-    return torch_xla.compile(function, full_graph=True, name=function.__name__)
+def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
+    """The function as one graph. An error of READS: it reads a tensor. begin: called once nothing before it pends."""
+
+    @wraps(function)
+    def begun(*arguments, **keywords):
+        begin()
+        return function(*arguments, **keywords)
+
+    return torch_xla.compile(begun, full_graph=True, name=function.__name__)
 
 
 def graphs_compiled() -> int:
     """Programs compiled, or read from the compile cache, by this process so far."""
     return sum(met.counter_value(name) or 0 for name in ("UncachedCompile", "PersistentCacheHit"))
+
+
+def operations_traced() -> int:
+    """Operations on tensors of the device so far, but for those that move one or look at it."""
+    names = (name for name in met.counter_names() if name.startswith("xla::") and not MOVES.search(name))
+    return sum(met.counter_value(name) or 0 for name in names)
 
 
 def transfers_to_device() -> int:

@@ -1,4 +1,4 @@
-"""@one_graph: a second graph of a step stops the run, and the message says what changed."""
+"""@one_graph: a function is one compiled graph; a second one is an error that says what changed. Needs no Run."""
 
 import contextlib
 import functools
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from tpu_utils.clock import Goodput
-from tpu_utils.device import DEVICE_TYPE, READS, compile_step, graphs_compiled, pending_operation
-from tpu_utils.errors import RecompileError, first_line, line_of
+from tpu_utils.device import DEVICE_TYPE, compile_step, graphs_compiled, pending_operation
+from tpu_utils.errors import RecompileError
 
 
 class FirstStep(Exception):
@@ -24,28 +24,37 @@ class FirstStep(Exception):
 
 
 class OneGraph:
-    """A step decorated by one_graph(). A run that it was given to lets it compile one program."""
+    """A function decorated by one_graph(): a step of the Run that it was given to, or watched by itself."""
 
     def __init__(self, function: Callable, each_shape: bool = False, couples_examples: bool = False):
         functools.update_wrapper(self, function)
         self.each_shape, self.couples_examples = each_shape, couples_examples
         self.watch, self.signature = None, inspect.signature(function)
-        self.compiled = compile_step(function)
+        self.compiled = compile_step(function, self._begin)
         """The step without the watch, for a call outside of a run."""
 
+    def _begin(self) -> None:
+        self.graphs_before = graphs_compiled()
+
     def __call__(self, *arguments, **keywords):
-        if self.watch is None:
-            raise RuntimeError(
-                f"{self.__name__} is no step of a run; expected Run(config, {self.__name__}, ...), and this call "
-                "inside its with statement"
-            )
-        if self.watch.is_plain:
+        watch = self.watch or StepWatch([self])
+        if watch.is_plain:
             return self.__wrapped__(*arguments, **keywords)
-        return self.watch.call(self, arguments, keywords)
+        return watch.call(self, arguments, keywords)
+
+    def named(self, arguments: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by the names of the parameters; beside them globals and variables around that its code names."""
+        around = {}
+        with contextlib.suppress(ValueError):  # one of them has no value yet
+            found = inspect.getclosurevars(inspect.unwrap(self.__wrapped__))
+            around = found.globals | found.nonlocals
+        bound = self.signature.bind(*arguments, **keywords)
+        bound.apply_defaults()
+        return around | bound.arguments
 
 
 def one_graph(function: Callable | None = None, **options: bool) -> OneGraph:
-    """Decorator of a step: torch_xla.compile(full_graph=True), and a second graph stops the run and says what changed.
+    """Decorator: torch_xla.compile(full_graph=True), and a second graph raises RecompileError, which says what changed.
 
     each_shape: one graph for each set of shapes that its tensors come in. couples_examples: the loss is no mean over
     examples, as in contrastive learning, so check_model() does not expect it.
@@ -54,13 +63,14 @@ def one_graph(function: Callable | None = None, **options: bool) -> OneGraph:
 
 
 class StepWatch:
-    """Raises RecompileError when a step of the run compiles a second graph. The first one is the training step.
+    """Raises RecompileError for a second graph of a step; of a run's steps, for one that none of them made too.
 
+    steps: the first is the training step. goodput: of the run; None: a function by itself.
     on_step(compiled): called after each training step.
     """
 
-    def __init__(self, steps: Sequence[OneGraph], goodput: Goodput):
-        self.steps, self._goodput, self.is_plain = steps, goodput, False
+    def __init__(self, steps: Sequence[OneGraph], goodput: Goodput | None = None):
+        self.steps, self._goodput, self._in_run, self.is_plain = steps, goodput or Goodput(), goodput is not None, False
         """is_plain: steps are called as they are written, by PyTorch alone."""
         for step in steps:
             step.watch = self
@@ -77,7 +87,7 @@ class StepWatch:
         the training step, its arguments, and these by name, before each call. after: any step, its arguments by name,
         its result, and whether it is the training step."""
         self._first_step, self._on_step, self.total = first_step, on_step, graphs_compiled()
-        self._before, self._after, self._around_next, self._was_traced = before, after, [], False
+        self._before, self._after, self._outside = before, after, None
         self._seen: dict[tuple, Seen] = {}
         self._facts: dict[str, Any] | None = None
 
@@ -85,20 +95,14 @@ class StepWatch:
         """The next call of a step does not run it: it raises FirstStep, with these facts."""
         self._facts = facts
 
-    def name_uploads(self, count: Callable[[], int], say: Callable[[str], None]) -> None:
-        """Say of the next training step which of its lines send values to the device; once. count: sent so far."""
-        if not self._was_traced:
-            from tpu_utils.uploads import lines_that_upload  # only for a step that does
-
-            self._was_traced = True
-            self._around_next.append(lines_that_upload(count, say))
-
     def end(self) -> None:
         for step in self.steps:
             step.watch = None
 
     def graphs(self, training: bool) -> int:
-        """Compiled for the training step, or for all others."""
+        """Compiled for the training step, or for all others. Raises RecompileError for one that no step made."""
+        if self._outside:
+            self._outside.check(is_last=True)
         first = self.steps[:1]
         return sum(seen.graphs for seen in self._seen.values() if (seen.step in first) == training)
 
@@ -106,9 +110,10 @@ class StepWatch:
         """step(*arguments, **keywords). Raises RecompileError."""
         if self._facts is not None:
             raise FirstStep(step.compiled, arguments, keywords, self._facts)
-        named = step.signature.bind(*arguments, **keywords).arguments
-        inputs = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-        shapes = {name: _shape_of(value) for name, value in inputs.items()}
+        if self._outside:
+            self._outside.check()
+        named = step.named(arguments, keywords)
+        shapes = {name: _shape_of(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
         key = (step, *shapes.items()) if step.each_shape else (step,)
         is_first, seen = key not in self._seen, self._seen.setdefault(key, Seen(step))
         seen.calls += 1
@@ -116,28 +121,38 @@ class StepWatch:
             seen.state = _state_sizes(named)
         if seen.calls <= 2:
             seen.held.append(_held_by_modules(named))
-        is_training = step is self.steps[0]
+        if is_first and not self._in_run and not seen.held[0]:
+            from tpu_utils.second_graph import check_on_device  # only for a function without a model there
+
+            check_on_device(step.__name__, named)
+        is_training = self._in_run and step is self.steps[0]
         if is_training:
             self._before(step, arguments, keywords, named)
         number = self._first_step + sum(other.calls for other in self._seen.values() if other.step is step)
         call = f"step {number}" if is_training else f"call {number - self._first_step}"
-        around = self._around_next.pop() if is_training and self._around_next else contextlib.nullcontext()
+        around = self._outside.left_out() if self._outside else contextlib.nullcontext()
         with self._goodput.phase("compile" if is_first else self._goodput.current), around:
             try:
                 result = step.compiled(*arguments, **keywords)
             except RuntimeError as error:
+                from tpu_utils.second_graph import raise_if_read  # only for an error
+
                 raise_if_read(error, step.__name__, call)
                 raise
         total, numbers = graphs_compiled(), _numbers_in(named)
-        new, self.total = total - self.total, total
+        new, outside, self.total = total - step.graphs_before, step.graphs_before - self.total, total
         seen.graphs += new
         if seen.graphs > 1:
             from tpu_utils.second_graph import reasons  # only for a step that has one
 
-            why = reasons(seen, is_first, _held_by_modules(named), _state_sizes(named), shapes, numbers)
+            why = reasons(seen, _held_by_modules(named), _state_sizes(named), shapes, numbers)
             raise RecompileError(
                 f"{call} compiled graph {seen.graphs} of {step.__name__}, expected 1: {'; '.join(why)}"
             )
+        if outside and self._in_run and not self._outside:
+            from tpu_utils.second_graph import GraphsOutside  # only for a run that has one
+
+            self._outside = GraphsOutside(call, step.__name__, seen)
         changed = {name for name, value in numbers.items() if seen.numbers.get(name, value) != value}
         seen.shapes, seen.numbers, seen.changed = shapes, numbers, changed
         if is_training:
@@ -162,18 +177,6 @@ class Seen:
     """Tensors in the state of each optimizer before the first call."""
     held: list[dict[str, "Held"]] = field(default_factory=list)
     """What modules held before each of the first two calls."""
-
-
-def raise_if_read(error: RuntimeError, name: str, call: str) -> None:
-    """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads."""
-    if not any(said in str(error) for said in READS):
-        return
-    raise RecompileError(
-        f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "
-        "none of .item(), print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; "
-        "an optimizer of torch.optim reads its step size: use make_optimizer of tpu_utils/optim.py (torch_xla says: "
-        f"{first_line(error)})"
-    ) from error
 
 
 @dataclass(frozen=True)
@@ -223,8 +226,8 @@ def _numbers_in(named: dict[str, Any]) -> dict[tuple, Any]:
 
 def _state_sizes(named: dict[str, Any]) -> dict[str, int]:
     """Tensors in the state of each optimizer among a step's arguments."""
-    found = {name: value for name, value in named.items() if isinstance(value, torch.optim.Optimizer)}
     return {
-        name: sum(isinstance(value, torch.Tensor) for state in optimizer.state.values() for value in state.values())
-        for name, optimizer in found.items()
+        name: sum(isinstance(value, torch.Tensor) for state in one.state.values() for value in state.values())
+        for name, one in named.items()
+        if isinstance(one, torch.optim.Optimizer)
     }

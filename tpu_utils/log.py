@@ -20,7 +20,8 @@ SHORT = {  # how a value stands in a train line
     "learning_rate": "lr {:.2e}",
 }
 
-
+BESIDE = {"host_to_device_uploads_per_step": "uploads", "device_to_host_reads_per_step": "reads"}
+"""Beside the batch; a right run has none."""
 BEST_IS_LARGEST = {"accuracy": True, "validation_loss": False}
 """Evaluations are compared by the first of these fields that they have; True: the largest value is the best."""
 
@@ -86,6 +87,7 @@ class RunLog:
             columns.append(f"{speed['step_seconds'] * 1e3:.1f} ms/step")
             columns.append(f"{speed[rate]:.0f} {rate.removesuffix('_per_second')}/s")
             columns.append(f"data wait {speed['data_wait_seconds'] * 1e3:.1f} ms")
+        columns += [f"{word} {speed[name]:.3g}/step" for name, word in BESIDE.items() if speed.get(name)]
         if speed["mfu"] is not None:
             columns.append(f"mfu {speed['mfu']:.1%}")
         self._print("  ".join([f"step {step:6d}/{self._bar.total}", *columns]))
@@ -162,7 +164,7 @@ def better(best: dict[str, Any] | None, step: int, fields: dict[str, float]) -> 
 
 def print_summary(summary: dict[str, Any]) -> None:
     """The last lines of every script: results, graphs, skipped updates, unexpected uploads, seconds of each phase."""
-    known = ("steps", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step", "seconds")
+    known = ("steps", "train_graphs", "eval_graphs", *BESIDE, "seconds")
     known += ("skipped_steps", "best_step", "hbm_peak_bytes")
     results = [
         f"{name.replace('_', ' ')} {value:.4f}"
@@ -178,12 +180,10 @@ def print_summary(summary: dict[str, Any]) -> None:
         print(f"memory     at most {summary['hbm_peak_bytes'] / 2**30:.2f} GiB per device")
     if summary["skipped_steps"]:
         print(f"skipped    {summary['skipped_steps']} of {summary['steps']} updates, which were not finite")
-    if summary["host_to_device_uploads_per_step"]:
-        uploads = f"{summary['host_to_device_uploads_per_step']:.3g}"
+    for name in (name for name in BESIDE if summary.get(name)):
         print(
-            f"uploads    {uploads} a step beside the batch: the numbers are right, but each step waits for what is "
-            "sent. After the first log line such a line names the code; causes are a Python number that changes, the "
-            "seed of torch's dropout or of another draw, and nn.LSTM"
+            f"{BESIDE[name]:10} {summary[name]:.3g} a step beside the batch: the numbers are right, but each makes the "
+            "host or the device wait; a line above names the code, and --strict stops there"
         )
     split = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary["goodput"].items())
     print(f"seconds    {summary['seconds']:.1f}: {split}", flush=True)

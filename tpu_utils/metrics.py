@@ -1,14 +1,9 @@
-"""Values of each step that stay on the device until a log line, and the throughput between two log lines."""
+"""Values of each step that stay on the device until a log line."""
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
-
-from tpu_utils.clock import Goodput
-from tpu_utils.loader import DeviceLoader
 
 
 class DeviceMetrics:
@@ -83,59 +78,3 @@ def finite_means(values: dict[str, np.ndarray]) -> dict[str, float]:
     if "gradient_norm" in values:
         found["largest_gradient_norm"] = float(values["gradient_norm"][taken].max()) if taken.any() else math.nan
     return found
-
-
-class Speed:
-    """Throughput between two log lines: the phases step and data_wait, without compile, evaluation and checkpoint."""
-
-    def __init__(self, goodput: Goodput, loader: DeviceLoader, unit: str, flops: float | None, peak: float | None):
-        """unit: what is counted, examples or tokens. flops: of one of them. peak: FLOP/s of all devices, or None."""
-        self._goodput, self.loader, self._unit, self._flops, self._peak = goodput, loader, unit, flops, peak
-        self.uploads_per_step: float | None = None
-        """Transfers to the device beside the batches, per step since the last measurement; None before the first."""
-        self.count_of_step = 0
-        """Examples or tokens of the step under way."""
-        self._started = False
-
-    def start(self) -> None:
-        """Count from now."""
-        self._started = True
-        self._goodput.total()  # settles the running phase
-        self._steps, self._count, self._seconds, self._busy = 0, 0, dict(self._goodput.seconds), self._goodput.busy
-        self._uploads = self.loader.uploads_beside_batches()
-
-    @contextlib.contextmanager
-    def uploads_left_out(self) -> Iterator[None]:
-        """Around what is no step, such as an evaluation."""
-        before = self.loader.uploads_beside_batches()
-        yield
-        if self._started:
-            self._uploads += self.loader.uploads_beside_batches() - before
-
-    def step_done(self, compiled: bool) -> None:
-        """Call it after each step; the first starts the count. compiled: the step was compiled, and is not counted."""
-        if not self._started:
-            self.start()
-        elif not compiled:
-            self._steps, self._count = self._steps + 1, self._count + self.count_of_step
-
-    def measure(self) -> dict[str, float | None]:
-        """Fields of a train line for the steps since start() or the last measure(). All None when there were none.
-
-        host_seconds: CPU time of the loop's thread for a step. If it is as long as the step, the device waits for the
-        host.
-        """
-        steps, count, before, uploads_before = self._steps, self._count, self._seconds, self._uploads
-        busy = self._busy
-        self.start()
-        rate = f"{self._unit}_per_second"
-        if not steps:
-            return dict.fromkeys(("step_seconds", rate, "mfu", "data_wait_seconds", "host_seconds"))
-        uploads = (self._uploads - uploads_before) / steps
-        self.uploads_per_step = None if math.isnan(uploads) else uploads  # nan: the backend does not count them
-        data_wait = (self._seconds["data_wait"] - before["data_wait"]) / steps
-        seconds = (self._seconds["step"] - before["step"]) / steps + data_wait
-        per_second = count / steps / seconds
-        mfu = per_second * self._flops / self._peak if self._flops and self._peak else None
-        found = {"step_seconds": seconds, rate: per_second, "mfu": mfu, "data_wait_seconds": data_wait}
-        return found | {"host_seconds": (self._busy - busy) / steps}

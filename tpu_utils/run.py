@@ -30,7 +30,7 @@ from tpu_utils.errors import NonFiniteError, SaveError, never_fail_to_print
 from tpu_utils.graphs import OneGraph, StepWatch
 from tpu_utils.loader import DeviceLoader
 from tpu_utils.log import RunLog, better, print_summary
-from tpu_utils.metrics import Speed, finite_means, first_not_finite
+from tpu_utils.metrics import finite_means, first_not_finite
 from tpu_utils.options import as_json
 from tpu_utils.peers import Peers
 from tpu_utils.run_dir import RunDir, check_same_options, write_config
@@ -39,6 +39,7 @@ from tpu_utils.stop import StopRequest
 if TYPE_CHECKING:
     from config import TrainConfig
     from tpu_utils.checkpoint.memory import MemoryCheckpoints
+    from tpu_utils.speed import Speed
     from tpu_utils.unsaved import Unsaved
 
 
@@ -184,6 +185,8 @@ class Run:
         A finished run that is resumed does no step and writes nothing. With --compile_for the first step is compiled,
         not run.
         """
+        from tpu_utils.speed import Speed, Transfers  # only here: a run that does no step needs it not
+
         config, folder, span = self.config, self._dir.folder, (self.first_step, self.num_steps)
         if config.compile_for:
             batch = device.send(batches.batch(0), self.device, self._sharding)
@@ -221,7 +224,9 @@ class Run:
             check_pure(batches, self.first_step)
         ahead = (batches.batch(index) for index in range(*span))
         loader = enter(DeviceLoader(ahead, self.device, config.prefetch_batches, self._goodput, self._sharding))
-        self._speed = Speed(self._goodput, loader, self._unit, self._flops, device.peak_flops())
+        transfers = Transfers(loader.uploads_beside_batches, self.print, config.strict)
+        self._writers.callback(transfers.close)
+        self._speed = Speed(self._goodput, transfers, self._unit, self._flops, device.peak_flops())
         self._watch.begin(self.first_step, self._speed.step_done, self._before_step, self._after_step)
         if self._begun.restore:
             self._tracked.set_random_state()  # last, after all that may draw
@@ -272,7 +277,7 @@ class Run:
             yield
             return
         device.wait_device_ops()  # finish the dispatched steps: else the seconds of these would count for this phase
-        with self._goodput.phase(name), self._speed.uploads_left_out() if self._speed else contextlib.nullcontext():
+        with self._goodput.phase(name), self._speed.transfers.left_out() if self._speed else contextlib.nullcontext():
             try:
                 yield
             except Exception:  # whatever it is, it is raised again
@@ -300,8 +305,6 @@ class Run:
             speed["began_with"] = self._goodput.until_now("start_up", "restore", "compile")
         self._log.train(step, fields, speed)
         self._logged = step
-        if self._speed.uploads_per_step:
-            self._watch.name_uploads(self._speed.loader.uploads_beside_batches, self.print)
 
     def log_evaluation(self, step: int, **fields: float) -> None:
         """An eval line; with an accuracy, the best one so far is added. keep_best compares accuracy (the largest is the
@@ -343,14 +346,15 @@ class Run:
         that is gone.
         """
         self._dir.check()
-        self._read_metrics(step)
+        with self._speed.transfers.left_out():
+            self._read_metrics(step)
         if self._unsaved:
             self._unsaved.check()
         values = {"config": self._run, "num_steps": self.num_steps, "evaluation": self.evaluation, "best": self._best}
         values |= {"position": self.peers.gather(self._position(step))} if self._position else {}
         in_memory = self._memory is not None and step == self._step_in_memory
         place, token = (self._memory, {"memory": self._memory.token}) if in_memory else (self._checkpoints, {})
-        with self._goodput.phase("checkpoint"):
+        with self._goodput.phase("checkpoint"), self._speed.transfers.left_out():
             best = self._best and self._best["step"]
             copy = place.copy(step, self._tracked.state(), values, best=best)
         self._log.checkpoint(step, wait_seconds=copy.wait_seconds, **token)  # on disk before the step counts as done
@@ -408,7 +412,7 @@ class Run:
             "steps": self._step,
             "train_graphs": self._watch.graphs(training=True),
             "eval_graphs": self._watch.graphs(training=False),
-            "host_to_device_uploads_per_step": self._speed.uploads_per_step,  # beside the batch
+            **self._speed.transfers.per_step,
             "skipped_steps": metrics.skipped_steps if metrics else 0,
             "hbm_peak_bytes": memory and memory["peak_bytes_used"],  # of one device; None: unknown
             **{named.get(name, name): value for name, value in self.evaluation.items()},

@@ -1,6 +1,13 @@
-"""Why a step has compiled a second graph, in words: imported once one has."""
+"""Why there is a second graph, or a step that reads, in words: imported once there is one."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpu_utils.device import DEVICE_TYPE, READS, operations_traced
+from tpu_utils.errors import InputError, RecompileError, first_line, line_of
+from tpu_utils.lines import LineWatch
 
 if TYPE_CHECKING:
     from tpu_utils.graphs import Held, Seen
@@ -8,7 +15,6 @@ if TYPE_CHECKING:
 
 def reasons(
     seen: "Seen",
-    is_first: bool,
     held: dict[str, "Held"],
     state: dict[str, int],
     shapes: dict[str, str],
@@ -16,18 +22,10 @@ def reasons(
 ) -> list[str]:
     """What differs between this call of the step and those before, each with a remedy.
 
-    is_first: of the step, or of this set of shapes. held, state, shapes, numbers: of this call, as seen has them of
-    earlier ones.
+    held, state, shapes, numbers: of this call, as seen has them of earlier ones.
     """
     reasons = [f"{name} was {seen.shapes[name]}, is {s}" for name, s in shapes.items() if seen.shapes.get(name, s) != s]
-    in_modules = _reasons_in_modules(seen.calls, seen.held, held)
-    reasons += in_modules
-    if is_first:
-        return [
-            "this is its first call, so operations on device tensors before it became a graph of their own; "
-            "do them inside the step, or on the host before the tensor is sent",
-            *in_modules,
-        ]
+    reasons += _reasons_in_modules(seen.calls, seen.held, held)
     if born := {n: size for n, size in state.items() if size > seen.state.get(n, size)}:
         return [
             f"{name} has {size} tensors of state and had {seen.state[name]} before its first step: state that is "
@@ -36,17 +34,86 @@ def reasons(
             "host, sent to the device}"
             for name, size in born.items()
         ]
-    values = [
-        f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {seen.numbers[name]!r} -> {value!r}"
+    values = {
+        name: f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {seen.numbers[name]!r} -> {value!r}"
         for name, value in numbers.items()
-        if seen.numbers.get(name, value) != value and name not in seen.changed
-    ]
+        if seen.numbers.get(name, value) != value
+    }
+    fresh = [text for name, text in values.items() if name not in seen.changed]
+    changed = f"numbers among the arguments that changed now, and not before: {', '.join(fresh) or 'none'}"
+    if values and not fresh:  # each value was sent, until one was that of a constant
+        changed = (
+            "of numbers that change in each call, one may now equal 0, 1 or another number of the program: "
+            f"{', '.join(values.values())}"
+        )
     return reasons or [
         "no argument changed its shape or dtype, so look for a Python number that is part of the program "
-        "(0, 1, sizes, positions and dims are; make it a tensor on the device), for an operation on device "
-        "tensors between the steps (move it into the step), or for state that was created inside the step; "
-        f"numbers among the arguments that changed now, and not before: {', '.join(values) or 'none'}"
+        "(0, 1, sizes, positions and dims are, and one that equals another number there; make it a tensor on the "
+        f"device), or for state that was created inside the step; {changed}"
     ]
+
+
+def raise_if_read(error: RuntimeError, name: str, call: str) -> None:
+    """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads."""
+    if not any(said in str(error) for said in READS):
+        return
+    if isinstance(error.__context__, RuntimeError):  # torch_xla's sync() behind the step fails over the same
+        error = error.__context__
+    raise RecompileError(
+        f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "
+        "none of .item(), print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; "
+        "an optimizer of torch.optim reads its step size: use make_optimizer of tpu_utils/optim.py (torch_xla says: "
+        f"{first_line(error)})"
+    ) from None  # its own text is a stack of C++
+
+
+def check_on_device(name: str, named: dict[str, Any]) -> None:
+    """Raises InputError for a function by itself whose tensors are all on the host: nothing would be compiled."""
+    types = {value.device.type for value in named.values() if isinstance(value, torch.Tensor)}
+    if types and DEVICE_TYPE not in types:
+        raise InputError(
+            f"{name} gets no tensor on the device ({DEVICE_TYPE}); expected its model and batch there, or, of a step "
+            f"of a run, Run(config, {name}, ...), and this call inside its with statement"
+        )
+
+
+class GraphsOutside:
+    """Names the line of a run that makes a graph of its own beside the steps: found when it comes again."""
+
+    def __init__(self, call: str, name: str, seen: "Seen"):
+        """call, name: of the step that was called after it. Raises RecompileError before the first one at once."""
+        self._before, self._calls, self._lines = f"{call} of {name}", 0, LineWatch({"operations": operations_traced})
+        if seen.calls == 1:
+            why = "do them inside the step, or on the host before the tensor is sent"
+            raise self._error("", "; ".join([why, *_reasons_in_modules(1, seen.held, {})]))
+        self._is_watched = self._lines.start()
+
+    def left_out(self) -> AbstractContextManager:
+        """Around a step: what is computed there is its own."""
+        return self._lines.left_out() if self._is_watched else nullcontext()
+
+    def check(self, is_last: bool = False) -> None:
+        """Raises RecompileError once the line is known, or will not be."""
+        self._calls += 1
+        lines = self._lines.lines("operations") if self._is_watched else []
+        if self._is_watched and not (lines or is_last or self._calls > MOST_CALLS):
+            return
+        self._lines.stop()
+        raise self._error(
+            f", at {lines[0][1]}" if lines else "",
+            "move them into a step, or read the tensor as it is, by .cpu(), and compute on the host; a function that "
+            "@one_graph decorates is one of the steps in Run(config, train_step, ...)",
+        )
+
+    def _error(self, where: str, remedy: str) -> RecompileError:
+        return RecompileError(
+            f"operations on device tensors before {self._before}, outside of it{where}, became a graph of their own, "
+            f"expected none: {remedy}"
+        )
+
+
+MOST_CALLS = 100
+"""Of steps, while the line of an operation outside is waited for."""
 
 
 def _reasons_in_modules(calls: int, before: list[dict[str, "Held"]], now: dict[str, "Held"]) -> list[str]:

@@ -27,7 +27,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tpu_utils.errors import InputError, RecompileError, first_line
+from tpu_utils.errors import InputError, RecompileError, first_line, is_own
 
 
 def _has_tpu() -> bool:
@@ -100,7 +100,7 @@ def device_memory(device: torch.device) -> None:
     """torch_tpu 0.2.0 has no public name for what is in use."""
 
 
-def compile_step(function: Callable) -> Callable:
+def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
     """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor."""
     compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
 
@@ -109,6 +109,7 @@ def compile_step(function: Callable) -> Callable:
         for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
             for group in optimizer.param_groups:  # Dynamo sets it in step 1, and step 2 would be another graph
                 group.setdefault("capturable", True)
+        begin()
         try:
             return compiled(*arguments, **keywords)
         except (Unsupported, BackendCompilerFailed) as error:
@@ -116,9 +117,13 @@ def compile_step(function: Callable) -> Callable:
             if not isinstance(cause, Unsupported | RecompileError):
                 raise
             lines = re.findall(r'File "(.+)", line (\d+)', str(cause))
+            own = [line for line in lines if is_own(line[0])] or lines
+            expected = "tensors alone there: no .item(), print(tensor), if on a tensor"
+            if lines and "torch/optim/" in lines[-1][0]:  # it breaks a graph on purpose
+                expected = "an optimizer of make_optimizer, of tpu_utils/optim.py: torch.optim's step() is in no graph"
             raise RecompileError(
-                f"torch.compile makes no one graph of {function.__name__}, at {':'.join(lines[-1]) if lines else '?'}: "
-                f"{first_line(cause)}; expected tensors alone there: no .item(), print(tensor), if on a tensor"
+                f"torch.compile makes no one graph of {function.__name__}, at {':'.join(own[-1]) if own else '?'}: "
+                f"{first_line(cause)}; expected {expected}"
             ) from error
 
     return call
@@ -135,6 +140,11 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> C
 def graphs_compiled() -> int:
     """Graphs that Dynamo has made in this process so far."""
     return counters["stats"]["unique_graphs"]
+
+
+def operations_traced() -> int:
+    """Nothing outside of a step is traced."""
+    return 0
 
 
 def transfers_to_device() -> float:

@@ -148,10 +148,7 @@ class Unsaved:
             self.check(step)
         if calls > 1:
             return
-        function = step.__wrapped__
-        reached = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        reached |= {name: cell.cell_contents for name, cell in cells} | self.given(named, batch)
+        reached = self.given(named, batch)
         look = (lambda: leaves_of(reached, self._whole)) if is_training else (lambda: weights_of(reached))
         self._seen[id(step)] = step.__name__, look, look()
 

@@ -1,12 +1,15 @@
-"""A second graph stops the run and says why; counts of what the device did."""
+"""A second graph stops the run and says why, and so it does for a function without a run."""
+
+import contextlib
 
 import pytest
 import torch
 import torch_xla
+from processes import ROOT, run
 
 from config import MnistConfig
 from tpu_utils.checkpoint.state import Tracked
-from tpu_utils.errors import RecompileError
+from tpu_utils.errors import InputError, RecompileError
 from tpu_utils.graphs import one_graph
 from tpu_utils.run import Run
 
@@ -48,15 +51,6 @@ def test_a_step_that_may_have_a_graph_for_each_shape_has_one_for_each(device):
             step(sizes[0], 1.0)
 
 
-def test_a_step_that_is_no_step_of_the_run_is_refused(device):
-    @one_graph
-    def step(x):
-        return x
-
-    with Run(MnistConfig()), pytest.raises(RuntimeError, match=r"step is no step of a run; expected Run\(config, step"):
-        step(torch.ones(1).to(device))
-
-
 def test_a_number_that_changes_between_steps_is_a_second_graph_and_is_named(device):
     @one_graph
     def step(x, scale, unchanged):
@@ -72,20 +66,74 @@ def test_a_number_that_changes_between_steps_is_a_second_graph_and_is_named(devi
     assert said.endswith("among the arguments that changed now, and not before: scale 0.0 -> 1.0")
 
 
-@pytest.mark.parametrize(
-    "bad, cause",
-    [(1, "is its first call, so operations on device tensors before it"), (2, "between the steps")],
+OUTSIDE = (
+    "operations on device tensors before step {} of step, outside of it{}, became a graph of their own, expected none"
 )
-def test_operations_on_device_tensors_outside_the_step_are_said(device, bad, cause):
-    """Before the first step nothing else can be the cause; later they are one of the causes that are named."""
+
+
+def test_operations_before_the_first_step_are_said_at_once(device):
+    @one_graph
+    def step(x):
+        return x * 3
+
+    x = torch.ones(2, 5).to(device) * 0.5
+    with pytest.raises(RecompileError, match=OUTSIDE.format(1, "")):
+        calls(step, [(x,)])
+
+
+def reads_a_sum(x):
+    return (x * 0.25).sum().item()
+
+
+def reads_a_slice(x):
+    return x[0, 0].item()
+
+
+def computes_what_nobody_reads(x):
+    return [x.abs()]
+
+
+@pytest.mark.parametrize("extra", [reads_a_sum, reads_a_slice, computes_what_nobody_reads])
+@pytest.mark.parametrize("every", [1, 3])
+def test_operations_in_the_loop_are_named_by_their_line(device, extra, every):
+    """Each is a program beside the step: found when it comes again, however rarely."""
 
     @one_graph
     def step(x):
         return x * 3
 
-    x = torch.ones(2, bad + 4).to(device)  # of its own shape, or its step is compiled already
-    with pytest.raises(RecompileError, match=f"step {bad} compiled graph 2 .*{cause}"):
-        calls(step, (((x + bad) * 0.5 if number == bad else x,) for number in range(1, 4)))
+    kept, x = [], torch.ones(every + 1, 6).to(device)
+    line = extra.__code__.co_firstlineno + 1
+    where = rf", at \S*test_graphs.py:{line} \(return .*\)"
+    with Run(MnistConfig(), step), pytest.raises(RecompileError, match=OUTSIDE.format(every + 1, where)):
+        for number in range(1, 10):
+            step(x)
+            if number % every == 0:
+                kept.append(extra(x))
+
+
+def test_an_operation_that_comes_once_is_said_at_the_end(device):
+    @one_graph
+    def step(x):
+        return x * 3
+
+    x = torch.ones(2, 7).to(device)
+    with Run(MnistConfig(), step) as run:
+        for number in range(4):
+            step((x + 2) * 0.5 if number == 2 else x)
+        with pytest.raises(RecompileError, match=OUTSIDE.format(3, "")):
+            run._watch.graphs(training=True)
+
+
+def test_what_is_read_as_it_is_makes_no_graph(device):
+    @one_graph
+    def step(x):
+        return x * 3
+
+    x = torch.ones(2, 8).to(device)
+    with Run(MnistConfig(), step) as run:
+        assert [step(x).cpu().sum().item() for _ in range(3)] == [48.0] * 3
+        assert run._watch.graphs(training=True) == 1
 
 
 def test_a_number_in_a_tuple_is_named_and_counters_are_left_out(device):
@@ -96,6 +144,20 @@ def test_a_number_in_a_tuple_is_named_and_counters_are_left_out(device):
     x = torch.ones(9).to(device)
     with pytest.raises(RecompileError, match=r"changed now, and not before: options\[1\] 0.0 -> 1.0$"):
         calls(step, [(x, ("a name", float(number == 8)), number) for number in range(5, 9)])
+
+
+def test_a_number_that_meets_another_number_of_the_program_is_named(device):
+    """It was sent in each call, and shares the place of its equal from then on."""
+
+    @one_graph
+    def step(x, scale):
+        return x * scale + x / 0.375
+
+    x = torch.ones(10).to(device)
+    with pytest.raises(
+        RecompileError, match=r"step 4 compiled graph 2 .*that change in each call, .*: scale 0.3\d* -> 0.375$"
+    ):
+        calls(step, [(x, scale) for scale in (0.1, 0.2, 0.3125, 0.375)])
 
 
 def test_a_learning_rate_that_is_a_python_number_is_named(device):
@@ -163,9 +225,7 @@ def test_scalars_of_a_module_that_the_run_does_not_know_are_named(device):
 def test_a_buffer_computed_on_the_device_is_named(device):
     model = Scaled(23).to(device)
     model.scale = model.scale * 0.5
-    with pytest.raises(
-        RecompileError, match=r"step 1 .* before it became .*; model.scale \(aten::mul\) was still to be"
-    ):
+    with pytest.raises(RecompileError, match=r"before step 1 of step, .*; model.scale \(aten::mul\) was still to be"):
         steps_with(model)
 
 
@@ -205,3 +265,111 @@ def test_a_buffer_that_grows_is_named(device):
         RecompileError, match=r": model.scale was float32\[28\], is float32\[56\] in the step after: give"
     ):
         steps_with(Growing(28).to(device))
+
+
+# --------------------------------------------------------------------------------- a function by itself, without a run
+
+
+def test_a_function_by_itself_has_one_graph_whatever_else_computes(device):
+    model = torch.nn.Linear(11, 2).to(device)
+    total = torch.zeros(1).to(device) + 2  # a graph of its own, and no concern of the function
+
+    @one_graph
+    def double(x):
+        """Twice."""
+        return model(x) * 2
+
+    for rows in (3, 3, 3):
+        total = total + double(torch.ones(rows, 11).to(device)).sum()
+    assert total.item() != 2 and double.__doc__ == "Twice."
+    with pytest.raises(RecompileError, match=r"^call 4 compiled graph 2 of double, .*: x was float32\[3, 11\], is fl"):
+        double(torch.ones(2, 11).to(device))
+
+
+def test_a_function_by_itself_may_have_a_graph_for_each_shape(device):
+    @one_graph(each_shape=True)
+    def double(x):
+        return x * 2.125
+
+    for size in (12, 13, 12):
+        double(torch.ones(size).to(device))
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_what_a_function_by_itself_has_from_around_it_is_named_too(device, is_given):
+    """State that a step creates, in an optimizer that is an argument or not."""
+    model = torch.nn.Linear(14, 2 + is_given).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+
+    def update(x, optimizer):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    @one_graph
+    def given(x, optimizer):
+        update(x, optimizer)
+
+    @one_graph
+    def around(x):
+        update(x, optimizer)
+
+    x = torch.ones(4, 14).to(device)
+    with pytest.raises(RecompileError, match=r"call 2 .*: optimizer has 2 tensors of state and had 0 before its first"):
+        for _ in range(2):
+            given(x, optimizer) if is_given else around(x)
+
+
+@pytest.mark.parametrize("in_run", [False, True])
+def test_a_function_whose_tensors_are_on_the_host_is_refused(in_run):
+    @one_graph
+    def step(x):
+        return x
+
+    expected = r"step gets no tensor on the device \(xla\); expected .*Run\(config, step, ...\)"
+    with Run(MnistConfig()) if in_run else contextlib.nullcontext(), pytest.raises(InputError, match=expected):
+        step(torch.ones(1))
+
+
+SCRIPT = """import torch
+import torch_xla
+from torch import nn
+
+from tpu_utils.graphs import one_graph
+
+device = torch_xla.device()
+model = nn.Linear(32, 4).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+@one_graph
+def train_step(x, labels):
+    loss = nn.functional.cross_entropy(model(x), labels)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss
+
+x, labels = torch.randn(100, 32), torch.randint(4, (100,))
+for start in range(0, 100, 32):
+    loss = train_step(x[start:start + 32].to(device), labels[start:start + 32].to(device))
+    print(loss.item())
+"""
+READING = SCRIPT.replace("    loss.backward()", "    print(loss)\n    loss.backward()")
+
+
+@pytest.mark.parametrize(
+    "script, printed, said",
+    [
+        (SCRIPT, 3, "call 4 compiled graph 2 of train_step, expected 1: x was float32[32, 32], is float32[4, 32]"),
+        (READING, 0, "train_step reads a tensor inside the compiled function in call 1, at {}:14 (print(loss)); exp"),
+    ],
+)
+def test_a_script_of_anybody_has_it_by_two_lines(tmp_path, script, printed, said):
+    """The last line of the traceback says it, and torch_xla's own text does not stand before it."""
+    path = tmp_path / "mine.py"
+    path.write_text(script)
+    done = run(path, PYTHONPATH=ROOT, PJRT_DEVICE="CPU")
+    assert (done.returncode, len(done.stdout.splitlines())) == (1, printed), done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"tpu_utils.errors.RecompileError: {said.format(path)}")
+    before, _, traceback = done.stderr.partition("Traceback")
+    assert len(before.splitlines()) <= 1 and len(traceback.splitlines()) < 25

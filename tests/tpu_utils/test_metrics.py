@@ -10,7 +10,7 @@ from run_files import to_host
 
 from tpu_utils.clock import Goodput
 from tpu_utils.device import graphs_compiled, transfers_from_device
-from tpu_utils.metrics import DeviceMetrics, Speed, finite_means, first_not_finite
+from tpu_utils.metrics import DeviceMetrics, finite_means, first_not_finite
 
 
 @pytest.fixture(scope="module")
@@ -65,33 +65,3 @@ def test_the_first_step_that_is_not_finite_is_found():
     good, bad = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 2.0, np.nan, np.inf])
     assert first_not_finite({"loss": good}) is first_not_finite({"loss": good[:0]}) is None
     assert first_not_finite({"loss": good, "gradient_norm": bad}) == 2
-
-
-class Loader:
-    """What Speed asks of a loader."""
-
-    uploads = 0
-
-    def uploads_beside_batches(self):
-        return self.uploads
-
-
-def test_a_step_that_compiled_counts_neither_in_time_nor_in_tokens(monkeypatch):
-    """A length of sequences that comes for the first time inside a log window compiles there."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    goodput = Goodput()
-    speed = Speed(goodput, Loader(), "tokens", flops=10.0, peak=1000.0)
-    goodput.enter("step")
-    speed.start()
-    for seconds, tokens, compiled in ((0.5, 100, False), (9.0, 50, True), (0.25, 50, False), (0.75, 150, False)):
-        with goodput.phase("compile" if compiled else "step"):
-            clock[0] += seconds
-        speed.count_of_step = tokens
-        speed.step_done(compiled)
-    found = speed.measure()
-    host_seconds = found["host_seconds"]
-    assert 0 < host_seconds < 1
-    expected = {"step_seconds": 0.5, "tokens_per_second": 200.0, "mfu": 2.0, "data_wait_seconds": 0.0}
-    assert found == expected | {"host_seconds": host_seconds}
-    assert speed.measure() == dict.fromkeys(found), "no step since"

@@ -1,0 +1,207 @@
+"""Where the seconds of a step go; what it sends and reads beside its batch is counted, and named by its lines."""
+
+import sys
+import time
+
+import pytest
+import torch
+import torch_xla
+from run_files import in_process, losses_in, summary_in
+from torch import nn
+
+import simple_mnist_tpu
+from tpu_utils.clock import Goodput
+from tpu_utils.device import compile_step, transfers_to_device
+from tpu_utils.errors import TrainingError
+from tpu_utils.log import BESIDE
+from tpu_utils.run import Run
+from tpu_utils.speed import READS, UPLOADS, Speed, Transfers
+
+OPTIONS = ["--device=cpu", "--num_epochs=1", "--no_tensorboard", "--warmup_steps=2", "--max_shift=0"]
+OPTIONS += ["--log_every=4", "--save_every=99", "--global_batch_size=128"]
+
+
+class Recurrent(nn.Module):
+    """Reads a picture row by row."""
+
+    def __init__(self, image_size: int, channels: int, hidden_dim: int):
+        super().__init__()
+        self.calls = 0
+        self.rnn, self.head = nn.LSTM(image_size, 4, batch_first=True), nn.Linear(4, 10)
+
+    def forward(self, images):
+        self.calls += self.training
+        states, _ = self.rnn(images.float() / 16)
+        scaled = states[:, -1] * (2 + self.training / (1 + self.calls))
+        return self.head(scaled)
+
+
+def test_the_lines_that_send_something_are_named_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(simple_mnist_tpu, "ConvNet", Recurrent)
+    assert in_process("--run_dir", tmp_path / "run", *OPTIONS) == 0
+    said = capsys.readouterr().out.splitlines()
+    named = [line for line in said if " of this step at " in line]
+    assert len(named) == 2, said
+    assert said.index(named[0]) < next(number for number, line in enumerate(said) if "step      4/11" in line)
+    assert named[0].startswith("uploads    24 of this step at ") and "states, _ = self.rnn(images.float()" in named[0]
+    assert named[1].startswith("uploads    1 of this step at ") and "scaled = states[:, -1] * (2" in named[1]
+    (last,) = [line for line in said if "a step beside the batch" in line]
+    assert last.startswith("uploads    25 a step")
+    assert [line.rpartition("  ")[2] for line in said if " ms/step " in line][-1] == "uploads 25/step"
+    summary = summary_in(tmp_path / "run")
+    assert (summary["train_graphs"], summary[UPLOADS], summary[READS]) == (1, 25, 0)
+    assert len(losses_in(tmp_path / "run")) == 3
+
+
+def test_a_step_that_compiled_counts_neither_in_time_nor_in_tokens(monkeypatch):
+    """A length of sequences that comes for the first time inside a log window compiles there."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    goodput = Goodput()
+    speed = Speed(goodput, Transfers(lambda: 0, print, False), "tokens", flops=10.0, peak=1000.0)
+    goodput.enter("step")
+    speed.start()
+    for seconds, tokens, compiled in ((0.5, 100, False), (9.0, 50, True), (0.25, 50, False), (0.75, 150, False)):
+        with goodput.phase("compile" if compiled else "step"):
+            clock[0] += seconds
+        speed.count_of_step = tokens
+        speed.step_done(compiled)
+    found = speed.measure()
+    host_seconds = found["host_seconds"]
+    assert 0 < host_seconds < 1
+    expected = {"step_seconds": 0.5, "tokens_per_second": 200.0, "mfu": 2.0, "data_wait_seconds": 0.0}
+    assert found == expected | {"host_seconds": host_seconds}
+    assert speed.measure() == dict.fromkeys(found), "no step since"
+
+
+# ----------------------------------------------------------------------------------------------------------- transfers
+
+
+@compile_step
+def advance(x):
+    return x + 1
+
+
+def reads_an_item(x, step):
+    x.sum(0, keepdim=True) if step < 0 else x[...].item()
+
+
+def reads_all(x, step):
+    x.cpu()
+
+
+def prints(x, step):
+    print(x)
+
+
+def reads_now_and_then(x, step):
+    if step % 3 == 0:
+        x.item()
+
+
+def sends(x, step):
+    torch.tensor([step, 2.5]).to(x.device)
+
+
+def does_nothing(x, step):
+    pass
+
+
+def a_loop(body, say=print, is_strict=False, beside_a_log_line=does_nothing):
+    """Twelve steps as a run does them, with a log line after every sixth. Returns its counts."""
+    transfers = Transfers(transfers_to_device, say, is_strict)
+    x = torch.ones(1).to(torch_xla.device())
+    advance(x)
+    transfers.start()
+    fields = []
+    for step in range(1, 13):
+        x = advance(x)
+        transfers.step_done(False)
+        body(x, step)
+        if step % 6 == 0:
+            beside_a_log_line(x, step)
+            fields.append(transfers.measure(6))
+            transfers.start()
+        with transfers.left_out():
+            x.item()
+            torch.ones(1).to(x.device)
+    assert sys.gettrace() is None or is_strict
+    return transfers.per_step, fields
+
+
+@pytest.fixture
+def no_trace():
+    yield
+    sys.settrace(None)
+
+
+CASES = [
+    (reads_an_item, READS, 1.0),
+    (reads_all, READS, 1.0),
+    (prints, READS, 1.0),
+    (reads_now_and_then, READS, 0.2),
+    (sends, UPLOADS, 1.0),
+]
+
+
+@pytest.mark.parametrize("body, kind, per_step", CASES)
+def test_transfers_of_a_loop_are_counted_and_their_line_is_named_once(no_trace, body, kind, per_step):
+    said, word = [], BESIDE[kind]
+    counted, fields = a_loop(body, said.append)
+    assert counted == {UPLOADS: 0.0, READS: 0.0} | {kind: per_step}
+    assert fields[1] == {kind: per_step}
+    file, line = body.__code__.co_filename, body.__code__.co_firstlineno
+    assert len(said) == 2 and said[0].startswith(f"{word:10} 1 of this step at "), said
+    named, text = said[0].partition(" at ")[2].split(" (", 1)
+    assert file.endswith(named.rpartition(":")[0].lstrip("./")) and 0 < int(named.rpartition(":")[2]) - line <= 2
+    assert text.startswith(("x", "print(x)", "torch.tensor([step"))
+    assert said[1].startswith(f"{word:10} ")
+
+
+@pytest.mark.parametrize("body, kind, per_step", CASES)
+def test_strict_stops_at_them_with_the_line(no_trace, body, kind, per_step):
+    line = rf"{BESIDE[kind]} beside the batch, 1 of this step at \S*test_speed.py:\d+ \(.*\): .*; --strict allows none"
+    with pytest.raises(TrainingError, match=line):
+        a_loop(body, is_strict=True)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_what_stands_beside_a_log_line_may_read(no_trace, is_strict):
+    counted, fields = a_loop(does_nothing, pytest.fail, is_strict, beside_a_log_line=reads_all)
+    assert counted == {UPLOADS: 0.0, READS: 0.0} and fields == [{}, {}]
+
+
+def test_under_a_debugger_strict_stops_without_a_line(no_trace):
+    sys.settrace(lambda *_: None)
+    with pytest.raises(TrainingError, match="steps transfer more than their batches; --strict allows none"):
+        a_loop(reads_all, is_strict=True)
+
+
+def test_a_backend_that_does_not_count_says_nothing(monkeypatch):
+    monkeypatch.setattr("tpu_utils.speed.transfers_from_device", lambda: float("nan"))
+    transfers = Transfers(lambda: float("nan"), pytest.fail, True)
+    for _ in range(4):
+        transfers.step_done(False)
+    assert transfers.measure(4) == {} and transfers.per_step == dict.fromkeys(BESIDE)
+
+
+class Reading(Run):
+    """Its loop reads in every step."""
+
+    def log_due(self, step: int) -> bool:
+        self._tracked.metrics.step.cpu()
+        return super().log_due(step)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_strict_run_stops_where_it_reads_and_else_is_the_same(tmp_path, monkeypatch, capsys, reads):
+    monkeypatch.setattr(simple_mnist_tpu, "Run", Reading if reads else Run)
+    code = in_process("--run_dir", tmp_path / "run", *OPTIONS, "--strict", "--save_every=3")
+    said = capsys.readouterr()
+    if reads:
+        assert code == 1 and "(self._tracked.metrics.step.cpu())" in said.err, said.err
+        return
+    summary = summary_in(tmp_path / "run")
+    assert (code, summary[UPLOADS], summary[READS]) == (0, 0, 0), said.err
+    assert in_process("--run_dir", tmp_path / "other", *OPTIONS) == 0
+    assert losses_in(tmp_path / "other") == losses_in(tmp_path / "run")

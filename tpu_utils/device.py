@@ -135,6 +135,9 @@ def print_banner(config: "TrainConfig", device: torch.device) -> None:
 
 def compile_step(function: Callable) -> Callable:
     """The function as one graph. An error of READS: it reads a tensor."""
+    from tpu_utils.batch_norm import average_as_pytorch  # torch_xla's are biased
+
+    average_as_pytorch(DEVICE_TYPE)
     return torch_xla.compile(function, full_graph=True, name=function.__name__)
 
 
@@ -219,9 +222,7 @@ def set_random_state(state: dict[str, torch.Tensor]) -> None:
     try:
         torch.set_rng_state(state["torch"])
     except RuntimeError as error:  # the bytes are no state of the generator
-        raise CheckpointError(
-            f"the checkpoint's random state is none: {error}; start anew in another --run_dir"
-        ) from error
+        raise CheckpointError(f"the checkpoint's random state is none: {error}; start in another --run_dir") from error
     set_rng_state(int(state["xla"].numpy()[0]))  # int() of a torch.uint64 overflows
 
 

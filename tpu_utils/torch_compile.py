@@ -102,6 +102,9 @@ def device_memory(device: torch.device) -> None:
 
 def compile_step(function: Callable) -> Callable:
     """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor."""
+    from tpu_utils.batch_norm import average_as_pytorch  # momentum=None without a read
+
+    average_as_pytorch()
     compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
 
     @functools.wraps(function)

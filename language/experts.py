@@ -174,6 +174,18 @@ def sums_of_tokens(x_SD, T: int, layout: Layout, slots: Slots):
     return on_each_device(sums, arguments, [(layout.tokens, layout.summed)])[0]
 
 
+class NotSaved:
+    """In place of a Function's context."""
+
+    def save_for_backward(self, *tensors) -> None:
+        pass
+
+
+def apply(function: type[torch.autograd.Function], *arguments):
+    """function.apply(). Without torch_xla its forward pass, which autograd differentiates: torch_operations.py."""
+    return function.apply(*arguments) if IS_XLA else function.forward(NotSaved(), *arguments)
+
+
 class Rows(torch.autograd.Function):
     """(S, D): of y (B, T, D) the row of each slot's token."""
 
@@ -386,11 +398,11 @@ def mixture(y_BTD, w, shape, activation: Callable, capacity: float = 0.0, kernel
     slots = on_each_device(slots_of, arguments, [((ALL,), ())] * len(Slots._fields))
     J = shape.experts_per_token
     used = (J, min(J, X) * share) if kernels else None
-    rows = Rows.apply(y_BTD, GATHERED, *slots)
-    gate, up = GroupedProduct.apply(rows, gate_up, slots[-1], "outputs", used)
-    hidden = weighted(activation(gate) * up, WeightsOfSlots.apply(weights, GATHERED, *slots))
-    (y_SD,) = GroupedProduct.apply(hidden, out, slots[-1], "inputs", used)
-    return Combined.apply(y_SD, y_BTD.shape[1], GATHERED, *slots), routing
+    rows = apply(Rows, y_BTD, GATHERED, *slots)
+    gate, up = apply(GroupedProduct, rows, gate_up, slots[-1], "outputs", used)
+    hidden = weighted(activation(gate) * up, apply(WeightsOfSlots, weights, GATHERED, *slots))
+    (y_SD,) = apply(GroupedProduct, hidden, out, slots[-1], "inputs", used)
+    return apply(Combined, y_SD, y_BTD.shape[1], GATHERED, *slots), routing
 
 
 def weighted(hidden, weights):
@@ -410,11 +422,11 @@ def of_capacity(y_BTD, weights, experts, gate_up, out, C: int, activation: Calla
         return assign(experts, X, C, 0)
 
     slots = on_each_device(slots_of, [(experts, (BATCH, None, None))], [((BATCH,), ())] * len(Slots._fields))
-    rows = Rows.apply(y_BTD, AT_HOME, *slots).view(len(y_BTD), X, C, -1)
+    rows = apply(Rows, y_BTD, AT_HOME, *slots).view(len(y_BTD), X, C, -1)
     rows = placed(placed(rows, BATCH, None), GROUPS, "expert")
-    weights = WeightsOfSlots.apply(weights, AT_HOME, *slots).view(len(y_BTD), X, C, 1)
+    weights = apply(WeightsOfSlots, weights, AT_HOME, *slots).view(len(y_BTD), X, C, 1)
     weights = placed(placed(weights, BATCH, None), GROUPS, "expert")
     gate, up = torch.einsum("bxcd,xged->bxcge", rows, gate_up).unbind(3)  # both at once: halves of it would be copies
     y = torch.einsum("bxce,xde->bxcd", weighted(activation(gate) * up, weights), out)
     y = placed(placed(y, GROUPS, "expert"), BATCH, None)
-    return Combined.apply(y.flatten(0, 2), y_BTD.shape[1], AT_HOME, *slots)
+    return apply(Combined, y.flatten(0, 2), y_BTD.shape[1], AT_HOME, *slots)

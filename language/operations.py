@@ -8,7 +8,9 @@ R = H / G, K head_dim, V padded vocabulary, N = B * T.
 import torch
 import torch.nn.functional as F
 
+from language import torch_operations
 from language.context import size_of
+from tpu_utils.device import IS_XLA
 
 
 class LayerNorm(torch.autograd.Function):
@@ -262,3 +264,10 @@ def losses(logits_BTV, targets_BT, vocab_size: int, mesh=None):
     if size_of(mesh) > 1:
         return CrossEntropy.apply(logits_BTV, targets_BT, vocab_size)
     return CrossEntropy.apply(logits_BTV.flatten(0, -2), targets_BT.flatten(), vocab_size).view(targets_BT.shape)
+
+
+if not IS_XLA:
+    causal_attention = torch_operations.causal_attention
+    layer_norm = torch_operations.layer_norm
+    losses = torch_operations.losses
+    rms_norm = torch_operations.rms_norm

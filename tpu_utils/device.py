@@ -152,6 +152,9 @@ def print_banner(config: "TrainConfig", device: torch.device) -> None:
 
 def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
     """The function as one graph. An error of READS: it reads a tensor. begin: called once nothing before it pends."""
+    from tpu_utils.batch_norm import average_as_pytorch  # torch_xla's are biased
+
+    average_as_pytorch(DEVICE_TYPE)
 
     @wraps(function)
     def begun(*arguments, **keywords):
@@ -280,9 +283,7 @@ def set_random_state(state: dict[str, torch.Tensor]) -> None:
                 raise ValueError(f"numbers of {name}'s generator are out of range")
             twisters[name] = [int(word) for word in words], int(position), int(has_gauss), gauss
     except (RuntimeError, ValueError) as error:  # the bytes are no state of the generator
-        raise CheckpointError(
-            f"the checkpoint's random state is none: {error}; start anew in another --run_dir"
-        ) from error
+        raise CheckpointError(f"the checkpoint's random state is none: {error}; start in another --run_dir") from error
     np.random.set_state(("MT19937", *twisters["numpy"]))
     words, position, has_gauss, gauss = twisters["python"]
     random.setstate((3, (*words, position), gauss if has_gauss else None))

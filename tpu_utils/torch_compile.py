@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tpu_utils.errors import InputError, RecompileError, first_line, is_own
+from tpu_utils.optim import keep_rate_ratios
 
 
 def _has_tpu() -> bool:
@@ -102,11 +103,15 @@ def device_memory(device: torch.device) -> None:
 
 def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
     """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor."""
+    from tpu_utils.batch_norm import average_as_pytorch  # momentum=None without a read
+
+    average_as_pytorch()
     compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
 
     @functools.wraps(function)
     def call(*arguments, **keywords):
         for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
+            keep_rate_ratios(optimizer)
             for group in optimizer.param_groups:  # Dynamo sets it in step 1, and step 2 would be another graph
                 group.setdefault("capturable", True)
         begin()

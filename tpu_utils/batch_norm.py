@@ -1,0 +1,68 @@
+"""Running averages of BatchNorm and InstanceNorm as PyTorch has them, on a backend that has others.
+
+torch_xla 2.9 puts into running_var what XLA's BatchNormTraining gives, the variance over all n values of a channel
+(torch_xla/csrc/tensor_methods.cpp, native_batch_norm). PyTorch puts there n / (n - 1) of it, the unbiased estimate
+(aten/src/ATen/native/Normalization.cpp, batch_norm_cpu_update_stats_template). Training reads neither, an evaluation
+does. Averages of a checkpoint are taken as they are: the next steps move them on.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+PLAIN_FORWARD, PLAIN = _BatchNorm.forward, {"batch_norm": F.batch_norm, "instance_norm": F.instance_norm}
+
+
+def average_as_pytorch(biased_on: str = "") -> None:
+    """Functions of torch.nn.functional and BatchNorm with momentum=None, for the rest of the process.
+
+    biased_on: the type of the devices whose running_var is biased; "": none.
+    """
+    F.batch_norm = _averaging("batch_norm", biased_on)
+    F.instance_norm = _averaging("instance_norm", biased_on)
+    _BatchNorm.forward = _forward
+
+
+def _averaging(name: str, biased_on: str) -> Callable:
+    """The function of that name, which takes a tensor as momentum too."""
+    plain, for_each = PLAIN[name], name == "instance_norm"
+
+    @functools.wraps(plain)
+    def normalize(
+        input,
+        running_mean=None,
+        running_var=None,
+        weight=None,
+        bias=None,
+        training=for_each,
+        momentum=0.1,
+        eps=1e-5,
+        use_input_stats=True,
+    ):
+        learns, is_biased = training and use_input_stats, input.device.type == biased_on
+        if not learns or running_var is None or not (is_biased or isinstance(momentum, torch.Tensor)):
+            return plain(input, running_mean, running_var, weight, bias, learns, momentum, eps)
+        # autograd keeps the averages that it is given, so they must not change behind it: these are new ones
+        mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+        output = plain(input, mean, var, weight, bias, True, 1.0, eps)
+        values = input[:, 0].numel() // (len(input) if for_each else 1)
+        unbiased = values / (values - 1) if is_biased else 1.0
+        with torch.no_grad():
+            running_mean += (mean - running_mean) * momentum
+            running_var += (var * unbiased - running_var) * momentum
+        return output
+
+    return normalize
+
+
+def _forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """With momentum=None PyTorch reads num_batches_tracked, on the host: inside of a step it stays on the device."""
+    if self.momentum is not None or not (self.training and self.track_running_stats):
+        return PLAIN_FORWARD(self, input)
+    self._check_input_dim(input)
+    self.num_batches_tracked.add_(1)
+    share = 1.0 / self.num_batches_tracked
+    return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True, share, self.eps)

@@ -3,7 +3,8 @@
 run           Run: run directory, log, checkpoints, stop signals, behind a script's loop; imports most of the others
 device        the one room that knows the backend: started, described, a step compiled and counted; tensors sent, placed
               on a mesh, read back in shards; random numbers, memory; batch_norm: running averages as PyTorch's
-checks        check_model: model, evaluation and training step, tried in plain PyTorch before anything is compiled
+checks        check_model: model, evaluation (trials) and training step (first_step), tried in plain PyTorch before
+              anything is compiled; unsaved: what steps change and no checkpoint holds
 torch_compile the same names where torch_xla is not installed: the second road of docs/torchtpu.md
 graphs        @one_graph: a second graph of a step is an error, in a run and without; second_graph: why there is one
 metrics       values of each step that stay on the device until a log line

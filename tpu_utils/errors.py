@@ -8,6 +8,10 @@ import sys
 import traceback
 from collections.abc import Callable
 
+OTHERS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, KeyError, AttributeError, ZeroDivisionError)
+OTHERS += (UserWarning,)
+"""What code of a copy raises when it is tried; UserWarning: where a warning is made an error."""
+
 
 class InputError(ValueError):
     """What the user gave cannot work: an option, a data file, a run directory. Scripts exit with code 2."""

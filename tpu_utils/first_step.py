@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tpu_utils.checks import ERRORS, RowsAlike, in_batches, is_close, place_of, strict_shapes, values_by, with_tensors
+from tpu_utils.checks import with_tensors
 from tpu_utils.device import IS_XLA, drawing_from, random_state, replica_tried, send
-from tpu_utils.errors import InputError, first_line, line_of
+from tpu_utils.errors import OTHERS, InputError, first_line, line_of
 from tpu_utils.metrics import DeviceMetrics
+from tpu_utils.trials import RowsAlike, in_batches, is_close, place_of, strict_shapes, values_by
 from tpu_utils.unsaved import Unsaved, leaves_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def check_training(
             of_all = trial.tried(range(len(rows[0]))).loss
     except InputError:
         raise
-    except ERRORS as error:
+    except OTHERS as error:
         if "Using a target size" in str(error):
             raise InputError(f"{where}: {first_line(error)} at {line_of(error)}; reshape one of the two") from error
         print(f"check      the loss is not tried in plain PyTorch: {first_line(error)} at {line_of(error)}")
@@ -265,7 +266,7 @@ def trace_evaluation(run: "Run", arguments: tuple) -> None:
     try:
         with run.in_plain_pytorch(run.device), contextlib.suppress(OneBatch.End):
             evaluate(models[0], OneBatch([batch, batch]), run)
-    except ERRORS as error:
+    except OTHERS as error:
         raise InputError(
             f"{place_of(evaluate)} runs on the host, and fails on the device: {first_line(error)}, at {line_of(error)};"
             " expected operations that the device has too; of nn.TransformerEncoder: enable_nested_tensor=False"

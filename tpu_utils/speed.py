@@ -80,6 +80,8 @@ class Transfers:
         self.per_step: dict[str, float | None] = dict.fromkeys(BESIDE)
         """For the summary: uploads since the last log line, reads where there were most; None: not known."""
         self._unnamed = {name: functools.partial(self._count, name) for name in BESIDE}
+        if math.isnan(self._count(READS)):  # the backend does not count
+            self._unnamed = {}
         self._say, self._is_strict, self._watch = say, is_strict, None
         self.start()
 
@@ -117,7 +119,7 @@ class Transfers:
             # up to the last step: behind it, the log line and what stands beside it may read
             READS: (self._reads - self._begin[READS]) / max(self._steps - 1, 1),
         }
-        if steps and not math.isnan(found[READS]):  # nan: the backend does not count
+        if steps and not math.isnan(found[READS]):
             self.per_step = found | {READS: max(found[READS], self.per_step[READS] or 0.0)}
         return {name: number for name, number in found.items() if number > 0}
 

@@ -183,6 +183,7 @@ def test_a_backend_that_does_not_count_says_nothing(monkeypatch):
     for _ in range(4):
         transfers.step_done(False)
     assert transfers.measure(4) == {} and transfers.per_step == dict.fromkeys(BESIDE)
+    assert sys.gettrace() is None
 
 
 class Reading(Run):

@@ -4,7 +4,7 @@ run           Run: run directory, log, checkpoints, stop signals, behind a scrip
 device        the one room that knows the backend: started, described, a step compiled and counted; tensors sent, placed
               on a mesh, read back in shards; random numbers, memory; batch_norm: running averages as PyTorch's
 checks        check_model: model, evaluation and training step, tried in plain PyTorch before anything is compiled
-torch_compile the same names where torch_xla is not installed: the second road of docs/torchtpu.md
+torch_compile the same names where torch_xla is not installed: docs/torchtpu.md; against_eager: what it computes
 graphs        @one_graph: a second graph of a step stops the run; second_graph: why there is one
 metrics       values of each step that stay on the device until a log line
 loader        batches sent to the device in a thread, ahead of the step

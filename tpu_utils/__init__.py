@@ -5,7 +5,7 @@ device        the one room that knows the backend: started, described, a step co
               on a mesh, read back in shards; random numbers, memory; batch_norm: running averages as PyTorch's
 checks        check_model: model, evaluation (trials) and training step (first_step), tried in plain PyTorch before
               anything is compiled; unsaved: what steps change and no checkpoint holds
-torch_compile the same names where torch_xla is not installed: the second road of docs/torchtpu.md
+torch_compile the same names where torch_xla is not installed: docs/torchtpu.md; against_eager: what it computes
 graphs        @one_graph: a second graph of a step is an error, in a run and without; second_graph: why there is one
 metrics       values of each step that stay on the device until a log line
 speed         throughput between two log lines, transfers beside the batch; lines: at which lines these are

@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 from torch._dynamo import config as dynamo
 from torch._dynamo import lookup_backend
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, Unsupported
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tpu_utils.against_eager import first_call
+from tpu_utils.batch_norm import average_as_pytorch
 from tpu_utils.errors import InputError, RecompileError, first_line, is_own
 from tpu_utils.optim import keep_rate_ratios
 
@@ -42,7 +44,7 @@ READS = ()  # compile_step() says it itself
 ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile, run operation by operation; its speed says nothing"
 IS_XLA, BACKEND = False, "torch.compile"
 
-if not hasattr(dynamo, "trace_autograd_ops"):
+if not hasattr(dynamo, "trace_autograd_ops"):  # what it computes by it is compared: against_eager.py
     raise ImportError(
         f"torch_xla is not installed, and torch {torch.__version__} takes no backward pass into a graph; expected "
         "torch_xla, of requirements.txt, or torch 2.13, of requirements-torchtpu.txt, in an environment of its own"
@@ -103,35 +105,53 @@ def device_memory(device: torch.device) -> None:
 
 def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
     """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor."""
-    from tpu_utils.batch_norm import average_as_pytorch  # momentum=None without a read
-
-    average_as_pytorch()
+    average_as_pytorch()  # momentum=None without a read
     compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
+    is_first = True
 
-    @functools.wraps(function)
-    def call(*arguments, **keywords):
-        for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
-            keep_rate_ratios(optimizer)
-            for group in optimizer.param_groups:  # Dynamo sets it in step 1, and step 2 would be another graph
-                group.setdefault("capturable", True)
+    def in_one_graph(*arguments, **keywords):
         begin()
         try:
             return compiled(*arguments, **keywords)
+        except (InternalTorchDynamoError, AssertionError) as error:  # 2.11 asserts that no DTensor has a gradient
+            said = str(error).partition("from user code")[0].strip() or type(error).__name__
+            raise InputError(
+                f"torch.compile of torch {torch.__version__} fails at {_last_line(error)}, which PyTorch alone runs: "
+                f"{said}; expected the torch of requirements-torchtpu.txt"
+            ) from error
         except (Unsupported, BackendCompilerFailed) as error:
             cause = getattr(error, "inner_exception", error)
             if not isinstance(cause, Unsupported | RecompileError):
                 raise
             lines = re.findall(r'File "(.+)", line (\d+)', str(cause))
-            own = [line for line in lines if is_own(line[0])] or lines
             expected = "tensors alone there: no .item(), print(tensor), if on a tensor"
             if lines and "torch/optim/" in lines[-1][0]:  # it breaks a graph on purpose
                 expected = "an optimizer of make_optimizer, of tpu_utils/optim.py: torch.optim's step() is in no graph"
             raise RecompileError(
-                f"torch.compile makes no one graph of {function.__name__}, at {':'.join(own[-1]) if own else '?'}: "
+                f"torch.compile makes no one graph of {function.__name__}, at {_last_line(cause)}: "
                 f"{first_line(cause)}; expected {expected}"
             ) from error
 
+    @functools.wraps(function)
+    def call(*arguments, **keywords):
+        nonlocal is_first
+        for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
+            keep_rate_ratios(optimizer)
+            for group in optimizer.param_groups:  # Dynamo sets it in step 1, and step 2 would be another graph
+                group.setdefault("capturable", True)
+        if not is_first:
+            return in_one_graph(*arguments, **keywords)
+        is_first = False
+        return first_call(function, in_one_graph, arguments, keywords)
+
     return call
+
+
+def _last_line(error: Exception) -> str:
+    """FILE:LINE of the step, as Dynamo tells it at the end of its message."""
+    lines = re.findall(r'File "(.+)", line (\d+)', str(error))
+    own = [line for line in lines if is_own(line[0])] or lines
+    return ":".join(own[-1]) if own else "?"
 
 
 def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
@@ -166,6 +186,9 @@ class Mesh:
     def __init__(self, devices: np.ndarray, sizes: tuple[int, ...], axes: tuple[str, ...]):
         self.axis_names, self.mesh_shape, self.grid_axes = axes, sizes, axes[:2]
         self.grid = init_device_mesh(DEVICE_TYPE, sizes[:2], mesh_dim_names=axes[:2]) if len(devices) > 1 else None
+
+    def __deepcopy__(self, memo: dict) -> "Mesh":
+        return self  # of the process, whatever is copied that knows it
 
     def size(self) -> int:
         return math.prod(self.mesh_shape)

@@ -1,0 +1,44 @@
+"""Operations for torch's compiler beside those written for the TPU: values and gradients."""
+
+import pytest
+import torch
+
+from language import operations, torch_operations
+
+T, D, V = 12, 16, 20
+CASES = {
+    "layer_norm": (lambda own, x, w, b: own.layer_norm(x, w, b), [(2, T, D), (D,), (D,)]),
+    "rms_norm": (lambda own, x, w: own.rms_norm(x, w, 1e-5), [(2, T, D), (D,)]),
+    "attention": (lambda own, q, k, v: own.causal_attention(q, k, v), [(2, T, 4, 8)] * 3),
+    "grouped heads, a window": (
+        lambda own, q, k, v: own.causal_attention(q, k, v, window=5),
+        [(2, T, 4, 8), (2, T, 2, 8), (2, T, 2, 8)],
+    ),
+    "documents": (
+        lambda own, q, k, v: own.causal_attention(q, k, v, torch.tensor([[0] * 5 + [5] * 7, [0] * T])),
+        [(2, T, 4, 8)] * 3,
+    ),
+    "losses": (
+        lambda own, x: own.losses(
+            x, torch.randint(-V, V - 3, (2, T), generator=torch.Generator().manual_seed(1)), V - 3
+        ),
+        [(2, T, V)],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_equal(name, dtype):
+    function, shapes = CASES[name]
+    generator, found = torch.Generator().manual_seed(0), []
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    for own in (operations, torch_operations):
+        leaves = [x.to(dtype if x.dim() > 1 else torch.float32).requires_grad_() for x in inputs]
+        out = function(own, *leaves)
+        (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        found.append([out, *(leaf.grad for leaf in leaves)])
+    tolerance = 2e-5 if dtype == torch.float32 else 5e-2
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(theirs, ours, rtol=tolerance, atol=tolerance)

@@ -430,12 +430,11 @@ def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, pro
     check_tokenizer(tokenizer, config.shape.vocab_size)
     training, validating = read_parts(config)
     rows = config.global_batch_size // process_count
-    eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
     part = dict(process_index=process_index, process_count=process_count)
     encoded, truncated = encode_chats(training, config.chat_format, tokenizer, T)
     encoded_validation, truncated_validation = encode_chats(validating, config.chat_format, tokenizer, T)
     train = ChatPacks(encoded, T, rows, config.seed, True, **part)
-    validation = ChatPacks(encoded_validation, T, eval_rows, shuffle=False, **part)
+    validation = ChatPacks(encoded_validation, T, rows, shuffle=False, **part)
     description = (
         f"{len(training):,} conversations to train on, {len(validating):,} to validate, format "
         f"{choose_format(config.chat_format, tokenizer)}; "

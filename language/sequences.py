@@ -1,5 +1,6 @@
 """The data that the options of transformer_tpu.py name, checked. Imports no torch."""
 
+import dataclasses
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from language.tasks import check_tasks
 from language.token_data import (
     TEXT,
     MarkovChain,
+    MicroBatches,
     SequenceData,
     TextWindows,
     TokenShards,
@@ -29,17 +31,24 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
     """The data the config names, checked; of several processes each gets its rows. Raises InputError."""
     if config.compile_for:
         return shapes_alone(config)
+    data = load_batches(config, process_index, process_count)
+    parts = config.gradient_accumulation_steps  # no more rows at a time than in training, and as many in all
+    validation, batches = MicroBatches(data.validation, parts), parts * data.validation_batches
+    return dataclasses.replace(data, validation=validation, validation_batches=batches)
+
+
+def load_batches(config: TransformerConfig, process_index: int, process_count: int) -> SequenceData:
+    """As load_sequences(), whose batches for validation have the rows of a batch of training."""
     if config.dataset == "chat":
         return load_chats(config, tokenizer_of(config), process_index, process_count)
     if config.dataset == "stream":
         return load_stream(config, process_index, process_count)
     T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
     rows = config.global_batch_size // process_count
-    eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
     part = dict(process_index=process_index, process_count=process_count)
     if config.dataset == "synthetic":
         train = MarkovChain(vocab_size, T, rows, config.seed, 0, **part)
-        validation = MarkovChain(vocab_size, T, eval_rows, config.seed, 1, **part)
+        validation = MarkovChain(vocab_size, T, rows, config.seed, 1, **part)
         description = f"Markov chain over {vocab_size} tokens"
         return SequenceData(
             config, train, validation, config.eval_batches, description, vocab_size, MarkovChain.entropy
@@ -51,7 +60,7 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
         if not config.validation_data:
             raise InputError("dataset is tokens but validation_data is empty; name shards with --validation_data")
         train = TokenShards(str(train_path), vocab_size, T, rows, **part)
-        validation = TokenShards(str(validation_path), vocab_size, T, eval_rows, **part)
+        validation = TokenShards(str(validation_path), vocab_size, T, rows, **part, padded=True)
         description = (
             f"{len(train.shards)} shard{'s' * (len(train.shards) > 1)}, {sum(map(len, train.shards)):,} tokens"
         )
@@ -63,7 +72,7 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
     else:
         training, validating = split_documents(documents)
     train = TextWindows(training, T, rows, config.seed, True, config.bucketed, **part)
-    validation = TextWindows(validating, T, eval_rows, shuffle=False, **part)
+    validation = TextWindows(validating, T, rows, shuffle=False, **part)
     description = (
         f"{len(documents)} documents, {len(train.tokens):,} training and {len(validation.tokens):,} validation tokens: "
         "bytes, and the end of each document"

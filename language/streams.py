@@ -349,13 +349,12 @@ def load_stream(config: TransformerConfig, process_index: int = 0, process_count
     # our threads are parallel: the library's own below them would take cores from each other
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     reading, T, rows = reading_of(config), config.shape.sequence_length, config.global_batch_size // process_count
-    eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
-    fixed = validation_rows(reading, config, eval_rows * process_count)
+    fixed = validation_rows(reading, config)
     workers = config.stream_workers or min(MOST_WORKERS, os.cpu_count() or 1)
     ahead = config.prefetch_batches + 4  # what is in the loader's queue, on its way there, and made
     part = dict(process_index=process_index, process_count=process_count)
     train = StreamRows(reading, T, rows, ahead, workers, **part)
-    validation = FixedRows(fixed, eval_rows, **part)
+    validation = FixedRows(fixed, rows, **part)
     kinds = Counter(file.kind if file.kind == "parquet" else f"jsonl {file.kind}".strip() for file in reading.files)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     shared = f" that {process_count} hosts share" if reading.lanes % process_count else ""  # and each reads in full
@@ -364,18 +363,18 @@ def load_stream(config: TransformerConfig, process_index: int = 0, process_count
         f"lane{'s' * (reading.lanes > 1)}{shared}; {workers} threads, each {speed_of(reading):,.0f} tokens/s; "
         f"{len(fixed):,} row{'s' * (len(fixed) > 1)} for validation"
     )
-    batches = -(-len(fixed) // (eval_rows * process_count))
+    batches = -(-len(fixed) // config.global_batch_size)
     crc32 = reading.tokenizer.fingerprint ^ fingerprint_of(reading.files)
     return StreamData(config, train, validation, batches, description, crc32)
 
 
-def validation_rows(reading: Reading, config: TransformerConfig, rows: int) -> np.ndarray:
-    """(eval_batches * rows at most, T + 1): of validation_data from its beginning, else of what is held out.
+def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
+    """(eval_batches * global_batch_size at most, T + 1): validation_data from its beginning, else what is held out.
 
     Raises InputError where there is no text.
     """
     T, found, count = config.shape.sequence_length, [], 0
-    wanted = config.eval_batches * rows * T + 1
+    wanted = config.eval_batches * config.global_batch_size * T + 1
     texts = texts_for_validation(reading, config)
     while count < wanted and (chunk := list(itertools.islice(texts, CHUNK))):
         found += encode(reading.tokenizer, chunk)

@@ -37,8 +37,10 @@ class TokenShards:
     """
 
     def __init__(
-        self, pattern: str, vocab_size: int, T: int, rows: int, process_index: int = 0, process_count: int = 1
-    ):
+        self, pattern: str, vocab_size: int, T: int, rows: int, process_index: int = 0, process_count: int = 1,
+        padded: bool = False,
+    ):  # fmt: skip
+        """padded: a shard shorter than a global batch is one, filled up with ~0; else it is refused."""
         paths = matching(Path(pattern))
         if not paths:
             raise InputError(f"{pattern}: matches no file; expected llm.c token shards; tools.prepare_data writes them")
@@ -47,7 +49,7 @@ class TokenShards:
         check_tokens(self.shards[0][: 1 << 26], vocab_size, paths[0])  # further ones as they are read
         self.stride = process_count * rows * T
         self.offset = process_index * rows * T
-        steps = [(len(shard) - 1) // self.stride for shard in self.shards]
+        steps = [(len(shard) - 1) // self.stride or int(padded and len(shard) > 1) for shard in self.shards]
         if empty := [
             f"{path} ({len(s)} tokens)" for path, s, n in zip(paths, self.shards, steps, strict=True) if n == 0
         ]:
@@ -76,12 +78,10 @@ class TokenShards:
         index = int(np.searchsorted(self.ends, step, "right"))
         within = step - (int(self.ends[index - 1]) if index else 0)
         start = within * self.stride + self.offset
-        tokens = self.shards[index][start : start + self.rows * self.T + 1]
+        tokens = self.shards[index][start : start + self.rows * self.T + 1].astype(np.int32)
         check_tokens(tokens, self.vocab_size, self.paths[index])
-        windows = np.lib.stride_tricks.as_strided(
-            tokens, (self.rows, self.T + 1), (self.T * tokens.itemsize, tokens.itemsize), writeable=False
-        )
-        return windows.astype(np.int32)
+        tokens = np.pad(tokens, (0, self.rows * self.T + 1 - len(tokens)), constant_values=-1)
+        return tokens[np.arange(self.rows)[:, None] * self.T + np.arange(self.T + 1)]
 
 
 def matching(pattern: Path) -> list[Path]:
@@ -249,6 +249,18 @@ class MarkovChain:
         for t in range(self.T):
             out[t + 1] = self.successors[out[t], choice[t]]
         return np.ascontiguousarray(out.T[self.process_index * self.rows : (self.process_index + 1) * self.rows])
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Each batch of a source in `parts` batches, one after another."""
+
+    source: Any
+    parts: int
+
+    def batch(self, step: int) -> np.ndarray:
+        number, part = divmod(step, self.parts)
+        return np.split(self.source.batch(number), self.parts)[part]
 
 
 @dataclass(frozen=True)

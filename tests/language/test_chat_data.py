@@ -366,7 +366,7 @@ def test_load_chats(tmp_path):
         "45 conversations to train on, 5 to validate, format plain; 2,506 tokens in 17 rows, 91.6% full, 36.0% of them "
         "targets; 0 truncated"
     )
-    assert data.train.batch(0).shape == (4, 161) and data.validation.batch(0).shape == (2, 161)
+    assert data.train.batch(0).shape == (4, 161) and data.validation.batch(0).shape == (4, 161)
     seen = documents_in([data.validation.batch(step) for step in range(data.validation_batches)])
     assert Counter(map(tuple, seen)) == Counter(as_document(messages, 160) for _, messages in chats[45:])
     part = chat_data.load_chats(config, PLAIN, 1, 2)

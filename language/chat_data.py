@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from language.shapes import BYTE_VOCAB_SIZE
-from language.token_data import START, SequenceData, entries_of
+from language.token_data import START, SequenceData, check_apart, entries_of
 from language.tokenizer import Tokenizer, load_tokenizer
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
@@ -248,13 +248,16 @@ def refuse(problems: list[str]) -> None:
         raise InputError("\n".join([*problems[:MOST_PROBLEMS], *more]))
 
 
+def chat_files(path: Path) -> list[Path]:
+    return entries_of(path, path.glob("*.jsonl")) if path.is_dir() else [path]
+
+
 def read_chats(path: Path) -> list[tuple[str, list[dict[str, str]]]]:
     """(file and line, messages) of every conversation in a file, or in all .jsonl of a folder, sorted by name.
 
     Raises InputError that names every line that is none. Empty lines are skipped.
     """
-    files = entries_of(path, path.glob("*.jsonl")) if path.is_dir() else [path]
-    chats, problems = [], []
+    files, chats, problems = chat_files(path), [], []
     for file in files:
         with open_regular(file, CHATS) as opened:
             end = 0
@@ -383,9 +386,12 @@ def read_parts(config: TransformerConfig) -> tuple[list, list]:
     """Conversations to train on and to validate on: of two files, or the last tenth of one. Raises InputError."""
     if not config.train_data:
         raise InputError("dataset is chat but train_data is empty; name the conversations with --train_data")
-    chats = read_chats(Path(config.data_dir) / config.train_data)
+    path, validation_path = (Path(config.data_dir) / name for name in (config.train_data, config.validation_data))
+    chats = read_chats(path)
     if config.validation_data:
-        return chats, read_chats(Path(config.data_dir) / config.validation_data)
+        held_out_chats = read_chats(validation_path)
+        check_apart(chat_files(path), chat_files(validation_path))
+        return chats, held_out_chats
     if len(chats) < 2:
         raise InputError(f"{config.train_data}: 1 conversation; expected 2 or more, or others with --validation_data")
     held_out = max(1, len(chats) // 10)

@@ -18,8 +18,11 @@ from language.token_data import (
     SequenceData,
     TextWindows,
     TokenShards,
+    check_apart,
+    matching,
     read_documents,
     split_documents,
+    text_files,
 )
 from language.tokenizer import load_tokenizer
 from language.transformer_options import TransformerConfig, check_initial_weights
@@ -60,6 +63,7 @@ def load_batches(config: TransformerConfig, process_index: int, process_count: i
         if not config.validation_data:
             raise InputError("dataset is tokens but validation_data is empty; name shards with --validation_data")
         train = TokenShards(str(train_path), vocab_size, T, rows, **part)
+        check_apart(train.paths, matching(validation_path))
         validation = TokenShards(str(validation_path), vocab_size, T, rows, **part, padded=True)
         description = (
             f"{len(train.shards)} shard{'s' * (len(train.shards) > 1)}, {sum(map(len, train.shards)):,} tokens"
@@ -69,6 +73,7 @@ def load_batches(config: TransformerConfig, process_index: int, process_count: i
     documents = read_documents(train_path, config.document_separator)
     if config.validation_data:
         training, validating = documents, read_documents(validation_path, config.document_separator)
+        check_apart(text_files(train_path), text_files(validation_path))
     else:
         training, validating = split_documents(documents)
     train = TextWindows(training, T, rows, config.seed, True, config.bucketed, **part)
@@ -113,6 +118,8 @@ def check_files(config: TransformerConfig) -> None:
         if config.tokenizer:
             check_tokenizer(load_tokenizer(config.tokenizer), config.shape.vocab_size)
         return
-    for name in (config.train_data, config.validation_data):
-        if name and not (path := Path(config.data_dir) / name).is_dir():
+    paths = [Path(config.data_dir) / name for name in (config.train_data, config.validation_data) if name]
+    for path in paths:
+        if not path.is_dir():
             open_regular(path, TEXT).close()
+    check_apart(text_files(paths[0]), text_files(paths[-1]) if paths[1:] else [])

@@ -7,6 +7,7 @@ holds: a line longer than LONGEST bytes is refused unread, so a compressed file 
 import contextlib
 import gzip
 import io
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from language.token_data import entries_of, matching
+from language.token_data import check_apart, entries_of, is_hidden, matching, refuse_overlap, tell_once
 from tpu_utils.errors import InputError
 from tpu_utils.files import file_size, open_regular, parse_json, read_regular
 
@@ -142,7 +143,7 @@ def list_files(names: str, data_dir: str) -> list[StreamFile]:
         found = [file for files in pool.map(lambda entry: files_of(entry, data_dir), entries) for file in files]
     if not found:
         raise InputError(f"{names}: names no file; expected {EXPECTED}")
-    if len(twice := {file.name for file in found}) < len(found):
+    if len(twice := {file.name if file.crc32c else os.path.realpath(file.name) for file in found}) < len(found):
         raise InputError(f"{names}: names {len(found) - len(twice)} files twice; expected each once; mend the list")
     if odd := [file.name for file in found if not NAMES.search(file.name)]:
         raise InputError(f"{odd[0]}: expected {EXPECTED}; name a pattern such as '*.parquet'")
@@ -176,9 +177,24 @@ def objects_of(url: str) -> list[StreamFile]:
     except storage_errors() as error:
         raise unusable("{} cannot be listed", error, url) from error
     found = sorted((blob for blob in blobs if re.fullmatch(wanted, blob.name)), key=lambda blob: blob.name)
+    named = "" if not fixed or fixed.endswith("/") else "_"  # the part of a name that the user began is none to hide
+    visible = [blob for blob in found if not is_hidden(named + blob.name.removeprefix(fixed))]
+    if len(visible) < len(found):
+        tell_once(f"left out   {len(found) - len(visible)} hidden objects of {url}")
+    found = visible
     if not found:
         raise InputError(f"{url}: matches no object; expected {EXPECTED}")
     return [StreamFile(f"gs://{bucket_name}/{blob.name}", blob.size, blob.generation, blob.crc32c) for blob in found]
+
+
+def check_no_overlap(training: list[StreamFile], validation: list[StreamFile]) -> None:
+    """Raises InputError for a file that is in both, under another name too."""
+    local, local_validation = ([Path(one.name) for one in files if not one.crc32c] for files in (training, validation))
+    check_apart(local, local_validation)
+    objects = {(file.size, file.crc32c): file.name for file in training if file.crc32c}
+    for file in validation:
+        if other := objects.get((file.size, file.crc32c)):
+            refuse_overlap(other, file.name)
 
 
 def fingerprint_of(files: list[StreamFile]) -> int:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from language.chat_data import check_tokenizer, tokenizer_of
-from language.stream_files import StreamFile, fingerprint_of, list_files, read_documents
+from language.stream_files import StreamFile, check_no_overlap, fingerprint_of, list_files, read_documents
 from language.token_data import SequenceData
 from language.tokenizer import Tokenizer
 from language.transformer_options import TransformerConfig
@@ -329,6 +329,8 @@ def reading_of(config: TransformerConfig) -> Reading:
     tokenizer = tokenizer_of(config)
     check_tokenizer(tokenizer, config.shape.vocab_size)
     files = list_files(config.train_data, config.data_dir)
+    if config.validation_data:
+        check_no_overlap(files, list_files(config.validation_data, config.data_dir))
     lanes, skip = lanes_of(config, len(files)), config.stream_damaged == "skip"
     of_order = (config.seed, lanes, config.stream_window)
     return Reading(files, config.text_field, tokenizer, *of_order, skip, not config.validation_data)

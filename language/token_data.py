@@ -6,7 +6,9 @@ array is uploaded instead of two. Where documents share a row (chat_data.py), th
 token), and padding ~START. A batch is a pure function of the step, so resuming needs no other position.
 """
 
+import filecmp
 import functools
+import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from language.llmc_files import check_tokens, open_token_shard
+from language.preparations import check_preparations
 from language.shapes import BYTE_VOCAB_SIZE
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
@@ -44,6 +47,7 @@ class TokenShards:
         paths = matching(Path(pattern))
         if not paths:
             raise InputError(f"{pattern}: matches no file; expected llm.c token shards; tools.prepare_data writes them")
+        check_preparations(Path(pattern), paths)
         self.paths, self.vocab_size, self.T, self.rows = paths, vocab_size, T, rows
         self.shards = [open_token_shard(path, vocab_size) for path in paths]
         check_tokens(self.shards[0][: 1 << 26], vocab_size, paths[0])  # further ones as they are read
@@ -96,9 +100,15 @@ def matching(pattern: Path) -> list[Path]:
 
 
 def entries_of(folder: Path, paths: Iterable[Path]) -> list[Path]:
-    """The paths in a folder, sorted. Raises InputError for a link out of it: which files a model is trained on is for
-    the user to say, not for whoever made the folder."""
-    found = sorted(paths)
+    """The paths in a folder, sorted, without hidden ones: what editors, Git and downloads put there is no data.
+
+    Raises InputError for a link out of it: which files a model is trained on is for the user to say, not for whoever
+    made the folder.
+    """
+    every = sorted(paths)
+    found = [path for path in every if not is_hidden(str(path.relative_to(folder)))]
+    if len(found) < len(every):
+        tell_once(f"left out   {len(every) - len(found)} hidden files in {folder}")
     for path in found:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise InputError(
@@ -108,15 +118,52 @@ def entries_of(folder: Path, paths: Iterable[Path]) -> list[Path]:
     return found
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a path within a folder has a part that begins with a dot."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+@functools.cache  # a run looks at its files when its options are checked, and again when it begins
+def tell_once(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def check_apart(training: Iterable[Path], validation: Iterable[Path]) -> None:
+    """Raises InputError for a file that is in both, by a link or as a copy too."""
+    by_size: dict[int, list[Path]] = {}
+    for path in training:
+        by_size.setdefault(path.stat().st_size, []).append(path)
+    by_size.pop(0, None)
+    for path in validation:
+        for other in by_size.get(path.stat().st_size, ()):
+            if path.samefile(other) or filecmp.cmp(path, other, shallow=False):
+                refuse_overlap(str(other), str(path))
+
+
+def refuse_overlap(training: str, validation: str) -> None:
+    what = f"{validation} is" if training == validation else f"{training} is the same as {validation},"
+    raise InputError(
+        f"{what} in train_data and in validation_data; expected text for validation that is not trained on; choose a "
+        "--train_data without it"
+    )
+
+
+def text_files(path: Path) -> list[Path]:
+    """One UTF-8 file, or all files in a folder, as entries_of() has them."""
+    return entries_of(path, (p for p in path.rglob("*") if not p.is_dir())) if path.is_dir() else [path]
+
+
 def read_documents(path: Path, separator: str = "") -> list[bytes]:
-    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document."""
+    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document.
+
+    Raises InputError for a separator that divides nothing.
+    """
     try:
         divider = separator.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"document_separator is {separator!r}; expected UTF-8 text") from error
-    paths = entries_of(path, (p for p in path.rglob("*") if not p.is_dir())) if path.is_dir() else [path]
-    documents = []
-    for file in paths:
+    documents, divided = [], not divider
+    for file in text_files(path):
         with open_regular(file, TEXT) as opened:
             content = opened.read()
         try:
@@ -125,11 +172,29 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
             raise InputError(
                 f"{file}: not UTF-8 (byte {content[error.start]:#x} at {error.start}); convert it first"
             ) from None
+        if divider and divider not in content:
+            check_line_ends(file, content, separator)
+        divided = divided or divider in content
         documents += content.split(divider) if divider else [content]
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise InputError(f"{path}: empty; expected UTF-8 text")
+    if not divided:
+        raise InputError(
+            f"{path}: document_separator {separator!r} stands nowhere in it; expected it between documents; give "
+            "what stands there (of bash, a blank line is $'\\n\\n'), or leave it out: a file is one document"
+        )
     return documents
+
+
+def check_line_ends(file: Path, content: bytes, separator: str) -> None:
+    """Raises InputError where the separator would stand in the file if its lines ended as elsewhere."""
+    other = separator.replace("\n", "\r\n")
+    if other != separator and other.encode() in content:
+        raise InputError(
+            f"{file}: its lines end with \\r\\n, so document_separator stands there as {other!r} alone; expected \\n; "
+            "convert it with dos2unix, or give that separator"
+        )
 
 
 def split_documents(documents: list[bytes], validation_fraction: float = 0.1) -> tuple[list[bytes], list[bytes]]:

@@ -1,14 +1,17 @@
 """What the options of a run name as its data, whichever of the five sources it is."""
 
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
 from documents import write_documents
 
 from language.llmc_files import write_token_shard
-from language.sequences import load_sequences
+from language.sequences import check_files, load_sequences
 from language.transformer_options import TransformerConfig
+from tpu_utils.errors import InputError
 
 T = 16
 SOURCES = {
@@ -65,3 +68,37 @@ def test_a_short_shard_is_evaluated_whole(folder):
     rows = [np.frombuffer(row, np.int32) for row in validated(folder, "tokens", 1, 1, 1000)]
     targets = sum(int((row[1:] >= 0).sum()) for row in rows)
     assert targets == 3 * 16 * T + 39 + 16 * T
+
+
+WRITERS = {
+    "tokens": lambda path: write_token_shard(path, np.arange(900) % 200 + 1, 257),
+    "text": lambda path: path.write_text("some words " * 100),
+    "chat": lambda path: path.write_text('{"prompt": "a", "completion": "b"}\n'),
+    "stream": lambda path: write_documents(path, ["some words"] * 20),
+}
+ENDING = {"tokens": "bin", "text": "txt", "chat": "jsonl", "stream": "jsonl"}
+
+
+@pytest.mark.parametrize("how", ["same", "link", "hard link", "copy", "another way"])
+@pytest.mark.parametrize("dataset", WRITERS)
+def test_a_file_for_validation_is_not_trained_on(tmp_path, dataset, how):
+    """One file, by whatever name: as part of a pattern or a folder it was trained on, and validated on."""
+    (tmp_path / "d").mkdir()
+    name, other = f"d/a.{ENDING[dataset]}", f"v.{ENDING[dataset]}"
+    WRITERS[dataset](tmp_path / name)
+    if how == "link":
+        (tmp_path / other).symlink_to(tmp_path / name)
+    elif how == "hard link":
+        os.link(tmp_path / name, tmp_path / other)
+    elif how == "copy":
+        shutil.copy(tmp_path / name, tmp_path / other)
+    else:
+        other = name if how == "same" else f"d/../{name}"
+    trained = "d" if dataset in ("text", "chat", "stream") else f"d/*.{ENDING[dataset]}"
+    config = TransformerConfig(
+        **SOURCES[dataset] | dict(dataset=dataset, train_data=trained, validation_data=other, data_dir=str(tmp_path)),
+        global_batch_size=2, sequence_length=64,
+    )  # fmt: skip
+    for read in (check_files, load_sequences):
+        with pytest.raises(InputError, match=r"in train_data and in validation_data; expected .* --train_data without"):
+            read(config)

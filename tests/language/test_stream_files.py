@@ -219,6 +219,24 @@ def test_files_are_named_by_pattern_folder_or_list(tmp_path):
         names("sub")
 
 
+def test_hidden_files_are_left_out_and_counted(tmp_path, capsys):
+    """What Jupyter, Git and a download put into a folder is no text."""
+    (tmp_path / "c").mkdir()
+    write_documents(tmp_path / "c" / "a.jsonl", ["a"])
+    for name in (".ipynb_checkpoints/a-checkpoint.jsonl", ".cache/huggingface/download/a.jsonl.metadata", "._b.jsonl"):
+        path = tmp_path / "c" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "hidden"}')
+    for names, count in (("c", 3), ("c/*.jsonl", 1)):
+        assert [file.name for file in list_files(names, str(tmp_path))] == [str(tmp_path / "c" / "a.jsonl")]
+        assert capsys.readouterr().err == f"left out   {count} hidden files in {tmp_path / 'c'}\n"
+    list_files("c", str(tmp_path))
+    assert not capsys.readouterr().err, "said once"
+    hidden = tmp_path / "c" / ".cache" / "huggingface"
+    write_documents(hidden / "d.jsonl", ["named by the user"])
+    assert len(list_files("c/.cache/huggingface/*.jsonl", str(tmp_path))) == 1
+
+
 def test_what_no_run_needs_is_not_imported(tmp_path):
     """pyarrow takes a third of a second: for parquet and zstd alone."""
     path = write_documents(tmp_path / "a.jsonl.gz", TEXTS)
@@ -260,6 +278,23 @@ def test_objects_are_read_as_files_are(bucket, monkeypatch):
         assert list(read_documents(file, "text", 9)) == TEXTS[9:], file.name
     assert list_files("gs://runs/corpus/sub", "") == files == list_files("gs://runs/corpus/s*/a.*", "")
     assert len({file.fingerprint() for file in files}) == 4
+
+
+def test_hidden_objects_are_left_out_and_counted(bucket, capsys):
+    for name in ("folder/.cache/a.jsonl", "folder/.a.jsonl", "folder/a.jsonl", ".b/a.jsonl"):
+        bucket.blob(f"with_hidden/{name}").upload_from_string('{"text": "a"}')
+    root = "gs://runs/with_hidden"
+    for names, count, hidden in (
+        ("folder", 1, 2),
+        ("folder/*.jsonl", 1, 1),
+        ("folder/a*", 1, 0),
+        ("folder/a.jsonl", 1, 0),
+        (".b", 1, 0),
+        ("fold*/*.jsonl", 1, 1),
+    ):
+        assert len(list_files(f"{root}/{names}", "")) == count
+        told = f"left out   {hidden} hidden objects of {root}/{names}\n" if hidden else ""
+        assert capsys.readouterr().err == told
 
 
 def test_a_bucket_that_does_not_answer_is_no_damage(bucket, monkeypatch):

@@ -298,6 +298,50 @@ def test_a_separator_that_is_no_text_is_refused(tmp_path):
         token_data.read_documents(tmp_path / "a.txt", "a\udcff")
 
 
+SEPARATED = b"A story.\n\nAnother.\n\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "separator", "expected"),
+    [
+        ([SEPARATED], "\n\n", 2),
+        ([SEPARATED, b"one without"], "\n\n", 3),
+        ([b"first\n\nhas \r\n\r\n in it"], "\n\n", 2),
+        ([b"a\r\nb\r\n"], "\n", 2),
+        ([SEPARATED.replace(b"\n", b"\r\n")], "\r\n\r\n", 2),
+        ([SEPARATED.replace(b"\n", b"\r\n")], "\n\n", r"0.txt: its lines end with \\r\\n, .*'\\r\\n\\r\\n'"),
+        ([SEPARATED, SEPARATED.replace(b"\n", b"\r\n")], "\n\n", r"1.txt: its lines end with \\r\\n"),
+        ([SEPARATED], r"\n\n", r"'\\\\n\\\\n' stands nowhere in it; .*of bash, a blank line is \$'\\n\\n'"),
+        ([SEPARATED], "<|endoftext|>", r"'<\|endoftext\|>' stands nowhere in it; expected it between documents"),
+        ([b"one document", b"and another"], "\n\n", "stands nowhere in it"),
+    ],
+)
+def test_a_separator_divides_or_is_refused(tmp_path, files, separator, expected):
+    """One that never occurred once made one document of a file, without a word."""
+    for number, content in enumerate(files):
+        (tmp_path / f"{number}.txt").write_bytes(content)
+    if isinstance(expected, int):
+        assert len(token_data.read_documents(tmp_path, separator)) == expected
+        return
+    with pytest.raises(InputError, match=expected):
+        token_data.read_documents(tmp_path, separator)
+
+
+@pytest.mark.parametrize(
+    "hidden", [".ipynb_checkpoints/a-checkpoint.txt", ".cache/huggingface/.gitignore", ".gitattributes", "sub/.a.swp"]
+)
+def test_hidden_files_are_no_text(tmp_path, capsys, hidden):
+    folder = tmp_path / ".data"
+    path = folder / hidden
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("not a text")
+    with pytest.raises(InputError, match="empty; expected UTF-8 text"):
+        token_data.read_documents(folder)
+    (folder / "a.txt").write_text("a text")
+    assert token_data.read_documents(folder) == [b"a text"]
+    assert capsys.readouterr().err == f"left out   1 hidden files in {folder}\n"
+
+
 def test_a_large_hellaswag_file_takes_memory_in_proportion(tmp_path):
     path = tmp_path / "hellaswag_val.bin"
     part = [np.arange(150)] * 4

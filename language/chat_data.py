@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from language.shapes import BYTE_VOCAB_SIZE
-from language.token_data import START, SequenceData, check_apart, entries_of, tell_once
+from language.token_data import START, SequenceData, check_apart, entries_of, refuse_other_json, tell_once
 from language.tokenizer import Tokenizer, load_tokenizer
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
@@ -313,6 +313,7 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
     without_effect, empty = Counter(), 0
     for file in files:
         with open_regular(file, CHATS) as opened:
+            refuse_other_json(opened, str(file))
             end = 0
             for number, line in enumerate(lines_of(opened, LONGEST_LINE), 1):
                 start, end = end, opened.tell()

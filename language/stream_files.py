@@ -4,6 +4,7 @@ A file is on disk or in a bucket, where it is read in ranges and never as a whol
 holds: a line longer than LONGEST bytes is refused unread, so a compressed file that never ends is one message.
 """
 
+import codecs
 import contextlib
 import gzip
 import io
@@ -16,7 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from language.token_data import check_apart, entries_of, is_hidden, matching, refuse_overlap, tell_once
+from language.token_data import (
+    check_apart,
+    entries_of,
+    is_hidden,
+    matching,
+    refuse_other_json,
+    refuse_overlap,
+    tell_once,
+)
 from tpu_utils.errors import InputError
 from tpu_utils.files import file_size, open_regular, parse_json, read_regular
 
@@ -28,7 +37,8 @@ BLOCK = 1 << 22  # bytes of one request to a bucket
 ROWS = 64  # of a parquet file that are in memory as text
 EXPECTED = "documents: .parquet, .jsonl or .json, the last two also with .gz or .zst"
 NAMES = re.compile(r"\.(?:(parquet)|(?:jsonl|json|ndjson)(?:\.(gz|zst))?)$")
-BEGINNINGS = {"parquet": b"PAR1", "gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd"}
+SKIPPABLE = tuple(bytes([byte]) + b"\x2a\x4d\x18" for byte in range(0x50, 0x60))  # frames that pzstd begins with
+BEGINNINGS = {"parquet": b"PAR1", "gz": b"\x1f\x8b", "zst": (b"\x28\xb5\x2f\xfd", *SKIPPABLE)}
 
 
 @dataclass(frozen=True)
@@ -133,7 +143,8 @@ def list_files(names: str, data_dir: str) -> list[StreamFile]:
     """
     if names.endswith(".txt"):
         path = Path(data_dir, names)
-        lines = read_regular(path, "a list of files", LONGEST_LIST).decode(errors="surrogateescape").splitlines()
+        content = read_regular(path, "a list of files", LONGEST_LIST).removeprefix(codecs.BOM_UTF8)
+        lines = content.decode(errors="surrogateescape").splitlines()
         entries = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if nested := [entry for entry in entries if entry.endswith(".txt")]:
             raise InputError(f"{path} names {nested[0]}; expected {EXPECTED}; write its lines into one list")
@@ -225,6 +236,11 @@ def read_documents(file: StreamFile, field: str, first: int = 0) -> Iterator[str
         raise
     except (OSError, EOFError, zlib.error, ValueError) as error:  # of gzip, and of pyarrow, whose errors are these
         said = " ".join(str(error).split()) or type(error).__name__
+        if "too much memory" in said:  # of zstd: a frame names the window that it needs
+            raise InputError(
+                f"{file.name}: its zstd window is larger than 128 MiB, as zstd --long=31 makes it; expected --long=27 "
+                "at most; zstd -d --long=31 FILE, and compress it again"
+            ) from error
         raise InputError(f"{file.name}: damaged behind document {first + read}: {said:.200}; {REMEDY}") from error
 
 
@@ -235,6 +251,7 @@ def lines_of_json(opened: BinaryIO, file: StreamFile, field: str, first: int) ->
     """A document is a line that is not blank."""
     number, line_number = -1, 0
     with decompressed(opened, file.kind) as lines:
+        refuse_other_json(lines, file.name)
         while line := lines.readline(LONGEST + 1):
             line_number += 1
             if len(line) > LONGEST:
@@ -297,11 +314,14 @@ def rows_of(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Itera
     import pyarrow  # only here
 
     found = open_parquet(opened, file.name, file.size, REMEDY)
-    kinds = {column.name: column.type for column in found.schema_arrow}
-    kind = getattr(kinds.get(field), "value_type", kinds.get(field))  # of a dictionary, that of its values
-    if kind not in (pyarrow.string(), pyarrow.large_string()):
-        has = ", ".join(f"{name}: {kind}" for name, kind in list(kinds.items())[:8])
-        raise InputError(f"{file.name} has the columns {has:.200}; expected {field}: string; name another --text_field")
+    kinds = [column.type for column in found.schema_arrow if column.name == field]
+    kinds = [kind.value_type if pyarrow.types.is_dictionary(kind) else kind for kind in kinds]
+    if len(kinds) != 1 or kinds[0] not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        has = ", ".join(f"{column.name}: {column.type}" for column in list(found.schema_arrow)[:8])
+        once = ", once" if kinds[1:] else ""
+        raise InputError(
+            f"{file.name} has the columns {has:.200}; expected {field}: string{once}; name another --text_field"
+        )
     number = 0
     for group in range(found.num_row_groups):
         end = number + found.metadata.row_group(group).num_rows

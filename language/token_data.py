@@ -6,8 +6,11 @@ array is uploaded instead of two. Where documents share a row (chat_data.py), th
 token), and padding ~START. A batch is a pure function of the step, so resuming needs no other position.
 """
 
+import codecs
 import filecmp
 import functools
+import io
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Sequence
@@ -126,6 +129,18 @@ def is_hidden(name: str) -> bool:
 @functools.cache  # a run looks at its files when its options are checked, and again when it begins
 def tell_once(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
+
+
+def refuse_other_json(file: io.BufferedReader, name: str) -> None:
+    """Raises InputError for a file of JSON that is not one object a line. The file is at its beginning, and stays."""
+    begins = file.peek(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()
+    found = command = ""
+    if begins.startswith(b"["):
+        found, command = "is one JSON array", "'.[]'"
+    elif re.match(rb"\{[ \t\r]*\n", begins):
+        found, command = "has objects of several lines", "."
+    if found:
+        raise InputError(f"{name} {found}; expected one JSON object a line; jq --compact-output {command} FILE > LINES")
 
 
 def check_apart(training: Iterable[Path], validation: Iterable[Path]) -> None:

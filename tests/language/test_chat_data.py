@@ -377,6 +377,29 @@ def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys
         assert sorted(capsys.readouterr().err) == sorted(told)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"prompt": "a", "completion": "b"}]', "x.jsonl is one JSON array; expected one JSON object a line; jq"),
+        (b'[\n {"prompt": "a", "completion": "b"}\n]\n', "x.jsonl is one JSON array"),
+        (b"[" + b" " * (1 << 24) + b"]", "x.jsonl is one JSON array"),
+        (
+            b'{\n "prompt": "a", "completion": "b"\n}\n',
+            "x.jsonl has objects of several lines; expected one JSON object",
+        ),
+        (b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n', None),
+    ],
+    ids=range(5),
+)
+def test_json_of_another_form_is_named(tmp_path, content, message):
+    (tmp_path / "x.jsonl").write_bytes(content)
+    if message is None:  # a byte order mark
+        assert len(read_chats(tmp_path)) == 1
+        return
+    with pytest.raises(InputError, match=re.escape(message)):
+        read_chats(tmp_path)
+
+
 def test_many_bad_lines_are_counted(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"{}\n" * 25)
     with pytest.raises(InputError, match=r"line 10: .*\nand 15 more$"):

@@ -1,7 +1,9 @@
 """Files of documents, each kind: what is read, from which document on, every refusal, and how much memory it takes."""
 
+import codecs
 import gzip
 import os
+import re
 import subprocess
 import sys
 
@@ -46,17 +48,30 @@ def test_row_groups_before_the_first_document_are_not_read(tmp_path, monkeypatch
 
 
 def test_other_forms_of_the_same(tmp_path):
-    """Concatenated gzip and zstd, blank lines, no newline at the end, large strings, a dictionary."""
+    """Concatenated gzip and zstd, blank lines, no newline at the end, a byte order mark, strings of all kinds, a column
+    that stands there twice and is not asked for; frames as pzstd writes them."""
     line = b'{"text": "a"}\n'
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(line) + gzip.compress(b"\n" + line))
     (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.compress(line, "zstd", asbytes=True) * 2)
     (tmp_path / "a.ndjson").write_bytes(b"  \n" + line + b"\r\n" + line[:-1])
     for name, kind in (
         ("large", pyarrow.large_string()),
+        ("view", pyarrow.string_view()),
         ("few", pyarrow.dictionary(pyarrow.int32(), pyarrow.string())),
     ):
         table = pyarrow.table({"text": pyarrow.array(["a", "a"]).cast(kind)})
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    columns = [pyarrow.array(["a", "a"]), pyarrow.array([1, 2]), pyarrow.array(["b", "b"])]
+    pyarrow.parquet.write_table(pyarrow.table(columns, ["text", "id", "id"]), tmp_path / "twice.parquet")
+    for name, packed in (
+        ("", bytes),
+        (".gz", gzip.compress),
+        (".zst", lambda x: pyarrow.compress(x, "zstd", asbytes=True)),
+    ):
+        (tmp_path / f"bom.json{name}").write_bytes(packed(codecs.BOM_UTF8 + line * 2))
+    frame = pyarrow.compress(line, "zstd", asbytes=True)
+    skipped = b"\x2a\x4d\x18\4\0\0\0" + len(frame).to_bytes(4, "little")
+    (tmp_path / "pzstd.jsonl.zst").write_bytes(b"\x50" + skipped + frame + b"\x5f" + skipped + frame)
     for path in tmp_path.iterdir():
         assert read(path) == ["a", "a"], path
 
@@ -114,13 +129,64 @@ def test_what_is_of_another_kind_is_refused(tmp_path, ending):
                 raise text
 
 
-@pytest.mark.parametrize("kind", [{"body": pyarrow.string()}, {"text": pyarrow.int64()}, {"text": pyarrow.binary()}])
-def test_another_schema_is_named(tmp_path, kind):
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [("body", pyarrow.string())],
+        [("text", pyarrow.int64())],
+        [("text", pyarrow.binary())],
+        [("text", pyarrow.list_(pyarrow.string()))],
+        [("text", pyarrow.list_(pyarrow.dictionary(pyarrow.int32(), pyarrow.string())))],
+        [("text", pyarrow.struct([("text", pyarrow.string())]))],
+        [("text", pyarrow.null())],
+        [("text", pyarrow.string()), ("text", pyarrow.string())],
+        [("text", pyarrow.string()), ("id", pyarrow.int64()), ("text", pyarrow.list_(pyarrow.string()))],
+    ],
+    ids=str,
+)
+def test_another_schema_is_named(tmp_path, columns):
+    """Lists of texts were each "no text (null)", and of two columns one was read."""
     path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.schema(kind.items()).empty_table(), path)
-    has = ", ".join(f"{name}: {one}" for name, one in kind.items())
-    with pytest.raises(InputError, match=f"has the columns {has}; expected text: string; name another --text_field"):
+    pyarrow.parquet.write_table(pyarrow.schema(columns).empty_table(), path)
+    once = ", once" if [name for name, _ in columns].count("text") > 1 else ""
+    with pytest.raises(InputError, match=rf"expected text: string{once}; name another --text_field") as caught:
         read(path)
+    has = ", ".join(f"{column.name}: {column.type}" for column in pyarrow.parquet.read_schema(path))
+    assert f"has the columns {has};" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b'[{"text": "a"}]', "is one JSON array; expected one JSON object a line; jq --compact-output '.[]' FILE"),
+        (b' \n[\n{"text": "a"}\n]', "is one JSON array"),
+        (codecs.BOM_UTF8 + b'[{"text": "' + b"a" * (1 << 24), "is one JSON array"),
+        (b'{ \r\n "text": "a"}', "has objects of several lines; expected one JSON object a line; jq"),
+    ],
+    ids=range(4),
+)
+@pytest.mark.parametrize("ending", ["json", "json.gz", "json.zst"])
+def test_json_of_another_form_is_named(tmp_path, content, said, ending):
+    path = tmp_path / f"a.{ending}"
+    packed = {"json.gz": gzip.compress, "json.zst": lambda x: pyarrow.compress(x, "zstd", asbytes=True)}
+    path.write_bytes(packed.get(ending, bytes)(content))
+    with pytest.raises(InputError, match=re.escape(f"{path} {said}")):
+        read(path)
+
+
+def test_a_window_that_is_too_large_is_named(tmp_path):
+    """As zstd --long=31 writes it where it does not know how long the text is."""
+    line, path = b'{"text": "a"}\n', tmp_path / "a.jsonl.zst"
+    for exponent, accepted in ((17, True), (18, False), (21, False)):
+        header = b"\x28\xb5\x2f\xfd\0" + bytes([exponent << 3])
+        path.write_bytes(header + (len(line) << 3 | 1).to_bytes(3, "little") + line)
+        if accepted:
+            assert read(path) == ["a"]
+            continue
+        with pytest.raises(
+            InputError, match=r"a\.jsonl\.zst: its zstd window is larger than 128 MiB, .* --long=27 at most"
+        ):
+            read(path)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -202,8 +268,11 @@ def test_files_are_named_by_pattern_folder_or_list(tmp_path):
     assert names(".") == ["a.parquet", "b.jsonl", "sub/c.jsonl.zst"]
     (tmp_path / "list.txt").write_text("# first\nsub/*.zst\n\n  b.jsonl\n")
     assert names("list.txt") == ["sub/c.jsonl.zst", "b.jsonl"]
+    (tmp_path / "list.txt").write_bytes(codecs.BOM_UTF8 + b"sub/*.zst\r\nb.jsonl\r\n")
+    assert names("list.txt") == ["sub/c.jsonl.zst", "b.jsonl"]
     for content, said in (
         ("*.jsonl\nb.jsonl\n", "names 1 files twice"),
+        ("b.jsonl\nsub/../b.jsonl\n", "names 1 files twice"),
         ("list.txt\n", r"names list\.txt; expected documents: \.parquet"),
         ("# nothing\n", "names no file"),
         ("none.jsonl\n", r"none\.jsonl: matches no file"),

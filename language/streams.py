@@ -27,7 +27,7 @@ import numpy as np
 
 from language.chat_data import check_tokenizer, tokenizer_of
 from language.stream_files import StreamFile, check_no_overlap, fingerprint_of, list_files, read_documents
-from language.token_data import SequenceData
+from language.token_data import SequenceData, allow_open_files
 from language.tokenizer import Tokenizer
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import CheckpointError, InputError
@@ -248,6 +248,7 @@ class StreamRows:
         """(rows, T + 1) int32. Batches come in their order: a stream does not go back."""
         assert step == self._next, f"batch {step} of a stream that is at {self._next}"
         if not self._lanes:
+            allow_open_files(len(self.numbers), "the lanes of a stream")
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="stream")
             starts = self._positions[step]
             self._lanes = [Lane(self.reading, number, starts[number], self._pool) for number in self.numbers]

@@ -11,6 +11,7 @@ import filecmp
 import functools
 import io
 import re
+import resource
 import sys
 import zlib
 from collections.abc import Iterable, Sequence
@@ -32,6 +33,7 @@ END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; sta
 START = 1 << 20  # added to the first token of a document that shares its row with others; no vocabulary is so large
 
 
+SPARE_FILES = 128  # that a run has open beside its data, at most
 SAMPLES, SAMPLED_TOKENS = 4096, 1 << 13  # 64 MiB of llm.c's GPT-2 tokens, which a cold disk reads in a second or so
 
 
@@ -52,7 +54,8 @@ class TokenShards:
             raise InputError(f"{pattern}: matches no file; expected llm.c token shards; tools.prepare_data writes them")
         check_preparations(Path(pattern), paths)
         self.paths, self.vocab_size, self.T, self.rows = paths, vocab_size, T, rows
-        self.shards = [open_token_shard(path, vocab_size) for path in paths]
+        allow_open_files(len(paths), f"the shards that {pattern} matches")
+        self.shards = [open_token_shard(path, vocab_size) for path in paths]  # open until the end, as they were
         check_tokens(self.shards[0][: 1 << 26], vocab_size, paths[0])  # further ones as they are read
         self.stride = process_count * rows * T
         self.offset = process_index * rows * T
@@ -89,6 +92,20 @@ class TokenShards:
         check_tokens(tokens, self.vocab_size, self.paths[index])
         tokens = np.pad(tokens, (0, self.rows * self.T + 1 - len(tokens)), constant_values=-1)
         return tokens[np.arange(self.rows)[:, None] * self.T + np.arange(self.T + 1)]
+
+
+def allow_open_files(count: int, what: str) -> None:
+    """Raise this process's own limit of open files by so many. Raises InputError where the machine's is lower."""
+    needed = len(list(Path("/dev/fd").iterdir())) + count + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != hard < needed:
+        raise InputError(
+            f"{what} are {count:,} files to keep open, but this machine allows a process {hard:,}, others included; "
+            "expected fewer and longer ones (tools.prepare_data --shard_tokens), or a higher limit: ulimit -Hn, of "
+            "docker --ulimit nofile=NUMBER"
+        )
+    if resource.RLIM_INFINITY != soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def matching(pattern: Path) -> list[Path]:

@@ -1,6 +1,9 @@
 """Token shards, text and the Markov chain: what a step gets to see, and every refusal."""
 
+import os
 import re
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -35,6 +38,26 @@ def test_shards_are_read_in_llmc_order(tmp_path):
             at = start + process * rows * T
             expected = [tokens[at + row * T : at + row * T + T + 1] for row in range(rows)]
             np.testing.assert_array_equal(source.batch(step), expected)
+
+
+def test_more_shards_than_open_files(tmp_path):
+    """The soft limit is this process's own to raise; the hard one is not."""
+    write_shard(tmp_path / "s_000.bin", np.arange(20))
+    for number in range(1, 300):
+        os.link(tmp_path / "s_000.bin", tmp_path / f"s_{number:03d}.bin")
+    program = (
+        "import resource, sys; from language.token_data import TokenShards; from tpu_utils.errors import InputError\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))\n"
+        "try: print(len(TokenShards(sys.argv[1], 257, 4, 2).shards))\n"
+        "except InputError as error: print(error)"
+    )
+    for hard, said in (
+        (1000, "300\n"),
+        (350, "are 300 files to keep open, but this machine allows a process 350, others"),
+    ):
+        command = [sys.executable, "-c", program, str(tmp_path / "s_*.bin"), str(hard)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert said in done.stdout
 
 
 def test_llama_shards_are_read(tmp_path):

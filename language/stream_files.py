@@ -225,8 +225,10 @@ def read_documents(file: StreamFile, field: str, first: int = 0) -> Iterator[str
     read = 0
     try:
         with file.opened() as opened:
-            begins = BEGINNINGS.get(file.kind, b"")
-            if not opened.peek(4).startswith(begins) or not file.size:
+            begins = opened.peek(4)
+            if other := [kind for kind, marks in BEGINNINGS.items() if begins.startswith(marks) and kind != file.kind]:
+                raise InputError(f"{file.name}: begins as .{other[0]} does; expected what its name says; rename it")
+            if not begins.startswith(BEGINNINGS.get(file.kind, b"")) or not file.size:
                 raise InputError(f"{file.name}: {file.size:,} bytes, begins with no {file.kind or 'JSON'}; {REMEDY}")
             texts = rows_of if file.kind == "parquet" else lines_of_json
             for text in texts(opened, file, field, first):

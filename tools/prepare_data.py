@@ -134,6 +134,11 @@ def main() -> int:
         write_hellaswag(config.output / "hellaswag_val.bin", questions, tokenizer.vocab_size)
         print(f"{config.output / 'hellaswag_val.bin'}: {len(questions):,} questions")
         return 0
+    if config.input.is_dir() and config.output.parent.resolve().is_relative_to(config.input.resolve()):
+        raise InputError(
+            f"output {config.output} lies in {config.input}, where the next preparation would read it as text; "
+            "expected another folder"
+        )
     documents = read_documents(config.input, config.document_separator)
     facts = {"documents": len(documents), "bytes": sum(map(len, documents)), "tokenizer": config.tokenizer}
     print(f"{config.input}: {facts['documents']:,} document{'s' * (len(documents) > 1)}, {facts['bytes']:,} bytes")

@@ -129,6 +129,20 @@ def test_what_is_of_another_kind_is_refused(tmp_path, ending):
                 raise text
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_wrong_name_is_said_to_be_one(tmp_path, kind, ending):
+    """As a download leaves it that has unpacked a file on its way, or has not."""
+    path = write_documents(tmp_path / f"a.{kind}", TEXTS).rename(tmp_path / f"b.{ending}")
+    if kind == ending:
+        assert read(path) == TEXTS
+        return
+    with pytest.raises(
+        InputError, match=rf"b\.{ending}: begins as \.{kind.removeprefix('jsonl.')} does; .*; rename it"
+    ):
+        read(path)
+
+
 @pytest.mark.parametrize(
     "columns",
     [

@@ -137,6 +137,19 @@ def test_shards_of_two_preparations_are_told_apart(tmp_path, monkeypatch, change
         token_data.TokenShards(str(tmp_path / "t_train_*[23].bin"), 257, 16, 2)
 
 
+def test_an_output_is_not_the_next_input(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "in.txt").write_text("words " * 50)
+    for output in (folder / "t", folder / "sub" / ".." / "t"):
+        assert prepare(monkeypatch, folder, "--output", output) == 2
+        assert f"output {output} lies in {folder}, where the next" in capsys.readouterr().err
+    assert prepare(monkeypatch, folder / "in.txt", "--output", folder / "t") == 0
+    (folder / "t_train_000000.bin").unlink()
+    (folder / "t_val_000000.bin").unlink()
+    assert prepare(monkeypatch, folder, "--output", folder) == 0, "its files lie beside the folder"
+
+
 def test_shards_from_elsewhere_are_not_replaced(tmp_path, monkeypatch, capsys):
     path = tmp_path / "fineweb_val_000000.bin"
     path.write_text("downloaded")

@@ -202,7 +202,7 @@ def check_no_overlap(training: list[StreamFile], validation: list[StreamFile]) -
     """Raises InputError for a file that is in both, under another name too."""
     local, local_validation = ([Path(one.name) for one in files if not one.crc32c] for files in (training, validation))
     check_apart(local, local_validation)
-    objects = {(file.size, file.crc32c): file.name for file in training if file.crc32c}
+    objects = {(file.size, file.crc32c): file.name for file in training if file.crc32c and file.size}
     for file in validation:
         if other := objects.get((file.size, file.crc32c)):
             refuse_overlap(other, file.name)

@@ -26,14 +26,14 @@ from language.preparations import check_preparations
 from language.shapes import BYTE_VOCAB_SIZE
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
-from tpu_utils.files import open_regular
+from tpu_utils.files import file_size, open_regular
 
 TEXT = "a UTF-8 text file or a folder of them"
 END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; stands before every document
 START = 1 << 20  # added to the first token of a document that shares its row with others; no vocabulary is so large
 
 
-SPARE_FILES = 128  # that a run has open beside its data, at most
+FEWEST_OTHER_FILES, OTHER_FILES = 32, 1024  # that a run has open beside its data
 SAMPLES, SAMPLED_TOKENS = 4096, 1 << 13  # 64 MiB of llm.c's GPT-2 tokens, which a cold disk reads in a second or so
 
 
@@ -96,16 +96,17 @@ class TokenShards:
 
 def allow_open_files(count: int, what: str) -> None:
     """Raise this process's own limit of open files by so many. Raises InputError where the machine's is lower."""
-    needed = len(list(Path("/dev/fd").iterdir())) + count + SPARE_FILES
+    needed, unlimited = len(list(Path("/dev/fd").iterdir())) + count, resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != hard < needed:
+    if hard != unlimited and hard < needed + FEWEST_OTHER_FILES:
         raise InputError(
             f"{what} are {count:,} files to keep open, but this machine allows a process {hard:,}, others included; "
             "expected fewer and longer ones (tools.prepare_data --shard_tokens), or a higher limit: ulimit -Hn, of "
             "docker --ulimit nofile=NUMBER"
         )
-    if resource.RLIM_INFINITY != soft < needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    if soft != unlimited and soft < needed + OTHER_FILES:
+        wanted = needed + OTHER_FILES
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
 
 
 def matching(pattern: Path) -> list[Path]:
@@ -164,12 +165,17 @@ def check_apart(training: Iterable[Path], validation: Iterable[Path]) -> None:
     """Raises InputError for a file that is in both, by a link or as a copy too."""
     by_size: dict[int, list[Path]] = {}
     for path in training:
-        by_size.setdefault(path.stat().st_size, []).append(path)
+        by_size.setdefault(size_of(path), []).append(path)
     by_size.pop(0, None)
     for path in validation:
-        for other in by_size.get(path.stat().st_size, ()):
+        for other in by_size.get(size_of(path), ()):
             if path.samefile(other) or filecmp.cmp(path, other, shallow=False):
                 refuse_overlap(str(other), str(path))
+
+
+def size_of(path: Path) -> int:
+    with open_regular(path, "a file of data") as file:
+        return file_size(file)
 
 
 def refuse_overlap(training: str, validation: str) -> None:

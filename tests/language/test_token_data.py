@@ -53,7 +53,7 @@ def test_more_shards_than_open_files(tmp_path):
     )
     for hard, said in (
         (1000, "300\n"),
-        (350, "are 300 files to keep open, but this machine allows a process 350, others"),
+        (320, "are 300 files to keep open, but this machine allows a process 320, others"),
     ):
         command = [sys.executable, "-c", program, str(tmp_path / "s_*.bin"), str(hard)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -287,3 +287,17 @@ def test_shards_take_memory_in_proportion(tmp_path, monkeypatch):
     (tmp_path / "in.txt").write_bytes(b"words and words\n" * (1 << 16))
     with at_most(6 << 20):
         assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "out") == 0
+
+
+def test_no_damage_of_a_list_of_shards_is_a_crash(tmp_path, monkeypatch):
+    (tmp_path / "t.txt").write_text("words " * 100)
+    assert prepare(monkeypatch, tmp_path / "t.txt", "--output", tmp_path / "t", "--shard_tokens", 200) == 0
+    path, refused = tmp_path / "t_shards.json", 0
+    for damaged in mutated_json(json.loads(path.read_text()), 300):
+        path.write_bytes(damaged)
+        try:
+            shards_of(tmp_path)
+        except InputError as error:
+            refused += 1
+            assert str(tmp_path / "t_") in str(error)
+    assert 100 < refused < 300

@@ -11,6 +11,7 @@ the data set holds must be able to travel there (no open file, no lambda). The p
 
 import multiprocessing
 import random
+import shutil
 import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from config import ImageConfig
 from images.arrays import TrainBatches, as_numbers, check_pair, sent
-from tpu_utils.errors import InputError
+from tpu_utils.errors import InputError, TrainingError, first_line
 
 STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 SECONDS_TO_SAVE = 60
@@ -107,7 +108,8 @@ class ExampleDataset:
         keys = [
             [(i, i) for i in range(start, min(start + 64, len(self.test)))] for start in range(0, len(self.test), 64)
         ]
-        parts = list(read_by_workers(self.test, keys, self.num_workers))
+        # copied as they come: each would keep files open, and its share of /dev/shm
+        parts = [tuple(map(np.array, part)) for part in read_by_workers(self.test, keys, self.num_workers)]
         return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
     @property
@@ -243,10 +245,21 @@ def read_by_workers(examples: Examples, keys, num_workers: int) -> Iterator[tupl
         multiprocessing_context=context,
         generator=torch.Generator(),  # else its start draws from the run's generator
     )
-    for batch in loader:
-        if isinstance(batch, str):
-            raise InputError(batch)
-        yield tuple(part.numpy() for part in batch)
+    try:
+        for batch in loader:
+            if isinstance(batch, str):
+                raise InputError(batch)
+            yield tuple(part.numpy() for part in batch)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        shared = shutil.disk_usage("/dev/shm")
+        raise TrainingError(
+            f"a process that reads {examples.name} has died: {first_line(error)}; batches go through /dev/shm, which "
+            f"has {shared.total >> 20:,} MiB, {shared.free >> 20:,} free; expected room for {2 * num_workers} or more; "
+            "enlarge it (docker run --shm-size=16G; mount -o remount,size=16G /dev/shm), lower num_workers or the "
+            "batch, or look in dmesg for what ended the process"
+        ) from error
 
 
 class ExampleBatches(TrainBatches):

@@ -1,13 +1,15 @@
 """Conversations to fine-tune on: JSON lines, formatted, packed into rows of one length. Nothing here knows about TPUs.
 
 A line is {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, or
-{"prompt": "Hi", "completion": "Hello"}; other keys are ignored. The loss counts answers alone: what the assistant says
-and the token that ends it. No template of a tokenizer's file is run, because a template is a program.
+{"prompt": "Hi", "completion": "Hello"}. The loss counts answers alone: what the assistant says and the token that ends
+it, where no "weight": 0 stands beside it. A key that means something elsewhere and nothing here is refused, others are
+counted. No template of a tokenizer's file is run, because a template is a program.
 """
 
 import functools
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from language.shapes import BYTE_VOCAB_SIZE
-from language.token_data import START, SequenceData, entries_of
+from language.token_data import START, SequenceData, check_apart, entries_of, refuse_other_json, tell_once
 from language.tokenizer import Tokenizer, load_tokenizer
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
@@ -25,6 +27,13 @@ CHATS = "conversations, one JSON object a line"
 LONGEST_LINE = 1 << 24  # bytes
 MOST_PROBLEMS = 10  # that one message lists
 ROLES = ("system", "user", "assistant")
+WHETHER_LEARNT = ("weight", "train", "training", "loss")
+"""Beside an answer: 1 or true, 0 or false. Of OpenAI and mistral-finetune, axolotl (two names), ms-swift."""
+NOT_READ = ("tool_calls", "function_call", "tool_call_id", "tools", "functions", "documents", "system", "history")
+NOT_READ += ("thinking", "thought", "thoughts", "reasoning", "reasoning_content", "refusal", "prefix", "audio")
+NOT_READ += ("image", "images", "video", "videos", "audios", "mask", "masked", "loss_mask", "train_detail")
+NOT_READ += ("chat_template", "chat_template_kwargs")
+"""Elsewhere they change what the model reads or learns. A value of none of it, such as null or [], is as no key."""
 
 # Special tokens that a format is made of, and whose it is (auto takes qwen3 for Qwen3-Instruct-2507 too: name chatml):
 #   plain   any tokenizer, of bytes too: "User: Hi\nAssistant: Hello", then the token that ends a document.
@@ -105,8 +114,9 @@ def header(role: str, format: str, special: list[int], last: bool) -> list[int |
     return [special[0], f"{role}\n"]
 
 
-def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int | str, bool]]:
-    """A conversation in order: a special token, or text to encode, and whether it is a target."""
+def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int | str, bool | None]]:
+    """A conversation in order: a special token, or text to encode, and whether it is a target. None: it would be one,
+    but the answer is not learnt."""
     special = special_tokens(format, tokenizer)
     begin, end, after = tokenizer.begin, end_of_answer(format, tokenizer), "\n"
     if format != "plain":
@@ -116,7 +126,7 @@ def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int
     if begin is not None:
         yield begin, False
     for number, message in enumerate(messages, 1):
-        answers = message["role"] == "assistant"
+        answers, learnt = message["role"] == "assistant", message.get("learnt", True) or None
         content, last = message["content"], number == len(messages)
         if format in STRIPPED:
             content = content.strip()
@@ -128,11 +138,11 @@ def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int
         yield from ((part, False) for part in before)
         if answers:
             yield text, False
-            yield (f" {content}" if format == "plain" else content), True
+            yield (f" {content}" if format == "plain" else content), learnt
         else:
             yield text + message.get("system", "") + content, False
         if answers or format in ENDED:
-            yield end, answers
+            yield end, answers and learnt
         if format != "olmo2" or not (answers and last):
             yield after, False
     if format == "phi4":
@@ -159,7 +169,7 @@ def end_of_answer(format: str, tokenizer) -> int:
     return tokenizer.end if format == "plain" else special_tokens(format, tokenizer)[AROUND[format][1]]
 
 
-def encode(parts: Iterator[tuple[int | str, bool]], format: str, tokenizer) -> tuple[list[int], list[bool]]:
+def encode(parts: Iterator[tuple[int | str, bool | None]], format: str, tokenizer) -> tuple[list[int], list[bool]]:
     """Raises InputError for text in which the tokenizer sees a special token of the format: it could end an answer."""
     special = {*special_tokens(format, tokenizer), tokenizer.end}
     tokens, targets = [], []
@@ -169,15 +179,15 @@ def encode(parts: Iterator[tuple[int | str, bool]], format: str, tokenizer) -> t
             name = tokenizer.decode([next(token for token in found if token in special)])
             raise InputError(f"a text holds {name}, which is a token of the format; take it out of the text")
         tokens += found
-        targets += [is_target] * len(found)
+        targets += [bool(is_target)] * len(found)
     return tokens, targets
 
 
-def joined(parts: Iterator[tuple[int | str, bool]]) -> Iterator[tuple[int | str, bool]]:
+def joined(parts: Iterator[tuple[int | str, bool | None]]) -> Iterator[tuple[int | str, bool | None]]:
     """The parts with texts that follow each other as one, as a template has them; an answer stays apart."""
     before = ""
     for part, is_target in parts:
-        if isinstance(part, str) and not is_target:
+        if isinstance(part, str) and is_target is False:
             before += part
             continue
         if before:
@@ -211,14 +221,19 @@ def stop_tokens(format: str, tokenizer) -> set[int]:
     return {tokenizer.end, end_of_answer(choose_format(format, tokenizer), tokenizer)}
 
 
-def messages_of(line: bytes) -> list[dict[str, str]]:
-    """The conversation in a line. Raises ValueError: what is wrong."""
+def record_of(line: bytes) -> dict[str, Any]:
+    """The JSON object in a line. Raises ValueError: what is wrong."""
     try:
         record = parse_json(line)
     except json.JSONDecodeError as error:  # its text would count lines from this one
         raise ValueError(f"it is no JSON ({error.msg}, character {error.pos + 1})") from error
     if not isinstance(record, dict):
         raise ValueError(f"it holds {type(record).__name__}, expected a JSON object")
+    return record
+
+
+def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The conversation of a line. An answer that is not to be learnt has "learnt": False. Raises ValueError."""
     messages: Any = record.get("messages")
     if "messages" not in record:
         if not {"prompt", "completion"} <= record.keys():
@@ -230,7 +245,10 @@ def messages_of(line: bytes) -> list[dict[str, str]]:
         ]
     if not isinstance(messages, list):
         raise ValueError(f"messages is {type(messages).__name__}, expected a list")
+    check_keys(record, "it", (None, 1))
     for number, message in enumerate(messages, 1):
+        if isinstance(message, dict):
+            check_keys(message, f"message {number}", (None, 0, 1) if message.get("role") == "assistant" else (None, 0))
         role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, dict) else (None, None)
         if role not in ROLES:
             raise ValueError(f"the role of message {number} is {role!r:.40}, expected {', '.join(ROLES)}")
@@ -239,7 +257,41 @@ def messages_of(line: bytes) -> list[dict[str, str]]:
         content.encode()  # half of a surrogate pair is no text: UnicodeEncodeError is a ValueError
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("it has no message of the assistant, so there is nothing to learn")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    found = [
+        {key: message[key] for key in ("role", "content")} | ({} if is_learnt(message) else {"learnt": False})
+        for message in messages
+    ]
+    if not any(is_answer(message) for message in found):
+        raise ValueError("it has no answer to learn: each is marked as not learnt")
+    return found
+
+
+def is_answer(message: dict[str, Any]) -> bool:
+    """Whether it is learnt."""
+    return message["role"] == "assistant" and message.get("learnt", True)
+
+
+def check_keys(place: dict[str, Any], name: str, marks: tuple) -> None:
+    """Raises ValueError for a key of a message or of a line that has another meaning elsewhere than here. marks: the
+    values that those of WHETHER_LEARNT may have."""
+    for key in NOT_READ:
+        if place.get(key):
+            raise ValueError(f"{name} has {key}, which is not read here, expected text alone, in role and content")
+    for key in WHETHER_LEARNT:
+        if place.get(key) not in marks:
+            expected = "0 or 1 beside an answer; no other text is learnt, and each line counts alike"
+            raise ValueError(f"{name} has {key} {place[key]!r:.40}, expected {expected}")
+
+
+def is_learnt(message: dict[str, Any]) -> bool:
+    return all(message.get(key) in (None, 1) for key in WHETHER_LEARNT)
+
+
+def keys_without_effect(record: dict[str, Any]) -> set[str]:
+    """Those of a line and of its messages that nobody reads."""
+    read = {"messages"} if "messages" in record else {"prompt", "completion"}
+    inside = [message.keys() - {"role", "content", *WHETHER_LEARNT} for message in record.get("messages", ())]
+    return set().union(record.keys() - read, *inside) - {*NOT_READ}
 
 
 def refuse(problems: list[str]) -> None:
@@ -248,15 +300,20 @@ def refuse(problems: list[str]) -> None:
         raise InputError("\n".join([*problems[:MOST_PROBLEMS], *more]))
 
 
-def read_chats(path: Path) -> list[tuple[str, list[dict[str, str]]]]:
+def chat_files(path: Path) -> list[Path]:
+    return entries_of(path, path.glob("*.jsonl")) if path.is_dir() else [path]
+
+
+def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
     """(file and line, messages) of every conversation in a file, or in all .jsonl of a folder, sorted by name.
 
     Raises InputError that names every line that is none. Empty lines are skipped.
     """
-    files = entries_of(path, path.glob("*.jsonl")) if path.is_dir() else [path]
-    chats, problems = [], []
+    files, chats, problems = chat_files(path), [], []
+    without_effect, empty = Counter(), 0
     for file in files:
         with open_regular(file, CHATS) as opened:
+            refuse_other_json(opened, str(file))
             end = 0
             for number, line in enumerate(lines_of(opened, LONGEST_LINE), 1):
                 start, end = end, opened.tell()
@@ -264,7 +321,11 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, str]]]]:
                     if end - start >= LONGEST_LINE:
                         raise ValueError(f"it has {end - start:,} bytes, expected fewer than {LONGEST_LINE:,}")
                     if line.strip():
-                        chats.append((f"{file}, line {number}", messages_of(line)))
+                        record = record_of(line)
+                        messages = messages_of(record)
+                        chats.append((f"{file}, line {number}", messages))
+                        without_effect.update(keys_without_effect(record))
+                        empty += any(is_answer(message) and not message["content"].strip() for message in messages)
                 except ValueError as error:
                     problems.append(
                         f"{file}, line {number}: no conversation: {error}; correct the line, or leave it out"
@@ -272,6 +333,11 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, str]]]]:
     refuse(problems)
     if not chats:
         raise InputError(f"{path}: {'no conversation' if files else 'no .jsonl file'}; expected {CHATS}")
+    if without_effect:
+        named = ", ".join(f"{key!r:.40} in {count:,}" for key, count in without_effect.most_common(8))
+        tell_once(f"no effect  keys of conversations in {path}: {named}")
+    if empty:
+        tell_once(f"empty      answers in {empty:,} conversations of {path}: they are learnt as answers of no text")
     return chats
 
 
@@ -383,9 +449,12 @@ def read_parts(config: TransformerConfig) -> tuple[list, list]:
     """Conversations to train on and to validate on: of two files, or the last tenth of one. Raises InputError."""
     if not config.train_data:
         raise InputError("dataset is chat but train_data is empty; name the conversations with --train_data")
-    chats = read_chats(Path(config.data_dir) / config.train_data)
+    path, validation_path = (Path(config.data_dir) / name for name in (config.train_data, config.validation_data))
+    chats = read_chats(path)
     if config.validation_data:
-        return chats, read_chats(Path(config.data_dir) / config.validation_data)
+        held_out_chats = read_chats(validation_path)
+        check_apart(chat_files(path), chat_files(validation_path))
+        return chats, held_out_chats
     if len(chats) < 2:
         raise InputError(f"{config.train_data}: 1 conversation; expected 2 or more, or others with --validation_data")
     held_out = max(1, len(chats) // 10)
@@ -430,12 +499,11 @@ def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, pro
     check_tokenizer(tokenizer, config.shape.vocab_size)
     training, validating = read_parts(config)
     rows = config.global_batch_size // process_count
-    eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
     part = dict(process_index=process_index, process_count=process_count)
     encoded, truncated = encode_chats(training, config.chat_format, tokenizer, T)
     encoded_validation, truncated_validation = encode_chats(validating, config.chat_format, tokenizer, T)
     train = ChatPacks(encoded, T, rows, config.seed, True, **part)
-    validation = ChatPacks(encoded_validation, T, eval_rows, shuffle=False, **part)
+    validation = ChatPacks(encoded_validation, T, rows, shuffle=False, **part)
     description = (
         f"{len(training):,} conversations to train on, {len(validating):,} to validate, format "
         f"{choose_format(config.chat_format, tokenizer)}; "

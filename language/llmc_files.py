@@ -100,7 +100,7 @@ def write_token_shard(path: Path, tokens: np.ndarray, vocab_size: int = 0) -> No
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
-    if (largest := int(tokens.max())) >= vocab_size:
+    if (largest := int(tokens.max(initial=0))) >= vocab_size:
         raise InputError(
             f"{where}: token {largest}, but vocab_size is {vocab_size}; use the matching tokenizer or vocabulary"
         )

@@ -1,5 +1,6 @@
 """The data that the options of transformer_tpu.py name, checked. Imports no torch."""
 
+import dataclasses
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,15 @@ from language.tasks import check_tasks
 from language.token_data import (
     TEXT,
     MarkovChain,
+    MicroBatches,
     SequenceData,
     TextWindows,
     TokenShards,
+    check_apart,
+    matching,
     read_documents,
     split_documents,
+    text_files,
 )
 from language.tokenizer import load_tokenizer
 from language.transformer_options import TransformerConfig, check_initial_weights
@@ -29,17 +34,24 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
     """The data the config names, checked; of several processes each gets its rows. Raises InputError."""
     if config.compile_for:
         return shapes_alone(config)
+    data = load_batches(config, process_index, process_count)
+    parts = config.gradient_accumulation_steps  # no more rows at a time than in training, and as many in all
+    validation, batches = MicroBatches(data.validation, parts), parts * data.validation_batches
+    return dataclasses.replace(data, validation=validation, validation_batches=batches)
+
+
+def load_batches(config: TransformerConfig, process_index: int, process_count: int) -> SequenceData:
+    """As load_sequences(), whose batches for validation have the rows of a batch of training."""
     if config.dataset == "chat":
         return load_chats(config, tokenizer_of(config), process_index, process_count)
     if config.dataset == "stream":
         return load_stream(config, process_index, process_count)
     T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
     rows = config.global_batch_size // process_count
-    eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
     part = dict(process_index=process_index, process_count=process_count)
     if config.dataset == "synthetic":
         train = MarkovChain(vocab_size, T, rows, config.seed, 0, **part)
-        validation = MarkovChain(vocab_size, T, eval_rows, config.seed, 1, **part)
+        validation = MarkovChain(vocab_size, T, rows, config.seed, 1, **part)
         description = f"Markov chain over {vocab_size} tokens"
         return SequenceData(
             config, train, validation, config.eval_batches, description, vocab_size, MarkovChain.entropy
@@ -51,7 +63,8 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
         if not config.validation_data:
             raise InputError("dataset is tokens but validation_data is empty; name shards with --validation_data")
         train = TokenShards(str(train_path), vocab_size, T, rows, **part)
-        validation = TokenShards(str(validation_path), vocab_size, T, eval_rows, **part)
+        check_apart(train.paths, matching(validation_path))
+        validation = TokenShards(str(validation_path), vocab_size, T, rows, **part, padded=True)
         description = (
             f"{len(train.shards)} shard{'s' * (len(train.shards) > 1)}, {sum(map(len, train.shards)):,} tokens"
         )
@@ -60,10 +73,11 @@ def load_sequences(config: TransformerConfig, process_index: int = 0, process_co
     documents = read_documents(train_path, config.document_separator)
     if config.validation_data:
         training, validating = documents, read_documents(validation_path, config.document_separator)
+        check_apart(text_files(train_path), text_files(validation_path))
     else:
         training, validating = split_documents(documents)
     train = TextWindows(training, T, rows, config.seed, True, config.bucketed, **part)
-    validation = TextWindows(validating, T, eval_rows, shuffle=False, **part)
+    validation = TextWindows(validating, T, rows, shuffle=False, **part)
     description = (
         f"{len(documents)} documents, {len(train.tokens):,} training and {len(validation.tokens):,} validation tokens: "
         "bytes, and the end of each document"
@@ -104,6 +118,8 @@ def check_files(config: TransformerConfig) -> None:
         if config.tokenizer:
             check_tokenizer(load_tokenizer(config.tokenizer), config.shape.vocab_size)
         return
-    for name in (config.train_data, config.validation_data):
-        if name and not (path := Path(config.data_dir) / name).is_dir():
+    paths = [Path(config.data_dir) / name for name in (config.train_data, config.validation_data) if name]
+    for path in paths:
+        if not path.is_dir():
             open_regular(path, TEXT).close()
+    check_apart(text_files(paths[0]), text_files(paths[-1]) if paths[1:] else [])

@@ -4,9 +4,11 @@ A file is on disk or in a bucket, where it is read in ranges and never as a whol
 holds: a line longer than LONGEST bytes is refused unread, so a compressed file that never ends is one message.
 """
 
+import codecs
 import contextlib
 import gzip
 import io
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -15,7 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from language.token_data import entries_of, matching
+from language.token_data import (
+    check_apart,
+    entries_of,
+    is_hidden,
+    matching,
+    refuse_other_json,
+    refuse_overlap,
+    tell_once,
+)
 from tpu_utils.errors import InputError
 from tpu_utils.files import file_size, open_regular, parse_json, read_regular
 
@@ -27,7 +37,8 @@ BLOCK = 1 << 22  # bytes of one request to a bucket
 ROWS = 64  # of a parquet file that are in memory as text
 EXPECTED = "documents: .parquet, .jsonl or .json, the last two also with .gz or .zst"
 NAMES = re.compile(r"\.(?:(parquet)|(?:jsonl|json|ndjson)(?:\.(gz|zst))?)$")
-BEGINNINGS = {"parquet": b"PAR1", "gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd"}
+SKIPPABLE = tuple(bytes([byte]) + b"\x2a\x4d\x18" for byte in range(0x50, 0x60))  # frames that pzstd begins with
+BEGINNINGS = {"parquet": b"PAR1", "gz": b"\x1f\x8b", "zst": (b"\x28\xb5\x2f\xfd", *SKIPPABLE)}
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,8 @@ def list_files(names: str, data_dir: str) -> list[StreamFile]:
     """
     if names.endswith(".txt"):
         path = Path(data_dir, names)
-        lines = read_regular(path, "a list of files", LONGEST_LIST).decode(errors="surrogateescape").splitlines()
+        content = read_regular(path, "a list of files", LONGEST_LIST).removeprefix(codecs.BOM_UTF8)
+        lines = content.decode(errors="surrogateescape").splitlines()
         entries = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if nested := [entry for entry in entries if entry.endswith(".txt")]:
             raise InputError(f"{path} names {nested[0]}; expected {EXPECTED}; write its lines into one list")
@@ -142,7 +154,7 @@ def list_files(names: str, data_dir: str) -> list[StreamFile]:
         found = [file for files in pool.map(lambda entry: files_of(entry, data_dir), entries) for file in files]
     if not found:
         raise InputError(f"{names}: names no file; expected {EXPECTED}")
-    if len(twice := {file.name for file in found}) < len(found):
+    if len(twice := {file.name if file.crc32c else os.path.realpath(file.name) for file in found}) < len(found):
         raise InputError(f"{names}: names {len(found) - len(twice)} files twice; expected each once; mend the list")
     if odd := [file.name for file in found if not NAMES.search(file.name)]:
         raise InputError(f"{odd[0]}: expected {EXPECTED}; name a pattern such as '*.parquet'")
@@ -176,9 +188,24 @@ def objects_of(url: str) -> list[StreamFile]:
     except storage_errors() as error:
         raise unusable("{} cannot be listed", error, url) from error
     found = sorted((blob for blob in blobs if re.fullmatch(wanted, blob.name)), key=lambda blob: blob.name)
+    named = "" if not fixed or fixed.endswith("/") else "_"  # the part of a name that the user began is none to hide
+    visible = [blob for blob in found if not is_hidden(named + blob.name.removeprefix(fixed))]
+    if len(visible) < len(found):
+        tell_once(f"left out   {len(found) - len(visible)} hidden objects of {url}")
+    found = visible
     if not found:
         raise InputError(f"{url}: matches no object; expected {EXPECTED}")
     return [StreamFile(f"gs://{bucket_name}/{blob.name}", blob.size, blob.generation, blob.crc32c) for blob in found]
+
+
+def check_no_overlap(training: list[StreamFile], validation: list[StreamFile]) -> None:
+    """Raises InputError for a file that is in both, under another name too."""
+    local, local_validation = ([Path(one.name) for one in files if not one.crc32c] for files in (training, validation))
+    check_apart(local, local_validation)
+    objects = {(file.size, file.crc32c): file.name for file in training if file.crc32c and file.size}
+    for file in validation:
+        if other := objects.get((file.size, file.crc32c)):
+            refuse_overlap(other, file.name)
 
 
 def fingerprint_of(files: list[StreamFile]) -> int:
@@ -198,8 +225,10 @@ def read_documents(file: StreamFile, field: str, first: int = 0) -> Iterator[str
     read = 0
     try:
         with file.opened() as opened:
-            begins = BEGINNINGS.get(file.kind, b"")
-            if not opened.peek(4).startswith(begins) or not file.size:
+            begins = opened.peek(4)
+            if other := [kind for kind, marks in BEGINNINGS.items() if begins.startswith(marks) and kind != file.kind]:
+                raise InputError(f"{file.name}: begins as .{other[0]} does; expected what its name says; rename it")
+            if not begins.startswith(BEGINNINGS.get(file.kind, b"")) or not file.size:
                 raise InputError(f"{file.name}: {file.size:,} bytes, begins with no {file.kind or 'JSON'}; {REMEDY}")
             texts = rows_of if file.kind == "parquet" else lines_of_json
             for text in texts(opened, file, field, first):
@@ -209,6 +238,11 @@ def read_documents(file: StreamFile, field: str, first: int = 0) -> Iterator[str
         raise
     except (OSError, EOFError, zlib.error, ValueError) as error:  # of gzip, and of pyarrow, whose errors are these
         said = " ".join(str(error).split()) or type(error).__name__
+        if "too much memory" in said:  # of zstd: a frame names the window that it needs
+            raise InputError(
+                f"{file.name}: its zstd window is larger than 128 MiB, as zstd --long=31 makes it; expected --long=27 "
+                "at most; zstd -d --long=31 FILE, and compress it again"
+            ) from error
         raise InputError(f"{file.name}: damaged behind document {first + read}: {said:.200}; {REMEDY}") from error
 
 
@@ -219,6 +253,7 @@ def lines_of_json(opened: BinaryIO, file: StreamFile, field: str, first: int) ->
     """A document is a line that is not blank."""
     number, line_number = -1, 0
     with decompressed(opened, file.kind) as lines:
+        refuse_other_json(lines, file.name)
         while line := lines.readline(LONGEST + 1):
             line_number += 1
             if len(line) > LONGEST:
@@ -281,11 +316,14 @@ def rows_of(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Itera
     import pyarrow  # only here
 
     found = open_parquet(opened, file.name, file.size, REMEDY)
-    kinds = {column.name: column.type for column in found.schema_arrow}
-    kind = getattr(kinds.get(field), "value_type", kinds.get(field))  # of a dictionary, that of its values
-    if kind not in (pyarrow.string(), pyarrow.large_string()):
-        has = ", ".join(f"{name}: {kind}" for name, kind in list(kinds.items())[:8])
-        raise InputError(f"{file.name} has the columns {has:.200}; expected {field}: string; name another --text_field")
+    kinds = [column.type for column in found.schema_arrow if column.name == field]
+    kinds = [kind.value_type if pyarrow.types.is_dictionary(kind) else kind for kind in kinds]
+    if len(kinds) != 1 or kinds[0] not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+        has = ", ".join(f"{column.name}: {column.type}" for column in list(found.schema_arrow)[:8])
+        once = ", once" if kinds[1:] else ""
+        raise InputError(
+            f"{file.name} has the columns {has:.200}; expected {field}: string{once}; name another --text_field"
+        )
     number = 0
     for group in range(found.num_row_groups):
         end = number + found.metadata.row_group(group).num_rows

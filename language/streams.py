@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from language.chat_data import check_tokenizer, tokenizer_of
-from language.stream_files import StreamFile, fingerprint_of, list_files, read_documents
-from language.token_data import SequenceData
+from language.stream_files import StreamFile, check_no_overlap, fingerprint_of, list_files, read_documents
+from language.token_data import SequenceData, allow_open_files
 from language.tokenizer import Tokenizer
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import CheckpointError, InputError
@@ -248,6 +248,7 @@ class StreamRows:
         """(rows, T + 1) int32. Batches come in their order: a stream does not go back."""
         assert step == self._next, f"batch {step} of a stream that is at {self._next}"
         if not self._lanes:
+            allow_open_files(len(self.numbers), "the lanes of a stream")
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="stream")
             starts = self._positions[step]
             self._lanes = [Lane(self.reading, number, starts[number], self._pool) for number in self.numbers]
@@ -329,6 +330,8 @@ def reading_of(config: TransformerConfig) -> Reading:
     tokenizer = tokenizer_of(config)
     check_tokenizer(tokenizer, config.shape.vocab_size)
     files = list_files(config.train_data, config.data_dir)
+    if config.validation_data:
+        check_no_overlap(files, list_files(config.validation_data, config.data_dir))
     lanes, skip = lanes_of(config, len(files)), config.stream_damaged == "skip"
     of_order = (config.seed, lanes, config.stream_window)
     return Reading(files, config.text_field, tokenizer, *of_order, skip, not config.validation_data)
@@ -349,13 +352,12 @@ def load_stream(config: TransformerConfig, process_index: int = 0, process_count
     # our threads are parallel: the library's own below them would take cores from each other
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     reading, T, rows = reading_of(config), config.shape.sequence_length, config.global_batch_size // process_count
-    eval_rows = rows // config.gradient_accumulation_steps  # no more at a time than in training
-    fixed = validation_rows(reading, config, eval_rows * process_count)
+    fixed = validation_rows(reading, config)
     workers = config.stream_workers or min(MOST_WORKERS, os.cpu_count() or 1)
     ahead = config.prefetch_batches + 4  # what is in the loader's queue, on its way there, and made
     part = dict(process_index=process_index, process_count=process_count)
     train = StreamRows(reading, T, rows, ahead, workers, **part)
-    validation = FixedRows(fixed, eval_rows, **part)
+    validation = FixedRows(fixed, rows, **part)
     kinds = Counter(file.kind if file.kind == "parquet" else f"jsonl {file.kind}".strip() for file in reading.files)
     named = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     shared = f" that {process_count} hosts share" if reading.lanes % process_count else ""  # and each reads in full
@@ -364,18 +366,18 @@ def load_stream(config: TransformerConfig, process_index: int = 0, process_count
         f"lane{'s' * (reading.lanes > 1)}{shared}; {workers} threads, each {speed_of(reading):,.0f} tokens/s; "
         f"{len(fixed):,} row{'s' * (len(fixed) > 1)} for validation"
     )
-    batches = -(-len(fixed) // (eval_rows * process_count))
+    batches = -(-len(fixed) // config.global_batch_size)
     crc32 = reading.tokenizer.fingerprint ^ fingerprint_of(reading.files)
     return StreamData(config, train, validation, batches, description, crc32)
 
 
-def validation_rows(reading: Reading, config: TransformerConfig, rows: int) -> np.ndarray:
-    """(eval_batches * rows at most, T + 1): of validation_data from its beginning, else of what is held out.
+def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
+    """(eval_batches * global_batch_size at most, T + 1): validation_data from its beginning, else what is held out.
 
     Raises InputError where there is no text.
     """
     T, found, count = config.shape.sequence_length, [], 0
-    wanted = config.eval_batches * rows * T + 1
+    wanted = config.eval_batches * config.global_batch_size * T + 1
     texts = texts_for_validation(reading, config)
     while count < wanted and (chunk := list(itertools.islice(texts, CHUNK))):
         found += encode(reading.tokenizer, chunk)

@@ -6,7 +6,13 @@ array is uploaded instead of two. Where documents share a row (chat_data.py), th
 token), and padding ~START. A batch is a pure function of the step, so resuming needs no other position.
 """
 
+import codecs
+import filecmp
 import functools
+import io
+import re
+import resource
+import sys
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,16 +22,18 @@ from typing import Any
 import numpy as np
 
 from language.llmc_files import check_tokens, open_token_shard
+from language.preparations import check_preparations
 from language.shapes import BYTE_VOCAB_SIZE
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
-from tpu_utils.files import open_regular
+from tpu_utils.files import file_size, open_regular
 
 TEXT = "a UTF-8 text file or a folder of them"
 END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1  # the token after the 256 bytes; stands before every document
 START = 1 << 20  # added to the first token of a document that shares its row with others; no vocabulary is so large
 
 
+FEWEST_OTHER_FILES, OTHER_FILES = 32, 1024  # that a run has open beside its data
 SAMPLES, SAMPLED_TOKENS = 4096, 1 << 13  # 64 MiB of llm.c's GPT-2 tokens, which a cold disk reads in a second or so
 
 
@@ -37,17 +45,21 @@ class TokenShards:
     """
 
     def __init__(
-        self, pattern: str, vocab_size: int, T: int, rows: int, process_index: int = 0, process_count: int = 1
-    ):
+        self, pattern: str, vocab_size: int, T: int, rows: int, process_index: int = 0, process_count: int = 1,
+        padded: bool = False,
+    ):  # fmt: skip
+        """padded: a shard shorter than a global batch is one, filled up with ~0; else it is refused."""
         paths = matching(Path(pattern))
         if not paths:
             raise InputError(f"{pattern}: matches no file; expected llm.c token shards; tools.prepare_data writes them")
+        check_preparations(Path(pattern), paths)
         self.paths, self.vocab_size, self.T, self.rows = paths, vocab_size, T, rows
-        self.shards = [open_token_shard(path, vocab_size) for path in paths]
+        allow_open_files(len(paths), f"the shards that {pattern} matches")
+        self.shards = [open_token_shard(path, vocab_size) for path in paths]  # open until the end, as they were
         check_tokens(self.shards[0][: 1 << 26], vocab_size, paths[0])  # further ones as they are read
         self.stride = process_count * rows * T
         self.offset = process_index * rows * T
-        steps = [(len(shard) - 1) // self.stride for shard in self.shards]
+        steps = [(len(shard) - 1) // self.stride or int(padded and len(shard) > 1) for shard in self.shards]
         if empty := [
             f"{path} ({len(s)} tokens)" for path, s, n in zip(paths, self.shards, steps, strict=True) if n == 0
         ]:
@@ -76,12 +88,25 @@ class TokenShards:
         index = int(np.searchsorted(self.ends, step, "right"))
         within = step - (int(self.ends[index - 1]) if index else 0)
         start = within * self.stride + self.offset
-        tokens = self.shards[index][start : start + self.rows * self.T + 1]
+        tokens = self.shards[index][start : start + self.rows * self.T + 1].astype(np.int32)
         check_tokens(tokens, self.vocab_size, self.paths[index])
-        windows = np.lib.stride_tricks.as_strided(
-            tokens, (self.rows, self.T + 1), (self.T * tokens.itemsize, tokens.itemsize), writeable=False
+        tokens = np.pad(tokens, (0, self.rows * self.T + 1 - len(tokens)), constant_values=-1)
+        return tokens[np.arange(self.rows)[:, None] * self.T + np.arange(self.T + 1)]
+
+
+def allow_open_files(count: int, what: str) -> None:
+    """Raise this process's own limit of open files by so many. Raises InputError where the machine's is lower."""
+    needed, unlimited = len(list(Path("/dev/fd").iterdir())) + count, resource.RLIM_INFINITY
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != unlimited and hard < needed + FEWEST_OTHER_FILES:
+        raise InputError(
+            f"{what} are {count:,} files to keep open, but this machine allows a process {hard:,}, others included; "
+            "expected fewer and longer ones (tools.prepare_data --shard_tokens), or a higher limit: ulimit -Hn, of "
+            "docker --ulimit nofile=NUMBER"
         )
-        return windows.astype(np.int32)
+    if soft != unlimited and soft < needed + OTHER_FILES:
+        wanted = needed + OTHER_FILES
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
 
 
 def matching(pattern: Path) -> list[Path]:
@@ -96,9 +121,15 @@ def matching(pattern: Path) -> list[Path]:
 
 
 def entries_of(folder: Path, paths: Iterable[Path]) -> list[Path]:
-    """The paths in a folder, sorted. Raises InputError for a link out of it: which files a model is trained on is for
-    the user to say, not for whoever made the folder."""
-    found = sorted(paths)
+    """The paths in a folder, sorted, without hidden ones: what editors, Git and downloads put there is no data.
+
+    Raises InputError for a link out of it: which files a model is trained on is for the user to say, not for whoever
+    made the folder.
+    """
+    every = sorted(paths)
+    found = [path for path in every if not is_hidden(str(path.relative_to(folder)))]
+    if len(found) < len(every):
+        tell_once(f"left out   {len(every) - len(found)} hidden files in {folder}")
     for path in found:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise InputError(
@@ -108,15 +139,69 @@ def entries_of(folder: Path, paths: Iterable[Path]) -> list[Path]:
     return found
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a path within a folder has a part that begins with a dot."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+@functools.cache  # a run looks at its files when its options are checked, and again when it begins
+def tell_once(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def refuse_other_json(file: io.BufferedReader, name: str) -> None:
+    """Raises InputError for a file of JSON that is not one object a line. The file is at its beginning, and stays."""
+    begins = file.peek(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()
+    found = command = ""
+    if begins.startswith(b"["):
+        found, command = "is one JSON array", "'.[]'"
+    elif re.match(rb"\{[ \t\r]*\n", begins):
+        found, command = "has objects of several lines", "."
+    if found:
+        raise InputError(f"{name} {found}; expected one JSON object a line; jq --compact-output {command} FILE > LINES")
+
+
+def check_apart(training: Iterable[Path], validation: Iterable[Path]) -> None:
+    """Raises InputError for a file that is in both, by a link or as a copy too."""
+    by_size: dict[int, list[Path]] = {}
+    for path in training:
+        by_size.setdefault(size_of(path), []).append(path)
+    by_size.pop(0, None)
+    for path in validation:
+        for other in by_size.get(size_of(path), ()):
+            if path.samefile(other) or filecmp.cmp(path, other, shallow=False):
+                refuse_overlap(str(other), str(path))
+
+
+def size_of(path: Path) -> int:
+    with open_regular(path, "a file of data") as file:
+        return file_size(file)
+
+
+def refuse_overlap(training: str, validation: str) -> None:
+    what = f"{validation} is" if training == validation else f"{training} is the same as {validation},"
+    raise InputError(
+        f"{what} in train_data and in validation_data; expected text for validation that is not trained on; choose a "
+        "--train_data without it"
+    )
+
+
+def text_files(path: Path) -> list[Path]:
+    """One UTF-8 file, or all files in a folder, as entries_of() has them."""
+    return entries_of(path, (p for p in path.rglob("*") if not p.is_dir())) if path.is_dir() else [path]
+
+
 def read_documents(path: Path, separator: str = "") -> list[bytes]:
-    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document."""
+    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document.
+
+    Raises InputError for a separator that divides nothing.
+    """
     try:
         divider = separator.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"document_separator is {separator!r}; expected UTF-8 text") from error
-    paths = entries_of(path, (p for p in path.rglob("*") if not p.is_dir())) if path.is_dir() else [path]
-    documents = []
-    for file in paths:
+    documents, divided = [], not divider
+    for file in text_files(path):
         with open_regular(file, TEXT) as opened:
             content = opened.read()
         try:
@@ -125,11 +210,29 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
             raise InputError(
                 f"{file}: not UTF-8 (byte {content[error.start]:#x} at {error.start}); convert it first"
             ) from None
+        if divider and divider not in content:
+            check_line_ends(file, content, separator)
+        divided = divided or divider in content
         documents += content.split(divider) if divider else [content]
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise InputError(f"{path}: empty; expected UTF-8 text")
+    if not divided:
+        raise InputError(
+            f"{path}: document_separator {separator!r} stands nowhere in it; expected it between documents; give "
+            "what stands there (of bash, a blank line is $'\\n\\n'), or leave it out: a file is one document"
+        )
     return documents
+
+
+def check_line_ends(file: Path, content: bytes, separator: str) -> None:
+    """Raises InputError where the separator would stand in the file if its lines ended as elsewhere."""
+    other = separator.replace("\n", "\r\n")
+    if other != separator and other.encode() in content:
+        raise InputError(
+            f"{file}: its lines end with \\r\\n, so document_separator stands there as {other!r} alone; expected \\n; "
+            "convert it with dos2unix, or give that separator"
+        )
 
 
 def split_documents(documents: list[bytes], validation_fraction: float = 0.1) -> tuple[list[bytes], list[bytes]]:
@@ -249,6 +352,18 @@ class MarkovChain:
         for t in range(self.T):
             out[t + 1] = self.successors[out[t], choice[t]]
         return np.ascontiguousarray(out.T[self.process_index * self.rows : (self.process_index + 1) * self.rows])
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Each batch of a source in `parts` batches, one after another."""
+
+    source: Any
+    parts: int
+
+    def batch(self, step: int) -> np.ndarray:
+        number, part = divmod(step, self.parts)
+        return np.split(self.source.batch(number), self.parts)[part]
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     eval_every: Annotated[int, Range("[1, inf)")] = 100
     """Steps between two evaluations. The last step is always evaluated."""
     eval_batches: Annotated[int, Range("[1, inf)")] = 20
-    """Most batches of global_batch_size in one evaluation."""
+    """Most batches of global_batch_size in one evaluation, whatever the accumulation."""
     sample_every: Annotated[int, FREE, Range("[0, inf)")] = 0
     """Steps between two samples of the model, one after each of sample_prompts. The last step has one. 0: none."""
     sample_prompts: Annotated[tuple[str, ...], FREE, NoEffect("sample_every", 0)] = ("",)

@@ -200,6 +200,7 @@ BEFORE_TORCH += [
     for name in (
         "token_data",
         "llmc_files",
+        "preparations",
         "chat_data",
         "tokenizer",
         "shapes",

@@ -31,6 +31,7 @@ from language.llmc_files import (
     write_hellaswag,
     write_token_shard,
 )
+from language.preparations import begin_preparation, end_preparation
 from language.token_data import read_documents, split_documents
 from language.tokenizer import Tokenizer, load_tokenizer
 from language.tokenizer_files import keep_with_shards
@@ -47,7 +48,8 @@ class PrepareConfig:
     input: Annotated[Path, tyro.conf.Positional]
     """A UTF-8 text file, or a folder of them; with --hellaswag its JSON lines."""
     output: Path
-    """Shards become OUTPUT_train_000000.bin, ... and OUTPUT_val_000000.bin, ..."""
+    """Shards become OUTPUT_train_000000.bin, ... and OUTPUT_val_000000.bin, ... in place of those of an earlier run.
+    OUTPUT_shards.json lists them, once all are written."""
     tokenizer: str = "bytes"
     """bytes: vocabulary 257. gpt2: vocabulary 50257; tiktoken downloads its files once. Else a tokenizer.json, or the
     folder that has it and the files which name its end token, which are copied to OUTPUT_tokenizer. The shards record
@@ -64,7 +66,7 @@ class PrepareConfig:
     """Show the traceback of an error instead of its message alone."""
 
 
-def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shard_tokens: int) -> None:
+def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shard_tokens: int) -> list[Path]:
     """Before every document stands the end token, and the tokenizer's begin token if it has another one. A document may
     begin in one shard and end in the next, as in llm.c."""
     dtype = np.uint16 if tokenizer.vocab_size <= MOST_SHORT_TOKENS else np.uint32
@@ -72,10 +74,13 @@ def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shar
     first = np.array([tokenizer.end, *begin], dtype)
     parts = [part for document in documents for part in (first, tokenizer.encode_document(document))]
     tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")  # every token is below the vocabulary
+    paths = []
     for number, start in enumerate(range(0, len(tokens), shard_tokens)):
         path = Path(f"{prefix}_{number:06d}.bin")
         write_token_shard(path, tokens[start : start + shard_tokens], tokenizer.vocab_size)
         print(f"{path}: {len(tokens[start : start + shard_tokens]):,} tokens of a vocabulary of {tokenizer.vocab_size}")
+        paths.append(path)
+    return paths
 
 
 def read_questions(path: Path, encode: Callable) -> list[MultipleChoice]:
@@ -129,12 +134,22 @@ def main() -> int:
         write_hellaswag(config.output / "hellaswag_val.bin", questions, tokenizer.vocab_size)
         print(f"{config.output / 'hellaswag_val.bin'}: {len(questions):,} questions")
         return 0
+    if config.input.is_dir() and config.output.parent.resolve().is_relative_to(config.input.resolve()):
+        raise InputError(
+            f"output {config.output} lies in {config.input}, where the next preparation would read it as text; "
+            "expected another folder"
+        )
     documents = read_documents(config.input, config.document_separator)
+    facts = {"documents": len(documents), "bytes": sum(map(len, documents)), "tokenizer": config.tokenizer}
+    print(f"{config.input}: {facts['documents']:,} document{'s' * (len(documents) > 1)}, {facts['bytes']:,} bytes")
+    begin_preparation(str(config.output))
+    paths = []
     for kind, part in zip(("train", "val"), split_documents(documents, config.validation_fraction), strict=True):
         if part:
-            write_shards(f"{config.output}_{kind}", part, tokenizer, config.shard_tokens)
+            paths += write_shards(f"{config.output}_{kind}", part, tokenizer, config.shard_tokens)
     if folder := keep_with_shards(tokenizer, str(config.output)):
         print(f"{folder}: the tokenizer of these shards, for samples and exports of what is trained on them")
+    end_preparation(str(config.output), paths, facts)
     return 0
 
 

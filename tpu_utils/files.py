@@ -73,9 +73,9 @@ def lines_of(file: BinaryIO, longest: int) -> Iterator[bytes]:
 
 def parse_json(content: bytes) -> Any:
     """Raises ValueError for all that is no JSON in UTF-8, for a key that stands twice in one object, and for what is
-    nested deeper than Python can go."""
+    nested deeper than Python can go. A byte order mark in front is passed over."""
     try:
-        return json.loads(content.decode(), object_pairs_hook=_without_repeats)
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 

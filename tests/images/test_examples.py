@@ -1,11 +1,14 @@
 """Examples read one by one by worker processes: the same batches whenever they are read, or one message."""
 
+import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ import simple_mnist_tpu
 from config import MnistConfig
 from images.arrays import TrainBatches
 from images.examples import ExampleBatches, ExampleDataset, as_pair
-from tpu_utils.errors import InputError
+from tpu_utils.errors import InputError, TrainingError
 
 CONFIG = MnistConfig(global_batch_size=8, num_epochs=2, seed=3)
 
@@ -174,3 +177,37 @@ def test_a_stop_of_the_whole_process_group_is_a_stop_and_leaves_nobody_behind(tm
     assert "stopped by SIGTERM" in out and "error" not in err
     assert ("saved after step" in out) == bool(list(tmp_path.glob("run/checkpoints/*/done")))
     waits(lambda: not subprocess.run(["pgrep", "-g", str(run.pid)], capture_output=True).stdout, 60)
+
+
+class Dying(Noisy):
+    """Its reader ends as the kernel ends one whose /dev/shm is full, or the machine's memory."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def __getitem__(self, index):
+        if multiprocessing.parent_process():
+            os.kill(os.getpid(), self.number)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("number", [signal.SIGBUS, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_a_reader_that_dies_is_one_message_with_the_remedy(number):
+    said = r"that reads mine: train has died: DataLoader worker .* /dev/shm, which has [\d,]+ MiB, .*--shm-size"
+    with pytest.raises(TrainingError, match=said):
+        ExampleBatches(a_set(Dying(number)), CONFIG).batch(0)
+
+
+def test_a_test_set_keeps_no_files_open():
+    """Each batch of a worker came with two open files, and a test set of 40,000 examples with more than are allowed."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    data = a_set(test=Noisy(count=640))
+    assert len(data.test_images) == 640
+    assert len(list(Path("/proc/self/fd").iterdir())) - before < 20
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 40, limits[1]))
+        assert len(a_set(test=Noisy(count=64 * 40)).test_images) == 2560
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -282,6 +282,11 @@ def test_a_conversation_is_truncated_at_its_end_and_refused_when_no_answer_is_le
         encode_chats([("c.jsonl, line 7", chat)], "plain", PLAIN, 19)
 
 
+def said(content="4", **keys) -> bytes:
+    answer = {"role": "assistant", "content": content, **keys}
+    return json.dumps({"messages": [{"role": "user", "content": "2+2?"}, answer]}).encode()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -296,6 +301,26 @@ def test_a_conversation_is_truncated_at_its_end_and_refused_when_no_answer_is_le
         (b'{"messages": ["x"]}', "the role of message 1 is None, expected system, user, assistant"),
         (b'{"messages": [{"role": "tool", "content": "x"}]}', "the role of message 1 is 'tool', expected system, user"),
         (b'{"messages": [{"role": "assistant", "content": null}]}', "the content of message 1 is NoneType, expected"),
+        (said(tool_calls=[{"id": 1}], content=""), "message 2 has tool_calls, which is not read here, expected text"),
+        (said(tool_calls=[{"id": 1}], content=None), "message 2 has tool_calls"),
+        (said(function_call={"name": "f"}), "message 2 has function_call"),
+        (said(thinking="two and two"), "message 2 has thinking"),
+        (said(reasoning_content="two and two"), "message 2 has reasoning_content"),
+        (said(train_detail=[{"begin_offset": 0}]), "message 2 has train_detail"),
+        (said(weight=0.5), "message 2 has weight 0.5, expected 0 or 1 beside an answer"),
+        (said(weight="0"), "message 2 has weight '0'"),
+        (said(train=[]), "message 2 has train []"),
+        (said(weight=0), "it has no answer to learn"),
+        (said(train=False), "it has no answer to learn"),
+        (said(loss=False, weight=1), "it has no answer to learn"),
+        (
+            b'{"messages": [{"role": "user", "content": "x", "train": true}, {"role": "assistant", "content": "y"}]}',
+            "message 1 has train True, expected 0 or 1 beside an answer",
+        ),
+        (b'{"prompt": "x", "completion": "y", "weight": 0}', "it has weight 0, expected 0 or 1 beside an answer"),
+        (b'{"prompt": "x", "completion": "y", "weight": 2}', "it has weight 2"),
+        (b'{"prompt": "x", "completion": "y", "system": "Be brief."}', "it has system"),
+        (b'{"messages": [{"role": "assistant", "content": "y"}], "tools": [{"type": "function"}]}', "it has tools"),
         (b'{"prompt": "\\ud800", "completion": "y"}', "surrogates not allowed"),
         (b'{"prompt": "\xff", "completion": "y"}', "invalid start byte"),
         (
@@ -313,6 +338,66 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     first, second = str(caught.value).splitlines()
     assert first.startswith(f"{tmp_path}/b.jsonl, line 2: ") and message in first
     assert second.startswith(f"{tmp_path}/b.jsonl, line 4: ") and message in second
+
+
+@pytest.mark.parametrize("format", EXPECTED)
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0}, {"training": False, "weight": 1}])
+def test_an_answer_of_weight_0_is_read_and_not_learnt(tmp_path, format, mark):
+    messages = [message | (mark if number == 2 else {"weight": None}) for number, message in enumerate(MESSAGES)]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": messages}))
+    ((_, chat),) = read_chats(tmp_path / "x.jsonl")
+    tokens, targets = format_chat(chat, format, EVERY)
+    assert tokens == format_chat(MESSAGES, format, EVERY)[0], "the same text"
+    last = ANSWERS[format].index("Me") - (format in ("plain", "mistral"))
+    learnt = EVERY.decode([token for token, target in zip(tokens, targets, strict=True) if target])
+    assert learnt == ANSWERS[format][last:]
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}, False])
+def test_a_key_without_a_value_is_as_no_key(tmp_path, capsys, value):
+    """As tables of records with other keys have them."""
+    lines = [said(**dict.fromkeys(chat_data.NOT_READ, value)), b'{"prompt": "a", "completion": "b", "tools": null}']
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
+    assert [chat for _, chat in read_chats(tmp_path / "x.jsonl")] == [
+        [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    ]
+    assert not capsys.readouterr().err
+
+
+def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys):
+    lines = [said(name="Ann", id=1), said(content=" "), b'{"prompt": "a", "completion": "b", "id": 3, "source": "c"}']
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines * 3))
+    for told in (
+        f"no effect  keys of conversations in {tmp_path}: 'id' in 6, 'name' in 3, 'source' in 3\n"
+        f"empty      answers in 3 conversations of {tmp_path}: they are learnt as answers of no text\n",
+        "",
+    ):
+        assert len(read_chats(tmp_path)) == 9
+        assert sorted(capsys.readouterr().err) == sorted(told)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"prompt": "a", "completion": "b"}]', "x.jsonl is one JSON array; expected one JSON object a line; jq"),
+        (b'[\n {"prompt": "a", "completion": "b"}\n]\n', "x.jsonl is one JSON array"),
+        (b"[" + b" " * (1 << 24) + b"]", "x.jsonl is one JSON array"),
+        (
+            b'{\n "prompt": "a", "completion": "b"\n}\n',
+            "x.jsonl has objects of several lines; expected one JSON object",
+        ),
+        (b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n', None),
+    ],
+    ids=range(5),
+)
+def test_json_of_another_form_is_named(tmp_path, content, message):
+    (tmp_path / "x.jsonl").write_bytes(content)
+    if message is None:  # a byte order mark
+        assert len(read_chats(tmp_path)) == 1
+        return
+    with pytest.raises(InputError, match=re.escape(message)):
+        read_chats(tmp_path)
 
 
 def test_many_bad_lines_are_counted(tmp_path):
@@ -366,7 +451,7 @@ def test_load_chats(tmp_path):
         "45 conversations to train on, 5 to validate, format plain; 2,506 tokens in 17 rows, 91.6% full, 36.0% of them "
         "targets; 0 truncated"
     )
-    assert data.train.batch(0).shape == (4, 161) and data.validation.batch(0).shape == (2, 161)
+    assert data.train.batch(0).shape == (4, 161) and data.validation.batch(0).shape == (4, 161)
     seen = documents_in([data.validation.batch(step) for step in range(data.validation_batches)])
     assert Counter(map(tuple, seen)) == Counter(as_document(messages, 160) for _, messages in chats[45:])
     part = chat_data.load_chats(config, PLAIN, 1, 2)

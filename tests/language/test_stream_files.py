@@ -1,7 +1,9 @@
 """Files of documents, each kind: what is read, from which document on, every refusal, and how much memory it takes."""
 
+import codecs
 import gzip
 import os
+import re
 import subprocess
 import sys
 
@@ -46,17 +48,30 @@ def test_row_groups_before_the_first_document_are_not_read(tmp_path, monkeypatch
 
 
 def test_other_forms_of_the_same(tmp_path):
-    """Concatenated gzip and zstd, blank lines, no newline at the end, large strings, a dictionary."""
+    """Concatenated gzip and zstd, blank lines, no newline at the end, a byte order mark, strings of all kinds, a column
+    that stands there twice and is not asked for; frames as pzstd writes them."""
     line = b'{"text": "a"}\n'
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(line) + gzip.compress(b"\n" + line))
     (tmp_path / "a.jsonl.zst").write_bytes(pyarrow.compress(line, "zstd", asbytes=True) * 2)
     (tmp_path / "a.ndjson").write_bytes(b"  \n" + line + b"\r\n" + line[:-1])
     for name, kind in (
         ("large", pyarrow.large_string()),
+        ("view", pyarrow.string_view()),
         ("few", pyarrow.dictionary(pyarrow.int32(), pyarrow.string())),
     ):
         table = pyarrow.table({"text": pyarrow.array(["a", "a"]).cast(kind)})
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    columns = [pyarrow.array(["a", "a"]), pyarrow.array([1, 2]), pyarrow.array(["b", "b"])]
+    pyarrow.parquet.write_table(pyarrow.table(columns, ["text", "id", "id"]), tmp_path / "twice.parquet")
+    for name, packed in (
+        ("", bytes),
+        (".gz", gzip.compress),
+        (".zst", lambda x: pyarrow.compress(x, "zstd", asbytes=True)),
+    ):
+        (tmp_path / f"bom.json{name}").write_bytes(packed(codecs.BOM_UTF8 + line * 2))
+    frame = pyarrow.compress(line, "zstd", asbytes=True)
+    skipped = b"\x2a\x4d\x18\4\0\0\0" + len(frame).to_bytes(4, "little")
+    (tmp_path / "pzstd.jsonl.zst").write_bytes(b"\x50" + skipped + frame + b"\x5f" + skipped + frame)
     for path in tmp_path.iterdir():
         assert read(path) == ["a", "a"], path
 
@@ -114,13 +129,78 @@ def test_what_is_of_another_kind_is_refused(tmp_path, ending):
                 raise text
 
 
-@pytest.mark.parametrize("kind", [{"body": pyarrow.string()}, {"text": pyarrow.int64()}, {"text": pyarrow.binary()}])
-def test_another_schema_is_named(tmp_path, kind):
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.schema(kind.items()).empty_table(), path)
-    has = ", ".join(f"{name}: {one}" for name, one in kind.items())
-    with pytest.raises(InputError, match=f"has the columns {has}; expected text: string; name another --text_field"):
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_wrong_name_is_said_to_be_one(tmp_path, kind, ending):
+    """As a download leaves it that has unpacked a file on its way, or has not."""
+    path = write_documents(tmp_path / f"a.{kind}", TEXTS).rename(tmp_path / f"b.{ending}")
+    if kind == ending:
+        assert read(path) == TEXTS
+        return
+    with pytest.raises(
+        InputError, match=rf"b\.{ending}: begins as \.{kind.removeprefix('jsonl.')} does; .*; rename it"
+    ):
         read(path)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [("body", pyarrow.string())],
+        [("text", pyarrow.int64())],
+        [("text", pyarrow.binary())],
+        [("text", pyarrow.list_(pyarrow.string()))],
+        [("text", pyarrow.list_(pyarrow.dictionary(pyarrow.int32(), pyarrow.string())))],
+        [("text", pyarrow.struct([("text", pyarrow.string())]))],
+        [("text", pyarrow.null())],
+        [("text", pyarrow.string()), ("text", pyarrow.string())],
+        [("text", pyarrow.string()), ("id", pyarrow.int64()), ("text", pyarrow.list_(pyarrow.string()))],
+    ],
+    ids=str,
+)
+def test_another_schema_is_named(tmp_path, columns):
+    """Lists of texts were each "no text (null)", and of two columns one was read."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.schema(columns).empty_table(), path)
+    once = ", once" if [name for name, _ in columns].count("text") > 1 else ""
+    with pytest.raises(InputError, match=rf"expected text: string{once}; name another --text_field") as caught:
+        read(path)
+    has = ", ".join(f"{column.name}: {column.type}" for column in pyarrow.parquet.read_schema(path))
+    assert f"has the columns {has};" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b'[{"text": "a"}]', "is one JSON array; expected one JSON object a line; jq --compact-output '.[]' FILE"),
+        (b' \n[\n{"text": "a"}\n]', "is one JSON array"),
+        (codecs.BOM_UTF8 + b'[{"text": "' + b"a" * (1 << 24), "is one JSON array"),
+        (b'{ \r\n "text": "a"}', "has objects of several lines; expected one JSON object a line; jq"),
+    ],
+    ids=range(4),
+)
+@pytest.mark.parametrize("ending", ["json", "json.gz", "json.zst"])
+def test_json_of_another_form_is_named(tmp_path, content, said, ending):
+    path = tmp_path / f"a.{ending}"
+    packed = {"json.gz": gzip.compress, "json.zst": lambda x: pyarrow.compress(x, "zstd", asbytes=True)}
+    path.write_bytes(packed.get(ending, bytes)(content))
+    with pytest.raises(InputError, match=re.escape(f"{path} {said}")):
+        read(path)
+
+
+def test_a_window_that_is_too_large_is_named(tmp_path):
+    """As zstd --long=31 writes it where it does not know how long the text is."""
+    line, path = b'{"text": "a"}\n', tmp_path / "a.jsonl.zst"
+    for exponent, accepted in ((17, True), (18, False), (21, False)):
+        header = b"\x28\xb5\x2f\xfd\0" + bytes([exponent << 3])
+        path.write_bytes(header + (len(line) << 3 | 1).to_bytes(3, "little") + line)
+        if accepted:
+            assert read(path) == ["a"]
+            continue
+        with pytest.raises(
+            InputError, match=r"a\.jsonl\.zst: its zstd window is larger than 128 MiB, .* --long=27 at most"
+        ):
+            read(path)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -202,8 +282,11 @@ def test_files_are_named_by_pattern_folder_or_list(tmp_path):
     assert names(".") == ["a.parquet", "b.jsonl", "sub/c.jsonl.zst"]
     (tmp_path / "list.txt").write_text("# first\nsub/*.zst\n\n  b.jsonl\n")
     assert names("list.txt") == ["sub/c.jsonl.zst", "b.jsonl"]
+    (tmp_path / "list.txt").write_bytes(codecs.BOM_UTF8 + b"sub/*.zst\r\nb.jsonl\r\n")
+    assert names("list.txt") == ["sub/c.jsonl.zst", "b.jsonl"]
     for content, said in (
         ("*.jsonl\nb.jsonl\n", "names 1 files twice"),
+        ("b.jsonl\nsub/../b.jsonl\n", "names 1 files twice"),
         ("list.txt\n", r"names list\.txt; expected documents: \.parquet"),
         ("# nothing\n", "names no file"),
         ("none.jsonl\n", r"none\.jsonl: matches no file"),
@@ -217,6 +300,24 @@ def test_files_are_named_by_pattern_folder_or_list(tmp_path):
     (tmp_path / "sub" / "out.jsonl").symlink_to("/etc/hostname")
     with pytest.raises(InputError, match="is a link to"):
         names("sub")
+
+
+def test_hidden_files_are_left_out_and_counted(tmp_path, capsys):
+    """What Jupyter, Git and a download put into a folder is no text."""
+    (tmp_path / "c").mkdir()
+    write_documents(tmp_path / "c" / "a.jsonl", ["a"])
+    for name in (".ipynb_checkpoints/a-checkpoint.jsonl", ".cache/huggingface/download/a.jsonl.metadata", "._b.jsonl"):
+        path = tmp_path / "c" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "hidden"}')
+    for names, count in (("c", 3), ("c/*.jsonl", 1)):
+        assert [file.name for file in list_files(names, str(tmp_path))] == [str(tmp_path / "c" / "a.jsonl")]
+        assert capsys.readouterr().err == f"left out   {count} hidden files in {tmp_path / 'c'}\n"
+    list_files("c", str(tmp_path))
+    assert not capsys.readouterr().err, "said once"
+    hidden = tmp_path / "c" / ".cache" / "huggingface"
+    write_documents(hidden / "d.jsonl", ["named by the user"])
+    assert len(list_files("c/.cache/huggingface/*.jsonl", str(tmp_path))) == 1
 
 
 def test_what_no_run_needs_is_not_imported(tmp_path):
@@ -260,6 +361,23 @@ def test_objects_are_read_as_files_are(bucket, monkeypatch):
         assert list(read_documents(file, "text", 9)) == TEXTS[9:], file.name
     assert list_files("gs://runs/corpus/sub", "") == files == list_files("gs://runs/corpus/s*/a.*", "")
     assert len({file.fingerprint() for file in files}) == 4
+
+
+def test_hidden_objects_are_left_out_and_counted(bucket, capsys):
+    for name in ("folder/.cache/a.jsonl", "folder/.a.jsonl", "folder/a.jsonl", ".b/a.jsonl"):
+        bucket.blob(f"with_hidden/{name}").upload_from_string('{"text": "a"}')
+    root = "gs://runs/with_hidden"
+    for names, count, hidden in (
+        ("folder", 1, 2),
+        ("folder/*.jsonl", 1, 1),
+        ("folder/a*", 1, 0),
+        ("folder/a.jsonl", 1, 0),
+        (".b", 1, 0),
+        ("fold*/*.jsonl", 1, 1),
+    ):
+        assert len(list_files(f"{root}/{names}", "")) == count
+        told = f"left out   {hidden} hidden objects of {root}/{names}\n" if hidden else ""
+        assert capsys.readouterr().err == told
 
 
 def test_a_bucket_that_does_not_answer_is_no_damage(bucket, monkeypatch):

@@ -53,8 +53,9 @@ def documents_by_lane(batches, lanes: int) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Ten files of 40 documents, and their texts."""
+    """Ten files of 40 documents, and their texts; another one for validation."""
     folder = tmp_path_factory.mktemp("corpus")
+    write_documents(folder / "val.jsonl", [f"held out {number} {'y' * number}" for number in range(40)])
     return folder, write_corpus(folder, 10, 40)
 
 
@@ -62,7 +63,7 @@ def corpus(tmp_path_factory):
 def test_each_document_comes_once_an_epoch_whatever_the_hosts(corpus, hosts):
     """Also across two epochs, in another order; and the global batches are those of one host."""
     folder, texts = corpus
-    config = config_of(folder, validation_data="part_0000.parquet")
+    config = config_of(folder, validation_data="val.jsonl")
     lanes, steps, found, positions = 8, 480 // len(hosts), [], None
     for number, count in enumerate(hosts):
         batches, positions = batches_of(config, count, range(number * steps, (number + 1) * steps), positions)
@@ -85,7 +86,7 @@ def test_each_document_comes_once_an_epoch_whatever_the_hosts(corpus, hosts):
 
 def test_a_lane_is_shuffled_within_windows_alone(corpus):
     folder, _ = corpus
-    reading = streams.reading_of(config_of(folder, validation_data="part_0000.parquet"))
+    reading = streams.reading_of(config_of(folder, validation_data="val.jsonl"))
     windows = list(islice(streams.windows_of(reading, 0, Position()), 4))
     numbers = [[int(text.split(":")[0]) % 40 for text in window.texts] for window in windows]
     for index, window in enumerate(numbers):
@@ -96,7 +97,7 @@ def test_a_window_of_long_documents_ends_earlier(corpus, monkeypatch):
     """Memory follows text, not documents; what comes once an epoch stays so."""
     folder, texts = corpus
     monkeypatch.setattr(streams, "WINDOW_BYTES", 100)
-    config = config_of(folder, validation_data="part_0000.parquet", stream_lanes=1)
+    config = config_of(folder, validation_data="val.jsonl", stream_lanes=1)
     windows = streams.windows_of(streams.reading_of(config), 0, Position())
     found, longest = [], max(map(len, texts))
     while len(found) < len(texts):
@@ -160,7 +161,7 @@ def test_validation_is_held_out_and_the_same_each_time(corpus):
 
 
 def test_validation_rows_of_hosts_are_those_of_one(corpus):
-    config = config_of(corpus[0], validation_data="part_0001.jsonl")
+    config = config_of(corpus[0], validation_data="val.jsonl")
     alone, halves = load_sequences(config), [load_sequences(config, index, 2) for index in range(2)]
     assert alone.validation_batches == halves[0].validation_batches == 2
     for i in range(2):
@@ -183,15 +184,16 @@ def test_lanes_stay_even_where_files_are_not(tmp_path):
 
 def test_what_is_damaged_is_refused_or_left_out_and_counted(tmp_path, capfd):
     texts = write_corpus(tmp_path, 4, 20)
+    write_documents(tmp_path / "val.jsonl", ["for validation"])
     path = tmp_path / "part_0001.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:5], b'{"text": 7}\n', b"not json\n", *lines[5:]]))
     with (tmp_path / "part_0002.jsonl.gz").open("r+b") as file:
         file.truncate(60)
-    config = config_of(tmp_path, validation_data="part_0000.parquet", stream_lanes=1)
+    config = config_of(tmp_path, validation_data="val.jsonl", stream_lanes=1)
     with pytest.raises(InputError, match=r"line 6 has text: int; expected an object with text: str|damaged behind"):
         batches_of(config, 1, range(40))
-    skipping = config_of(tmp_path, validation_data="part_0000.parquet", stream_lanes=1, stream_damaged="skip")
+    skipping = config_of(tmp_path, validation_data="val.jsonl", stream_lanes=1, stream_damaged="skip")
     batches, (position,) = batches_of(skipping, 1, range(24))
     left_out = position["0"][-1]
     found = set(documents_by_lane(batches, 1)[0])
@@ -279,7 +281,7 @@ def test_what_cannot_work_is_said_before_torch_is_imported(corpus, changes, said
 def test_tokens_are_those_of_the_tokenizer_document_by_document(tmp_path, corpus):
     folder, _ = corpus
     path = word_tokenizer(tmp_path)
-    config = config_of(folder, tokenizer=str(path), vocab_size=300, stream_lanes=1, validation_data="part_0000.parquet")
+    config = config_of(folder, tokenizer=str(path), vocab_size=300, stream_lanes=1, validation_data="val.jsonl")
     reading = streams.reading_of(config)
     tokenizer, (window,) = load_tokenizer(str(path)), islice(streams.windows_of(reading, 0, Position()), 1)
     expected = [token for text in window.texts for token in (tokenizer.end, *tokenizer.encode(text))]

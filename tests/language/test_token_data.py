@@ -1,6 +1,9 @@
 """Token shards, text and the Markov chain: what a step gets to see, and every refusal."""
 
+import os
 import re
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -35,6 +38,26 @@ def test_shards_are_read_in_llmc_order(tmp_path):
             at = start + process * rows * T
             expected = [tokens[at + row * T : at + row * T + T + 1] for row in range(rows)]
             np.testing.assert_array_equal(source.batch(step), expected)
+
+
+def test_more_shards_than_open_files(tmp_path):
+    """The soft limit is this process's own to raise; the hard one is not."""
+    write_shard(tmp_path / "s_000.bin", np.arange(20))
+    for number in range(1, 300):
+        os.link(tmp_path / "s_000.bin", tmp_path / f"s_{number:03d}.bin")
+    program = (
+        "import resource, sys; from language.token_data import TokenShards; from tpu_utils.errors import InputError\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))\n"
+        "try: print(len(TokenShards(sys.argv[1], 257, 4, 2).shards))\n"
+        "except InputError as error: print(error)"
+    )
+    for hard, said in (
+        (1000, "300\n"),
+        (320, "are 300 files to keep open, but this machine allows a process 320, others"),
+    ):
+        command = [sys.executable, "-c", program, str(tmp_path / "s_*.bin"), str(hard)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert said in done.stdout
 
 
 def test_llama_shards_are_read(tmp_path):
@@ -296,6 +319,50 @@ def test_a_separator_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 100)
     with pytest.raises(InputError, match=r"document_separator is 'a\\udcff'; expected UTF-8"):
         token_data.read_documents(tmp_path / "a.txt", "a\udcff")
+
+
+SEPARATED = b"A story.\n\nAnother.\n\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "separator", "expected"),
+    [
+        ([SEPARATED], "\n\n", 2),
+        ([SEPARATED, b"one without"], "\n\n", 3),
+        ([b"first\n\nhas \r\n\r\n in it"], "\n\n", 2),
+        ([b"a\r\nb\r\n"], "\n", 2),
+        ([SEPARATED.replace(b"\n", b"\r\n")], "\r\n\r\n", 2),
+        ([SEPARATED.replace(b"\n", b"\r\n")], "\n\n", r"0.txt: its lines end with \\r\\n, .*'\\r\\n\\r\\n'"),
+        ([SEPARATED, SEPARATED.replace(b"\n", b"\r\n")], "\n\n", r"1.txt: its lines end with \\r\\n"),
+        ([SEPARATED], r"\n\n", r"'\\\\n\\\\n' stands nowhere in it; .*of bash, a blank line is \$'\\n\\n'"),
+        ([SEPARATED], "<|endoftext|>", r"'<\|endoftext\|>' stands nowhere in it; expected it between documents"),
+        ([b"one document", b"and another"], "\n\n", "stands nowhere in it"),
+    ],
+)
+def test_a_separator_divides_or_is_refused(tmp_path, files, separator, expected):
+    """One that never occurred once made one document of a file, without a word."""
+    for number, content in enumerate(files):
+        (tmp_path / f"{number}.txt").write_bytes(content)
+    if isinstance(expected, int):
+        assert len(token_data.read_documents(tmp_path, separator)) == expected
+        return
+    with pytest.raises(InputError, match=expected):
+        token_data.read_documents(tmp_path, separator)
+
+
+@pytest.mark.parametrize(
+    "hidden", [".ipynb_checkpoints/a-checkpoint.txt", ".cache/huggingface/.gitignore", ".gitattributes", "sub/.a.swp"]
+)
+def test_hidden_files_are_no_text(tmp_path, capsys, hidden):
+    folder = tmp_path / ".data"
+    path = folder / hidden
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("not a text")
+    with pytest.raises(InputError, match="empty; expected UTF-8 text"):
+        token_data.read_documents(folder)
+    (folder / "a.txt").write_text("a text")
+    assert token_data.read_documents(folder) == [b"a text"]
+    assert capsys.readouterr().err == f"left out   1 hidden files in {folder}\n"
 
 
 def test_a_large_hellaswag_file_takes_memory_in_proportion(tmp_path):

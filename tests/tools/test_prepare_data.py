@@ -46,6 +46,119 @@ def test_bytes_to_shards_and_back(tmp_path, monkeypatch):
     np.testing.assert_array_equal(source.batch(0)[1], tokens[16:33])
 
 
+def shards_of(folder):
+    return token_data.TokenShards(str(folder / "t_train_*.bin"), 257, 16, 2)
+
+
+def test_an_output_belongs_to_one_preparation(tmp_path, monkeypatch, capsys):
+    """Shards of an earlier, longer text were left behind the new ones, and trained on."""
+    (tmp_path / "long.txt").write_text("old " * 500)
+    (tmp_path / "short.txt").write_text("NEW " * 120)
+    options = ("--output", tmp_path / "t", "--shard_tokens", 200)
+    assert prepare(monkeypatch, tmp_path / "long.txt", *options) == 0
+    (tmp_path / "t_train_x.bin").write_text("of somebody else")
+    (tmp_path / "u_train_000000.bin").write_text("of another output")
+    assert prepare(monkeypatch, tmp_path / "short.txt", *options, "--validation_fraction", 0) == 0
+    assert "short.txt: 1 document, 480 bytes" in capsys.readouterr().out
+    numbers = sorted(path.name for path in tmp_path.glob("t_*_??????.bin"))
+    assert numbers == [f"t_train_00000{number}.bin" for number in range(3)]
+    assert len(list(tmp_path.glob("?_train_*.bin"))) == 5
+    (tmp_path / "t_train_x.bin").unlink()
+    assert sum(map(len, shards_of(tmp_path).shards)) == 481
+    facts = json.loads((tmp_path / "t_shards.json").read_text())
+    assert facts["documents"] == 1 and facts["tokenizer"] == "bytes" and len(facts["shards"]) == 3
+
+
+@pytest.mark.parametrize("killed_at", ["first", "in the middle", "before the list"])
+def test_a_preparation_that_was_killed_is_not_trained_on(tmp_path, monkeypatch, killed_at):
+    (tmp_path / "in.txt").write_text("words " * 500)
+    options = ("--output", tmp_path / "t", "--shard_tokens", 200)
+    assert prepare(monkeypatch, tmp_path / "in.txt", *options) == 0
+    with monkeypatch.context() as patch:
+        written, write = [], prepare_data.write_token_shard
+
+        def stop(*arguments):
+            if len(written) == {"first": 0, "in the middle": 5, "before the list": -1}[killed_at]:
+                raise KeyboardInterrupt
+            written.append(write(*arguments))
+
+        patch.setattr(prepare_data, "write_token_shard", stop)
+        if killed_at == "before the list":
+            patch.setattr(prepare_data, "end_preparation", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(patch, tmp_path / "in.txt", *options)
+    said = "matches no file" if killed_at == "first" else r"t_shards\.json: these shards are still being written, or"
+    with pytest.raises(InputError, match=said):
+        shards_of(tmp_path)
+    assert prepare(monkeypatch, tmp_path / "in.txt", *options) == 0
+    assert sum(map(len, shards_of(tmp_path).shards)) == 2701
+
+
+def raise_interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def replace_shard(folder, number):
+    (folder / "o_train_000000.bin").replace(folder / f"t_train_{number}.bin")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: (t / "t_train_000001.bin").unlink(), r"t_train_000001\.bin is missing \(1 such shards\)"),
+        (
+            lambda t: (t / "o_train_000000.bin").replace(t / "t_train_000001.bin"),
+            r"000001\.bin is of another preparation",
+        ),
+        (
+            lambda t: (t / "o_train_000000.bin").replace(t / "t_train_000099.bin"),
+            r"000099\.bin is of another preparation",
+        ),
+        (lambda t: (t / "t_shards.json").write_text("{"), r"t_shards\.json cannot be read as JSON"),
+        (lambda t: (t / "t_shards.json").write_text("[]"), r"t_shards\.json holds list"),
+        (lambda t: (t / "t_shards.json").write_text('{"complete": true}'), "still being written"),
+        (lambda t: (t / "t_shards.json").unlink(), None),
+    ],
+)
+def test_shards_of_two_preparations_are_told_apart(tmp_path, monkeypatch, change, said):
+    """Of equal size, as full shards are: a copy that stopped half-way, over an older one."""
+    for name in ("t", "o"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} words " * 300)
+        options = ("--output", tmp_path / name, "--shard_tokens", 200)
+        assert prepare(monkeypatch, tmp_path / f"{name}.txt", *options) == 0
+    change(tmp_path)
+    if said is None:  # as those of llm.c
+        shards_of(tmp_path)
+        return
+    with pytest.raises(InputError, match=said):
+        shards_of(tmp_path)
+    if "missing" in said:  # what is asked for is there
+        token_data.TokenShards(str(tmp_path / "t_train_000000.bin"), 257, 16, 2)
+        token_data.TokenShards(str(tmp_path / "t_train_*[23].bin"), 257, 16, 2)
+
+
+def test_an_output_is_not_the_next_input(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "in.txt").write_text("words " * 50)
+    for output in (folder / "t", folder / "sub" / ".." / "t"):
+        assert prepare(monkeypatch, folder, "--output", output) == 2
+        assert f"output {output} lies in {folder}, where the next" in capsys.readouterr().err
+    assert prepare(monkeypatch, folder / "in.txt", "--output", folder / "t") == 0
+    (folder / "t_train_000000.bin").unlink()
+    (folder / "t_val_000000.bin").unlink()
+    assert prepare(monkeypatch, folder, "--output", folder) == 0, "its files lie beside the folder"
+
+
+def test_shards_from_elsewhere_are_not_replaced(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "fineweb_val_000000.bin"
+    path.write_text("downloaded")
+    (tmp_path / "in.txt").write_text("words " * 50)
+    assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "fineweb") == 2
+    assert "fineweb_val_000000.bin is there without fineweb_shards.json, 1 such shards" in capsys.readouterr().err
+    assert path.read_text() == "downloaded" and not list(tmp_path.glob("*.json"))
+
+
 def test_hellaswag_questions(tmp_path, monkeypatch):
     record = dict(ctx="A man sits", label=2, endings=["down", "up", "still", "by"])
     (tmp_path / "q.jsonl").write_text(json.dumps(record) + "\n")
@@ -174,3 +287,17 @@ def test_shards_take_memory_in_proportion(tmp_path, monkeypatch):
     (tmp_path / "in.txt").write_bytes(b"words and words\n" * (1 << 16))
     with at_most(6 << 20):
         assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "out") == 0
+
+
+def test_no_damage_of_a_list_of_shards_is_a_crash(tmp_path, monkeypatch):
+    (tmp_path / "t.txt").write_text("words " * 100)
+    assert prepare(monkeypatch, tmp_path / "t.txt", "--output", tmp_path / "t", "--shard_tokens", 200) == 0
+    path, refused = tmp_path / "t_shards.json", 0
+    for damaged in mutated_json(json.loads(path.read_text()), 300):
+        path.write_bytes(damaged)
+        try:
+            shards_of(tmp_path)
+        except InputError as error:
+            refused += 1
+            assert str(tmp_path / "t_") in str(error)
+    assert 100 < refused < 300

@@ -89,3 +89,12 @@ def test_what_lies_in_the_way_of_a_write_is_not_followed(tmp_path, kind):
     with no_hang():
         write_atomically(tmp_path / "x", b"new")
     assert (tmp_path / "x").read_bytes() == b"new" and other.read_bytes() == b"untouched" and not aside.exists()
+
+
+def test_a_byte_order_mark_is_passed_over():
+    """As editors of Windows write it. Only in front, and once."""
+    mark = b"\xef\xbb\xbf"
+    assert parse_json(mark + b'{"a": "\xef\xbb\xbfb"}') == {"a": "\ufeffb"}
+    for content in (mark * 2 + b"{}", b"{}" + mark, mark):
+        with pytest.raises(ValueError):
+            parse_json(content)

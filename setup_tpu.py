@@ -71,7 +71,8 @@ STALE_VARIABLES = (  # (pattern, does it change what is computed, why)
         "nothing, pytorch/xla#9094",
     ),
     ("XLA_*_BF16", True, "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"),
-    ("XLA_USE_SPMD", True, "puts every process into SPMD mode; scripts call torch_xla.runtime.use_spmd()"),
+    ("XLA_USE_32BIT_LONG", True, "makes 32 bits of whole numbers of 64, which ends a run in a crash"),
+    ("XLA_*_SPMD", True, "puts every process into SPMD mode; scripts call torch_xla.runtime.use_spmd()"),
 )
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/"
 METADATA_KEYS = ("tpu-env", "worker-network-endpoints")  # what torch_xla asks for
@@ -499,8 +500,8 @@ def check_environment(environment: Mapping) -> Check:
         for pattern, changes_numbers, why in STALE_VARIABLES:
             if fnmatch(name, pattern) and not (changes_numbers and value.lower() in ("", "0", "false")):
                 stale[name], harmful = f"{name}={value} ({why})", harmful or changes_numbers
-    if not count.isdigit() or int(count) == 0:
-        stale["CPU_NUM_DEVICES"], harmful = f"CPU_NUM_DEVICES={count} (expected a number of devices, 1 or more)", True
+    if not re.fullmatch("[0-9]{1,3}", count) or not 0 < int(count) < 128:
+        stale["CPU_NUM_DEVICES"], harmful = f"CPU_NUM_DEVICES={count} (expected a number of devices, 1 to 127)", True
     finding = "; ".join(stale.values()) or "no stale variable set"
     return judge("environment", not stale, finding, f"unset {' '.join(stale)}", harmful)
 

@@ -61,6 +61,10 @@ class Output(io.FileIO):
             return len(data)
 
 
+LINK_LOOP = "Symlink loop from "
+"""What Path.resolve() says, until Python 3.13. Later whoever opens the file says so."""
+
+
 def never_fail_to_print() -> None:
     """From here on print(), bars, warnings and tracebacks of all threads go through an Output. Idempotent.
 
@@ -121,3 +125,9 @@ def run_script(main: Callable[[], int], answers: bool = False) -> int:
         print(f"error: {error}{where}", file=sys.stderr)
         too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a path that the user gave
         return 2 if isinstance(error, InputError) or too_long else 1
+    except RuntimeError as error:
+        if "--debug" in sys.argv or not str(error).startswith(LINK_LOOP):
+            raise
+        name = str(error).removeprefix(LINK_LOOP).strip("'")
+        print(f"error: {name} is a link that leads to itself; expected a file or a folder; check it", file=sys.stderr)
+        return 2

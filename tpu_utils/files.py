@@ -3,12 +3,10 @@
 A file from outside that does not fit raises InputError: found, expected, what to do. Imports only errors.py of ours.
 """
 
-import contextlib
 import errno
 import json
 import os
 import re
-import shutil
 import stat
 import zlib
 from collections.abc import Iterator
@@ -127,27 +125,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     aside.replace(path)
     sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def written_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside target, which gets target's name when the block has ended well: all of it or nothing.
-
-    target is absent or an empty folder. Raises OSError.
-    """
-    target = target.resolve()
-    aside = target.with_name(f".writing_{target.name}")
-    if aside.exists():  # left by a kill
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        sync_folder(aside)
-        aside.rename(target)
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def sync_folder(folder: Path) -> None:

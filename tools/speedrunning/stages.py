@@ -16,6 +16,7 @@ from tools.speedrunning.dial import Plan
 from tpu_utils.errors import TrainingError
 from tpu_utils.files import read_json, write_atomically
 from tpu_utils.hardware import attached_chips
+from tpu_utils.restarts import ends_with_this
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUESTIONS = ("Now is the winter of our discontent", "What say you to this, my lord?", "I pray you, tell me the truth.")
@@ -130,15 +131,15 @@ def cpu_seconds() -> float:
 
 
 def run_stage(stage: Stage) -> tuple[int, str]:
-    """(exit code, what it printed if that is kept). Signals to this process go on to the script, which saves."""
+    """(exit code, what it printed if that is kept). Signals to this process go on to the script, which saves. What ends
+    without one, by kill -9 or for lack of memory, ends the script and what that has started too."""
     environment = os.environ | variables() | {"PYTHONUNBUFFERED": "1"}
     command = [sys.executable, *([] if stage.command[0].endswith(".py") else ["-m"]), *stage.command]
     output = subprocess.PIPE if stage.kept else None
-    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, text=True)
+    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, text=True, **ends_with_this())
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        # Ctrl-C reaches the child by itself
-        before[number] = signal.signal(number, lambda n, _: n != signal.SIGINT and child.send_signal(n))
+        before[number] = signal.signal(number, lambda n, _: child.send_signal(n))
     try:
         printed, _ = child.communicate()
     finally:

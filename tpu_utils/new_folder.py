@@ -62,7 +62,7 @@ def remove_leftovers(target: Path) -> None:
             continue
         try:
             lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # its process has just ended
+        except OSError:  # gone, with its process; or a link or a file, which no process has left
             continue
         try:
             if take_lock(lock):

@@ -321,8 +321,7 @@ def test_a_longer_context_than_that_of_the_run_is_not_forgotten(folder, tmp_path
 
 
 def test_what_fails_on_the_way_leaves_nothing(folder, tmp_path, monkeypatch):
-    (tmp_path / ".writing_run").mkdir()  # left by a kill
-    (tmp_path / ".writing_run" / "checkpoints").mkdir()
+    (tmp_path / ".writing_run_0123456789abcdef" / "checkpoints").mkdir(parents=True)  # left by a kill
     convert_hf.import_weights(folder, tmp_path / "run")
 
     def no_space(saved, name, scale):
@@ -331,7 +330,7 @@ def test_what_fails_on_the_way_leaves_nothing(folder, tmp_path, monkeypatch):
         return read_merged(saved, name, scale)
 
     monkeypatch.setattr(convert_hf, "read_merged", no_space)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(SaveError, match="No space"):
         convert_hf.export(tmp_path / "run", tmp_path / "back", torch.float32)
     assert {path.name for path in tmp_path.iterdir()} == {"theirs", "run"}
 

@@ -31,7 +31,7 @@ from tools import convert_hf, convert_llmc
 from tools.generate import GenerateConfig, source_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import Entry, index_as_json, kind_of, shard_name, write_tensors
-from tpu_utils.errors import InputError, run_script
+from tpu_utils.errors import InputError, SaveError, run_script
 from tpu_utils.files import checksum_of
 from tpu_utils.options import as_json, parse_command_line
 

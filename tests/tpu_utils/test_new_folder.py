@@ -62,9 +62,7 @@ def test_of_two_that_write_one_target_the_second_is_refused(tmp_path):
 def test_a_target_that_came_to_be_meanwhile_is_kept(tmp_path, kind):
     target = tmp_path / "mine"
     with (
-        pytest.raises(
-            InputError, match="mine cannot take the place of .*another process may have written it meanwhile"
-        ),
+        pytest.raises(InputError, match=r"mine cannot take the place of .*; another process may have written it"),
         written_aside(target),
     ):
         if kind == "folder":
@@ -78,7 +76,7 @@ def test_a_target_that_came_to_be_meanwhile_is_kept(tmp_path, kind):
 
 
 def test_a_full_disk_is_named_with_the_target(tmp_path):
-    with pytest.raises(SaveError, match="mine cannot be written: No space left on device; nothing is left of it; make"):
-        with written_aside(tmp_path / "mine"):
-            raise OSError(28, "No space left on device")
+    said = "mine cannot be written: No space left on device; nothing is left of it; make room"
+    with pytest.raises(SaveError, match=said), written_aside(tmp_path / "mine"):
+        raise OSError(28, "No space left on device")
     assert not names_in(tmp_path)

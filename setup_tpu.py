@@ -24,6 +24,7 @@ import gc
 import importlib.metadata
 import json
 import os
+import pwd
 import re
 import resource
 import shutil
@@ -506,6 +507,16 @@ def check_environment(environment: Mapping) -> Check:
     return judge("environment", not stale, finding, f"unset {' '.join(stale)}", harmful)
 
 
+def check_user(uid: int, environment: Mapping) -> Check:
+    """torch asks for the user's name when it is imported, and raises where there is none."""
+    try:
+        name = next((environment[v] for v in ("LOGNAME", "USER", "LNAME", "USERNAME") if environment.get(v)), "")
+        return Check("user", "ok", name or pwd.getpwuid(uid).pw_name)
+    except KeyError:
+        finding = f"user id {uid} has no name, as in some containers: `import torch` fails; the scripts here set USER"
+        return Check("user", "warn", finding, f"export USER=uid_{uid}")
+
+
 def check_xla_flags(environment: Mapping, installed: Mapping, limit: float) -> Check:
     """XLA aborts the process at an unknown flag. Only the library knows its flags: a child is asked."""
     flags = environment.get("XLA_FLAGS", "").split()
@@ -759,8 +770,10 @@ def look(
         asked_cloud = pool.submit(check_cloud, environment, METADATA_URL, chips, where, wants_tpu)
         asked_libtpu = pool.submit(check_libtpu, libtpu, environment, installed, wants_tpu, limit)
         asked_bucket = pool.submit(check_bucket, options.bucket, installed, environment, limit)
-        flags = check_xla_flags(environment, installed, limit)
+        flags, user = check_xla_flags(environment, installed, limit), check_user(uid, environment)
         usable = {k: v for k, v in environment.items() if k != "XLA_FLAGS" or flags.status == "ok"}
+        if user.status != "ok":
+            usable["USER"] = f"uid_{uid}"
         if chips:  # torch_xla's import asks for the slice wherever there are some
             usable.update(asked_cloud.result()[1])
         asked_work = pool.submit(check_work, device, usable, installed, limit, chips)
@@ -781,6 +794,7 @@ def look(
         yield check_shared_memory(dev_root, 1, where)
         yield check_container(proc_root, sys_root, where, wants_tpu)
         yield check_environment(environment)
+        yield user
         yield flags
         yield asked_bucket.result()
         yield from asked_work.result()

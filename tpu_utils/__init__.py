@@ -34,8 +34,15 @@ files         opened only if regular, read up to a size limit, written atomicall
 errors        what can end a run, and its exit code
 """
 
+import getpass
+import os
 import time
 
 STARTED = time.perf_counter()
 """When this package was first imported. Scripts do that before they import torch, which takes seconds. The age of the
 process is not used: it includes what a shell did before it became Python by exec."""
+
+try:
+    getpass.getuser()
+except (KeyError, OSError):  # an id without a name, as in a container; torch asks when it is imported, and would raise
+    os.environ["USER"] = f"uid_{os.getuid()}"

@@ -61,6 +61,8 @@ class Output(io.FileIO):
             return len(data)
 
 
+OF_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST)
+"""Numbers of an OSError that a path of the user's has caused."""
 LINK_LOOP = "Symlink loop from "
 """What Path.resolve() says, until Python 3.13. Later whoever opens the file says so."""
 
@@ -121,10 +123,12 @@ def run_script(main: Callable[[], int], answers: bool = False) -> int:
     except (InputError, TrainingError, OSError) as error:  # OSError: the disk or the network gave up
         if "--debug" in sys.argv:
             raise
-        where = f", at {line_of(error)}" if isinstance(error, FileNotFoundError) else ""  # by whom else is not known
-        print(f"error: {error}{where}", file=sys.stderr)
-        too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a path that the user gave
-        return 2 if isinstance(error, InputError) or too_long else 1
+        what = f", at {line_of(error)}" if isinstance(error, FileNotFoundError) else ""  # by whom else is not known
+        kind = error.errno if isinstance(error, OSError) else None
+        if kind in (errno.ENOSPC, errno.EDQUOT):
+            what = "; make room there, or write elsewhere, and repeat the command"
+        print(f"error: {error}{what}", file=sys.stderr)
+        return 2 if isinstance(error, InputError) or kind in OF_A_PATH else 1
     except RuntimeError as error:
         if "--debug" in sys.argv or not str(error).startswith(LINK_LOOP):
             raise

@@ -60,7 +60,7 @@ SUPPORTED_PAIRS = (
 )
 TPU_VENDOR = "0x1ae0"  # Google; its devices that are not in the next table are network cards and disks
 TPU_PCI_IDS = {"0x0027": "v2/v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "TPU7x"}
-STALE_VARIABLES = (  # (pattern, does it change what is computed, why)
+STALE_VARIABLES = (  # (pattern, does it change or end what is computed, why)
     ("XRT_*", False, "read by nobody: XRT is gone"),
     ("TPU_NUM_DEVICES", False, "read by nobody since 2.5; TPU_VISIBLE_CHIPS selects chips"),
     ("XLA_*_FP16", False, "read by nobody"),
@@ -73,6 +73,11 @@ STALE_VARIABLES = (  # (pattern, does it change what is computed, why)
     ),
     ("XLA_*_BF16", True, "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"),
     ("XLA_USE_32BIT_LONG", True, "makes 32 bits of whole numbers of 64, which ends a run in a crash"),
+    (
+        "PYTHONSAFEPATH",
+        True,
+        "Python does not find what lies beside a script: No module named 'config'",
+    ),
     ("XLA_*_SPMD", True, "puts every process into SPMD mode; scripts call torch_xla.runtime.use_spmd()"),
 )
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/"

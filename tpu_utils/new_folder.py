@@ -45,11 +45,12 @@ def written_aside(target: Path) -> Iterator[Path]:
     except BaseException as error:
         for folder in (aside, unnamed):
             shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SaveError(
-                f"{target} cannot be written: {error.strerror}; nothing is left of it; make room there, or choose "
-                "another target"
-            ) from error
+        said = str(error) if isinstance(error, OSError) else ""  # shutil.Error has the words alone
+        for full in (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)):
+            if full in said:
+                raise SaveError(
+                    f"{target} cannot be written: {full}; nothing is left of it; make room there, or choose another target"
+                ) from error
         raise
     finally:
         os.close(lock)

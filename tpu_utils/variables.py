@@ -51,6 +51,14 @@ def check_variables(environment: Mapping[str, str], device: str) -> None:
     named = environment.get("PJRT_DEVICE", "")
     if device == "auto" and named.lower() not in DEVICES:
         raise InputError(f"the environment has PJRT_DEVICE={named:.50}; expected CPU or TPU; unset it, or correct it")
+    if cache := environment.get("XLA_PERSISTENT_CACHE_PATH"):
+        try:
+            Path(cache).mkdir(parents=True, exist_ok=True)  # as torch_xla does
+        except OSError as error:
+            raise InputError(
+                f"the environment has XLA_PERSISTENT_CACHE_PATH={cache:.200}: {error.strerror}; expected a folder that "
+                "can be written; unset it: torch_xla cannot read what it keeps there"
+            ) from error
     check_flags(environment.get("XLA_FLAGS", ""))
 
 

@@ -479,6 +479,7 @@ def test_container(tmp_path):
         ("XLA_USE_BF16", "1", "fail", "behind torch's back"),
         ("XLA_DOWNCAST_BF16", "1", "fail", "behind torch's back"),
         ("XLA_USE_SPMD", "1", "fail", "use_spmd()"),
+        ("PYTHONSAFEPATH", "1", "fail", "No module named 'config'"),
         ("CPU_NUM_DEVICES", "four", "fail", "expected a number of devices"),
     ],
 )

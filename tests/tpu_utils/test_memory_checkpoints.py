@@ -74,6 +74,9 @@ def lost(lost_once, tmp_path):
     (found,) = (lost_once / "memory").iterdir()
     folder = memory_folder(str(tmp_path / "run"), str(tmp_path / "memory"))
     shutil.copytree(found, folder)
+    options = json.loads((tmp_path / "run" / "config.json").read_text())
+    named = json.dumps(options | {"memory_dir": str(tmp_path / "memory")})
+    (tmp_path / "run" / "config.json").write_text(named)
     return tmp_path / "run", folder, tmp_path / "memory"
 
 

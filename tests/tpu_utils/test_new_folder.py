@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 
 import pytest
 
@@ -75,8 +76,12 @@ def test_a_target_that_came_to_be_meanwhile_is_kept(tmp_path, kind):
     assert names_in(tmp_path) == ["mine"]
 
 
-def test_a_full_disk_is_named_with_the_target(tmp_path):
-    said = "mine cannot be written: No space left on device; nothing is left of it; make room"
+ALONE = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [ALONE, shutil.Error([("a", "b", str(ALONE))]), OSError(122, "Disk quota exceeded")])
+def test_a_full_disk_is_named_with_the_target(tmp_path, error):
+    said = "mine cannot be written: (No space left on device|Disk quota exceeded); nothing is left of it; make room"
     with pytest.raises(SaveError, match=said), written_aside(tmp_path / "mine"):
-        raise OSError(28, "No space left on device")
+        raise error
     assert not names_in(tmp_path)

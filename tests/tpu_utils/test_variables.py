@@ -27,6 +27,7 @@ REFUSED = [
     ("PJRT_LOCAL_PROCESS_COUNT", "x", "expected a whole number from 1 to"),
     ("WORLD_SIZE", "two", "WORLD_SIZE=two; expected a whole number"),
     ("LOCAL_RANK", "-1", "LOCAL_RANK=-1; expected a whole number from 0 to"),
+    ("XLA_PERSISTENT_CACHE_PATH", "/dev/null/cache", "/dev/null/cache: Not a directory; expected a folder"),
     ("PJRT_DEVICE", "gpu", "PJRT_DEVICE=gpu; expected CPU or TPU"),
     ("XLA_FLAGS", "--xla_nosuch=1", "XLA_FLAGS has --xla_nosuch=1, which this XLA does not have"),
     ("XLA_FLAGS", "--xla_cpu_enable_fast_math", "which changes numbers behind the precision"),

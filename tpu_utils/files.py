@@ -38,12 +38,22 @@ def open_regular(path: Path, expected: str, follow: bool = True) -> BinaryIO:
             raise InputError(
                 f"{path} is {KINDS.get(kind, 'no regular file')}; expected {expected}, a regular file; check the path"
             )
-        # O_NONBLOCK has no effect on a regular file; one that became a FIFO just now is not waited for
-        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | never))
+        return open(path, "rb", opener=lambda name, flags: _open_to_read(name, flags | never))
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise InputError(f"{path}: no such file; expected {expected}") from error
         raise InputError(f"{path} cannot be read: {error.strerror}; expected {expected}") from error
+
+
+def _open_to_read(name: str, flags: int) -> int:
+    # O_NONBLOCK has no effect on a regular file; one that became a FIFO just now is not waited for
+    descriptor = os.open(name, flags | os.O_NONBLOCK)
+    try:
+        os.pread(descriptor, 1, 0)  # of some files in /proc only a read says that they cannot be read
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def file_size(file: BinaryIO) -> int:

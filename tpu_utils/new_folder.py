@@ -49,7 +49,7 @@ def written_aside(target: Path) -> Iterator[Path]:
         for full in (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT)):
             if full in said:
                 raise SaveError(
-                    f"{target} cannot be written: {full}; nothing is left of it; make room there, or choose another target"
+                    f"{target} cannot be written: {full}; nothing is left of it; make room there, or choose another"
                 ) from error
         raise
     finally:

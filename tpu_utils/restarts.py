@@ -70,7 +70,7 @@ def memory_folder(run_dir: str | Path, memory_dir: str | Path) -> Path:
     """Where --save_memory_every keeps this run's checkpoint on this machine. run_dir: as --run_dir names it."""
     named = str(run_dir)
     place = named.rstrip("/") if named.startswith("gs://") else str(Path(named).resolve())
-    return Path(memory_dir) / f"checkpoint_{os.geteuid()}_{hashlib.sha256(place.encode()).hexdigest()[:16]}"
+    return Path(memory_dir) / f"checkpoint_{os.geteuid()}_{hashlib.sha256(os.fsencode(place)).hexdigest()[:16]}"
 
 
 def newest_checkpoint(*folders: Path) -> int:

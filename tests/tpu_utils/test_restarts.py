@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from processes import ROOT, environment_with, free_port, waits
 
+from tpu_utils.restarts import memory_folder
+
 # A child that starts another program and forks, as DataLoaders do; all are in its group.
 CHILD = """
 import os, subprocess, sys, time
@@ -81,6 +83,11 @@ def test_a_signal_to_the_group_is_not_for_who_waits_for_its_end(tmp_path):
     starter.kill()
     starter.communicate()
     waits(lambda: not alive_in(group), 60)
+
+
+def test_a_run_directory_whose_name_is_no_text_has_a_folder_in_memory_too():
+    names = [memory_folder(f"/runs/{name}", "/dev/shm").name for name in ("a", "\xe9", "nam\udcffe")]
+    assert len({*names}) == 3 and all(name.isascii() for name in names)
 
 
 @pytest.mark.slow

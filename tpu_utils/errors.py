@@ -61,12 +61,6 @@ class Output(io.FileIO):
             return len(data)
 
 
-OF_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST)
-"""Numbers of an OSError that a path of the user's has caused."""
-LINK_LOOP = "Symlink loop from "
-"""What Path.resolve() says, until Python 3.13. Later whoever opens the file says so."""
-
-
 def never_fail_to_print() -> None:
     """From here on print(), bars, warnings and tracebacks of all threads go through an Output. Idempotent.
 
@@ -128,10 +122,10 @@ def run_script(main: Callable[[], int], answers: bool = False) -> int:
         if kind in (errno.ENOSPC, errno.EDQUOT):
             what = "; make room there, or write elsewhere, and repeat the command"
         print(f"error: {error}{what}", file=sys.stderr)
-        return 2 if isinstance(error, InputError) or kind in OF_A_PATH else 1
+        of_a_path = kind in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST)  # that the user gave
+        return 2 if isinstance(error, InputError) or of_a_path else 1
     except RuntimeError as error:
-        if "--debug" in sys.argv or not str(error).startswith(LINK_LOOP):
+        if "--debug" in sys.argv or "Symlink loop from" not in str(error):  # Path.resolve(), until Python 3.13
             raise
-        name = str(error).removeprefix(LINK_LOOP).strip("'")
-        print(f"error: {name} is a link that leads to itself; expected a file or a folder; check it", file=sys.stderr)
+        print(f"error: {error}: it leads to itself; expected a file or a folder; check it", file=sys.stderr)
         return 2

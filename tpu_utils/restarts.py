@@ -44,6 +44,12 @@ def end_with(starter: int | None = None) -> None:
     os.killpg(leader, signal.SIGKILL)
 
 
+def end_with_torchrun() -> None:
+    """In a script that torchrun may have started, before there are threads."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.getpgrp() == os.getpid():  # and not by what torchrun has started
+        end_with()
+
+
 def options_in(arguments: Sequence[str]) -> dict[str, str]:
     """{"run_dir": "runs/mine", ...} of a script's command line, in either spelling; "" for one without a value."""
     found = {}

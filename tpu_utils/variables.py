@@ -4,11 +4,10 @@ import functools
 import re
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 from tpu_utils.errors import InputError
-from tpu_utils.known_flags import library_has
+from tpu_utils.known_flags import check_known, xla_has
 from tpu_utils.virtual_slice import MOST_DEVICES
 
 OFF = ("", "0", "false")
@@ -32,10 +31,10 @@ COMMON_FLAGS = ("xla_backend_optimization_level", "xla_cpu_enable_fast_math", "x
 """XLA has these: the library, of 300 MB, is not searched for them."""
 
 
-def check_variables(environment: Mapping[str, str], device: str) -> None:
+def check_variables(environment: Mapping[str, str], device: str, options: Mapping[str, str] | None = None) -> None:
     """Raises InputError for a value that changes numbers behind the printed precision, or ends the run by a signal.
 
-    device: as --device has it; "auto" asks PJRT_DEVICE.
+    device: as --device has it; "auto" asks PJRT_DEVICE. options: of the TPU's compiler, which libtpu must have.
     """
     for name, effect in SWITCHES.items():
         own = name.endswith("_SPMD") and "torch_xla" in sys.modules  # whose use_spmd() sets it
@@ -60,6 +59,7 @@ def check_variables(environment: Mapping[str, str], device: str) -> None:
                 "can be written; unset it: torch_xla cannot read what it keeps there"
             ) from error
     check_flags(environment.get("XLA_FLAGS", ""))
+    check_known(options or {})
 
 
 @functools.cache
@@ -71,8 +71,7 @@ def check_flags(text: str) -> None:
             raise InputError(
                 f"XLA_FLAGS has {word:.80}, which changes numbers behind the precision that a run prints; leave it out"
             )
-        spec = find_spec("_XLAC")
-        if spec and name not in COMMON_FLAGS and not library_has(Path(spec.origin), name):
+        if name not in COMMON_FLAGS and not xla_has(name):
             raise InputError(
                 f"XLA_FLAGS has {word:.80}, which this XLA does not have: it would abort; leave it out; options of the "
                 "TPU's compiler belong in --compiler_options"

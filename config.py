@@ -264,7 +264,7 @@ class HostOptions:
 class DeviceOptions(HostOptions):
     """Virtual devices, to try out what runs on many."""
 
-    num_virtual_devices: Annotated[int, Range("[0, inf)"), FREE] = 0
+    num_virtual_devices: Annotated[int, Range("[0, 127]"), FREE] = 0
     """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
 
 

@@ -24,6 +24,7 @@ import gc
 import importlib.metadata
 import json
 import os
+import pwd
 import re
 import resource
 import shutil
@@ -59,7 +60,7 @@ SUPPORTED_PAIRS = (
 )
 TPU_VENDOR = "0x1ae0"  # Google; its devices that are not in the next table are network cards and disks
 TPU_PCI_IDS = {"0x0027": "v2/v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "TPU7x"}
-STALE_VARIABLES = (  # (pattern, does it change what is computed, why)
+STALE_VARIABLES = (  # (pattern, does it change or end what is computed, why)
     ("XRT_*", False, "read by nobody: XRT is gone"),
     ("TPU_NUM_DEVICES", False, "read by nobody since 2.5; TPU_VISIBLE_CHIPS selects chips"),
     ("XLA_*_FP16", False, "read by nobody"),
@@ -71,7 +72,13 @@ STALE_VARIABLES = (  # (pattern, does it change what is computed, why)
         "nothing, pytorch/xla#9094",
     ),
     ("XLA_*_BF16", True, "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"),
-    ("XLA_USE_SPMD", True, "puts every process into SPMD mode; scripts call torch_xla.runtime.use_spmd()"),
+    ("XLA_USE_32BIT_LONG", True, "makes 32 bits of whole numbers of 64, which ends a run in a crash"),
+    (
+        "PYTHONSAFEPATH",
+        True,
+        "Python does not find what lies beside a script: No module named 'config'",
+    ),
+    ("XLA_*_SPMD", True, "puts every process into SPMD mode; scripts call torch_xla.runtime.use_spmd()"),
 )
 METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/"
 METADATA_KEYS = ("tpu-env", "worker-network-endpoints")  # what torch_xla asks for
@@ -499,10 +506,20 @@ def check_environment(environment: Mapping) -> Check:
         for pattern, changes_numbers, why in STALE_VARIABLES:
             if fnmatch(name, pattern) and not (changes_numbers and value.lower() in ("", "0", "false")):
                 stale[name], harmful = f"{name}={value} ({why})", harmful or changes_numbers
-    if not count.isdigit() or int(count) == 0:
-        stale["CPU_NUM_DEVICES"], harmful = f"CPU_NUM_DEVICES={count} (expected a number of devices, 1 or more)", True
+    if not re.fullmatch("[0-9]{1,3}", count) or not 0 < int(count) < 128:
+        stale["CPU_NUM_DEVICES"], harmful = f"CPU_NUM_DEVICES={count} (expected a number of devices, 1 to 127)", True
     finding = "; ".join(stale.values()) or "no stale variable set"
     return judge("environment", not stale, finding, f"unset {' '.join(stale)}", harmful)
+
+
+def check_user(uid: int, environment: Mapping) -> Check:
+    """torch asks for the user's name when it is imported, and raises where there is none."""
+    try:
+        name = next((environment[v] for v in ("LOGNAME", "USER", "LNAME", "USERNAME") if environment.get(v)), "")
+        return Check("user", "ok", name or pwd.getpwuid(uid).pw_name)
+    except KeyError:
+        finding = f"user id {uid} has no name, as in some containers: `import torch` fails; the scripts here set USER"
+        return Check("user", "warn", finding, f"export USER=uid_{uid}")
 
 
 def check_xla_flags(environment: Mapping, installed: Mapping, limit: float) -> Check:
@@ -758,8 +775,10 @@ def look(
         asked_cloud = pool.submit(check_cloud, environment, METADATA_URL, chips, where, wants_tpu)
         asked_libtpu = pool.submit(check_libtpu, libtpu, environment, installed, wants_tpu, limit)
         asked_bucket = pool.submit(check_bucket, options.bucket, installed, environment, limit)
-        flags = check_xla_flags(environment, installed, limit)
+        flags, user = check_xla_flags(environment, installed, limit), check_user(uid, environment)
         usable = {k: v for k, v in environment.items() if k != "XLA_FLAGS" or flags.status == "ok"}
+        if user.status != "ok":
+            usable["USER"] = f"uid_{uid}"
         if chips:  # torch_xla's import asks for the slice wherever there are some
             usable.update(asked_cloud.result()[1])
         asked_work = pool.submit(check_work, device, usable, installed, limit, chips)
@@ -780,6 +799,7 @@ def look(
         yield check_shared_memory(dev_root, 1, where)
         yield check_container(proc_root, sys_root, where, wants_tpu)
         yield check_environment(environment)
+        yield user
         yield flags
         yield asked_bucket.result()
         yield from asked_work.result()

@@ -119,7 +119,8 @@ from language.tokenizer_files import RUN_TOKENIZER, TEMPLATE, TEMPLATES, TOKENIZ
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import check_alike
 from tpu_utils.checkpoint.tensor_files import Kind
-from tpu_utils.files import read_json, read_regular, written_aside
+from tpu_utils.files import read_json, read_regular
+from tpu_utils.new_folder import written_aside
 
 INPUTS, OUTPUTS = ("tokens", "position", "length", "keys", "values"), ("logits", "new_keys", "new_values")
 

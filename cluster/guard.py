@@ -1,25 +1,25 @@
 """Stands between Ray's worker and the script: python -m cluster.guard STATUS_FD FOLDER COMMAND...
 
 The script must not outlive its place: others may get its chips at once. So this process kills it when the worker dies,
-which closes this process's standard input; and the kernel kills it when this process dies (PR_SET_PDEATHSIG). The exit
+which closes this process's standard input; and the kernel kills it when this process dies (restarts.end_with). The exit
 code, or minus the signal, is written to STATUS_FD. FOLDER is removed at the end; empty: nothing is.
 """
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
-PR_SET_PDEATHSIG = 1
+from tpu_utils.restarts import end_with
 
 
-def before_the_script() -> None:
-    """In the child before exec: it dies with its parent, and takes the signals again that Ray blocks or we ignore."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def before_the_script(guard: int) -> None:
+    """In the child before exec: it ends with the guard, and takes the signals again that Ray blocks or we ignore."""
+    end_with(guard)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
@@ -28,7 +28,11 @@ def main(arguments: list[str]) -> int:
     status, folder, *command = arguments
     # a session of its own: what the script starts is reached as a group
     script = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=before_the_script, close_fds=True
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=partial(before_the_script, os.getpid()),
+        close_fds=True,
     )
 
     def signal_all(number: int) -> None:

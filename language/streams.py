@@ -363,7 +363,7 @@ def load_stream(config: TransformerConfig, process_index: int = 0, process_count
     shared = f" that {process_count} hosts share" if reading.lanes % process_count else ""  # and each reads in full
     description = (
         f"stream of {named}, {sum(file.size for file in reading.files) / 1e6:,.1f} MB; {reading.lanes} "
-        f"lane{'s' * (reading.lanes > 1)}{shared}; {workers} threads, each {speed_of(reading):,.0f} tokens/s; "
+        f"lane{'s' * (reading.lanes > 1)}{shared}; {workers} threads; "
         f"{len(fixed):,} row{'s' * (len(fixed) > 1)} for validation"
     )
     batches = -(-len(fixed) // config.global_batch_size)

@@ -97,7 +97,7 @@ from language.tokenizer_files import (
 from tpu_utils.checkpoint import has_room, room
 from tpu_utils.checkpoint.streaming import stream_tensors, write_checkpoint
 from tpu_utils.checkpoint.tensor_files import Kind
-from tpu_utils.files import written_aside
+from tpu_utils.new_folder import written_aside
 from tpu_utils.run_dir import write_config
 
 

@@ -52,6 +52,15 @@ def chats_of(documents: list[bytes], most: int, seed: int) -> list[dict]:
     return [{"messages": [question, {"role": "assistant", "content": answer}]} for question, answer in asked]
 
 
+def chats_of_parts(text: Path, documents: list[bytes], most: int, seed: int) -> list[list[dict]]:
+    """To train on, and held out. Raises InputError where a part of the text has none."""
+    parts = zip(split_documents(documents), (most, 200), strict=True)
+    found = [chats_of(part, count, seed) for part, count in parts]
+    if not all(found):
+        raise InputError(f"{text} has no two lines of {SHORTEST} to {LONGEST} characters that follow each other")
+    return found
+
+
 def is_asked(line: str) -> bool:
     return SHORTEST <= len(line) <= LONGEST and not line.endswith(":")  # which is the name of a speaker
 
@@ -62,10 +71,7 @@ def main() -> int:
         raise InputError(f"most is {config.most}; expected 1 or more")
     if not config.text.exists():
         raise InputError(f"{config.text}: no such file or folder")
-    parts = split_documents(read_documents(config.text))
-    found = [chats_of(part, most, config.seed) for part, most in zip(parts, (config.most, 200), strict=True)]
-    if not all(found):
-        raise InputError(f"{config.text} has no two lines of {SHORTEST} to {LONGEST} characters that follow each other")
+    found = chats_of_parts(config.text, read_documents(config.text), config.most, config.seed)
     config.output.mkdir(parents=True, exist_ok=True)
     for name, chats in zip(("train", "held_out"), found, strict=True):
         path = config.output / f"{name}.jsonl"

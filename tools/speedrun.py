@@ -23,12 +23,14 @@ import tyro
 
 from language.chat_data import read_chats
 from language.tasks import check_file, parse_tasks
+from language.token_data import read_documents, split_documents
 from language.tokenizer import LARGEST_VOCAB_SIZE
-from language.tokenizer_training import SMALLEST
+from language.tokenizer_training import SMALLEST, train_tokenizer
+from tools.make_chats import chats_of_parts
 from tools.speedrunning.dial import Plan, bytes_of, make_plan
 from tools.speedrunning.one_page import write_report
 from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
-from tools.speedrunning.stages import results_of, run_stages, stages_of
+from tools.speedrunning.stages import questions_of, results_of, run_stages, stages_of
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import read_json, write_atomically
 
@@ -93,6 +95,25 @@ def check(config: SpeedrunConfig) -> None:
         raise InputError(f"run_dir is {config.run_dir}, a file; expected a folder, or a new name")
 
 
+def check_text(text: Path, plan: Plan, chats: Path | None) -> None:
+    """Raises InputError for a text that a stage would refuse as too short. Only where that may be it is tokenized."""
+    needed = plan.rows * plan.sequence_length + 1
+    if bytes_of([text]) > 100 * needed:  # a tenth is held out; no tokenizer has ten bytes in a token
+        return
+    documents = read_documents(text)
+    training, held_out = split_documents(documents)
+    tokenizer = train_tokenizer((part.decode() for part in training), plan.vocab_size)
+    for name, parts in (("training", training), ("held-out", held_out)):
+        tokens = sum(1 + len(tokenizer.encode(part.decode(), add_special_tokens=False).ids) for part in parts)
+        if tokens < needed:
+            raise InputError(
+                f"text is {text}: its {name} part has {tokens:,} tokens, expected {needed:,} or more, one batch of "
+                f"{plan.rows} x {plan.sequence_length}; give a longer text, or a smaller --depth"
+            )
+    if not chats:
+        chats_of_parts(text, documents, 1, 0)
+
+
 def absolute(tasks: tuple[str, ...]) -> list[str]:
     return [f"{name}={path.resolve()}" for name, path in parse_tasks(tasks).items()]
 
@@ -137,6 +158,8 @@ def main() -> int:
     chat_bytes = chats.stat().st_size if chats else min(size // 4, CHAT_BYTES)
     plan = make_plan(config.depth, size, chat_bytes, config.most_steps, config.vocab_size)
     of_slice = options_of_slice(plan, config.slice)
+    if not (folder / "speedrun.json").exists():
+        check_text(text, plan, chats)
     keep_settings(config, folder, plan)
     print_plan(plan)
     price = None
@@ -151,7 +174,7 @@ def main() -> int:
         return 0
     if code := run_stages(stages, folder):
         return code
-    print(write_report(folder, text, plan, results_of(folder, stages), price))
+    print(write_report(folder, text, plan, results_of(folder, stages), questions_of(chats), price))
     print(f"{folder / 'report.md'}: the report, with report.png beside it")
     return 0
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from tpu_compiler.cache import check_owner, is_of_others
 from tpu_utils.errors import InputError, TrainingError
-from tpu_utils.files import read_json, written_aside
+from tpu_utils.files import read_json
 from tpu_utils.hardware import GIB, Topology
+from tpu_utils.new_folder import written_aside
 from tpu_utils.virtual_slice import LIBTPU_VARIABLES
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements-newest-compiler.txt"

@@ -31,13 +31,20 @@ environment   what must be settled before torch_xla is imported: options, files,
 virtual_slice this process as a TPU slice, for the compiler
 hardware      TPU generations and slices: the one table
 compiler_flags  options of the TPU compiler, and the variable that libtpu reads
-known_flags     which of them libtpu has
-files         opened only if regular, read up to a size limit, written atomically
+known_flags     which of them libtpu and XLA have; variables: those of the environment, checked as options are
+files         opened only if regular, read up to a size limit, written atomically; new_folder: whole or not at all
 errors        what can end a run, and its exit code
 """
 
+import getpass
+import os
 import time
 
 STARTED = time.perf_counter()
 """When this package was first imported. Scripts do that before they import torch, which takes seconds. The age of the
 process is not used: it includes what a shell did before it became Python by exec."""
+
+try:
+    getpass.getuser()
+except (KeyError, OSError):  # an id without a name, as in a container; torch asks when it is imported, and would raise
+    os.environ["USER"] = f"uid_{os.getuid()}"

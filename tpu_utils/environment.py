@@ -26,6 +26,9 @@ def command_line(config_class: type[Config], description: str, check: Callable[[
     Call it above the imports of torch and torch_xla, which take seconds: a wrong option, a wrong data file or a missing
     TPU is answered at once. check: raises InputError for files that cannot be read.
     """
+    from tpu_utils.restarts import end_with_torchrun  # only here, once
+
+    end_with_torchrun()
     found = []
 
     def read() -> int:
@@ -60,13 +63,9 @@ def choose_device(config: "TrainConfig") -> str:
     Idempotent, and inherited by child processes. Raises DeviceError instead of falling back, InputError if environment
     and metadata contradict each other about the hosts of this slice.
     """
-    if config.compiler_options:
-        from tpu_utils.known_flags import check_known  # only here
+    from tpu_utils.variables import check_variables  # only here: once read, it is needed no more
 
-        try:
-            check_known(config.tpu_options)
-        except ValueError as error:
-            raise InputError(str(error)) from error
+    check_variables(os.environ, config.device, config.tpu_options if config.compiler_options else {})
     if config.compile_for:
         from tpu_utils.virtual_slice import pretend_slice
 

@@ -121,7 +121,15 @@ def run_script(main: Callable[[], int], answers: bool = False) -> int:
     except (InputError, TrainingError, OSError) as error:  # OSError: the disk or the network gave up
         if "--debug" in sys.argv:
             raise
-        where = f", at {line_of(error)}" if isinstance(error, FileNotFoundError) else ""  # by whom else is not known
-        print(f"error: {error}{where}", file=sys.stderr)
-        too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a path that the user gave
-        return 2 if isinstance(error, InputError) or too_long else 1
+        what = f", at {line_of(error)}" if isinstance(error, FileNotFoundError) else ""  # by whom else is not known
+        kind = error.errno if isinstance(error, OSError) else None
+        if kind in (errno.ENOSPC, errno.EDQUOT):
+            what = "; make room there, or write elsewhere, and repeat the command"
+        print(f"error: {error}{what}", file=sys.stderr)
+        of_a_path = kind in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST)  # that the user gave
+        return 2 if isinstance(error, InputError) or of_a_path else 1
+    except RuntimeError as error:
+        if "--debug" in sys.argv or "Symlink loop from" not in str(error):  # Path.resolve(), until Python 3.13
+            raise
+        print(f"error: {error}: it leads to itself; expected a file or a folder; check it", file=sys.stderr)
+        return 2

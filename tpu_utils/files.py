@@ -3,12 +3,10 @@
 A file from outside that does not fit raises InputError: found, expected, what to do. Imports only errors.py of ours.
 """
 
-import contextlib
 import errno
 import json
 import os
 import re
-import shutil
 import stat
 import zlib
 from collections.abc import Iterator
@@ -40,12 +38,22 @@ def open_regular(path: Path, expected: str, follow: bool = True) -> BinaryIO:
             raise InputError(
                 f"{path} is {KINDS.get(kind, 'no regular file')}; expected {expected}, a regular file; check the path"
             )
-        # O_NONBLOCK has no effect on a regular file; one that became a FIFO just now is not waited for
-        return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | never))
+        return open(path, "rb", opener=lambda name, flags: _open_to_read(name, flags | never))
     except OSError as error:
         if error.errno == errno.ENOENT:
             raise InputError(f"{path}: no such file; expected {expected}") from error
         raise InputError(f"{path} cannot be read: {error.strerror}; expected {expected}") from error
+
+
+def _open_to_read(name: str, flags: int) -> int:
+    # O_NONBLOCK has no effect on a regular file; one that became a FIFO just now is not waited for
+    descriptor = os.open(name, flags | os.O_NONBLOCK)
+    try:
+        os.pread(descriptor, 1, 0)  # of some files in /proc only a read says that they cannot be read
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def file_size(file: BinaryIO) -> int:
@@ -127,27 +135,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     aside.replace(path)
     sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def written_aside(target: Path) -> Iterator[Path]:
-    """A new folder beside target, which gets target's name when the block has ended well: all of it or nothing.
-
-    target is absent or an empty folder. Raises OSError.
-    """
-    target = target.resolve()
-    aside = target.with_name(f".writing_{target.name}")
-    if aside.exists():  # left by a kill
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    try:
-        yield aside
-        sync_folder(aside)
-        aside.rename(target)
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def sync_folder(folder: Path) -> None:

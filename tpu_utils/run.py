@@ -125,11 +125,11 @@ class Run:
         if config.options_from:
             self.print(f"options    from {config.options_from}")
         self._begun = Beginning(self.num_steps)
-        if config.save_memory_every and not config.compile_for:
-            from tpu_utils.checkpoint.memory import MemoryCheckpoints  # only here
+        if not config.compile_for:
+            from tpu_utils.checkpoint.memory import open_memory  # only here
 
-            self._memory = MemoryCheckpoints(self._shown_place, config.memory_dir, self._checkpoints)
-            if (step := self._memory.bring_to_disk()) is not None:
+            self._memory, step = open_memory(config, self._shown_place, self._checkpoints)
+            if step is not None:
                 self.print(f"memory     held the checkpoint of step {step}: it is in the run directory now")
         if config.resume != "never" and not config.compile_for:
             from tpu_utils.resume import find_beginning  # only for a run that is to go on

@@ -278,7 +278,7 @@ def test_what_cannot_work_is_said_before_torch_is_imported(corpus, changes, said
         load_sequences(config)
 
 
-def test_tokens_are_those_of_the_tokenizer_document_by_document(tmp_path, corpus):
+def test_tokens_are_those_of_the_tokenizer_document_by_document(tmp_path, corpus, capsys):
     folder, _ = corpus
     path = word_tokenizer(tmp_path)
     config = config_of(folder, tokenizer=str(path), vocab_size=300, stream_lanes=1, validation_data="val.jsonl")
@@ -288,7 +288,9 @@ def test_tokens_are_those_of_the_tokenizer_document_by_document(tmp_path, corpus
     batches, _ = batches_of(config, 1, range(2))
     found = np.concatenate(batches)[:, :-1].reshape(-1)[: len(expected)].tolist()
     assert found == expected[: len(found)] and len(found) > 100
-    assert re.search(r"each [\d,]+ tokens/s", load_sequences(config).description)
+    described = [load_sequences(config).description for _ in range(2)]
+    assert described[0] == described[1], "config.json of two equal runs holds it"
+    assert re.search(r"stream     each thread [\d,]+ tokens/s", capsys.readouterr().out)
 
 
 def word_tokenizer(folder):

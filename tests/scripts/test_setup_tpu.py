@@ -479,6 +479,7 @@ def test_container(tmp_path):
         ("XLA_USE_BF16", "1", "fail", "behind torch's back"),
         ("XLA_DOWNCAST_BF16", "1", "fail", "behind torch's back"),
         ("XLA_USE_SPMD", "1", "fail", "use_spmd()"),
+        ("PYTHONSAFEPATH", "1", "fail", "No module named 'config'"),
         ("CPU_NUM_DEVICES", "four", "fail", "expected a number of devices"),
     ],
 )
@@ -1005,3 +1006,10 @@ def test_build_stage_says_loudly_that_it_cannot_build(tmp_path):
     done = subprocess.run([str(stage)], env=environment, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0 and not done.stdout
     assert "*** THE IMAGE WAS NOT BUILT: it needs root ***" in done.stderr
+
+
+def test_a_user_without_a_name(tmp_path):
+    """torch raises there when it is imported; the children of the doctor are told a name."""
+    assert_check(setup_tpu.check_user(0, {}), "ok", "root")
+    assert_check(setup_tpu.check_user(54321, {"USER": "me"}), "ok", "me")
+    assert_check(setup_tpu.check_user(54321, {"USER": ""}), "warn", "54321 has no name", fix="export USER=uid_54321")

@@ -31,7 +31,7 @@ from tools import convert_hf, convert_llmc
 from tools.generate import GenerateConfig, source_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import Entry, index_as_json, kind_of, shard_name, write_tensors
-from tpu_utils.errors import InputError, run_script
+from tpu_utils.errors import InputError, SaveError, run_script
 from tpu_utils.files import checksum_of
 from tpu_utils.options import as_json, parse_command_line
 
@@ -321,8 +321,7 @@ def test_a_longer_context_than_that_of_the_run_is_not_forgotten(folder, tmp_path
 
 
 def test_what_fails_on_the_way_leaves_nothing(folder, tmp_path, monkeypatch):
-    (tmp_path / ".writing_run").mkdir()  # left by a kill
-    (tmp_path / ".writing_run" / "checkpoints").mkdir()
+    (tmp_path / ".writing_run_0123456789abcdef" / "checkpoints").mkdir(parents=True)  # left by a kill
     convert_hf.import_weights(folder, tmp_path / "run")
 
     def no_space(saved, name, scale):
@@ -331,7 +330,7 @@ def test_what_fails_on_the_way_leaves_nothing(folder, tmp_path, monkeypatch):
         return read_merged(saved, name, scale)
 
     monkeypatch.setattr(convert_hf, "read_merged", no_space)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(SaveError, match="No space"):
         convert_hf.export(tmp_path / "run", tmp_path / "back", torch.float32)
     assert {path.name for path in tmp_path.iterdir()} == {"theirs", "run"}
 

@@ -13,6 +13,7 @@ import pytest
 from processes import ROOT, environment_with, free_port, waits
 
 from tools import keep_running
+from tools.keeping.attempt import compile_seconds_in
 from tools.keeping.team import First, Other, State, Verdict, judge, state_in, verdict_in
 from tpu_utils.errors import InputError
 from tpu_utils.remote.storage import working_folder
@@ -204,6 +205,12 @@ def test_what_cannot_be_kept_running_is_refused(command, said, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(InputError, match=said):
         keep_running.run_dir_of(command)
+
+
+def test_a_damaged_line_says_nothing_of_compiling(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("[" * 100_000 + '\n{"began_with": 3}\n{"began_with": {"compile": 2.5}}\n')
+    assert compile_seconds_in(log, 0) == 2.5 and compile_seconds_in(log, log.stat().st_size) is None
 
 
 def test_a_command_line_that_goes_on():

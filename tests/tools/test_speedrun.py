@@ -20,6 +20,7 @@ from language.hf_config import shape_of
 from language.llmc_files import write_token_shard
 from language.tokenizer import load_tokenizer
 from tools.make_chats import chats_of
+from tools.speedrun import check_text
 from tools.speedrunning import price, stages
 from tools.speedrunning.dial import make_plan
 from tools.speedrunning.one_page import bits_per_byte, write_report
@@ -80,15 +81,81 @@ def test_chats_are_lines_that_follow_each_other():
 def test_stages_go_on_where_they_were(tmp_path, capfd):
     (tmp_path / "hello.py").write_text("print('it runs')")
     good = Stage("good", [str(tmp_path / "hello.py")], kept=True)
-    bad = Stage("bad", [str(tmp_path / "missing.py")])
-    with pytest.raises(TrainingError, match="stage 2 of 2, bad ended with exit code 2"):
+    (tmp_path / "bad.py").write_text("exit(3)")
+    bad, refusing = Stage("bad", [str(tmp_path / "bad.py")]), Stage("refusing", [str(tmp_path / "missing.py")])
+    with pytest.raises(TrainingError, match="stage 2 of 2, bad ended with exit code 3"):
         run_stages([good, bad], tmp_path)
+    with pytest.raises(InputError, match="stage 2 of 2, refusing ended with exit code 2"):
+        run_stages([good, refusing], tmp_path)
     assert json.loads(marker_of(tmp_path, "good").read_text())["printed"] == "it runs\n"
     assert capfd.readouterr().out.count("it runs") == 1
     assert run_stages([good], tmp_path) == 0
     assert "good: done before" in capfd.readouterr().out
     made = Stage("made", [str(tmp_path / "missing.py")], made=tmp_path)  # killed between the rename and the marker
     assert run_stages([made], tmp_path) == 0
+
+
+def appended(path):
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def changed(path):
+    """As many bytes, of the same time."""
+    status = path.stat()
+    path.write_bytes(path.read_bytes().swapcase())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [
+        (lambda folder: changed(folder / "one.txt"), True),
+        (lambda folder: appended(folder / "one.txt"), True),
+        (lambda folder: (folder / "two.txt").write_text("new"), True),
+        (lambda folder: (folder / "one.txt").rename(folder / "another.txt"), True),
+        (lambda folder: (folder / ".hidden").write_text("no part of the text"), False),
+        (lambda folder: (folder / "one.txt").touch(), False),
+    ],
+)
+def test_another_text_than_a_stage_has_read_is_refused(tmp_path, change, is_refused):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "one.txt").write_text("Some text.")
+    (tmp_path / "hello.py").write_text("print('it runs')")
+    stage = Stage("good", [str(tmp_path / "hello.py")], reads=(tmp_path / "text",))
+    assert run_stages([stage], tmp_path) == 0
+    change(tmp_path / "text")
+    if not is_refused:
+        assert run_stages([stage], tmp_path) == 0
+        return
+    with pytest.raises(InputError, match=r"text is not what stage 1 of 1, good has read: it was .*'bytes': 10"):
+        run_stages([stage], tmp_path)
+    record = json.loads(marker_of(tmp_path, "good").read_text())
+    del record["read"]  # of an older version
+    marker_of(tmp_path, "good").write_text(json.dumps(record))
+    assert run_stages([stage], tmp_path) == 0
+
+
+def test_a_text_that_changes_while_a_stage_reads_it_is_refused(tmp_path):
+    (tmp_path / "in.txt").write_text("Some text.")
+    (tmp_path / "writes.py").write_text(f"open({str(tmp_path / 'in.txt')!r}, 'a').write('more')")
+    with pytest.raises(InputError, match=r"in.txt is not what stage 1 of 1, it has read"):
+        run_stages([Stage("it", [str(tmp_path / "writes.py")], reads=(tmp_path / "in.txt",))], tmp_path)
+    assert not marker_of(tmp_path, "it").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (TEXT[:300], "the text has pairs for a vocabulary of"),
+        (TEXT[:3000], "its training part has 1,280 tokens, expected 2,049 or more, one batch of 8 x 256"),
+        (TEXT[:25000], r"its held-out part has 1,[0-9]{3} tokens, expected 2,049 or more"),
+        (TEXT.replace("\n", " ")[:60000], "no two lines of 8 to 80 characters that follow each other"),
+    ],
+)
+def test_a_text_that_is_too_short_is_refused_before_the_first_stage(tmp_path, text, said):
+    (tmp_path / "in.txt").write_text(text)
+    with pytest.raises(InputError, match=said):
+        check_text(tmp_path / "in.txt", make_plan(1, len(text), 0), None)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +267,12 @@ def test_the_report_has_what_the_stages_left(tmp_path, monkeypatch):
         lines += [dict(kind="sample", step=1, prompt="The ", text="the answer of it")]
         write_lines(tmp_path / run_dir / "metrics.jsonl", lines)
     stage = dict(seconds=7.0, cpu_seconds=3.0, command="python a", printed="piqa 20 0.5\n")
-    left = dict.fromkeys(("pretrain", "evaluate_pretrained", "chat"), stage)
+    left = dict.fromkeys(("pretrain", "evaluate_pretrained"), stage)
+    left["chat"] = stage | {"printed": "piqa 20 0.5\n---\nno answer\n---\n of its last line\n"}
     for found, width in ((None, 1320), (ask(tmp_path)[0], 1760)):
-        page = write_report(tmp_path, text, plan, left, found)
+        page = write_report(tmp_path, text, plan, left, ["What is it?", "And now?"], found)
         assert "| validation bits per byte | 1.0" in page and "## evaluate_pretrained\n```\npiqa 20 0.5" in page
+        assert "What is it?\n```\npiqa 20 0.5\n```" in page and "And now?\n```\nno answer" in page
         assert "- chat: 7.0 s, 3.0 CPU-seconds\n  `python a`" in page and "goes on 'the answer of it'" in page
         assert ("pretrain on v6e-8" in page) == bool(found) and page == (tmp_path / "report.md").read_text()
         assert imread(tmp_path / "report.png").shape[1] == width

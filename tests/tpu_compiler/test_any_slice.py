@@ -5,7 +5,9 @@ import json
 import os
 import re
 import tempfile
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import ROOT, run
@@ -500,3 +502,25 @@ def test_a_module_through_torch_is_asked_without_torch_xla(newest_environment, t
     for part in ("parameters", "optimizer_state"):
         assert torch_alone.memory[part] == pytest.approx(xla.memory[part], rel=0.02)
     assert torch_alone.flops == pytest.approx(xla.flops, rel=0.1)
+
+
+def test_a_long_compile_says_what_to_expect_and_then_ever_less(monkeypatch, capsys):
+    from tpu_compiler import compiling
+
+    waits = []
+
+    class Done:
+        """Of a compile of 700 s."""
+
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return sum(waits) > 700
+
+        def set(self) -> None: ...
+
+    monkeypatch.setattr(compiling, "threading", SimpleNamespace(Event=Done, Thread=threading.Thread))
+    with compiling._progress("compiling for v5e"):
+        pass
+    said = capsys.readouterr().err.splitlines()
+    assert waits == [10, 10, 20, 40, 80, 160, 320, 640] and len(said) == 7
+    assert said[0].startswith("compiling for v5e: GPT-2's 12 layers took") and "GiB of host memory" in said[1]

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from pathlib import Path
 
 import pytest
 from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated_json, no_hang
@@ -29,6 +30,13 @@ def test_a_socket_and_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
     for name in ("n" * 300, "loop", "s/x"):
         with pytest.raises(InputError, match=r"cannot be read: .*; expected a thing"):
             open_regular(tmp_path / name, "a thing")
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no /proc here")
+def test_what_cannot_be_read_is_no_file_of_ours():
+    """It says so neither by its kind nor when it is opened."""
+    with pytest.raises(InputError, match="/proc/self/mem cannot be read: Input/output error; expected a thing"):
+        open_regular(Path("/proc/self/mem"), "a thing")
 
 
 def test_a_link_is_followed(tmp_path):

@@ -16,7 +16,7 @@ from test_peers import together
 from config import MnistConfig
 from tools.keep_running import MEMORY_DIR
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.checkpoint.memory import MemoryCheckpoints, kind_of_files
+from tpu_utils.checkpoint.memory import MemoryCheckpoints, kind_of_files, open_memory
 from tpu_utils.checkpoint.saved import read_checkpoint
 from tpu_utils.checkpoint.state import HostCopy, kind_of
 from tpu_utils.errors import InputError, SaveError
@@ -74,6 +74,9 @@ def lost(lost_once, tmp_path):
     (found,) = (lost_once / "memory").iterdir()
     folder = memory_folder(str(tmp_path / "run"), str(tmp_path / "memory"))
     shutil.copytree(found, folder)
+    options = json.loads((tmp_path / "run" / "config.json").read_text())
+    named = json.dumps(options | {"memory_dir": str(tmp_path / "memory")})
+    (tmp_path / "run" / "config.json").write_text(named)
     return tmp_path / "run", folder, tmp_path / "memory"
 
 
@@ -98,6 +101,30 @@ def test_a_killed_run_goes_on_from_memory_to_the_same_bits(lost, whole):
     assert [line["step"] for line in lines if "memory" in line] == list(range(5, 44, 5))
     tokens = {line["memory"] for line in lines if "memory" in line}
     assert len(tokens) == 2, "one of each process"
+
+
+@pytest.mark.parametrize("change", ["off", "elsewhere", "a stray file"])
+def test_what_the_killed_run_had_in_memory_is_used_whatever_this_one_keeps_there(lost, whole, tmp_path, change):
+    """As the message says of a memory that is full: --save_memory_every 0, or another --memory_dir."""
+    run_dir, folder, _ = lost
+    (tmp_path / "other").mkdir()
+    newest = newest_checkpoint(folder)
+    for name in ("stray", ".writing_stray", "step_00000003") if change == "a stray file" else ():
+        (folder / name).write_text("a file, no folder")
+    options = {"off": ["--save_memory_every=0"], "elsewhere": [f"--memory_dir={tmp_path / 'other'}"]}.get(change, [])
+    done = run("simple_mnist_tpu.py", f"--run_dir={run_dir}", "--resume=must", *options)
+    assert done.returncode == 0 and f"memory     held the checkpoint of step {newest}:" in done.stdout, done.stderr
+    assert f"resumed    after step {newest} of" in done.stdout
+    assert not folder.exists() and not list((tmp_path / "other").iterdir())
+    assert_identical(end_state(run_dir), end_state(whole))
+
+
+def test_a_folder_of_another_user_is_passed_over_by_a_run_that_keeps_none(lost, capsys):
+    run_dir, folder, memory = lost
+    folder.chmod(0o755)
+    disk = Checkpoints(run_dir / "checkpoints", 3, run_id=run_id_in(run_dir))
+    config = MnistConfig(save_memory_every=0, memory_dir=str(memory))
+    assert open_memory(config, str(run_dir), disk) == (None, None) and folder.exists()
 
 
 def test_a_stop_saves_on_disk_and_gives_the_memory_back(tmp_path):

@@ -179,3 +179,35 @@ def test_no_color_is_respected_where_an_option_is_wrong(chosen):
     os.close(mine)
     assert script.wait() == 2 and b"--learning_rate" in said
     assert (b"\x1b[" in said) == (not chosen), said
+
+
+def raises(error: Exception):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            OSError(28, "No space left on device"),
+            1,
+            "No space left on device; make room there, or write elsewhere",
+        ),
+        (OSError(122, "Disk quota exceeded", "x"), 1, "Disk quota exceeded: 'x'; make room there"),
+        (OSError(40, "Too many levels of symbolic links", "x"), 2, "Too many levels of symbolic links: 'x'"),
+        (OSError(20, "Not a directory", "x"), 2, "Not a directory: 'x'"),
+        (OSError(5, "Input/output error"), 1, "Input/output error"),
+    ],
+)
+def test_what_the_system_refuses_is_said_in_a_line(capsys, error, code, said):
+    assert run_script(lambda: raises(error)) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="there Path.resolve() does not raise")
+def test_a_link_to_itself_is_named(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    assert run_script(lambda: bool((tmp_path / "loop").resolve())) == 2
+    assert f"error: Symlink loop from '{tmp_path / 'loop'}': it leads to itself; expected" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="of another kind"):
+        run_script(lambda: raises(RuntimeError("of another kind")))

@@ -1,8 +1,6 @@
 """One start of a training script, and what it costs when it is lost."""
 
 import contextlib
-import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -12,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tpu_utils.errors import InputError
-from tpu_utils.files import open_regular
-from tpu_utils.restarts import newest_checkpoint
+from tpu_utils.files import open_regular, parse_json
+from tpu_utils.restarts import ends_with_this, newest_checkpoint
 
 STACKS_SECONDS = 5.0
 """For a stuck script to print where its threads stand; Python's handler needs a fraction of a second."""
-PR_SET_PDEATHSIG = 1
 MOST_BYTES = 1 << 20
 """Of the log, looked at in one turn."""
 
@@ -27,12 +24,10 @@ class Attempt:
 
     def __init__(self, command: list[str], run_dir: Path, saves: Sequence[Path], environment: Mapping[str, str]):
         """saves: where its checkpoints are, on disk and in memory."""
-        libc = ctypes.CDLL(None)
         self.child = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", *command],
             env=os.environ | dict(environment),
-            start_new_session=True,  # what it starts is reached as a group; Ctrl-C comes through this process
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),  # nothing may hold the chips
+            **ends_with_this(),  # nothing may hold the chips
         )
         self.log, self.saves, self.began = run_dir / "metrics.jsonl", saves, time.monotonic()
         self.newest = {folder: newest_checkpoint(folder) for folder in saves}
@@ -119,5 +114,5 @@ def compile_seconds_in(log: Path, offset: int) -> float | None:
         file.seek(offset)
         for line in file.read(MOST_BYTES).split(b"\n"):
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                return float(json.loads(line)["began_with"]["compile"])
+                return float(parse_json(line)["began_with"]["compile"])
     return None

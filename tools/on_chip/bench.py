@@ -1,12 +1,10 @@
 """The machine that is measured, child processes, and the record of what is done."""
 
-import ctypes
 import fcntl
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ from tpu_utils.errors import DeviceError, InputError, TrainingError
 from tpu_utils.files import parse_json, read_json, write_atomically
 from tpu_utils.hardware import attached_chips, parse_topology
 from tpu_utils.remote.hosts import chips_in, family, settle_hosts
+from tpu_utils.restarts import ends_with_this
 from tpu_utils.virtual_slice import MOST_DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -100,7 +99,6 @@ def find_commit() -> str:
 
 def start_child(command: list[str], out: Path, err: Path, changes: dict[str, str]) -> subprocess.Popen:
     """`python COMMAND` in this folder. It dies with this process: nothing may hold the chip when this is killed."""
-    libc = ctypes.CDLL(None)
     with out.open("wb") as stdout, err.open("wb") as stderr:
         return subprocess.Popen(
             [sys.executable, *command],
@@ -108,7 +106,7 @@ def start_child(command: list[str], out: Path, err: Path, changes: dict[str, str
             env=os.environ | changes,
             stdout=stdout,
             stderr=stderr,
-            preexec_fn=lambda: libc.prctl(1, signal.SIGKILL),  # PR_SET_PDEATHSIG
+            **ends_with_this(),
         )
 
 

@@ -97,6 +97,14 @@ def make_plan(depth: int, text_bytes: int, chat_bytes: int, most_steps: int = 0,
     )
 
 
+def files_of(path: Path) -> list[Path]:
+    """The file, or those in a folder, without hidden ones."""
+    if not path.is_dir():
+        return [path]
+    shown = (f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts))
+    return sorted(file for file in shown if file.is_file())
+
+
 def bytes_of(paths: list[Path]) -> int:
     """Of the files of a text."""
-    return sum(file.stat().st_size for path in paths for file in ([path] if path.is_file() else path.rglob("*")))
+    return sum(file.stat().st_size for path in paths for file in files_of(path))

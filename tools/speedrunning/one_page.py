@@ -35,13 +35,20 @@ def bits_per_byte(nats_per_token: float, tokens_in_a_byte: float) -> float:
     return nats_per_token * tokens_in_a_byte / math.log(2)
 
 
-def write_report(folder: Path, text: Path, plan: Plan, stages: dict[str, dict], price: Price | None) -> str:
-    """Writes report.png, then report.md, whose text is returned."""
+def block(title: str, text: str) -> list[str]:
+    return [title, "```", text.rstrip(), "```", ""]
+
+
+def write_report(
+    folder: Path, text: Path, plan: Plan, stages: dict[str, dict], questions: list[str], price: Price | None
+) -> str:
+    """Writes report.png, then report.md, whose text is returned. questions: of the chat."""
     runs = {name: records_of(folder / name) for name in ("pretrained", "finetuned")}
     losses = {name: curve(records, "eval", "validation_loss") for name, records in runs.items()}
     share = tokens_per_byte(folder, text, plan)
     bits = bits_per_byte(losses["pretrained"][1][-1], share)
     scored = [name for name in stages if name.startswith("evaluate_")]
+    answers = stages["chat"]["printed"].split("\n---\n", len(questions) - 1)  # as tools.generate divides them
     samples = [one for one in runs["pretrained"] if one["kind"] == "sample"]
     draw(folder, runs, losses, share, {name: stage["seconds"] for name, stage in stages.items()}, price)
     lines = [
@@ -68,12 +75,9 @@ def write_report(folder: Path, text: Path, plan: Plan, stages: dict[str, dict], 
             for name, stage in stages.items()
         ),
         "",
-        *(line for name in scored for line in (f"## {name}", "```", stages[name]["printed"].rstrip(), "```", "")),
+        *(line for name in scored for line in block(f"## {name}", stages[name]["printed"])),
         "## The chat",
-        "```",
-        stages["chat"]["printed"].rstrip(),
-        "```",
-        "",
+        *(line for question, answer in zip(questions, answers, strict=False) for line in block(question, answer)),
         "## While it trained",
         *(f"- step {one['step']}: {one['prompt']!r} goes on {one['text'][:160]!r}" for one in samples[-4:]),
         "",

@@ -17,6 +17,7 @@ from tpu_compiler.search import option_name
 from tpu_utils.errors import InputError
 from tpu_utils.files import read_json, write_atomically
 from tpu_utils.hardware import parse_topology
+from tpu_utils.restarts import ends_with_this
 
 KEPT = ("fits", "reason", "predicted_ms", "predicted_ms_all_hidden", "settings", "limit_bytes", "peak_bytes")
 KEPT += ("compiler_peak_bytes",)
@@ -90,7 +91,8 @@ def ask(stage: Stage, question: list[str], folder: Path) -> dict[str, Any]:
     found = kept.get(stage.name)
     if not isinstance(found, dict) or found.get("question") != question or not found.keys() >= {*KEPT}:
         print(f"$ {shlex.join(['python', *question])}", flush=True)
-        done = subprocess.run([sys.executable, *question], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, *question]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **ends_with_this())
         if done.returncode == 2 or not done.stdout.strip():
             raise InputError(f"the compiler cannot be asked about {stage.name}: see what aot_tpu.py says above")
         reports = json.loads(done.stdout)

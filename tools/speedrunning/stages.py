@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.make_chats import ASKED
-from tools.speedrunning.dial import Plan
-from tpu_utils.errors import TrainingError
-from tpu_utils.files import read_json, write_atomically
+from tools.speedrunning.dial import Plan, files_of
+from tpu_utils.errors import InputError, TrainingError
+from tpu_utils.files import checksum_of, open_regular, read_json, write_atomically
 from tpu_utils.hardware import attached_chips
+from tpu_utils.restarts import ends_with_this
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUESTIONS = ("Now is the winter of our discontent", "What say you to this, my lord?", "I pray you, tell me the truth.")
@@ -31,6 +34,8 @@ class Stage:
     made: Path | None = None
     kept: bool = False
     """Whether what it prints is kept beside the marker."""
+    reads: tuple[Path, ...] = ()
+    """What it reads of the user's: its record says which bytes these were."""
 
     @property
     def shown(self) -> str:
@@ -66,33 +71,62 @@ def stages_of(
 
     pretraining = ["--dataset=tokens", f"--data_dir={shards}", "--train_data=text_train_*.bin"]
     pretraining += ["--validation_data=text_val_*.bin", f"--model_config={folder / 'config.json'}"]
-    pretraining += [f"--sample_every={-(-plan.steps // 4)}", "--sample_prompts", "The ", "I ", *both, *schedule]
+    pretraining += [f"--sample_every={-(-plan.steps // 4)}", "--sample_prompts", "The", "I", *both, *schedule]
     tuning = [f"--initial_weights={folder / 'base'}", "--dataset=chat", f"--data_dir={chat_folder}", *both]
     tuning += [f"--train_data={chats.name}"] if chats else ["--train_data=train.jsonl"]
     tuning += [] if chats else ["--validation_data=held_out.jsonl"]
-    questions = [ASKED.format(line=question) for question in QUESTIONS] if chats is None else list(QUESTIONS)
     tokenizer = folder / "tokenizer"
     train_tokenizer = ["tools.train_tokenizer", str(text), "--vocab_size", str(plan.vocab_size)]
     prepare = ["tools.prepare_data", str(text), "--output", str(shards / "text"), "--tokenizer", str(tokenizer)]
-    ask = ["tools.generate", "--run_dir", str(folder / "finetuned"), "--temperature", "0.5", "--chat", *questions]
+    ask = ["tools.generate", "--run_dir", str(folder / "finetuned"), "--temperature", "0.5", "--chat"]
+    ask += questions_of(chats)
     runs, bases = (folder / "pretrained", folder / "finetuned"), (folder / "base", folder / "model")
     export = [["tools.convert_hf", "export", str(run), str(base)] for run, base in zip(runs, bases, strict=True)]
     pretrain = ["transformer_tpu.py", *pretraining, *training(plan.steps, plan.learning_rate)]
     finetune = ["transformer_tpu.py", *tuning, *training(plan.chat_steps, plan.chat_learning_rate)]
     scored = [["tools.evaluate", str(run), "--tasks", *tasks] for run in runs]
-    made = [] if chats else [Stage("chats", ["tools.make_chats", str(text), "--output", str(chat_folder)])]
+    asked = tuple(Path(task.partition("=")[2]) for task in tasks)
+    make = ["tools.make_chats", str(text), "--output", str(chat_folder)]
+    made = [] if chats else [Stage("chats", make, reads=(text,))]
     return [
-        Stage("tokenizer", [*train_tokenizer, "--output", str(tokenizer)], kept=True),
-        Stage("shards", prepare),
+        Stage("tokenizer", [*train_tokenizer, "--output", str(tokenizer)], kept=True, reads=(text,)),
+        Stage("shards", prepare, reads=(text,)),
         *made,
         Stage("pretrain", [*pretrain, f"--run_dir={runs[0]}"]),
-        *([Stage("evaluate_pretrained", scored[0], kept=True)] if tasks else []),
+        *([Stage("evaluate_pretrained", scored[0], kept=True, reads=asked)] if tasks else []),
         Stage("base", export[0], made=bases[0]),
-        Stage("finetune", [*finetune, f"--run_dir={runs[1]}"]),
-        *([Stage("evaluate_finetuned", scored[1], kept=True)] if tasks else []),
+        Stage("finetune", [*finetune, f"--run_dir={runs[1]}"], reads=(chats,) if chats else ()),
+        *([Stage("evaluate_finetuned", scored[1], kept=True, reads=asked)] if tasks else []),
         Stage("chat", ask, kept=True),
         Stage("model", export[1], made=bases[1]),
     ]
+
+
+def questions_of(chats: Path | None) -> list[str]:
+    """What the model is asked at the end."""
+    return list(QUESTIONS) if chats else [ASKED.format(line=question) for question in QUESTIONS]
+
+
+def digest_of(path: Path) -> dict[str, int]:
+    """How many files a path leads to, their bytes, and a CRC-32 of their names and bytes."""
+    found = {"files": 0, "bytes": 0, "crc32": 0}
+    for file in files_of(path):
+        with open_regular(file, "what a stage reads") as opened:
+            sums = checksum_of(opened)
+        named = f"{file.relative_to(path)} {sums['bytes']} {sums['crc32']}\n"
+        found["files"], found["bytes"] = found["files"] + 1, found["bytes"] + sums["bytes"]
+        found["crc32"] = zlib.crc32(named.encode(errors="surrogateescape"), found["crc32"])
+    return found
+
+
+def check_same(title: str, was: Any, now: dict[str, dict[str, int]]) -> None:
+    """Raises InputError where what a stage has read is not what is there now. was: of its record, as JSON has it."""
+    for name in now.keys() & was.keys() if isinstance(was, dict) else ():
+        if was[name] != now[name]:
+            raise InputError(
+                f"{name} is not what {title} has read: it was {was[name]!s:.80}, now {now[name]}; put the former one "
+                "back, or begin anew in another --run_dir"
+            )
 
 
 def marker_of(folder: Path, name: str) -> Path:
@@ -101,11 +135,14 @@ def marker_of(folder: Path, name: str) -> Path:
 
 def run_stages(stages: list[Stage], folder: Path) -> int:
     """Runs those that are not done. Returns 0, or the exit code of a stage that was stopped by a signal. Raises
-    TrainingError when a stage fails."""
+    TrainingError when a stage fails, InputError when it refuses its input or a stage has read another one."""
     (folder / "stages").mkdir(parents=True, exist_ok=True)
+    there = {str(path): digest_of(path) for path in dict.fromkeys(path for stage in stages for path in stage.reads)}
     for number, stage in enumerate(stages, 1):
         marker, title = marker_of(folder, stage.name), f"stage {number} of {len(stages)}, {stage.name}"
+        read = {str(path): there[str(path)] for path in stage.reads}
         if marker.exists():
+            check_same(title, read_json(marker, "the marker of a stage").get("read"), read)
             print(f"{title}: done before", flush=True)
             continue
         print(f"\n{title}\n$ {stage.shown}", flush=True)
@@ -116,8 +153,10 @@ def run_stages(stages: list[Stage], folder: Path) -> int:
                 print(f"{title}: stopped; the same command goes on from here", flush=True)
                 return code
             if code:
-                raise TrainingError(f"{title} ended with exit code {code}; repair what it says, and repeat the command")
-        done = {"command": stage.shown, "seconds": time.monotonic() - began, "printed": printed}
+                error = InputError if code == 2 else TrainingError
+                raise error(f"{title} ended with exit code {code}; repair what it says, and repeat the command")
+        check_same(title, read, {str(path): digest_of(path) for path in stage.reads})  # while it ran
+        done = {"command": stage.shown, "seconds": time.monotonic() - began, "printed": printed, "read": read}
         done |= {"cpu_seconds": cpu_seconds() - spent}
         write_atomically(marker, json.dumps(done, indent=1).encode())
     return 0
@@ -130,15 +169,15 @@ def cpu_seconds() -> float:
 
 
 def run_stage(stage: Stage) -> tuple[int, str]:
-    """(exit code, what it printed if that is kept). Signals to this process go on to the script, which saves."""
+    """(exit code, what it printed if that is kept). Signals to this process go on to the script, which saves. What ends
+    without one, by kill -9 or for lack of memory, ends the script and what that has started too."""
     environment = os.environ | variables() | {"PYTHONUNBUFFERED": "1"}
     command = [sys.executable, *([] if stage.command[0].endswith(".py") else ["-m"]), *stage.command]
     output = subprocess.PIPE if stage.kept else None
-    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, text=True)
+    child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, text=True, **ends_with_this())
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        # Ctrl-C reaches the child by itself
-        before[number] = signal.signal(number, lambda n, _: n != signal.SIGINT and child.send_signal(n))
+        before[number] = signal.signal(number, lambda n, _: child.send_signal(n))
     try:
         printed, _ = child.communicate()
     finally:

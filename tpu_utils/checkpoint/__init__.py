@@ -295,8 +295,8 @@ class Checkpoints:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint, whole or not. Of a link in its place, the link alone."""
-    if folder.is_symlink():
+    """Delete a checkpoint, whole or not. Of a link or a file in its place, that alone."""
+    if folder.is_symlink() or not folder.is_dir():
         folder.unlink()
     else:
         (folder / "done").unlink(missing_ok=True)  # first of all: half a folder must not look complete

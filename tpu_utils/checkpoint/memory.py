@@ -30,6 +30,7 @@ from tpu_utils.records import read_records
 from tpu_utils.restarts import memory_folder
 
 if TYPE_CHECKING:
+    from config import TrainConfig
     from tpu_utils.remote.wire import Link
 
 BLOCK = 1 << 22  # bytes that go to another machine at a time
@@ -260,6 +261,34 @@ class MemoryCheckpoints(Checkpoints):
         self._peers.from_first(mark)
 
 
+def open_memory(config: "TrainConfig", run_dir: str, disk: Checkpoints) -> tuple[MemoryCheckpoints | None, int | None]:
+    """(where this run keeps its checkpoints in memory, None with --save_memory_every 0; the step of one that was found
+    there, or where the run kept them before, and is on disk now). All processes must call it."""
+    before = disk._peers.from_first(lambda: former_memory_dir(disk.folder.parent))
+    step = kept = None
+    for place in dict.fromkeys((before or config.memory_dir, config.memory_dir)):
+        keeps = config.save_memory_every > 0 and place == config.memory_dir
+        if not (keeps or any(disk._peers.gather(is_own(memory_folder(run_dir, place))))):
+            continue
+        memory = MemoryCheckpoints(run_dir, place, disk)
+        found = memory.bring_to_disk()
+        step = found if found is not None else step  # only what is newer than all on disk is found
+        if keeps:
+            kept = memory
+        else:
+            memory.clear()
+    return kept, step
+
+
+def former_memory_dir(run_dir: Path) -> str:
+    """What its config.json says of the start before this one; "": it says nothing."""
+    try:
+        found = read_json(run_dir / "config.json", "the options of a run").get("memory_dir")
+    except InputError:  # absent, or damaged: it is written again
+        return ""
+    return found if isinstance(found, str) else ""
+
+
 def agree(peers: Peers, action: Callable[[], None]) -> None:
     """Do this on all processes. Raises OSError on all of them where it fails on one: nobody waits for another."""
     problem = None
@@ -293,6 +322,15 @@ def check_private(folder: Path) -> None:
             f"{folder} is of user {status.st_uid} and has mode {status.st_mode & 0o7777:o}; expected a folder of this "
             "user alone (mode 700); remove it, or name another --memory_dir"
         )
+
+
+def is_own(folder: Path) -> bool:
+    """Whether it is there and no other user can have written what it holds."""
+    try:
+        check_private(folder)
+    except InputError:
+        return False
+    return folder.is_dir()
 
 
 def kind_of_files(folder: Path) -> str:

@@ -1,0 +1,87 @@
+"""A folder written aside: whole or not at all, whoever else is there."""
+
+import os
+import re
+import shutil
+
+import pytest
+
+from tpu_utils.errors import InputError, SaveError
+from tpu_utils.new_folder import written_aside
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def killed_while_it_writes(target):
+    """Leaves what a process leaves that is killed there."""
+    if not (child := os.fork()):
+        with written_aside(target) as aside:
+            (aside / "half").mkdir()
+            os._exit(9)  # nothing of it is cleaned up
+    assert os.waitpid(child, 0)[1] == 9 << 8
+
+
+def write(target):
+    with written_aside(target) as aside:
+        (aside / "file").write_text("whole")
+
+
+def test_what_a_kill_left_goes_and_what_is_others_stays(tmp_path):
+    others = (
+        ".writing_mine",
+        ".writing_mine_2",
+        ".writing_mine_0123456789abcdeg",
+        ".writing_mine_too_0123456789abcdef",
+    )
+    for name in others:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes").write_text("a user's")
+    (tmp_path / ".writing_mine_0123456789abcdef").symlink_to(tmp_path / others[0])
+    killed_while_it_writes(tmp_path / "mine")
+    left = set(names_in(tmp_path)) - {*others, ".writing_mine_0123456789abcdef"}
+    assert len(left) == 1 and re.fullmatch(r"\.writing_mine_[0-9a-f]{16}", *left)
+    write(tmp_path / "mine")
+    assert names_in(tmp_path) == sorted([*others, ".writing_mine_0123456789abcdef", "mine"])
+    assert all((tmp_path / name / "notes").exists() for name in others)
+    assert names_in(tmp_path / "mine") == ["file"]
+
+
+def test_of_two_that_write_one_target_the_second_is_refused(tmp_path):
+    with written_aside(tmp_path / "mine") as aside:
+        with pytest.raises(
+            InputError, match=r"mine is being written by another process, in .*; wait for it, or choose"
+        ):
+            write(tmp_path / "mine")
+        assert aside.is_dir()
+        write(tmp_path / "other")
+    assert names_in(tmp_path) == ["mine", "other"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_a_target_that_came_to_be_meanwhile_is_kept(tmp_path, kind):
+    target = tmp_path / "mine"
+    with (
+        pytest.raises(InputError, match=r"mine cannot take the place of .*; another process may have written it"),
+        written_aside(target),
+    ):
+        if kind == "folder":
+            target.mkdir()
+            (target / "file").write_text("first")
+        elif kind == "file":
+            target.write_text("first")
+        else:
+            target.symlink_to(tmp_path)
+    assert names_in(tmp_path) == ["mine"]
+
+
+ALONE = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [ALONE, shutil.Error([("a", "b", str(ALONE))]), OSError(122, "Disk quota exceeded")])
+def test_a_full_disk_is_named_with_the_target(tmp_path, error):
+    said = "mine cannot be written: (No space left on device|Disk quota exceeded); nothing is left of it; make room"
+    with pytest.raises(SaveError, match=said), written_aside(tmp_path / "mine"):
+        raise error
+    assert not names_in(tmp_path)

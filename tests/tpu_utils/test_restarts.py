@@ -1,0 +1,104 @@
+"""A family of processes ends as one, whichever of them is lost first."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import ROOT, environment_with, free_port, waits
+
+from tpu_utils.restarts import memory_folder
+
+# A child that starts another program and forks, as DataLoaders do; all are in its group.
+CHILD = """
+import os, subprocess, sys, time
+subprocess.Popen(["sleep", "1000"])
+if not os.fork():
+    time.sleep(1000)
+print(os.getpid(), flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+STARTER = """
+import subprocess, sys, threading, time
+from tpu_utils.restarts import ends_with_this
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+child = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, **ends_with_this())
+print(child.stdout.readline().decode(), flush=True)
+child.communicate()  # until nobody has the pipe open
+print("ended", flush=True)
+time.sleep(1000)
+"""
+
+
+def alive_in(group: int) -> list[int]:
+    """Of a group, those that are not dead and only not yet waited for."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = path.read_text().rpartition(") ")[2].split()[:3]
+        except OSError:  # it has just ended
+            continue
+        if int(its_group) == group and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def start(tmp_path, *words: str) -> tuple[subprocess.Popen, int]:
+    """(the starter, the group of its child)."""
+    (tmp_path / "child.py").write_text(CHILD)
+    command = [sys.executable, "-c", STARTER, str(tmp_path / "child.py"), *words]
+    starter = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment_with({}))
+    return starter, int(starter.stdout.readline())
+
+
+@pytest.mark.parametrize("lost", ["starter", "child"])
+def test_a_lost_process_takes_along_what_it_has_started(tmp_path, lost):
+    starter, group = start(tmp_path, "1000")
+    assert len(alive_in(group)) == 4  # the child, its two, and who waits for its end
+    os.kill(starter.pid if lost == "starter" else group, signal.SIGKILL)
+    waits(lambda: not alive_in(group), 60)
+    if lost == "child":
+        starter.stdout.readline()
+        assert starter.stdout.readline() == "ended\n"
+        starter.kill()
+    starter.communicate()
+
+
+def test_a_child_that_ends_leaves_nothing(tmp_path):
+    starter, group = start(tmp_path, "0")
+    starter.stdout.readline()
+    assert starter.stdout.readline() == "ended\n" and not alive_in(group)
+    starter.kill()
+    starter.communicate()
+
+
+def test_a_signal_to_the_group_is_not_for_who_waits_for_its_end(tmp_path):
+    """torchrun sends its signals so."""
+    starter, group = start(tmp_path, "1000")
+    (waiting,) = [pid for pid in alive_in(group) if "SigBlk:\tfffffffe" in Path(f"/proc/{pid}/status").read_text()]
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(waiting, number)
+    starter.kill()
+    starter.communicate()
+    waits(lambda: not alive_in(group), 60)
+
+
+def test_a_run_directory_whose_name_is_no_text_has_a_folder_in_memory_too():
+    names = [memory_folder(f"/runs/{name}", "/dev/shm").name for name in ("a", "\xe9", "nam\udcffe")]
+    assert len({*names}) == 3 and all(name.isascii() for name in names)
+
+
+@pytest.mark.slow
+def test_scripts_under_torchrun_end_with_it(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", f"--master_port={free_port()}"]
+    command += ["ddp_mnist_tpu.py", "--device=cpu", "--num_epochs=1000", f"--run_dir={tmp_path / 'run'}"]
+    with (tmp_path / "log").open("w") as log:
+        torchrun = subprocess.Popen(command, cwd=ROOT, env=environment_with({}), stdout=log, stderr=log)
+    waits(lambda: (tmp_path / "run" / "metrics.jsonl").exists() or torchrun.poll() is not None)
+    assert torchrun.poll() is None, (tmp_path / "log").read_text()
+    (script,) = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    torchrun.kill()
+    torchrun.wait()
+    waits(lambda: not alive_in(int(script)), 60)

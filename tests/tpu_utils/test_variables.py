@@ -1,0 +1,80 @@
+"""Variables of the environment: what changes numbers behind the printed precision, or ends a run by a signal."""
+
+import sys
+
+import pytest
+from processes import run
+
+import setup_tpu
+from tpu_utils import variables
+from tpu_utils.errors import InputError
+from tpu_utils.variables import SWITCHES, check_variables
+
+WITHOUT_TORCH_XLA = {name: module for name, module in sys.modules.items() if name != "torch_xla"}
+REFUSED = [
+    *((name, "1", f"{name}=1, which makes ") for name in SWITCHES),
+    (
+        "XLA_USE_BF16",
+        "yes",
+        "XLA_USE_BF16=yes, which makes bfloat16 of what the run calls float32; unset",
+    ),
+    *(
+        ("CPU_NUM_DEVICES", value, "expected a whole number from 1 to 127")
+        for value in ("abc", "0", "-1", "128", "1e1", "")
+    ),
+    ("CPU_NUM_DEVICES", "1000000", "CPU_NUM_DEVICES=1000000; expected a whole number from 1 to 127; unset it"),
+    ("CPU_NUM_DEVICES", "\u0663", "expected a whole number"),  # a digit, but none of C's
+    ("PJRT_LOCAL_PROCESS_COUNT", "x", "expected a whole number from 1 to"),
+    ("WORLD_SIZE", "two", "WORLD_SIZE=two; expected a whole number"),
+    ("LOCAL_RANK", "-1", "LOCAL_RANK=-1; expected a whole number from 0 to"),
+    ("XLA_PERSISTENT_CACHE_PATH", "/dev/null/cache", "/dev/null/cache: Not a directory; expected a folder"),
+    ("PJRT_DEVICE", "gpu", "PJRT_DEVICE=gpu; expected CPU or TPU"),
+    ("XLA_FLAGS", "--xla_nosuch=1", "XLA_FLAGS has --xla_nosuch=1, which this XLA does not have"),
+    ("XLA_FLAGS", "--xla_cpu_enable_fast_math", "which changes numbers behind the precision"),
+    ("XLA_FLAGS", "--xla_dump_to=/tmp --xla_cpu_enable_fast_min_max=true", "--xla_cpu_enable_fast_min_max=true, which"),
+    ("XLA_FLAGS", "--xla_tpu_scoped_vmem_limit_kib=1", "options of the TPU's compiler belong in --compiler_options"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), REFUSED)
+def test_what_is_refused_before_torch_xla_reads_it(monkeypatch, name, value, said):
+    monkeypatch.setattr(variables.sys, "modules", WITHOUT_TORCH_XLA)
+    with pytest.raises(InputError) as refused:
+        check_variables({name: value}, "auto")
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        dict.fromkeys(SWITCHES, "0") | {"PJRT_DEVICE": ""},
+        {"CPU_NUM_DEVICES": "127", "PJRT_DEVICE": "cpu", "WORLD_SIZE": "4", "RANK": "3"},
+        {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false --xla_backend_optimization_level=0 flags_in_a_file"},
+        {"XLA_FLAGS": "--xla_allow_excess_precision=false --xla_force_host_platform_device_count=2"},
+    ],
+)
+def test_what_is_not(given):
+    check_variables(given, "auto")
+
+
+def test_a_device_that_is_given_is_not_asked_of_the_variable():
+    check_variables({"PJRT_DEVICE": "gpu"}, "cpu")
+
+
+def test_torch_xla_itself_sets_one():
+    assert "torch_xla" in sys.modules or __import__("torch_xla")
+    check_variables({"XLA_USE_SPMD": "1"}, "auto")
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_the_doctor_knows_them(name):
+    assert setup_tpu.check_environment({name: "1"}).status == "fail"
+
+
+@pytest.mark.parametrize("script", ["simple_mnist_tpu.py", "transformer_tpu.py", "tools.generate"])
+def test_a_command_refuses_them_before_anything_is_compiled(script, tmp_path):
+    options = ["--run_dir", tmp_path / "run"] if script.endswith("_tpu.py") else ["--hf", tmp_path]
+    done = run(script, *options, XLA_USE_BF16=1)
+    assert done.returncode == 2 and "XLA_USE_BF16=1, which makes bfloat16" in done.stderr, done.stderr
+    assert not (tmp_path / "run").exists()

@@ -159,6 +159,9 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
     which = {"run_dir": str(given.source), "checkpoint": given.checkpoint} if is_run else {"hf": str(given.source)}
     source = open_source(**which, tokenizer=given.tokenizer)
     shape = source.shape
+    if source.after is not None:
+        raise InputError("the tokenizer puts a token behind every text (add_eos_token), which the page does not; "
+                         "expected false; change its tokenizer_config.json")  # fmt: skip
     context = given.context or shape.sequence_length
     if context > shape.sequence_length:
         raise InputError(f"context is {context}, but the model reads {shape.sequence_length} tokens; lower --context")

@@ -32,7 +32,7 @@ from language.tasks import CORE, check_file, parse_tasks, read_tasks
 from language.token_data import TEXT
 from language.tokenizer import check_lost
 from tpu_utils.environment import choose_device, command_line
-from tpu_utils.errors import InputError, run_script
+from tpu_utils.errors import InputError, NonFiniteError, run_script
 from tpu_utils.files import open_regular, read_regular, write_atomically
 
 
@@ -152,7 +152,13 @@ def score(model, rows: list[Row], T: int, tokens: int, device, name: str = "") -
     batches, places = batched(rows, T, tokens, multiple)
     found = [score_step.compiled(model, *send(batch, device, sharding)) for batch in batches]
     bar = tqdm(found, name, leave=False, disable=None if name else True)
-    return np.concatenate([result.cpu().numpy() for result in bar]).astype(np.float64)[places]
+    scored = np.concatenate([result.cpu().numpy() for result in bar]).astype(np.float64)[places]
+    if wrong := int((~np.isfinite(scored)).any(1).sum()):
+        raise NonFiniteError(
+            f"{name or 'the questions'}: of {wrong:,} of {len(rows):,} rows the loss is infinite or not a number; "
+            "expected numbers; try --precision float32, or an earlier checkpoint"
+        )
+    return scored
 
 
 def start_mesh(devices: str, source: Source) -> Mesh | None:

@@ -111,6 +111,7 @@ from browser.onnx_cached import CachedModel
 from browser.onnx_files import is_count, open_export, open_session
 from browser.onnx_graphs import export_graph, quantize, share_weights, store_half
 from language import gpt, llama
+from language.layers import check_finite
 from language.run_weights import read_run
 from language.shapes import LlamaShape
 from language.sources import Source, open_source
@@ -160,6 +161,9 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
     which = {"run_dir": str(given.source), "checkpoint": given.checkpoint} if is_run else {"hf": str(given.source)}
     source = open_source(**which, tokenizer=given.tokenizer)
     shape = source.shape
+    if source.after is not None:
+        raise InputError("the tokenizer puts a token behind every text (add_eos_token), which the page does not; "
+                         "expected false; change its tokenizer_config.json")  # fmt: skip
     context = given.context or shape.sequence_length
     if context > shape.sequence_length:
         raise InputError(f"context is {context}, but the model reads {shape.sequence_length} tokens; lower --context")
@@ -234,7 +238,7 @@ def check_language_model(model: CachedModel, folder: Path, context: int, chunk: 
     shape, generator = model.model.shape, torch.Generator().manual_seed(0)
     sessions = {name: open_session(folder / f"{name}.onnx") for name in ("prefill", "decode")}
     _, _, _, keys, values = example(shape, context, 1)
-    length, position, worst = max(1, chunk - 1), 0, 0.0
+    length, position, errors = max(1, chunk - 1), 0, []
     for name, count in (("prefill", length), ("decode", 1), ("decode", 1), ("decode", 1)):
         if position + count > context:
             break
@@ -244,11 +248,11 @@ def check_language_model(model: CachedModel, folder: Path, context: int, chunk: 
         inputs = tokens, *numbers, keys, values
         logits, new_keys, new_values = model(*inputs)
         found = sessions[name].run(list(OUTPUTS), {n: t.numpy() for n, t in zip(INPUTS, inputs, strict=True)})
-        worst = max(worst, float((logits - torch.from_numpy(found[0])).abs().max() / logits.abs().max()))
+        errors.append((logits - torch.from_numpy(found[0])).abs().max() / logits.abs().max())
         for rows, new in ((keys, new_keys), (values, new_values)):
             rows[:, :, position : position + count] = new[:, :, :count]
         position += count
-    return worst
+    return float(torch.stack(errors).max())  # Python's max() loses what is not a number
 
 
 class Pixels(torch.nn.Module):
@@ -303,7 +307,8 @@ def build_classifier(given: argparse.Namespace, saved) -> tuple[torch.nn.Module,
         model = script.ConvNet(size, channels, hidden)
     wanted = {name: Kind(tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
     check_alike(wanted, kinds)
-    values = {name: saved.files().read(f"model/{name}") for name in wanted}
+    files = saved.files()
+    values = {name: check_finite(files.read(f"model/{name}"), f"{saved.folder}: {name}") for name in wanted}
     model.load_state_dict(values, assign=True)
     return model, size
 

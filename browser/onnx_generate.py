@@ -20,7 +20,7 @@ from browser.onnx_files import needed, open_export, open_session, run_session
 from language.sampling import Asked, SamplingOptions, ask, print_continuations
 from language.tokenizer import Numbers, Tokenizer, load_tokenizer
 from tpu_utils.environment import command_line
-from tpu_utils.errors import InputError, run_script
+from tpu_utils.errors import InputError, NonFiniteError, run_script
 
 OUTPUTS = ["logits", "new_keys", "new_values"]
 
@@ -111,6 +111,9 @@ def generate(model: OnnxModel, prompt: list[int], config: SamplingOptions, ends=
     model.position, found, random = 0, [], Mulberry32(config.seed)
     logits = model.read(prompt)
     while True:
+        if not np.isfinite(logits).all():
+            raise NonFiniteError(f"the logits behind {len(prompt) + len(found)} tokens are infinite or not a number; "
+                                 "expected numbers; export the model again")  # fmt: skip
         found.append(choose(logits, random.next(), config.temperature, config.top_k, config.top_p))
         if len(found) == (config.num_tokens or min(100, room)) or ends(found):
             return found

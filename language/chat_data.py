@@ -16,15 +16,17 @@ from typing import Any
 
 import numpy as np
 
+from language.llmc_files import other_vocabulary
 from language.shapes import BYTE_VOCAB_SIZE
 from language.token_data import START, SequenceData, check_apart, entries_of, refuse_other_json, tell_once
-from language.tokenizer import Tokenizer, load_tokenizer
+from language.tokenizer import Tokenizer, check_texts, load_tokenizer
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
 from tpu_utils.files import lines_of, open_regular, parse_json
 
 CHATS = "conversations, one JSON object a line"
 LONGEST_LINE = 1 << 24  # bytes
+SAMPLED_CHATS = 1000  # from which follows whether the tokenizer has their letters
 MOST_PROBLEMS = 10  # that one message lists
 ROLES = ("system", "user", "assistant")
 WHETHER_LEARNT = ("weight", "train", "training", "loss")
@@ -349,6 +351,8 @@ def encode_chats(chats: list[tuple[str, list[dict]]], format: str, tokenizer, T:
     """
     format = choose_format(format, tokenizer)
     special_tokens(format, tokenizer)  # refused once, not for every line
+    some = chats[:: len(chats) // SAMPLED_CHATS + 1]
+    check_texts(tokenizer, (message["content"] for _, messages in some for message in messages), "the conversations")
     encoded, problems, truncated = [], [], 0
     for where, messages in chats:
         try:
@@ -486,7 +490,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.vocab_size > min(vocab_size, START):
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model {vocab_size}; expected the tokenizer that "
-            "belongs to the model"
+            f"belongs to the model; {other_vocabulary(tokenizer.vocab_size, vocab_size)}"
         )
 
 

@@ -156,7 +156,7 @@ def rows_of(entry: Entry, items: list[Item], number: int, tokenizer: Tokenizer, 
     drawn = random.Random(SHOT_SEED + number).sample(others, entry.num_shots) if entry.num_shots else []
     shots = "".join(items[n].prompts(entry.delimiter)[items[n].gold] + "\n\n" for n in drawn)
     prompts = [shots + prompt for prompt in item.prompts(entry.delimiter)]
-    first = tokenizer.end if tokenizer.begin is None else tokenizer.begin
+    first = tokenizer.prefix
     rows = [np.array([first, *tokenizer.encode(prompt)], np.int32) for prompt in prompts]
     if entry.kind == "schema":
         shared = common([row[::-1] for row in rows])

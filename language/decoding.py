@@ -20,10 +20,12 @@ from language.sampling import SamplingOptions
 from language.shapes import ModelShape
 from tpu_utils.device import compile_step, device_type, mark_sharding, optimization_barrier_, register
 from tpu_utils.dropout import GOLDEN, as_int32, mixed
-from tpu_utils.errors import InputError
+from tpu_utils.errors import InputError, NonFiniteError
 
 TOKENS = 32
 """Of each row in one call of decode, at most."""
+NO_ANSWER = -2
+"""In place of a token."""
 
 
 def update_slot(cache, new, slot):
@@ -112,7 +114,8 @@ def run_layers(model: Decoder, tokens_BT, positions, context, attention_of_layer
 
 
 def next_tokens(cache: Cache, logits_BV, made, is_over_B, config: SamplingOptions):
-    """(the next token of each row, how many that makes, rows that are over) after the `made` ones before it."""
+    """(the next token of each row, how many that makes, rows that are over) after the `made` ones before it. A token is
+    NO_ANSWER where the logits are no numbers."""
     token_B = choose(
         logits_BV,
         uniform(cache.seed_B, made, cache.vocabulary) if config.temperature else None,
@@ -120,6 +123,8 @@ def next_tokens(cache: Cache, logits_BV, made, is_over_B, config: SamplingOption
         config.top_k,
         config.top_p,
     )
+    # a sum keeps what is no number
+    token_B = torch.where(torch.isfinite(logits_BV.sum(-1)), token_B, torch.full_like(token_B, NO_ANSWER))
     is_stop_B = (token_B[:, None] == cache.stops).int().amax(-1)
     return token_B, made + 1, torch.maximum(is_over_B, is_stop_B)
 
@@ -190,6 +195,7 @@ def next_logits(model: Decoder, cache: Cache, keys: list, values: list, token_B,
         return attention
 
     position_B1 = (cache.length_B + made - 1)[:, None]
+    token_B = torch.maximum(token_B, torch.zeros_like(token_B))  # a row without an answer
     return run_layers(model, token_B[:, None], position_B1, len(cache.slots), attention_of_layer)
 
 
@@ -307,7 +313,7 @@ def generate(
     ends(tokens) is true. The device knows of stops; ends is asked when TOKENS more have come.
 
     A continuation does not depend on the other prompts, except that equal prompts draw different numbers. Raises
-    InputError when prompts do not fit the context.
+    InputError when prompts do not fit the context, NonFiniteError for logits that are no numbers.
     """
     num_tokens, context = check_lengths(model.shape, prompts, config.num_tokens, context)
     # a seed for each prompt: of config.seed, its tokens, and how many equal prompts came before it
@@ -326,6 +332,11 @@ def generate(
         for row, tokens in enumerate(found):
             for token in come[:, row].tolist():
                 if not is_done[row]:
+                    if token == NO_ANSWER:
+                        raise NonFiniteError(
+                            f"the logits behind {len(prompts[row]) + len(tokens)} tokens are infinite or not a number; "
+                            "expected numbers; try --precision float32, or an earlier checkpoint"
+                        )
                     tokens.append(token)
                     is_done[row] = len(tokens) == num_tokens or token in stops or ends(tokens)
         if all(is_done):

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from language.hf_config import shape_of
 from language.hf_layout import Source, sources
+from language.layers import check_finite
 from language.shapes import LlamaShape, ModelShape
 from language.tokenizer_files import CONFIG, LINKS, write_json
 from tpu_utils.checkpoint.streaming import stream_tensors
@@ -55,10 +56,11 @@ class HuggingFaceWeights:
         return self._sources[name].join(lambda theirs: self.theirs(theirs)[:most], dtype)
 
     def theirs(self, name: str) -> torch.Tensor:
-        """One of their tensors, of mapped memory. The file is opened for it alone, so memory does not add up."""
+        """One of their tensors, of mapped memory. The file is opened for it alone, so memory does not add up. Raises
+        InputError for values that are no numbers."""
         path, inside, _ = self._places[name]
         with safe_open(path, framework="pt") as file:
-            return file.get_tensor(inside)
+            return check_finite(file.get_tensor(inside), f"{path}: {name}")
 
 
 def read_config(folder: Path) -> dict:

@@ -19,6 +19,7 @@ from language.shapes import ModelShape
 from language.shards import gathered
 from language.token_data import START
 from tpu_utils.device import DEVICE_TYPE, mark_sharding, mark_sharding_with_gradients, wait_device_ops
+from tpu_utils.errors import InputError
 
 # One parameter per layer and matrix (`qkv_weight.0`): slices of a stacked parameter need an extra pass over memory to
 # cast, and another to collect gradients; with separate ones XLA fuses both into the matrix product. The vectors stay
@@ -264,6 +265,17 @@ def initialise_adapter(name: str, parameter, generator) -> None:
     """As the peft library does: a uniform within 1 / sqrt(in), b zero, so that training begins at the base."""
     bound = parameter.shape[-1] ** -0.5 if "_lora_a" in name else 0.0
     torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+
+def check_finite(value, where: str):
+    """value, on the host. Raises InputError where some of it is no number. where: the file, and the tensor in it."""
+    if value.is_floating_point() and value.numel() and not all(map(math.isfinite, map(float, value.aminmax()))):
+        wrong = sum(int((~torch.isfinite(rows)).sum()) for rows in value.reshape(-1).split(1 << 24))
+        raise InputError(
+            f"{where}: {wrong:,} of {value.numel():,} values are infinite or not a number; expected numbers; copy the "
+            "file again, or take an earlier checkpoint"
+        )
+    return value
 
 
 def load_weights(build: Callable, read: Callable, device, partition_spec: Callable | None = None, seed=0) -> Decoder:

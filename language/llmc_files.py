@@ -54,8 +54,19 @@ def check_vocabulary(path: Path, recorded: int, vocab_size: int) -> None:
         known = {BYTE_VOCAB_SIZE: "bytes", GPT2_VOCAB_SIZE: "GPT-2"}.get(recorded, "an unknown tokenizer")
         raise InputError(
             f"{path}: tokens of a vocabulary of {recorded} ({known}), but vocab_size is {vocab_size}; expected them to "
-            f"be equal; use --vocab_size {recorded}, or write the file with the matching --tokenizer"
+            f"be equal; for a new model use --vocab_size {recorded}; for one of --initial_weights or --model_config "
+            f"{other_vocabulary(recorded, vocab_size)}"
         )
+
+
+def other_vocabulary(tokens: int, vocab_size: int) -> str:
+    """What to do where a tokenizer has another number of tokens than a model that is there already."""
+    if tokens > vocab_size:
+        return (
+            f"give it rows for the tokens that were added: transformers' model.resize_token_embeddings({tokens}), then "
+            "save_pretrained; or use the tokenizer that the model was published with"
+        )
+    return "write the file again: tools.prepare_data --tokenizer FOLDER, where its config.json and tokenizer.json are"
 
 
 def open_token_shard(path: Path, vocab_size: int) -> np.ndarray:

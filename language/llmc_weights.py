@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from language.gpt import GPT, parameter_shapes
-from language.layers import split_layers, stack_layers
+from language.layers import check_finite, split_layers, stack_layers
 from language.llmc_files import HEADER_WORDS, check_size, read_header, write_header
 from language.operations import losses
 from language.shapes import ModelShape
@@ -29,7 +29,7 @@ def read_tensors(file, shape: ModelShape, dtype: torch.dtype) -> dict[str, torch
     tensors = {}
     for name, size in parameter_shapes(shape).items():
         values = np.fromfile(file, word, math.prod(size))
-        tensors[name] = torch.from_numpy(values).view(dtype).reshape(size)
+        tensors[name] = check_finite(torch.from_numpy(values).view(dtype).reshape(size), f"{file.name}: {name}")
     return tensors
 
 

@@ -49,9 +49,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Answers:
-    """chosen: of each question, -1 where a greedy one is not right. accuracy_norm: by likelihood per character, as
-    lm-evaluation-harness has it; None where that compares no lengths. perplexity: of a greedy question's targets
-    together, but for CORE's."""
+    """chosen: of each question, -1 where a greedy one is not right, and where there is no answer. accuracy_norm: by
+    likelihood per character, as lm-evaluation-harness has it; None where that compares no lengths. perplexity: of a
+    greedy question's targets together, but for CORE's."""
 
     task: Task
     chosen: list[int]
@@ -83,21 +83,23 @@ def share(chosen: list[int], task: Task) -> float:
 
 
 def answers(task: Task, found: np.ndarray) -> Answers:
-    """found: of each row of the task the summed loss, the number of targets, and how many of them were likeliest."""
+    """found: of each row of the task the summed loss, the number of targets, and how many of them were likeliest. A
+    question with a loss that is no number has no answer."""
     chosen, normed, at = [], [], 0
     for question in task.questions:
         loss, count, likeliest = found[at : at + len(question.rows), :3].T
         at += len(question.rows)
+        is_answered = bool(np.isfinite(loss).all())
         if task.how == "greedy":
-            chosen.append(0 if likeliest[0] == count[0] > 0 else -1)
+            chosen.append(0 if is_answered and likeliest[0] == count[0] > 0 else -1)
             continue
         if task.how == "per_token":
             with np.errstate(invalid="ignore"):
                 loss = loss / count  # nan for a choice without a target, which is chosen if it is the first
-        chosen.append(min(range(len(loss)), key=loss.tolist().__getitem__))
+        chosen.append(min(range(len(loss)), key=loss.tolist().__getitem__) if is_answered else -1)
         if question.lengths:
             with np.errstate(divide="ignore", invalid="ignore"):
-                normed.append(int(np.argmax(-loss / np.array(question.lengths, float))))
+                normed.append(int(np.argmax(-loss / np.array(question.lengths, float))) if is_answered else -1)
     perplexity = float(np.exp(found[:at, 0].mean())) if task.how == "greedy" and not task.of else None
     return Answers(task, chosen, normed, perplexity)
 

@@ -8,7 +8,7 @@ import torch
 
 from language.hf_config import shape_of
 from language.hf_layout import sizes_of, sources
-from language.layers import adapter_sizes
+from language.layers import adapter_sizes, check_finite
 from language.shapes import LlamaShape, ModelShape
 from language.transformer_options import TransformerConfig
 from tpu_utils.checkpoint.loading import CheckpointReader
@@ -60,8 +60,9 @@ def adapter_names(name: str) -> tuple[str, str]:
 
 
 def read_parameter(saved: Saved, name: str) -> torch.Tensor:
-    """One parameter of the model, whole on the CPU, in memory of its own: the mapped file is let go."""
-    return saved.files().read(PREFIX + name)
+    """One parameter of the model, whole on the CPU, in memory of its own: the mapped file is let go. Raises InputError
+    for values that are no numbers."""
+    return check_finite(saved.files().read(PREFIX + name), f"{saved.folder}: {name}")
 
 
 def read_merged(saved: Saved, name: str, scale: float) -> torch.Tensor:

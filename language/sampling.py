@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from language import chat_data
-from language.tokenizer import Tokenizer
+from language.tokenizer import Tokenizer, check_texts
 from tpu_utils.errors import InputError
 
 
@@ -61,8 +61,16 @@ class Asked:
     stops: set[int]
 
 
-def ask(config: SamplingOptions, tokenizer: Tokenizer, start: int | None, chat_format: str, stops: set[int]) -> Asked:
-    """start: what stands before a text; None: nothing. stops: tokens that end a continuation."""
+def ask(
+    config: SamplingOptions,
+    tokenizer: Tokenizer,
+    start: int | None,
+    chat_format: str,
+    stops: set[int],
+    after: int | None = None,
+) -> Asked:
+    """start, after: what stands before a text and behind it; None: nothing. stops: tokens that end a continuation."""
+    check_texts(tokenizer, config.chat or config.prompt, "the prompt")
     if config.chat:
         format = chat_data.choose_format(chat_format, tokenizer)
         asked = [[{"role": "user", "content": question}] for question in config.chat]
@@ -71,7 +79,8 @@ def ask(config: SamplingOptions, tokenizer: Tokenizer, start: int | None, chat_f
         stops = stops | chat_data.stop_tokens(format, tokenizer)
     else:
         texts = [tokenizer.encode(prompt) for prompt in config.prompt]
-        prompts = [([] if start is None else [start]) + text for text in texts]
+        begins, ends_with = ([] if token is None else [token] for token in (start, after))
+        prompts = [begins + text + ends_with for text in texts]
 
     def ends(tokens: list[int]) -> bool:
         return tokens[-1] in stops or any(stop in tokenizer.decode(tokens) for stop in config.stop)

@@ -37,6 +37,8 @@ class Source:
     start: int | None
     """What stands before a text; None: nothing."""
     chat_format: str
+    after: int | None = None
+    """What stands behind a text that is to be continued."""
     longest: int = 0
     """Tokens that it reads, if these are more than the sequences of its run, which shape has."""
 
@@ -66,11 +68,12 @@ def open_source(
         trained_here = saved.step > 0  # at step 0 tools.convert_hf has made it
     name = tokenizer or own or {BYTE_VOCAB_SIZE: "bytes", GPT2_VOCAB_SIZE: "gpt2"}.get(shape.vocab_size)
     tokenizer = Numbers(shape.vocab_size) if name in (None, "numbers") else load_tokenizer(name)
-    # our training puts an end token before each document; a model from elsewhere gets what its tokenizer puts there
+    # our training puts an end token before each document; a model from elsewhere gets what its tokenizer puts around
     start = tokenizer.end if tokenizer.begin is None and trained_here else tokenizer.begin
+    after = None if trained_here else tokenizer.after
     dtype = dtype if precision == "auto" else getattr(torch, precision)
     chat_format = of_run if chat_format == "auto" else chat_format
-    return Source(shape, dtype, read, tokenizer, start, chat_format, longest)
+    return Source(shape, dtype, read, tokenizer, start, chat_format, after, longest)
 
 
 def build(source: Source, int8=False, mesh: Mesh | None = None) -> Decoder:

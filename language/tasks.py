@@ -8,6 +8,7 @@ an evaluation bundle of nanochat: core_tasks.py. Text is text: a special token i
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from language.core_tasks import check_bundle, read_bundle
 from language.llmc_files import read_hellaswag
 from language.questions import SHORTEST, Answers, Question, Row, Task, answers, batched, core_of, fit
 from language.task_files import member, read_records, text, texts, tidied
-from language.tokenizer import Tokenizer, load_tokenizer
+from language.tokenizer import Tokenizer, check_lost, load_tokenizer
 from language.tokenizer_files import tokenizer_of_run
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import InputError
@@ -197,22 +198,25 @@ def enough(pool: list, count: int, where: str) -> list:
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
     """(tokens, how many of them are the continuation's), as TemplateLM._encode_pair() of the harness: white space at
     the end of a context goes to the continuation, and both are encoded together."""
-    first = [] if tokenizer.begin is None else [tokenizer.begin]
     kept = context.rstrip()
-    whole, start = first + tokenizer.encode(context + continuation), len(first + tokenizer.encode(kept))
-    if not start:  # no text before it: the end of a document, or the first token where that is it
-        first = [tokenizer.end] if whole[:1] != [tokenizer.end] else []
-        whole, start = first + whole, 1
-    return whole, len(whole) - start
+    whole, start = (tokenizer.encode_around(text) for text in (context + continuation, kept))
+    if not kept or not start:  # no text before it: a begin token, or the first token where that is it
+        found = tokenizer.encode(context + continuation)
+        whole, start = [tokenizer.prefix] * (found[:1] != [tokenizer.prefix]) + found, [tokenizer.prefix]
+    return [*start, *whole[len(start) :]], len(whole) - len(start)  # as there, also where the two begin differently
 
 
 def read_task(name: str, path: Path, tokenizer: Tokenizer, T: int, num_shots: int = 0, limit: int = 0) -> Task:
     """One of READERS for a model that reads T tokens. Raises InputError: which line, and what is wrong."""
-    questions = []
+    questions, lost, size = [], Counter(), 0
     for where, example, shots in with_examples(name, path, num_shots, limit):
         pairs = [encode_pair(tokenizer, shots + context, after) for context, after in example.prompts]
+        asked = shots + "".join(example.prompts[0])
+        lost += tokenizer.lost(asked, pairs[0][0])
+        size += len(asked)
         rows = [fit(tokens, num_targets, T + 1, where) for tokens, num_targets in pairs]
         questions.append(Question(rows, example.answer, example.lengths))
+    check_lost(lost, size, str(path))
     guessing = float(np.mean([1 / len(q.rows) for q in questions])) if name != "lambada" else 0.0
     return Task(name, "greedy" if name == "lambada" else "likelihood", questions, guessing)
 
@@ -226,7 +230,7 @@ def check_file(name: str, path: Path, num_shots: int = 0) -> None:
 
 
 def read_tasks(name: str, path: Path, tokenizer: Tokenizer, T: int, num_shots: int = 0, limit: int = 0) -> list[Task]:
-    """One task, or those of a bundle. tokenizer.begin stands before every text."""
+    """One task, or those of a bundle. What a tokenizer puts around a text stands around every question."""
     if name == CORE:
         return read_bundle(path, tokenizer, T, limit)
     return [read_task(name, path, tokenizer, T, num_shots, limit)]

@@ -5,14 +5,18 @@ stands in it is taken apart like any other word, so no document and no question 
 """
 
 import base64
+import itertools
 import math
+import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from language.llmc_files import GPT2_VOCAB_SIZE
 from language.shapes import BYTE_VOCAB_SIZE
@@ -25,6 +29,8 @@ LARGEST_VOCAB_SIZE = 1 << 20
 MOST_GROWTH = 1024
 """By how much a file may lengthen a text. A few replacements one after the other make gigabytes of one letter. The
 measure is of the worst text: 528 for T5's, whose table has 33 bytes in a row."""
+MOST_LOST = 0.1
+"""Of the characters of a text: a tokenizer that loses more is of other languages."""
 MOST_SPECIAL = 1000
 """Special tokens that it may put around a text, and times that it may repeat the text."""
 LENGTHENING = {
@@ -34,8 +40,15 @@ LENGTHENING = {
     "WordPiece": 2.0,  # a space before a word
 }  # fmt: skip
 """The most by which a step without settings lengthens a text, in bytes of UTF-8; others do not."""
-BESIDE = ("tokenizer_config.json", "generation_config.json", "config.json")  # the first that names a token is believed
+TOKENIZER_CONFIG = "tokenizer_config.json"
+BESIDE = (TOKENIZER_CONFIG, "generation_config.json", "config.json")  # the first that names a token is believed
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # where no file beside the tokenizer names one
+ADDS_BEGIN = {"Llama": True, "CodeLlama": True, "Gemma": True, "Cohere": True, "GPTNeoX": False}
+"""Tokenizer classes of transformers 4 that put around a text what tokenizer_config.json says, whatever tokenizer.json
+does; and whether that is a begin token where it does not say."""
+CLASS_OF_MODEL = dict.fromkeys(("llama", "mistral", "mixtral", "phi3"), "Llama")
+CLASS_OF_MODEL |= {"gemma3_text": "Gemma", "olmo2": "GPTNeoX"}
+"""By the model_type of config.json, where no file names a class."""
 
 
 class Tokenizer:
@@ -49,6 +62,10 @@ class Tokenizer:
     """All that sampling stops at: the end, and others that the files of a model name."""
     begin: int | None
     """What it puts in front of a text; None: nothing."""
+    after: int | None = None
+    """What it puts behind a text."""
+    prefix: int
+    """Stands before a text whose first token is to be predicted, where it puts nothing in front: begin, else end."""
     fingerprint: int
     """CRC-32 of what it is made of."""
 
@@ -56,8 +73,17 @@ class Tokenizer:
         """Without special tokens. Raises InputError for what is no text."""
         raise NotImplementedError
 
+    def encode_around(self, text: str) -> list[int]:
+        """With what it puts around a text."""
+        begin, after = ([] if token is None else [token] for token in (self.begin, self.after))
+        return [*begin, *self.encode(text), *after]
+
     def decode(self, tokens: list[int]) -> str:
         raise NotImplementedError
+
+    def lost(self, text: str, tokens: Sequence[int]) -> Counter[str]:
+        """The letters of a text that its tokens do not give back, upper and lower case being one."""
+        return Counter()
 
     def token(self, name: str) -> int | None:
         """A special token by its text, such as <|im_end|>."""
@@ -75,7 +101,7 @@ class Bytes(Tokenizer):
     """The 256 bytes, and one token that stands before every document."""
 
     vocab_size = BYTE_VOCAB_SIZE
-    end = begin = BYTE_VOCAB_SIZE - 1
+    end = begin = prefix = BYTE_VOCAB_SIZE - 1
     stops = frozenset([end])
     fingerprint = zlib.crc32(b"bytes")
 
@@ -94,7 +120,7 @@ class GPT2(Tokenizer):
     """GPT-2's, through tiktoken."""
 
     vocab_size = GPT2_VOCAB_SIZE
-    end = begin = GPT2_VOCAB_SIZE - 1
+    end = begin = prefix = GPT2_VOCAB_SIZE - 1
     stops = frozenset([end])
     fingerprint = zlib.crc32(b"gpt2")
 
@@ -127,9 +153,12 @@ class FromFile(Tokenizer):
             self.tokenizer.encode_special_tokens = True  # special tokens in a text are text
             largest = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
             added = self.tokenizer.get_added_tokens_decoder()
-            text = self.tokenizer.encode("a")  # shows which special token it puts before a text
+            front, behind = put_around(self.tokenizer)
         self.path, self.special = path, {token.content: number for number, token in added.items()}
         says = {name: read_json(path.parent / name, name) for name in BESIDE if (path.parent / name).exists()}
+        space, words = says.get(TOKENIZER_CONFIG, {}).get("add_prefix_space"), self.tokenizer.pre_tokenizer
+        if type(space) is bool and isinstance(words, pre_tokenizers.ByteLevel):
+            words.add_prefix_space = space  # transformers believes tokenizer_config.json here
         of_model = says.get("config.json", {}).get("vocab_size")
         self.vocab_size = max(largest + 1, of_model if type(of_model) is int else 0)
         if not 1 <= self.vocab_size <= LARGEST_VOCAB_SIZE:
@@ -142,15 +171,39 @@ class FromFile(Tokenizer):
                 f"{', '.join(ENDS)} as a special token; copy tokenizer_config.json along"
             )
         self.end, self.stops = named[0], frozenset(named)
-        self.begin = text.ids[0] if text.ids and text.special_tokens_mask[0] else None
-        self.fingerprint = zlib.crc32(repr((self.vocab_size, self.end, self.begin)).encode(), zlib.crc32(content))
+        said = (self.vocab_size, self.end, front[0] if front else None)
+        self.fingerprint = zlib.crc32(repr(said).encode(), zlib.crc32(content))
+        self.begin, self.after, self.prefix = self.around(front, behind, says)
+        unknown = unknown_token(self.tokenizer)
+        self._no_text = {number for number, token in added.items() if token.special} | {unknown}
+
+    def around(self, front: list[int], behind: list[int], says: dict[str, dict]) -> tuple[int | None, int | None, int]:
+        """begin, after and prefix as transformers has them. front, behind: what tokenizer.json itself puts around."""
+        config, model, path = says.get(TOKENIZER_CONFIG, {}), says.get("config.json", {}), self.path.parent
+        kind = config.get("tokenizer_class") or model.get("tokenizer_class")
+        kind = str(kind or CLASS_OF_MODEL.get(str(model.get("model_type")))).removesuffix("Fast")
+        adds_begin = ADDS_BEGIN.get(kind.removesuffix("Tokenizer"))
+        bos, eos = (self.numbers_of(config.get(name)) for name in ("bos_token", "eos_token"))
+        if adds_begin is not None:
+            for wanted, token, found in (("add_bos_token", "bos_token", bos), ("add_eos_token", "eos_token", eos)):
+                if config.get(wanted) and not found:
+                    raise InputError(
+                        f"{path / TOKENIZER_CONFIG}: {wanted} is true and {token} {config.get(token)!r:.60}; expected "
+                        f"a token that {self.path} has"
+                    )
+            front = (bos or front) if config.get("add_bos_token", adds_begin) else []
+            behind = eos if config.get("add_eos_token") else []
+        if len(front) > 1 or len(behind) > 1:
+            raise InputError(
+                f"{self.path} puts {len(front)} tokens in front of a text and {len(behind)} behind it; expected at "
+                "most one each"
+            )
+        return *(tokens[0] if tokens else None for tokens in (front, behind)), [*front, *bos, self.end][0]
 
     def named(self, says: dict, kind: str, path: Path) -> list[int]:
         """The tokens that a file names as its eos: a string, an object with "content", a number, a list of numbers."""
         token, numbers = says.get(f"{kind}_token"), says.get(f"{kind}_token_id")
-        text = token.get("content") if isinstance(token, dict) else token
-        with text_in(text):
-            found = [] if text is None else [self.tokenizer.token_to_id(text) if isinstance(text, str) else None]
+        found = [] if token is None else self.numbers_of(token) or [None]
         found += numbers if isinstance(numbers, list) else [] if numbers is None else [numbers]
         for number in found:
             if type(number) is not int or not 0 <= number < self.vocab_size:
@@ -159,6 +212,13 @@ class FromFile(Tokenizer):
                     f"{self.path} has; copy both from the same model"
                 )
         return found
+
+    def numbers_of(self, token) -> list[int]:
+        """[the token's number], of a string or an object with "content"; [] for one that tokenizer.json has not."""
+        text = token.get("content") if isinstance(token, dict) else token
+        with text_in(text):
+            number = self.tokenizer.token_to_id(text) if isinstance(text, str) else None
+        return [] if number is None else [number]
 
     def encode(self, text: str) -> list[int]:
         with text_in(text), panics_told(f"{self.path} cannot encode the text"):
@@ -183,8 +243,55 @@ class FromFile(Tokenizer):
         with panics_told(f"{self.path} cannot decode its tokens"):
             return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
+    def lost(self, text: str, tokens: Sequence[int]) -> Counter[str]:
+        given_back = self.decode([token for token in np.asarray(tokens).tolist() if token not in self._no_text])
+        return Counter() if given_back == text else letters(text) - letters(given_back)
+
     def token(self, name: str) -> int | None:
         return self.special.get(name)
+
+
+def unknown_token(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """What stands for a letter that the vocabulary has not."""
+    if isinstance(tokenizer.model, tokenizers.models.Unigram):
+        return parse_json(tokenizer.model.__getstate__()).get("unk_id")
+    return tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
+
+
+def letters(text: str) -> Counter[str]:
+    return Counter(unicodedata.normalize("NFKC", text).casefold())
+
+
+def check_lost(lost: Counter[str], num_characters: int, what: str) -> str:
+    """A line about what a tokenizer lost of a text; "" where that is nothing. Raises InputError for too much of it."""
+    if not lost:
+        return ""
+    named = ", ".join(repr(letter) for letter, _ in lost.most_common(3))
+    found = f"{what}: the tokenizer loses {lost.total():,} of {num_characters:,} characters, such as {named}"
+    if lost.total() > max(2, MOST_LOST * num_characters):
+        raise InputError(
+            f"{found}; expected {MOST_LOST:.0%} at most; choose a tokenizer that has them, such as bytes, or make one "
+            "with tools.train_tokenizer"
+        )
+    return found
+
+
+def check_texts(tokenizer: Tokenizer, texts: Iterable[str], what: str) -> None:
+    """Raises InputError for texts of which the tokenizer loses too much."""
+    lost, size = Counter(), 0
+    for text in texts:
+        lost += tokenizer.lost(text, tokenizer.encode(text))
+        size += len(text)
+    check_lost(lost, size, what)
+
+
+def put_around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer.json puts in front of a text, and behind it."""
+    for text in ("a", *itertools.islice(tokenizer.get_vocab(), 1000)):  # the first that has a token of its own
+        found = tokenizer.encode(text)
+        if 0 in (mask := found.special_tokens_mask):
+            return found.ids[: mask.index(0)], found.ids[len(mask) - mask[::-1].index(0) :]
+    return [], []
 
 
 def check_growth(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
@@ -235,7 +342,7 @@ def special_tokens(part: dict) -> int:
 class Numbers(Tokenizer):
     """Token numbers as text: for a model whose tokenizer nobody knows, such as one of synthetic data."""
 
-    end = begin = None
+    end = begin = prefix = None
     stops = frozenset()
     fingerprint = zlib.crc32(b"numbers")
 

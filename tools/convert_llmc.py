@@ -42,7 +42,7 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 
 import torch
 
-from language.layers import stack_layers
+from language.layers import check_finite, stack_layers
 from language.llmc_weights import (
     DebugState,
     compute_debug_state,
@@ -62,7 +62,8 @@ def export(run_dir: Path, path: Path, dtype: torch.dtype, checkpoint: str = "new
         raise InputError(
             f"{run_dir} is of the Llama family; expected a GPT, which llm.c has; see tools.convert_hf --help"
         )
-    write_model(path, config.shape, stack_layers(saved.part("model")), dtype)
+    tensors = {name: check_finite(value, f"{saved.folder}: {name}") for name, value in saved.part("model").items()}
+    write_model(path, config.shape, stack_layers(tensors), dtype)
     print(f"{path}: step {saved.step}, {config.shape}, {dtype}")
 
 

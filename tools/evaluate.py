@@ -26,11 +26,13 @@ import numpy as np
 import tyro
 
 from config import TrainConfig
+from language.llmc_files import other_vocabulary
 from language.questions import Answers, Row, answers, batched, core_of
 from language.tasks import CORE, check_file, parse_tasks, read_tasks
 from language.token_data import TEXT
+from language.tokenizer import check_lost
 from tpu_utils.environment import choose_device, command_line
-from tpu_utils.errors import InputError, run_script
+from tpu_utils.errors import InputError, NonFiniteError, run_script
 from tpu_utils.files import open_regular, read_regular, write_atomically
 
 
@@ -139,12 +141,24 @@ def score_step(model, tokens_BS):
 
 def score(model, rows: list[Row], T: int, tokens: int, device, name: str = "") -> np.ndarray:
     """What score_step gives of each row, (rows, 3) float64. name: on a terminal a bar shows how far it is."""
+    most, vocab_size = max(int(row.tokens.max()) for row in rows), model.shape.vocab_size
+    if most >= vocab_size:
+        raise InputError(
+            f"{name or 'the questions'}: token {most}, but the model has a vocabulary of {vocab_size}; expected the "
+            f"tokenizer of the model; {other_vocabulary(most + 1, vocab_size)}"
+        )
     sharding = BatchSharding(model.mesh, BATCH) if model.mesh else None
     multiple = 1 if model.mesh is None else math.prod(model.mesh.shape()[axis] for axis in BATCH)
     batches, places = batched(rows, T, tokens, multiple)
     found = [score_step.compiled(model, *send(batch, device, sharding)) for batch in batches]
     bar = tqdm(found, name, leave=False, disable=None if name else True)
-    return np.concatenate([result.cpu().numpy() for result in bar]).astype(np.float64)[places]
+    scored = np.concatenate([result.cpu().numpy() for result in bar]).astype(np.float64)[places]
+    if wrong := int((~np.isfinite(scored)).any(1).sum()):
+        raise NonFiniteError(
+            f"{name or 'the questions'}: of {wrong:,} of {len(rows):,} rows the loss is infinite or not a number; "
+            "expected numbers; try --precision float32, or an earlier checkpoint"
+        )
+    return scored
 
 
 def start_mesh(devices: str, source: Source) -> Mesh | None:
@@ -165,12 +179,15 @@ def rows_of_text(path: Path, source: Source, T: int) -> tuple[list[Row], int]:
     its first target as fit; before the first stands what stands before a document."""
     content = read_regular(path, TEXT, 1 << 30)
     try:
-        tokens = source.tokenizer.encode(content.decode())
+        text = content.decode()
+        tokens = source.tokenizer.encode(text)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: {error}; expected {TEXT}") from error
     if not tokens:
         raise InputError(f"{path}: empty; expected {TEXT}")
-    tokens = np.array([source.tokenizer.end if source.start is None else source.start, *tokens], np.int32)
+    if said := check_lost(source.tokenizer.lost(text, tokens), len(text), str(path)):
+        print(said, file=sys.stderr)
+    tokens = np.array([source.tokenizer.prefix if source.start is None else source.start, *tokens], np.int32)
     ends = [*range(T + 1, len(tokens), T), len(tokens)]
     rows = [Row(tokens[max(0, end - T - 1) : end], end - start) for start, end in zip([1, *ends], ends, strict=False)]
     return rows, len(content)

@@ -180,7 +180,8 @@ def main(config: GenerateConfig) -> int:
     if config.compile_for:
         raise ask_ahead(config)
     source = source_of(config)
-    asked = ask(config, source.tokenizer, source.start, source.chat_format, set(source.tokenizer.stops))
+    stops = set(source.tokenizer.stops)
+    asked = ask(config, source.tokenizer, source.start, source.chat_format, stops, source.after)
     check_lengths(source.shape, asked.prompts, config.num_tokens, config.context)
     device, mesh = start_device(config.for_device, lambda: start_mesh(config, source.shape))
     before, model = graphs_compiled(), load(source, device, config.int8, mesh)

@@ -15,6 +15,7 @@ Then:    python transformer_tpu.py --dataset tokens --data_dir datasets \\
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from language.llmc_files import (
 )
 from language.preparations import begin_preparation, end_preparation
 from language.token_data import read_documents, split_documents
-from language.tokenizer import Tokenizer, load_tokenizer
+from language.tokenizer import Tokenizer, check_lost, load_tokenizer
 from language.tokenizer_files import keep_with_shards
 from tpu_utils.errors import InputError, run_script
 from tpu_utils.files import lines_of, open_regular, parse_json
@@ -67,12 +68,17 @@ class PrepareConfig:
 
 
 def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shard_tokens: int) -> list[Path]:
-    """Before every document stands the end token, and the tokenizer's begin token if it has another one. A document may
-    begin in one shard and end in the next, as in llm.c."""
+    """Before every document stands the end token; around it what the tokenizer puts there, if that is another one. A
+    document may begin in one shard and end in the next, as in llm.c. Raises InputError where its text is lost."""
     dtype = np.uint16 if tokenizer.vocab_size <= MOST_SHORT_TOKENS else np.uint32
     begin = [] if tokenizer.begin in (None, tokenizer.end) else [tokenizer.begin]
-    first = np.array([tokenizer.end, *begin], dtype)
-    parts = [part for document in documents for part in (first, tokenizer.encode_document(document))]
+    after = [] if tokenizer.after in (None, tokenizer.end) else [tokenizer.after]
+    first, last, parts, lost = np.array([tokenizer.end, *begin], dtype), np.array(after, dtype), [], Counter()
+    for document in documents:
+        parts += [first, tokenizer.encode_document(document), last]
+        lost += tokenizer.lost(document.decode(), parts[-2])
+    if lost:
+        print(check_lost(lost, sum(len(document.decode()) for document in documents), prefix))
     tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")  # every token is below the vocabulary
     paths = []
     for number, start in enumerate(range(0, len(tokens), shard_tokens)):

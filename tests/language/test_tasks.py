@@ -272,6 +272,16 @@ def test_how_answers_are_chosen():
     assert said.chosen == [0, -1, -1] and said.accuracy == 1 / 3 and said.perplexity == pytest.approx(np.exp(2 / 3))
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("how", ["likelihood", "per_token", "greedy"])
+def test_a_loss_that_is_no_number_is_no_answer(how, wrong):
+    row = Row(np.arange(3, dtype=np.int32), 2)
+    questions = [Question([row] * (1 if how == "greedy" else 2), 0, (4, 4))] * 2
+    found = np.array([[wrong, 2.0, 2.0]] * 2 * len(questions[0].rows))
+    said = answers(Task("a", how, questions, 0.25), found)
+    assert said.chosen == [-1, -1] and said.accuracy == 0 and (how == "greedy" or said.accuracy_norm == 0)
+
+
 def test_hosts_get_their_rows_of_the_tasks(tmp_path):
     write_task(tmp_path / "piqa", "piqa", 30)
     options = dict(dataset="text", data_dir=str(tmp_path), train_data="x", tasks=("piqa=piqa",), global_batch_size=4)

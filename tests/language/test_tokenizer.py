@@ -10,7 +10,7 @@ from mutations import make_irregular, mutated, mutated_json, no_hang
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from language import tokenizer
-from language.tokenizer import growth, load_tokenizer
+from language.tokenizer import check_lost, check_texts, growth, load_tokenizer
 from tpu_utils.errors import InputError
 
 TEXT = "To be, or not to be. \N{SNOWMAN} ünïcode\n\n  spaces  <|end|> <|im_end|>"
@@ -52,6 +52,118 @@ def test_a_tokenizer_of_a_folder(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     assert load_tokenizer(str(tmp_path)).fingerprint != found.fingerprint
     assert load_tokenizer(str(trained(tmp_path))).begin is None
+
+
+LLAMA, GPT = {"tokenizer_class": "LlamaTokenizerFast"}, {"tokenizer_class": "GPT2TokenizerFast"}
+BOTH = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["no template", "template"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA | BOTH,
+        LLAMA | BOTH | {"add_bos_token": False},
+        LLAMA | BOTH | {"add_bos_token": True, "add_eos_token": True},
+        {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": True} | BOTH,
+        {"tokenizer_class": "GemmaTokenizer"}
+        | BOTH
+        | {"bos_token": {"content": "<|im_start|>", "__type": "AddedToken"}},
+        {"tokenizer_class": "CohereTokenizerFast", "add_bos_token": False} | BOTH,
+        {"tokenizer_class": "GPTNeoXTokenizerFast"} | BOTH,
+        {"tokenizer_class": "GPTNeoXTokenizerFast", "add_bos_token": True} | BOTH,
+        GPT | BOTH | {"add_bos_token": True},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, "add_eos_token": True} | BOTH,
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "add_prefix_space": True} | BOTH,
+    ],
+    ids=lambda config: "-".join(f"{value}" for value in config.values()),
+)
+def test_what_stands_around_a_text_is_what_transformers_puts_there(tmp_path, config, begins):
+    transformers = pytest.importorskip("transformers", reason="requirements-dev.txt brings transformers")
+    folder = trained(tmp_path, begins=begins, tokenizer_config=config)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(str(folder))
+    assert ours.encode_around("to be") == theirs.encode("to be", truncation=False)
+    assert ours.encode("to be") == theirs.encode("to be", truncation=False, add_special_tokens=False)
+    if theirs.bos_token_id is not None:  # else the harness takes the end token, also where the template has another
+        assert ours.prefix == theirs.bos_token_id
+
+
+@pytest.mark.parametrize("model, begin", [("llama", 1), ("gemma3_text", 1), ("olmo2", None), ("qwen3", None)])
+def test_the_class_of_a_tokenizer_follows_from_the_model(tmp_path, model, begin):
+    folder = trained(tmp_path, tokenizer_config=BOTH, config={"model_type": model})
+    assert load_tokenizer(str(folder)).begin == begin
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (LLAMA | {"add_bos_token": True, "bos_token": None, "eos_token": "<|end|>"}, "add_bos_token is true and bos_t"),
+        (LLAMA | {"add_bos_token": True, "bos_token": "<|no|>", "eos_token": "<|end|>"}, "'<|no|>'; expected a token"),
+    ],
+)
+def test_a_token_to_put_around_a_text_that_nobody_has(tmp_path, config, message):
+    with pytest.raises(InputError, match=message.replace("|", r"\|")):
+        load_tokenizer(str(trained(tmp_path, tokenizer_config=config)))
+
+
+def test_two_tokens_in_front_of_a_text_are_refused(tmp_path):
+    found = tokenizers.Tokenizer.from_file(str(trained(tmp_path) / "tokenizer.json"))
+    special = [("<|begin|>", 1), ("<|im_start|>", 2)]
+    found.post_processor = processors.TemplateProcessing("<|begin|> <|im_start|> $A", special_tokens=special)
+    found.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InputError, match="puts 2 tokens in front of a text and 0 behind it; expected at most one each"):
+        load_tokenizer(str(tmp_path))
+
+
+LATIN = "The cat sat on the mat, and the dog sat on the cat. "
+
+
+def of_words(model, trainer, pre_tokenizer=None):
+    """A tokenizer of words or letters of LATIN alone, as tutorials make them."""
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = pre_tokenizer or pre_tokenizers.Whitespace()
+    made.train_from_iterator([LATIN], trainer(special_tokens=["<|end|>", "[UNK]"], show_progress=False))
+    return made
+
+
+LOSSY = {
+    "BPE without [UNK]": lambda: of_words(models.BPE(), trainers.BpeTrainer),
+    "BPE": lambda: of_words(models.BPE(unk_token="[UNK]"), trainers.BpeTrainer),
+    "words": lambda: of_words(models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer),
+    "WordPiece": lambda: of_words(models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer),
+    "unigram": lambda: of_words(
+        models.Unigram(), lambda **more: trainers.UnigramTrainer(unk_token="[UNK]", **more), pre_tokenizers.Metaspace()
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSY)
+@pytest.mark.parametrize(
+    "text", ["\u65e5\u672c\u8a9e\u306e" * 50, "\u041f\u0440\u0438\u0432\u0435\u0442 " * 50, "<> {} ## " * 50]
+)
+def test_a_tokenizer_that_loses_a_text_is_refused(tmp_path, kind, text):
+    LOSSY[kind]().save(str(trained(tmp_path) / "tokenizer.json"))
+    found = load_tokenizer(str(tmp_path))
+    with pytest.raises(
+        InputError, match=r"a text: the tokenizer loses [\d,]+ of [\d,]+ characters, such as '.*10% at most"
+    ):
+        check_texts(found, [LATIN, text], "a text")
+    check_texts(found, [LATIN], "a text")
+    some = LATIN * 9 + text[:5]
+    assert "characters, such as" in check_lost(found.lost(some, found.encode(some)), len(some), "a text")
+
+
+def test_a_tokenizer_that_keeps_a_text_has_lost_nothing(tmp_path):
+    """Neither bytes of letters that it has no token for, nor upper case, nor letters that have two forms in Unicode."""
+    found = load_tokenizer(str(trained(tmp_path, begins=True)))
+    assert not found.lost(TEXT, found.encode(TEXT)) and not load_tokenizer("bytes").lost(TEXT, list(TEXT.encode()))
+    changed = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    changed.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()])
+    changed.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(str(tmp_path))
+    assert found.decode(found.encode("\u00c9T\u00c9")) != "\u00c9T\u00c9"
+    assert not found.lost("\u00c9T\u00c9", found.encode("\u00c9T\u00c9"))
 
 
 def test_bytes_and_gpt2():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from test_tokenizer import trained
 from language.core_tasks import read_bundle
 from language.questions import answers, core_of, lengths_of
 from language.sources import load, open_source
-from language.tasks import read_tasks
+from language.tasks import encode_pair, read_tasks
 from tools import convert_hf, evaluate
 from tools.evaluate import EvaluateConfig
 from tpu_utils.checkpoint.tensor_files import one_thread
@@ -154,6 +155,28 @@ def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, name
         assert said.accuracy_norm == np.mean(right)
     else:
         assert said.accuracy_norm is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [dict(add_bos_token=True), dict(add_bos_token=False), dict(add_bos_token=True, add_eos_token=True), dict()],
+    ids=str,
+)
+def test_what_stands_around_a_question_is_what_the_harness_puts_there(folder, tmp_path, said):
+    """tokenizer_config.json decides, whatever the template in tokenizer.json."""
+    from lm_eval.api.instance import Instance
+
+    copied = Path(shutil.copytree(folder, tmp_path / "model"))
+    named = dict(bos_token="<|begin|>", eos_token="<|end|>", tokenizer_class="LlamaTokenizerFast")
+    (copied / "tokenizer_config.json").write_text(json.dumps(named | said))
+    asked = [("to be", " or not"), ("that is the question: ", "be"), ("", "to be"), ("question\n\nbe", " be be")]
+    harness, found = harness_of(copied), []
+    harness._loglikelihood_tokens = lambda requests, **_: found.extend(requests) or []
+    harness.loglikelihood([Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(asked)], True)
+    tokenizer = open_source(hf=str(copied)).tokenizer
+    assert [encode_pair(tokenizer, *pair) for pair in asked] == [
+        (context + continuation, len(continuation)) for _, context, continuation in found
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------- nanochat's CORE

@@ -29,7 +29,7 @@ from tpu_compiler.report import Report
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import one_thread
 from tpu_utils.device import graphs_compiled, transfers_from_device, transfers_to_device
-from tpu_utils.errors import InputError, run_script
+from tpu_utils.errors import InputError, NonFiniteError, run_script
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
@@ -459,6 +459,57 @@ def test_weights_of_llmc_are_loaded(tmp_path):
         found = model.state_dict()[name].cpu()
         is_large = ("weight" in name and "ln" not in name) or name == "token_embedding"
         assert torch.equal(found, value.to(torch.bfloat16) if is_large else value), name
+
+
+def with_wrong(tensors: dict[str, torch.Tensor], name: str, value: float) -> dict[str, torch.Tensor]:
+    """Copies, of which one value is no number."""
+    found = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    found[name].view(-1)[-1] = value
+    return found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kind", ["hf", "bfloat16", "sharded", "llmc", "run", "adapter"])
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, kind, value):
+    if kind in ("hf", "bfloat16", "sharded"):
+        model = their_model(GPT2).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+        with torch.no_grad():
+            model.transformer.h[1].mlp.c_fc.weight[3, 5] = value
+        model.save_pretrained(tmp_path, **(dict(max_shard_size="100KB") if kind == "sharded" else {}))
+        source, named = dict(hf=str(tmp_path)), "transformer.h.1.mlp.c_fc.weight: 1 of 16,384 values"
+    elif kind == "llmc":
+        shape = ModelShape(2, 2, 32, 16, 257)
+        model = GPT(shape)
+        model.initialise(0)
+        tensors = with_wrong(stack_layers(dict(model.named_parameters())), "mlp_out_weight", value)
+        llmc_weights.write_model(tmp_path / "model.bin", shape, tensors)
+        source, named = dict(llmc=str(tmp_path / "model.bin")), "model.bin: mlp_out_weight: 1 of 8,192"
+    else:
+        name = "q_lora_a.1" if kind == "adapter" else "gate_up_weight.1"
+        lora = dict(lora_rank=2, lora_alpha=8.0) if kind == "adapter" else {}
+        config = TransformerConfig(dataset="text", model_size="llama_tiny")
+        model = Llama(config.shape, **lora)
+        model.initialise(0)
+        values = dataclasses.asdict(config) | lora
+        if lora:
+            values |= dict(initial_weights=str(tmp_path), model_config=json.dumps(CONFIG_OF_LLAMA_TINY))
+        tensors = with_wrong(model.state_dict(), name, value)
+        Checkpoints(tmp_path / "checkpoints", 1).save(1, {"model": tensors}, {"config": values})
+        source, named = dict(run_dir=str(tmp_path)), f"step_00000001: {name}: 1 of"
+    for int8 in (False, True):
+        with pytest.raises(InputError, match=f"{named}.* infinite or not a number"):
+            sources.load(sources.open_source(**source), torch_xla.device(), int8)
+
+
+@pytest.mark.parametrize("temperature, top_k", [(0, 0), (1.0, 0), (1.0, 5)])
+def test_logits_that_are_no_numbers_are_no_answer(temperature, top_k):
+    """Weights that are numbers, each of them, may be too large for their sums."""
+    model = Llama(TINY)
+    model.initialise(1)
+    with torch.no_grad():
+        model.token_embedding[9] = 3e38
+    with pytest.raises(NonFiniteError, match="the logits behind 3 tokens are infinite or not a number"):
+        sample(model.to(torch_xla.device()), [[5, 6, 7]], temperature=temperature, top_k=top_k)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ examples is the same in all of them, whatever the model, the loss and the labels
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,21 +71,29 @@ def examples_of(dataset) -> tuple[torch.Tensor, ...]:
 # ----------------------------------------------------------------------------------------------------------- the model
 
 
-def flops_of(model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
+def flops_of(model: nn.Module, inputs: Sequence[torch.Tensor], where: str = "meta") -> int:
     """Run the model both ways by PyTorch and without memory. Returns the FLOPs of one example."""
     shape = " and ".join(f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}" for array in inputs)
     try:
-        shapes = with_tensors(model, lambda tensor: tensor.detach().to("meta"))
+        shapes = with_tensors(model, lambda tensor: tensor.detach().to(where, copy=True))
         with FlopCounterMode(display=False) as counter:
-            outputs = shapes(*(array.to("meta") for array in inputs))
+            outputs = shapes(*(array.to(where) for array in inputs))
             results = [one for one in tensors_in(outputs) if one.requires_grad]
             if results:
                 sum(one.float().sum() for one in results).backward()
     except OTHERS as error:
+        name = re.match(r"aten::(\w+): attempted", str(error))
+        operation = name and getattr(torch.ops.aten, name[1])
+        if operation and not any(torch.Tag.dynamic_output_shape in one.tags for one in overloads(operation)):
+            return flops_of(model, inputs, "cpu")  # PyTorch has no way to run it without values: weight_norm
         raise InputError(why_not(error, shape)) from error
     if next(tensors_in(outputs), None) is None:
         raise InputError(f"the model returns {type(outputs).__name__} for images {shape}; expected tensors")
     return counter.get_total_flops() // len(inputs[0])
+
+
+def overloads(operation) -> list:
+    return [getattr(operation, name) for name in operation.overloads()]
 
 
 def why_not(error: Exception, shape: str) -> str:

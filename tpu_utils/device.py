@@ -175,6 +175,12 @@ def operations_traced() -> int:
     return sum(met.counter_value(name) or 0 for name in names)
 
 
+def operations_on_host() -> list[str]:
+    """Operations so far that torch_xla has no lowering for, and computes on the host instead."""
+    found = (name for name in met.counter_names() if name.startswith("aten::"))
+    return [name for name in found if name != "aten::_local_scalar_dense"]  # .item()
+
+
 def transfers_to_device() -> int:
     """Host-to-device transfers of this process so far, by torch_xla's own counter."""
     return (met.metric_data("TransferToDeviceTime") or [0])[0]

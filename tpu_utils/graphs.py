@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tpu_utils.clock import Goodput
-from tpu_utils.device import DEVICE_TYPE, compile_step, graphs_compiled, pending_operation
+from tpu_utils.device import DEVICE_TYPE, compile_step, graphs_compiled, operations_on_host, pending_operation
 from tpu_utils.errors import RecompileError
 
 
@@ -34,7 +34,7 @@ class OneGraph:
         """The step without the watch, for a call outside of a run."""
 
     def _begin(self) -> None:
-        self.graphs_before = graphs_compiled()
+        self.graphs_before, self.on_host = graphs_compiled(), operations_on_host()
 
     def __call__(self, *arguments, **keywords):
         watch = self.watch or StepWatch([self])
@@ -137,7 +137,7 @@ class StepWatch:
             except RuntimeError as error:
                 from tpu_utils.second_graph import raise_if_read  # only for an error
 
-                raise_if_read(error, step.__name__, call)
+                raise_if_read(error, step.__name__, call, step.on_host)
                 raise
         total, numbers = graphs_compiled(), _numbers_in(named)
         new, outside, self.total = total - step.graphs_before, step.graphs_before - self.total, total

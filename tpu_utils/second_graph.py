@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tpu_utils.device import DEVICE_TYPE, READS, operations_traced
+from tpu_utils.device import DEVICE_TYPE, READS, operations_on_host, operations_traced
 from tpu_utils.errors import InputError, RecompileError, first_line, line_of
 from tpu_utils.lines import LineWatch
 
@@ -53,12 +53,20 @@ def reasons(
     ]
 
 
-def raise_if_read(error: RuntimeError, name: str, call: str) -> None:
-    """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads."""
+def raise_if_read(error: RuntimeError, name: str, call: str, before: list[str]) -> None:
+    """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads.
+
+    before: operations_on_host() as the step began."""
     if not any(said in str(error) for said in READS):
         return
     if isinstance(error.__context__, RuntimeError):  # torch_xla's sync() behind the step fails over the same
         error = error.__context__
+    if host := [operation for operation in operations_on_host() if operation not in before]:
+        raise RecompileError(
+            f"{name} computes {', '.join(host)} in {call}, which torch_xla has not: it would read its tensors and "
+            f"compute on the host, at {line_of(error)}; expected other operations there, such as (a * b).sum() for the "
+            "vdot of torch's spectral_norm"
+        ) from None
     raise RecompileError(
         f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "
         "none of .item(), print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; "

@@ -172,6 +172,11 @@ def operations_traced() -> int:
     return 0
 
 
+def operations_on_host() -> list[str]:
+    """A graph has none."""
+    return []
+
+
 def transfers_to_device() -> float:
     """Not counted: nan."""
     return float("nan")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tpu_utils.clock import Goodput
-from tpu_utils.device import DEVICE_TYPE, compile_step, graphs_compiled, operations_on_host, pending_operation
+from tpu_utils.device import DEVICE_TYPE, IS_XLA, compile_step, graphs_compiled, operations_on_host, pending_operation
 from tpu_utils.errors import RecompileError
 
 
@@ -149,7 +149,7 @@ class StepWatch:
             raise RecompileError(
                 f"{call} compiled graph {seen.graphs} of {step.__name__}, expected 1: {'; '.join(why)}"
             )
-        if outside and self._in_run and not self._outside:
+        if outside and self._in_run and IS_XLA and not self._outside:
             from tpu_utils.second_graph import GraphsOutside  # only for a run that has one
 
             self._outside = GraphsOutside(call, step.__name__, seen)

@@ -106,7 +106,8 @@ class GraphsOutside:
         lines = self._lines.lines("operations") if self._is_watched else []
         if self._is_watched and not (lines or is_last or self._calls > MOST_CALLS):
             return
-        self._lines.stop()
+        if self._is_watched:
+            self._lines.stop()
         raise self._error(
             f", at {lines[0][1]}" if lines else "",
             "move them into a step, or read the tensor as it is, by .cpu(), and compute on the host; a function that "

@@ -21,6 +21,8 @@ ADVICE = {
     READS: "there the host waits until the device has done all steps sent so far, and on a TPU the device then has "
     "nothing to do until the next one arrives: keep the value on the device, or read it beside run.log()",
 }
+MOST_STEPS = 100
+"""Of a run that is not strict: so many are looked at line by line, which costs the host time."""
 STRICT = "; --strict allows none: leave it out to go on, more slowly"
 
 
@@ -82,7 +84,7 @@ class Transfers:
         self._unnamed = {name: functools.partial(self._count, name) for name in BESIDE}
         if math.isnan(self._count(READS)):  # the backend does not count
             self._unnamed = {}
-        self._say, self._is_strict, self._watch = say, is_strict, None
+        self._say, self._is_strict, self._watch, self._watched = say, is_strict, None, 0
         self.start()
 
     def _count(self, name: str) -> float:
@@ -91,7 +93,7 @@ class Transfers:
     def start(self) -> None:
         """Count from now: a log line may read."""
         self._begin = {name: self._count(name) for name in BESIDE}
-        self._steps, self._reads = 0, self._begin[READS]
+        self._steps, self._reads, self._uploads = 0, self._begin[READS], self._begin[UPLOADS]
         if self._watch:
             self._watch.forget()
 
@@ -128,12 +130,18 @@ class Transfers:
         transfer, if that is to stop the run."""
         self._steps, self._reads = self._steps + 1, self._count(READS)
         some = self._reads > self._begin[READS] and READS in self._unnamed
-        if UPLOADS in self._unnamed and (self._is_strict or self._steps == 2 or self.per_step[UPLOADS]):
-            some |= self._count(UPLOADS) > self._begin[UPLOADS]  # not always: it waits for a batch that is sent
+        is_asked = compiled or self._is_strict or self._steps == 2 or self.per_step[UPLOADS]
+        if UPLOADS in self._unnamed and is_asked:  # not always: it waits for a batch that is sent
+            before, self._uploads = self._uploads, self._count(UPLOADS)
+            some |= self._uploads > before and not compiled
         if self._watch and compiled:
             self._watch.forget()
         elif self._watch:
             self._name_lines(self._watch)
+            self._watched += 1
+            if self._watched > MOST_STEPS and not self._is_strict:
+                self._unnamed = {}
+                self.close()
         elif self._unnamed and (some or self._is_strict):
             from tpu_utils.lines import LineWatch  # only for a run that has any, or may have none
 

@@ -50,9 +50,14 @@ def reads(x):
 def asks(x):
     return x if x.sum() > 0 else -x
 
+@one_graph  # by itself, without a run
+def alone(x):
+    return x * 3
+
 watch = StepWatch([double, reads, asks], Goodput())
-double(torch.ones(2)), double(torch.ones(2))
-for step, size in ((double, 3), (reads, 2), (asks, 2)):
+for step in (double, alone):
+    step(torch.ones(2)), step(torch.ones(2))
+for step, size in ((double, 3), (reads, 2), (asks, 2), (alone, 3)):
     try:
         step(torch.ones(size))
     except RecompileError as error:
@@ -183,8 +188,9 @@ def test_a_checkpoint_of_the_first_road_goes_on_upon_the_second(second):
 def test_a_second_graph_and_a_read_are_refused(second):
     program = second.mine / "one_graph.py"
     program.write_text(IN_ONE_GRAPH)
-    double, reads, asks = second.run(program).splitlines()
+    double, reads, asks, alone = second.run(program).splitlines()
     assert double == "step 3 compiled graph 2 of double, expected 1: x was float32[2], is float32[3]"
+    assert alone == "call 3 compiled graph 2 of alone, expected 1: x was float32[2], is float32[3]"
     assert reads.startswith(f"torch.compile makes no one graph of reads, at {program}:14: it reads a tensor; expected")
     assert asks.startswith(f"torch.compile makes no one graph of asks, at {program}:18: Data-dependent branching; exp")
 

@@ -186,6 +186,25 @@ def test_a_backend_that_does_not_count_says_nothing(monkeypatch):
     assert sys.gettrace() is None
 
 
+def test_constants_of_a_step_that_compiles_are_no_uploads(no_trace):
+    """A shape that comes for the first time inside a log window; the step after it sends nothing."""
+    sent = [0]
+    transfers = Transfers(lambda: sent[0], pytest.fail, False)
+    for compiled in (False, True, False, False):
+        sent[0] += compiled
+        transfers.step_done(compiled)
+        assert sys.gettrace() is None
+
+
+def test_lines_are_looked_for_in_a_hundred_steps_at_most(no_trace):
+    sent = [0]
+    transfers = Transfers(lambda: sent[0], pytest.fail, False)
+    transfers.step_done(False)
+    sent[0] = 1
+    looked = [bool(transfers.step_done(False) or sys.gettrace()) for _ in range(150)]
+    assert looked == [True] * 101 + [False] * 49
+
+
 class Reading(Run):
     """Its loop reads in every step."""
 

@@ -111,10 +111,10 @@ def check_same(name: str, found: Tensors, expected: Tensors) -> None:
         size, apart = there.norm().item(), (here - there).norm().item()
         allowed = TOLERANCE * size + NOISE * sizes.get(key[0], 0.0) ** 0.5
         if apart > allowed or (math.isnan(apart) and not math.isnan(size)):
-            worst.append((apart / (size + apart), key, here.norm().item(), size))
+            worst.append((-apart / (size + apart), key, here.norm().item(), size))
     if not worst:
         return
-    _, (kind, tensor), here, there = max(worst)
+    _, (kind, tensor), here, there = min(worst)
     what = kind if kind == tensor else f"{kind} of {tensor}"
     remedy = "another torch (requirements-torchtpu.txt), or operations of torch in place of a torch.autograd.Function"
     if kind == LEFT:

@@ -152,8 +152,9 @@ def rows_of(entry: Entry, items: list[Item], number: int, tokenizer: Tokenizer, 
     """Of one question, after examples that its number draws. What the choices have in common is no target: their
     beginning, or of a schema all but their common end."""
     item = items[number]
-    others = [n for n in range(len(items)) if n != number]
+    others = range(len(items) - 1)  # of a list of them each question would cost as much as there are
     drawn = random.Random(SHOT_SEED + number).sample(others, entry.num_shots) if entry.num_shots else []
+    drawn = [n + (n >= number) for n in drawn]
     shots = "".join(items[n].prompts(entry.delimiter)[items[n].gold] + "\n\n" for n in drawn)
     prompts = [shots + prompt for prompt in item.prompts(entry.delimiter)]
     first = tokenizer.prefix

@@ -8,7 +8,10 @@ from language.shapes import LlamaShape, ModelShape, RopeScaling
 from tpu_utils.errors import InputError
 
 MOST = {"layers": 1024, "heads": 4096, "experts": 1024, "width": 1 << 20, "tokens": 1 << 24}
+MOST["vocabulary"] = 1 << 20  # below START of token_data.py
 """Bounds of the numbers in a config.json, so that no file can ask for a model that nobody could list."""
+MOST_PARAMETERS, MOST_MATRICES = 1 << 42, 1 << 16
+"""Of all of them together: published models have up to 2 trillion parameters, and 61 layers of 384 experts."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROTARY = {  # what rope_scaling says, by its kind
     "linear": ("factor",),
@@ -37,7 +40,14 @@ def shape_of(found: dict, name: str = "config.json") -> ModelShape:
         if (value := found.get(key, values[0])) not in values:
             raise _wrong(name, key, value, f"{values[0]}: the {kind} of this project has no other")
     # a key that is null has no default: it says that there is none
-    return _gpt(found, name) if kind == "gpt2" else _llama(family.defaults | found, kind, name)
+    shape = _gpt(found, name) if kind == "gpt2" else _llama(family.defaults | found, kind, name)
+    matrices = shape.num_layers * max(1, getattr(shape, "num_experts", 0))
+    if shape.num_parameters > MOST_PARAMETERS or matrices > MOST_MATRICES:
+        raise InputError(
+            f"{name}: a model of {shape.num_parameters:,} parameters in {matrices:,} layers or experts; expected at "
+            f"most {MOST_PARAMETERS:,} in {MOST_MATRICES:,}; copy the file again"
+        )
+    return shape
 
 
 def _wrong(name: str, key: str, value, expected: str) -> InputError:
@@ -59,7 +69,8 @@ def _positive(found: dict, key: str, name: str, default: float | None = None) ->
 
 
 def _gpt(found: dict, name: str) -> ModelShape:
-    keys = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "n_positions": "tokens", "vocab_size": "tokens"}
+    keys = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "n_positions": "tokens"}
+    keys |= {"vocab_size": "vocabulary"}
     shape = ModelShape(*(_size(found, key, bound, name) for key, bound in keys.items()))
     inner = _size(found, "n_inner", "width", name, 4 * shape.embedding_dim)
     if inner != 4 * shape.embedding_dim or shape.embedding_dim % shape.num_heads:
@@ -89,7 +100,7 @@ def _llama(found: dict, kind: str, name: str) -> LlamaShape:
     pattern = _pattern(found, family.layers, layers, name)
     theta, scaling, local_theta = _rotary(found, kind, rotated // 2, context, name)
     return LlamaShape(
-        layers, heads, width, context, _size(found, "vocab_size", "tokens", name), kv_heads,
+        layers, heads, width, context, _size(found, "vocab_size", "vocabulary", name), kv_heads,
         _size(found, mlp, "width", name), 0 if head_dim * heads == width else head_dim, tied, kind,
         theta, scaling, _positive(found, "rms_norm_eps", name, 1e-6),
         window=_size(found, "sliding_window", "tokens", name) if "local" in pattern else 0, pattern=pattern,

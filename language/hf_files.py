@@ -110,7 +110,7 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
 
 def of_other_experts(own: ModelShape, found: dict) -> list[str]:
     """How many experts the tensors are of, unless it is as many as config.json says."""
-    numbers = [int(number) for name in found for number in re.findall(r"\.experts\.(\d+)\.", name)]
+    numbers = [int(number) for name in found for number in re.findall(r"\.experts\.(\d{1,9})\.", name)]
     count, said = max(numbers, default=-1) + 1, getattr(own, "num_experts", 0)
     return [] if count == said else [f"{CONFIG} says {said} experts, and the tensors are of {count}"]
 

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +35,8 @@ LONGEST_FOOTER = 1 << 26  # bytes of the description at the end of a parquet fil
 LONGEST_LIST = 1 << 24  # bytes of a list of files
 SAMPLE = 1 << 12  # bytes at each end of a file that identify it, beside name and size
 BLOCK = 1 << 22  # bytes of one request to a bucket
-ROWS = 64  # of a parquet file that are in memory as text
+ROWS = 64  # of a parquet file that are in memory as text, at most
+BATCH_BYTES = 1 << 28  # that these take, where one of them alone takes less
 EXPECTED = "documents: .parquet, .jsonl or .json, the last two also with .gz or .zst"
 NAMES = re.compile(r"\.(?:(parquet)|(?:jsonl|json|ndjson)(?:\.(gz|zst))?)$")
 SKIPPABLE = tuple(bytes([byte]) + b"\x2a\x4d\x18" for byte in range(0x50, 0x60))  # frames that pzstd begins with
@@ -251,7 +253,7 @@ REMEDY = "copy it again, or leave out what is damaged with --stream_damaged skip
 
 def lines_of_json(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Iterator[str | InputError]:
     """A document is a line that is not blank."""
-    number, line_number = -1, 0
+    number, line_number, blank = -1, 0, 0
     with decompressed(opened, file.kind) as lines:
         refuse_other_json(lines, file.name)
         while line := lines.readline(LONGEST + 1):
@@ -259,10 +261,23 @@ def lines_of_json(opened: BinaryIO, file: StreamFile, field: str, first: int) ->
             if len(line) > LONGEST:
                 raise InputError(f"{file.name}: line {line_number} has more than {LONGEST:,} bytes; {REMEDY}")
             if line.isspace():
+                blank += 1
+                line_number += pass_blank(lines) if blank % 64 == 0 else 0
                 continue
-            number += 1
+            number, blank = number + 1, 0
             if number >= first:
                 yield text_of_line(line, f"{file.name}: line {line_number}", field)
+
+
+def pass_blank(lines: BinaryIO) -> int:
+    """Go to what is not blank, a block at a time: a few bytes of zstd are millions of lines. Returns how many."""
+    passed = 0
+    while block := lines.peek(1):
+        size = len(block) - len(block.lstrip())
+        passed += lines.read(size).count(b"\n")
+        if size < len(block):
+            break
+    return passed
 
 
 def text_of_line(line: bytes, where: str, field: str) -> str | InputError:
@@ -278,6 +293,16 @@ def text_of_line(line: bytes, where: str, field: str) -> str | InputError:
     return InputError(f"{where} has {has:.200}; expected an object with {field}: str; name another --text_field")
 
 
+def size_of_texts(group, field: str) -> int:
+    """Bytes of a column in a row group, as its description says: values that a dictionary has count once."""
+    columns = (group.column(number) for number in range(group.num_columns))
+    return sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field)
+
+
+def too_long(where: str, size: int) -> InputError:
+    return InputError(f"{where} has {size:,} bytes; expected {LONGEST:,}; {REMEDY}")
+
+
 def checked(text: Any, where: str) -> str | InputError:
     if not isinstance(text, str):
         return InputError(f"{where} has no text (null); {REMEDY}")
@@ -285,7 +310,7 @@ def checked(text: Any, where: str) -> str | InputError:
         size = len(text.encode())
     except UnicodeEncodeError:
         return InputError(f"{where} has half a surrogate pair; expected UTF-8 text; {REMEDY}")
-    return text if size <= LONGEST else InputError(f"{where} has {size:,} bytes; expected {LONGEST:,}; {REMEDY}")
+    return text if size <= LONGEST else too_long(where, size)
 
 
 def decompressed(opened: BinaryIO, kind: str) -> contextlib.AbstractContextManager[BinaryIO]:
@@ -314,6 +339,7 @@ def open_parquet(opened: BinaryIO, name: str, size: int, remedy: str):
 def rows_of(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Iterator[str | InputError]:
     """A document is a row. Row groups before `first` are passed over unread."""
     import pyarrow  # only here
+    from pyarrow import compute
 
     found = open_parquet(opened, file.name, file.size, REMEDY)
     kinds = [column.type for column in found.schema_arrow if column.name == field]
@@ -330,10 +356,21 @@ def rows_of(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Itera
         if end <= first:
             number = end
             continue
-        for batch in found.iter_batches(ROWS, [group], [field], use_threads=False):
-            for text in batch.column(0).to_pylist():
+        where = partial("{}: row {} (row group {})".format, file.name)
+        if (size := size_of_texts(found.metadata.row_group(group), field)) > LONGEST * (end - number):
+            for row in range(max(number, first), end):  # unread: what is longest in it is in memory as a whole
+                yield too_long(where(row + 1, group + 1), size // (end - number))
+            number = end
+            continue
+        rows = min(ROWS, max(1, BATCH_BYTES // max(size, 1)))  # each may be the longest value, which is there once
+        for batch in found.iter_batches(rows, [group], [field], use_threads=False):
+            column = batch.column(0)
+            if column.type not in (pyarrow.string(), pyarrow.large_string()):
+                column = column.cast(pyarrow.large_string())
+            for text, size in zip(column, compute.binary_length(column).to_pylist(), strict=True):
                 if number >= first:
-                    yield checked(text, f"{file.name}: row {number + 1} (row group {group + 1})")
+                    here = where(number + 1, group + 1)
+                    yield too_long(here, size) if (size or 0) > LONGEST else checked(text.as_py(), here)
                 number += 1
         if number != end:
             raise InputError(f"{file.name}: row group {group + 1} ends at row {number}, not {end}; {REMEDY}")

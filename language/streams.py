@@ -28,7 +28,7 @@ import numpy as np
 from language.chat_data import check_tokenizer, tokenizer_of
 from language.stream_files import StreamFile, check_no_overlap, fingerprint_of, list_files, read_documents
 from language.token_data import SequenceData, allow_open_files
-from language.tokenizer import Tokenizer
+from language.tokenizer import Tokenizer, check_lost
 from language.transformer_options import TransformerConfig
 from tpu_utils.errors import CheckpointError, InputError
 
@@ -36,6 +36,7 @@ MOST_LANES = 64
 MOST_WORKERS = 16  # more threads than that wait for each other: docs/streams.md
 WINDOW_BYTES = 1 << 25  # a window ends earlier once its text is so long: what bounds memory where documents are long
 CHUNK = 64  # documents that a thread tokenizes at a time
+CHUNK_CHARACTERS = 1 << 22  # after which a chunk has no more of them: tokens take 30 times the memory of their text
 CHUNKS_AHEAD = 2  # of each lane
 HELD_OUT, OF_THE_FIRST = 10, 1000  # for validation: one of ten, of the first thousand documents of each file
 
@@ -208,9 +209,22 @@ class Lane:
 
     def _split(self, window: Window) -> None:
         first = self._start.index if window.position[:3] == self._start[:3] else 0
-        for index in range(first, len(window.texts), CHUNK):
-            texts = window.texts[index : index + CHUNK]
-            self._waiting.append(Window(window.position._replace(index=index), texts))
+        for texts in chunks_of(iter(window.texts[first:])):
+            self._waiting.append(Window(window.position._replace(index=first), texts))
+            first += len(texts)
+
+
+def chunks_of(texts: Iterator[str]) -> Iterator[list[str]]:
+    """What is tokenized at a time."""
+    chunk, size = [], 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text)
+        if len(chunk) == CHUNK or size > CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
@@ -378,10 +392,14 @@ def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
     """
     T, found, count = config.shape.sequence_length, [], 0
     wanted = config.eval_batches * config.global_batch_size * T + 1
-    texts = texts_for_validation(reading, config)
-    while count < wanted and (chunk := list(itertools.islice(texts, CHUNK))):
+    chunks, lost, size = chunks_of(texts_for_validation(reading, config)), Counter(), 0
+    while count < wanted and (chunk := next(chunks, [])):
         found += encode(reading.tokenizer, chunk)
         count += sum(map(len, found[-len(chunk) :]))
+        for text, tokens in zip(chunk, found[-len(chunk) :], strict=True):
+            lost += reading.tokenizer.lost(text, tokens)
+            size += len(text)
+    check_lost(lost, size, "the documents for validation")
     if count < 2:
         raise InputError(
             f"no text for validation; expected a file of {HELD_OUT} documents or more, of which one is held out; or "
@@ -414,5 +432,6 @@ def speed_of(reading: Reading) -> float:
     began, tokens = time.thread_time(), []
     with contextlib.suppress(InputError):  # whoever needs these documents says so
         found = itertools.islice(read_documents(reading.files[0], reading.text_field), 4 * CHUNK)
-        tokens = encode(reading.tokenizer, [text for text in found if isinstance(text, str)])
+        for texts in itertools.islice(chunks_of(text for text in found if isinstance(text, str)), 4):
+            tokens += encode(reading.tokenizer, texts)
     return sum(map(len, tokens)) / max(time.thread_time() - began, 1e-9)

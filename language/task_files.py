@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from language.stream_files import ROWS, open_parquet
+from language.stream_files import open_parquet
 from tpu_utils.errors import InputError
 from tpu_utils.files import file_size, open_regular, parse_json, read_regular
 
@@ -35,14 +35,14 @@ def read_rows(path: Path, expected: str) -> list[tuple[str, dict]]:
                 raise InputError(f"{path}: {count:,} rows; expected 1 to {MOST_QUESTIONS:,} questions")
             if len(set(names := found.schema_arrow.names)) < len(names):
                 raise InputError(f"{path}: two columns have one name; expected {expected}")
-            for batch in found.iter_batches(ROWS, use_threads=False):
-                unpacked += batch.nbytes
+            for batch in found.iter_batches(1, use_threads=False):  # many rows may be one value of a dictionary
+                records += batch.to_pylist()
+                unpacked += size_of(records[-1])
                 if unpacked > LARGEST_FILE or len(records) > MOST_QUESTIONS:
                     raise InputError(
                         f"{path}: more than {LARGEST_FILE:,} bytes or {MOST_QUESTIONS:,} rows when it is unpacked; "
                         f"expected {expected}"
                     )
-                records += batch.to_pylist()
         except InputError:
             raise
         except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
@@ -53,6 +53,13 @@ def read_rows(path: Path, expected: str) -> list[tuple[str, dict]]:
     if len(records) != count:
         raise InputError(f"{path} has {len(records)} rows, and describes {count}; expected {expected}; {REMEDY}")
     return [(f"{path}, row {number}", record) for number, record in enumerate(records, 1)]
+
+
+def size_of(value) -> int:
+    """Bytes of the texts in a record, about."""
+    if isinstance(value, dict | list):
+        return 16 + sum(map(size_of, value.values() if isinstance(value, dict) else value))
+    return 16 + len(value) if isinstance(value, str | bytes) else 16
 
 
 def read_lines(path: Path, expected: str) -> list[tuple[str, dict]]:
@@ -99,5 +106,6 @@ def member(record: dict, name: str, allowed: Sequence) -> int:
 
 def tidied(written: str) -> str:
     """HellaSwag's texts without WikiHow's marks in brackets: preprocess() of lm-evaluation-harness."""
-    written = written.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", written).replace("  ", " ")
+    lines = [line.rpartition("]") for line in written.strip().replace(" [title]", ". ").split("\n")]
+    # behind the last ] of a line none is closed: each of a million [ would be looked through to its end
+    return "\n".join(re.sub(r"\[.*?\]", "", head + end) + rest for head, end, rest in lines).replace("  ", " ")

@@ -163,17 +163,20 @@ def with_examples(name: str, path: Path, num_shots: int = 0, limit: int = 0) -> 
     found = read_examples(name, tested)[: limit or None]
     pool = read_examples(name, trained) if trained else []
     draw = random.Random(SEED)  # one after another, so the examples of a question depend on its place in the file
-    return [(where, one, before(name, record, where, pool, num_shots, draw)) for where, record, one in found]
+    by_subject: dict[str, list] = {}  # mmlu's examples are of the question's own
+    for example in pool:
+        by_subject.setdefault(example[1]["subject"] if name == "mmlu" else "", []).append(example)
+    return [(where, one, before(name, record, where, by_subject, num_shots, draw)) for where, record, one in found]
 
 
-def before(name: str, record: dict, where: str, pool: list, num_shots: int, draw: random.Random) -> str:
+def before(name: str, record: dict, where: str, by_subject: dict, num_shots: int, draw: random.Random) -> str:
     """What the harness puts in front of a question: mmlu's description, and the examples."""
-    description, more = "", name in DRAWS_ONE_MORE
+    description, more, pool = "", name in DRAWS_ONE_MORE, by_subject.get("", [])
     if name == "mmlu":
         subject = record["subject"]
         about = subject.replace("_", " ")
         description = f"The following are multiple choice questions (with answers) about {about}.\n\n"
-        pool = [one for one in pool if one[1]["subject"] == subject]
+        pool = by_subject.get(subject, [])
     if not num_shots:
         return description
     if name == "mmlu":

@@ -21,17 +21,23 @@ WORDS = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}
 worth no token of a small vocabulary. Source: nanochat/tokenizer.py of github.com/karpathy/nanochat."""
 
 
+PIECES = r"[\s\S]{1,256}"
+"""What a longer word is cut into in training, whose time grows with the square of a word: a run of one letter."""
+
+
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     """The same documents give the same tokenizer, byte for byte. Raises InputError for a text that is too short."""
     made = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    split, pieces = (pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in (WORDS, PIECES))
+    to_bytes = pre_tokenizers.ByteLevel(False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, pieces, to_bytes])
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     size = vocab_size - len(SPECIAL)
     made.train_from_iterator(
         documents, trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=alphabet)
     )
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     if (found := made.get_vocab_size()) < size:
         raise InputError(
             f"the text has pairs for a vocabulary of {found + len(SPECIAL)}, expected {vocab_size}; give more text, or "

@@ -111,7 +111,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     """Width of the model."""
     sequence_length: Annotated[int, Range("[0, inf)")] = 0
     """Context: the longest sequence, in tokens. 0 with model_config: what that says, at most 4096."""
-    vocab_size: Annotated[int, Range("[0, inf)")] = 0
+    vocab_size: Annotated[int, Range("[0, 1048576]")] = 0
     """0: 64 for synthetic, 257 for text and chat (bytes), that of model_size for tokens, that of model_config."""
     num_steps: Annotated[int, Range("[1, 10000000]")] = 500
     """Optimizer steps of the run."""

@@ -418,3 +418,50 @@ def test_an_object_that_was_replaced_or_is_not_there_is_refused(bucket):
     ):
         with pytest.raises((InputError, PassingError), match=said):
             list_files(url, "")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
+def test_millions_of_blank_lines_are_passed_in_blocks(tmp_path, ending, monkeypatch):
+    """A few hundred bytes of zstd are as many; each was read as a line of its own. Lines keep their numbers."""
+    content = b'{"text": "a"}\n' + b"\n" * 300_000 + b' \t\r\n{"text": "b"}\n' + b"\n" * 100 + b"{\n" + b"\n" * 70
+    packed = {"jsonl": content, "jsonl.gz": gzip.compress(content), "jsonl.zst": pyarrow.compress(content, "zstd")}
+    path, blocks, pass_blank = tmp_path / f"a.{ending}", [], stream_files.pass_blank
+    path.write_bytes(bytes(packed[ending]))
+    monkeypatch.setattr(stream_files, "pass_blank", lambda lines: blocks.append(pass_blank(lines)) or blocks[-1])
+    first, second, damaged = read(path)
+    assert (first, second) == ("a", "b") and "line 300104 is no JSON" in str(damaged)
+    assert blocks[0] == 300_001 - 64 and len(blocks) == 3
+
+
+@pytest.mark.parametrize("kind", ["few", "text"])
+def test_a_value_that_many_rows_share_is_in_memory_a_few_times(tmp_path, kind, monkeypatch):
+    """3,478 bytes once took 11 GB: 64 rows of one value of a dictionary."""
+    monkeypatch.setattr(stream_files, "LONGEST", 1 << 16)
+    monkeypatch.setattr(stream_files, "BATCH_BYTES", 1 << 18)
+    texts = pyarrow.array(["a" * (1 << 17), "b"])
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1] * 40, pyarrow.int32()), texts)
+    column = column if kind == "few" else column.dictionary_decode()
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet", row_group_size=60)
+    asked, iter_batches = [], pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile,
+        "iter_batches",
+        lambda self, rows, *rest, **more: asked.append(rows) or iter_batches(self, rows, *rest, **more),
+    )
+    found = read(tmp_path / "a.parquet")
+    assert [text for text in found if isinstance(text, str)] == ["b"] * 40 and max(asked) <= 2
+    assert "row 79 (row group 2) has 131,072 bytes; expected 65,536" in str(found[78])
+
+
+def test_rows_that_are_too_long_on_average_are_not_read(tmp_path, monkeypatch):
+    path = write_documents(tmp_path / "a.parquet", ["a", "b" * 5000, "c", "d"], row_group=1)
+    monkeypatch.setattr(stream_files, "LONGEST", 1000)
+    groups, iter_batches = [], pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile,
+        "iter_batches",
+        lambda self, rows, group, *rest, **more: groups.extend(group) or iter_batches(self, rows, group, *rest, **more),
+    )
+    first, long, *last = read(path)
+    assert (first, last) == ("a", ["c", "d"]) and groups == [0, 2, 3]
+    assert "row 2 (row group 2) has 5,0" in str(long) and read(path, 2) == ["c", "d"]

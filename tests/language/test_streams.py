@@ -312,3 +312,12 @@ def word_tokenizer(folder):
 def test_lanes_are_as_many_as_end_an_epoch_together(files, batch, lanes):
     config = TransformerConfig(dataset="stream", train_data="x", global_batch_size=batch)
     assert streams.lanes_of(config, files) == lanes
+
+
+def test_long_documents_are_tokenized_a_few_at_a_time(monkeypatch):
+    """64 of 16 MB took tens of gigabytes."""
+    monkeypatch.setattr(streams, "CHUNK_CHARACTERS", 100)
+    texts = ["a" * size for size in (10, 80, 20, 300, 1, 1, 101, 5)] + ["b"] * 70
+    chunks = list(streams.chunks_of(iter(texts)))
+    assert [text for chunk in chunks for text in chunk] == texts
+    assert [len(chunk) for chunk in chunks] == [3, 1, 3, 64, 7]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pyarrow
@@ -299,3 +300,22 @@ def test_a_vocabulary_of_an_unknown_tokenizer_is_refused(tmp_path):
     with pytest.raises(InputError, match="the tokenizer of a vocabulary of 999 is unknown; name it with --tokenizer"):
         load_tasks(TransformerConfig(**options))
     assert set(MAKERS) == READERS.keys() - {"arc_challenge"} and CORE not in READERS
+
+
+def test_brackets_that_nobody_closes_take_no_square_of_their_number():
+    """100 kB of [ took half a minute. What is taken out is what the harness's expression takes out."""
+    with no_hang():
+        assert task_files.tidied("[" * 200_000) == "[" * 200_000
+        assert task_files.tidied("[a]" + "[" * 100_000 + "\n]b[c]d[") == "[" * 100_000 + "\n]bd["
+    draw = random.Random(0)
+    for _ in range(500):
+        text = "".join(draw.choice("[] a\n") for _ in range(draw.randrange(20)))
+        assert task_files.tidied(text) == re.sub(r"\[.*?\]", "", text.strip()).replace("  ", " ")
+
+
+def test_a_value_that_many_rows_share_counts_as_often(tmp_path, monkeypatch):
+    monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 20)
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), ["a" * (1 << 17)])
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"more than 1,048,576 bytes or .* rows when it is unpacked"):
+        task_files.read_records(tmp_path / "a.parquet", "questions")

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from mutations import no_hang
 
+from language import tokenizer_training
 from language.chat_data import choose_format, format_chat
 from language.tokenizer import load_tokenizer
 from tools import prepare_data, train_tokenizer
@@ -78,3 +80,19 @@ def test_what_cannot_be_is_refused(tmp_path, monkeypatch, arguments, said):
     with pytest.raises(InputError, match=said):
         train_tokenizer.main()
     assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize("run", ["a", "=", " ", "\n", "\u65e5", "ab"])
+def test_a_run_of_one_letter_takes_no_square_of_its_length(run):
+    """100 kB of one letter took 11 seconds, 1 MB minutes."""
+    with no_hang():
+        found = tokenizer_training.train_tokenizer([run * 200_000 + TEXT], 270)
+    assert max(map(len, found.get_vocab())) <= 256 * len(run.encode())
+    assert found.decode(found.encode(run * 1000).ids, skip_special_tokens=True) == run * 1000
+
+
+def test_words_of_a_usual_length_are_learnt_whole(monkeypatch):
+    documents = [TEXT * 3, "b" * 256 + " " + "c" * 100, TEXT]
+    expected = tokenizer_training.train_tokenizer(documents, 280).to_str()
+    monkeypatch.setattr(tokenizer_training, "PIECES", r"[\s\S]{1,100000}")
+    assert tokenizer_training.train_tokenizer(documents, 280).to_str() == expected

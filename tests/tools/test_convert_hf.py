@@ -434,6 +434,30 @@ def test_a_folder_with_other_experts_than_its_configuration_says(folders, tmp_pa
         open_weights(folder)
 
 
+@pytest.mark.parametrize(
+    "found, message",
+    [
+        (CONFIG | dict(vocab_size=1 << 24), "vocab_size is 16777216; expected an integer from 1 to 1,048,576"),
+        (
+            CONFIG | dict(num_hidden_layers=1024, hidden_size=1 << 20, intermediate_size=1 << 20, head_dim=256),
+            "parameters in 1,024 layers or experts; expected at most 4,398,046,511,104 in 65,536",
+        ),
+        (
+            dict(model_type="gpt2", n_layer=1024, n_head=4096, n_embd=1 << 18, n_positions=1 << 24, vocab_size=9),
+            "parameters in 1,024 layers or experts; expected at most",
+        ),
+        (
+            CONFIG | dict(model_type="qwen3_moe", num_hidden_layers=1024, num_experts=1024, moe_intermediate_size=1),
+            "in 1,048,576 layers or experts; expected at most",
+        ),
+    ],
+)  # fmt: skip
+def test_a_configuration_of_a_model_that_nobody_could_list(found, message):
+    """Each number is in its bounds: the product is not."""
+    with no_hang(), pytest.raises(InputError, match=re.escape(message)):
+        shape_of(found)
+
+
 @pytest.mark.parametrize("changed, message", REFUSED, ids=lambda value: str(value)[:40])
 def test_a_configuration_of_another_model_is_refused(changed, message):
     with pytest.raises(InputError, match=re.escape(message)):

@@ -59,6 +59,12 @@ class ImageDataset:
         check_pair(f"{self.name}: test", self.test_images, self.test_labels)
         check_same_kind(f"{self.name}: images", self.train_images, self.test_images)
         check_same_kind(f"{self.name}: labels", sent(self.train_labels[:1], True), sent(self.test_labels[:1], True))
+        for part, labels in (("train", self.train_labels), ("test", self.test_labels)):
+            if (labels == IGNORED).all():
+                raise InputError(
+                    f"{self.name}: {part}_labels are all {IGNORED}, which counts neither in a loss nor in an accuracy; "
+                    "expected at least one class, 0 or more"
+                )
 
     @property
     def num_examples(self) -> int:
@@ -72,9 +78,14 @@ class ImageDataset:
 
     @cached_property
     def num_classes(self) -> int | None:
-        """Of labels that are classes 0, 1, ...; None for targets of a regression."""
-        if self.train_labels.dtype.kind == "f":
-            return None
+        """Of labels that are classes 0, 1, ..., also as floats, or a probability for each class, (N, C); None for other
+        targets."""
+        labels = self.train_labels
+        if labels.dtype.kind == "f":
+            if labels.ndim == 2 and (labels >= 0).all() and np.allclose(labels.sum(1), 1):
+                return labels.shape[1]
+            if labels.ndim > 1 or labels.min() < 0 or (labels != np.trunc(labels)).any():
+                return None
         return 1 + int(max(self.train_labels.max(), self.test_labels.max()))
 
     @property
@@ -82,9 +93,10 @@ class ImageDataset:
         kind, shape = self.train_images.dtype, " x ".join(map(str, self.train_images.shape[1:]))
         text = f"{self.name}, {shape}{'' if kind == np.uint8 else f' {kind}'}: "
         text += f"{len(self.train_labels)} train, {len(self.test_labels)} test"
-        present = np.unique(self.train_labels) if self.num_classes else np.arange(0)
+        classes = 0 if self.train_labels.dtype.kind == "f" else self.num_classes
+        present = np.unique(self.train_labels) if classes else np.arange(0)
         present = present[present != IGNORED]
-        if absent := (self.num_classes or 0) - len(present):
+        if absent := classes - len(present):
             first = int(np.flatnonzero(np.append(present, -1) != np.arange(len(present) + 1))[0])
             text += f"; no training example of class {first}{f' and {absent - 1} more' if absent > 1 else ''}"
         if self.best_accuracy is None:

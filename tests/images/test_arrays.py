@@ -106,6 +106,7 @@ def with_value(array, place, value):
         (dict(images=IMAGES.astype(float) + 1e300, test_images=IMAGES.astype(float)), "example 0 has 1e\\+300"),
         (dict(labels=with_value(LABELS, 3, -1)), "train_labels: example 3 has -1; expected 0 to 2147483647: classes"),
         (dict(labels=LABELS + 2**31), "example 0 has 2147483648"),
+        (dict(test_labels=LABELS * 0 - 100), "mine: test_labels are all -100, which counts neither in a loss nor"),
         (dict(labels=LABELS * np.nan), "train_labels: example 0 has nan"),
         (dict(labels=LABELS.astype(float)), r"labels are float32 \(\) in the training set, int32"),
         (dict(labels=LABELS[:, None]), r"labels are int32 \(1,\) in the training set"),
@@ -125,6 +126,22 @@ def with_value(array, place, value):
 def test_arrays_that_cannot_be_trained_on_are_named(arrays, said):
     with pytest.raises(InputError, match=said):
         a_set(**arrays)
+
+
+@pytest.mark.parametrize(
+    "labels, expected",
+    [
+        (LABELS, 3),
+        (LABELS.astype(float), 3),  # classes as floats
+        (np.eye(3)[LABELS], 3),  # one-hot floats, and other probabilities
+        (np.eye(3)[LABELS] * 0.5 + np.eye(3)[LABELS[::-1]] * 0.5, 3),
+        (LABELS + 0.5, None),
+        (LABELS - 1.0, None),
+        (np.eye(3)[LABELS] * 2.0, None),  # several targets
+    ],
+)
+def test_classes_of_labels_in_any_form(labels, expected):
+    assert a_set(labels=labels, test_labels=labels).num_classes == expected
 
 
 def test_anything_that_is_an_array_of_numbers_is_taken(tmp_path):

@@ -3,7 +3,8 @@
 torch_xla 2.9 puts into running_var what XLA's BatchNormTraining gives, the variance over all n values of a channel
 (torch_xla/csrc/tensor_methods.cpp, native_batch_norm). PyTorch puts there n / (n - 1) of it, the unbiased estimate
 (aten/src/ATen/native/Normalization.cpp, batch_norm_cpu_update_stats_template). Training reads neither, an evaluation
-does. Averages of a checkpoint are taken as they are: the next steps move them on.
+does. Averages of a checkpoint are taken as they are: the next steps move them on. And a layer in eval mode while others
+learn has no backward pass there.
 """
 
 import functools
@@ -43,6 +44,12 @@ def _averaging(name: str, biased_on: str) -> Callable:
         use_input_stats=True,
     ):
         learns, is_biased = training and use_input_stats, input.device.type == biased_on
+        if is_biased and not learns and running_var is not None and torch.is_grad_enabled():
+            # frozen: torch_xla's backward pass wants a mean of the batch, and there is none ("offset factor is 0")
+            shape = (1, -1, *[1] * (input.dim() - 2))
+            scale = torch.rsqrt(running_var + eps) * (1 if weight is None else weight)
+            output = (input - running_mean.view(shape)) * scale.view(shape)
+            return (output if bias is None else output + bias.view(shape)).to(input.dtype)
         if not learns or running_var is None or not (is_biased or isinstance(momentum, torch.Tensor)):
             return plain(input, running_mean, running_var, weight, bias, learns, momentum, eps)
         # autograd keeps the averages that it is given, so they must not change behind it: these are new ones

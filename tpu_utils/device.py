@@ -29,6 +29,8 @@ from tpu_utils.hardware import attached_chips
 if TYPE_CHECKING:
     from config import TrainConfig
 
+# else model.to(device) makes two of a parameter that stands in two places, as tied weights do
+torch.__future__.set_swap_module_params_on_conversion(True)
 if find_spec("torch_xla"):
     import torch_xla
     import torch_xla.backends

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpu_utils.device import drawing_from
 from tpu_utils.errors import OTHERS, InputError, first_line, line_of
+from tpu_utils.unsaved import changes, leaves_of
 
 if TYPE_CHECKING:
     from tpu_utils.run import Run
@@ -98,13 +99,14 @@ def check_evaluation(evaluate: Callable, model: nn.Module, rows: tuple, num_clas
     values = partial(values_by, evaluate, model, run=run, noise=noise)
     count, labels = len(rows[0]), rows[-1]
     model.train()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before, attributes = {n: tensor.clone() for n, tensor in model.state_dict().items()}, leaves_of({"": model}, set())
     together = values(in_batches(rows, count))
     changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+    changed += [path[1:] for path, value, _ in changes(attributes, leaves_of({"": model}, set())) if is_number(value)]
     if changed:
         raise InputError(
             f"{where} changes the model: {', '.join(changed[:3])}; expected model.eval() before its first step, so "
-            "that BatchNorm does not learn from test data"
+            "that BatchNorm does not learn from test data, and nothing that counts evaluations"
         )
     if not model.training:
         raise InputError(
@@ -182,6 +184,10 @@ def in_batches(rows: Sequence[torch.Tensor], size: int, padding: Sequence[torch.
         mask = torch.cat([torch.ones(len(some[0])), torch.zeros(missing)])
         batches.append((*(torch.cat(pair) for pair in zip(some, fill, strict=True)), mask))
     return batches
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, bool | int | float)
 
 
 def is_close(value: float, other: float) -> bool:

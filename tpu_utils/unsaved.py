@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from tpu_utils.checkpoint.state import Tracked
-from tpu_utils.checks import tensors_in
 from tpu_utils.device import drawing_from
 from tpu_utils.errors import InputError, is_own
 
@@ -95,7 +94,7 @@ def check_pure(batches: Any, index: int) -> None:
     for seed in (1, 2):
         with drawing_from(seed):
             arrays = read(index)
-        found.append([np.array(one) for one in (arrays if isinstance(arrays, tuple | list) else (arrays,))])
+        found.append([np.array(np.asarray(one)) for one in (arrays if isinstance(arrays, tuple | list) else (arrays,))])
     for number, (one, other) in enumerate(zip(*found, strict=True)):
         if not np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
             raise InputError(
@@ -143,7 +142,8 @@ class Unsaved:
         """Call it after each call of a step. batch: what goes up in each step."""
         calls = self._calls[id(step)] = self._calls.get(id(step), 0) + 1
         if is_training:
-            self._results = {id(one): one for one in tensors_in(result)}
+            given = (one for one, _ in leaves_of({"": result}, set()).values())
+            self._results = {id(one): one for one in given if isinstance(one, torch.Tensor)}
         if calls == 2 and is_training:
             self.check(step)
         if calls > 1:

@@ -422,7 +422,7 @@ REFUSED = {
         "soft",
         [
             *losses("loss = F.cross_entropy(logits.float(), labels, reduction='none')"),
-            ("        logits = model(images)\n    ", "        logits = model(images).softmax(0)\n    "),
+            ("        logits = model(images)\n    ", "        logits = (30 * model(images)).softmax(0)\n    "),
         ],
         "effect on each other",
     ),
@@ -435,6 +435,7 @@ REFUSED = {
         "tags",
         [
             *ROWS,
+            ("return Net(10)", "return Net(2)"),
             *losses(
                 "loss = F.cross_entropy(logits.float().transpose(1, 2), labels.long(), reduction='none')",
                 "correct = (logits.argmax(2) == labels).float()",
@@ -786,7 +787,7 @@ def dataset_of(kind: str) -> ImageDataset:
         "binary": lambda: draw.integers(0, 2, 24),
         "counts": lambda: draw.poisson(2, 24),
         "late": lambda: np.concatenate([np.zeros(12, int), np.arange(12) % 10]),
-        "tags": lambda: draw.integers(0, 10, (24, 8)),
+        "tags": lambda: draw.integers(0, 2, (24, 8)),
         "soft": lambda: draw.dirichlet(np.ones(10), 24).astype(np.float32),
         "two": lambda: np.stack([draw.integers(0, 10, 24), draw.normal(size=24)], 1).astype(np.float32),
         "same": lambda: draw.integers(0, 2, 24).astype(np.float32),
@@ -845,4 +846,4 @@ def test_what_may_be_meant_is_said(name, capsys):
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_let_through_without_a_word(name, capsys):
     tried(*RIGHT[name])
-    assert not capsys.readouterr().out
+    assert [line for line in capsys.readouterr().out.splitlines() if "draws random numbers" not in line] == []

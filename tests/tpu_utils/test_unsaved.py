@@ -12,6 +12,7 @@ from torch import nn
 from config import MnistConfig
 from tpu_utils.checkpoint.state import Tracked
 from tpu_utils.errors import InputError
+from tpu_utils.graphs import OneGraph
 from tpu_utils.optim import make_optimizer
 from tpu_utils.unsaved import Unsaved, check_pure
 
@@ -136,17 +137,18 @@ def test_state_that_no_checkpoint_holds_is_named(name):
     model, others, function, saved, said = CASES[name]
     optimizer = make_optimizer(MnistConfig(), model.parameters())
     tracked = Tracked({"model": model, "optimizer": optimizer} | {name: others[name] for name in saved})
-    unsaved, step = Unsaved(tracked), SimpleNamespace(__wrapped__=function, __name__="train_step")
+    unsaved, step = Unsaved(tracked), OneGraph(function)
+    step.__name__ = "train_step"
 
     def steps():
         for _ in range(2):
             batch = torch.randn(3, 2)  # another tensor in each step
-            named = {"model": model, "x": batch, "others": others}
+            named = step.named((model, batch), {}) | others
             unsaved.before(step, named)
             result = function(model, batch, **others)
             optimizer.step()
             optimizer.zero_grad()
-            unsaved.after(step, {"model": model, "x": batch} | others, result, True, [batch])
+            unsaved.after(step, named, result, True, [batch])
 
     if said is None:
         steps()

@@ -1,6 +1,7 @@
 """Text to shards: what was written is what the training script reads."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -174,3 +175,12 @@ def test_shards_take_memory_in_proportion(tmp_path, monkeypatch):
     (tmp_path / "in.txt").write_bytes(b"words and words\n" * (1 << 16))
     with at_most(6 << 20):
         assert prepare(monkeypatch, tmp_path / "in.txt", "--output", tmp_path / "out") == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [(9, [9]), (10, [10]), (20, [10, 10]), (25, [10, 10, 5]), (21, [10, 6, 5]), (11, [6, 5]), (24, [10, 7, 7])],
+)
+def test_no_shard_of_several_is_short(tokens, sizes):
+    ends = prepare_data.shard_ends(tokens, 10)
+    assert [end - start for start, end in pairwise([0, *ends])] == sizes

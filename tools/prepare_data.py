@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +61,7 @@ class PrepareConfig:
     validation_fraction: float = 0.1
     """Share of the bytes that is for validation."""
     shard_tokens: int = 100_000_000
-    """Most tokens in a shard."""
+    """Most tokens in a shard. The last two of several share what is left, so that none is much shorter."""
     hellaswag: bool = False
     """Write OUTPUT/hellaswag_val.bin for transformer_tpu.py --hellaswag."""
     debug: bool = False
@@ -81,12 +82,21 @@ def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shar
         print(check_lost(lost, sum(len(document.decode()) for document in documents), prefix))
     tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")  # every token is below the vocabulary
     paths = []
-    for number, start in enumerate(range(0, len(tokens), shard_tokens)):
+    for number, (start, end) in enumerate(pairwise([0, *shard_ends(len(tokens), shard_tokens)])):
         path = Path(f"{prefix}_{number:06d}.bin")
-        write_token_shard(path, tokens[start : start + shard_tokens], tokenizer.vocab_size)
-        print(f"{path}: {len(tokens[start : start + shard_tokens]):,} tokens of a vocabulary of {tokenizer.vocab_size}")
+        write_token_shard(path, tokens[start:end], tokenizer.vocab_size)
+        print(f"{path}: {end - start:,} tokens of a vocabulary of {tokenizer.vocab_size}")
         paths.append(path)
     return paths
+
+
+def shard_ends(tokens: int, most: int) -> list[int]:
+    """Where each shard ends. Training refuses one that is shorter than a batch: a short last one takes from the one
+    before, so that of several none has less than half of the most."""
+    ends = [*range(most, tokens, most), tokens]
+    if len(ends) > 1 and tokens - ends[-2] < most // 2:
+        ends[-2] -= (most - (tokens - ends[-2])) // 2
+    return ends
 
 
 def read_questions(path: Path, encode: Callable) -> list[MultipleChoice]:

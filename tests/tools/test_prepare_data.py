@@ -1,6 +1,7 @@
 """Text to shards: what was written is what the training script reads."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -301,3 +302,12 @@ def test_no_damage_of_a_list_of_shards_is_a_crash(tmp_path, monkeypatch):
             refused += 1
             assert str(tmp_path / "t_") in str(error)
     assert 100 < refused < 300
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [(9, [9]), (10, [10]), (20, [10, 10]), (25, [10, 10, 5]), (21, [10, 6, 5]), (11, [6, 5]), (24, [10, 7, 7])],
+)
+def test_no_shard_of_several_is_short(tokens, sizes):
+    ends = prepare_data.shard_ends(tokens, 10)
+    assert [end - start for start, end in pairwise([0, *ends])] == sizes

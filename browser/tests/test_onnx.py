@@ -315,6 +315,7 @@ def test_the_template_of_an_earlier_export_is_known():
     template = (
         "{{- '<|begin_of_text|>' }}\n{%- for message in messages %}\n    {{- '<|start_header_id|>' + message['role'] + "
         "'<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n"
-        "{%- if add_generation_prompt %}\n    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n{%- endif %}\n"
+        "{%- if add_generation_prompt %}\n    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n"
+        "{%- endif %}\n"
     )
     assert exporting.EARLIER_TEMPLATES[zlib.crc32(template.encode())] == "llama3"

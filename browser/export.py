@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import sys
+import zlib
 from importlib import util
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +33,11 @@ WEIGHTS = ("float32", "float16", "int8")
 LARGEST_ERROR = {"float32": 1e-4, "float16": 2e-2, "int8": 0.5}
 """Largest allowed error of a logit, relative to the largest logit: the export against PyTorch in float32."""
 LARGEST_TEMPLATE = 1 << 20  # bytes
+EARLIER_TEMPLATES = {
+    **{0xC1966534: "chatml", 0x4992B91D: "gemma", 0x4EB24508: "llama3", 0xA47C1BD9: "mistral"},
+    **{0xC6F3A29E: "olmo2", 0x8F9499B3: "phi4", 0xF8007751: "plain", 0x05A2436D: "qwen3"},
+}
+"""By their CRC-32: those that exports had before an answer was marked in them."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -214,6 +220,8 @@ def chat_format_of(source: Source, given: argparse.Namespace, is_run: bool) -> s
     elif (folder / TOKENIZER_CONFIG).exists():
         template = read_json(folder / TOKENIZER_CONFIG, TOKENIZER_CONFIG).get("chat_template")
     known = [path.stem for path in TEMPLATES.glob("*.jinja") if path.read_text() == template]
+    if isinstance(template, str) and (earlier := EARLIER_TEMPLATES.get(zlib.crc32(template.encode()))):
+        known = [earlier]
     if template and not known:
         print("chat       the folder's template is none of language/chat_templates; --chat_format names a format")
     return known[0] if known else ""

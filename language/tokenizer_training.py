@@ -22,7 +22,7 @@ worth no token of a small vocabulary. Source: nanochat/tokenizer.py of github.co
 
 
 PIECES = r"[\s\S]{1,256}"
-"""What a longer word is cut into in training, whose time grows with the square of a word: a run of one letter."""
+"""What a longer word is split into in training, whose time grows with the square of a word: a run of one letter."""
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:

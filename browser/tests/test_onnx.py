@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import zlib
 
 import numpy as np
 import pytest
@@ -307,3 +308,14 @@ def test_digits_are_read_as_in_pytorch(tmp_path):
     found = np.concatenate([session.run(["logits"], {"image": image[None]})[0] for image in pixels])
     assert facts["image_size"] == [*images.shape[1:]] and (found.argmax(1) == expected.argmax(1)).all()
     np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_the_template_of_an_earlier_export_is_known():
+    """As tools.convert_hf wrote it before answers were marked in it."""
+    template = (
+        "{{- '<|begin_of_text|>' }}\n{%- for message in messages %}\n    {{- '<|start_header_id|>' + message['role'] + "
+        "'<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}\n    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n"
+        "{%- endif %}\n"
+    )
+    assert exporting.EARLIER_TEMPLATES[zlib.crc32(template.encode())] == "llama3"

@@ -125,7 +125,8 @@ def test_a_templated_conversation_has_the_tokens_of_training(base, olmo2, tmp_pa
     assert theirs.get_chat_template() == (TEMPLATES / f"{config.chat_format}.jinja").read_text()
     for messages in conversations(60):
         expected, targets = format_chat(messages, config.chat_format, ours)
-        assert theirs.apply_chat_template(messages) == expected, messages
+        said = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert said["input_ids"] == expected and said["assistant_masks"] == [int(one) for one in targets], messages
         prompt = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)
         assert prompt == prompt_of_chat(messages[:-1], config.chat_format, ours), messages
     stops = stop_tokens(config.chat_format, ours) | ours.stops

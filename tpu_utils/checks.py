@@ -83,17 +83,13 @@ def flops_of(model: nn.Module, inputs: Sequence[torch.Tensor], where: str = "met
                 sum(one.float().sum() for one in results).backward()
     except OTHERS as error:
         name = re.match(r"aten::(\w+): attempted", str(error))
-        operation = name and getattr(torch.ops.aten, name[1])
-        if operation and not any(torch.Tag.dynamic_output_shape in one.tags for one in overloads(operation)):
+        kinds = getattr(torch.ops.aten, name[1]) if name else None
+        if kinds and not any(torch.Tag.dynamic_output_shape in getattr(kinds, one).tags for one in kinds.overloads()):
             return flops_of(model, inputs, "cpu")  # PyTorch has no way to run it without values: weight_norm
         raise InputError(why_not(error, shape)) from error
     if next(tensors_in(outputs), None) is None:
         raise InputError(f"the model returns {type(outputs).__name__} for images {shape}; expected tensors")
     return counter.get_total_flops() // len(inputs[0])
-
-
-def overloads(operation) -> list:
-    return [getattr(operation, name) for name in operation.overloads()]
 
 
 def why_not(error: Exception, shape: str) -> str:

@@ -4,14 +4,13 @@ Names are the field's own. The device is started, seeded and described; a step i
 sent, placed on a mesh, and read back in shards. Where torch_xla is not installed, torch_compile.py has these names.
 """
 
-import contextlib
 import math
 import os
 import random
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
 from importlib.util import find_spec
@@ -254,17 +253,6 @@ def seed_host(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-
-
-@contextlib.contextmanager
-def drawing_from(seed: int) -> Iterator[None]:
-    """Inside, the host's generators begin at seed; afterwards they go on as if nothing had been drawn."""
-    before = random_state()
-    seed_host(seed)
-    try:
-        yield
-    finally:
-        set_random_state(before)
 
 
 def random_state() -> dict[str, torch.Tensor]:

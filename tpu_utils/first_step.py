@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tpu_utils.checks import with_tensors
-from tpu_utils.device import IS_XLA, drawing_from, random_state, replica_tried, send
+from tpu_utils.device import IS_XLA, random_state, replica_tried, send
 from tpu_utils.errors import OTHERS, InputError, first_line, line_of
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.trials import RowsAlike, in_batches, is_close, place_of, strict_shapes, values_by
-from tpu_utils.unsaved import Unsaved, leaves_of
+from tpu_utils.unsaved import Unsaved, drawing_from, leaves_of
 
 if TYPE_CHECKING:
     from tpu_utils.graphs import OneGraph

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpu_utils.device import drawing_from
 from tpu_utils.errors import OTHERS, InputError, first_line, line_of
-from tpu_utils.unsaved import changes, leaves_of
+from tpu_utils.unsaved import changes, drawing_from, leaves_of
 
 if TYPE_CHECKING:
     from tpu_utils.run import Run

@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from tpu_utils.checkpoint.state import Tracked
-from tpu_utils.device import drawing_from
+from tpu_utils.device import random_state, seed_host, set_random_state
 from tpu_utils.errors import InputError, is_own
 
 NO_STATE = {*vars(nn.Module()), "params", "lr", "lr_ratio", "capturable"}
@@ -83,6 +84,17 @@ def weights_of(named: dict[str, Any]) -> Leaves:
                 path: (one, one._version) for path, one in (*module.named_parameters(name), *module.named_buffers(name))
             }
     return found
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Inside, the host's generators begin at seed; afterwards they go on as if nothing had been drawn."""
+    before = random_state()
+    seed_host(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
 
 
 def check_pure(batches: Any, index: int) -> None:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -371,6 +372,12 @@ def test_a_large_hellaswag_file_takes_memory_in_proportion(tmp_path):
     llmc_files.write_hellaswag(path, [llmc_files.MultipleChoice(i, 0, np.arange(300), part) for i in range(2000)])
     with at_most(4 * path.stat().st_size):
         assert len(llmc_files.read_hellaswag(path, 300)) == 2000
+
+
+def test_the_root_of_all_folders_is_no_folder_of_data():
+    """It would be listed for hours."""
+    with pytest.raises(InputError, match="holds every file of this machine; expected a folder of data"):
+        token_data.entries_of(Path("/"), Path("/").rglob("*"))
 
 
 def test_a_link_in_the_data_leads_nowhere_else(tmp_path):

@@ -47,9 +47,9 @@ def check_model(model: nn.Module, dataset, evaluate: Callable | None = None, run
     if evaluate and run:
         from tpu_utils.trials import check_evaluation  # only here: a model alone needs it not
 
-        model = with_tensors(model, lambda tensor: tensor.detach().clone())
-        check_evaluation(evaluate, model, rows, dataset.num_classes, run)
-        run.examples = rows, evaluate
+        copied = with_tensors(model, lambda tensor: tensor.detach().clone())
+        check_evaluation(evaluate, copied, rows, dataset.num_classes, run)
+        run.examples = rows, evaluate, model
     return flops
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tpu_utils.checks import with_tensors
-from tpu_utils.device import IS_XLA, random_state, replica_tried, send
+from tpu_utils.device import DEVICE_TYPE, IS_XLA, random_state, replica_tried, send, world_size
 from tpu_utils.errors import OTHERS, InputError, first_line, line_of
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.trials import RowsAlike, in_batches, is_close, place_of, strict_shapes, values_by
@@ -41,21 +41,21 @@ def check_training(
     A mean may be weighted, by class or by how many labels count: its weights follow from the losses of pairs. A sum is
     a mean to this, as there are always four rows.
     """
-    where, (rows, evaluate) = place_of(step.__wrapped__), run.examples
-    given = [position for one in batch for position, other in enumerate(arguments) if other is one]
-    if len(given) != len(batch) != 0 or not any(isinstance(one, DeviceMetrics) for one in arguments):
-        print("check      the loss is not tried in plain PyTorch: the step does not get the batch and DeviceMetrics")
-        return
+    where, (rows, evaluate, model) = place_of(step.__wrapped__), run.examples
     if len(batch) != len(rows) or len(rows[0]) < 4:
         return
-    trial = Trial(step, given, rows, [None if i in given else one for i, one in enumerate(arguments)], keywords)
+    given = [position for one in batch for position, other in enumerate(arguments) if other is one]
+    if len(given) != len(batch) or not any(isinstance(one, DeviceMetrics) for one in arguments):
+        print("check      the loss is not tried in plain PyTorch: the step does not get the batch and DeviceMetrics")
+        return
     try:
         with strict_shapes():
+            others = [None if i in given else one for i, one in enumerate(arguments)]
+            trial = Trial(step, given, rows, others, keywords, model)
             trial.check_saved(unsaved, arguments, batch)
             four, single = trial.four_rows()
             whole, again = trial.tried(four), trial.tried(four)
             pairs = [trial.tried([four[0], four[0], one, one]).loss for one in four]
-            of_all = trial.tried(range(len(rows[0]))).loss
     except InputError:
         raise
     except OTHERS as error:
@@ -72,21 +72,30 @@ def check_training(
         )
     if not is_close(whole.loss, again.loss) or not all(map(math.isfinite, (whole.loss, *single, *pairs))):
         print("check      the loss is not tried in plain PyTorch: it is random, or not finite for most examples alone")
-        return
-    if step.couples_examples:
-        return
+    elif not step.couples_examples:
+        check_coupling(where, whole.loss, single, pairs)
+        if any(isinstance(one, DistributedDataParallel) for one in arguments):
+            check_replicas(where, trial)
+        compare_losses(trial, evaluate, run, dict(zip(four, single, strict=True)))
+
+
+def check_coupling(where: str, whole: float, single: list[float], pairs: list[float]) -> None:
+    """Raises InputError unless the loss of four rows is a mean of what each of them gives alone."""
     expected = weighted_mean(single, pairs)
-    if not is_close(whole.loss, expected):
+    if not is_close(whole, expected):
         raise InputError(
-            f"{where} gives a loss of {whole.loss:.4f} for 4 examples, and of four times each "
+            f"{where} gives a loss of {whole:.4f} for 4 examples, and of four times each "
             f"{', '.join(f'{one:.4f}' for one in single)}; expected {expected:.4f}: the examples of a batch have an "
             "effect on each other, as by a softmax over axis 0, or a (B, 1) beside a (B,); where it is meant, as in a "
             "contrastive loss, a mixture of images, or two means over different labels: "
             "@one_graph(couples_examples=True)"
         )
-    if any(isinstance(one, DistributedDataParallel) for one in arguments):
-        check_replicas(where, trial)
-    for loss, chosen in ((of_all, range(len(rows[0]))), *((one, [i] * 4) for i, one in zip(four, single, strict=True))):
+
+
+def compare_losses(trial: "Trial", evaluate: Callable, run: "Run", single: dict[int, float]) -> None:
+    """Says where the script's evaluation gives the same rows another loss. single: of the step, by row."""
+    every = range(len(trial.rows[0]))
+    for loss, chosen in ((trial.tried(every).loss, every), *((one, [row] * 4) for row, one in single.items())):
         by_evaluation = trial.loss_by(evaluate, run, chosen)
         if by_evaluation is not None and not math.isclose(loss, by_evaluation, rel_tol=0.01):
             print(
@@ -112,7 +121,17 @@ class Tried:
 class Trial:
     """The training step on copies of what it was given, on the host."""
 
-    def __init__(self, step: "OneGraph", given: list[int], rows: Sequence[torch.Tensor], others: list, keywords: dict):
+    def __init__(
+        self,
+        step: "OneGraph",
+        given: list[int],
+        rows: Sequence[torch.Tensor],
+        others: list,
+        keywords: dict[str, Any],
+        model: nn.Module,
+    ):
+        """given: positions of the batch among the arguments. others: the arguments without it. model: of check_model(),
+        what is evaluated, if it is among them."""
         self._step, self._given, self.rows = step, given, rows
         self._ddp = [isinstance(one, DistributedDataParallel) for one in others]
         others = [one.module if is_ddp else one for one, is_ddp in zip(others, self._ddp, strict=True)]
@@ -120,8 +139,8 @@ class Trial:
         (metrics,) = [one for one in others if isinstance(one, DeviceMetrics)]
         self._count = int(metrics.step)
         self.is_first = self._count == 0
-        models = [one for one in with_tensors(self._read, torch.clone) if isinstance(one, nn.Module)]
-        self._model = models[0] if models else None
+        place = next((i for i, one in enumerate(others) if one is model), None)
+        self._model = None if place is None else with_tensors(self._read[place], torch.clone)
 
     def loss_by(self, evaluate: Callable, run: "Run", chosen: Sequence[int]) -> float | None:
         """The loss that the script's evaluation gives of these rows, where it gives one."""
@@ -265,21 +284,18 @@ class OneBatch(list):
         return super().__getitem__(index)
 
 
-def trace_evaluation(run: "Run", arguments: tuple) -> None:
+def trace_evaluation(run: "Run") -> None:
     """Raises InputError where evaluate() fails on the device, which need not do what the host does: nn.Transformer has
-    another path there. Nothing is compiled: the operations are asked for, and what they would give is dropped.
-
-    arguments: of the training step; the first module among them is what is evaluated.
-    """
-    rows, evaluate = run.examples
-    models = [one for one in arguments if isinstance(one, nn.Module)]
-    if not models:
-        return
-    modes = {module: module.training for module in models[0].modules()}
+    another path there. Nothing is compiled: the operations are asked for, and what they would give is dropped."""
+    rows, evaluate, model = run.examples
+    first = next(model.parameters(), None)
+    if world_size() > 1 or first is None or first.device.type != DEVICE_TYPE:
+        return  # torch_xla keeps the order of collectives, so one that is dropped would be in the next program
+    modes = {module: module.training for module in model.modules()}
     batch = send([one.numpy() for one in in_batches(rows, len(rows[0]))[0]], run.device)
     try:
         with run.in_plain_pytorch(run.device), contextlib.suppress(OneBatch.End):
-            evaluate(models[0], OneBatch([batch, batch]), run)
+            evaluate(model, OneBatch([batch, batch]), run)
     except OTHERS as error:
         raise InputError(
             f"{place_of(evaluate)} runs on the host, and fails on the device: {first_line(error)}, at {line_of(error)};"

@@ -127,7 +127,9 @@ class StepWatch:
             check_on_device(step.__name__, named)
         is_training = self._in_run and step is self.steps[0]
         if is_training:
+            before = graphs_compiled()
             self._before(step, arguments, keywords, named)
+            self.total += graphs_compiled() - before  # of a trial
         number = self._first_step + sum(other.calls for other in self._seen.values() if other.step is step)
         call = f"step {number}" if is_training else f"call {number - self._first_step}"
         around = self._outside.left_out() if self._outside else contextlib.nullcontext()

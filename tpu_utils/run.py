@@ -63,7 +63,7 @@ class Run:
         self.evaluation: dict[str, float] = {}
         """Fields of the last evaluation, also of one before a resumption."""
         self.examples: tuple | None = None
-        """Of check_model(): arrays of a few examples to try the training step on, and the script's evaluate()."""
+        """Of check_model(): arrays of a few examples to try a step on, the evaluate() of the script, the model."""
         self._goodput, self._stop, self._stop_signal = Goodput(tpu_utils.STARTED, device.TraceMe), StopRequest(), 0
         self._watch = StepWatch(steps, self._goodput)
         self._writers = contextlib.ExitStack()  # closed by finish(), or by an error
@@ -251,7 +251,7 @@ class Run:
                 from tpu_utils.first_step import check_training, trace_evaluation
 
                 with self._goodput.phase("start_up"):
-                    trace_evaluation(self, arguments)
+                    trace_evaluation(self)
                     check_training(self, step, arguments, keywords, self._batch, self._unsaved)
         self._unsaved.before(step, named)
 

@@ -95,7 +95,7 @@ def test_parts_of_a_batch_give_the_gradients_of_the_whole(name, capsys):
         return {"score": float(sums[0] / sums[1])}
 
     plain = SimpleNamespace(config=config, device=host, in_plain_pytorch=contextlib.nullcontext)
-    plain.examples = (images[:11], labels[:11]), evaluate
+    plain.examples = (images[:11], labels[:11]), evaluate, model
     batch, rates = [images, labels], torch.tensor([0.1])
     arguments = (DistributedDataParallel(model), optimizer, rates, metrics, *batch, config)
     unsaved = Unsaved(Tracked(dict(model=model, optimizer=optimizer, metrics=metrics)))

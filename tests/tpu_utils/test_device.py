@@ -65,7 +65,7 @@ def test_exit_codes_and_messages(capsys, monkeypatch):
 # ------------------------------------------------------------------------------- the model, before anything is compiled
 
 COLOUR, CLASSES = np.zeros((2, 3, 8, 8), np.float32), np.zeros(2, np.int32)
-FLAT = np.zeros((2, 6), np.float32)
+FLAT, TARGETS = np.zeros((2, 6), np.float32), np.zeros(2, np.float32)
 
 
 class Returning(nn.Module):
@@ -91,6 +91,10 @@ class TwoInputs(nn.Module):
 
 def returning(function):
     return lambda: Returning(function)
+
+
+def one_output():
+    return nn.Linear(6, 1)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def read(folder: Path, hosts: list[int], steps: int) -> None:
         command = [sys.executable, __file__, "--folder", str(folder), "--host"]
         spans = [[str(n) for n in (index, count, begin, end)] for index in range(count)]
         running = [subprocess.Popen([*command, *span], stdout=subprocess.PIPE, text=True) for span in spans]
-        found = [json.loads(process.communicate()[0]) for process in running]
+        found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
         (folder / f"position_{end}.json").write_text(json.dumps([one["position"] for one in found]))
         tokens, seconds = (end - begin) * BATCH * T, time.perf_counter() - started
         early, last = (max(one["memory"][at] for one in found) for at in (1, -1))

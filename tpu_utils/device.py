@@ -95,6 +95,7 @@ def start_device(config: "TrainConfig", join: Callable[[], Any] = lambda: None) 
         raise DeviceError(
             f"asked for device {chosen}, the runtime started {started}; unset PJRT_DEVICE or pass --device"
         )
+    torch.manual_seed(config.seed)
     seed_host(config.seed)
     set_rng_state(config.seed)
     return device, joined
@@ -176,10 +177,10 @@ def operations_traced() -> int:
     return sum(met.counter_value(name) or 0 for name in names)
 
 
-def operations_on_host() -> list[str]:
-    """Operations so far that torch_xla has no lowering for, and computes on the host instead."""
+def operations_on_host() -> dict[str, int]:
+    """How often operations that torch_xla has no lowering for were computed on the host so far, by name."""
     found = (name for name in met.counter_names() if name.startswith("aten::"))
-    return [name for name in found if name != "aten::_local_scalar_dense"]  # .item()
+    return {name: met.counter_value(name) for name in found if name != "aten::_local_scalar_dense"}  # .item()
 
 
 def transfers_to_device() -> int:
@@ -248,41 +249,24 @@ def put(target: torch.Tensor, value: torch.Tensor) -> None:
         torch_xla._XLAC._xla_mark_sharding(target, sharding)
 
 
-def seed_host(seed: int) -> None:
-    """Torch's, NumPy's and Python's own generators, which code of anybody's draws from."""
-    torch.manual_seed(seed)
+def seed_host(*seed: int) -> None:
+    """NumPy's and Python's own generators. They stand in no checkpoint, as libraries draw from them in threads: a run
+    seeds them anew for each step."""
     np.random.seed(seed)
-    random.seed(seed)
+    random.seed(str(seed))
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Every generator that a script or a layer may draw from, of this host and of the device."""
-    _, keys, position, has_gauss, gauss = np.random.get_state()
-    _, (*own_keys, own_position), own_gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "xla": torch.tensor([get_rng_state()], dtype=torch.uint64),
-        # both are Mersenne twisters: 624 words, the position among them, and the second of two normal numbers
-        "numpy": torch.tensor([*keys.tolist(), position, has_gauss, gauss], dtype=torch.float64),
-        "python": torch.tensor([*own_keys, own_position, own_gauss is not None, own_gauss or 0], dtype=torch.float64),
-    }
+    """The generators of torch that a script or a layer may draw from, of this host and of the device."""
+    return {"torch": torch.get_rng_state(), "xla": torch.tensor([get_rng_state()], dtype=torch.uint64)}
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
     """Raises CheckpointError when it is not what random_state() gives."""
     try:
         torch.set_rng_state(state["torch"])
-        twisters = {}
-        for name in ("numpy", "python"):
-            *words, position, has_gauss, gauss = state[name].tolist()
-            if not (all(0 <= n < 2**32 for n in words) and 0 <= position <= 624 and has_gauss in (0, 1)):
-                raise ValueError(f"numbers of {name}'s generator are out of range")
-            twisters[name] = [int(word) for word in words], int(position), int(has_gauss), gauss
-    except (RuntimeError, ValueError) as error:  # the bytes are no state of the generator
+    except RuntimeError as error:  # the bytes are no state of the generator
         raise CheckpointError(f"the checkpoint's random state is none: {error}; start in another --run_dir") from error
-    np.random.set_state(("MT19937", *twisters["numpy"]))
-    words, position, has_gauss, gauss = twisters["python"]
-    random.setstate((3, (*words, position), gauss if has_gauss else None))
     set_rng_state(int(state["xla"].numpy()[0]))  # int() of a torch.uint64 overflows
 
 

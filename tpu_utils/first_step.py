@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tpu_utils.checks import with_tensors
-from tpu_utils.device import DEVICE_TYPE, IS_XLA, random_state, replica_tried, send, world_size
+from tpu_utils.device import DEVICE_TYPE, IS_XLA, replica_tried, send, world_size
 from tpu_utils.errors import OTHERS, InputError, first_line, line_of
 from tpu_utils.metrics import DeviceMetrics
 from tpu_utils.trials import RowsAlike, in_batches, is_close, place_of, strict_shapes, values_by
-from tpu_utils.unsaved import Unsaved, drawing_from, leaves_of
+from tpu_utils.unsaved import Unsaved, drawing_from, host_generators
 
 if TYPE_CHECKING:
     from tpu_utils.graphs import OneGraph
@@ -52,7 +52,7 @@ def check_training(
         with strict_shapes():
             others = [None if i in given else one for i, one in enumerate(arguments)]
             trial = Trial(step, given, rows, others, keywords, model)
-            trial.check_saved(unsaved, arguments, batch)
+            draws_on_host = trial.check_saved(unsaved, arguments, batch)
             four, single = trial.four_rows()
             whole, again = trial.tried(four), trial.tried(four)
             pairs = [trial.tried([four[0], four[0], one, one]).loss for one in four]
@@ -70,6 +70,8 @@ def check_training(
             f"{where} changes no parameter; expected loss.backward(), and an optimizer of these parameters that takes "
             "a step"
         )
+    if draws_on_host:
+        return
     if not is_close(whole.loss, again.loss) or not all(map(math.isfinite, (whole.loss, *single, *pairs))):
         print("check      the loss is not tried in plain PyTorch: it is random, or not finite for most examples alone")
     elif not step.couples_examples:
@@ -153,26 +155,27 @@ class Trial:
             return None
         return next((value for name, value in found.items() if name.endswith("loss")), None)
 
-    def check_saved(self, unsaved: Unsaved, arguments: tuple, batch: Sequence[torch.Tensor]) -> None:
-        """Raises InputError for what one step in training changes and no checkpoint holds."""
+    def check_saved(self, unsaved: Unsaved, arguments: tuple, batch: Sequence[torch.Tensor]) -> bool:
+        """Whether the step draws on the host. Raises InputError for what one step in training changes and no checkpoint
+        holds."""
         *inputs, options = self.copies(range(4))
         named, real = (self._step.signature.bind(*given, **options).arguments for given in (inputs, arguments))
         real = unsaved.given(real, batch)
         named = {name: named[name] for name in real}
-        before = leaves_of(named, set())
         with drawing_from(0), RowsAlike():
-            drawn = random_state()
-            self._step.__wrapped__(*inputs, **options)
-            drawn = [name for name, state in random_state().items() if not torch.equal(state, drawn[name])]
-        if host := [name for name in drawn if name in ("numpy", "python")]:
+            drawn = host_generators()
+            unsaved.check_copies(self._step, real, named, lambda: self._step.__wrapped__(*inputs, **options))
+            drawn = [name for name, state in host_generators().items() if state != drawn[name]]
+        if drawn:
             said = (
-                f"{place_of(self._step.__wrapped__)} draws from {host[0]}'s generator: on the host, so the number goes "
-                "up in each step, or is a constant of the program; torch.rand draws on the device, batch() ahead of it"
+                f"{place_of(self._step.__wrapped__)} draws from {drawn[0]}'s generator: on the host, so the number "
+                "goes up in each step, or is a constant of the program; torch.rand draws on the device, batch() ahead "
+                "of it"
             )
             if not IS_XLA:  # Dynamo makes it a constant
                 raise InputError(said)
             print(f"check      {said}")
-        unsaved.check_copies(self._step, real, before, leaves_of(named, set()))
+        return bool(drawn)
 
     def copies(self, chosen: Sequence[int]) -> list:
         """What the step is given, with the rows chosen in place of the batch; the last one: by keyword."""

@@ -145,9 +145,10 @@ class StepWatch:
         new, outside, self.total = total - step.graphs_before, step.graphs_before - self.total, total
         seen.graphs += new
         if seen.graphs > 1:
-            from tpu_utils.second_graph import reasons  # only for a step that has one
+            from tpu_utils.second_graph import new_on_host, reasons  # only for a step that has one
 
-            why = reasons(seen, _held_by_modules(named), _state_sizes(named), shapes, numbers)
+            host = new_on_host(step.on_host)
+            why = [host] if host else reasons(seen, _held_by_modules(named), _state_sizes(named), shapes, numbers)
             raise RecompileError(
                 f"{call} compiled graph {seen.graphs} of {step.__name__}, expected 1: {'; '.join(why)}"
             )

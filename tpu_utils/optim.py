@@ -200,7 +200,9 @@ def keep_rate_ratios(optimizer: torch.optim.Optimizer) -> None:
                 "in each step; expected --scheduler, or in place of learning_rates() a table of your own: a tensor "
                 "(num_steps,), float32"
             )
-        if "lr_ratio" not in group:
+        if group["lr"] is optimizer.defaults["lr"]:
+            group["lr_ratio"] = 1.0
+        elif "lr_ratio" not in group:
             own, base = (float(torch.as_tensor(rate).max()) for rate in (group["lr"], optimizer.defaults["lr"]))
             if not (0 <= own < math.inf and 0 < base < math.inf):
                 raise InputError(

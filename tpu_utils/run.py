@@ -234,6 +234,7 @@ class Run:
         for step, batch in enumerate(loader, self.first_step + 1):
             if config.profile_steps:
                 profile.before_step(step)
+            device.seed_host(config.seed, step)
             self._speed.count_of_step, self._batch, self._under_way = self._count(batch), batch, step
             yield step, batch
             self._step = step
@@ -250,9 +251,11 @@ class Run:
             if self.examples and not (device.is_spmd() and device.process_count() > 1):  # else no host has all shards
                 from tpu_utils.first_step import check_training, trace_evaluation
 
+                generators = device.random_state()
                 with self._goodput.phase("start_up"):
                     trace_evaluation(self)
                     check_training(self, step, arguments, keywords, self._batch, self._unsaved)
+                device.set_random_state(generators)
         self._unsaved.before(step, named)
 
     def _after_step(self, step: OneGraph, named: dict[str, Any], result: Any, is_training: bool) -> None:

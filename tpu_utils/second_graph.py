@@ -53,7 +53,19 @@ def reasons(
     ]
 
 
-def raise_if_read(error: RuntimeError, name: str, call: str, before: list[str]) -> None:
+def new_on_host(before: dict[str, int]) -> str:
+    """What a step computes on the host, in words; "": nothing. before: operations_on_host() as it began."""
+    names = [name for name, count in operations_on_host().items() if count > before.get(name, 0)]
+    if not names:
+        return ""
+    return (
+        f"computes {', '.join(names)} on the host, because torch_xla has no such operation: its tensors are read and "
+        "sent back; expected operations that it has, such as (a * b).sum() for the vdot of spectral_norm, or "
+        "g * v / v.norm(dim=1, keepdim=True) for weight_norm"
+    )
+
+
+def raise_if_read(error: RuntimeError, name: str, call: str, before: dict[str, int]) -> None:
     """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads.
 
     before: operations_on_host() as the step began."""
@@ -61,12 +73,8 @@ def raise_if_read(error: RuntimeError, name: str, call: str, before: list[str]) 
         return
     if isinstance(error.__context__, RuntimeError):  # torch_xla's sync() behind the step fails over the same
         error = error.__context__
-    if host := [operation for operation in operations_on_host() if operation not in before]:
-        raise RecompileError(
-            f"{name} computes {', '.join(host)} in {call}, which torch_xla has not: it would read its tensors and "
-            f"compute on the host, at {line_of(error)}; expected other operations there, such as (a * b).sum() for the "
-            "vdot of torch's spectral_norm"
-        ) from None
+    if host := new_on_host(before):
+        raise RecompileError(f"in {call} {name} {host}, at {line_of(error)}") from None
     raise RecompileError(
         f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "
         "none of .item(), print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; "

@@ -172,9 +172,9 @@ def operations_traced() -> int:
     return 0
 
 
-def operations_on_host() -> list[str]:
+def operations_on_host() -> dict[str, int]:
     """A graph has none."""
-    return []
+    return {}
 
 
 def transfers_to_device() -> float:

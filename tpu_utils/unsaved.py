@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tpu_utils.checkpoint.state import Tracked
-from tpu_utils.device import random_state, seed_host, set_random_state
+from tpu_utils.device import seed_host
 from tpu_utils.errors import InputError, is_own
 
 NO_STATE = {*vars(nn.Module()), "params", "lr", "lr_ratio", "capturable"}
@@ -48,7 +48,7 @@ def items_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.parallel.DistributedDataParallel):
         yield path, value.module
     elif isinstance(value, nn.Module):
-        attributes = {} if type(value).__module__.startswith("torch.") else vars(value)
+        attributes = {} if type(value).__module__.startswith(("torch.", "torch_xla.")) else vars(value)
         for kind in (value._parameters, value._buffers, value._modules, attributes):
             yield from ((f"{path}.{name}", one) for name, one in kind.items() if name not in NO_STATE)
     elif isinstance(value, torch.optim.Optimizer):
@@ -86,15 +86,24 @@ def weights_of(named: dict[str, Any]) -> Leaves:
     return found
 
 
+def host_generators() -> dict[str, tuple]:
+    """What NumPy's and Python's generators would give next."""
+    _, words, *rest = np.random.get_state()
+    return {"numpy": (words.tobytes(), *rest), "python": random.getstate()}
+
+
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
     """Inside, the host's generators begin at seed; afterwards they go on as if nothing had been drawn."""
-    before = random_state()
-    seed_host(seed)
-    try:
-        yield
-    finally:
-        set_random_state(before)
+    before = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        seed_host(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(before[0])
+            random.setstate(before[1])
 
 
 def check_pure(batches: Any, index: int) -> None:
@@ -136,6 +145,8 @@ class Unsaved:
         self._calls: dict[int, int] = {}
         self._seen: dict[int, tuple[str, Callable[[], Leaves], Leaves]] = {}
         self._results: dict[int, torch.Tensor] = {}
+        self._constant: set[str] = set()
+        """Paths of tensors that a step writes to without changing them."""
 
     def before(self, step, named: dict[str, Any]) -> None:
         """Call it before each call of the training step: what the loop changes in between, it can compute again."""
@@ -182,19 +193,30 @@ class Unsaved:
                 change
                 for change in changes(before, look())
                 if (number == id(step) or isinstance(change[1], torch.Tensor))
+                and change[0] not in self._constant
                 and not {id(change[1]), id(getattr(change[1], "_base", None))} & saved  # a view of what is saved
             ]
             if found:
                 raise InputError(says(name, found))
 
-    def check_copies(self, step, named: dict[str, Any], before: Leaves, after: Leaves) -> None:
-        """As check(), for what the step has changed in copies. named: what they are copies of."""
-        saved = self._saved()
+    def check_copies(self, step, named: dict[str, Any], copies: dict[str, Any], call: Callable[[], Any]) -> None:
+        """As check(), for what a call of the step changes in copies on the host. named: what they are copies of.
+
+        Here values can be compared: what is written to and stays the same is no state.
+        """
+        saved, before = self._saved(), leaves_of(copies, set())
+        values = {path: one.clone() for path, (one, _) in before.items() if isinstance(one, torch.Tensor)}
+        call()
         kept = {path for path, (value, _) in leaves_of(named, set()).items() if id(value) in saved}
-        # what was not there may be a cache
-        found = [change for change in changes(before, after) if change[0] in before.keys() - kept]
-        if found:
+        found = [change for change in changes(before, leaves_of(copies, set())) if change[0] in before.keys() - kept]
+        self._constant |= {path for path, value, _ in found if path in values and is_same(values[path], value)}
+        # what was not there before may be a cache
+        if found := [change for change in found if change[0] not in self._constant]:
             raise InputError(says(step.__name__, found))
+
+
+def is_same(one: torch.Tensor, other: Any) -> bool:
+    return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
 
 
 def says(step: str, found: list[tuple[str, Any, Any]]) -> str:
@@ -216,7 +238,7 @@ def says(step: str, found: list[tuple[str, Any, Any]]) -> str:
             remedies.add("in place of the array a tensor on the device, in run.track()")
         else:
             names.append(f"{path} (a {type(value).__name__})")
-            remedies.add("numbers drawn from torch's, NumPy's or Python's own generator, which checkpoints hold")
+            remedies.add("numbers drawn from torch's, NumPy's or Python's own generator, which a resumed run has too")
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (
         f"{step} works with {', '.join(names[:3])}{more}, which changed during the first steps, and no checkpoint "

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from tpu_utils.errors import InputError
 from tpu_utils.known_flags import check_known, xla_has
-from tpu_utils.virtual_slice import MOST_DEVICES
 
+MOST_DEVICES = 127
+"""Of one process: autograd counts its devices in 8 bits."""
 OFF = ("", "0", "false")
 SWITCHES = {
     "XLA_USE_BF16": "makes bfloat16 of what the run calls float32; unset it, or choose --precision bfloat16",

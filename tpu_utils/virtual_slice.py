@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from config import TrainConfig
 
 TESTED_VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
-MOST_DEVICES = 127
-"""Of one process: autograd counts its devices in 8 bits."""
 MOST_VIRTUAL_DEVICES = 64
 """A slice of up to so many devices is traced with as many virtual CPU devices, a larger one with VIRTUAL_DEVICES."""
 VIRTUAL_DEVICES = 8

@@ -29,7 +29,7 @@ def whole(corpus, tmp_path_factory):
     done = run("transformer_tpu.py", *OPTIONS, f"--data_dir={corpus}", f"--run_dir={run_dir}")
     assert done.returncode == 0, done.stderr
     said = "data       stream of 2 jsonl, 2 jsonl gz, 2 jsonl zst, 2 parquet, "
-    assert said in done.stdout and " MB; 8 lanes; " in done.stdout and " tokens/s; " in done.stdout
+    assert said in done.stdout and " MB; 8 lanes; " in done.stdout and " tokens/s\n" in done.stdout
     return run_dir
 
 

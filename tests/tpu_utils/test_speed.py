@@ -1,5 +1,6 @@
 """Where the seconds of a step go; what it sends and reads beside its batch is counted, and named by its lines."""
 
+import itertools
 import sys
 import time
 
@@ -26,13 +27,13 @@ class Recurrent(nn.Module):
 
     def __init__(self, image_size: int, channels: int, hidden_dim: int):
         super().__init__()
-        self.calls = 0
+        self.calls = itertools.count()
         self.rnn, self.head = nn.LSTM(image_size, 4, batch_first=True), nn.Linear(4, 10)
 
     def forward(self, images):
-        self.calls += self.training
+        calls = next(self.calls) if self.training else 0
         states, _ = self.rnn(images.float() / 16)
-        scaled = states[:, -1] * (2 + self.training / (1 + self.calls))
+        scaled = states[:, -1] * (2 + self.training / (2 + calls))
         return self.head(scaled)
 
 

@@ -20,7 +20,7 @@ from tpu_utils.files import parse_json, read_json, write_atomically
 from tpu_utils.hardware import attached_chips, parse_topology
 from tpu_utils.remote.hosts import chips_in, family, settle_hosts
 from tpu_utils.restarts import ends_with_this
-from tpu_utils.virtual_slice import MOST_DEVICES
+from tpu_utils.variables import MOST_DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

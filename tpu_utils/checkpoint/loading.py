@@ -115,8 +115,6 @@ class CheckpointReader:
         from. Raises CheckpointError before anything is changed if names, shapes or types differ.
         """
         wanted = tensors_by_path(parts)
-        for path in {"random/numpy", "random/python"} - saved.entries.keys():
-            wanted.pop(path, None)  # of an older checkpoint: these generators go on from the run's seed
         found = {path: entry.kind for path, entry in saved.entries.items() if path.split("/")[0] in parts}
         check_alike({path: kind_of(tensor) for path, tensor in wanted.items()}, found)
         with one_thread(), self._peers.patient():

@@ -41,6 +41,9 @@ def first_call(function: Callable, compiled: Callable, arguments: tuple, keyword
     before = {key: tensor.detach().clone() for key, tensor in tensors_of(named).items()}
     generator = torch.get_rng_state()
     copied = copy.deepcopy(named)
+    for name, value in named.items():
+        if isinstance(value, torch.optim.Optimizer):  # its own copy leaves out what a subclass added
+            vars(copied[name]).update({key: own for key, own in vars(value).items() if key not in vars(copied[name])})
     bound = inspect.signature(function).bind_partial()
     bound.arguments = copied
     result = function(*bound.args, **bound.kwargs)

@@ -134,7 +134,7 @@ SCANNED_GRU, PLAIN_GRU = nn.GRU, getattr(nn.GRU, "_orig", nn.GRU)
 def with_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A deep copy of modules, optimizers, metrics and their collections, with function of each tensor in its place."""
     memo: dict[int, Any] = {}
-    waiting, modules = [value], {}
+    waiting, modules, optimizers = [value], {}, []
     while waiting:
         one = waiting.pop()
         if isinstance(one, torch.Tensor) and id(one) not in memo:
@@ -148,6 +148,7 @@ def with_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
             ]
         elif isinstance(one, torch.optim.Optimizer):
             waiting += [one.param_groups, *one.state.values()]
+            optimizers.append(one)
         elif isinstance(one, DeviceMetrics):
             waiting += vars(one).values()
         elif isinstance(one, dict):
@@ -155,6 +156,8 @@ def with_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
         elif isinstance(one, (list, tuple)):
             waiting += one
     copied = copy.deepcopy(value, memo)
+    for one in optimizers:  # its own copy leaves out what a subclass added
+        vars(memo[id(one)]).update({key: own for key, own in vars(one).items() if key not in vars(memo[id(one)])})
     for number, module in modules.items():
         if type(module) is SCANNED_GRU:
             memo[number].__class__ = PLAIN_GRU

@@ -19,7 +19,7 @@ from run_files import assert_identical, losses_in, state_in, summary_in
 REQUIREMENTS = ROOT / "requirements-torchtpu.txt"
 NEEDED_GIB = 10
 """With the libraries of CUDA, which PyTorch's wheels for Linux bring along."""
-OPTIONS = "--device cpu --dataset synthetic --num_epochs 1 --global_batch_size 200 --warmup_steps 5 --log_every 1"
+OPTIONS = "--device cpu --dataset digits --num_epochs 1 --global_batch_size 70 --warmup_steps 5 --log_every 1"
 OPTIONS = (*OPTIONS.split(), "--save_every", "10", "--keep_checkpoints", "9")
 TOLERANCE = 1e-5
 IMAGES = "--device cpu --dataset stripes --depth 8 --width 8 --global_batch_size 500 --num_epochs 1 --log_every 1"

@@ -1,5 +1,6 @@
 """The device of a run: chips on the bus, refusals, exit codes."""
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 from config import MnistConfig
 from tpu_utils import device
 from tpu_utils.checks import check_model
-from tpu_utils.device import graphs_compiled, start_device, transfers_to_device
+from tpu_utils.device import graphs_compiled, seed_host, start_device, transfers_to_device
 from tpu_utils.errors import DeviceError, InputError, TrainingError, run_script
 from tpu_utils.hardware import attached_chips
 
@@ -183,3 +184,16 @@ def test_memory_is_not_asked_for_under_spmd_where_torch_xla_would_raise():
     """Its check of the virtual device stands before any question to the client, so the CPU's answers like a TPU's."""
     done = run("-c", ON_A_TPU, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=2)
     assert done.stdout == "None\n", done.stderr
+
+
+def test_what_the_host_draws_follows_from_the_seed_and_the_step_alone():
+    """So a resumed run draws it too, whatever libraries have drawn from these generators in between."""
+
+    def drawn(*seed):
+        seed_host(*seed)
+        return np.random.normal(), random.random(), random.gauss(0, 1)
+
+    first = drawn(0, 5)
+    np.random.rand(9), random.random()
+    assert drawn(0, 5) == first
+    assert not set(first) & {*drawn(0, 6), *drawn(1, 5)}

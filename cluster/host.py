@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import cluster
+import tpu_utils
 from cluster.folder import digest_of
 from tpu_utils.hardware import attached_chips
 
@@ -109,7 +111,8 @@ class HostProcess:
         # -P: a folder named cluster in the code of the run is not ours
         guarded = [sys.executable, "-P", "-m", "cluster.guard"]
         read_code, write_code = os.pipe()
-        package = str(Path(__file__).resolve().parent.parent)
+        # Ray unpacks each of the two packages to a folder of its own
+        packages = {str(Path(module.__file__).resolve().parent.parent) for module in (cluster, tpu_utils)}
         environment = clean_environment() | dict(variables) | {"PYTHONUNBUFFERED": "1"}
         inner = environment.get("PYTHONPATH")
         # PYTHONPATH has this project for the guard, not for the script
@@ -120,7 +123,7 @@ class HostProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=folder or made,
-            env=environment | {"PYTHONPATH": package},
+            env=environment | {"PYTHONPATH": os.pathsep.join(sorted(packages))},
             pass_fds=[write_code],
         )
         os.close(write_code)

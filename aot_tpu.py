@@ -46,17 +46,17 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from tpu_compiler import cache
-from tpu_compiler.calibration import CALIBRATION, read_calibration
-from tpu_compiler.difference import compare, take_sides
-from tpu_compiler.modules import HELP, compile_module, names_a_module, option_parser, parse_question
-from tpu_compiler.newest import NewestError, default_folder, make_environment
-from tpu_compiler.report import format_compilers, format_report, format_table
-from tpu_compiler.roofline import check_picture, draw
-from tpu_compiler.search import ScriptError, compile_script, fit, with_option
-from tpu_compiler.verdict import decide, parse_only, parse_prices, parse_tokens
-from tpu_utils.hardware import parse_topology
-from tpu_utils.virtual_slice import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
+from tpu_compiler.compile import cache
+from tpu_compiler.compile.newest import NewestError, default_folder, make_environment
+from tpu_compiler.decide.difference import compare, take_sides
+from tpu_compiler.decide.roofline import check_picture, draw
+from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_option
+from tpu_compiler.decide.verdict import decide, parse_only, parse_prices, parse_tokens
+from tpu_compiler.module.programs import HELP, compile_module, names_a_module, option_parser, parse_question
+from tpu_compiler.report.calibration import CALIBRATION, read_calibration
+from tpu_compiler.report.report import format_compilers, format_report, format_table
+from tpu_utils.base.hardware import parse_topology
+from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:

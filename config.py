@@ -34,12 +34,12 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from tpu_utils.compiler_flags import NO_WINDOWED_EINSUM, parse_compiler_options
-from tpu_utils.errors import InputError, run_script
-from tpu_utils.fields import FREE, NoEffect, Range
-from tpu_utils.hardware import parse_topology
-from tpu_utils.options import Options, print_presets
-from tpu_utils.run_dir import names_a_place
+from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.base.hardware import parse_topology
+from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, parse_compiler_options
+from tpu_utils.options.fields import FREE, NoEffect, Range
+from tpu_utils.options.parsing import Options, print_presets
+from tpu_utils.record.run_dir import names_a_place
 
 NOT_DOWNLOADED = ("digits", "synthetic", "stripes", "text", "tokens", "chat", "stream")
 NO_STEPS = NoEffect("scheduler", "constant", "linear", "cosine", "wsd")
@@ -330,5 +330,7 @@ CONFIGURATIONS = ("MnistConfig", "DistributedMnistConfig", "DdpMnistConfig", "Ci
 if __name__ == "__main__":
     kinds = [f"config:{name}" for name in CONFIGURATIONS]
     sys.exit(
-        run_script(lambda: print_presets([*kinds, "language.transformer_options:TransformerConfig"]), answers=True)
+        run_script(
+            lambda: print_presets([*kinds, "language.options.transformer_options:TransformerConfig"]), answers=True
+        )
     )

@@ -21,8 +21,8 @@ from functools import partial
 from config import DdpMnistConfig
 from images.arrays import TrainBatches, check_divisible, eval_batches
 from images.mnist import check_files, load_dataset
-from tpu_utils.environment import command_line
-from tpu_utils.errors import run_script
+from tpu_utils.base.errors import run_script
+from tpu_utils.options.environment import command_line
 
 if __name__ == "__main__":  # before the slow imports: a wrong option or file is answered at once
     config = command_line(DdpMnistConfig, __doc__, check_files)
@@ -31,13 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tpu_utils.checks import check_model
 from tpu_utils.device import DEVICE_TYPE, global_ordinal, send, world_size
-from tpu_utils.graphs import one_graph
-from tpu_utils.metrics import DeviceMetrics, labels_that_count
-from tpu_utils.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
-from tpu_utils.replicas import check_launched, join_replicas, mean_over_replicas, over_replicas, replicate
+from tpu_utils.device.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
+from tpu_utils.record.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.run import Run
+from tpu_utils.step.graphs import one_graph
+from tpu_utils.step.replicas import check_launched, join_replicas, mean_over_replicas, over_replicas, replicate
+from tpu_utils.trial.checks import check_model
 
 
 class ConvNet(nn.Module):

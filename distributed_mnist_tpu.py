@@ -25,8 +25,8 @@ import sys
 from config import DistributedMnistConfig
 from images.arrays import TrainBatches, check_divisible, eval_batches
 from images.mnist import check_files, load_dataset
-from tpu_utils.environment import command_line, meet_hosts
-from tpu_utils.errors import run_script
+from tpu_utils.base.errors import run_script
+from tpu_utils.options.environment import command_line, meet_hosts
 
 if __name__ == "__main__":  # before the slow imports: a wrong option or file is answered at once
     config = command_line(DistributedMnistConfig, __doc__, check_files)
@@ -36,13 +36,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tpu_utils.checks import check_model
+from tpu_utils.base.peers import Peers
 from tpu_utils.device import DEVICE_TYPE, BatchSharding, Mesh, device_count, mark_sharding, send, use_spmd
-from tpu_utils.graphs import one_graph
-from tpu_utils.metrics import DeviceMetrics, labels_that_count
-from tpu_utils.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
-from tpu_utils.peers import Peers
+from tpu_utils.device.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
+from tpu_utils.record.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.run import Run
+from tpu_utils.step.graphs import one_graph
+from tpu_utils.trial.checks import check_model
 
 
 class ConvNet(nn.Module):

@@ -717,13 +717,13 @@ def child_work(_: str) -> None:
 
 def child_aot(target: str) -> None:
     """Trace the training step on as many virtual CPU devices as the slice has, and compile it with the TPU compiler."""
-    from tpu_utils.virtual_slice import prepare_environment
+    from tpu_utils.options.virtual_slice import prepare_environment
 
     topology = prepare_environment(target)  # before torch_xla is imported
     import torch_xla.runtime as xr
 
     from tpu_compiler.ask import ask_compiler
-    from tpu_compiler.tracing import trace_step
+    from tpu_compiler.compile.tracing import trace_step
 
     devices = topology.num_devices
     if devices > 1:
@@ -827,7 +827,7 @@ def parse_arguments(arguments: list) -> argparse.Namespace:
     if options.time_limit <= 0:
         parser.error(f"--time_limit {options.time_limit:g}: expected more than 0 seconds")
     if options.aot:
-        look_up = "import sys; sys.path.insert(0, sys.argv[1]); from tpu_utils.virtual_slice import *; "
+        look_up = "import sys; sys.path.insert(0, sys.argv[1]); from tpu_utils.options.virtual_slice import *; "
         look_up += "prepare_environment(sys.argv[2])"
         _, died = run_child(["-c", look_up, HERE, options.aot], os.environ, options.time_limit)
         near = difflib.get_close_matches(options.aot, re.split("[ ,]+", died.partition(";")[2]), n=1)

@@ -27,11 +27,11 @@ from functools import partial
 
 import numpy as np
 
+from language.options.transformer_options import TransformerConfig
 from language.sequences import check_files, load_sequences
-from language.tasks import load_tasks
-from language.transformer_options import TransformerConfig
-from tpu_utils.environment import command_line, meet_hosts
-from tpu_utils.errors import run_script
+from language.tasks.tasks import load_tasks
+from tpu_utils.base.errors import run_script
+from tpu_utils.options.environment import command_line, meet_hosts
 
 if __name__ == "__main__":  # before the slow imports: a wrong option or file is answered at once
     config = command_line(TransformerConfig, __doc__, check_files)
@@ -39,23 +39,23 @@ if __name__ == "__main__":  # before the slow imports: a wrong option or file is
 import torch
 
 from language.build import build_model, build_optimizer
-from language.context import inputs_and_targets
-from language.layers import Decoder
-from language.loops import BATCH, sums_over_parts
+from language.generation.samples import write_samples
 from language.mesh import print_placement, print_plan, start_mesh, start_spmd
-from language.operations import is_likeliest, losses
-from language.routing import as_table, tokens_of_experts, with_routers
-from language.samples import write_samples
-from language.shards import first_row, rows_of_all, total
+from language.models.layers import Decoder
+from language.models.operations import is_likeliest, losses
+from language.models.routing import as_table, tokens_of_experts, with_routers
+from language.xla.context import inputs_and_targets
+from language.xla.loops import BATCH, sums_over_parts
+from language.xla.shards import first_row, rows_of_all, total
+from tpu_utils.base.peers import Peers
 from tpu_utils.device import BatchSharding, mark_sharding, send
-from tpu_utils.dropout import batch_keys
-from tpu_utils.graphs import one_graph
-from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.optim import learning_rates, step_optimizer
-from tpu_utils.peers import Peers
+from tpu_utils.device.dropout import batch_keys
+from tpu_utils.device.optim import learning_rates, step_optimizer
+from tpu_utils.record.metrics import DeviceMetrics
 from tpu_utils.run import Run
+from tpu_utils.step.graphs import one_graph
 
-# The mesh axis (language/loops.py) that each axis of a parameter is sharded over; None, or no match: replicated. Along
+# The mesh axis (language/xla/loops.py) that each axis of a parameter is sharded over; None, or no match: replicated. Along
 # "tensor" a device holds some heads and columns of the MLP; along FSDP a shard of every matrix, and gathers those of
 # a layer when it gets there. Gathered rows of gate and up lie as their product reads them: columns would be copied.
 FSDP = ("fsdp", "context")

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matplotlib.figure import Figure
 
-from tpu_compiler.report import Report
-from tpu_utils.files import write_atomically
-from tpu_utils.hardware import GIB, parse_topology
+from tpu_compiler.report.report import Report
+from tpu_utils.base.files import write_atomically
+from tpu_utils.base.hardware import GIB, parse_topology
 
 ROOT = Path(__file__).resolve().parent.parent
 SLICES = ("v5litepod-8", "v5litepod-256", "v5p-1024")

@@ -85,7 +85,7 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
 
 def mark(folder: Path) -> None:
     """A done marker that fits the files."""
-    from tpu_utils.files import checksum_of
+    from tpu_utils.base.files import checksum_of
 
     marker = json.loads((folder / "done").read_bytes())
     marker["files"] = {
@@ -159,7 +159,7 @@ def read_all(folder: Path) -> tuple[int, dict]:
 
 def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
     """Bytes and JSON of every file of the newest checkpoint."""
-    from tpu_utils.errors import CheckpointError
+    from tpu_utils.base.errors import CheckpointError
 
     intact = folder / "intact"
     checkpoints = make_checkpoints(intact, megabytes=4)
@@ -203,7 +203,7 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
 
 def attack_old_pickles(count: int, draw: random.Random, folder: Path) -> str:
     """A folder in the old format, whose pickle makes a folder when it is opened."""
-    from tpu_utils.errors import CheckpointError
+    from tpu_utils.base.errors import CheckpointError
 
     owned = folder / "owned"
     code = b"cos\nmkdir\n(V" + str(owned).encode() + b"\ntR."  # what a pickle of os.mkdir looks like
@@ -222,7 +222,7 @@ def attack_old_pickles(count: int, draw: random.Random, folder: Path) -> str:
 
 def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
     """Links, FIFOs, odd names, swapped and copied steps; and a save after each, which prunes."""
-    from tpu_utils.errors import CheckpointError
+    from tpu_utils.base.errors import CheckpointError
 
     precious = folder / "precious"
     precious.mkdir()
@@ -278,8 +278,8 @@ def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
 def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
     """Listings with names that lead elsewhere, in front of the run's own code that fetches them."""
     from config import MnistConfig
+    from tpu_utils.base.errors import CheckpointError, InputError
     from tpu_utils.checkpoint.loading import CheckpointReader
-    from tpu_utils.errors import CheckpointError, InputError
     from tpu_utils.remote import storage
 
     class Blob:
@@ -345,7 +345,7 @@ def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
 
 def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
     """Strangers on the port while hosts wait, and a host of the run that says what it should not."""
-    from tpu_utils.errors import TrainingError
+    from tpu_utils.base.errors import TrainingError
     from tpu_utils.remote import wire
     from tpu_utils.remote.meeting import LinkedPeers, Meeting
 
@@ -397,10 +397,16 @@ def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
     """metrics.jsonl at a resume, HellaSwag and token files, and whole run folders that tools.plot_run draws."""
     import numpy as np
 
-    from language.llmc_files import MultipleChoice, open_token_shard, read_hellaswag, write_hellaswag, write_token_shard
+    from language.data.llmc_files import (
+        MultipleChoice,
+        open_token_shard,
+        read_hellaswag,
+        write_hellaswag,
+        write_token_shard,
+    )
     from tools import plot_run
-    from tpu_utils.errors import InputError
-    from tpu_utils.log import RunLog
+    from tpu_utils.base.errors import InputError
+    from tpu_utils.record.log import RunLog
 
     lines = [{"kind": "train", "step": step, "loss": 2.0 / step, "step_seconds": 0.1} for step in range(1, 9)]
     log = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
@@ -462,8 +468,8 @@ def attack_neighbour(count: int, draw: random.Random, folder: Path) -> str:
     if os.geteuid() != 0:
         return "SKIPPED: only root can be another user"
     from cluster.probe import open_to_others
-    from tpu_compiler.cache import Cache
-    from tpu_utils.errors import InputError
+    from tpu_compiler.compile.cache import Cache
+    from tpu_utils.base.errors import InputError
 
     folder.chmod(0o755)
     places, closed = [], []
@@ -502,9 +508,9 @@ def attack_neighbour(count: int, draw: random.Random, folder: Path) -> str:
 def attack_options_of_a_folder(count: int, draw: random.Random, folder: Path) -> str:
     """config.json of a foreign run directory with options for libtpu, some of which name files."""
     from config import MnistConfig
-    from tpu_utils.compiler_flags import parse_compiler_options
-    from tpu_utils.errors import InputError
-    from tpu_utils.options import parse_command_line
+    from tpu_utils.base.errors import InputError
+    from tpu_utils.options.compiler_flags import parse_compiler_options
+    from tpu_utils.options.parsing import parse_command_line
 
     harmful = ["xla_jf_dump_to", "flagfile", "xla_dump_to", "xla_tpu_enable_x_dump_to", "tpu_log_dir", "fromenv"]
     usual = ["xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_enable_async_collective_fusion=true"]
@@ -531,7 +537,7 @@ def attack_options_of_a_folder(count: int, draw: random.Random, folder: Path) ->
 
 def attack_others_files(count: int, draw: random.Random, folder: Path) -> str:
     """A compile cache in a folder that holds other things, and is over its limit."""
-    from tpu_compiler.cache import Cache
+    from tpu_compiler.compile.cache import Cache
 
     Record = dataclasses.make_dataclass("Record", ["number"])
 
@@ -604,7 +610,7 @@ def attack_resubmissions(count: int, draw: random.Random, folder: Path) -> str:
         return "SKIPPED: Ray is not installed"
     from cluster.client import Cluster
     from cluster.driver import Spec
-    from tpu_utils.errors import InputError, PassingError
+    from tpu_utils.base.errors import InputError, PassingError
 
     class Jobs:
         """Ray's client, as far as submit() uses it."""
@@ -670,7 +676,7 @@ for name, part in {"lists": b"[],", "deep": b'[', "objects": b'{"a":', "text": b
 
 def attack_cache_entries(count: int, draw: random.Random, folder: Path) -> str:
     """Entries of the compile cache of some 100 KB that ask for gigabytes, and damaged ones."""
-    from tpu_compiler.cache import LARGEST_TEXT, Cache
+    from tpu_compiler.compile.cache import LARGEST_TEXT, Cache
 
     Record = dataclasses.make_dataclass("Record", [("number", float), ("text", str)])
     kept, name = Cache(folder), "answer_" + "0" * 40
@@ -699,8 +705,8 @@ def attack_tokenizers(count: int, draw: random.Random, folder: Path) -> str:
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
-    from language.tokenizer import MOST_GROWTH, load_tokenizer, panics_told
-    from tpu_utils.errors import InputError
+    from language.data.tokenizer import MOST_GROWTH, load_tokenizer, panics_told
+    from tpu_utils.base.errors import InputError
 
     refused, most = 0, 0
     for _ in range(count):

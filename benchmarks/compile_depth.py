@@ -23,8 +23,8 @@ def measure(layers: int, scan_layers: bool) -> None:
     import torch
     import torch_xla
 
-    from language.gpt import GPT
-    from language.shapes import ModelShape
+    from language.models.gpt import GPT
+    from language.options.shapes import ModelShape
     from transformer_tpu import compute_gradients
 
     device = torch_xla.device()

@@ -31,8 +31,9 @@ import torch
 import torch_xla
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from language import decoding, sources
-from language.sampling import SamplingOptions
+from language.generation import decoding
+from language.generation.sampling import SamplingOptions
+from language.weights import sources
 
 PROMPT, TOKENS = 32, 128
 

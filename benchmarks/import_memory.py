@@ -42,12 +42,12 @@ import torch_xla.core.xla_model as xm  # noqa: E402
 import torch_xla.runtime as xr  # noqa: E402
 
 from language.build import build_model  # noqa: E402
-from language.hf_config import hugging_face_config  # noqa: E402
-from language.hf_files import open_weights, write_json, write_weights  # noqa: E402
-from language.hf_layout import sources  # noqa: E402
 from language.mesh import start_mesh  # noqa: E402
-from language.shapes import MODEL_SIZES, ModelShape  # noqa: E402
-from language.transformer_options import TransformerConfig  # noqa: E402
+from language.options.hf_config import hugging_face_config  # noqa: E402
+from language.options.shapes import MODEL_SIZES, ModelShape  # noqa: E402
+from language.options.transformer_options import TransformerConfig  # noqa: E402
+from language.weights.hf_files import open_weights, write_json, write_weights  # noqa: E402
+from language.weights.hf_layout import sources  # noqa: E402
 from transformer_tpu import partition_spec  # noqa: E402
 
 

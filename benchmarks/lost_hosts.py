@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from processes import ROOT, environment_with, free_port
 
-from tpu_utils.restarts import memory_folder, newest_checkpoint
+from tpu_utils.base.restarts import memory_folder, newest_checkpoint
 
 HOSTS = 4
 TIME_LIMIT = 600.0

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from language.hf_config import hugging_face_config
-from language.shapes import LlamaShape, ModelShape
+from language.options.hf_config import hugging_face_config
+from language.options.shapes import LlamaShape, ModelShape
 
 
 @dataclasses.dataclass(frozen=True)

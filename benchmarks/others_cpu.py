@@ -33,11 +33,11 @@ import torch_xla.debug.metrics as met
 import simple_mnist_tpu
 import transformer_tpu
 from config import MnistConfig
-from language.gpt import GPT
-from language.shapes import ModelShape
-from language.transformer_options import TransformerConfig
-from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.optim import learning_rates, make_optimizer
+from language.models.gpt import GPT
+from language.options.shapes import ModelShape
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.device.optim import learning_rates, make_optimizer
+from tpu_utils.record.metrics import DeviceMetrics
 
 ROUNDS, STEPS = 7, 5
 MNIST_BATCHES = 128, 256  # of the presets development and distributed

@@ -8,7 +8,7 @@ Prints:  a row for each program: megacycles and milliseconds by the compiler's o
 
 AdamW, bfloat16 products, float32 master weights. GPT-2 124M, true shape: 8 x 1,024 tokens. llama: Llama 3.2 1B with 4
 layers, 4 x 2,048 tokens. Operations that the compiler gives no estimate for are added by the
-rule of tpu_compiler/rules.py.
+rule of tpu_compiler/report/rules.py.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from language.shapes import MODEL_SIZES, LlamaShape, ModelShape
-from language.transformer_options import TransformerConfig
-from tpu_compiler.reading import parse_program, read_cycles
-from tpu_compiler.rules import ruled_ms
-from tpu_utils.hardware import GIB, parse_topology
-from tpu_utils.virtual_slice import check_private_interfaces, prepare_environment
+from language.options.shapes import MODEL_SIZES, LlamaShape, ModelShape
+from language.options.transformer_options import TransformerConfig
+from tpu_compiler.report.reading import parse_program, read_cycles
+from tpu_compiler.report.rules import ruled_ms
+from tpu_utils.base.hardware import GIB, parse_topology
+from tpu_utils.options.virtual_slice import check_private_interfaces, prepare_environment
 
 SHAPE, BATCH = ModelShape(12, 12, 768, 1024, 50257), 8
 LLAMA, LLAMA_BATCH = dataclasses.replace(MODEL_SIZES["llama3_1B"], num_layers=4, sequence_length=2048), 4
@@ -61,14 +61,14 @@ def compile_torch(name: str, topology, options: dict[str, str]) -> tuple[str, in
     import torch_xla
 
     import transformer_tpu
-    from language.flash_attention import flash_attention
-    from language.gpt import GPT
-    from language.llama import Llama
-    from tpu_compiler.compiling import compile_program, lower_pallas_for
-    from tpu_compiler.tracing import trace_step
-    from tpu_utils.metrics import DeviceMetrics
-    from tpu_utils.optim import learning_rates
-    from tpu_utils.virtual_slice import without_weights
+    from language.models.gpt import GPT
+    from language.models.llama import Llama
+    from language.xla.flash_attention import flash_attention
+    from tpu_compiler.compile.compiling import compile_program, lower_pallas_for
+    from tpu_compiler.compile.tracing import trace_step
+    from tpu_utils.device.optim import learning_rates
+    from tpu_utils.options.virtual_slice import without_weights
+    from tpu_utils.record.metrics import DeviceMetrics
 
     (shape, batch), device = problem(name), torch_xla.device()
     tokens = torch.zeros(batch, shape.sequence_length + 1, dtype=torch.int32).to(device)
@@ -106,7 +106,7 @@ def compile_jax(name: str, topology, options: dict[str, str]) -> tuple[str, int]
     import other_programs as peers
     from jax.sharding import SingleDeviceSharding
 
-    from tpu_compiler.compiling import compile_only_devices
+    from tpu_compiler.compile.compiling import compile_only_devices
 
     (shape, batch), sharding = problem(name), SingleDeviceSharding(compile_only_devices(topology)[0])
     if isinstance(shape, LlamaShape):

@@ -24,7 +24,7 @@ from tools.speedrun import CHAT_BYTES  # noqa: E402
 from tools.speedrunning.dial import Plan, bytes_of, make_plan  # noqa: E402
 from tools.speedrunning.one_page import bits_per_byte, tokens_per_byte  # noqa: E402
 from tools.speedrunning.stages import stages_of  # noqa: E402
-from tpu_utils.files import read_json, write_atomically  # noqa: E402
+from tpu_utils.base.files import read_json, write_atomically  # noqa: E402
 
 OPTIMIZERS = ("muon", "adamw")
 SEED_OF_RATES = 3

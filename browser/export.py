@@ -25,9 +25,9 @@ from pathlib import Path
 
 from browser.chat_pieces import pieces_of
 from browser.onnx_files import FORMAT, MODEL_JSON, OPSET, needed
-from language.chat_data import FORMATS, choose_format
-from tpu_utils.errors import InputError, TrainingError, run_script
-from tpu_utils.fields import parse_arguments
+from language.data.chat_data import FORMATS, choose_format
+from tpu_utils.base.errors import InputError, TrainingError, run_script
+from tpu_utils.options.fields import parse_arguments
 
 WEIGHTS = ("float32", "float16", "int8")
 LARGEST_ERROR = {"float32": 1e-4, "float16": 2e-2, "int8": 0.5}
@@ -116,18 +116,18 @@ import torch
 from browser.onnx_cached import CachedModel
 from browser.onnx_files import is_count, open_export, open_session
 from browser.onnx_graphs import export_graph, quantize, share_weights, store_half
-from language import gpt, llama
-from language.layers import check_finite
-from language.run_weights import read_run
-from language.shapes import LlamaShape
-from language.sources import Source, open_source
-from language.tokenizer import Bytes, FromFile, Numbers
-from language.tokenizer_files import RUN_TOKENIZER, TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
+from language.data.tokenizer import Bytes, FromFile, Numbers
+from language.data.tokenizer_files import RUN_TOKENIZER, TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
+from language.models import gpt, llama
+from language.models.layers import check_finite
+from language.options.shapes import LlamaShape
+from language.weights.run_weights import read_run
+from language.weights.sources import Source, open_source
+from tpu_utils.base.files import read_json, read_regular
+from tpu_utils.base.new_folder import written_aside
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import check_alike
 from tpu_utils.checkpoint.tensor_files import Kind
-from tpu_utils.files import read_json, read_regular
-from tpu_utils.new_folder import written_aside
 
 INPUTS, OUTPUTS = ("tokens", "position", "length", "keys", "values"), ("logits", "new_keys", "new_values")
 

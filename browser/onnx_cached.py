@@ -6,9 +6,9 @@ Shape suffixes: C tokens of a step, T context, S = T + C, L layers, G heads of k
 import torch
 import torch.nn.functional as F
 
-from language import gpt, llama
-from language.layers import Decoder
-from language.operations import layer_norm
+from language.models import gpt, llama
+from language.models.layers import Decoder
+from language.models.operations import layer_norm
 
 
 class CachedModel(torch.nn.Module):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from browser.chat_pieces import check_pieces
-from tpu_utils.errors import InputError
-from tpu_utils.files import open_regular, read_json, read_regular
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import open_regular, read_json, read_regular
 
 FORMAT, MODEL_JSON, OPSET = "tpu-examples-onnx-1", "model.json", 20
 EXPECTED = "a folder of browser.export"

@@ -17,10 +17,10 @@ import numpy as np
 
 from browser.chat_pieces import prompt_of
 from browser.onnx_files import needed, open_export, open_session, run_session
-from language.sampling import Asked, SamplingOptions, ask, print_continuations
-from language.tokenizer import Numbers, Tokenizer, load_tokenizer
-from tpu_utils.environment import command_line
-from tpu_utils.errors import InputError, NonFiniteError, run_script
+from language.data.tokenizer import Numbers, Tokenizer, load_tokenizer
+from language.generation.sampling import Asked, SamplingOptions, ask, print_continuations
+from tpu_utils.base.errors import InputError, NonFiniteError, run_script
+from tpu_utils.options.environment import command_line
 
 OUTPUTS = ["logits", "new_keys", "new_values"]
 

@@ -8,7 +8,7 @@ if not __package__:  # a folder was run: what is imported is below the project
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from cluster.command import main
-from tpu_utils.errors import run_script
+from tpu_utils.base.errors import run_script
 
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 sys.exit(run_script(lambda: main(sys.argv[1:])))

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_compiler.report import format_report
-from tpu_compiler.search import ScriptError, compile_script, with_option
-from tpu_utils.errors import InputError
-from tpu_utils.virtual_slice import VersionError, check_private_interfaces
+from tpu_compiler.decide.search import ScriptError, compile_script, with_option
+from tpu_compiler.report.report import format_report
+from tpu_utils.base.errors import InputError
+from tpu_utils.options.virtual_slice import VersionError, check_private_interfaces
 
 NOT_ASKED = ("run_dir", "resume", "compile_for", "device", "num_virtual_devices", "profile_steps")
 """Left out of the question: these do not change the step, but would miss the cached answer."""

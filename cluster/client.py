@@ -19,8 +19,8 @@ from cluster.deciding import Host, Request, candidates
 from cluster.driver import SECRETS_MODULE, Spec
 from cluster.folder import check_folder, digest_of
 from cluster.turns import STATE_FILE, host_of, wish
-from tpu_utils.errors import InputError, PassingError, first_line
-from tpu_utils.files import write_atomically
+from tpu_utils.base.errors import InputError, PassingError, first_line
+from tpu_utils.base.files import write_atomically
 
 REACH_SECONDS = 5.0
 START_SECONDS = 120.0

@@ -29,9 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.deciding import PARTS, Request
-from tpu_utils.errors import InputError
-from tpu_utils.fields import parse_arguments
-from tpu_utils.hardware import attached_chips, parse_topology
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.hardware import attached_chips, parse_topology
+from tpu_utils.options.fields import parse_arguments
 
 ADDRESS_VARIABLE, STORAGE_VARIABLE = "RAY_ADDRESS", "TPU_CLUSTER_STORAGE"
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from cluster.deciding import Place, Request
 from cluster.host import HostProcess, device_variables
 from cluster.turns import PROTOCOL, live_hosts, queue_of_cluster
-from tpu_utils.restarts import options_in, to_go_on
+from tpu_utils.base.restarts import options_in, to_go_on
 
 ASK_SECONDS = 0.5
 """Between two questions to the queue while waiting."""
@@ -312,7 +312,7 @@ class Driver:
 
 def topology_of(kind: str) -> str:
     """v5litepod-16 -> 4x4."""
-    from tpu_utils.hardware import parse_topology
+    from tpu_utils.base.hardware import parse_topology
 
     return "x".join(map(str, parse_topology(kind).shape))
 

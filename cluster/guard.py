@@ -14,7 +14,7 @@ import sys
 import threading
 from functools import partial
 
-from tpu_utils.restarts import end_with
+from tpu_utils.base.restarts import end_with
 
 
 def before_the_script(guard: int) -> None:

@@ -23,7 +23,7 @@ import sys
 from cluster.pods import GRACE_SECONDS, RAY, RESTARTS, jobset_content, raycluster_content
 from cluster.quoting import for_kubernetes, shell_line, shell_word, yaml_text
 from cluster.request import TRAINING, Request, read_request
-from tpu_utils.errors import run_script
+from tpu_utils.base.errors import run_script
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.10.1/manifests.yaml"

@@ -8,10 +8,10 @@ from typing import Literal, get_args, get_origin
 
 from cluster.slices import Slice, check_image, check_version, check_zone, find_slice
 from config import CifarConfig, DistributedMnistConfig, MnistConfig
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import InputError
-from tpu_utils.fields import hints_of, nearest, plain
-from tpu_utils.options import presets_of
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
+from tpu_utils.options.fields import hints_of, nearest, plain
+from tpu_utils.options.parsing import presets_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAINING = {

@@ -1,14 +1,14 @@
 """What Google Cloud rents: machines, zones and images of each generation, and whether a request fits together.
 
-Sizes and shapes of slices are in tpu_utils/hardware.py. Imports no torch and nothing that must be installed.
+Sizes and shapes of slices are in tpu_utils/base/hardware.py. Imports no torch and nothing that must be installed.
 """
 
 import dataclasses
 import math
 import re
 
-from tpu_utils.fields import nearest
-from tpu_utils.hardware import GENERATIONS, SHAPES_2D, SHAPES_3D, Topology, parse_topology
+from tpu_utils.base.hardware import GENERATIONS, SHAPES_2D, SHAPES_3D, Topology, parse_topology
+from tpu_utils.options.fields import nearest
 from tpu_utils.remote.hosts import family
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpu_utils.errors import InputError, first_line
-from tpu_utils.files import open_regular
+from tpu_utils.base.errors import InputError, first_line
+from tpu_utils.base.files import open_regular
 
 if TYPE_CHECKING:
     from config import ImageConfig

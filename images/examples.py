@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from config import ImageConfig
 from images.arrays import TrainBatches, as_numbers, check_pair, sent
-from tpu_utils.errors import InputError, TrainingError, first_line
+from tpu_utils.base.errors import InputError, TrainingError, first_line
 
 STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 SECONDS_TO_SAVE = 60

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tpu_utils.errors import InputError
+from tpu_utils.base.errors import InputError
 
 if TYPE_CHECKING:
     import torch

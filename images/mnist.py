@@ -9,8 +9,8 @@ import numpy as np
 
 from config import MnistConfig
 from images.arrays import ImageDataset, best_possible
-from tpu_utils.errors import InputError, PassingError
-from tpu_utils.files import file_size, open_regular
+from tpu_utils.base.errors import InputError, PassingError
+from tpu_utils.base.files import file_size, open_regular
 
 
 def check_files(config: MnistConfig) -> None:

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import torch
 
-from language.context import pieces_of, shared
-from language.gpt import GPT
-from language.hf_files import HuggingFaceWeights, open_weights
-from language.layers import Decoder, is_matrix, load_weights
-from language.llama import Llama
-from language.muon import OF_MUON, Muon, is_muons
-from language.new_tokens import with_new_tokens
-from language.operations import causal_attention
-from language.shapes import LlamaShape
-from language.shards import distribute
-from language.transformer_options import TransformerConfig
+from language.data.new_tokens import with_new_tokens
+from language.models.gpt import GPT
+from language.models.layers import Decoder, is_matrix, load_weights
+from language.models.llama import Llama
+from language.models.muon import OF_MUON, Muon, is_muons
+from language.models.operations import causal_attention
+from language.options.shapes import LlamaShape
+from language.options.transformer_options import TransformerConfig
+from language.weights.hf_files import HuggingFaceWeights, open_weights
+from language.xla.context import pieces_of, shared
+from language.xla.shards import distribute
+from tpu_utils.base.errors import InputError
 from tpu_utils.device import Mesh, device_type
-from tpu_utils.errors import InputError
-from tpu_utils.optim import make_optimizer
-from tpu_utils.virtual_slice import without_weights
+from tpu_utils.device.optim import make_optimizer
+from tpu_utils.options.virtual_slice import without_weights
 
 
 def build_model(
@@ -36,7 +36,7 @@ def build_model(
     initialised: with weights to begin with. compile_for: shapes without memory. Raises InputError."""
     attention = causal_attention
     if config.attention == "flash":
-        from language.flash_attention import flash_attention  # only here: its kernels are jax's, through torch_xla
+        from language.xla.flash_attention import flash_attention  # only here: its kernels are jax's, through torch_xla
 
         attention = flash_attention
     way = config.context_attention

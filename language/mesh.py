@@ -6,18 +6,18 @@ from importlib.metadata import version
 
 import numpy as np
 
-from language import context
-from language.hf_layout import sizes_of
-from language.layers import Decoder, adapter_sizes
-from language.loops import AXES
-from language.routing import slots_of_capacity
-from language.shards import check_second_road, meet
-from language.token_data import SequenceData
-from language.transformer_options import TransformerConfig
+from language.data.token_data import SequenceData
+from language.models.layers import Decoder, adapter_sizes
+from language.models.routing import slots_of_capacity
+from language.options.transformer_options import TransformerConfig
+from language.weights.hf_layout import sizes_of
+from language.xla import context
+from language.xla.loops import AXES
+from language.xla.shards import check_second_road, meet
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.hardware import attached_chips, parse_topology
+from tpu_utils.base.peers import Peers
 from tpu_utils.device import IS_XLA, Mesh, device_count, device_type, set_global_mesh, sharding_spec, use_spmd
-from tpu_utils.errors import InputError
-from tpu_utils.hardware import attached_chips, parse_topology
-from tpu_utils.peers import Peers
 from tpu_utils.run import Run
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from language.chat_data import check_chats, check_tokenizer, load_chats, tokenizer_of
-from language.sample_prompts import check_samples
-from language.streams import check_stream, load_stream
-from language.tasks import check_tasks
-from language.token_data import (
+from language.data.chat_data import check_chats, check_tokenizer, load_chats, tokenizer_of
+from language.data.streams import check_stream, load_stream
+from language.data.token_data import (
     TEXT,
     MarkovChain,
     MicroBatches,
@@ -24,10 +22,12 @@ from language.token_data import (
     split_documents,
     text_files,
 )
-from language.tokenizer import load_tokenizer
-from language.transformer_options import TransformerConfig, check_initial_weights
-from tpu_utils.errors import InputError
-from tpu_utils.files import open_regular
+from language.data.tokenizer import load_tokenizer
+from language.generation.sample_prompts import check_samples
+from language.options.transformer_options import TransformerConfig, check_initial_weights
+from language.tasks.tasks import check_tasks
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import open_regular
 
 
 def load_sequences(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:

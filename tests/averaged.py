@@ -19,12 +19,12 @@ import torch_xla.runtime as xr
 from torch import nn
 
 from config import MnistConfig
-from tpu_utils.average import update_average
 from tpu_utils.device import BatchSharding
-from tpu_utils.graphs import one_graph
-from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.optim import learning_rates, make_optimizer
+from tpu_utils.device.optim import learning_rates, make_optimizer
+from tpu_utils.record.metrics import DeviceMetrics
 from tpu_utils.run import Run
+from tpu_utils.step.average import update_average
+from tpu_utils.step.graphs import one_graph
 
 STEPS, DECAY = 16, 0.6
 

@@ -3,9 +3,9 @@
 import torch
 import torch_xla
 
-from language import decoding
-from language.layers import Decoder
-from language.sampling import SamplingOptions
+from language.generation import decoding
+from language.generation.sampling import SamplingOptions
+from language.models.layers import Decoder
 
 
 @torch_xla.compile(full_graph=True, name="logits")

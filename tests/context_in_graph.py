@@ -18,11 +18,11 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from jax.experimental import pallas
 
-from language import flash_kernels
-from language.context import balanced, shared
-from language.flash_attention import flash_attention
-from language.loops import AXES, BATCH
-from language.operations import causal_attention
+from language.models.operations import causal_attention
+from language.xla import flash_kernels
+from language.xla.context import balanced, shared
+from language.xla.flash_attention import flash_attention
+from language.xla.loops import AXES, BATCH
 
 pallas.pallas_call = partial(pallas.pallas_call, interpret=True)
 num_devices = xr.global_runtime_device_count()

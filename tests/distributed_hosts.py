@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from config import DistributedMnistConfig
 from images.arrays import TrainBatches
 from images.mnist import load_dataset
-from tpu_utils.errors import InputError, run_script
-from tpu_utils.options import resolve
+from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.options.parsing import resolve
 from tpu_utils.remote.hosts import settle_hosts
 from tpu_utils.remote.meeting import wait_for_peers
 

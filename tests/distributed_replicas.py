@@ -31,11 +31,11 @@ def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: l
     from config import DdpMnistConfig
     from images.arrays import TrainBatches
     from images.mnist import load_dataset
-    from tpu_compiler.tracing import alias_id
+    from tpu_compiler.compile.tracing import alias_id
     from tpu_utils.device import send
-    from tpu_utils.metrics import DeviceMetrics
-    from tpu_utils.optim import learning_rates, make_optimizer
-    from tpu_utils.options import parse_command_line
+    from tpu_utils.device.optim import learning_rates, make_optimizer
+    from tpu_utils.options.parsing import parse_command_line
+    from tpu_utils.record.metrics import DeviceMetrics
 
     config = parse_command_line(DdpMnistConfig, "", options)
     dataset = load_dataset(config)
@@ -89,7 +89,7 @@ def run(folder: Path) -> None:
     from config import DdpMnistConfig
     from images.arrays import TrainBatches
     from images.mnist import load_dataset
-    from tpu_utils.options import parse_command_line
+    from tpu_utils.options.parsing import parse_command_line
 
     described = json.loads((folder / "state.json").read_text())
     n, num_steps = described["replicas"], described["num_steps"]

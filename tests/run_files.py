@@ -15,8 +15,8 @@ def in_process(*argv: object) -> int:
     """Exit code of simple_mnist_tpu.py for these options, in this process."""
     import simple_mnist_tpu
     from config import MnistConfig
-    from tpu_utils.errors import run_script
-    from tpu_utils.options import parse_command_line
+    from tpu_utils.base.errors import run_script
+    from tpu_utils.options.parsing import parse_command_line
 
     options = [str(argument) for argument in argv]
     return run_script(lambda: simple_mnist_tpu.train(parse_command_line(MnistConfig, "", options)))

@@ -23,9 +23,9 @@ import torch_xla.runtime as xr
 from run_files import reader_of
 
 import tpu_utils.checkpoint.state
+from tpu_utils.base.errors import run_script
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.device import graphs_compiled
-from tpu_utils.errors import run_script
 from tpu_utils.remote.meeting import wait_for_peers
 
 BATCH = ("data", "fsdp")

@@ -22,7 +22,7 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 from images.arrays import ImageDataset
-from tpu_utils.dropout import Dropout, replace_dropout
+from tpu_utils.device.dropout import Dropout, replace_dropout
 
 CLASSES = 5
 
@@ -142,8 +142,8 @@ def train_cell(cell: str, folder: Path, script, train: Callable[..., int]) -> No
 def main() -> None:
     import distributed_mnist_tpu as script
     from config import DistributedMnistConfig
-    from tpu_utils.errors import run_script
-    from tpu_utils.options import parse_command_line
+    from tpu_utils.base.errors import run_script
+    from tpu_utils.options.parsing import parse_command_line
 
     folder, *options = sys.argv[1:]
 

@@ -9,7 +9,7 @@ import pytest
 from processes import ROOT, Script, run
 
 import aot_tpu
-from tpu_compiler import search
+from tpu_compiler.decide import search
 
 FOLDERS = ("docs", "cluster", "browser")
 PAGES = [ROOT / "README.md", *(page for name in FOLDERS for page in sorted((ROOT / name).glob("*.md")))]

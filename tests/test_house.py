@@ -157,7 +157,7 @@ def test_a_leaf_imports_nothing_of_ours(leaf):
 ROOM = "tpu_utils.device"
 """Of the backend: all others have it from there."""
 KERNELS = ["loops", "device_loop", "flash_attention", "expert_kernels"]  # programs of XLA's own, built or lowered there
-OF_TORCH_XLA = {ROOM, "tpu_utils.virtual_slice", *(f"language.{name}" for name in KERNELS)}
+OF_TORCH_XLA = {ROOM, "tpu_utils.options.virtual_slice", *(f"language.{name}" for name in KERNELS)}
 """And what is made of torch_xla's own insides; virtual_slice settles them before it is imported."""
 ROAD = ("config", "images", "language", "tpu_utils", *LENGTHS, "tools.generate", "tools.evaluate")
 
@@ -189,11 +189,17 @@ def names_in(path: Path) -> set[str]:
 
 def test_the_second_road_has_no_name_that_the_room_has_not():
     """Its names take the place of the room's."""
-    found = names_in(OURS["tpu_utils.torch_compile"])
+    found = names_in(OURS["tpu_utils.device.torch_compile"])
     assert len(found) > 25 and found <= names_in(OURS[ROOM]), found - names_in(OURS[ROOM])
 
 
-BEFORE_TORCH = ["config", "language.transformer_options", "setup_tpu", "tpu_utils.environment", "tpu_utils.run_dir"]
+BEFORE_TORCH = [
+    "config",
+    "language.options.transformer_options",
+    "setup_tpu",
+    "tpu_utils.options.environment",
+    "tpu_utils.record.run_dir",
+]
 BEFORE_TORCH += [f"images.{name}" for name in ("arrays", "mnist", "cifar")]
 BEFORE_TORCH += [
     f"language.{name}"

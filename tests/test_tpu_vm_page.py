@@ -12,10 +12,10 @@ from processes import ROOT, Script
 from test_docs import commands_of
 
 from config import DistributedMnistConfig, MnistConfig
-from language.transformer_options import TransformerConfig
+from language.options.transformer_options import TransformerConfig
 from tools.keep_running import run_dir_of
-from tpu_utils.options import parse_command_line
-from tpu_utils.restarts import to_go_on
+from tpu_utils.base.restarts import to_go_on
+from tpu_utils.options.parsing import parse_command_line
 
 PAGE = ROOT / "docs" / "tpu_vm.md"
 HERE = {  # commands of the page that no other test file runs: the start of each, and the test of this file that does

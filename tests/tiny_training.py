@@ -14,7 +14,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
-from tpu_utils.virtual_slice import prepare_environment
+from tpu_utils.options.virtual_slice import prepare_environment
 
 
 class Model(torch.nn.Module):
@@ -54,7 +54,7 @@ def train(config: argparse.Namespace) -> int:
 
     torch.manual_seed(0)
     if config.placeholders:
-        from tpu_utils.virtual_slice import without_weights
+        from tpu_utils.options.virtual_slice import without_weights
 
         model = without_weights(lambda: Model(config.width), device)
     else:

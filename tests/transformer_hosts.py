@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import transformer_tpu
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import run_script
-from tpu_utils.options import parse_command_line
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import run_script
+from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.remote.meeting import wait_for_peers
 
 

@@ -9,9 +9,9 @@ import shutil
 import sys
 
 import transformer_tpu
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import run_script
-from tpu_utils.options import parse_command_line
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import run_script
+from tpu_utils.options.parsing import parse_command_line
 
 for name, *options in json.loads(sys.argv[2]):
     if "/" in name:

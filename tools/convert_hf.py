@@ -22,13 +22,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from language.hf_config import SPECIAL_TOKENS, hugging_face_config, shape_of
-from language.shapes import LlamaShape, ModelShape
-from language.transformer_options import TransformerConfig, precision_of
-from tpu_utils.errors import InputError, SaveError, run_script
-from tpu_utils.fields import nearest
-from tpu_utils.files import read_json
-from tpu_utils.options import as_json
+from language.options.hf_config import SPECIAL_TOKENS, hugging_face_config, shape_of
+from language.options.shapes import LlamaShape, ModelShape
+from language.options.transformer_options import TransformerConfig, precision_of
+from tpu_utils.base.errors import InputError, SaveError, run_script
+from tpu_utils.base.files import read_json
+from tpu_utils.options.fields import nearest
+from tpu_utils.options.parsing import as_json
 
 OPTIONS = {"import": (), "export": ("bf16", "best", "adapter")}
 
@@ -78,11 +78,7 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 
 import torch
 
-from language.hf_files import MOST_BYTES, open_weights, read_config, write_weights
-from language.hf_layout import sources, their_tensors
-from language.layers import OF_EXPERTS
-from language.run_weights import PREFIX, adapter_names, longest_context, read_merged, read_parameter, read_run
-from language.tokenizer_files import (
+from language.data.tokenizer_files import (
     CONFIG,
     GENERATION_CONFIG,
     RUN_TOKENIZER,
@@ -94,11 +90,15 @@ from language.tokenizer_files import (
     reads_as_trained,
     write_json,
 )
+from language.models.layers import OF_EXPERTS
+from language.weights.hf_files import MOST_BYTES, open_weights, read_config, write_weights
+from language.weights.hf_layout import sources, their_tensors
+from language.weights.run_weights import PREFIX, adapter_names, longest_context, read_merged, read_parameter, read_run
+from tpu_utils.base.new_folder import written_aside
 from tpu_utils.checkpoint import has_room, room
 from tpu_utils.checkpoint.streaming import stream_tensors, write_checkpoint
 from tpu_utils.checkpoint.tensor_files import Kind
-from tpu_utils.new_folder import written_aside
-from tpu_utils.run_dir import write_config
+from tpu_utils.record.run_dir import write_config
 
 
 def import_weights(folder: Path, run_dir: Path) -> None:

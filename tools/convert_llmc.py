@@ -12,8 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-from language.shapes import LlamaShape, ModelShape
-from tpu_utils.errors import InputError, run_script
+from language.options.shapes import LlamaShape, ModelShape
+from tpu_utils.base.errors import InputError, run_script
 
 
 def parse(arguments: list[str]) -> list[str]:
@@ -42,8 +42,8 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 
 import torch
 
-from language.layers import check_finite, stack_layers
-from language.llmc_weights import (
+from language.models.layers import check_finite, stack_layers
+from language.weights.llmc_weights import (
     DebugState,
     compute_debug_state,
     differences,
@@ -52,7 +52,7 @@ from language.llmc_weights import (
     read_model,
     write_model,
 )
-from language.run_weights import read_run
+from language.weights.run_weights import read_run
 
 
 def export(run_dir: Path, path: Path, dtype: torch.dtype, checkpoint: str = "newest") -> None:

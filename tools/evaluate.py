@@ -26,14 +26,14 @@ import numpy as np
 import tyro
 
 from config import TrainConfig
-from language.llmc_files import other_vocabulary
-from language.questions import Answers, Row, answers, batched, core_of
-from language.tasks import CORE, check_file, parse_tasks, read_tasks
-from language.token_data import TEXT
-from language.tokenizer import check_lost
-from tpu_utils.environment import choose_device, command_line
-from tpu_utils.errors import InputError, NonFiniteError, run_script
-from tpu_utils.files import open_regular, read_regular, write_atomically
+from language.data.llmc_files import other_vocabulary
+from language.data.token_data import TEXT
+from language.data.tokenizer import check_lost
+from language.tasks.questions import Answers, Row, answers, batched, core_of
+from language.tasks.tasks import CORE, check_file, parse_tasks, read_tasks
+from tpu_utils.base.errors import InputError, NonFiniteError, run_script
+from tpu_utils.base.files import open_regular, read_regular, write_atomically
+from tpu_utils.options.environment import choose_device, command_line
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 import torch
 from tqdm import tqdm
 
-from language.context import inputs_and_targets
-from language.loops import AXES, BATCH
-from language.operations import is_likeliest, losses
-from language.sources import Source, load, open_source, sampling_mesh
+from language.models.operations import is_likeliest, losses
+from language.weights.sources import Source, load, open_source, sampling_mesh
+from language.xla.context import inputs_and_targets
+from language.xla.loops import AXES, BATCH
 from tpu_utils.device import (
     BatchSharding,
     Mesh,
@@ -123,7 +123,7 @@ from tpu_utils.device import (
     start_device,
     use_spmd,
 )
-from tpu_utils.graphs import one_graph
+from tpu_utils.step.graphs import one_graph
 
 
 @one_graph(each_shape=True)

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Literal
 
 from config import TrainConfig
-from language.hf_config import shape_of
-from language.llmc_files import read_header
-from language.sampling import SamplingOptions, ask, print_continuations
-from language.shapes import ModelShape
-from tpu_utils.compiler_flags import parse_compiler_options
-from tpu_utils.environment import choose_device, command_line
-from tpu_utils.errors import InputError, run_script
-from tpu_utils.files import open_regular, read_json
+from language.data.llmc_files import read_header
+from language.generation.sampling import SamplingOptions, ask, print_continuations
+from language.options.hf_config import shape_of
+from language.options.shapes import ModelShape
+from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.base.files import open_regular, read_json
+from tpu_utils.options.compiler_flags import parse_compiler_options
+from tpu_utils.options.environment import choose_device, command_line
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 
 import torch
 
-from language.decoding import TOKENS, Cache, check_lengths, decode, decode_loop, generate, rows_of
-from language.int8 import scale_name
-from language.layers import Decoder
-from language.sources import Source, load, open_source, sampling_mesh, sampling_spec, without_values
+from language.generation.decoding import TOKENS, Cache, check_lengths, decode, decode_loop, generate, rows_of
+from language.models.int8 import scale_name
+from language.models.layers import Decoder
+from language.weights.sources import Source, load, open_source, sampling_mesh, sampling_spec, without_values
 from tpu_utils.device import Mesh, graphs_compiled, start_device
-from tpu_utils.graphs import FirstStep
+from tpu_utils.step.graphs import FirstStep
 
 
 def source_of(config: GenerateConfig) -> Source:

@@ -28,13 +28,13 @@ from pathlib import Path
 
 from tools.keeping.attempt import Attempt
 from tools.keeping.team import Alone, First, Other, State, Verdict
-from tpu_utils.errors import InputError, run_script
-from tpu_utils.fields import parse_arguments
-from tpu_utils.files import read_json, write_atomically
-from tpu_utils.hardware import attached_chips
-from tpu_utils.records import LONGEST_LINE
-from tpu_utils.restarts import memory_folder, newest_checkpoint, options_in, to_go_on
-from tpu_utils.run_dir import RunLock
+from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.hardware import attached_chips
+from tpu_utils.base.restarts import memory_folder, newest_checkpoint, options_in, to_go_on
+from tpu_utils.options.fields import parse_arguments
+from tpu_utils.record.records import LONGEST_LINE
+from tpu_utils.record.run_dir import RunLock
 
 LOOK_SECONDS = 0.2
 LONGEST_WAIT = 60.0

@@ -28,9 +28,9 @@ import matplotlib
 import numpy as np
 import tyro
 
-from tpu_utils.errors import InputError, run_script
-from tpu_utils.files import read_json, write_atomically
-from tpu_utils.records import DamagedLines, read_records
+from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.record.records import DamagedLines, read_records
 
 matplotlib.use("Agg")  # no display on a TPU VM
 from matplotlib.figure import Figure
@@ -440,7 +440,7 @@ def draw_misread(script: Path, folder: Path) -> Figure:
 
     from images.misread import find_misread, misread_figure
     from tpu_utils.checkpoint.loading import CheckpointReader
-    from tpu_utils.options import resolve_stored
+    from tpu_utils.options.parsing import resolve_stored
 
     spec = util.spec_from_file_location("drawn_script", script)
     if spec is None or not script.is_file():

@@ -25,7 +25,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from language.llmc_files import (
+from language.data.llmc_files import (
     MOST_QUESTION_BYTES,
     MOST_QUESTIONS,
     MOST_SHORT_TOKENS,
@@ -33,12 +33,12 @@ from language.llmc_files import (
     write_hellaswag,
     write_token_shard,
 )
-from language.preparations import begin_preparation, end_preparation
-from language.token_data import read_documents, split_documents
-from language.tokenizer import Tokenizer, check_lost, load_tokenizer
-from language.tokenizer_files import keep_with_shards
-from tpu_utils.errors import InputError, run_script
-from tpu_utils.files import lines_of, open_regular, parse_json
+from language.data.preparations import begin_preparation, end_preparation
+from language.data.token_data import read_documents, split_documents
+from language.data.tokenizer import Tokenizer, check_lost, load_tokenizer
+from language.data.tokenizer_files import keep_with_shards
+from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.base.files import lines_of, open_regular, parse_json
 
 LONGEST_LINE = 1 << 20  # bytes of a HellaSwag question; they have about a thousand
 

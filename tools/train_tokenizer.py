@@ -20,10 +20,10 @@ from typing import Annotated
 
 import tyro
 
-from language.token_data import read_documents, split_documents
-from language.tokenizer import LARGEST_VOCAB_SIZE, load_tokenizer
-from language.tokenizer_training import SMALLEST, SPECIAL, train_tokenizer, write_tokenizer
-from tpu_utils.errors import InputError, run_script
+from language.data.token_data import read_documents, split_documents
+from language.data.tokenizer import LARGEST_VOCAB_SIZE, load_tokenizer
+from language.data.tokenizer_training import SMALLEST, SPECIAL, train_tokenizer, write_tokenizer
+from tpu_utils.base.errors import InputError, run_script
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,13 @@ try:
 except ImportError:  # jax 0.10, which --through torch may run under
     from jaxlib._hlo import HloModule, HloPrintOptions
 
-from tpu_compiler import compiling
-from tpu_compiler.cache import Cache, digest
-from tpu_compiler.compiling import Compiled, compile_program, compile_with_newest, host_peak_gib, program_inputs
-from tpu_compiler.newest import CHILD, environment_versions
-from tpu_compiler.reading import (
+from tpu_compiler.compile import compiling
+from tpu_compiler.compile.cache import Cache, digest
+from tpu_compiler.compile.compiling import Compiled, compile_program, compile_with_newest, host_peak_gib, program_inputs
+from tpu_compiler.compile.newest import CHILD, environment_versions
+from tpu_compiler.compile.traced import Traced
+from tpu_compiler.decide.search import OUTPUT_VARIABLE
+from tpu_compiler.report.reading import (
     HOST,
     group_modules,
     parse_program,
@@ -31,13 +33,11 @@ from tpu_compiler.reading import (
     read_slice_transfers,
     shape_bytes,
 )
-from tpu_compiler.report import Report
-from tpu_compiler.rules import moved_bytes, ruled_ms
-from tpu_compiler.schedule import exposed_ms, read_host_transfers
-from tpu_compiler.search import OUTPUT_VARIABLE
-from tpu_compiler.traced import Traced
-from tpu_utils.hardware import GIB, Topology, parse_topology
-from tpu_utils.virtual_slice import COMPILER_VARIABLE, check_private_interfaces
+from tpu_compiler.report.report import Report
+from tpu_compiler.report.rules import moved_bytes, ruled_ms
+from tpu_compiler.report.schedule import exposed_ms, read_host_transfers
+from tpu_utils.base.hardware import GIB, Topology, parse_topology
+from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces
 
 
 def ask_compiler(

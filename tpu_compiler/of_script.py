@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from tpu_utils.environment import UNDER_COMPILER
+from tpu_utils.options.environment import UNDER_COMPILER
 
 
 def run(arguments: list[str]) -> int:
@@ -28,13 +28,13 @@ def run(arguments: list[str]) -> int:
 
 def compile_first_step(error: Exception) -> int:
     """error: what the script raised. Raises it again unless it is the first step of its run."""
-    from tpu_utils.graphs import FirstStep  # the script has settled the environment, and imported torch, by now
+    from tpu_utils.step.graphs import FirstStep  # the script has settled the environment, and imported torch, by now
 
     if not isinstance(error, FirstStep):
         raise error
     from tpu_compiler.ask import compile_for
-    from tpu_compiler.compiling import lower_pallas_for
-    from tpu_utils.errors import run_script
+    from tpu_compiler.compile.compiling import lower_pallas_for
+    from tpu_utils.base.errors import run_script
 
     facts = dict(error.facts)
     topology = facts.pop("topology")

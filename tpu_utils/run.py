@@ -23,24 +23,24 @@ import torch
 
 import tpu_utils
 from tpu_utils import device
+from tpu_utils.base.clock import Goodput, watch_for_stalls
+from tpu_utils.base.errors import NonFiniteError, SaveError, never_fail_to_print
+from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.state import Beginning, Tracked
-from tpu_utils.clock import Goodput, watch_for_stalls
-from tpu_utils.errors import NonFiniteError, SaveError, never_fail_to_print
-from tpu_utils.graphs import OneGraph, StepWatch
-from tpu_utils.loader import DeviceLoader
-from tpu_utils.log import RunLog, better, print_summary
-from tpu_utils.metrics import finite_means, first_not_finite
-from tpu_utils.options import as_json
-from tpu_utils.peers import Peers
-from tpu_utils.run_dir import RunDir, check_same_options, write_config
-from tpu_utils.stop import StopRequest
+from tpu_utils.device.stop import StopRequest
+from tpu_utils.options.parsing import as_json
+from tpu_utils.record.log import RunLog, better, print_summary
+from tpu_utils.record.metrics import finite_means, first_not_finite
+from tpu_utils.record.run_dir import RunDir, check_same_options, write_config
+from tpu_utils.step.graphs import OneGraph, StepWatch
+from tpu_utils.step.loader import DeviceLoader
 
 if TYPE_CHECKING:
     from config import TrainConfig
     from tpu_utils.checkpoint.memory import MemoryCheckpoints
-    from tpu_utils.speed import Speed
-    from tpu_utils.unsaved import Unsaved
+    from tpu_utils.record.speed import Speed
+    from tpu_utils.trial.unsaved import Unsaved
 
 
 class Run:
@@ -132,7 +132,7 @@ class Run:
             if step is not None:
                 self.print(f"memory     held the checkpoint of step {step}: it is in the run directory now")
         if config.resume != "never" and not config.compile_for:
-            from tpu_utils.resume import find_beginning  # only for a run that is to go on
+            from tpu_utils.checkpoint.resume import find_beginning  # only for a run that is to go on
 
             with self._goodput.phase("restore"):
                 self._begun = find_beginning(config, self._run, self.num_steps, self._dir, self.peers, batches)
@@ -185,7 +185,7 @@ class Run:
         A finished run that is resumed does no step and writes nothing. With --compile_for the first step is compiled,
         not run.
         """
-        from tpu_utils.speed import Speed, Transfers  # only here: a run that does no step needs it not
+        from tpu_utils.record.speed import Speed, Transfers  # only here: a run that does no step needs it not
 
         config, folder, span = self.config, self._dir.folder, (self.first_step, self.num_steps)
         if config.compile_for:
@@ -200,7 +200,7 @@ class Run:
             self._log = enter(RunLog(folder, *span, False, True))
             return
         if config.profile_steps:
-            from tpu_utils.profile import Profile  # only here
+            from tpu_utils.record.profile import Profile  # only here
 
             profile = Profile(config, folder, *span)
         self._dir.check()
@@ -219,7 +219,7 @@ class Run:
             enter(profile)
         self._writers.callback(getattr(batches, "close", lambda: None))  # once the loader has ended
         if not hasattr(batches, "seek"):  # a stream moves on with each batch that it gives
-            from tpu_utils.unsaved import check_pure  # only here: a run that does no step needs it not
+            from tpu_utils.trial.unsaved import check_pure  # only here: a run that does no step needs it not
 
             check_pure(batches, self.first_step)
         ahead = (batches.batch(index) for index in range(*span))
@@ -245,11 +245,11 @@ class Run:
     def _before_step(self, step: OneGraph, arguments: tuple, keywords: dict[str, Any], named: dict[str, Any]) -> None:
         """Before each call of the training step."""
         if self._unsaved is None:
-            from tpu_utils.unsaved import Unsaved  # only here: a run that does no step needs them not
+            from tpu_utils.trial.unsaved import Unsaved  # only here: a run that does no step needs them not
 
             self._unsaved = Unsaved(self._tracked)
             if self.examples and not (device.is_spmd() and device.process_count() > 1):  # else no host has all shards
-                from tpu_utils.first_step import check_training, trace_evaluation
+                from tpu_utils.trial.first_step import check_training, trace_evaluation
 
                 generators = device.random_state()
                 with self._goodput.phase("start_up"):

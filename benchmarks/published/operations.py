@@ -30,7 +30,7 @@ def main() -> int:
     what.add_argument("--product", type=int, metavar="N", help="of two N x N matrices of bfloat16")
     what.add_argument("--copy", type=int, metavar="N", help="of N values of bfloat16")
     arguments = parser.parse_args()
-    from tpu_utils.virtual_slice import prepare_environment
+    from tpu_utils.options.virtual_slice import prepare_environment
 
     prepare_environment(arguments.compile_for)  # before torch_xla is imported
     import torch_xla

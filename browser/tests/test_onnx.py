@@ -23,9 +23,9 @@ from browser import export as exporting
 from browser import onnx_files, onnx_generate
 from browser.onnx_files import MODEL_JSON, open_export
 from browser.onnx_generate import Mulberry32, OnnxConfig, OnnxModel, choose
-from language.run_weights import PREFIX
-from language.sources import open_source
-from tpu_utils.errors import InputError
+from language.weights.run_weights import PREFIX
+from language.weights.sources import open_source
+from tpu_utils.base.errors import InputError
 
 
 def hugging_face_folder(folder, shape, num_layers=2):

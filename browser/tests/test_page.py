@@ -21,14 +21,15 @@ from test_tokenizer import trained
 from browser import onnx_generate
 from browser.chat_pieces import check_pieces, pieces_of, prompt_of
 from images.mnist import load_digits, load_mnist
-from language import decoding, sources
-from language.chat_data import FORMATS, prompt_of_chat
-from language.tokenizer import Bytes, load_tokenizer
+from language.data.chat_data import FORMATS, prompt_of_chat
+from language.data.tokenizer import Bytes, load_tokenizer
+from language.generation import decoding
+from language.weights import sources
 from simple_mnist_tpu import ConvNet
 from tools import convert_hf, generate
 from tools.generate import GenerateConfig
+from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.saved import read_checkpoint
-from tpu_utils.errors import InputError
 
 needs = pytest.mark.skipif(bool(missing()), reason=f"THE PAGE IN browser/page/ WAS NOT TESTED: {missing()}")
 pytestmark = needs

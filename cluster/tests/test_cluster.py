@@ -17,7 +17,7 @@ from ray_nodes import Nodes, below, listening
 from run_files import losses_in, state_in
 
 from cluster.command import check_run, parse
-from tpu_compiler import search
+from tpu_compiler.decide import search
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
@@ -61,7 +61,7 @@ def command(*arguments, **variables) -> subprocess.CompletedProcess:
 )
 def test_bad_input_is_one_message(arguments, message, monkeypatch, capsys):
     from cluster import command
-    from tpu_utils.errors import run_script
+    from tpu_utils.base.errors import run_script
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.chdir(ROOT)
@@ -112,8 +112,8 @@ def test_without_ray_it_says_how_to_get_it(tmp_path):
 
 def test_what_does_not_fit_is_refused_before_it_is_queued(monkeypatch, capsys, tmp_path):
     from cluster import command
-    from tpu_compiler.report import Report
-    from tpu_utils.errors import run_script
+    from tpu_compiler.report.report import Report
+    from tpu_utils.base.errors import run_script
 
     asked = []
 

@@ -20,7 +20,7 @@ from cluster.driver import Spec, arguments_for
 from cluster.folder import check_folder, digest_of
 from cluster.host import HostProcess, device_variables
 from cluster.turns import PROTOCOL, SETTLE_SECONDS, SILENT_SECONDS, Turns
-from tpu_utils.errors import InputError, PassingError
+from tpu_utils.base.errors import InputError, PassingError
 
 TWO = [Host("a", 4), Host("b", 4)]
 SLICE = [Host(f"s{i}", 4, "v5litepod-16", "one", i, f"10.0.0.{i}") for i in range(4)]
@@ -203,7 +203,7 @@ def test_a_process_is_told_of_its_chips_and_of_no_others():
 @pytest.mark.parametrize("chips, kind", [((0,), "v5litepod-16"), ((4, 5, 6, 7), "v5litepod-8"), ((2, 3), "v4-8")])
 def test_the_scripts_understand_a_part_of_a_host(chips, kind):
     """What tpu_utils/remote/hosts.py makes of it, with all chips of the machine on the bus: one host, no metadata."""
-    from tpu_utils.hardware import GENERATIONS
+    from tpu_utils.base.hardware import GENERATIONS
     from tpu_utils.remote.hosts import settle_hosts
 
     family = {"v5litepod": "v5e"}.get(kind.split("-")[0], kind.split("-")[0])

@@ -24,7 +24,7 @@ from test_tpu_vm_page import on_the_vm
 from cluster import manifests, pods
 from cluster.quoting import for_kubernetes, shell_line, shell_word, yaml_text
 from cluster.slices import RENTED, SHAPES_2D, ZONES, check_image, find_slice, slice_names
-from tpu_utils.hardware import GENERATIONS
+from tpu_utils.base.hardware import GENERATIONS
 
 IMAGE = "us-docker.pkg.dev/my-project/r/tpu-examples:1"
 ON_GKE = ["--slice", "v5litepod-16", "--zone", "us-west4-a", "--image", IMAGE]

@@ -17,7 +17,7 @@ from images.arrays import (
     random_shift,
 )
 from images.mnist import load_digits
-from tpu_utils.errors import InputError
+from tpu_utils.base.errors import InputError
 
 
 @pytest.fixture(scope="module")

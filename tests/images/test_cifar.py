@@ -12,7 +12,7 @@ from mutations import at_most, make_irregular, no_hang
 from config import CifarConfig
 from images import cifar
 from images.cifar import FOLDER, RECORD, TEST_FILES, TRAIN_FILES, check_files, load_cifar10, make_stripes
-from tpu_utils.errors import InputError, PassingError
+from tpu_utils.base.errors import InputError, PassingError
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ import simple_mnist_tpu
 from config import MnistConfig
 from images.arrays import TrainBatches
 from images.examples import ExampleBatches, ExampleDataset, as_pair
-from tpu_utils.errors import InputError, TrainingError
+from tpu_utils.base.errors import InputError, TrainingError
 
 CONFIG = MnistConfig(global_batch_size=8, num_epochs=2, seed=3)
 
@@ -151,8 +151,8 @@ if __name__ == "__main__":
     from config import MnistConfig
     from images.examples import ExampleBatches, ExampleDataset
     from small_models import Normed
-    from tpu_utils.errors import run_script
-    from tpu_utils.options import parse_command_line
+    from tpu_utils.base.errors import run_script
+    from tpu_utils.options.parsing import parse_command_line
 
     script.load_dataset = lambda config: ExampleDataset("mine", Noisy(count=64), Noisy(), 5, num_workers=1)
     script.TrainBatches, script.ConvNet = ExampleBatches, Normed

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from images.arrays import ImageDataset
 from images.misread import Misread, as_bytes, find_misread, misread_figure
-from tpu_utils.errors import InputError
+from tpu_utils.base.errors import InputError
 
 
 def events(run_dir):

@@ -9,7 +9,7 @@ import pytest
 from mutations import at_most, make_irregular, mutated, no_hang
 
 from images.mnist import load_digits, load_mnist, make_synthetic, read_idx
-from tpu_utils.errors import InputError
+from tpu_utils.base.errors import InputError
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import at_most, make_irregular, mutated, no_hang
 
-from language import chat_data
-from language.chat_data import ChatPacks, encode_chats, format_chat, prompt_of_chat, read_chats, stop_tokens
-from language.token_data import START
-from language.tokenizer import load_tokenizer
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import InputError
+from language.data import chat_data
+from language.data.chat_data import ChatPacks, encode_chats, format_chat, prompt_of_chat, read_chats, stop_tokens
+from language.data.token_data import START
+from language.data.tokenizer import load_tokenizer
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|begin_of_text|>", "<|start_header_id|>"]
 SPECIAL += ["<|end_header_id|>", "<|eot_id|>"]

@@ -8,7 +8,7 @@ from processes import run
 from test_transformer_tpu import OPTIONS, config_of, losses_of, plain_pytorch, train_all
 
 from language.mesh import choose_mesh
-from tpu_utils.errors import InputError
+from tpu_utils.base.errors import InputError
 
 LLAMA = ["--model_size=llama_tiny"]  # 4 heads, 2 of keys and values
 ALL_WAYS = ["--gradient_accumulation_steps=2", "--scan_layers", "--remat"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch_xla
 
-from language.device_loop import DeviceLoop
+from language.xla.device_loop import DeviceLoop
 from tpu_utils.device import graphs_compiled, transfers_to_device
 
 

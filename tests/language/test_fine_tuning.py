@@ -15,19 +15,19 @@ from test_llama_parity import SHAPES, TIED, hugging_face_model
 from test_transformer_tpu import losses_of, train_all
 
 from language.build import build_model
-from language.chat_data import read_chats, tokenizer_of
-from language.hf_files import open_weights
-from language.layers import is_matrix, load_weights
-from language.llama import Llama
-from language.run_weights import read_run
+from language.data.chat_data import read_chats, tokenizer_of
+from language.data.token_data import START
+from language.models.layers import is_matrix, load_weights
+from language.models.llama import Llama
+from language.options.transformer_options import TransformerConfig
 from language.sequences import load_sequences
-from language.token_data import START
-from language.transformer_options import TransformerConfig
+from language.weights.hf_files import open_weights
+from language.weights.run_weights import read_run
 from tools import convert_hf
+from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.errors import InputError
-from tpu_utils.optim import learning_rates
-from tpu_utils.options import as_json
+from tpu_utils.device.optim import learning_rates
+from tpu_utils.options.parsing import as_json
 
 RUN = dict(dataset="chat", train_data="chats.jsonl", sequence_length=96, num_steps=20, global_batch_size=8)
 RUN |= dict(learning_rate=5e-3, warmup_steps=2, log_every=1, save_every=10, eval_every=10, eval_batches=1)

@@ -5,10 +5,10 @@ import torch
 import torch_xla
 from processes import run
 
-from language.gpt import GPT, parameter_shapes
-from language.layers import is_matrix, split_layers
-from language.operations import add_bias, causal_attention, losses
-from language.shapes import ModelShape
+from language.models.gpt import GPT, parameter_shapes
+from language.models.layers import is_matrix, split_layers
+from language.models.operations import add_bias, causal_attention, losses
+from language.options.shapes import ModelShape
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 

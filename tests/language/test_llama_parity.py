@@ -9,12 +9,12 @@ import pytest
 import torch
 from test_gpt_parity import adamw, relative_error
 
-from language.hf_config import hugging_face_config
-from language.hf_layout import sources, their_tensors
-from language.layers import is_matrix
-from language.llama import Llama
-from language.operations import losses
-from language.shapes import LlamaShape, RopeScaling
+from language.models.layers import is_matrix
+from language.models.llama import Llama
+from language.models.operations import losses
+from language.options.hf_config import hugging_face_config
+from language.options.shapes import LlamaShape, RopeScaling
+from language.weights.hf_layout import sources, their_tensors
 from tpu_utils.checkpoint.tensor_files import one_thread
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")

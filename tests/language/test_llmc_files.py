@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from language.llmc_files import open_token_shard, write_token_shard
-from tpu_utils.errors import InputError
+from language.data.llmc_files import open_token_shard, write_token_shard
+from tpu_utils.base.errors import InputError
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import torch
 import torch_xla
 from processes import run
 
-from language.loops import loop_in_graph
-from tpu_utils.errors import InputError
+from language.xla.loops import loop_in_graph
+from tpu_utils.base.errors import InputError
 
 
 def test_the_last_carry_and_the_outputs_of_each_turn():
@@ -28,7 +28,7 @@ def test_random_numbers_of_a_loop_are_refused():
 
 AFTER_AN_ERROR = """
 import torch, torch_xla
-from language.loops import loop_in_graph
+from language.xla.loops import loop_in_graph
 x = torch.ones(2, 3).to(torch_xla.device())
 kept = []
 def body(carry, row):

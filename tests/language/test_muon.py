@@ -5,13 +5,13 @@ import torch
 from test_transformer_tpu import plain_muon
 
 from language.build import build_optimizer
-from language.gpt import GPT
-from language.layers import is_matrix
-from language.llama import Llama
-from language.muon import orthogonalised
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import InputError
-from tpu_utils.optim import make_optimizer
+from language.models.gpt import GPT
+from language.models.layers import is_matrix
+from language.models.llama import Llama
+from language.models.muon import orthogonalised
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
+from tpu_utils.device.optim import make_optimizer
 
 
 @pytest.mark.parametrize(("dtype", "ends"), [(torch.float32, (0.67, 1.14)), (torch.bfloat16, (0.66, 1.15))])

@@ -1,6 +1,6 @@
 """transformer_tpu.py's own steps in plain PyTorch: a row counts by its targets alone, whatever it stands beside.
 
-The image scripts try theirs at the start of every run (tpu_utils/checks.py); this is the same question to this script.
+The image scripts try theirs at the start of every run (tpu_utils/trial/checks.py); this is the same question to this script.
 """
 
 import numpy as np
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import transformer_tpu
-from language.gpt import GPT
-from language.llama import Llama
-from language.operations import is_likeliest
-from language.transformer_options import TransformerConfig
-from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.optim import learning_rates, make_optimizer
+from language.models.gpt import GPT
+from language.models.llama import Llama
+from language.models.operations import is_likeliest
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.device.optim import learning_rates, make_optimizer
+from tpu_utils.record.metrics import DeviceMetrics
 
 ROWS, T = 11, 12
 GIVEN = dict(

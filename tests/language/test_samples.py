@@ -8,12 +8,12 @@ import torch_xla
 from processes import ROOT, free_port, run, start
 from run_files import assert_identical, read_lines, state_in
 
-from language.decoding import generate
-from language.run_weights import read_run
-from language.sample_prompts import ask_of_run, check_samples, sampling_options
-from language.sources import load, open_source
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import InputError
+from language.generation.decoding import generate
+from language.generation.sample_prompts import ask_of_run, check_samples, sampling_options
+from language.options.transformer_options import TransformerConfig
+from language.weights.run_weights import read_run
+from language.weights.sources import load, open_source
+from tpu_utils.base.errors import InputError
 
 MODEL = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=128", "--vocab_size=64"]
 RUN = ["--num_steps=6", "--global_batch_size=2", "--warmup_steps=1", "--log_every=2", "--eval_batches=1"]

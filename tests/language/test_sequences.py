@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from documents import write_documents
 
-from language.llmc_files import write_token_shard
+from language.data.llmc_files import write_token_shard
+from language.options.transformer_options import TransformerConfig
 from language.sequences import check_files, load_sequences
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import InputError
+from tpu_utils.base.errors import InputError
 
 T = 16
 SOURCES = {

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from language.shards import check_second_road, first_row, gathered, rows_of_all, sharded_like, total
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import InputError
+from language.options.transformer_options import TransformerConfig
+from language.xla.shards import check_second_road, first_row, gathered, rows_of_all, sharded_like, total
+from tpu_utils.base.errors import InputError
 
 MIXTURE = dict(model_size="mixtral_tiny")
 

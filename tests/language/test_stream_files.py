@@ -14,9 +14,9 @@ from documents import ENDINGS, write_documents
 from mutations import at_most, make_irregular, mutated, no_hang
 from processes import ROOT
 
-from language import stream_files
-from language.stream_files import StreamFile, list_files, read_documents
-from tpu_utils.errors import InputError, PassingError
+from language.data import stream_files
+from language.data.stream_files import StreamFile, list_files, read_documents
+from tpu_utils.base.errors import InputError, PassingError
 
 TEXTS = [f"{number}: h\u00e9llo\n\u2028{'y' * number}" for number in range(40)]
 
@@ -324,7 +324,7 @@ def test_what_no_run_needs_is_not_imported(tmp_path):
     """pyarrow takes a third of a second: for parquet and zstd alone."""
     path = write_documents(tmp_path / "a.jsonl.gz", TEXTS)
     program = (
-        "import sys; from language.stream_files import *; from pathlib import Path; "
+        "import sys; from language.data.stream_files import *; from pathlib import Path; "
         f"print(len(list(read_documents(list_files({str(path)!r}, '')[0], 'text'))), 'pyarrow' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from documents import write_corpus, write_documents
 
-from language import streams
+from language.data import streams
+from language.data.streams import Position, turns_of
+from language.data.token_data import END_OF_DOCUMENT_BYTE
+from language.data.tokenizer import load_tokenizer
+from language.options.transformer_options import TransformerConfig
 from language.sequences import check_files, load_sequences
-from language.streams import Position, turns_of
-from language.token_data import END_OF_DOCUMENT_BYTE
-from language.tokenizer import load_tokenizer
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import CheckpointError, InputError
+from tpu_utils.base.errors import CheckpointError, InputError
 
 T = 16
 

@@ -11,14 +11,13 @@ import pytest
 from made_tasks import BUNDLE, MAKERS, write_bundle, write_lines, write_task
 from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated, mutated_json, no_hang
 
-from language import task_files
-from language.core_tasks import read_bundle
-from language.questions import Question, Row, Task, answers, batched
-from language.tasks import CORE, READERS, encode_pair, load_tasks, parse_tasks, read_task, read_tasks
-from language.token_data import START
-from language.tokenizer import Bytes
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import InputError
+from language.data.token_data import START
+from language.data.tokenizer import Bytes
+from language.options.transformer_options import TransformerConfig
+from language.tasks.core_tasks import read_bundle
+from language.tasks.questions import Question, Row, Task, answers, batched
+from language.tasks.tasks import CORE, READERS, encode_pair, load_tasks, parse_tasks, read_task, read_tasks, task_files
+from tpu_utils.base.errors import InputError
 
 BYTES = Bytes()
 

@@ -12,10 +12,11 @@ import pytest
 from mutations import at_most, make_irregular, mutated, no_hang
 from processes import ROOT
 
-from language import llmc_files, sequences, token_data
-from language.chat_data import read_chats
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import InputError
+from language import sequences
+from language.data import llmc_files, token_data
+from language.data.chat_data import read_chats
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
 
 
 def write_shard(path, tokens, magic=20240520, version=1, count=None, dtype="<u2"):
@@ -47,7 +48,7 @@ def test_more_shards_than_open_files(tmp_path):
     for number in range(1, 300):
         os.link(tmp_path / "s_000.bin", tmp_path / f"s_{number:03d}.bin")
     program = (
-        "import resource, sys; from language.token_data import TokenShards; from tpu_utils.errors import InputError\n"
+        "import resource, sys; from language.data.token_data import TokenShards; from tpu_utils.base.errors import InputError\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))\n"
         "try: print(len(TokenShards(sys.argv[1], 257, 4, 2).shards))\n"
         "except InputError as error: print(error)"

@@ -9,9 +9,9 @@ import tokenizers
 from mutations import make_irregular, mutated, mutated_json, no_hang
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from language import tokenizer
-from language.tokenizer import check_lost, check_texts, growth, load_tokenizer
-from tpu_utils.errors import InputError
+from language.data import tokenizer
+from language.data.tokenizer import check_lost, check_texts, growth, load_tokenizer
+from tpu_utils.base.errors import InputError
 
 TEXT = "To be, or not to be. \N{SNOWMAN} ünïcode\n\n  spaces  <|end|> <|im_end|>"
 

@@ -13,17 +13,9 @@ import torch_xla
 from test_chat_data import MESSAGES, SPLIT
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from language import sources
-from language.chat_data import FORMATS, check_tokenizer, format_chat, prompt_of_chat, stop_tokens
-from language.decoding import generate
-from language.hf_config import hugging_face_config
-from language.layers import adapter_sizes
-from language.llama import Llama, parameter_shapes
-from language.sampling import SamplingOptions, ask
-from language.sequences import check_files
-from language.shapes import LlamaShape
-from language.tokenizer import Bytes, load_tokenizer
-from language.tokenizer_files import (
+from language.data.chat_data import FORMATS, check_tokenizer, format_chat, prompt_of_chat, stop_tokens
+from language.data.tokenizer import Bytes, load_tokenizer
+from language.data.tokenizer_files import (
     TEMPLATES,
     byte_level_bpe,
     export_tokenizer,
@@ -31,11 +23,19 @@ from language.tokenizer_files import (
     reads_as_trained,
     tokenizer_of_run,
 )
-from language.transformer_options import TransformerConfig
+from language.generation.decoding import generate
+from language.generation.sampling import SamplingOptions, ask
+from language.models.layers import adapter_sizes
+from language.models.llama import Llama, parameter_shapes
+from language.options.hf_config import hugging_face_config
+from language.options.shapes import LlamaShape
+from language.options.transformer_options import TransformerConfig
+from language.sequences import check_files
+from language.weights import sources
 from tools import convert_hf, prepare_data
+from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.errors import InputError
-from tpu_utils.options import as_json
+from tpu_utils.options.parsing import as_json
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 

@@ -5,11 +5,11 @@ import json
 import pytest
 from mutations import no_hang
 
-from language import tokenizer_training
-from language.chat_data import choose_format, format_chat
-from language.tokenizer import load_tokenizer
+from language.data import tokenizer_training
+from language.data.chat_data import choose_format, format_chat
+from language.data.tokenizer import load_tokenizer
 from tools import prepare_data, train_tokenizer
-from tpu_utils.errors import InputError
+from tpu_utils.base.errors import InputError
 
 TEXT = "".join(
     f"To be {n}, or not to be {n * n}: that's the question;\nwhether 'tis nobler in mind.\n" for n in range(400)

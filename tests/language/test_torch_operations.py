@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from language import operations, torch_operations
+from language.models import operations, torch_operations
 
 T, D, V = 12, 16, 20
 CASES = {

@@ -19,8 +19,8 @@ from run_files import read_lines, summary_in
 from config import ImageConfig
 from images.arrays import TrainBatches
 from tpu_utils.checkpoint.loading import CheckpointReader
-from tpu_utils.checks import with_tensors
-from tpu_utils.optim import learning_rates
+from tpu_utils.device.optim import learning_rates
+from tpu_utils.trial.checks import with_tensors
 
 README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "docs" / "another_model.md").read_text()
@@ -134,8 +134,8 @@ KINDS = {
         edits=(
             ("import sys\n", "import sys\nfrom pathlib import Path\n"),
             (
-                "from tpu_utils.checks",
-                "from tpu_utils.checkpoint.loading import CheckpointReader\nfrom tpu_utils.checks",
+                "from tpu_utils.trial.checks",
+                "from tpu_utils.checkpoint.loading import CheckpointReader\nfrom tpu_utils.trial.checks",
             ),
         ),
     ),

@@ -107,9 +107,9 @@ def test_every_option_has_a_sentence(script):
         (["tools.calibrate", "--device", "tpu"], 1, "found no TPU chip on this machine"),
         (["aot_tpu.py", "no.py", "--topology", "v5litepod-1"], 2, "no such script: no.py"),
         (
-            ["aot_tpu.py", "language/llama.py", "--topology", "v5litepod-1"],
+            ["aot_tpu.py", "language/models/llama.py", "--topology", "v5litepod-1"],
             2,
-            "expected a training script, or language/llama.py:NAME",
+            "expected a training script, or language/models/llama.py:NAME",
         ),
         (["aot_tpu.py", "simple_mnist_tpu.py", "--topology", "v5litepod-9"], 2, "nearest is v5litepod-8"),
     ],

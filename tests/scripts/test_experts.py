@@ -12,16 +12,16 @@ from run_files import assert_identical, read_lines, state_in
 from test_transformer_tpu import RUN as USUAL
 from test_transformer_tpu import losses_of, train_all
 
-from language import expert_kernels
-from language.experts import of_matrix
-from language.layers import is_matrix
-from language.llama import Llama
 from language.mesh import choose_mesh
-from language.routing import slots_of_capacity
+from language.models.experts import of_matrix
+from language.models.layers import is_matrix
+from language.models.llama import Llama
+from language.models.routing import slots_of_capacity
+from language.options.transformer_options import TransformerConfig
 from language.sequences import load_sequences
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import InputError
-from tpu_utils.optim import learning_rates
+from language.xla import expert_kernels
+from tpu_utils.base.errors import InputError
+from tpu_utils.device.optim import learning_rates
 
 MODEL = dict(
     model_size="mixtral_tiny", num_heads=4, embedding_dim=64, sequence_length=32, vocab_size=64, balance_loss=0.02,

@@ -34,9 +34,9 @@ PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"
 IN_ONE_GRAPH = """import os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as the command line of a script does for --device cpu
 import torch
-from tpu_utils.clock import Goodput
-from tpu_utils.errors import RecompileError
-from tpu_utils.graphs import StepWatch, one_graph
+from tpu_utils.base.clock import Goodput
+from tpu_utils.base.errors import RecompileError
+from tpu_utils.step.graphs import StepWatch, one_graph
 
 @one_graph
 def double(x):
@@ -68,7 +68,7 @@ LEFT_BEHIND = """import os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch
 from tpu_utils.device import compile_step
-from tpu_utils.errors import InputError
+from tpu_utils.base.errors import InputError
 
 @compile_step
 def step(model, x):

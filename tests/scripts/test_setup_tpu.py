@@ -18,7 +18,7 @@ from metadata_server import metadata_server
 
 import setup_tpu
 from setup_tpu import SUPPORTED_PAIRS, Check, VersionPair
-from tpu_utils import hardware
+from tpu_utils.base import hardware
 
 SCRIPT = Path(setup_tpu.__file__)
 INSTALLED = {"torch": "2.9.0", "torch_xla": "2.9.0", "torchvision": "0.24.0", "libtpu": "0.0.21", "jax": "0.7.1"}

@@ -15,18 +15,18 @@ from processes import ROOT, run
 from run_files import assert_identical, read_lines, state_in
 
 import transformer_tpu
-from language import llmc_files
-from language.gpt import GPT
-from language.layers import is_matrix
-from language.llama import Llama
+from language.data import llmc_files
 from language.mesh import choose_mesh
+from language.models.gpt import GPT
+from language.models.layers import is_matrix
+from language.models.llama import Llama
+from language.options.transformer_options import TransformerConfig
 from language.sequences import load_sequences
-from language.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.device import graphs_compiled
-from tpu_utils.dropout import row_keys
-from tpu_utils.errors import InputError, run_script
-from tpu_utils.optim import learning_rates
-from tpu_utils.options import parse_command_line
+from tpu_utils.device.dropout import row_keys
+from tpu_utils.device.optim import learning_rates
+from tpu_utils.options.parsing import parse_command_line
 
 MODEL = dict(num_layers=2, num_heads=4, embedding_dim=64, sequence_length=32, vocab_size=64)
 RUN = dict(

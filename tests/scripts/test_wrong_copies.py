@@ -15,12 +15,12 @@ from processes import ROOT
 
 from config import MnistConfig
 from images.arrays import ImageDataset
+from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.state import Tracked
-from tpu_utils.errors import InputError
-from tpu_utils.first_step import check_training
-from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.optim import learning_rates, make_optimizer
-from tpu_utils.unsaved import Unsaved
+from tpu_utils.device.optim import learning_rates, make_optimizer
+from tpu_utils.record.metrics import DeviceMetrics
+from tpu_utils.trial.first_step import check_training
+from tpu_utils.trial.unsaved import Unsaved
 
 SCRIPT = (ROOT / "simple_mnist_tpu.py").read_text()
 LOGITS = "        logits = model(images).float()\n"

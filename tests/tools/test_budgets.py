@@ -10,9 +10,9 @@ from processes import ROOT, run
 
 from benchmarks import budgets
 from benchmarks.budgets import Row
-from tpu_compiler.report import Report
-from tpu_utils.errors import InputError
-from tpu_utils.hardware import parse_topology
+from tpu_compiler.report.report import Report
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.hardware import parse_topology
 
 ROWS = budgets.read_rows()
 VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}

@@ -19,18 +19,18 @@ from test_device import fake_pci
 
 import aot_tpu
 from config import CifarConfig, DistributedMnistConfig, MnistConfig
-from language.transformer_options import TransformerConfig
+from language.options.transformer_options import TransformerConfig
 from tools import calibrate
 from tools.on_chip import bench, findings
 from tools.on_chip.bench import find_machine
 from tools.on_chip.chip_peaks import COLLECTIVES
 from tools.on_chip.peaks import least_sent
 from tools.on_chip.steps import STEPS
-from tpu_compiler.calibration import read_calibration
-from tpu_compiler.report import Report
-from tpu_utils.errors import DeviceError, InputError, run_script
-from tpu_utils.options import presets_of, resolve, without_effect
-from tpu_utils.virtual_slice import TESTED_VERSIONS
+from tpu_compiler.report.calibration import read_calibration
+from tpu_compiler.report.report import Report
+from tpu_utils.base.errors import DeviceError, InputError, run_script
+from tpu_utils.options.parsing import presets_of, resolve, without_effect
+from tpu_utils.options.virtual_slice import TESTED_VERSIONS
 
 GIB = 2**30
 # what a pretended v5litepod-8 answers: (predicted ms, measured ms) by a word of the options; nothing here was measured

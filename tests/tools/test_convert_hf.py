@@ -17,23 +17,23 @@ from safetensors.torch import load_file, save_file
 from test_llama_parity import SHAPES, hugging_face_model
 
 import transformer_tpu
-from language.decoding import check_lengths
-from language.gpt import GPT
-from language.hf_config import hugging_face_config, shape_of
-from language.hf_files import HEAD, INDEX, WHOLE, open_weights, write_weights
-from language.hf_layout import sizes_of, sources, their_tensors
-from language.layers import adapter_sizes
-from language.llama import Llama
-from language.run_weights import read_merged, read_run
-from language.shapes import MODEL_SIZES, LlamaShape, ModelShape
-from language.transformer_options import TransformerConfig
+from language.generation.decoding import check_lengths
+from language.models.gpt import GPT
+from language.models.layers import adapter_sizes
+from language.models.llama import Llama
+from language.options.hf_config import hugging_face_config, shape_of
+from language.options.shapes import MODEL_SIZES, LlamaShape, ModelShape
+from language.options.transformer_options import TransformerConfig
+from language.weights.hf_files import HEAD, INDEX, WHOLE, open_weights, write_weights
+from language.weights.hf_layout import sizes_of, sources, their_tensors
+from language.weights.run_weights import read_merged, read_run
 from tools import convert_hf, convert_llmc
 from tools.generate import GenerateConfig, source_of
+from tpu_utils.base.errors import InputError, SaveError, run_script
+from tpu_utils.base.files import checksum_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import Entry, index_as_json, kind_of, shard_name, write_tensors
-from tpu_utils.errors import InputError, SaveError, run_script
-from tpu_utils.files import checksum_of
-from tpu_utils.options import as_json, parse_command_line
+from tpu_utils.options.parsing import as_json, parse_command_line
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 

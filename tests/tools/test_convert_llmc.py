@@ -8,14 +8,14 @@ import pytest
 import torch
 from mutations import at_most, make_irregular, mutated, no_hang
 
-from language import llmc_weights
-from language.gpt import GPT, parameter_shapes
-from language.layers import split_layers, stack_layers
-from language.shapes import ModelShape
-from language.transformer_options import TransformerConfig
+from language.models.gpt import GPT, parameter_shapes
+from language.models.layers import split_layers, stack_layers
+from language.options.shapes import ModelShape
+from language.options.transformer_options import TransformerConfig
+from language.weights import llmc_weights
 from tools import convert_llmc
+from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.errors import InputError, run_script
 
 SHAPE = ModelShape(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
 

@@ -19,10 +19,10 @@ from run_files import assert_identical, read_lines, state_in, summary_in
 from test_llama_parity import UNTIED, hugging_face_model
 from test_tokenizer import trained
 
-from language.core_tasks import read_bundle
-from language.questions import answers, core_of, lengths_of
-from language.sources import load, open_source
-from language.tasks import encode_pair, read_tasks
+from language.tasks.core_tasks import read_bundle
+from language.tasks.questions import answers, core_of, lengths_of
+from language.tasks.tasks import encode_pair, read_tasks
+from language.weights.sources import load, open_source
 from tools import convert_hf, evaluate
 from tools.evaluate import EvaluateConfig
 from tpu_utils.checkpoint.tensor_files import one_thread

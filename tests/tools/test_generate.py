@@ -15,21 +15,22 @@ from processes import run
 from test_llama_parity import QWEN3, STRETCHED, TIED, UNTIED, hugging_face_model
 from test_tokenizer import trained
 
-from language import decoding, llmc_weights, sources
-from language.gpt import GPT
-from language.layers import stack_layers
-from language.llama import Llama
-from language.sampling import SamplingOptions
-from language.shapes import LlamaShape, ModelShape
-from language.tokenizer import Numbers, load_tokenizer
-from language.transformer_options import TransformerConfig
+from language.data.tokenizer import Numbers, load_tokenizer
+from language.generation import decoding
+from language.generation.sampling import SamplingOptions
+from language.models.gpt import GPT
+from language.models.layers import stack_layers
+from language.models.llama import Llama
+from language.options.shapes import LlamaShape, ModelShape
+from language.options.transformer_options import TransformerConfig
+from language.weights import llmc_weights, sources
 from tools import generate as tool
 from tools.generate import GenerateConfig
-from tpu_compiler.report import Report
+from tpu_compiler.report.report import Report
+from tpu_utils.base.errors import InputError, NonFiniteError, run_script
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import one_thread
 from tpu_utils.device import graphs_compiled, transfers_from_device, transfers_to_device
-from tpu_utils.errors import InputError, NonFiniteError, run_script
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 

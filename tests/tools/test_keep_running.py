@@ -15,10 +15,10 @@ from processes import ROOT, environment_with, free_port, waits
 from tools import keep_running
 from tools.keeping.attempt import compile_seconds_in
 from tools.keeping.team import First, Other, State, Verdict, judge, state_in, verdict_in
-from tpu_utils.errors import InputError
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.restarts import memory_folder, newest_checkpoint, options_in, to_go_on
 from tpu_utils.remote.storage import working_folder
 from tpu_utils.remote.wire import WireError
-from tpu_utils.restarts import memory_folder, newest_checkpoint, options_in, to_go_on
 
 # Ten steps of 50 ms, each logged and saved. What it is lost by stands in the file `faults`, one line an attempt.
 SCRIPT = """

@@ -14,7 +14,7 @@ from processes import ROOT, run
 from run_files import in_process, summary_in
 
 from tools import plot_run
-from tpu_utils.errors import InputError, run_script
+from tpu_utils.base.errors import InputError, run_script
 
 
 def make_run(folder, steps=40, unit="examples", floor=None, finished=True, accuracy=True, experts=None):

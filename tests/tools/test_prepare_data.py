@@ -8,9 +8,9 @@ import pytest
 from mutations import DEEP, at_most, make_irregular, mutated_json, no_hang
 from test_tokenizer import trained
 
-from language import llmc_files, token_data, tokenizer
+from language.data import llmc_files, token_data, tokenizer
 from tools import prepare_data
-from tpu_utils.errors import InputError
+from tpu_utils.base.errors import InputError
 
 
 def prepare(monkeypatch, *arguments) -> int:

@@ -8,12 +8,12 @@ import pytest
 from processes import ROOT, run
 
 from benchmarks import published
-from language.transformer_options import TransformerConfig
-from tpu_compiler.modules import parse_question
-from tpu_compiler.report import ERROR
-from tpu_utils.errors import InputError
-from tpu_utils.hardware import parse_topology
-from tpu_utils.options import parse_command_line
+from language.options.transformer_options import TransformerConfig
+from tpu_compiler.module.programs import parse_question
+from tpu_compiler.report.report import ERROR
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.hardware import parse_topology
+from tpu_utils.options.parsing import parse_command_line
 
 ROWS = published.read_rows()
 PAGE = (ROOT / "docs" / "published.md").read_text()

@@ -16,9 +16,9 @@ from matplotlib.image import imread
 from processes import COMPILED, ROOT, run, waits
 
 from benchmarks import speedrun_kills
-from language.hf_config import shape_of
-from language.llmc_files import write_token_shard
-from language.tokenizer import load_tokenizer
+from language.data.llmc_files import write_token_shard
+from language.data.tokenizer import load_tokenizer
+from language.options.hf_config import shape_of
 from tools.make_chats import chats_of
 from tools.speedrun import check_text
 from tools.speedrunning import price, stages
@@ -26,7 +26,7 @@ from tools.speedrunning.dial import make_plan
 from tools.speedrunning.one_page import bits_per_byte, write_report
 from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
 from tools.speedrunning.stages import Stage, marker_of, run_stages, stages_of
-from tpu_utils.errors import InputError, TrainingError
+from tpu_utils.base.errors import InputError, TrainingError
 
 DRAW = random.Random(0)
 WORDS = ["".join(DRAW.choices("aeioubcdfglmnrstw", k=DRAW.randrange(3, 8))) for _ in range(800)]

@@ -13,11 +13,13 @@ import pytest
 from processes import ROOT, run
 
 import aot_tpu
-from tpu_compiler import modules, newest, reading, schedule, search
-from tpu_compiler.report import Report, format_report, format_table
-from tpu_utils import virtual_slice
-from tpu_utils.errors import InputError
-from tpu_utils.hardware import parse_topology
+from tpu_compiler.compile import newest
+from tpu_compiler.decide import search
+from tpu_compiler.module import programs as modules
+from tpu_compiler.report.report import Report, format_report, format_table, reading, schedule
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.hardware import parse_topology
+from tpu_utils.options.parsing import virtual_slice
 
 TINY = ROOT / "tests" / "tiny_training.py"
 LLAMA = "--dataset=tokens --model_size=llama_tiny --precision=bfloat16 --attention=flash --scan_layers --remat".split()
@@ -34,7 +36,7 @@ TRACED = """
 import sys
 from pathlib import Path
 import tpu_compiler.ask, tpu_compiler.of_script
-import tpu_utils.virtual_slice
+import tpu_utils.options.virtual_slice
 
 def only_traced(traced, *_, **__):
     Path(file).write_bytes(traced.hlo)
@@ -42,7 +44,7 @@ def only_traced(traced, *_, **__):
     sys.exit()
 
 most, file, *sys.argv = sys.argv[1:]
-tpu_utils.virtual_slice.MOST_VIRTUAL_DEVICES = int(most)
+tpu_utils.options.virtual_slice.MOST_VIRTUAL_DEVICES = int(most)
 tpu_compiler.ask.ask_compiler = only_traced
 tpu_compiler.of_script.run(sys.argv)
 """
@@ -160,7 +162,7 @@ ENTRY %main (x: bf16[4096,1024]) -> bf16[32768,1024] {{
 
 def test_the_first_axis_of_a_mesh_spans_the_slices(monkeypatch):
     """Devices are counted as PyTorch/XLA counts them, so data parallelism in front is what crosses between slices."""
-    from tpu_compiler import compiling
+    from tpu_compiler.compile import compiling
 
     virtual_slice.quiet_libtpu()
     for name in ("2xv5litepod-16", "v5litepod-16", "4xv5litepod-256"):
@@ -411,8 +413,8 @@ def test_kernels_of_flash_attention_are_the_same_for_every_chip():
     import torch
     import torch_xla
 
-    from language import flash_attention
-    from tpu_compiler import compiling
+    from language.xla import flash_attention
+    from tpu_compiler.compile import compiling
 
     written, before = set(), jax.config.jax_default_device
     qkv = [torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="xla") for _ in range(3)]
@@ -505,7 +507,7 @@ def test_a_module_through_torch_is_asked_without_torch_xla(newest_environment, t
 
 
 def test_a_long_compile_says_what_to_expect_and_then_ever_less(monkeypatch, capsys):
-    from tpu_compiler import compiling
+    from tpu_compiler.compile import compiling
 
     waits = []
 

@@ -20,15 +20,16 @@ import aot_tpu
 import config
 from benchmarks import budgets
 from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistConfig, TrainConfig
-from language.transformer_options import TransformerConfig
+from language.options.transformer_options import TransformerConfig
 from tools.generate import GenerateConfig
-from tpu_compiler import ask, reading, search, tracing
-from tpu_compiler.report import COMMUNICATION_LABEL, ERROR, LABEL, Report
-from tpu_utils import virtual_slice
-from tpu_utils.environment import choose_device
-from tpu_utils.errors import InputError, run_script
-from tpu_utils.hardware import GENERATIONS, parse_topology
-from tpu_utils.options import parse_command_line, presets_of
+from tpu_compiler import ask
+from tpu_compiler.compile import tracing
+from tpu_compiler.decide import search
+from tpu_compiler.report.report import COMMUNICATION_LABEL, ERROR, LABEL, Report, reading
+from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.base.hardware import GENERATIONS, parse_topology
+from tpu_utils.options.environment import choose_device
+from tpu_utils.options.parsing import parse_command_line, presets_of, virtual_slice
 
 TINY = ROOT / "tests" / "tiny_training.py"
 
@@ -202,7 +203,7 @@ import re, sys
 import torch, torch_xla
 sys.path.append(sys.argv[1])
 from net import Net
-from tpu_compiler.tracing import trace_step
+from tpu_compiler.compile.tracing import trace_step
 
 net = Net().to(torch_xla.device())
 x = torch.zeros(4, 8).to(torch_xla.device())
@@ -677,7 +678,7 @@ def test_options_that_save_memory_are_those_of_the_script():
 @pytest.mark.slow
 def test_a_transformer_over_the_limit_says_what_would_help():
     """A v5e of 128 KiB; what would help is compiled for a real one, in processes of its own."""
-    smaller = "import sys, dataclasses, tpu_utils.hardware as h, tpu_compiler.of_script as it; " + (
+    smaller = "import sys, dataclasses, tpu_utils.base.hardware as h, tpu_compiler.of_script as it; " + (
         "h.GENERATIONS['v5e'] = dataclasses.replace(h.GENERATIONS['v5e'], limit_gib=2**-13); "
         "sys.exit(it.run(sys.argv[1:]))"
     )
@@ -718,7 +719,7 @@ def test_a_script_that_compiles_for_another_slice_is_wrong_usage(tmp_path):
 
 
 def test_a_script_without_a_step_is_wrong_usage():
-    done = run("aot_tpu.py", "tpu_utils/optim.py", "--topology", "v5litepod-1")
+    done = run("aot_tpu.py", "tpu_utils/device/optim.py", "--topology", "v5litepod-1")
     assert done.returncode == 2 and "optim.py ended without asking to compile a step" in done.stderr
 
 

@@ -17,15 +17,16 @@ from mutations import make_irregular, mutated, mutated_json, no_hang
 from processes import ROOT, run
 
 import aot_tpu
-from tpu_compiler import cache, difference, fastest, newest, schedule, search, verdict
-from tpu_compiler.cache import Cache
-from tpu_compiler.fastest import Search, ms_per_example, step_ms
-from tpu_compiler.reading import parse_program, read_cycles
-from tpu_compiler.report import Report, format_report, format_table
-from tpu_compiler.roofline import bounds, draw, efficiencies
-from tpu_compiler.rules import flash_seconds, moved_bytes, ruled_ms
-from tpu_utils.errors import InputError
-from tpu_utils.hardware import GIB, parse_topology
+from tpu_compiler.compile import cache, newest
+from tpu_compiler.compile.cache import Cache
+from tpu_compiler.decide import difference, fastest, search, verdict
+from tpu_compiler.decide.fastest import Search, ms_per_example, step_ms
+from tpu_compiler.decide.roofline import bounds, draw, efficiencies
+from tpu_compiler.report.reading import parse_program, read_cycles
+from tpu_compiler.report.report import Report, format_report, format_table, schedule
+from tpu_compiler.report.rules import flash_seconds, moved_bytes, ruled_ms
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.hardware import GIB, parse_topology
 
 TINY = ROOT / "tests" / "tiny_training.py"
 
@@ -166,8 +167,8 @@ def test_what_came_while_others_could_write_is_not_believed_or_run(tmp_path):
 SMALL_MEMORY = """
 import resource, sys
 from pathlib import Path
-from tpu_compiler.cache import Cache
-from tpu_compiler.report import Report
+from tpu_compiler.compile.cache import Cache
+from tpu_compiler.report.report import Report
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert Cache(Path(sys.argv[1])).read("answer_1", Report) is None
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -440,8 +441,8 @@ def test_only_options_that_the_script_has():
 
 
 def test_the_options_of_the_search_are_those_of_the_transformer():
-    from language.transformer_options import TransformerConfig
-    from tpu_utils.options import as_json, parse_command_line
+    from language.options.transformer_options import TransformerConfig
+    from tpu_utils.options.parsing import as_json, parse_command_line
 
     settings = as_json(parse_command_line(TransformerConfig, "", ["--preset=production", "--device=cpu"]))
     tried = fastest.candidates(settings | {"mesh": "8x1x1"}, 8, True)
@@ -591,7 +592,7 @@ def test_the_newest_compilers_kernel_of_softmax_and_product():
 
 
 def test_our_kernels_say_how_many_blocks_they_compute():
-    from language.flash_kernels import Blocks
+    from language.xla.flash_kernels import Blocks
 
     assert Blocks(512, 0, 1024, 1024, 0).name("forward") == "causal_forward_3_blocks_of_512"
     assert Blocks(128, 256, 128, 384, 0).name("backward") == "causal_backward_3_blocks_of_128"

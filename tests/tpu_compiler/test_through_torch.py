@@ -11,11 +11,13 @@ from jaxlib._jax import HloModule
 
 import aot_tpu
 from config import TrainConfig
-from tpu_compiler import module_cache, module_through_torch, modules
-from tpu_compiler.module_mesh import mesh_sizes
-from tpu_utils.errors import InputError
-from tpu_utils.hardware import parse_topology
-from tpu_utils.optim import make_optimizer, step_optimizer
+from tpu_compiler.module import cache as module_cache
+from tpu_compiler.module import programs as modules
+from tpu_compiler.module import through_torch as module_through_torch
+from tpu_compiler.module.mesh import mesh_sizes
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.hardware import parse_topology
+from tpu_utils.device.optim import make_optimizer, step_optimizer
 
 LINEAR = ["torch.nn:Linear", "--arguments", "in_features=4,out_features=4", "--inputs", "float32[8,4]"]
 

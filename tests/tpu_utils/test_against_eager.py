@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from config import MnistConfig
-from tpu_utils.against_eager import first_call
-from tpu_utils.errors import InputError
-from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.optim import make_optimizer
+from tpu_utils.base.errors import InputError
+from tpu_utils.device.against_eager import first_call
+from tpu_utils.device.optim import make_optimizer
+from tpu_utils.record.metrics import DeviceMetrics
 
 
 def step(model, optimizer, metrics, x, lost=0, left=False, added=0.0):

@@ -21,17 +21,17 @@ from test_checkpoint_sharded import mark
 
 from config import DistributedMnistConfig, MnistConfig
 from images.arrays import check_divisible, num_steps_of
+from language.data.token_data import TokenShards
 from language.mesh import choose_mesh
-from language.token_data import TokenShards
-from language.transformer_options import TransformerConfig
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError, TrainingError
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.state import tensors_by_path
 from tpu_utils.device import random_state, set_random_state
-from tpu_utils.errors import InputError, TrainingError
-from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.optim import learning_rates, make_optimizer
-from tpu_utils.options import free_on_resume, parse_command_line
-from tpu_utils.run_dir import check_same_run
+from tpu_utils.device.optim import learning_rates, make_optimizer
+from tpu_utils.options.parsing import free_on_resume, parse_command_line
+from tpu_utils.record.metrics import DeviceMetrics
+from tpu_utils.record.run_dir import check_same_run
 
 
 def generated(count):

@@ -16,9 +16,9 @@ import torch_xla
 from run_files import reader_of
 
 import tpu_utils.checkpoint
+from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint, NonFiniteError, SaveError
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.saved import read_checkpoint
-from tpu_utils.errors import CheckpointError, DamagedCheckpoint, NonFiniteError, SaveError
 
 
 @pytest.fixture(scope="module")

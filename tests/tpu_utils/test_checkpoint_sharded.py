@@ -12,10 +12,10 @@ from processes import free_port, run, start
 from run_files import reader_of
 from test_checkpoint import alter, truncate
 
+from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint
+from tpu_utils.base.files import checksum_of
 from tpu_utils.checkpoint import Checkpoints, tensor_reading
 from tpu_utils.checkpoint.saved import read_checkpoint
-from tpu_utils.errors import CheckpointError, DamagedCheckpoint
-from tpu_utils.files import checksum_of
 
 SCRIPT = "tests/sharded_state.py"
 SHARDED = ("all", "some", "other", "uneven")

@@ -9,13 +9,13 @@ import torch_xla
 from processes import ROOT, run
 
 from config import MnistConfig, TrainConfig
-from tpu_utils import environment
-from tpu_utils.compiler_flags import NO_WINDOWED_EINSUM, VARIABLE, parse_compiler_options, set_flags
-from tpu_utils.compiler_flags import torch_xla_flags as our_table
-from tpu_utils.environment import choose_device
-from tpu_utils.errors import InputError
-from tpu_utils.hardware import GENERATIONS
-from tpu_utils.known_flags import check_known
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.hardware import GENERATIONS
+from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, VARIABLE, parse_compiler_options, set_flags
+from tpu_utils.options.compiler_flags import torch_xla_flags as our_table
+from tpu_utils.options.environment import choose_device
+from tpu_utils.options.known_flags import check_known
+from tpu_utils.options.parsing import environment
 
 (THRESHOLD,) = NO_WINDOWED_EINSUM
 

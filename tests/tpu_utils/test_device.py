@@ -12,10 +12,10 @@ from torch import nn
 
 from config import MnistConfig
 from tpu_utils import device
-from tpu_utils.checks import check_model
+from tpu_utils.base.errors import DeviceError, InputError, TrainingError, run_script
+from tpu_utils.base.hardware import attached_chips
 from tpu_utils.device import graphs_compiled, seed_host, start_device, transfers_to_device
-from tpu_utils.errors import DeviceError, InputError, TrainingError, run_script
-from tpu_utils.hardware import attached_chips
+from tpu_utils.trial.checks import check_model
 
 
 def check(build, images, labels, num_classes, **options) -> int:

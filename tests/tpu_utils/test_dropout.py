@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tpu_utils.dropout import Dropout, dropout, layer_keys, replace_dropout, row_keys
-from tpu_utils.errors import InputError, TrainingError
+from tpu_utils.base.errors import InputError, TrainingError
+from tpu_utils.device.dropout import Dropout, dropout, layer_keys, replace_dropout, row_keys
 
 
 def masks(steps: int, rows: int, places: int, shape: tuple[int, ...], p: float) -> np.ndarray:

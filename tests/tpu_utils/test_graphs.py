@@ -8,10 +8,10 @@ import torch_xla
 from processes import ROOT, run
 
 from config import MnistConfig
+from tpu_utils.base.errors import InputError, RecompileError
 from tpu_utils.checkpoint.state import Tracked
-from tpu_utils.errors import InputError, RecompileError
-from tpu_utils.graphs import one_graph
 from tpu_utils.run import Run
+from tpu_utils.step.graphs import one_graph
 
 
 @pytest.fixture(scope="module")
@@ -335,7 +335,7 @@ SCRIPT = """import torch
 import torch_xla
 from torch import nn
 
-from tpu_utils.graphs import one_graph
+from tpu_utils.step.graphs import one_graph
 
 device = torch_xla.device()
 model = nn.Linear(32, 4).to(device)
@@ -370,6 +370,6 @@ def test_a_script_of_anybody_has_it_by_two_lines(tmp_path, script, printed, said
     path.write_text(script)
     done = run(path, PYTHONPATH=ROOT, PJRT_DEVICE="CPU")
     assert (done.returncode, len(done.stdout.splitlines())) == (1, printed), done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"tpu_utils.errors.RecompileError: {said.format(path)}")
+    assert done.stderr.splitlines()[-1].startswith(f"tpu_utils.base.errors.RecompileError: {said.format(path)}")
     before, _, traceback = done.stderr.partition("Traceback")
     assert len(before.splitlines()) <= 1 and len(traceback.splitlines()) < 25

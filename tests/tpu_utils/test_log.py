@@ -15,8 +15,8 @@ import pytest
 from mutations import DEEP, NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated, no_hang
 from processes import ROOT
 
-from tpu_utils.errors import InputError
-from tpu_utils.log import RunLog, print_summary
+from tpu_utils.base.errors import InputError
+from tpu_utils.record.log import RunLog, print_summary
 
 
 def test_log_drops_what_a_resumed_run_will_write_again(tmp_path):
@@ -105,7 +105,7 @@ def test_metrics_that_are_no_file_are_refused(tmp_path, kind):
 BAR = """
 import sys, time
 from pathlib import Path
-from tpu_utils.log import RunLog
+from tpu_utils.record.log import RunLog
 values = dict(loss=1.0, gradient_norm=1.0, skipped_steps=0, learning_rate=1e-3, mine=0.123456)
 speed = dict(step_seconds=0.1, examples_per_second=1.0, data_wait_seconds=0.0, mfu=None)
 with RunLog(Path(sys.argv[1]), 99990, 99999, tensorboard=False) as log:

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from tpu_utils.errors import InputError, SaveError
-from tpu_utils.new_folder import written_aside
+from tpu_utils.base.errors import InputError, SaveError
+from tpu_utils.base.new_folder import written_aside
 
 
 def names_in(folder):

@@ -15,16 +15,16 @@ import simple_mnist_tpu
 import transformer_tpu
 from config import MnistConfig
 from images.mnist import load_digits
-from language import operations
-from language.gpt import GPT
-from language.transformer_options import TransformerConfig
+from language.models import operations
+from language.models.gpt import GPT
+from language.options.transformer_options import TransformerConfig
 from tpu_utils import checkpoint
+from tpu_utils.base.errors import run_script
 from tpu_utils.checkpoint.saved import read_checkpoint
 from tpu_utils.device import graphs_compiled, transfers_from_device, transfers_to_device
-from tpu_utils.errors import run_script
-from tpu_utils.metrics import DeviceMetrics
-from tpu_utils.optim import learning_rates, make_optimizer
-from tpu_utils.options import parse_command_line
+from tpu_utils.device.optim import learning_rates, make_optimizer
+from tpu_utils.options.parsing import parse_command_line
+from tpu_utils.record.metrics import DeviceMetrics
 
 NAMES = ["loss", "gradient_norm"]
 SKIP = MnistConfig(on_nonfinite="skip")

@@ -12,9 +12,9 @@ from processes import run
 from run_files import assert_identical, state_in, summary_in
 
 from config import MnistConfig
-from tpu_utils.average import update_average
-from tpu_utils.errors import InputError
-from tpu_utils.optim import check_length, learning_rates, make_optimizer, step_optimizer
+from tpu_utils.base.errors import InputError
+from tpu_utils.device.optim import check_length, learning_rates, make_optimizer, step_optimizer
+from tpu_utils.step.average import update_average
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine", "step"])

@@ -20,10 +20,10 @@ from config import (
     TrainConfig,
     parse_profile_steps,
 )
-from language.transformer_options import TransformerConfig
-from tpu_utils.errors import InputError
-from tpu_utils.fields import hints_of, marks, plain
-from tpu_utils.options import free_on_resume, parse_command_line, presets_of, resolve
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
+from tpu_utils.options.fields import hints_of, marks, plain
+from tpu_utils.options.parsing import free_on_resume, parse_command_line, presets_of, resolve
 
 IMAGE_KINDS = (MnistConfig, DistributedMnistConfig, DdpMnistConfig, CifarConfig)
 KINDS = (*IMAGE_KINDS, TransformerConfig)

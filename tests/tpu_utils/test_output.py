@@ -12,7 +12,7 @@ import pytest
 from processes import ROOT, environment_with, run, start, waits
 from run_files import read_lines, summary_in
 
-from tpu_utils.errors import run_script
+from tpu_utils.base.errors import run_script
 
 TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
 TINY += ["--no_tensorboard"]
@@ -84,7 +84,7 @@ def test_outputs_that_are_closed_at_the_start_stay_out_of_the_runs_files(tmp_pat
     assert_whole(tmp_path / "run")
 
 
-TOOL = "import sys; from tpu_utils.errors import run_script\n"
+TOOL = "import sys; from tpu_utils.base.errors import run_script\n"
 TOOL += "sys.exit(run_script(lambda: print('an answer in M\\xfcnchen') or 0, **eval(sys.argv[1])))"
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from processes import free_port
 
+from tpu_utils.base.errors import CheckpointError, DeviceError, InputError, SaveError, TrainingError
+from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.errors import CheckpointError, DeviceError, InputError, SaveError, TrainingError
-from tpu_utils.peers import Peers
 from tpu_utils.remote import meeting as peers_module
 from tpu_utils.remote import wire
 from tpu_utils.remote.meeting import Meeting, meet_replicas, wait_for_peers

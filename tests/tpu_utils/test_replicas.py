@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from config import MnistConfig
 from tpu_utils import device
+from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.state import Tracked
 from tpu_utils.device import world_size
-from tpu_utils.errors import InputError
-from tpu_utils.first_step import check_training
-from tpu_utils.graphs import one_graph
-from tpu_utils.metrics import DeviceMetrics, labels_that_count
-from tpu_utils.optim import gradient_norm, make_optimizer, step_optimizer
-from tpu_utils.replicas import mean_over_replicas, over_replicas
-from tpu_utils.unsaved import Unsaved
+from tpu_utils.device.optim import gradient_norm, make_optimizer, step_optimizer
+from tpu_utils.record.metrics import DeviceMetrics, labels_that_count
+from tpu_utils.step.graphs import one_graph
+from tpu_utils.step.replicas import mean_over_replicas, over_replicas
+from tpu_utils.trial.first_step import check_training
+from tpu_utils.trial.unsaved import Unsaved
 
 WEIGHTS = torch.linspace(0.1, 3, 5)
 

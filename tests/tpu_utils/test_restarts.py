@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import ROOT, environment_with, free_port, waits
 
-from tpu_utils.restarts import memory_folder
+from tpu_utils.base.restarts import memory_folder
 
 # A child that starts another program and forks, as DataLoaders do; all are in its group.
 CHILD = """
@@ -22,7 +22,7 @@ time.sleep(float(sys.argv[1]))
 """
 STARTER = """
 import subprocess, sys, threading, time
-from tpu_utils.restarts import ends_with_this
+from tpu_utils.base.restarts import ends_with_this
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 child = subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.PIPE, **ends_with_this())
 print(child.stdout.readline().decode(), flush=True)

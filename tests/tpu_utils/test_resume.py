@@ -12,14 +12,14 @@ from run_files import assert_identical, files_of, in_process, numbers, read_line
 
 import simple_mnist_tpu
 from config import FREE, DistributedMnistConfig, MnistConfig, Range
-from language.transformer_options import TransformerConfig
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import CheckpointError, InputError
+from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
-from tpu_utils.compiler_flags import NO_WINDOWED_EINSUM
-from tpu_utils.errors import CheckpointError, InputError
-from tpu_utils.log import BESIDE
-from tpu_utils.options import parse_command_line, resolve_stored
-from tpu_utils.peers import Peers
+from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM
+from tpu_utils.options.parsing import parse_command_line, resolve_stored
+from tpu_utils.record.log import BESIDE
 from tpu_utils.run import Run
 
 (THRESHOLD,) = NO_WINDOWED_EINSUM

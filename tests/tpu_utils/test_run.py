@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 
 from config import FREE, Range, TrainConfig
-from tpu_utils.environment import command_line
+from tpu_utils.options.environment import command_line
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ if __name__ == "__main__":
 
 import torch
 
-from tpu_utils.errors import run_script
-from tpu_utils.graphs import one_graph
-from tpu_utils.optim import make_optimizer
+from tpu_utils.base.errors import run_script
+from tpu_utils.step.graphs import one_graph
+from tpu_utils.device.optim import make_optimizer
 from tpu_utils.run import Run
 
 

@@ -12,13 +12,13 @@ from processes import start, waits
 from run_files import in_process
 
 import simple_mnist_tpu
-import tpu_utils.run_dir
+import tpu_utils.record.run_dir
 from config import MnistConfig
-from tpu_utils.errors import InputError
-from tpu_utils.files import write_atomically
-from tpu_utils.options import free_on_resume
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import write_atomically
+from tpu_utils.options.parsing import free_on_resume
+from tpu_utils.record.run_dir import RunLock, check_same_run, open_run_dir
 from tpu_utils.run import Run
-from tpu_utils.run_dir import RunLock, check_same_run, open_run_dir
 
 TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
 TINY += ["--no_tensorboard"]
@@ -75,7 +75,7 @@ def test_where_a_folders_lock_is_this_hosts_alone_or_none_its_file_is_locked(tmp
         elif answer:
             raise OSError(answer, os.strerror(answer))
 
-    monkeypatch.setattr(tpu_utils.run_dir.fcntl, "flock", of_files)
+    monkeypatch.setattr(tpu_utils.record.run_dir.fcntl, "flock", of_files)
     monkeypatch.setattr(RunLock, "patience_seconds", 0.0)
     first = RunLock()
     first.acquire(tmp_path)
@@ -86,7 +86,7 @@ def test_where_a_folders_lock_is_this_hosts_alone_or_none_its_file_is_locked(tmp
     assert capsys.readouterr().err == ""
 
 
-HOLDER = "import sys, time; from pathlib import Path; from tpu_utils.run_dir import RunLock; lock = RunLock()\n"
+HOLDER = "import sys, time; from pathlib import Path; from tpu_utils.record.run_dir import RunLock; lock = RunLock()\n"
 HOLDER += "lock.acquire(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
 
 
@@ -109,7 +109,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, capsys, monkeypatch):
     def no_locks(*arguments):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(tpu_utils.run_dir.fcntl, "flock", no_locks)
+    monkeypatch.setattr(tpu_utils.record.run_dir.fcntl, "flock", no_locks)
     RunLock().acquire(tmp_path)
     assert "a second run there would not be refused" in capsys.readouterr().err
 

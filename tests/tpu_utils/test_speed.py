@@ -11,12 +11,12 @@ from run_files import in_process, losses_in, summary_in
 from torch import nn
 
 import simple_mnist_tpu
-from tpu_utils.clock import Goodput
+from tpu_utils.base.clock import Goodput
+from tpu_utils.base.errors import TrainingError
 from tpu_utils.device import compile_step, transfers_to_device
-from tpu_utils.errors import TrainingError
-from tpu_utils.log import BESIDE
+from tpu_utils.record.log import BESIDE
+from tpu_utils.record.speed import READS, UPLOADS, Speed, Transfers
 from tpu_utils.run import Run
-from tpu_utils.speed import READS, UPLOADS, Speed, Transfers
 
 OPTIONS = ["--device=cpu", "--num_epochs=1", "--no_tensorboard", "--warmup_steps=2", "--max_shift=0"]
 OPTIONS += ["--log_every=4", "--save_every=99", "--global_batch_size=128"]
@@ -179,7 +179,7 @@ def test_under_a_debugger_strict_stops_without_a_line(no_trace):
 
 
 def test_a_backend_that_does_not_count_says_nothing(monkeypatch):
-    monkeypatch.setattr("tpu_utils.speed.transfers_from_device", lambda: float("nan"))
+    monkeypatch.setattr("tpu_utils.record.speed.transfers_from_device", lambda: float("nan"))
     transfers = Transfers(lambda: float("nan"), pytest.fail, True)
     for _ in range(4):
         transfers.step_done(False)

@@ -14,7 +14,7 @@ import simple_mnist_tpu
 import tpu_utils.run
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import read_checkpoint
-from tpu_utils.stop import StopRequest
+from tpu_utils.device.stop import StopRequest
 
 TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
 TINY += ["--no_tensorboard"]
@@ -43,9 +43,9 @@ def test_a_hang_up_asks_to_stop_unless_it_was_ignored_before():
 # python -c TWICE SECOND NUMBER SECOND NUMBER...: signals at these seconds of the clock that a StopRequest reads
 TWICE = """
 import signal, sys, types
-import tpu_utils.stop
-stop, clock = tpu_utils.stop.StopRequest(), types.SimpleNamespace()
-tpu_utils.stop.time = clock
+import tpu_utils.device.stop
+stop, clock = tpu_utils.device.stop.StopRequest(), types.SimpleNamespace()
+tpu_utils.device.stop.time = clock
 for second, number in zip(map(float, sys.argv[1::2]), map(int, sys.argv[2::2])):
     clock.monotonic = lambda: second
     signal.raise_signal(number)
@@ -74,16 +74,16 @@ def test_a_second_signal_stops_at_once_when_it_is_no_echo_of_the_first(signals, 
 
 ECHO = """
 import signal, sys, types
-import simple_mnist_tpu, tpu_utils.stop
+import simple_mnist_tpu, tpu_utils.device.stop
 from config import MnistConfig
-from tpu_utils.options import parse_command_line
+from tpu_utils.options.parsing import parse_command_line
 evaluate = simple_mnist_tpu.evaluate
 def signalled(model, batches, run):
     for _ in range(2 if getattr(run, "_step", 0) else 0):  # not while it is tried before step 1
         signal.raise_signal(signal.SIGTERM)
     return evaluate(model, batches, run)
 simple_mnist_tpu.evaluate = signalled
-tpu_utils.stop.time = types.SimpleNamespace(monotonic=lambda: 7.0)
+tpu_utils.device.stop.time = types.SimpleNamespace(monotonic=lambda: 7.0)
 sys.exit(simple_mnist_tpu.train(parse_command_line(MnistConfig, "", sys.argv[1:])))
 """
 

@@ -26,20 +26,20 @@ from test_peers import together
 import simple_mnist_tpu
 import transformer_tpu
 from config import MnistConfig
-from language.transformer_options import TransformerConfig
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError, PassingError, SaveError, run_script
+from tpu_utils.base.peers import Peers
+from tpu_utils.base.restarts import memory_folder
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.memory import MemoryCheckpoints
 from tpu_utils.checkpoint.state import HostCopy
 from tpu_utils.checkpoint.tensor_files import kind_of
 from tpu_utils.device import graphs_compiled
-from tpu_utils.errors import InputError, PassingError, SaveError, run_script
-from tpu_utils.options import parse_command_line
-from tpu_utils.peers import Peers
+from tpu_utils.options.parsing import parse_command_line
+from tpu_utils.record.run_dir import open_run_dir
 from tpu_utils.remote import storage
 from tpu_utils.remote.storage import Mirror
-from tpu_utils.restarts import memory_folder
-from tpu_utils.run_dir import open_run_dir
 
 OPTIONS = ["--num_epochs", "2", "--log_every", "7", "--save_every", "10", "--channels", "4", "--hidden_dim", "16"]
 LAST = 44

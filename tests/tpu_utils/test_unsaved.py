@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from config import MnistConfig
+from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.state import Tracked
-from tpu_utils.errors import InputError
-from tpu_utils.graphs import OneGraph
-from tpu_utils.optim import make_optimizer
-from tpu_utils.unsaved import Unsaved, check_pure
+from tpu_utils.device.optim import make_optimizer
+from tpu_utils.step.graphs import OneGraph
+from tpu_utils.trial.unsaved import Unsaved, check_pure
 
 
 class Counting(nn.Linear):

@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tpu_utils.errors import InputError
-from tpu_utils.files import open_regular, parse_json
-from tpu_utils.restarts import ends_with_this, newest_checkpoint
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import open_regular, parse_json
+from tpu_utils.base.restarts import ends_with_this, newest_checkpoint
 
 STACKS_SECONDS = 5.0
 """For a stuck script to print where its threads stand; Python's handler needs a fraction of a second."""

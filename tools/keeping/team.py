@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from tpu_utils.errors import DeviceError
+from tpu_utils.base.errors import DeviceError
 from tpu_utils.remote.wire import Link, Listener, WireError, connect
 
 BEAT_SECONDS = 1.0

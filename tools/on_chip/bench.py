@@ -14,13 +14,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.calibration import CALIBRATION, FORMAT, SHORTEST_MS, is_held_up
-from tpu_utils.errors import DeviceError, InputError, TrainingError
-from tpu_utils.files import parse_json, read_json, write_atomically
-from tpu_utils.hardware import attached_chips, parse_topology
+from tpu_compiler.report.calibration import CALIBRATION, FORMAT, SHORTEST_MS, is_held_up
+from tpu_utils.base.errors import DeviceError, InputError, TrainingError
+from tpu_utils.base.files import parse_json, read_json, write_atomically
+from tpu_utils.base.hardware import attached_chips, parse_topology
+from tpu_utils.base.restarts import ends_with_this
+from tpu_utils.options.variables import MOST_DEVICES
 from tpu_utils.remote.hosts import chips_in, family, settle_hosts
-from tpu_utils.restarts import ends_with_this
-from tpu_utils.variables import MOST_DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.calibration import SHORTEST_MS, Calibration, is_held_up
-from tpu_utils.files import write_atomically
-from tpu_utils.hardware import GIB
+from tpu_compiler.report.calibration import SHORTEST_MS, Calibration, is_held_up
+from tpu_utils.base.files import write_atomically
+from tpu_utils.base.hardware import GIB
 
 ATTACH = """\
 To report this, open an issue called "Calibration of {where}, torch_xla {torch_xla}, libtpu {libtpu}, commit {commit}",

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tools.on_chip.bench import Bench, Cannot, last_object
-from tpu_utils.hardware import GENERATIONS
+from tpu_utils.base.hardware import GENERATIONS
 
 PEAKS = {  # {kind of chip_peaks.py: (sizes on a TPU, sizes on a CPU)}
     "product": ("2048,4096,8192", "256"),
@@ -38,6 +38,6 @@ def peak(bench: Bench, kind: str) -> dict[str, Any]:
 
 
 def least_sent(kind: str, mib: int, devices: int) -> float:
-    """Bytes that a device must send, as tpu_compiler.reading.read_collectives counts them."""
+    """Bytes that a device must send, as tpu_compiler.report.reading.read_collectives counts them."""
     shares = {"all-reduce": 2 * (devices - 1), "collective-permute": 1}
     return mib * 2**20 * shares.get(kind, devices - 1) / devices

@@ -6,8 +6,8 @@ from typing import Any
 
 from tools.on_chip.bench import Bench, Cannot, hold, last_object, results_in
 from tools.on_chip.steps import GPT2_8
-from tpu_utils.files import read_json
-from tpu_utils.hardware import GENERATIONS, GIB
+from tpu_utils.base.files import read_json
+from tpu_utils.base.hardware import GENERATIONS, GIB
 
 TINY = "--warmup_steps=2 --eval_batches=1 --global_batch_size={batch}"
 TINIER = f"{TINY} --num_layers=1 --embedding_dim=32 --sequence_length=32"  # the promises hold at any size

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from language.hf_config import shape_of
+from language.options.hf_config import shape_of
 
 HEAD_WIDTH = 128
 WIDTH_PER_LAYER = 64

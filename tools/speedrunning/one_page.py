@@ -6,13 +6,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from language.llmc_files import open_token_shard
-from language.token_data import matching, read_documents, split_documents
+from language.data.llmc_files import open_token_shard
+from language.data.token_data import matching, read_documents, split_documents
 from tools.speedrunning.dial import Plan
 from tools.speedrunning.price import Price, lines_of_price
-from tpu_utils.files import write_atomically
-from tpu_utils.hardware import attached_chips
-from tpu_utils.records import read_records
+from tpu_utils.base.files import write_atomically
+from tpu_utils.base.hardware import attached_chips
+from tpu_utils.record.records import read_records
 
 
 def records_of(run_dir: Path) -> list[dict[str, Any]]:

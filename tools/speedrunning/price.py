@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from language.transformer_options import TransformerConfig
+from language.options.transformer_options import TransformerConfig
 from tools.speedrunning.dial import Plan
 from tools.speedrunning.stages import ROOT, Stage
-from tpu_compiler.fastest import FIELDS, WITH_REMAT, with_change
-from tpu_compiler.search import option_name
-from tpu_utils.errors import InputError
-from tpu_utils.files import read_json, write_atomically
-from tpu_utils.hardware import parse_topology
-from tpu_utils.restarts import ends_with_this
+from tpu_compiler.decide.fastest import FIELDS, WITH_REMAT, with_change
+from tpu_compiler.decide.search import option_name
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.hardware import parse_topology
+from tpu_utils.base.restarts import ends_with_this
 
 KEPT = ("fits", "reason", "predicted_ms", "predicted_ms_all_hidden", "settings", "limit_bytes", "peak_bytes")
 KEPT += ("compiler_peak_bytes",)

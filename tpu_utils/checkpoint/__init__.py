@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpu_utils.base.errors import SaveError
+from tpu_utils.base.files import checksum_of, sync_folder, write_atomically
+from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint.state import (
     HostCopy,
     copy_to_host,
@@ -33,9 +36,6 @@ from tpu_utils.checkpoint.tensor_files import (
     steps_in,
     write_tensors,
 )
-from tpu_utils.errors import SaveError
-from tpu_utils.files import checksum_of, sync_folder, write_atomically
-from tpu_utils.peers import Peers
 
 if TYPE_CHECKING:
     from tpu_utils.remote.storage import Mirror

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint, PassingError
+from tpu_utils.base.files import checksum_of
+from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint.saved import Saved, check_alike, read_checkpoint, read_marker, sizes_of_files
 from tpu_utils.checkpoint.state import put_sharded, tensors_by_path
 from tpu_utils.checkpoint.tensor_files import kind_of, one_thread, steps_in
 from tpu_utils.checkpoint.tensor_reading import parse_index
 from tpu_utils.device import is_sharded, put
-from tpu_utils.errors import CheckpointError, DamagedCheckpoint, PassingError
-from tpu_utils.files import checksum_of
-from tpu_utils.peers import Peers
 
 if TYPE_CHECKING:
     from tpu_utils.remote.storage import Mirror

@@ -19,15 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpu_utils.base.errors import InputError, SaveError
+from tpu_utils.base.files import checksum_of, open_regular, read_json, sync_folder, write_atomically
+from tpu_utils.base.peers import Peers
+from tpu_utils.base.restarts import memory_folder
 from tpu_utils.checkpoint import SHARED_FOLDER, Checkpoints, remove
 from tpu_utils.checkpoint.saved import read_marker
 from tpu_utils.checkpoint.state import HostCopy
 from tpu_utils.checkpoint.tensor_files import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, shard_file, steps_in
-from tpu_utils.errors import InputError, SaveError
-from tpu_utils.files import checksum_of, open_regular, read_json, sync_folder, write_atomically
-from tpu_utils.peers import Peers
-from tpu_utils.records import read_records
-from tpu_utils.restarts import memory_folder
+from tpu_utils.record.records import read_records
 
 if TYPE_CHECKING:
     from config import TrainConfig

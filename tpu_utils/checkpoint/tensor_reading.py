@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tpu_utils.base.files import file_size, open_regular, parse_json
 from tpu_utils.checkpoint.tensor_files import (
     DTYPES,
     LONGEST_HEADER,
@@ -21,7 +22,6 @@ from tpu_utils.checkpoint.tensor_files import (
     check_complete,
     shard_name,
 )
-from tpu_utils.files import file_size, open_regular, parse_json
 
 
 def _numbers(value: Any) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
-from tpu_utils.errors import DeviceError, InputError
-from tpu_utils.hardware import Generation
+from tpu_utils.base.errors import DeviceError, InputError
+from tpu_utils.base.hardware import Generation
 
 SILENT_SECONDS = 2.0
 """A metadata server that has not answered by then is taken for none, where this host is a slice by itself."""

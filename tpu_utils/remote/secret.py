@@ -4,8 +4,8 @@ import os
 import shlex
 from pathlib import Path
 
-from tpu_utils.errors import DeviceError, InputError
-from tpu_utils.files import open_regular
+from tpu_utils.base.errors import DeviceError, InputError
+from tpu_utils.base.files import open_regular
 from tpu_utils.remote.hosts import KNOWN_SECONDS, ask_server
 
 SECRET_ATTRIBUTE = "peers-secret"

@@ -18,9 +18,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tpu_utils.errors import InputError, PassingError, SaveError
-from tpu_utils.files import inside
-from tpu_utils.peers import Peers
+from tpu_utils.base.errors import InputError, PassingError, SaveError
+from tpu_utils.base.files import inside
+from tpu_utils.base.peers import Peers
 
 REQUEST_SECONDS = 60.0
 """A request that gets no answer for so long has failed. A chunk must go up in this time."""

@@ -1,0 +1,518 @@
+"""Conversations to fine-tune on: JSON lines, formatted, packed into rows of one length. Nothing here knows about TPUs.
+
+A line is {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, or
+{"prompt": "Hi", "completion": "Hello"}. The loss counts answers alone: what the assistant says and the token that ends
+it, where no "weight": 0 stands beside it. A key that means something elsewhere and nothing here is refused, others are
+counted. No template of a tokenizer's file is run, because a template is a program.
+"""
+
+import functools
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from language.data.llmc_files import other_vocabulary
+from language.data.token_data import START, SequenceData, check_apart, entries_of, refuse_other_json, tell_once
+from language.data.tokenizer import Tokenizer, check_texts, load_tokenizer
+from language.options.shapes import BYTE_VOCAB_SIZE
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import lines_of, open_regular, parse_json
+
+CHATS = "conversations, one JSON object a line"
+LONGEST_LINE = 1 << 24  # bytes
+SAMPLED_CHATS = 1000  # from which follows whether the tokenizer has their letters
+MOST_PROBLEMS = 10  # that one message lists
+ROLES = ("system", "user", "assistant")
+WHETHER_LEARNT = ("weight", "train", "training", "loss")
+"""Beside an answer: 1 or true, 0 or false. Of OpenAI and mistral-finetune, axolotl (two names), ms-swift."""
+NOT_READ = ("tool_calls", "function_call", "tool_call_id", "tools", "functions", "documents", "system", "history")
+NOT_READ += ("thinking", "thought", "thoughts", "reasoning", "reasoning_content", "refusal", "prefix", "audio")
+NOT_READ += ("image", "images", "video", "videos", "audios", "mask", "masked", "loss_mask", "train_detail")
+NOT_READ += ("chat_template", "chat_template_kwargs")
+"""Elsewhere they change what the model reads or learns. A value of none of it, such as null or [], is as no key."""
+
+# Special tokens that a format is made of, and whose it is (auto takes qwen3 for Qwen3-Instruct-2507 too: name chatml):
+#   plain   any tokenizer, of bytes too: "User: Hi\nAssistant: Hello", then the token that ends a document.
+#   chatml  SmolLM2-Instruct, Qwen2.5, Qwen3-Instruct-2507. As their chat_template, but where there is no system message
+#           SmolLM2 adds "You are a helpful AI assistant named SmolLM, trained by Hugging Face", Qwen2.5 its own.
+#   qwen3   Qwen3 (2025-04) with enable_thinking false: chatml, and an empty thought before the last answer. Its
+#           template takes thoughts out of earlier answers; here a text that holds one is refused.
+#   gemma   Gemma 2 and 3. No role of the system: such a message stands in front of the first user's text.
+#   mistral Mistral's with [INST] as a token (7B v0.3 and later). A message of the system goes to the last user's text.
+#   phi4    Phi-4-mini. olmo2: OLMo 2; its roles are plain text.
+#   llama3  Llama 3. The templates of Llama 3.1 and 3.2 put "Cutting Knowledge Date: December 2023\nToday Date: ...\n\n"
+#           into the system message, 3.2 with the day on which it runs; here a message says what the file says.
+# Source: chat_template in tokenizer_config.json of HuggingFaceTB/SmolLM2-135M-Instruct, Qwen/Qwen3-0.6B,
+# meta-llama/Meta-Llama-3-8B-Instruct, google/gemma-3-1b-it, mistralai/Mistral-7B-Instruct-v0.3,
+# microsoft/Phi-4-mini-instruct and allenai/OLMo-2-1124-7B-Instruct.
+# Text between two special tokens is encoded whole, as there; but the header of an
+# answer and the answer are encoded apart, because a prompt ends between them. chat_templates/ has each of them for
+# other programs.
+FORMATS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "qwen3": ("<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<bos>", "<start_of_turn>", "<end_of_turn>"),
+    "mistral": ("<s>", "[INST]", "[/INST]", "</s>"),
+    "phi4": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
+    "olmo2": ("<|endoftext|>", "<|endofprompt|>", "|||IP_ADDRESS|||"),  # the others tell its tokenizer from ChatML's
+}
+# place in FORMATS of the token in front of a conversation and of the one behind a message, text behind that
+AROUND = {
+    **{"chatml": (None, 1, "\n"), "qwen3": (None, 1, "\n"), "llama3": (0, 3, ""), "gemma": (0, 2, "\n")},
+    **{"mistral": (0, 3, ""), "phi4": (None, 3, ""), "olmo2": (0, 0, "\n")},
+}
+ENDED = ("chatml", "qwen3", "llama3", "gemma", "phi4")  # a token stands behind every message, elsewhere behind answers
+STRIPPED = ("llama3", "gemma")
+
+
+def choose_format(format: str, tokenizer) -> str:
+    """auto: of the formats whose special tokens the tokenizer has, the one with the most of them."""
+    return max(fitting(tokenizer), key=lambda name: len(FORMATS[name])) if format == "auto" else format
+
+
+def fitting(tokenizer) -> list[str]:
+    return [name for name, special in FORMATS.items() if None not in map(tokenizer.token, special)]
+
+
+def special_tokens(format: str, tokenizer) -> list[int]:
+    """Those of FORMATS, in its order. Raises InputError for a tokenizer that has not all of them."""
+    if format not in FORMATS:
+        raise InputError(f"chat_format is {format!r}; expected auto, or one of {', '.join(FORMATS)}")
+    if tokenizer.end is None:
+        raise InputError("the tokenizer of the model is unknown, so no token ends an answer; name it with --tokenizer")
+    found = [tokenizer.token(name) for name in FORMATS[format]]
+    if None in found:
+        raise InputError(
+            f"chat_format is {format}, but the tokenizer has no token {FORMATS[format][found.index(None)]}; choose "
+            f"{' or '.join(fitting(tokenizer))}, or the tokenizer of the model that the format belongs to"
+        )
+    return found
+
+
+def header(role: str, format: str, special: list[int], last: bool) -> list[int | str]:
+    """What stands before a message: special tokens as numbers, and text. last: whether it is the last message."""
+    if format == "plain":
+        return ["Assistant:" if role == "assistant" else f"{role.capitalize()}: "]
+    if format == "llama3":
+        return [special[1], role, special[2], "\n\n"]
+    if format == "gemma":
+        return [special[1], "model\n" if role == "assistant" else f"{role}\n"]
+    if format == "mistral":
+        return [special[2], ""] if role == "assistant" else [special[1], " "]
+    if format == "phi4":
+        return [special[("system", "user", "assistant").index(role)], ""]
+    if format == "olmo2":
+        return [f"<|{role}|>\n"]
+    if format == "qwen3" and role == "assistant" and last:
+        return [special[0], "assistant\n", special[2], "\n\n", special[3], "\n\n"]
+    return [special[0], f"{role}\n"]
+
+
+def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int | str, bool | None]]:
+    """A conversation in order: a special token, or text to encode, and whether it is a target. None: it would be one,
+    but the answer is not learnt."""
+    special = special_tokens(format, tokenizer)
+    begin, end, after = tokenizer.begin, end_of_answer(format, tokenizer), "\n"
+    if format != "plain":
+        first, _, after = AROUND[format]
+        begin = None if first is None else special[first]
+    messages = without_system(messages, format) if format in ("gemma", "mistral") else messages
+    if begin is not None:
+        yield begin, False
+    for number, message in enumerate(messages, 1):
+        answers, learnt = message["role"] == "assistant", message.get("learnt", True) or None
+        content, last = message["content"], number == len(messages)
+        if format in STRIPPED:
+            content = content.strip()
+        elif format == "mistral" and answers:
+            content = f" {content.strip()}"
+        elif format == "qwen3" and answers and last:
+            content = content.lstrip("\n")
+        *before, text = header(message["role"], format, special, last)
+        yield from ((part, False) for part in before)
+        if answers:
+            yield text, False
+            yield (f" {content}" if format == "plain" else content), learnt
+        else:
+            yield text + message.get("system", "") + content, False
+        if answers or format in ENDED:
+            yield end, answers and learnt
+        if format != "olmo2" or not (answers and last):
+            yield after, False
+    if format == "phi4":
+        yield special[4], False
+
+
+def without_system(messages: list[dict], format: str) -> list[dict]:
+    """A first message of the system with the first user's, or the last one's. Raises InputError for roles that do not
+    take turns: these formats have no other."""
+    has_system = messages[0]["role"] == "system"
+    system, rest = messages[0]["content"] + "\n\n" if has_system else "", messages[has_system:]
+    roles = [message["role"] for message in rest]
+    if roles != [("user", "assistant")[number % 2] for number in range(len(roles))] or len(roles) < 2:
+        raise InputError(
+            f"the roles are {', '.join(message['role'] for message in messages)[:200]}; {format} has user and "
+            "assistant in turn, behind at most one of the system"
+        )
+    place = 0 if format == "gemma" else len(roles) - 1 - roles[::-1].index("user")
+    return [{**message, "system": system} if number == place else message for number, message in enumerate(rest)]
+
+
+def end_of_answer(format: str, tokenizer) -> int:
+    """The token behind each answer in training."""
+    return tokenizer.end if format == "plain" else special_tokens(format, tokenizer)[AROUND[format][1]]
+
+
+def encode(parts: Iterator[tuple[int | str, bool | None]], format: str, tokenizer) -> tuple[list[int], list[bool]]:
+    """Raises InputError for text in which the tokenizer sees a special token of the format: it could end an answer."""
+    special = {*special_tokens(format, tokenizer), tokenizer.end}
+    tokens, targets = [], []
+    for part, is_target in joined(parts):
+        found = [part] if isinstance(part, int) else tokenizer.encode(part)
+        if isinstance(part, str) and not special.isdisjoint(found):
+            name = tokenizer.decode([next(token for token in found if token in special)])
+            raise InputError(f"a text holds {name}, which is a token of the format; take it out of the text")
+        tokens += found
+        targets += [bool(is_target)] * len(found)
+    return tokens, targets
+
+
+def joined(parts: Iterator[tuple[int | str, bool | None]]) -> Iterator[tuple[int | str, bool | None]]:
+    """The parts with texts that follow each other as one, as a template has them; an answer stays apart."""
+    before = ""
+    for part, is_target in parts:
+        if isinstance(part, str) and is_target is False:
+            before += part
+            continue
+        if before:
+            yield before, False
+        yield part, is_target
+        before = ""
+    if before:
+        yield before, False
+
+
+def format_chat(messages: list[dict], format: str, tokenizer) -> tuple[list[int], list[bool]]:
+    """Tokens of a conversation, and which are targets: those of answers and the token that ends each.
+
+    tokenizer: has encode(text), decode(tokens), token(name) -> int | None, end, begin (int | None). Raises InputError.
+    """
+    format = choose_format(format, tokenizer)
+    return encode(parts_of(messages, format, tokenizer), format, tokenizer)
+
+
+def prompt_of_chat(messages: list[dict], format: str, tokenizer) -> list[int]:
+    """The tokens that an answer follows: the conversation and the header of the answer. Raises InputError."""
+    format = choose_format(format, tokenizer)
+    empty = [*messages, {"role": "assistant", "content": ""}]
+    parts = list(parts_of(empty, format, tokenizer))
+    first = next(number for number in reversed(range(len(parts))) if parts[number][1]) - 1  # before the end token
+    return encode(parts[:first], format, tokenizer)[0]
+
+
+def stop_tokens(format: str, tokenizer) -> set[int]:
+    """Any of these ends an answer."""
+    return {tokenizer.end, end_of_answer(choose_format(format, tokenizer), tokenizer)}
+
+
+def record_of(line: bytes) -> dict[str, Any]:
+    """The JSON object in a line. Raises ValueError: what is wrong."""
+    try:
+        record = parse_json(line)
+    except json.JSONDecodeError as error:  # its text would count lines from this one
+        raise ValueError(f"it is no JSON ({error.msg}, character {error.pos + 1})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"it holds {type(record).__name__}, expected a JSON object")
+    return record
+
+
+def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The conversation of a line. An answer that is not to be learnt has "learnt": False. Raises ValueError."""
+    messages: Any = record.get("messages")
+    if "messages" not in record:
+        if not {"prompt", "completion"} <= record.keys():
+            keys = ", ".join(repr(key)[:40] for key in [*record][:5])
+            raise ValueError(f"it has {keys or 'no key'}, expected messages, or prompt and completion")
+        messages = [
+            {"role": "user", "content": record["prompt"]},
+            {"role": "assistant", "content": record["completion"]},
+        ]
+    if not isinstance(messages, list):
+        raise ValueError(f"messages is {type(messages).__name__}, expected a list")
+    check_keys(record, "it", (None, 1))
+    for number, message in enumerate(messages, 1):
+        if isinstance(message, dict):
+            check_keys(message, f"message {number}", (None, 0, 1) if message.get("role") == "assistant" else (None, 0))
+        role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, dict) else (None, None)
+        if role not in ROLES:
+            raise ValueError(f"the role of message {number} is {role!r:.40}, expected {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise ValueError(f"the content of message {number} is {type(content).__name__}, expected a text")
+        content.encode()  # half of a surrogate pair is no text: UnicodeEncodeError is a ValueError
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("it has no message of the assistant, so there is nothing to learn")
+    found = [
+        {key: message[key] for key in ("role", "content")} | ({} if is_learnt(message) else {"learnt": False})
+        for message in messages
+    ]
+    if not any(is_answer(message) for message in found):
+        raise ValueError("it has no answer to learn: each is marked as not learnt")
+    return found
+
+
+def is_answer(message: dict[str, Any]) -> bool:
+    """Whether it is learnt."""
+    return message["role"] == "assistant" and message.get("learnt", True)
+
+
+def check_keys(place: dict[str, Any], name: str, marks: tuple) -> None:
+    """Raises ValueError for a key of a message or of a line that has another meaning elsewhere than here. marks: the
+    values that those of WHETHER_LEARNT may have."""
+    for key in NOT_READ:
+        if place.get(key):
+            raise ValueError(f"{name} has {key}, which is not read here, expected text alone, in role and content")
+    for key in WHETHER_LEARNT:
+        if place.get(key) not in marks:
+            expected = "0 or 1 beside an answer; no other text is learnt, and each line counts alike"
+            raise ValueError(f"{name} has {key} {place[key]!r:.40}, expected {expected}")
+
+
+def is_learnt(message: dict[str, Any]) -> bool:
+    return all(message.get(key) in (None, 1) for key in WHETHER_LEARNT)
+
+
+def keys_without_effect(record: dict[str, Any]) -> set[str]:
+    """Those of a line and of its messages that nobody reads."""
+    read = {"messages"} if "messages" in record else {"prompt", "completion"}
+    inside = [message.keys() - {"role", "content", *WHETHER_LEARNT} for message in record.get("messages", ())]
+    return set().union(record.keys() - read, *inside) - {*NOT_READ}
+
+
+def refuse(problems: list[str]) -> None:
+    if problems:
+        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+        raise InputError("\n".join([*problems[:MOST_PROBLEMS], *more]))
+
+
+def chat_files(path: Path) -> list[Path]:
+    return entries_of(path, path.glob("*.jsonl")) if path.is_dir() else [path]
+
+
+def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
+    """(file and line, messages) of every conversation in a file, or in all .jsonl of a folder, sorted by name.
+
+    Raises InputError that names every line that is none. Empty lines are skipped.
+    """
+    files, chats, problems = chat_files(path), [], []
+    without_effect, empty = Counter(), 0
+    for file in files:
+        with open_regular(file, CHATS) as opened:
+            refuse_other_json(opened, str(file))
+            end = 0
+            for number, line in enumerate(lines_of(opened, LONGEST_LINE), 1):
+                start, end = end, opened.tell()
+                try:
+                    if end - start >= LONGEST_LINE:
+                        raise ValueError(f"it has {end - start:,} bytes, expected fewer than {LONGEST_LINE:,}")
+                    if line.strip():
+                        record = record_of(line)
+                        messages = messages_of(record)
+                        chats.append((f"{file}, line {number}", messages))
+                        without_effect.update(keys_without_effect(record))
+                        empty += any(is_answer(message) and not message["content"].strip() for message in messages)
+                except ValueError as error:
+                    problems.append(
+                        f"{file}, line {number}: no conversation: {error}; correct the line, or leave it out"
+                    )
+    refuse(problems)
+    if not chats:
+        raise InputError(f"{path}: {'no conversation' if files else 'no .jsonl file'}; expected {CHATS}")
+    if without_effect:
+        named = ", ".join(f"{key!r:.40} in {count:,}" for key, count in without_effect.most_common(8))
+        tell_once(f"no effect  keys of conversations in {path}: {named}")
+    if empty:
+        tell_once(f"empty      answers in {empty:,} conversations of {path}: they are learnt as answers of no text")
+    return chats
+
+
+def encode_chats(chats: list[tuple[str, list[dict]]], format: str, tokenizer, T: int) -> tuple[list[np.ndarray], int]:
+    """Each conversation as int32, at most T + 1 long, as a row holds it; and how many were truncated to that.
+
+    A target is stored as token, a token that is no target as ~token, the first as ~(START + token): see token_data.py.
+    Raises InputError for a conversation whose targets are all truncated.
+    """
+    format = choose_format(format, tokenizer)
+    special_tokens(format, tokenizer)  # refused once, not for every line
+    some = chats[:: len(chats) // SAMPLED_CHATS + 1]
+    check_texts(tokenizer, (message["content"] for _, messages in some for message in messages), "the conversations")
+    encoded, problems, truncated = [], [], 0
+    for where, messages in chats:
+        try:
+            tokens, targets = format_chat(messages, format, tokenizer)
+        except InputError as error:
+            problems.append(f"{where}: {error}")
+            continue
+        tokens = np.array(tokens, np.int32)
+        signed = np.where(targets, tokens, ~tokens)
+        signed[0] = ~(START + tokens[0])  # a header, never a target
+        truncated += len(tokens) > T + 1
+        if not (signed[: T + 1] >= 0).any():
+            problems.append(
+                f"{where}: its first answer begins at token {targets.index(True)}, but a row has {T + 1}; leave it "
+                "out, or raise --sequence_length"
+            )
+        encoded.append(signed[: T + 1])
+    refuse(problems)
+    return encoded, truncated
+
+
+def fill_rows(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Bin packing: rows of indices, at most `capacity` in sum; the longest first, each into the fullest row it fits.
+
+    Best-fit decreasing: at most 11/9 of the fewest rows possible, and 1 more.
+    """
+    rows: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the room that is left in them
+    present = 0  # bit r is set where with_room[r] is not empty: the fullest row is found in one shift
+    for index in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[index])
+        fitting = present >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = with_room[room].pop()
+            present ^= (not with_room[room]) << room
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        with_room[room - length].append(row)
+        present |= 1 << (room - length)
+    return rows
+
+
+class ChatPacks:
+    """Packs whole conversations into rows of T + 1 tokens; none attends to another.
+
+    Conversations are put into rows once, by the seed; every epoch has the same rows in an order of its own. So each
+    conversation comes once an epoch, and an epoch has the same number of batches. The last batch is padded.
+    """
+
+    def __init__(
+        self, conversations: list[np.ndarray], T: int, rows: int, seed: int = 0, shuffle: bool = True,
+        process_index: int = 0, process_count: int = 1,
+    ):  # fmt: skip
+        """conversations: as encode_chats() gives them."""
+        self.T, self.rows, self.seed, self.shuffle = T, rows, seed, shuffle
+        self.process_index, self.process_count = process_index, process_count
+        lengths = np.array([len(conversation) for conversation in conversations])
+        order = np.random.default_rng(seed).permutation(len(lengths)) if shuffle else np.arange(len(lengths))
+        packs = [order[members] for members in fill_rows(lengths[order], T + 1)]
+        self.tokens = np.concatenate([conversations[index] for members in packs for index in members])
+        self.counts = np.array([lengths[members].sum() for members in packs])
+        self.starts = np.cumsum(self.counts) - self.counts
+        self.batches_per_epoch = -(-len(packs) // self.global_rows)
+
+    @property
+    def global_rows(self) -> int:
+        return self.rows * self.process_count
+
+    @property
+    def fill(self) -> float:
+        """Share of the places in an epoch's rows that hold a token, without the rows that pad the last batch."""
+        return len(self.tokens) / (len(self.counts) * (self.T + 1))
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - two epochs, and the source lives as long as the run
+    def plan(self, epoch: int) -> np.ndarray:
+        """Indices of packs in the order of an epoch."""
+        order = np.arange(len(self.counts))
+        if self.shuffle:
+            np.random.default_rng((self.seed, epoch)).shuffle(order)
+        return order
+
+    def batch(self, step: int) -> np.ndarray:
+        """(rows, T + 1) int32 of this process. Padding is ~START: documents of one token 0, no targets."""
+        epoch, index = divmod(step, self.batches_per_epoch)
+        first = index * self.global_rows + self.process_index * self.rows
+        members = self.plan(epoch)[first : first + self.rows]
+        out = np.full((self.rows, self.T + 1), ~START, np.int32)
+        reach = self.starts[members, None] + np.arange(self.T + 1)
+        valid = np.arange(self.T + 1) < self.counts[members, None]
+        out[: len(members)] = np.where(valid, self.tokens[np.minimum(reach, len(self.tokens) - 1)], ~START)
+        return out
+
+
+def read_parts(config: TransformerConfig) -> tuple[list, list]:
+    """Conversations to train on and to validate on: of two files, or the last tenth of one. Raises InputError."""
+    if not config.train_data:
+        raise InputError("dataset is chat but train_data is empty; name the conversations with --train_data")
+    path, validation_path = (Path(config.data_dir) / name for name in (config.train_data, config.validation_data))
+    chats = read_chats(path)
+    if config.validation_data:
+        held_out_chats = read_chats(validation_path)
+        check_apart(chat_files(path), chat_files(validation_path))
+        return chats, held_out_chats
+    if len(chats) < 2:
+        raise InputError(f"{config.train_data}: 1 conversation; expected 2 or more, or others with --validation_data")
+    held_out = max(1, len(chats) // 10)
+    return chats[:-held_out], chats[-held_out:]
+
+
+def check_chats(config: TransformerConfig) -> None:
+    """Raises InputError for files that are missing, lines that are no conversation, a wrong tokenizer."""
+    tokenizer = tokenizer_of(config)
+    special_tokens(choose_format(config.chat_format, tokenizer), tokenizer)
+    read_parts(config)
+
+
+def tokenizer_of(config: TransformerConfig) -> Tokenizer:
+    """That of the options, else that of the initial weights, else bytes. Raises InputError."""
+    beside = Path(config.initial_weights, "tokenizer.json")
+    if config.tokenizer or (config.initial_weights and beside.exists()):
+        return load_tokenizer(config.tokenizer or str(beside))
+    if config.shape.vocab_size != BYTE_VOCAB_SIZE:
+        raise InputError(
+            f"the model has a vocabulary of {config.shape.vocab_size}, and {beside} is missing; expected its tokenizer "
+            f"(or a vocabulary of {BYTE_VOCAB_SIZE}, which is bytes); name it with --tokenizer"
+        )
+    return load_tokenizer("bytes")
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises InputError for one with more tokens than a model has."""
+    if tokenizer.vocab_size > min(vocab_size, START):
+        raise InputError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model {vocab_size}; expected the tokenizer that "
+            f"belongs to the model; {other_vocabulary(tokenizer.vocab_size, vocab_size)}"
+        )
+
+
+def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, process_count: int = 1) -> SequenceData:
+    """The conversations that config names, checked, formatted and packed; of several processes each gets its rows.
+
+    Raises InputError.
+    """
+    T = config.shape.sequence_length
+    check_tokenizer(tokenizer, config.shape.vocab_size)
+    training, validating = read_parts(config)
+    rows = config.global_batch_size // process_count
+    part = dict(process_index=process_index, process_count=process_count)
+    encoded, truncated = encode_chats(training, config.chat_format, tokenizer, T)
+    encoded_validation, truncated_validation = encode_chats(validating, config.chat_format, tokenizer, T)
+    train = ChatPacks(encoded, T, rows, config.seed, True, **part)
+    validation = ChatPacks(encoded_validation, T, rows, shuffle=False, **part)
+    description = (
+        f"{len(training):,} conversations to train on, {len(validating):,} to validate, format "
+        f"{choose_format(config.chat_format, tokenizer)}; "
+        f"{len(train.tokens):,} tokens in {len(train.counts):,} rows, {train.fill:.1%} full, "
+        f"{(train.tokens >= 0).mean():.1%} of them targets; {truncated + truncated_validation} truncated"
+    )
+    batches = min(config.eval_batches, validation.batches_per_epoch)
+    return SequenceData(config, train, validation, batches, description, zlib.crc32(train.tokens.tobytes()))

@@ -1,0 +1,209 @@
+"""The files of a tokenizer that go out with a model, so that text, chats and their end are the same elsewhere.
+
+A run on conversations writes what it was trained on: the template of its format, a file in chat_templates/, and the
+tokens that end an answer. A model of bytes, or of GPT-2's tokens, gets a tokenizer.json. Templates that a folder brings
+are copied, never run. Imports no torch.
+"""
+
+import itertools
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from language.data import chat_data
+from language.data.token_data import matching
+from language.data.tokenizer import GPT2, FromFile, Tokenizer, load_tokenizer
+from language.options.shapes import BYTE_VOCAB_SIZE
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import read_json, read_regular, write_atomically
+
+CONFIG, TOKENIZER_JSON, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE = (
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json")
+TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", TEMPLATE, GENERATION_CONFIG)
+VOCABULARIES = {TOKENIZER_JSON, "vocab.json", "tokenizer.model"}
+BUILT_IN = ("bytes", "gpt2", "numbers")
+LARGEST_TOKENIZER_FILE = 1 << 28
+LINKS = "(a snapshot in Hugging Face's cache is made of links: copy it with `cp -rL`)"
+EXPECTED = f"a file of a tokenizer {LINKS}"
+TEMPLATES = Path(__file__).with_name("chat_templates")
+END = "<|endoftext|>"
+"""How the end token of bytes is written. GPT-2's is called so too."""
+RUN_TOKENIZER = "tokenizer"
+"""The folder in a run that tools.convert_hf made, with what belongs to the tokenizer."""
+
+
+def copy_tokenizer(source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES) -> list[str]:
+    """Copy the files of these names that are there, as bytes. Raises InputError for one that is no regular file."""
+    copied = [name for name in names if os.path.lexists(source / name)]
+    for name in copied:
+        content = read_regular(source / name, EXPECTED, LARGEST_TOKENIZER_FILE, follow=False)
+        (target / name).write_bytes(content)
+    return copied
+
+
+def write_json(path: Path, value: dict) -> None:
+    with path.open("x") as file:
+        json.dump(value, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ----------------------------------------------------------------------------------------------- which tokenizer it is
+
+
+def folder_of_shards(prefix: str) -> Path:
+    """Where tools.prepare_data keeps the tokenizer of the shards PREFIX_train_000000.bin, PREFIX_val_000000.bin, ..."""
+    return Path(f"{prefix}_tokenizer")
+
+
+def keep_with_shards(tokenizer: Tokenizer, prefix: str) -> Path | None:
+    """Copy the files of a tokenizer to its shards, in place of those of earlier ones. None: it has none."""
+    folder, contents = folder_of_shards(prefix), {}
+    if isinstance(tokenizer, FromFile):
+        beside = [name for name in (*TOKENIZER_FILES, CONFIG) if (tokenizer.path.parent / name).exists()]
+        paths = {name: tokenizer.path.parent / name for name in beside} | {TOKENIZER_JSON: tokenizer.path}
+        contents = {name: read_regular(path, EXPECTED, LARGEST_TOKENIZER_FILE) for name, path in paths.items()}
+        folder.mkdir(exist_ok=True)
+    for name in (*TOKENIZER_FILES, CONFIG):
+        if name in contents:
+            write_atomically(folder / name, contents[name])
+        else:
+            (folder / name).unlink(missing_ok=True)
+    return folder if contents else None
+
+
+def places_of(run_dir: Path, config: TransformerConfig) -> list[Path]:
+    """Folders or files that the tokenizer of a run may be in: in the run, which may have been moved, or where it came
+    from. --tokenizer is believed before the folder of the initial weights, that before what shards name."""
+    places = [run_dir / RUN_TOKENIZER, *(Path(text) for text in (config.tokenizer, config.initial_weights) if text)]
+    if config.dataset == "tokens" and config.train_data:
+        shards = matching(Path(config.data_dir) / config.train_data)[:1]
+        places += [folder_of_shards(re.sub(r"(_train|_val)?_\d+\.bin$", "", str(shard))) for shard in shards]
+    return places
+
+
+def tokenizer_of_run(run_dir: Path, config: TransformerConfig) -> str:
+    """What load_tokenizer takes, or "numbers"; "" where nobody knows."""
+    if config.dataset == "text" or config.tokenizer in BUILT_IN:
+        return config.tokenizer or "bytes"
+    for place in places_of(run_dir, config):
+        if (file := place if place.is_file() else place / TOKENIZER_JSON).exists():
+            return str(file)
+    if config.tokenizer:  # it is gone: whoever opens it says so
+        return config.tokenizer
+    if config.dataset == "synthetic" and not config.model_config:
+        return "numbers"
+    return {BYTE_VOCAB_SIZE: "bytes", GPT2.vocab_size: "gpt2"}.get(config.shape.vocab_size, "")
+
+
+# ------------------------------------------------------------------------------------------------------ what is written
+
+
+def export_tokenizer(run_dir: Path, config: TransformerConfig, target: Path) -> tuple[list[str], dict[str, Any]]:
+    """Write the files of a run's tokenizer. Returns their names, and the end tokens that config.json has to name: {}
+    where those of the run are right. Raises InputError for files that cannot be read."""
+    name, written = tokenizer_of_run(run_dir, config), []
+    if name not in (*BUILT_IN, "") and Path(name).exists():
+        written = copy_tokenizer(Path(name).parent, target)
+        if Path(name).name != TOKENIZER_JSON:
+            (target / TOKENIZER_JSON).write_bytes(read_regular(Path(name), EXPECTED, LARGEST_TOKENIZER_FILE))
+            written = list(dict.fromkeys([TOKENIZER_JSON, *written]))
+    elif config.tokenizer not in BUILT_IN:  # older folders have other files instead, which are copied unread
+        written = next(filter(None, (copy_tokenizer(place, target) for place in places_of(run_dir, config))), [])
+    if name in ("bytes", "gpt2") and not VOCABULARIES & set(written):
+        written = [*make_files(name, target), *written]
+    if config.dataset != "chat" or TOKENIZER_JSON not in written:
+        return written, {}
+    return name_format(target, written, config.chat_format, load_tokenizer(name))
+
+
+def name_format(
+    target: Path, written: list[str], format: str, tokenizer: Tokenizer
+) -> tuple[list[str], dict[str, Any]]:
+    """Make files that were copied name the format of a run's conversations: its template, and all that ends an answer
+    in training. Returns as export_tokenizer()."""
+    format = chat_data.choose_format(format, tokenizer)
+    ends = chat_data.stop_tokens(format, tokenizer) | tokenizer.stops
+    first = chat_data.end_of_answer(format, tokenizer)
+    numbers = [first, *sorted(ends - {first})]
+    named = {"eos_token": tokenizer.decode([first]) or END}
+    if format == "plain":  # its template begins with what the tokenizer puts before a text, and with nothing else
+        named["bos_token"] = None if tokenizer.begin is None else tokenizer.decode([tokenizer.begin]) or END
+    end = {"eos_token_id": numbers[0] if len(numbers) == 1 else numbers}
+    # an older template in there would be a second one; without a class its readers would take that of the model
+    rewrite(target / TOKENIZER_CONFIG, named, {"tokenizer_class": "PreTrainedTokenizerFast"}, ("chat_template",))
+    if SPECIAL_TOKENS_MAP in written:
+        known = {key: value for key, value in named.items() if value is not None}
+        rewrite(target / SPECIAL_TOKENS_MAP, known, {}, tuple(named.keys() - known.keys()))
+    rewrite(target / GENERATION_CONFIG, end, {}, ())
+    (target / TEMPLATE).write_bytes((TEMPLATES / f"{format}.jinja").read_bytes())
+    names = (*written, TOKENIZER_CONFIG, GENERATION_CONFIG, TEMPLATE)
+    return list(dict.fromkeys(names)), end
+
+
+def reads_as_trained(folder: Path, format: str) -> bool:
+    """Whether others make of a templated conversation the tokens of training. Not of a tokenizer that puts a space
+    before a text: training encodes a conversation in parts, and so has more of them."""
+    tokenizer = load_tokenizer(str(folder))
+    messages = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    parts = chat_data.parts_of(messages, chat_data.choose_format(format, tokenizer), tokenizer)
+    text = "".join(part if isinstance(part, str) else tokenizer.decode([part]) for part, _ in parts)
+    return tokenizer.encode_marked(text) == chat_data.format_chat(messages, format, tokenizer)[0]
+
+
+def rewrite(path: Path, changes: dict[str, Any], defaults: dict[str, Any], removed: tuple[str, ...]) -> None:
+    """Change some keys of a JSON file, or make it. Raises InputError for a file that holds something else."""
+    found = read_json(path, EXPECTED, LARGEST_TOKENIZER_FILE) if path.exists() else {}
+    path.unlink(missing_ok=True)
+    write_json(path, {k: v for k, v in (defaults | found | changes).items() if k not in removed})
+
+
+def make_files(name: str, target: Path) -> list[str]:
+    """tokenizer.json and tokenizer_config.json of bytes, or of GPT-2 where tiktoken has it: else nothing."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    if name == "gpt2":
+        try:
+            encoding = GPT2().encoding
+        except InputError:
+            return []
+        ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
+    byte_level_bpe(ranks, by_words=name == "gpt2").save(str(target / TOKENIZER_JSON))
+    named = {"bos_token": END, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
+    rewrite(target / TOKENIZER_CONFIG, named | {"clean_up_tokenization_spaces": False}, {}, ())
+    return [TOKENIZER_JSON, TOKENIZER_CONFIG]
+
+
+def byte_level_bpe(ranks: dict[bytes, int], by_words: bool) -> tokenizers.Tokenizer:
+    """The tokenizer with these tokens, and behind them an end token, which it puts before every text. A long token is
+    made of the two that merging smaller ones makes of it. by_words: text is first split as GPT-2 does."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that are written as the letter of this number
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+    written = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__):
+        parts = [token[n : n + 1] for n in range(len(token))]
+        while len(parts) > 2:
+            pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
+            at = pairs.index(min(pairs))
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        merges.append((written[parts[0]], written[parts[1]]))
+    made = tokenizers.Tokenizer(models.BPE({written[token]: rank for token, rank in ranks.items()}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([tokenizers.AddedToken(END, special=True, normalized=False)])
+    made.post_processor = processors.TemplateProcessing(
+        f"{END} $A", f"{END} $A {END} $B", special_tokens=[(END, len(ranks))]
+    )
+    return made

@@ -1,0 +1,310 @@
+"""What the language models share: parameters by layer, their place on the mesh, the way through the layers.
+
+Shape suffixes: B batch, T time, D embedding width; L layers.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from language.data.token_data import START
+from language.models.int8 import Int8, quantize, scale_name, scaled, widened
+from language.options.shapes import ModelShape
+from language.xla.context import balanced, size_of
+from language.xla.loops import BATCH
+from language.xla.remat import LEVELS, NOTHING, Saving, ScannedLayers, run_again
+from language.xla.shards import gathered
+from tpu_utils.base.errors import InputError
+from tpu_utils.device import DEVICE_TYPE, mark_sharding, mark_sharding_with_gradients, wait_device_ops
+
+# One parameter per layer and matrix (`qkv_weight.0`): slices of a stacked parameter need an extra pass over memory to
+# cast, and another to collect gradients; with separate ones XLA fuses both into the matrix product. The vectors stay
+# stacked: fewer tensors to trace. The loop of --scan_layers reads stacks, and pays for those passes.
+LAYER_MATRICES = ("qkv_weight", "q_weight", "kv_weight", "attention_out_weight")
+LAYER_MATRICES += ("mlp_in_weight", "gate_up_weight", "mlp_out_weight")
+OF_EXPERTS = ("router_weight", "expert_gate_up_weight", "expert_out_weight")
+LAYER_MATRICES += OF_EXPERTS
+
+
+def is_matrix(name: str) -> bool:
+    """Embeddings, weights of linear layers and their adapters: the only parameters with weight decay."""
+    return re.search(r"_(embedding|weight|lora_[ab])(\.\d+)?$", name) is not None and "ln" not in name
+
+
+def split_layers(stacked: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """From tensors stacked as in parameter_shapes() to a model's parameters, where each layer has its matrices."""
+    named = {}
+    for name, value in stacked.items():
+        by_layer = {f"{name}.{layer}": row for layer, row in enumerate(value)}
+        named |= by_layer if name in LAYER_MATRICES else {name: value}
+    return named
+
+
+def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of split_layers()."""
+    by_name: dict[str, list[torch.Tensor]] = {}
+    for name, value in named.items():
+        by_name.setdefault(name.split(".")[0], []).append(value)
+    return {name: torch.stack(found) if name in LAYER_MATRICES else found[0] for name, found in by_name.items()}
+
+
+def product(equation: str, x_BTI, weight, adapter=None):
+    """x times a weight, by einsum, plus its adapter. The last axis of x and of the output may be split into two."""
+    read = widened(weight, x_BTI.dtype)
+    y = of_one_token(x_BTI, read) if decodes(x_BTI) else torch.einsum(equation, x_BTI, read)
+    return add_adapter(scaled(y, weight), x_BTI, adapter)
+
+
+def head_product(x_BTD, weight_VD, mesh=None):
+    """Logits. F.linear makes one axis of batch and time, for which see losses() of operations.py."""
+    read = widened(weight_VD, x_BTD.dtype)
+    if decodes(x_BTD):
+        return scaled(of_one_token(x_BTD, read), weight_VD)
+    return scaled(torch.einsum("btd,vd->btv", x_BTD, read) if size_of(mesh) > 1 else F.linear(x_BTD, read), weight_VD)
+
+
+def decodes(x_BTI) -> bool:
+    """Whether XLA decodes one token of each row. An export to ONNX keeps the weight where it is quantized: second."""
+    return x_BTI.shape[1] == 1 and x_BTI.device.type == DEVICE_TYPE
+
+
+def of_one_token(x_B1I, weight):
+    """The product of a decoding step. The weight comes first, or XLA's CPU backend takes 4 to 8 times as long; in two
+    parts, or XLA turns the product around again."""
+    B, inputs = len(x_B1I), x_B1I.dim() - 2  # axes that are summed over, the weight's last
+    y = torch.einsum("pqi,bi->pqb", weight.reshape(2, -1, x_B1I[0].numel()), x_B1I.view(B, -1))
+    return y.permute(2, 0, 1).reshape(B, 1, *weight.shape[:-inputs])
+
+
+def add_adapter(y, x_BTI, adapter=None):
+    """y, the product of x and a weight, plus the LoRA adapter's share x a^T b^T, of a (rank, I) and b (O, rank) (Hu et
+    al. 2021)."""
+    if adapter is None:
+        return y
+    a, b = adapter
+    low = torch.einsum("bti,ri->btr", x_BTI.flatten(2), a)
+    return y + torch.einsum("btr,or->bto", low, b).view(y.shape)
+
+
+def adapter(w, matrix: str, part=...):
+    """LoRA's (a, b) of a matrix, or of one part of it, such as k of kv; None without LoRA."""
+    return (w[f"{matrix}_lora_a"][part], w[f"{matrix}_lora_b"][part]) if f"{matrix}_lora_a" in w else None
+
+
+def find_documents(marked_BT, position=None):
+    """(tokens, position at which the document of each token begins), both (B, T), for rows of several documents.
+
+    The first token of a document is given as START + token. position: of each token in its row, (T,) int32; None: in
+    their order. Positions are compared in pairs: a cumsum is slow on a TPU.
+    """
+    if position is None:
+        position = torch.arange(marked_BT.shape[1], dtype=torch.int32, device=marked_BT.device)
+    begins = marked_BT >= START
+    before = begins[:, None, :] & (position[None, :] <= position[:, None])  # (B, T, T)
+    return marked_BT - START * begins, torch.where(before, position, 0).amax(-1)
+
+
+class Decoder(torch.nn.Module):
+    """Layers over a residual stream. A model adds the block of one layer, and forward.
+
+    sizes: of every parameter, those of the L layers stacked. compute_dtype: of activations and matrix products.
+    mesh: activations stay sharded along the batch and, with a context axis, along time; None: one device. pieces: in
+    which order devices hold a sequence, of context.py. block(x_BTD, w, shared=None, kept=NOTHING) is set
+    by the model. remat: layers are run again in the backward pass; remat_keep: of LEVELS, what is kept of the first
+    run; offload: "nothing", or of LEVELS, what of that lies on the host meanwhile. packed: rows hold several documents,
+    which do not attend to each other. lora_rank: base weights are frozen, in base_dtype; each matrix of a layer has a
+    trained adapter of this rank, scaled by lora_alpha / lora_rank.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        sizes: dict[str, tuple[int, ...]],
+        compute_dtype=torch.float32,
+        *,
+        remat=False,
+        remat_keep="inputs",
+        offload="nothing",
+        scan_layers=False,
+        mesh=None,
+        pieces=1,
+        packed=False,
+        lora_rank=0,
+        lora_alpha=16.0,
+        base_dtype=torch.bfloat16,
+    ):
+        super().__init__()
+        self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
+        self.reported: tuple[str, ...] = ()
+        """What a step reports beside the loss."""
+        self.pieces = pieces
+        self.saving = Saving(LEVELS[remat_keep], LEVELS.get(offload, ())) if remat else Saving()
+        self.remat, self.scan_layers, self.packed = remat, scan_layers, packed
+        self.adapter_scale = lora_alpha / lora_rank if lora_rank else 0.0
+        for name, size in sizes.items():
+            if name in LAYER_MATRICES:
+                self.register_module(name, torch.nn.ParameterList(torch.empty(size[1:]) for _ in range(size[0])))
+            else:
+                self.register_parameter(name, torch.nn.Parameter(torch.empty(size)))
+        if lora_rank:
+            self.to(base_dtype).requires_grad_(False)
+            for name, (layers, *size) in adapter_sizes(sizes, lora_rank).items():
+                self.register_module(name, torch.nn.ParameterList(torch.empty(size) for _ in range(layers)))
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that the optimizer changes, by name."""
+        return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All parameters by name, whole but for the matrices of layers: a layer gathers its own (shards.py)."""
+        named = self.named_parameters()
+        return {name: p if name.partition(".")[0] in LAYER_MATRICES else gathered(p) for name, p in named}
+
+    def in_compute_dtype(self, name: str, parameter):
+        if parameter.dtype == torch.int8:
+            return Int8(parameter, self.get_buffer(scale_name(name)))
+        return parameter.to(self.compute_dtype)
+
+    def rows_of_tokens(self, tokens_BT):
+        """(B, T, D) of the token embedding. In float32 if that is: the gradients of a frequent token add up in it."""
+        if size_of(self.mesh) > 1:
+            return self.columns_of_tokens(tokens_BT)
+        rows = F.embedding(tokens_BT, gathered(self.token_embedding))
+        if rows.dtype != torch.int8:
+            return rows
+        return rows * F.embedding(tokens_BT, self.get_buffer(scale_name("token_embedding"))[:, None])
+
+    def columns_of_tokens(self, tokens_BT):
+        """rows_of_tokens() where devices share sequences: each looks up its columns for all tokens, and exchanges them
+        for its rows, then for its positions. Left alone, the partitioner would give every device all of both."""
+        apart = tuple(axis for axis in BATCH if axis != "fsdp")
+        tokens_BT = mark_sharding_with_gradients(tokens_BT, self.mesh, (apart, None))
+        x = F.embedding(tokens_BT, self.token_embedding)
+        for spec in ((apart, None, ("fsdp", "context")), (BATCH, None, "context"), (BATCH, "context", None)):
+            x = mark_sharding_with_gradients(x, self.mesh, spec)
+        return x
+
+    def initialise(self, seed: int) -> None:
+        """llm.c's initialisation: N(0, 0.02), residual projections N(0, 0.02 / sqrt(2 L)), biases and padding 0."""
+        generator = torch.Generator().manual_seed(seed)
+        residual_std = 0.02 / math.sqrt(2 * self.shape.num_layers)
+        for name, parameter in self.named_parameters():
+            if "_lora_" in name:
+                initialise_adapter(name, parameter, generator)
+            elif is_matrix(name):
+                torch.nn.init.normal_(parameter, 0.0, residual_std if "_out_" in name else 0.02, generator=generator)
+            else:
+                is_norm = name.endswith("_weight")
+                torch.nn.init.constant_(parameter, 1.0 - self.shape.of_family.norm_offset if is_norm else 0.0)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if name in ("token_embedding", "head_weight"):
+                    parameter[self.shape.vocab_size :] = 0.0
+
+    def hold_sharding(self, x_BTD):
+        """Keep an activation sharded, in both passes; left alone, the partitioner may move it."""
+        spec = (BATCH, "context", None)
+        return x_BTD if self.mesh is None else mark_sharding_with_gradients(x_BTD, self.mesh, spec)
+
+    def hold_positions(self, x, axis: int = 0):
+        """x, whole, with its positions along an axis, 0 or 1 behind the batch, as devices hold those of a sequence."""
+        if size_of(self.mesh) == 1:
+            return x
+        spec = (BATCH,) * axis + ("context",) + (None,) * (x.dim() - axis - 1)
+        return mark_sharding_with_gradients(balanced(x, self.pieces, axis), self.mesh, spec)
+
+    def positions(self, length: int, device):
+        """0 to length - 1 as devices hold them, (T,) int32."""
+        return self.hold_positions(torch.arange(length, dtype=torch.int32, device=device))
+
+    def of_layers(self, named: dict[str, torch.Tensor], vectors: tuple[str, ...], matrices: tuple[str, ...]):
+        """The parameters of each layer by name, adapters too: [{name: of one layer}]."""
+        if self.adapter_scale:
+            adapted = [n.removesuffix("weight") for n in matrices if n not in OF_EXPERTS]
+            matrices += tuple(f"{n}lora_{part}" for n in adapted for part in "ab")
+        columns = [named[n].unbind(0) for n in vectors]
+        columns += [[named[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in matrices]
+        return [dict(zip(vectors + matrices, of_one, strict=True)) for of_one in zip(*columns, strict=True)]
+
+    def through_layers(self, x_BTD, layers: list[dict[str, torch.Tensor]], of_blocks: list[dict]):
+        """(x, what the routers of all layers decided, (L, B, R), or None). of_blocks: what each layer's block takes
+        beside its parameters, such as rotations that are computed once for all; a scanned block computes its own."""
+
+        def run(x, values, kept=NOTHING, **options):
+            return self.block(x, dict(zip(layers[0], map(gathered, values), strict=True)), kept=kept, **options)
+
+        if self.scan_layers:
+            stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
+            x_BTD, *routing = ScannedLayers.apply(run, self.saving, x_BTD, *stacked)
+            return x_BTD, routing[0] if routing else None
+        routings = []
+        for w, own in zip(layers, of_blocks, strict=True):
+            if self.remat:
+                x_BTD, *routing = run_again(partial(run, **own), self.saving, x_BTD, *w.values())
+            else:
+                x_BTD, *routing = run(x_BTD, w.values(), **own)
+            routings += routing
+        return x_BTD, torch.stack(routings) if routings else None
+
+
+def adapter_sizes(sizes: dict[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the LoRA adapters, stacked over the layers: a (L, ..., rank, in), b (L, ..., out, rank)."""
+    found = {}
+    adapted = [name for name in sizes if name in LAYER_MATRICES and name not in OF_EXPERTS]
+    for name, (*axes, outputs, inputs) in ((name, sizes[name]) for name in adapted):
+        of_matrix = name.removesuffix("weight") + "lora_"
+        found |= {of_matrix + "a": (*axes, rank, inputs), of_matrix + "b": (*axes, outputs, rank)}
+    return found
+
+
+def initialise_adapter(name: str, parameter, generator) -> None:
+    """As the peft library does: a uniform within 1 / sqrt(in), b zero, so that training begins at the base."""
+    bound = parameter.shape[-1] ** -0.5 if "_lora_a" in name else 0.0
+    torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+
+def check_finite(value, where: str):
+    """value, on the host. Raises InputError where some of it is no number. where: the file, and the tensor in it."""
+    if value.is_floating_point() and value.numel() and not all(map(math.isfinite, map(float, value.aminmax()))):
+        wrong = sum(int((~torch.isfinite(rows)).sum()) for rows in value.reshape(-1).split(1 << 24))
+        raise InputError(
+            f"{where}: {wrong:,} of {value.numel():,} values are infinite or not a number; expected numbers; copy the "
+            "file again, or take an earlier checkpoint"
+        )
+    return value
+
+
+def load_weights(build: Callable, read: Callable, device, partition_spec: Callable | None = None, seed=0) -> Decoder:
+    """build() on the device with weights from elsewhere; adapters begin as in a new run. read: by a parameter's name.
+    partition_spec: of a name and its parameter, on a mesh.
+
+    Tensor by tensor, each to its shards at once: the host holds one at a time, in its file's dtype and in the model's.
+    A parameter that build() made int8 is quantized, and its scales become a buffer.
+    """
+    with torch.device("meta"):
+        model = build()
+
+    def placed(value, spec: tuple | None):
+        if model.mesh is not None:
+            mark_sharding(value, model.mesh, spec)
+        return value
+
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in list(model.named_parameters()):
+        spec = None if model.mesh is None else partition_spec(name, parameter)
+        if "_lora_" in name:
+            initialise_adapter(name, value := torch.empty(parameter.shape), generator)
+        else:
+            value = read(name)
+        if parameter.dtype == torch.int8:
+            value, scale = quantize(value)
+            model.register_buffer(scale_name(name), placed(scale.to(device), spec and spec[:-1]), persistent=False)
+        value = value.to(parameter.dtype).to(device)
+        value = placed(torch.nn.Parameter(value, requires_grad=parameter.requires_grad), spec)
+        model.load_state_dict({name: value}, strict=False, assign=True)
+        wait_device_ops()  # or the host would hold all that has not been sent yet
+    return model.to(device)

@@ -1,0 +1,405 @@
+"""Options and presets of transformer_tpu.py. Imports no torch.
+
+python config.py            # prints these presets too
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from config import ON_TPU, HostOptions, TrainConfig
+from language.options.hf_config import shape_of
+from language.options.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import parse_object, read_json
+from tpu_utils.options.fields import FREE, NoEffect, Range
+
+SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "chat": 1, "stream": 1}
+DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # others: of the model's size
+NOT_TEXT = NoEffect("dataset", "synthetic", "tokens", "chat", "stream")
+NO_EXPERTS = NoEffect("num_experts", 0)
+NOT_CHAT = NoEffect("dataset", "synthetic", "text", "tokens", "stream")
+NOT_STREAM = NoEffect("dataset", "synthetic", "text", "tokens", "chat")
+WITH_REMAT = NoEffect("remat", False)
+Kept = Literal["inputs", "attention", "projections", "residual", "products"]
+HUGGING_FACE_CONFIG = "a model's config.json in a local folder (hf download NAME --local-dir DIR)"
+
+FINEWEB_10B = ON_TPU | dict(
+    optimization_level="aggressive",
+    dataset="tokens",
+    train_data="fineweb_train_*.bin",
+    validation_data="fineweb_val_*.bin",
+    global_batch_size=512,
+    num_steps=18865,
+    warmup_steps=700,
+    eval_every=250,
+)
+
+
+@dataclass(frozen=True)
+class TransformerConfig(HostOptions, TrainConfig):
+    """What transformer_tpu.py trains, and on which mesh."""
+
+    dataset: Literal["synthetic", "text", "tokens", "chat", "stream"] = "synthetic"
+    """synthetic: a Markov chain of known entropy. text: UTF-8 bytes. tokens: llm.c shards. chat: conversations in JSON
+    lines, with loss on the answers alone. stream: documents in parquet or JSON lines, tokenized as the run goes."""
+    train_data: Annotated[str, NoEffect("dataset", "synthetic")] = ""
+    """text, chat: a file or folder. tokens: shards, for example 'fineweb_train_*.bin'. stream: a folder, a pattern, gs://
+    or a .txt with one of these a line. Relative to data_dir."""
+    validation_data: Annotated[str, NoEffect("dataset", "synthetic")] = ""
+    """As train_data. Empty with text and chat: the last tenth of train_data; with stream: each tenth of the first 1,000
+    documents of a file."""
+    tokenizer: Annotated[str, FREE, NoEffect("dataset", "synthetic", "text")] = ""
+    """tokenizer.json or its folder. Empty: that of initial_weights; else with chat and stream bytes, with tokens
+    that of the shards, which is for samples and exports."""
+    chat_format: Annotated[
+        Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"], NOT_CHAT
+    ] = "auto"
+    """chat: how a conversation becomes text. auto: by the special tokens that the tokenizer has, else plain."""
+    document_separator: Annotated[str, NOT_TEXT] = ""
+    """text: what divides documents inside a file, for example a blank line. Empty: a file is one document."""
+    text_field: Annotated[str, NOT_STREAM] = "text"
+    """stream: the column, or the key of a line, that holds the text of a document. 16 MiB at most."""
+    stream_lanes: Annotated[int, Range("[0, 4096]"), NOT_STREAM] = 0
+    """stream: files read at a time, over all hosts; must divide global_batch_size. 0: as many as do, up to 64,
+    that have equally many files, or four or more each."""
+    stream_window: Annotated[int, Range("[1, 1000000]"), NOT_STREAM] = 512
+    """stream: documents that are shuffled among themselves. Two windows of each lane are in memory."""
+    stream_workers: Annotated[int, Range("[0, 4096]"), FREE, NOT_STREAM] = 0
+    """stream: threads of a host that read and tokenize. 0: as many as it has cores, at most
+    16."""
+    stream_damaged: Annotated[Literal["refuse", "skip"], FREE, NOT_STREAM] = "refuse"
+    """stream: documents and files that cannot be read. skip: leave them out, and say how many."""
+    bucketed: Annotated[bool, NOT_TEXT] = False
+    """text: pad short documents to the next multiple of 128 only; one graph for each length that occurs."""
+    hellaswag: Annotated[str, FREE, NoEffect("dataset", "synthetic", "chat")] = ""
+    """llm.c's HellaSwag file; scored at every evaluation. Empty: not."""
+    tasks: Annotated[tuple[str, ...], FREE, NoEffect("dataset", "synthetic")] = ()
+    """NAME=PATH of files with questions of hellaswag, arc_easy, arc_challenge, piqa, winogrande, lambada, mmlu or core,
+    scored at every evaluation."""
+    task_questions: Annotated[int, Range("[0, inf)"), FREE, NoEffect("tasks", ())] = 0
+    """Of tasks: only the first questions of each, so many. 0: all."""
+    model_size: Annotated[Literal[
+        "tiny", "124M", "350M", "774M", "1558M",
+        "gpt3_125M", "gpt3_350M", "gpt3_760M", "gpt3_1.3B", "gpt3_2.7B", "gpt3_6.7B",
+        "llama_tiny", "smollm2_135M", "llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "qwen3_0.6B", "qwen3_8B",
+        "mixtral_tiny", "mixtral_8x7B", "qwen3_30B_A3B",
+    ], NoEffect("model_config")] = "tiny"  # fmt: skip
+    """Layers, heads, width and context of a published model; each can be set by itself below."""
+    initial_weights: Annotated[str, FREE] = ""
+    """Folder of Hugging Face with config.json and safetensors, of a model in families.py: where training begins."""
+    model_config: str = ""
+    """A config.json of Hugging Face, in place of model_size. The run keeps its text. Empty: that of initial_weights."""
+    lora_rank: Annotated[int, Range("[0, 4096]")] = 0
+    """Freeze the weights and train adapters of this rank. 0: train all weights."""
+    lora_alpha: Annotated[float, Range("(0, inf)"), NoEffect("lora_rank", 0)] = 32.0
+    """Of LoRA: adapters count lora_alpha / lora_rank."""
+    lora_base: Annotated[Literal["auto", "float32", "bfloat16"], FREE, NoEffect("lora_rank", 0)] = "auto"
+    """Of LoRA: the frozen weights. auto: bfloat16 where config.json says so, else float32: none is rounded."""
+    initialise_new_tokens: Annotated[Literal["as_they_are", "mean"], FREE, NOT_CHAT] = "as_they_are"
+    """chat: rows of tokens of the format that initial_weights has untrained. mean: they start at the mean of others."""
+    num_layers: Annotated[int, Range("[0, inf)")] = 0
+    """Transformer layers. 0: those of model_size, here and in the next three."""
+    num_heads: Annotated[int, Range("[0, inf)")] = 0
+    """Attention heads of a layer."""
+    embedding_dim: Annotated[int, Range("[0, inf)")] = 0
+    """Width of the model."""
+    sequence_length: Annotated[int, Range("[0, inf)")] = 0
+    """Context: the longest sequence, in tokens. 0 with model_config: what that says, at most 4096."""
+    vocab_size: Annotated[int, Range("[0, 1048576]")] = 0
+    """0: 64 for synthetic, 257 for text and chat (bytes), that of model_size for tokens, that of model_config."""
+    num_steps: Annotated[int, Range("[1, 10000000]")] = 500
+    """Optimizer steps of the run."""
+    gradient_accumulation_steps: Annotated[int, Range("[1, inf)")] = 1
+    """Smaller batches a global batch is computed in, one after another inside one graph."""
+    clip_gradient_norm: Annotated[float, Range("[0, inf)")] = 1.0
+    """Largest global norm of the gradient. 0: no clipping."""
+    dropout: Annotated[float, Range("[0, 1)")] = 0.0
+    """Of embeddings and of what attention and MLP add, in training steps only. Attention weights are not dropped."""
+    expert_capacity: Annotated[float, Range("[0, 64]"), NO_EXPERTS] = 0.0
+    """Of a mixture of experts: places of an expert in a sequence, in even shares, such as 1.25; a token that finds none
+    is dropped there. 0: none is dropped."""
+    balance_loss: Annotated[float, Range("[0, inf)"), NO_EXPERTS] = 0.01
+    """Weight of the loss that keeps a router from favouring a few experts."""
+    router_z_loss: Annotated[float, Range("[0, inf)"), NO_EXPERTS] = 0.0
+    """Weight of the mean square of the logarithm of the sum of a router's probabilities before they are normalised."""
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = "adamw"
+    """muon: for the matrices of the layers; the rest is updated as by adamw, at the same rate."""
+    momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "adam", "adamw", "muon")] = 0.9
+    """Of sgd."""
+    muon_momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd", "adam", "adamw")] = 0.95
+    """Of muon."""
+    adam_beta2: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.95
+    """Of adam and adamw: decay of the mean of the squares of the gradients."""
+    weight_decay: Annotated[float, Range("[0, inf)")] = 0.1
+    """Of matrices only; layer norms and biases never decay."""
+    mesh: Annotated[str, FREE] = "auto"
+    """DATAxFSDPxTENSORxCONTEXTxEXPERT, for example 2x4x1: the last two may be left out. Their product is the number of
+    devices."""
+    sharding: Annotated[Literal["table", "auto"], FREE] = "table"
+    """table: PARTITION in transformer_tpu.py. auto: XLA's auto-sharding, experimental, TPU only."""
+    print_placement: Annotated[bool, FREE] = False
+    """Print where every parameter lies."""
+    remat: Annotated[bool, FREE] = False
+    """Keep only the input of each layer for the backward pass, compute the rest again: less memory, more time."""
+    remat_keep: Annotated[Kept, FREE, WITH_REMAT] = "inputs"
+    """What remat keeps of a layer, each with all before it: inputs; what attention gave; q, k and v; the sum that goes
+    into the MLP; what the MLP's first products gave. What is kept is not computed again."""
+    offload: Annotated[Literal["nothing", Kept], FREE, WITH_REMAT] = "nothing"
+    """Up to where what is kept lies in the host's memory between the two passes. TPU only: else without effect."""
+    scan_layers: Annotated[bool, FREE] = False
+    """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
+    attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
+    """flash: Pallas kernels, which need jax 0.7.1, TPU only; sequence_length a multiple of 128."""
+    context_attention: Annotated[Literal["auto", "gather", "ulysses"], FREE] = "auto"
+    """On a mesh with a context axis. gather: each device has its queries, and keys and values of all positions.
+    ulysses: some heads, and all positions; the axis must divide the heads of keys and values. auto: gather."""
+    eval_every: Annotated[int, Range("[1, inf)")] = 100
+    """Steps between two evaluations. The last step is always evaluated."""
+    eval_batches: Annotated[int, Range("[1, inf)")] = 20
+    """Most batches of global_batch_size in one evaluation, whatever the accumulation."""
+    sample_every: Annotated[int, FREE, Range("[0, inf)")] = 0
+    """Steps between two samples of the model, one after each of sample_prompts. The last step has one. 0: none."""
+    sample_prompts: Annotated[tuple[str, ...], FREE, NoEffect("sample_every", 0)] = ("",)
+    """Texts to go on from; with chat questions to answer."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {
+        "quick_test": dict(num_steps=200, global_batch_size=32, learning_rate=2e-3, warmup_steps=20),
+        # nanoGPT's CPU example: 4 layers, 4 heads, width 128, context 64, batch 12, 2,000 iterations
+        "development": dict(
+            dataset="text",
+            train_data="tinyshakespeare.txt",
+            num_layers=4,
+            num_heads=4,
+            global_batch_size=12,
+            num_steps=2000,
+            learning_rate=3e-3,
+            final_learning_rate_fraction=0.1,
+            adam_beta2=0.99,
+            warmup_steps=100,
+            log_every=50,
+            save_every=500,
+            eval_every=500,
+            eval_batches=1000,
+        ),
+        # llm.c's GPT-2 124M on 10B tokens of FineWeb; for v5litepod-8
+        "production": FINEWEB_10B
+        | dict(
+            run_dir="runs/gpt2_124M",
+            model_size="124M",
+            gradient_accumulation_steps=8,
+            learning_rate=6e-4,
+            save_every=1000,
+        ),
+        # the largest GPT-2, for v5litepod-16: --mesh auto makes two copies of the state, each sharded over 8 chips.
+        # With 1x16x1 libtpu 0.0.21 makes 133,000 collective-permutes of a step, and by its estimate the work between
+        # them takes 13.6 s instead of 5.6. Scanned: 48 layers written out are compiled one by one
+        "distributed": FINEWEB_10B
+        | dict(
+            run_dir="runs/gpt2_1558M",
+            model_size="1558M",
+            remat=True,
+            scan_layers=True,
+            gradient_accumulation_steps=4,
+            learning_rate=2e-4,
+            save_every=500,
+        ),
+    }
+
+    def __post_init__(self):
+        for option, path in (("model_config", self.model_config), ("initial_weights", self.initial_weights)):
+            if path and not self.model_config.startswith("{"):  # in a run it is the text
+                path = Path(path) if option == "model_config" else Path(path, "config.json")
+                object.__setattr__(self, "model_config", read_model_config(option, path))
+        super().__post_init__()
+
+    def problems(self) -> list[str]:
+        return super().problems() or check_transformer(self)
+
+    @functools.cached_property  # a step reads it
+    def shape(self) -> ModelShape:
+        own = ("num_layers", "num_heads", "embedding_dim", "sequence_length")
+        changes = {name: getattr(self, name) for name in own if getattr(self, name)}
+        if self.model_config:
+            published = shape_of(parse_object(self.model_config.encode(), "model_config", HUGGING_FACE_CONFIG))
+            changes.setdefault("sequence_length", min(published.sequence_length, 4096))
+            return dataclasses.replace(published, **changes)
+        published = MODEL_SIZES[self.model_size]
+        dataset = "text" if self.dataset == "stream" and not self.tokenizer else self.dataset  # of bytes
+        vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(dataset, published.vocab_size)
+        return dataclasses.replace(published, **changes, vocab_size=vocab_size)
+
+    @functools.cached_property
+    def num_experts(self) -> int:
+        return getattr(self.shape, "num_experts", 0)
+
+    @property
+    def base_precision(self) -> str:
+        """Of the frozen weights of LoRA. Without a config.json, published weights are taken for what they are."""
+        if self.lora_base != "auto":
+            return self.lora_base
+        return precision_of(self.model_config) if self.model_config else "bfloat16"
+
+    @property
+    def flops_per_token(self) -> int:
+        """That of the shape. LoRA: without the gradients of frozen weights, a third of their products; adapters not
+        counted."""
+        return self.shape.flops_per_token - (2 * self.shape.num_multiplied if self.lora_rank else 0)
+
+
+def precision_of(model_config: str) -> str:
+    """bfloat16 or float32: the narrower one that holds the weights exactly, by the text of their config.json."""
+    found = json.loads(model_config)
+    return "bfloat16" if "bfloat16" in (found.get("dtype"), found.get("torch_dtype")) else "float32"
+
+
+def read_model_config(option: str, path: Path) -> str:
+    """The text of a Hugging Face config.json, on one line. Raises InputError for a model that is not one of ours."""
+    try:
+        found = read_json(path, HUGGING_FACE_CONFIG)
+        shape_of(found, str(path))
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from error
+    return json.dumps(found, sort_keys=True)
+
+
+def check_initial_weights(config: TransformerConfig) -> None:
+    """Raises InputError where the folder is of another model than model_config, or a new run finds no weights in it.
+    A run goes on without its folder."""
+    path = Path(config.initial_weights, "config.json")
+    known = not config.initial_weights or not path.exists()
+    if not known and read_model_config("initial_weights", path) != config.model_config:
+        raise InputError(
+            f"initial_weights is {config.initial_weights}, but its config.json is not that of the run or of "
+            "--model_config; expected the same model"
+        )
+    if known or config.compile_for or config.resume != "never":
+        return
+    if not any((path.parent / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        raise InputError(
+            f"initial_weights is {config.initial_weights}, which has no model.safetensors and no index; only "
+            "safetensors are read; transformers writes them: from_pretrained(DIR).save_pretrained(OTHER)"
+        )
+
+
+def check_transformer(config: TransformerConfig) -> list[str]:
+    """What does not go together in a transformer's configuration, whatever the devices and the data."""
+    try:
+        problems, shape = [], config.shape
+    except InputError as error:
+        return [str(error)]
+    if config.model_config:
+        problems += check_model_config(config)
+    if config.lora_rank and not (config.initial_weights or config.compile_for):
+        problems.append(
+            f"lora_rank is {config.lora_rank}, but there are no weights to adapt; choose a folder by --initial_weights"
+        )
+    if config.lora_rank and config.optimizer == "muon":
+        problems.append("optimizer is muon, but adapters are no matrices of a layer; expected adamw, adam or sgd")
+    if config.initialise_new_tokens == "mean" and (config.lora_rank or not config.initial_weights):
+        why = "adapters leave these rows as they are" if config.lora_rank else "there are no initial_weights"
+        problems.append(f"initialise_new_tokens is mean, but {why}; expected a run that trains all weights of a folder")
+    smallest = SMALLEST_VOCAB_SIZE[config.dataset]
+    if isinstance(shape, LlamaShape):
+        if shape.num_heads % shape.num_kv_heads:
+            problems.append(
+                f"num_heads ({shape.num_heads}) must be divisible by the {shape.num_kv_heads} heads of keys and values "
+                f"of {config.model_size}"
+            )
+        if config.dropout:
+            problems.append(f"dropout is {config.dropout}, but {config.model_size} has none; leave it out")
+        problems += check_layers(config, shape)
+    if shape.embedding_dim % shape.num_heads and not getattr(shape, "head_width", 0):
+        divide = [heads for heads in range(1, 1025) if shape.embedding_dim % heads == 0]
+        near = [heads for heads in divide if heads < shape.num_heads][-1:]
+        near += [heads for heads in divide if heads > shape.num_heads][:1]
+        unit = 8 * shape.num_heads  # so that the width of a head is a multiple of 8
+        width = -(-shape.embedding_dim // unit) * unit
+        problems.append(
+            f"embedding_dim ({shape.embedding_dim}) must be divisible by num_heads ({shape.num_heads}); "
+            f"try --num_heads {' or '.join(map(str, near))}, or --embedding_dim {width}"
+        )
+    if config.vocab_size and config.vocab_size < smallest:
+        problems.append(f"vocab_size is {config.vocab_size}; {config.dataset} needs {smallest} or more")
+    if config.attention == "flash" and shape.sequence_length % 128:
+        problems.append(
+            f"sequence_length is {shape.sequence_length}; attention flash needs a multiple of 128, or choose plain"
+        )
+    if config.global_batch_size % config.gradient_accumulation_steps:
+        problems.append(
+            f"global_batch_size ({config.global_batch_size}) must be divisible by gradient_accumulation_steps "
+            f"({config.gradient_accumulation_steps})"
+        )
+    if config.offload != "nothing" and config.scan_layers and shape.num_layers == 1:
+        problems.append(
+            f"offload is {config.offload}, but a loop over one layer is none, and libtpu 0.0.21 does not compile what "
+            "is left of it; leave out --offload or --scan_layers"
+        )
+    if config.stream_lanes and config.global_batch_size % config.stream_lanes:
+        problems.append(
+            f"stream_lanes ({config.stream_lanes}) must divide global_batch_size ({config.global_batch_size}); try "
+            f"{math.gcd(config.stream_lanes, config.global_batch_size)}"
+        )
+    if config.sample_every and config.lora_rank:
+        problems.append("sample_every is given, but a model with adapters is sampled by tools.generate; leave it out")
+    if config.sample_every and config.sharding == "auto":
+        problems.append(
+            "sample_every is given, but sharding is auto, where XLA would choose another sharding of the weights for "
+            "samples than the step's; leave it out, or use --sharding table"
+        )
+    if config.warmup_steps >= config.num_steps:
+        problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
+    if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):
+        problems.append(
+            f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSORxCONTEXTxEXPERT such as "
+            "2x4x1, of which the last two may be left out"
+        )
+    return problems
+
+
+def check_layers(config: TransformerConfig, shape: LlamaShape) -> list[str]:
+    """What layers of several kinds, or rotations that depend on the length of a text, cannot do."""
+    problems, scaling = [], shape.rope_scaling
+    if config.attention == "flash" and config.scan_layers and len(set(shape.windows)) > 1:
+        problems.append(
+            f"attention is flash and scan_layers is on, but the layers of {shape.family} have different windows, and a "
+            "loop has one kernel; leave --scan_layers out, or choose --attention plain"
+        )
+    is_long = scaling is not None and scaling.kind == "longrope" and shape.sequence_length > scaling.original_context
+    if is_long and config.dataset == "chat":
+        problems.append(
+            f"sequence_length is {shape.sequence_length}, but a row holds conversations of all lengths, and longrope "
+            f"turns those above {scaling.original_context} otherwise; choose {scaling.original_context} or less"
+        )
+    return problems
+
+
+def check_model_config(config: TransformerConfig) -> list[str]:
+    """What stands against the config.json that says what the model is."""
+    own = ("num_layers", "num_heads", "embedding_dim", "vocab_size")
+    problems = [
+        f"{name} is {getattr(config, name)}, but config.json says what the model is; leave --{name} out"
+        for name in own
+        if getattr(config, name)
+    ]
+    longest = shape_of(json.loads(config.model_config)).sequence_length
+    if config.initial_weights and config.sequence_length > longest:
+        problems.append(
+            f"sequence_length is {config.sequence_length}, but {config.initial_weights} reads {longest}; choose "
+            f"{longest} or less"
+        )
+    if config.initial_weights and config.dataset == "synthetic" and not config.compile_for:
+        problems.append(
+            "initial_weights is given, but dataset is synthetic: random tokens; choose --dataset chat or tokens"
+        )
+    if config.dataset == "text" and config.shape.vocab_size != BYTE_VOCAB_SIZE:
+        problems.append(
+            f"dataset text is bytes, and the model has a vocabulary of {config.shape.vocab_size}; make tokens with "
+            "tools.prepare_data --tokenizer, and give --dataset tokens"
+        )
+    return problems

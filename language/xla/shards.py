@@ -1,0 +1,109 @@
+"""A process for each device: what torch_xla's SPMD does by itself, in torch's own words. docs/torchtpu.md.
+
+A parameter is a DTensor over the axes data and fsdp of the mesh. A layer gathers its weights, and runs on the rows of
+its own process as on one device; autograd takes gradients back to the shards by a reduce-scatter. Under torch_xla each
+function here gives back what it is given.
+"""
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.peers import Peers
+from tpu_utils.device import DEVICE_TYPE, IS_XLA, Mesh, mark_sharding, process_index, world_size
+
+if TYPE_CHECKING:
+    from language.options.transformer_options import TransformerConfig
+
+if not IS_XLA:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+
+def meet(config: "TransformerConfig") -> Peers | None:
+    """Join the processes that torchrun has started. None: there are none."""
+    if not dist.is_torchelastic_launched():
+        return None
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # one machine: gloo is to listen on no other address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo" if DEVICE_TYPE == "cpu" else "tpu_dist")
+    from tpu_utils.remote.meeting import meet_replicas  # only where there are several
+
+    return meet_replicas(dist.get_rank(), world_size(), config.peers_timeout)
+
+
+def check_second_road(config: "TransformerConfig", sizes: tuple[int, ...]) -> None:
+    """Raises InputError for what needs torch_xla. sizes: of the mesh."""
+    several = max(sizes) > 1
+    for name, found, expected in (
+        ("attention", config.attention == "flash", "plain"),
+        ("scan_layers", config.scan_layers, "--no_scan_layers"),
+        ("sample_every", config.sample_every, "0"),
+        ("remat_keep", config.remat_keep != "inputs", "inputs"),
+        ("offload", config.offload != "nothing", "nothing"),
+        ("mesh", max(sizes[2:]) > 1, "DATAxFSDPx1"),
+        ("number of experts", several and config.num_experts, "a model without, or one device"),
+    ):
+        if found:
+            value = getattr(config, name, config.num_experts)
+            raise InputError(f"{name} is {value}, which needs torch_xla, and it is not installed; expected {expected}")
+
+
+def distribute(model: torch.nn.Module, mesh: Mesh | None, partition_spec: Callable) -> None:
+    """Keep a shard of each parameter, by partition_spec(name, parameter). Call it before the optimizer is made."""
+    if mesh is None or IS_XLA:  # mark_sharding() does it there
+        return
+    for name, parameter in list(model.named_parameters()):
+        spec = [(axis,) if isinstance(axis, str) else axis or () for axis in partition_spec(name, parameter)]
+        placements = [next((Shard(i) for i, over in enumerate(spec) if a in over), Replicate()) for a in mesh.grid_axes]
+        # every process has the whole of it: none is sent
+        shards = distribute_tensor(parameter.detach(), mesh.grid, placements, src_data_rank=None)
+        module, _, own = name.rpartition(".")
+        shards = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
+        setattr(model.get_submodule(module), own, shards)
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter, whole. Its gradient is a sum over the rows of this process alone."""
+    if IS_XLA or not isinstance(tensor, DTensor):
+        return tensor
+    axes = range(tensor.device_mesh.ndim)
+    return tensor.redistribute(placements=[Replicate() for _ in axes]).to_local(
+        grad_placements=[Partial() for _ in axes]
+    )
+
+
+def sharded_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What every device has computed alike of a parameter's shape, as shards of it."""
+    if IS_XLA or not isinstance(parameter, DTensor):
+        return value
+    grid = parameter.device_mesh
+    whole = DTensor.from_local(value, grid, [Replicate() for _ in range(grid.ndim)], run_check=False)
+    return whole.redistribute(placements=parameter.placements)
+
+
+def first_row(batch: torch.Tensor) -> int:
+    """The number in the global batch of the first row of a batch."""
+    return 0 if IS_XLA else process_index() * len(batch)
+
+
+def total(value: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
+    """The sum over the devices of a value that each has of its own rows, or of its own shard."""
+    if mesh is None or IS_XLA:
+        return value
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(value, mesh.grid, [Partial() for _ in mesh.grid_axes], run_check=False)
+    return value.full_tensor()
+
+
+def rows_of_all(rows: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
+    """(B, ...) of all devices, for every host to read."""
+    if mesh is None:
+        return rows
+    if IS_XLA:
+        mark_sharding(rows, mesh, (None,) * rows.dim())
+        return rows
+    return DTensor.from_local(rows, mesh.grid, [Shard(0) for _ in mesh.grid_axes], run_check=False).full_tensor()

@@ -1,0 +1,186 @@
+"""Hands a traced step to libtpu's compiler. Every private interface of jax that this needs is in this file."""
+
+import contextlib
+import dataclasses
+import re
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax  # after prepare_environment: jax reads its variables when it is imported
+import numpy as np
+from jax._src import compiler
+from jax._src.interpreters.mlir import make_ir_context
+from jax.experimental import topologies
+from jax.extend.mlir import hlo_to_stablehlo, ir
+from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
+
+from tpu_compiler.compile.newest import compile_there
+from tpu_compiler.compile.traced import Traced
+from tpu_utils.base.hardware import GIB, Topology, parse_topology
+from tpu_utils.options.virtual_slice import check_private_interfaces, quiet_libtpu
+
+# removed: PyTorch/XLA records the innermost Python frame, ours while we trace; op_name's scope has the user's line
+OUR_FRAME = re.compile(r' source_file="[^"]*" source_line=\d+(?: source_end_line=\d+)?(?: source_column=\d+)?')
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler returned: the optimized, scheduled program of one device, its memory and its FLOPs."""
+
+    text: str
+    peak_bytes: int
+    argument_bytes: int
+    output_bytes: int  # outputs that do not overwrite an input
+    temporary_bytes: int
+    program_bytes: int
+    flops: float
+    seconds: float
+
+
+def compile_only_devices(topology: Topology) -> list:
+    """libtpu's devices of a slice that is not attached: programs can be compiled for them, but not run.
+
+    Sorted by id, as in PyTorch/XLA (pjrt_computation_client.cpp); libtpu lists them host by host. So the first axis of
+    a mesh over all devices is the one that spans slices.
+    """
+    options = dict(topology.hardware.compiler_options)
+    if topology.num_slices > 1:
+        options["num_slices"] = topology.num_slices
+    described = topologies.get_topology_desc(
+        topology.compiler_name, platform="tpu", chips_per_host_bounds=topology.chips_per_host, **options
+    )
+    return sorted(described.devices, key=lambda device: device.id)
+
+
+def lower_pallas_for(compile_for: str) -> None:
+    """From here on, Pallas kernels of this process are lowered for the slice's chips. Call it before tracing.
+
+    jax asks the device whether it is a TPU, and how old its compiler is; what it writes is the same for all chips, and
+    which one it is, the compiler decides. So a chip that the installed libtpu does not know has v6e's kernels.
+    """
+    check_private_interfaces()
+    quiet_libtpu()
+    topology = parse_topology(compile_for)
+    known = parse_topology("v6e-1") if topology.hardware.newest_only else topology
+    jax.config.update("jax_default_device", compile_only_devices(known)[0])
+
+
+def compile_program(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> Compiled:
+    """Compile for a slice with libtpu. options are compiler options such as {"xla_tpu_...": "true"}.
+
+    Raises jax.errors.JaxRuntimeError with the compiler's message, ValueError when the step was traced for another
+    number of devices than the slice has.
+    """
+    check_private_interfaces()
+    quiet_libtpu()
+    devices = compile_only_devices(topology)[: _devices_needed(traced, topology)]
+    compile_options = _compile_options(traced, devices, options or {})
+    start = time.monotonic()
+    with program_inputs(traced.hlo) as (module, main), _progress(f"compiling for {topology.name}"):
+        # the traced program says nothing of aliasing; PyTorch/XLA adds it when it compiles, and so must we
+        donor = {"jax.buffer_donor": ir.BoolAttr.get(True)}
+        arguments = []
+        for attributes, donated, sharding in zip(main.arg_attrs, traced.donated, traced.shardings, strict=True):
+            known = {a.name: a.attr for a in attributes} | (donor if donated else {})
+            if traced.partitions > 1:  # what a real run uploads without a sharding is replicated
+                known.setdefault("mhlo.sharding", ir.StringAttr.get(sharding or "{replicated}"))
+            arguments.append(ir.DictAttr.get(known))
+        main.arg_attrs = ir.ArrayAttr.get(arguments)
+        executable = compiler.backend_compile_and_load(
+            devices[0].client, module, DeviceList(tuple(devices)), compile_options, []
+        )
+    memory, cost = executable.get_compiled_memory_stats(), executable.cost_analysis()
+    cost = cost[0] if isinstance(cost, list) else cost
+    return Compiled(
+        text=OUR_FRAME.sub("", executable.hlo_modules()[0].to_string()),
+        peak_bytes=memory.peak_memory_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        program_bytes=memory.generated_code_size_in_bytes,
+        flops=cost.get("flops", 0.0),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _devices_needed(traced: Traced, topology: Topology) -> int:
+    needed = traced.partitions * traced.replicas
+    if needed not in (1, topology.num_devices):
+        raise ValueError(f"the step was traced for {needed} devices, {topology.name} has {topology.num_devices}")
+    return needed
+
+
+def compile_with_newest(
+    folder: Path, traced: Traced, topology: Topology, options: dict[str, str] | None = None
+) -> Compiled:
+    """As compile_program, by the newer compiler in folder (newest.make_environment)."""
+    _devices_needed(traced, topology)
+    request = dict(partitions=traced.partitions, replicas=traced.replicas)
+    request |= dict(donated=traced.donated, shardings=traced.shardings)
+    with _progress(f"compiling for {topology.name} by {folder}"):
+        answer, text = compile_there(folder, traced.hlo, topology, options or {}, **request)
+    if "error" in answer:
+        raise jax.errors.JaxRuntimeError(answer["error"])
+    figures = {field.name: answer[field.name] for field in dataclasses.fields(Compiled) if field.name != "text"}
+    return Compiled(text=OUR_FRAME.sub("", text), **figures)
+
+
+@contextlib.contextmanager
+def program_inputs(hlo: bytes):
+    """(module, its entry function) of a serialized program; usable inside the with statement."""
+    with make_ir_context():
+        module = ir.Module.parse(hlo_to_stablehlo(hlo))
+        yield module, next(o for o in module.body.operations if ir.StringAttr(o.attributes["sym_name"]).value == "main")
+
+
+def _compile_options(traced: Traced, devices: list, options: dict[str, str]) -> CompileOptions:
+    compile_options = CompileOptions()
+    compile_options.num_replicas, compile_options.num_partitions = traced.replicas, traced.partitions
+    compile_options.env_option_overrides = list(options.items())
+    build = compile_options.executable_build_options
+    build.num_replicas, build.num_partitions = traced.replicas, traced.partitions
+    build.use_spmd_partitioning = traced.partitions > 1
+    build.use_shardy_partitioner = False  # PyTorch/XLA writes GSPMD annotations
+    build.allow_spmd_sharding_propagation_to_output = [True]  # else new weights come back replicated
+    ids = np.array([d.id for d in devices]).reshape(traced.replicas, traced.partitions)
+    build.device_assignment = DeviceAssignment.create(ids)
+    return compile_options
+
+
+EXPECTED = "GPT-2's 12 layers took two minutes on two quiet cores; --scan_layers compiles one of them"
+
+
+@contextlib.contextmanager
+def _progress(doing: str):
+    """Says on stderr what to expect, then that the compiler still works: one moving line on a terminal, else lines,
+    each after twice the time of the one before."""
+    done, start, terminal = threading.Event(), time.monotonic(), sys.stderr.isatty()
+
+    def tell() -> None:
+        wait = 1 if terminal else 10
+        if not done.wait(wait):
+            print(f"{doing}: {EXPECTED}", file=sys.stderr, flush=True)
+        while not done.wait(wait):
+            wait *= 1 if terminal else 2
+            line = f"{doing}: {time.monotonic() - start:.0f} s, {host_peak_gib():.1f} GiB of host memory"
+            print(f"\r{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+        if terminal:
+            print("\r" + " " * 79 + "\r", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def host_peak_gib() -> float:
+    """Peak host memory of this process, or of a child process that has ended, such as the newer compiler."""
+    return (
+        max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) * 1024 / GIB
+    )

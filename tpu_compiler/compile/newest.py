@@ -1,0 +1,174 @@
+"""A newer compiler as second opinion: an environment of its own, and the child process that compiles there.
+
+torch_xla 2.9.0 pins libtpu 0.0.21. Newer ones understand its programs too, and some chips only they know. Imports
+neither torch nor jax. Programs, requests and answers pass through files, as bytes and JSON.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tpu_compiler.compile.cache import check_owner, is_of_others
+from tpu_utils.base.errors import InputError, TrainingError
+from tpu_utils.base.files import read_json
+from tpu_utils.base.hardware import GIB, Topology
+from tpu_utils.base.new_folder import written_aside
+from tpu_utils.options.virtual_slice import LIBTPU_VARIABLES
+
+REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements-newest-compiler.txt"
+CHILD = Path(__file__).with_name("newest_child.py")
+VERSIONS = "versions.json"  # in the environment's folder, written last
+SIZES = "downloads 0.29 GB, takes 1.1 GB of disk"
+NEEDED_GIB = 2.0
+
+
+class NewestError(TrainingError):
+    """The environment cannot be made, or its compiler ended without an answer."""
+
+
+def default_folder() -> Path:
+    """One folder for each set of pinned versions. Raises InputError where the requirements file is missing."""
+    if not REQUIREMENTS.is_file():
+        raise InputError(f"--compiler newest: {REQUIREMENTS} is missing; copy it beside aot_tpu.py")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "tpu_compiler" / f"newest-{hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]}"
+
+
+def make_environment(folder: Path, say: Callable[[str], None]) -> Path:
+    """The folder of the newer compiler, which is installed there once, whole or not at all. say: announces the install.
+
+    Raises InputError for a folder of something else, a full disk or too old a Python, NewestError where pip fails.
+    """
+    folder = check_owner(folder, "a program")
+    if (folder / VERSIONS).is_file():
+        check_contents(folder)
+        environment_versions(folder)
+        return folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} holds something else than a newer compiler; give an empty folder as --compiler_dir")
+    if sys.version_info < (3, 11):
+        raise InputError(f"--compiler newest: {_pins()[0]} needs Python 3.11; found {sys.version.split()[0]}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free / GIB
+        if free < NEEDED_GIB:
+            raise InputError(f"{folder.parent} has {free:.1f} GiB free; expected {NEEDED_GIB}; give --compiler_dir")
+        with open(
+            f"{folder}.lock", "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
+        ) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it: then it is there when we get here
+            if not (folder / VERSIONS).is_file():
+                say(f"making an environment for {', '.join(_pins())} in {folder}: once, {SIZES}")
+                before = os.umask(0o022)  # others write nowhere in it
+                try:
+                    with written_aside(folder) as aside:
+                        _install(aside)
+                        say(index_says(aside))
+                finally:
+                    os.umask(before)
+            check_owner(folder, "a program")
+            check_contents(folder)
+    except OSError as error:
+        raise InputError(f"--compiler newest: {error}; give a folder that can be written as --compiler_dir") from error
+    return folder
+
+
+def check_contents(folder: Path) -> None:
+    """Raises InputError for an environment in which something is another user's, or can be written by one: it was put
+    there while the folder was open to others."""
+    for place, inner, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*inner, *files)):
+            if is_of_others(path.lstat()):
+                raise InputError(
+                    f"{path} is another user's, or one can write it; expected all of {folder} to be yours alone; "
+                    f"delete {folder}, and it is made again"
+                )
+
+
+def _pins() -> list[str]:
+    """jax's first, then libtpu's."""
+    return re.findall(r"^(?:jax|libtpu)==\S+", REQUIREMENTS.read_text(), re.M)
+
+
+def index_says(folder: Path) -> str:
+    """A sentence: whether the package index has a newer libtpu than the pinned one. The environment's pip asks it."""
+    command = [str(folder / "bin" / "python"), "-m", "pip", "index", "versions", "libtpu", "--no-input"]
+    said = subprocess.run([*command, "--disable-pip-version-check"], capture_output=True, text=True).stdout
+    newest = re.match(r"libtpu \(([\w.]+)\)", said)
+    date = re.search(r"\d{4}-\d\d-\d\d", REQUIREMENTS.read_text())
+    pinned = f"{_pins()[-1]} of {REQUIREMENTS.name} was the newest on the package index on {date and date[0]}"
+    if not newest:
+        return f"{pinned}; what is the newest now, pip does not say"
+    if f"libtpu=={newest[1]}" == _pins()[-1]:
+        return f"{pinned}, and is the newest now"
+    return f"{pinned}; the newest now is {newest[1]}, not tried: pinned there, the slow tests try it"
+
+
+def _install(folder: Path) -> None:
+    venv.create(folder, with_pip=True)
+    command = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
+    done = subprocess.run([*command, "-r", str(REQUIREMENTS)], capture_output=True, text=True)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()[-300:]]
+        raise NewestError(f"--compiler newest: pip cannot install {REQUIREMENTS.name}: {said[-1]}")
+    versions = dict(pin.split("==") for pin in _pins())
+    (folder / VERSIONS).write_text(json.dumps(versions))
+
+
+def environment_versions(folder: Path) -> dict[str, str]:
+    """{"jax": ..., "libtpu": ...} of an environment. Raises InputError for a folder that is none."""
+    found = read_json(folder / VERSIONS, "the versions of a newer compiler")
+    if set(found) != {"jax", "libtpu"} or not all(re.fullmatch(r"[\w.+]{1,40}", str(v)) for v in found.values()):
+        raise InputError(
+            f"{folder / VERSIONS} holds {found!r:.100}; expected versions of jax and libtpu; delete {folder}"
+        )
+    return found
+
+
+def compile_there(
+    folder: Path, hlo: bytes, topology: Topology, options: dict[str, str], **request: Any
+) -> tuple[dict[str, Any], str]:
+    """(answer, program text) of the newer compiler. answer: {"error": message}, or the numbers of compiling.Compiled.
+
+    request: partitions, replicas, donated, shardings of the program. Raises NewestError when there is no answer.
+    """
+    slices = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
+    request |= dict(topology=topology.compiler_name, chips_per_host=topology.chips_per_host, options=options)
+    request["slice"] = dict(topology.hardware.compiler_options) | slices
+    # torch_xla's import leaves the path of its own libtpu there
+    ours = ("PYTHON", "TPU_LIBRARY_PATH", "PTXLA_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    with tempfile.TemporaryDirectory() as work:
+        (Path(work) / "program.pb").write_bytes(hlo)
+        (Path(work) / "request.json").write_text(json.dumps(request))
+        command = [str(folder / "bin" / "python"), "-P", str(CHILD), work]
+        try:
+            done = subprocess.run(command, env=LIBTPU_VARIABLES | environment, capture_output=True, text=True)
+        except OSError as error:
+            raise NewestError(
+                f"the newer compiler does not start: {error}; delete {folder} to make it again"
+            ) from error
+        written = Path(work) / "answer.json"
+        if done.returncode or not written.is_file():
+            print(done.stderr[-2000:], file=sys.stderr)
+            raise NewestError(f"the newer compiler ended with code {done.returncode}; its own message is above")
+        answer = json.loads(written.read_text())
+        return answer, "" if "error" in answer else (Path(work) / "program.txt").read_text()

@@ -1,0 +1,174 @@
+"""What a search came to: a table of the settings, the slices with what a run costs on them, the command to run."""
+
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from tpu_compiler.decide.fastest import (
+    EQUAL,
+    FIELDS,
+    LABEL,
+    Search,
+    Trial,
+    examples_per_step,
+    is_better,
+    ms_per_example,
+    step_ms,
+)
+from tpu_compiler.decide.search import compile_script
+from tpu_compiler.report.report import ERROR, Report
+from tpu_utils.base.hardware import GENERATIONS, GIB, parse_topology
+
+
+def parse_prices(texts: Sequence[str]) -> dict[str, float]:
+    """['v5e=1.20', 'v6e=2.70'] -> {generation: price of a chip for an hour}. Raises ValueError for anything else."""
+    prices = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = math.nan
+        if name not in GENERATIONS or not 0 < price < math.inf:
+            raise ValueError(
+                f"--price is {text!r:.60}; expected a chip's price for an hour, such as v5e=1.20, with one of "
+                f"{', '.join(GENERATIONS)}"
+            )
+        prices[name] = price
+    return prices
+
+
+def parse_tokens(text: str) -> float:
+    """'10e9' -> 1e10. Raises ValueError for what is no number above 0."""
+    try:
+        count = float(text)
+    except ValueError:
+        count = math.nan
+    if not 0 < count < math.inf:
+        raise ValueError(f"--tokens is {text!r:.60}; expected how many the run is to see, such as 10e9")
+    return count
+
+
+def parse_only(text: str | None, vary_batch: bool) -> tuple[str, ...]:
+    """'mesh,remat' -> the fields that a search may change; None: all. Raises ValueError for what it never changes."""
+    names = FIELDS if text is None else tuple(text.split(","))
+    known = [name for name in FIELDS if vary_batch or name != "global_batch_size"]
+    if unknown := [name for name in names if name not in known and text is not None]:
+        more = "" if vary_batch else "; with --vary_batch also global_batch_size"
+        raise ValueError(f"--only says {unknown[0]!r:.60}; expected of {', '.join(known)}, with commas between{more}")
+    return names
+
+
+def decide(
+    script: str,
+    topologies: Sequence[str],
+    options: Sequence[str],
+    say: Callable[[str], None],
+    minutes: float,
+    vary_batch: bool,
+    only: Sequence[str],
+    tokens: float | None,
+    prices: dict[str, float],
+) -> list[Report]:
+    """Search on each slice and print what was tried, the slices side by side and, last, the command to run.
+
+    Returns the report of the best setting of each slice on which one fits. Raises ValueError for wrong usage.
+    """
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"--minutes is {minutes}; expected more than 0")
+    chips = {name: parse_topology(name).generation for name in topologies}
+    if missing := sorted(set(chips.values()) - prices.keys()) if prices else []:
+        raise ValueError(
+            f"--price says nothing of {', '.join(missing)}; expected the price of each kind of chip asked for"
+        )
+    if prices and not tokens:
+        raise ValueError(
+            "--price is given without --tokens; expected how many the run is to see, such as --tokens 10e9"
+        )
+    best, left = {}, minutes * 60
+    for place, topology in enumerate(topologies):
+        say(f"{topology}: searching; each line is one setting, in milliseconds a step")
+        ask = partial(ask_script, script, topology)
+        found = Search(ask, options, say, left / (len(topologies) - place))
+        best[topology] = found.run(vary_batch, only)
+        left -= found.spent
+        fresh = [trial.report for trial in found.trials if trial.report and not trial.report.from_cache]
+        ended = f"; {found.ended}" if found.ended else ""
+        say(f"{topology}: {len(found.trials)} settings, {len(fresh)} compiled now{ended}")
+        say(format_trials(found.trials, best[topology]))
+    fitting = {name: trial for name, trial in best.items() if trial}
+    if len(topologies) > 1 or tokens:
+        say(format_slices(best, tokens, prices))
+    for name, trial in fitting.items():
+        say(f"{name}:" if len(fitting) > 1 else "to run it:")
+        say(command_of(script, trial))
+    return [trial.report for trial in fitting.values()]
+
+
+def ask_script(script: str, topology: str, options: Sequence[str], seconds: float) -> Report:
+    return compile_script(script, topology, options, seconds=seconds)
+
+
+def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
+    """The table of what was tried, the fastest first. "equal": no other one is better than it."""
+    tried = [trial for trial in trials if trial.report is not None]
+    tried.sort(key=lambda t: (not t.fits, ms_per_example(t.report) if t.fits else 0.0))
+    unit = tried[0].report.unit if tried else "examples"
+    rows = [["setting", "ms a step", "estimate", "by rule", "comm. not hidden", "ms, nothing hidden", f"{unit}/s"]]
+    rows[0] += ["MFU", "GiB", "compile s"]
+    for trial in tried:
+        r = trial.report
+        equal = trial.fits and not any(is_better(other, trial) for other in tried)
+        row = [trial.words + (" <- best" if trial is best else " (equal)" if equal else "")]
+        if trial.fits:
+            ms, mfu = step_ms(r), r.mfu_at(step_ms(r))
+            row += [f"{ms:.4g}", f"{r.estimated_ms:.4g}", f"{r.ruled_ms:.3g}", f"{ms - r.predicted_ms:.3g}"]
+            row += [f"{r.predicted_ms_nothing_hidden:.4g}", f"{examples_per_step(r) / ms * 1e3:,.0f}"]
+            row += [f"{mfu:.1%}" if mfu else "-"]
+        else:
+            row += ["does not fit" if r.over_bytes else "does not compile", *["-"] * 6]
+        rows.append([*row, f"{r.needed_bytes / GIB:.2f}", f"{r.asked_seconds:.0f}"])
+    rows.insert(1, ["---"] * len(rows[0]))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines += [f"{trial.words}: {trial.said}" for trial in trials if trial.report is None]
+    lines += [f"ms a step, {unit}/s, MFU: {LABEL}; equal: within {EQUAL:.0%}"]
+    return "\n".join([*lines, f"accuracy: {ERROR}"])
+
+
+def command_of(script: str, trial: Trial) -> str:
+    return shlex.join(["python", script, *trial.options])
+
+
+def format_slices(best: dict[str, Trial | None], tokens: float | None, prices: dict[str, float]) -> str:
+    """The slices side by side, the cheapest first where prices are given, else the fastest."""
+    found = []
+    for name, trial in best.items():
+        if trial is not None:
+            topology, r = parse_topology(name), trial.report
+            rate = examples_per_step(r) / (step_ms(r) / 1e3)
+            chips = topology.num_devices // topology.hardware.devices_per_chip
+            hours = tokens / rate / 3600 if tokens else None
+            price = prices.get(topology.generation)
+            cost = hours * chips * price if hours and price else None
+            found.append((cost if cost is not None else hours or 1 / rate, name, chips, rate, hours, cost, trial, r))
+    if not found:
+        return "no setting fits on any of these slices"
+    found.sort(key=lambda row: row[:2])
+    unit = found[0][-1].unit
+    header = ["slice", "chips", f"{unit}/s", *(["hours"] if tokens else [])]
+    rows = [header + (["cost"] if prices and tokens else []) + ["setting"]]
+    for _, name, chips, rate, hours, cost, trial, _ in found:
+        row = [name, str(chips), f"{rate:,.0f}"] + ([f"{hours:,.2f}"] if tokens else [])
+        rows.append([*row, *([f"{cost:,.2f}"] if cost is not None else []), trial.words])
+    rows.insert(1, ["---"] * len(rows[0]))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines += [f"{name}: no setting fits" for name, trial in best.items() if trial is None]
+    if tokens:
+        said = ", ".join(f"{name} {price:g}" for name, price in prices.items())
+        steps = "for steps alone, without start, evaluation and checkpoints"
+        lines.append(f"hours{' and cost' if prices else ''} of {tokens:.4g} {unit}, {steps}"
+                     + (f"; a chip for an hour: {said}" if prices else ""))  # fmt: skip
+    return "\n".join([*lines, f"{unit}/s: {LABEL}"])

@@ -1,0 +1,337 @@
+"""What the TPU compiler said about one training step: a record, its text, and a table of several.
+
+One number comes first: the predicted step, the compiler's estimate and what the rule adds for operations without one.
+Communication stands beside it, as a range of the step: from all hidden that the schedule lets hide to nothing hidden.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from tpu_compiler.report.rules import RULE
+from tpu_utils.base.hardware import GIB, parse_topology
+
+LABEL = "not measured: estimate, and by rule what has no price; communication apart"
+ESTIMATE_LABEL = "compiler estimate alone, not measured; excludes flash kernels, all else without estimate, collectives"
+ERROR = (
+    "of 28 published steps the clock was 0.79 to 1.34 x the prediction for that shape: v4 0.98 to 1.00, v5e 0.81 to "
+    "0.88, v5p 0.84 to 1.25, v6e 0.79 to 1.34, TPU7x 0.96 to 1.02; tools.calibrate measures your chip"
+)
+"""As benchmarks/published/results.json has it."""
+ALL_HIDDEN = "all hidden that the schedule can hide"
+HALF = "the compiler's cost model assumes about half the published bandwidth"
+KEPT = " (kept from then)"
+COMMUNICATION_LABEL = "lower bound: bytes over link bandwidth, not measured"
+NETWORK_LABEL = "lower bound: bytes over the data center network's {:.4g} GB/s a device, not measured"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the compiler says about one step on one slice. Bytes and FLOPs are per device unless they say otherwise.
+
+    predicted_* are the figures to go by; with_prediction() works them out. estimated_* leave out every operation that
+    the compiler has no price for, flash kernels among them.
+    """
+
+    topology: str
+    devices: int
+    program: str  # "one device", "one device, 3 of the slice idle", "SPMD over 8 devices", "8 replicas"
+    compiles: bool
+    fits: bool
+    reason: str  # the compiler's own words when it does not compile or fit
+    limit_bytes: int
+    peak_bytes: int = 0  # the sum of memory below, which counts as if all of it were alive at once
+    memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    # the compiler's own: inputs, and the most of one memory; of a small program on-chip memory, of one with more on the
+    # host than on the device the host's
+    compiler_peak_bytes: int = 0
+    flops: float = 0.0
+    traced: str = ""  # a hash of the traced program: answer.traced_hash()
+    loops: int = 0  # in the program; flops counts the body of each once
+    model_flops: float | None = None  # of a step, all devices
+    flops_ratio: float | None = None  # compiled over model: above 1 is recomputation and padding; None with loops
+    collectives: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    communication_lower_bound_ms: float = 0.0
+    communication_label: str = COMMUNICATION_LABEL
+    slice_transfers: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # what leaves the slice
+    network_gb_per_s: float | None = None  # of a device, to other slices; None: no figure is published
+    host_transfers: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # "to host", "from host"
+    host_transfer_ms: float = 0.0  # both directions one after the other, at the published bandwidth of PCIe
+    exposed_ms: float = 0.0  # of communication and host transfers, what the schedule cannot hide at least
+    predicted_ms: float | None = None  # estimated_ms + ruled_ms
+    predicted_ms_all_hidden: float | None = None  # with exposed_ms, and not less than slices need between them
+    predicted_ms_nothing_hidden: float | None = None  # with all bounds of communication and host transfers
+    predicted_per_second: float | None = None  # examples or tokens, all devices, by predicted_ms
+    predicted_mfu: float | None = None  # by predicted_ms
+    estimated_ms: float | None = None  # leaves out whatever the compiler has no price for
+    estimated_per_second: float | None = None  # by estimated_ms
+    estimated_mfu: float | None = None  # by estimated_ms
+    estimate_label: str = ESTIMATE_LABEL
+    calibration: str = ""  # what was measured on this chip, as calibration.Calibration.sentence says it
+    unit: str = "examples"
+    operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
+    ruled_ms: float = 0.0  # what rules.py adds for them; not in estimated_ms
+    moved_bytes: float = 0.0  # read from and written to main memory by operations
+    costliest_lines: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # source line, milliseconds
+    costliest_modules: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # layers.3.mlp, milliseconds
+    module_groups: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)  # layers.*.mlp, how many, ms
+    # bytes, kind, source line, module; not the live buffers: which results share memory is not in the program's text
+    largest_results: list[tuple[int, str, str, str]] = dataclasses.field(default_factory=list)
+    level: str = ""  # conservative, balanced or aggressive, of a module without a script
+    notes: list[str] = dataclasses.field(default_factory=list)  # what was chosen for such a module
+    decode: dict = dataclasses.field(default_factory=dict)  # what one token costs, and what binds it
+    trace_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    asked_seconds: float = 0.0  # of the script's whole process, when it was asked by compile_script
+    from_cache: bool = False
+    host_peak_gib: float = 0.0
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    settings: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def slice_lower_bound_ms(self) -> float | None:
+        """Least time to send a step's bytes to other slices; None where the speed of that network is not known."""
+        sent = sum(kind["sent_bytes"] for kind in self.slice_transfers.values())
+        return sent / self.network_gb_per_s / 1e6 if self.network_gb_per_s else None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Device memory that decides whether the step fits: the compiler's own peak, or the sum of memory where that is
+        smaller, or the compiler gave no peak."""
+        return min(self.compiler_peak_bytes or self.peak_bytes, self.peak_bytes)
+
+    @property
+    def memory_text(self) -> str:
+        """'5.35 of 15.75 GiB (its parts add up to 5.73)'."""
+        text = f"{self.needed_bytes / GIB:.2f} of {self.limit_bytes / GIB:.2f} GiB"
+        shares = f"{self.needed_bytes / GIB:.2f}" != f"{self.peak_bytes / GIB:.2f}"
+        return text + (f" (its parts add up to {self.peak_bytes / GIB:.2f})" if shares else "")
+
+    @property
+    def over_bytes(self) -> int:
+        return max(0, self.needed_bytes - self.limit_bytes)
+
+    @property
+    def flops_per_device(self) -> float:
+        """FLOPs of a step on a device. The model's if larger: the compiler counts the body of a loop only once."""
+        return max(self.model_flops / self.devices if self.model_flops else 0.0, self.flops)
+
+    @property
+    def compute_ms(self) -> float:
+        """Milliseconds of a step that the matrix units need at their published peak."""
+        hardware = parse_topology(self.topology).hardware
+        return self.flops_per_device / (hardware.bf16_tflops / hardware.devices_per_chip * 1e9)
+
+    @property
+    def memory_ms(self) -> float:
+        """Milliseconds of a step that main memory needs for the bytes moved, at its published bandwidth."""
+        hardware = parse_topology(self.topology).hardware
+        return self.moved_bytes / (hardware.memory_gb_per_s / hardware.devices_per_chip * 1e6)
+
+    @property
+    def is_memory_bound(self) -> bool:
+        """Moving bytes takes longer than the products, and is no small part of the step even at the full bandwidth."""
+        return self.memory_ms > max(self.compute_ms, (self.predicted_ms or 0.0) / 4)
+
+    def with_prediction(self) -> "Report":
+        """With predicted_* worked out from the other fields."""
+        if self.estimated_ms is None:
+            return self
+        ms, network = self.estimated_ms + self.ruled_ms, self.slice_lower_bound_ms or 0.0
+        share = self.estimated_ms / ms if ms else 0.0
+        return dataclasses.replace(
+            self,
+            predicted_ms=ms,
+            predicted_ms_all_hidden=max(ms + self.exposed_ms, network),
+            predicted_ms_nothing_hidden=ms + self.communication_lower_bound_ms + self.host_transfer_ms + network,
+            predicted_per_second=self.estimated_per_second and self.estimated_per_second * share,
+            predicted_mfu=self.estimated_mfu and self.estimated_mfu * share,
+        )
+
+    def mfu_at(self, ms: float) -> float | None:
+        """Model FLOPs of a step of so many milliseconds over the peak of all devices."""
+        return self.predicted_mfu * self.predicted_ms / ms if self.predicted_mfu and ms else None
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.fits else 1
+
+
+def format_report(r: Report) -> str:
+    """The report as text, a fact a line."""
+    verdict = "compiles and fits" if r.fits else "does not fit" if r.over_bytes else "does not compile"
+    lines = [f"{r.topology}: {verdict} ({r.program}{f', {r.level}' if r.level else ''})"]
+
+    def row(name: str, text: str) -> None:
+        lines.append(f"  {name:<18} {text}")
+
+    if r.reason:
+        row("compiler", r.reason)
+    if r.settings.get("compiler_options"):
+        row("compiler options", r.settings["compiler_options"])
+    if r.memory:
+        over = f", over by {r.over_bytes / GIB:.2f} GiB" if r.over_bytes else ""
+        row("memory per device", r.memory_text + over)
+        said = {"parameters": "weights", "optimizer_state": "", "inputs": "cache and inputs"} if r.decode else {}
+        named = {said.get(name, name.replace("_", " ")): size for name, size in r.memory.items()}
+        row("", ", ".join(f"{name} {size / GIB:.3f}" for name, size in named.items() if name))
+    if r.compiles:
+        model = f", {r.flops_ratio:.2f} x the model's {r.model_flops:.3g}" if r.flops_ratio else ""
+        model += f", the bodies of {r.loops} loops counted once" if r.loops else ""
+        row("FLOPs per step", f"{r.flops * r.devices:.3g} over all devices{model}")
+        kinds = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in r.collectives.items()]
+        row("collectives", ", ".join(kinds) or "none")
+        if kinds:
+            row("communication", f"at least {r.communication_lower_bound_ms:.3f} ms ({r.communication_label})")
+        if r.slice_transfers:
+            sent = [f"{int(v['count'])} {k} ({v['sent_bytes'] / 1e6:.1f} MB)" for k, v in r.slice_transfers.items()]
+            unknown = "its speed is not published: give it with --dcn_gb_per_s"
+            label = NETWORK_LABEL.format(r.network_gb_per_s) if r.network_gb_per_s else unknown
+            bound = r.slice_lower_bound_ms
+            row("between slices", f"a device sends {', '.join(sent)}")
+            row("", f"at least {bound:.3f} ms ({label})" if bound is not None else label)
+        if r.host_transfers:
+            sent = [f"{v['bytes'] / 1e6:.1f} MB {direction}" for direction, v in r.host_transfers.items()]
+            bound = f"at least {r.host_transfer_ms:.3f} ms over PCIe" if r.host_transfer_ms else "its speed is unknown"
+            row("host memory", f"{', '.join(sent)}: {bound}")
+        rate = f", {r.predicted_per_second:,.0f} {r.unit}/s" if r.predicted_per_second and not r.decode else ""
+        mfu = f", MFU {r.predicted_mfu:.1%}" if r.predicted_mfu else ""
+        row("predicted step", f"{r.predicted_ms:.3f} ms{rate}{mfu} ({LABEL})")
+        row("", f"the compiler's estimate {r.estimated_ms:.3f} ms, by rule {r.ruled_ms:.3f} ms")
+        if r.predicted_ms_nothing_hidden > r.predicted_ms:
+            hidden, whole = r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden
+            mfus = [f"{mfu:.1%}" for mfu in (r.mfu_at(hidden), r.mfu_at(whole)) if mfu]
+            shares = f" (MFU {mfus[0]} to {mfus[1]})" if mfus else ""
+            row("with communication", f"{hidden:.3f} ms, {ALL_HIDDEN}, to {whole:.3f}, nothing hidden{shares}")
+        if r.is_memory_bound:
+            row("memory-bound", f"{HALF}; the bytes moved need {r.memory_ms:.3f} ms at it")
+        row("calibration" if r.calibration else "accuracy", r.calibration or ERROR)
+        if d := r.decode:
+            cache = f"key-value cache {d['cache_bytes'] / GIB:.3f} GiB for {d['cache_length']:,} tokens a sequence"
+            row("decoding", f"{cache}, {d['read_bytes'] / GIB:.3f} GiB read per token and device")
+            if d["tokens"] > 1:
+                to = f" to {d['nothing_hidden_ms']:.3f} with communication" if r.collectives else ""
+                row("", f"a step is {d['tokens']} tokens of each row: {d['predicted_ms']:.3f} ms a token predicted"
+                    f"{to}, {d['moved_ms']:.3f} for the bytes it moves")  # fmt: skip
+            bounds = f"memory {d['memory_ms']:.3f} ms at its bandwidth, matrix unit {d['matrix_ms']:.3f} ms at its peak"
+            row("", f"bound by the {d['bound_by']}: {bounds}")
+            above = f"{d['expected_ms'] / max(d['memory_ms'], d['matrix_ms']):.2f} x that bound"
+            if d["is_a_speed"]:
+                rate = f"{r.predicted_per_second:,.0f} tokens/s"
+                row("", f"expect {d['expected_ms']:.3f} ms a token of each row, {rate}: the longest time, {above}")
+            else:
+                row("", f"no speed: the predicted step is {above}; this program is slow, see costliest lines, and a "
+                    "server would run another")  # fmt: skip
+        kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())
+        row(
+            "without estimate",
+            f"{sum(r.operations_without_estimate.values())} operations{': ' + kinds if kinds else ''}",
+        )
+        if r.ruled_ms >= 0.001:
+            row("", f"{r.ruled_ms:.3f} ms, {RULE}")
+        for i, (line, ms) in enumerate(r.costliest_lines):
+            row("" if i else "costliest lines", f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {line}")
+        for i, (name, count, ms) in enumerate(r.module_groups):
+            several = f" ({count} modules)" if count > 1 else ""
+            row("" if i else "costliest modules", f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {name}{several}")
+        large = [result for result in r.largest_results if result[0] >= 1e6]
+        for i, (size, kind, line, module) in enumerate(large[:5]):
+            where = f"{kind}, {line}{f', {module}' if module else ''}"
+            row("" if i else "largest results", f"{size / 1e6:9.1f} MB  {where}")
+    for i, note in enumerate(r.notes):
+        row("" if i else "chosen", note)
+    kept = KEPT * r.from_cache
+    row("took", f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile{kept}, "
+        f"{r.host_peak_gib:.1f} GiB of host memory")  # fmt: skip
+    row("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items()))
+    return "\n".join(lines)
+
+
+def format_table(reports: Sequence[Report]) -> str:
+    """Several slices side by side, as a Markdown table."""
+    unit, levels = reports[0].unit, any(r.level for r in reports)
+    header = ["slice", *(["level"] if levels else []), "devices", "fits", "GiB of limit", "FLOPs / model",
+              "collectives MB", "predicted ms", "with comm. ms", f"{unit}/s", "MFU", "no estimate",
+              "compile s"]  # fmt: skip
+    rows = [header, ["---"] * len(header)]
+    for r in reports:
+        row = [r.topology, *([r.level] if levels else []), str(r.devices), "yes" if r.fits else "no"]
+        row.append(f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-")
+        if r.compiles:
+            row += [f"{r.flops_ratio:.2f}" if r.flops_ratio else "-"]
+            row += [f"{sum(v['bytes'] for v in r.collectives.values()) / 1e6:.1f}"]
+            row += [f"{r.predicted_ms:.2f}", communication_range(r)]
+            row += [f"{r.predicted_per_second:,.0f}" if r.predicted_per_second else "-"]
+            row += [f"{r.predicted_mfu:.1%}" if r.predicted_mfu else "-"]
+            row += [str(sum(r.operations_without_estimate.values()))]
+        else:
+            row += ["-"] * 7
+        rows.append([*row, f"{r.compile_seconds:.0f}"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines += [f"{r.topology}{f' {r.level}' if levels else ''}: {r.reason}" for r in reports if r.reason]
+    for r in reports:
+        sent = sum(kind["sent_bytes"] for kind in r.slice_transfers.values()) / 1e6
+        bound = r.slice_lower_bound_ms
+        at_least = "" if bound is None else f", at least {bound:.2f} ms ({NETWORK_LABEL.format(r.network_gb_per_s)})"
+        lines += [f"{r.topology}: between slices a device sends {sent:.1f} MB{at_least}"] if sent else []
+    said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
+    said += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
+    return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])
+
+
+def communication_range(r: Report) -> str:
+    """Milliseconds of a step with communication, from all hidden that the schedule can hide to nothing hidden."""
+    if r.predicted_ms_nothing_hidden == r.predicted_ms:
+        return "-"
+    return f"{r.predicted_ms_all_hidden:.2f} to {r.predicted_ms_nothing_hidden:.2f}"
+
+
+def legend(reports: Sequence[Report]) -> list[str]:
+    """What stands below a table: what its milliseconds are, and how far they were from clocks."""
+    lines = [f"predicted, rate, MFU: {LABEL}."]
+    lines += [f"with comm.: from {ALL_HIDDEN} to nothing hidden; {COMMUNICATION_LABEL}."]
+    memory = [r.topology for r in reports if r.compiles and r.is_memory_bound]
+    lines += [f"memory-bound: {', '.join(dict.fromkeys(memory))}; {HALF}."] if memory else []
+    return lines + ([f"accuracy: {ERROR}."] if any(r.compiles and not r.calibration for r in reports) else [])
+
+
+def format_compilers(reports: Sequence[Report]) -> str:
+    """What several compilers say of one program for one slice, side by side, as a Markdown table. Empty for none."""
+    if not reports:
+        return ""
+
+    def kinds(collectives: dict) -> str:
+        found = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in collectives.items()]
+        return ", ".join(found) or "none"
+
+    levels = len({r.level for r in reports}) > 1
+    heads = [f"libtpu {r.versions.get('libtpu', '?')}, jax {r.versions.get('jax', '?')}" for r in reports]
+    heads = [f"{head}, {r.level}" if levels else head for head, r in zip(heads, reports, strict=True)]
+    rows = [[reports[0].topology, *heads]]
+    rows += [["---"] * len(rows[0])]
+    rows += [["fits", *("yes" if r.fits else f"no: {r.reason}" for r in reports)]]
+    rows += [["GiB of limit", *(f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" for r in reports)]]
+    rows += [["  parts together", *(f"{r.peak_bytes / GIB:.2f}" for r in reports)]]
+    for part in dict.fromkeys(name for r in reports for name in r.memory):
+        rows += [[f"  {part.replace('_', ' ')}", *(f"{r.memory.get(part, 0) / GIB:.3f}" for r in reports)]]
+    for name, text in (
+        ("FLOPs / model", lambda r: f"{r.flops_ratio:.2f}" if r.flops_ratio else "-"),
+        ("predicted ms", lambda r: f"{r.predicted_ms:.3f}"),
+        ("  estimate", lambda r: f"{r.estimated_ms:.3f}"),
+        ("  by rule", lambda r: f"{r.ruled_ms:.3f}"),
+        ("with comm. ms", communication_range),
+        (f"{reports[0].unit}/s", lambda r: f"{r.predicted_per_second:,.0f}" if r.predicted_per_second else "-"),
+        ("MFU", lambda r: f"{r.predicted_mfu:.1%}" if r.predicted_mfu else "-"),
+        ("no estimate", lambda r: str(sum(r.operations_without_estimate.values()))),
+        ("collectives", lambda r: kinds(r.collectives)),
+        ("between slices", lambda r: kinds(r.slice_transfers)),
+        ("compile s", lambda r: f"{r.compile_seconds:.0f}"),
+    ):
+        rows += [[name, *(text(r) if r.compiles else "-" for r in reports)]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
+    said += [f"libtpu {r.versions.get('libtpu', '?')}: {r.calibration}" for r in reports if r.calibration]
+    return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])

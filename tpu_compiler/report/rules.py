@@ -1,0 +1,189 @@
+"""Time, by rule, of operations without a compiler estimate; and bytes that operations move. Reads HLO text, no torch.
+
+The rule: a flash attention layer is seven matmuls of 2 B H T^2 K FLOPs: two in the forward kernel, five in the one for
+all gradients. jax's splash attention has four in its kernel for the gradients of K and V, three in that for Q, or five
+in one. Only blocks that are computed count. The peak is scaled by how much of the matrix unit a head's width fills. A
+kernel of grouped products has as many rows as an even share of the tokens. The newest compiler has a kernel of its own,
+online-softmax, of a softmax and the product after it: that product counts, or the bytes of its arrays if they take
+longer. Copies and slices cost nothing, because they overlap with arithmetic. Neither do other custom calls. What goes
+between devices, alone or inside a fusion, and to the host's memory or from it has bounds of its own: schedule.py.
+Everything else (sort, scatter) costs twice the bytes of its result over the memory bandwidth; an update in place costs
+twice the bytes that it writes.
+"""
+
+import math
+import re
+
+from tpu_compiler.report.reading import (
+    COLLECTIVES,
+    HOST,
+    WEIGHTY,
+    Operation,
+    arrays_of,
+    collectives_in,
+    scheduled,
+    shape_bytes,
+)
+from tpu_utils.base.hardware import Topology
+
+RULE = "flash kernels and other operations without estimate counted by rule"
+HIDDEN = {"copy", "slice", "custom-call", *COLLECTIVES}  # copies and slices are started early and awaited late
+MOVES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
+FLASH_PRODUCTS = {"forward": 2, "backward": 5, "fwd": 2, "dkv": 4, "dq": 3}
+FUSED_PRODUCTS = 5
+"""Of a backward kernel that makes all gradients: Q K^T, dO V^T, and one for each of dQ, dK and dV."""
+
+
+def ruled_ms(computations: dict[str, list[Operation]], topology: Topology) -> float:
+    """Milliseconds to add to a step's estimate, by the rule above."""
+    seconds = 0.0
+    for _, times, operations in scheduled(computations):
+        types = {operation.name: operation.type for operation in operations}
+        seconds += times * sum(rule_seconds(operation, types, computations, topology) for operation in operations)
+    return seconds * 1e3
+
+
+def rule_seconds(
+    operation: Operation, types: dict[str, str], computations: dict[str, list[Operation]], topology: Topology
+) -> float:
+    """Seconds of one operation by the rule; 0.0 for one that has an estimate. types: of the operations around it."""
+    if operation.cycles is not None or operation.is_free or "ConcatBitcast" in operation.line:
+        return 0.0
+    if operation.kind == "custom-call":
+        return flash_seconds(operation, topology) or product_seconds(operation, types, topology)
+    if operation.base in HIDDEN or collectives_in(operation, computations) or host_bytes(operation, types)[1]:
+        return 0.0
+    size = sum(shape_bytes(array)[0] for array in arrays_of(written(operation, types), on_chip=True))
+    if operation.kind not in WEIGHTY and size <= 4096:
+        return 0.0
+    return 2 * size / topology.hardware.memory_gb_per_s / 1e9
+
+
+def written(operation: Operation, types: dict[str, str]) -> str:
+    """The type of what an operation writes: its result, of an update in place the update."""
+    if operation.base == "dynamic-update-slice":
+        return types.get(operation.operands[1], operation.result)
+    return operation.result
+
+
+def host_bytes(operation: Operation, types: dict[str, str]) -> tuple[str, int]:
+    """("to host" or "from host", bytes) of a copy or a slice between a device's memory and its host's; ("", 0)."""
+    if operation.base not in MOVES:
+        return "", 0
+    source = operation.operands[1 if operation.base == "dynamic-update-slice" else 0]
+    into, out = HOST in operation.result, HOST in types.get(source, "")
+    if into == out:  # it stays in one of the two memories
+        return "", 0
+    return "to host" if into else "from host", sum(shape_bytes(written(operation, types)))
+
+
+def flash_seconds(operation: Operation, topology: Topology) -> float:
+    """Seconds of one attention kernel on one device, of language/xla/flash_kernels.py or jax's splash attention; 0.0 for
+    any other custom call."""
+    queries = operation.find(r"operand_layout_constraints=\{.*?(?:bf16|f32)\[(\d+(?:,\d+){2,3})\]")
+    own = re.search(r"causal_(forward|backward)_(\d+)_blocks_of_(\d+)", operation.name)
+    phase = own or re.search(r"splash_m[hq]a_(fwd|dkv|dq)", operation.name)
+    if not phase or not queries:
+        return 0.0
+    *batch_and_heads, length, width = map(int, queries.split(","))  # no batch axis where a device has one row
+    if own or "q_layout_2" in operation.name:  # positions along the lanes; SEQ_MINOR of splash attention
+        length, width = width, length
+    if own:
+        scores = int(own[2]) * int(own[3]) ** 2
+    else:
+        block = int(operation.find(rf"_block_q_{phase[1]}_(\d+)") or operation.find(r"_block_q_(\d+)") or 512)
+        scores = length**2 * (1 + block / length) / 2  # blocks on or below the diagonal
+        grid = operation.find(r"operand_layout_constraints=\{s8\[\d+,(\d+,\d+)\]")  # of blocks; fewer with a window
+        if grid and (visited := math.prod(map(int, grid.split(",")))) < (length // block) ** 2:
+            scores = visited * block**2
+    # jax 0.7.1 does not name its fused kernel: it makes one gradient of q for each block of keys, an axis more
+    ranks = [array.count(",") + 1 for array in re.findall(r"\[([\d,]+)\]", operation.type)]
+    by_name = "use_fused_bwd_kernel_True" in operation.name
+    fused = phase[1] == "dkv" and (by_name or max(ranks) > len(batch_and_heads) + 2)
+    products = FUSED_PRODUCTS if fused else FLASH_PRODUCTS[phase[1]]
+    hardware = topology.hardware
+    peak = hardware.bf16_tflops / hardware.devices_per_chip * 1e12
+    return products * 2 * math.prod(batch_and_heads) * scores * width / (peak * filled(width, topology))
+
+
+def product_seconds(operation: Operation, types: dict[str, str], topology: Topology) -> float:
+    """Seconds of one kernel on one device, as long as its products or its bytes take: of language/xla/expert_kernels.py, or
+    the newest compiler's own of a softmax and the product after it; 0.0 for any other custom call."""
+    sizes = re.search(r"grouped_product_(\d+)x(\d+)x(\d+)/", operation.line)
+    arrays = (operation.type, *(types.get(operand, "") for operand in operation.operands))
+    if operation.name.startswith("online-softmax"):
+        products = (
+            math.prod(dimensions(arrays[0])) * dimensions(arrays[1])[-1] / filled(dimensions(arrays[0])[-1], topology)
+        )
+    elif sizes and "tpu_custom_call" in operation.line:
+        products = math.prod(map(int, sizes.groups()))
+    else:
+        return 0.0
+    hardware = topology.hardware
+    size = sum(in_memory(array) for array in arrays)
+    peak = hardware.bf16_tflops / hardware.devices_per_chip * 1e12
+    return max(2 * products / peak, size / hardware.memory_gb_per_s / 1e9)
+
+
+def dimensions(array: str) -> list[int]:
+    return [int(size) for size in re.search(r"\[([\d,]+)\]", array)[1].split(",")]
+
+
+def filled(width: int, topology: Topology) -> float:
+    """The share of the matrix unit that a head of this width fills."""
+    return min(1.0, width / (256 if topology.generation in ("v6e", "TPU7x") else 128))
+
+
+def moved_bytes(computations: dict[str, list[Operation]]) -> float:
+    """Bytes that one device's operations read from main memory and write to it in one step.
+
+    Arrays on the chip, S(1) in their layout, and on the host, S(5), do not count. If a fusion only slices an operand,
+    only the slice counts; if it updates its result in place, only the bytes that it writes.
+    """
+    total = 0
+    for _, times, operations in scheduled(computations):
+        types = {operation.name: operation.type for operation in operations}
+        for operation in operations:
+            if operation.is_free or operation.base in COLLECTIVES:
+                continue
+            read = [in_memory(types.get(operand, "")) for operand in operation.operands]
+            made = in_memory(operation.result)
+            if operation.kind == "fusion":
+                body = computations.get(operation.find(r"calls=%?([\w.\-]+)") or "", [])
+                read, made = sliced(body, read, made)
+            elif operation.base in ("dynamic-slice", "slice", "gather"):
+                whole = sum(read[:1])  # 0: it does not lie in main memory
+                read = [min(whole, sum(shape_bytes(operation.result)))]
+            elif operation.base == "dynamic-update-slice":
+                read, made = read[1:2], sum(read[1:2]) if HOST not in operation.result else 0
+            total += times * (sum(read) + made)
+    return float(total)
+
+
+def in_memory(shape: str) -> int:
+    """Bytes of the arrays of a type that lie in main memory."""
+    return sum(shape_bytes(array)[0] for array in arrays_of(shape))
+
+
+def sliced(body: list[Operation], read: list[int], made: int) -> tuple[list[int], int]:
+    """(bytes read of each operand, bytes written) by a fusion. read, made: the whole arrays."""
+    types, users = {operation.name: operation.type for operation in body}, {}
+    # other tiles of int8 are an inner fusion over the same memory: a gather reads its rows through it, not all of it
+    views = {o.name: o.operands[0] for o in body if o.kind == "fusion" and "output_to_operand_aliasing" in o.line}
+    for operation in body:
+        for place, operand in enumerate(operation.operands if operation.name not in views else ()):
+            users.setdefault(views.get(operand, operand), []).append((operation, place))
+    read = list(read)
+    for operation in body:
+        number = operation.find(r" parameter\((\d+)\)") if operation.kind == "parameter" else None
+        using = users.get(operation.name, [])
+        if number is None or int(number) >= len(read) or not using:
+            continue
+        if all(user.kind in ("dynamic-slice", "slice", "gather") and place == 0 for user, place in using):
+            read[int(number)] = min(read[int(number)], sum(sum(shape_bytes(user.type)) for user, _ in using))
+        elif all(user.kind == "dynamic-update-slice" and place == 0 for user, place in using):
+            read[int(number)] = 0
+    root = next((operation for operation in body if operation.line.lstrip().startswith("ROOT")), None)
+    if root and root.kind == "dynamic-update-slice":
+        made = min(made, sum(shape_bytes(types.get(root.operands[1], root.type))))
+    return read, made

@@ -1,0 +1,84 @@
+"""What a step waits for: transfers between devices and with the host's memory, as the compiler has scheduled them.
+
+A transfer that is started and awaited later runs beside the operations between. The schedule says which these are, the
+compiler's estimate and the rule how long they take, and published bandwidths how long the transfer takes at least. So
+this is the least that a step waits: all is hidden that the schedule lets hide. Transfers over one link run one after
+the other. What goes to other slices is not looked at: nothing but its bound is known.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+from tpu_compiler.report.reading import Operation, called_by, channel_of, collectives_in, list_collectives, scheduled
+from tpu_compiler.report.rules import host_bytes, rule_seconds
+from tpu_utils.base.hardware import Topology
+
+LINKS = "links"
+"""All links of a device to its neighbours, together. The others are "to host" and "from host"."""
+
+
+def read_host_transfers(computations: dict[str, list[Operation]]) -> dict[str, dict[str, float]]:
+    """{"to host" or "from host": {"count", "bytes"}} of one step and one device."""
+    totals: dict[str, dict[str, float]] = {}
+    for _, times, operations in scheduled(computations):
+        types = {operation.name: operation.type for operation in operations}
+        for operation in operations:
+            direction, size = host_bytes(operation, types)
+            if size:
+                total = totals.setdefault(direction, {"count": 0, "bytes": 0})
+                total["count"] += times
+                total["bytes"] += times * size
+    return totals
+
+
+def exposed_ms(computations: dict[str, list[Operation]], topology: Topology, num_devices: int) -> float:
+    """Milliseconds of a step, at least, that no operation runs in and a transfer does."""
+    return (_step_seconds(computations, topology, num_devices) - _step_seconds(computations, topology, 0)) * 1e3
+
+
+def _step_seconds(computations: dict[str, list[Operation]], topology: Topology, num_devices: int) -> float:
+    """Seconds of a step, waiting included; without any transfer where num_devices is 0."""
+    hardware = topology.hardware
+    sent = {}  # of each collective
+    for operation, *_, size in list_collectives(computations, num_devices) if num_devices else ():
+        sent[channel_of(operation)] = size / hardware.link_gb_per_s / 1e9
+    bodies = {name for name, _, _ in scheduled(computations)}
+
+    def transfers(operation: Operation, types: dict[str, str]) -> Iterator[tuple[str, str, float]]:
+        """(name, link, seconds) of those that an operation is a piece of."""
+        for channel in collectives_in(operation, computations) & sent.keys():
+            yield channel, LINKS, sent[channel]
+        direction, size = host_bytes(operation, types) if num_devices and hardware.host_gb_per_s else ("", 0)
+        if size:
+            yield operation.name, direction, size / hardware.host_gb_per_s / 1e9 * hardware.devices_per_chip
+
+    @cache
+    def seconds(name: str) -> float:
+        """Of one pass through a computation."""
+        operations = computations[name]
+        types = {operation.name: operation.type for operation in operations}
+        found = {operation.name: list(transfers(operation, types)) for operation in operations}
+        for operation in operations:
+            if operation.kind.endswith(("-done", "-update")) and operation.operands:
+                found[operation.name] = found.get(operation.operands[0], [])
+        last = {transfer: o.name for o in operations for transfer, *_ in found[o.name]}  # after it, it has ended
+        now, ends, free, busy = 0.0, {}, Counter(), Counter()
+        for operation in operations:
+            # TPU7x's compiler starts a collective on the SparseCore with nothing, and hands it the data in an update
+            waits_for_data = operation.kind == "async-start" and not operation.operands
+            for transfer, link, lasting in found[operation.name] if not waits_for_data else ():
+                if transfer not in ends:
+                    free[link] = ends[transfer] = max(now, free[link]) + lasting
+                    busy[link] += lasting
+            now += (operation.cycles or 0) / (hardware.clock_ghz * 1e9)
+            now += rule_seconds(operation, types, computations, topology)
+            offloaded = operation.kind == "async-start" and collectives_in(operation, computations)
+            inner = [] if offloaded else [call for call in called_by(operation, computations) if call[0] in bodies]
+            now += sum(trips * seconds(called) for called, trips in inner)
+            for transfer, *_ in found[operation.name]:
+                if last[transfer] == operation.name and not operation.kind.endswith("-start"):
+                    now = max(now, ends[transfer])
+        return max([now, *busy.values()])  # what is not awaited here may end later, but its link is taken
+
+    return seconds("ENTRY")

@@ -1,0 +1,154 @@
+"""Files: opened only if they are regular files, read up to a size limit, written so that they survive a crash.
+
+A file from outside that does not fit raises InputError: found, expected, what to do. Imports only errors.py of ours.
+"""
+
+import errno
+import json
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tpu_utils.base.errors import InputError
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a link",
+}
+
+
+def open_regular(path: Path, expected: str, follow: bool = True) -> BinaryIO:
+    """The file, opened to be read. Raises InputError for what is missing or no regular file.
+
+    A FIFO waits for a writer, a device need not end: neither is opened. expected: what the file should be, in words.
+    follow: a link that the user names is followed; one in a folder that came from elsewhere is not.
+    """
+    never = 0 if follow else os.O_NOFOLLOW
+    try:
+        kind = stat.S_IFMT(path.stat(follow_symlinks=follow).st_mode)
+        if kind != stat.S_IFREG:
+            raise InputError(
+                f"{path} is {KINDS.get(kind, 'no regular file')}; expected {expected}, a regular file; check the path"
+            )
+        return open(path, "rb", opener=lambda name, flags: _open_to_read(name, flags | never))
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise InputError(f"{path}: no such file; expected {expected}") from error
+        raise InputError(f"{path} cannot be read: {error.strerror}; expected {expected}") from error
+
+
+def _open_to_read(name: str, flags: int) -> int:
+    # O_NONBLOCK has no effect on a regular file; one that became a FIFO just now is not waited for
+    descriptor = os.open(name, flags | os.O_NONBLOCK)
+    try:
+        os.pread(descriptor, 1, 0)  # of some files in /proc only a read says that they cannot be read
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def file_size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def read_regular(path: Path, expected: str, max_bytes: int, follow: bool = True) -> bytes:
+    """All of a regular file. Raises InputError for any other, and for one of more than max_bytes, which is not read."""
+    with open_regular(path, expected, follow) as file:
+        size = file_size(file)
+        if size > max_bytes:
+            raise InputError(f"{path} has {size:,} bytes; expected {max_bytes:,} at most, {expected}")
+        return file.read(size)
+
+
+def lines_of(file: BinaryIO, longest: int) -> Iterator[bytes]:
+    """Each line with its newline. A line of `longest` bytes or more comes as its newline alone: memory is bounded."""
+    while line := file.readline(longest):
+        if len(line) == longest:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(longest)
+            line = line[-1:]
+        yield line
+
+
+def parse_json(content: bytes) -> Any:
+    """Raises ValueError for all that is no JSON in UTF-8, for a key that stands twice in one object, and for what is
+    nested deeper than Python can go. A byte order mark in front is passed over."""
+    try:
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path below folder of a name that came from elsewhere: an object of a bucket, an entry of a list.
+
+    Raises ValueError for a name that could lead out of the folder, by its parts or by a symbolic link on the way.
+    """
+    parts = name.split("/")
+    if not all(re.fullmatch(r"[\w.-]{1,200}", part, re.ASCII) and part.strip(".") for part in parts):
+        raise ValueError(f"{name[:200]!r} is no name inside a folder")
+    path = folder.joinpath(*parts)
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{name!r} leads out of {folder} through a symbolic link")
+    return path
+
+
+def read_json(path: Path, expected: str, max_bytes: int = 1 << 20) -> dict[str, Any]:
+    """The JSON object in a file of at most max_bytes. Raises InputError for anything else."""
+    return parse_object(read_regular(path, expected, max_bytes), str(path), expected)
+
+
+def parse_object(content: bytes, name: str, expected: str) -> dict[str, Any]:
+    """The JSON object that a file of this name holds. Raises InputError for anything else."""
+    try:
+        value = parse_json(content)
+    except ValueError as error:
+        raise InputError(f"{name} cannot be read as JSON: {error}; expected {expected}") from error
+    if not isinstance(value, dict):
+        raise InputError(f"{name} holds {type(value).__name__}; expected a JSON object, {expected}")
+    return value
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The file has the old content or the new one, never a part, whenever the machine stops."""
+    aside = path.with_name(path.name + ".writing")
+    aside.unlink(missing_ok=True)  # left by a kill; or put there by whoever made the folder: a link would be followed
+    with aside.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename is on disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksum_of(file: BinaryIO) -> dict[str, int]:
+    """{"bytes", "crc32"} of the rest of an open file."""
+    size = checksum = 0
+    while block := file.read(1 << 22):
+        size, checksum = size + len(block), zlib.crc32(block, checksum)
+    return {"bytes": size, "crc32": checksum}

@@ -1,0 +1,56 @@
+"""Where a resumed run begins: after the step of a checkpoint, which must be of the same run."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tpu_utils.base.errors import CheckpointError
+from tpu_utils.base.peers import Peers
+from tpu_utils.checkpoint.loading import CheckpointReader
+from tpu_utils.checkpoint.state import Beginning
+from tpu_utils.device.optim import check_length
+from tpu_utils.options.parsing import LENGTHS, defaults_of, free_on_resume
+from tpu_utils.record.run_dir import RunDir, check_same_run, is_finished
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+
+
+def find_beginning(
+    config: "TrainConfig", run: dict[str, Any], num_steps: int, run_dir: RunDir, peers: Peers, batches: Any = None
+) -> Beginning:
+    """run: what the checkpoint must belong to: options, and the data. batches: those of a stream are brought to where
+    they stood, by their seek(). All processes must call it.
+
+    Raises InputError where the checkpoint belongs to another run, or to another number of steps, CheckpointError for
+    one that cannot be resumed from.
+    """
+    reader = CheckpointReader(run_dir.folder / "checkpoints", peers, run_dir.mirror, run_dir.run_id)
+    saved = reader.load_for_resume(config.resume)
+    if saved is None:
+        return Beginning(num_steps)
+    if {path.split("/")[0] for path in saved.entries} == {"model"}:
+        raise CheckpointError(
+            f"{saved.folder} holds weights alone, expected the state of a training too; train from the folder that "
+            "they were imported from: --initial_weights in another --run_dir"
+        )
+    free = free_on_resume(type(config)) | {"data"}  # a description; data_crc32 must not change
+    before = saved.values.get("num_steps")  # absent in older checkpoints: there it cannot change
+    if before is not None and (type(before) is not int or not saved.step <= before < 2**53):
+        raise CheckpointError(
+            f"{saved.folder} is of step {saved.step} of {before!r:.50}; expected a number of steps; start anew in "
+            "another --run_dir"
+        )
+    was = defaults_of(type(config)) | saved.value("config", dict)  # defaults: for fields newer than the checkpoint
+    if isinstance(run["data_crc32"], int) and run["data_crc32"] % 2**32 == was.get("data_crc32"):
+        run = run | {"data_crc32": was["data_crc32"]}  # of token shards, older runs lack the half of their content
+    check_same_run(run, was, free if before is None else free.union(LENGTHS))
+    check_length(config, num_steps, before or num_steps, saved.step)
+    best = saved.best() if config.keep_best else None
+    if best and not peers.from_first(lambda: best["step"] in reader.steps()):
+        best = None  # removed by hand
+    finished = saved.step == num_steps and peers.from_first(lambda: is_finished(run_dir.folder, num_steps))
+    evaluation = {name: n for name, n in saved.value("evaluation", dict).items() if type(n) in (int, float)}
+    restore = partial(reader.restore, saved)
+    if hasattr(batches, "seek"):
+        batches.seek(saved.step, saved.values.get("position"))
+    return Beginning(before or num_steps, saved.step, saved.run_id, evaluation, best, finished, restore)

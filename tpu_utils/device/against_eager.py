@@ -1,0 +1,129 @@
+"""The first call of a compiled step beside the same call as it is written: a compiler may compute something else.
+
+torch 2.11 loses the gradient of some torch.autograd.Functions in a graph that holds loss.backward(), without a word.
+No version is asked for: what the step gives and what it leaves in its arguments is compared.
+"""
+
+import copy
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tpu_utils.base.errors import InputError
+
+TOLERANCE = 0.1
+"""Of what a call changes in a tensor, relative. In bfloat16 two orders of sums differ by less; a lost gradient is 1."""
+NOISE = 1e-3
+"""Of what it changes in all tensors of a kind: less is rounding, such as the gradient of a bias before BatchNorm."""
+LEFT = "gradients left behind"
+Tensors = dict[tuple[str, str], torch.Tensor]
+"""By kind and name."""
+
+
+def first_call(function: Callable, compiled: Callable, arguments: tuple, keywords: dict[str, Any]) -> Any:
+    """compiled(*arguments, **keywords). Raises InputError where function, on copies, gives or leaves other tensors.
+
+    Both draw the same from torch's generator. A function that has its model from elsewhere than its arguments is not
+    tried: it would train it twice.
+    """
+    outside = inspect.getclosurevars(inspect.unwrap(function))
+    own = nn.Module | torch.optim.Optimizer | torch.Tensor
+    held = [name for name, value in {**outside.globals, **outside.nonlocals}.items() if isinstance(value, own)]
+    if held:
+        print(f"check      {function.__name__} is not compared with eager PyTorch: {held[0]} is no argument of it")
+        return compiled(*arguments, **keywords)
+    named = inspect.signature(function).bind(*arguments, **keywords).arguments
+    before = {key: tensor.detach().clone() for key, tensor in tensors_of(named).items()}
+    generator = torch.get_rng_state()
+    copied = copy.deepcopy(named)
+    for name, value in named.items():
+        if isinstance(value, torch.optim.Optimizer):  # its own copy leaves out what a subclass added
+            vars(copied[name]).update({key: own for key, own in vars(value).items() if key not in vars(copied[name])})
+    bound = inspect.signature(function).bind_partial()
+    bound.arguments = copied
+    result = function(*bound.args, **bound.kwargs)
+    expected = changes(before, tensors_of({**copied, "result": result}))
+    del copied, bound, result  # before the compiled call needs its memory
+    torch.set_rng_state(generator)
+    result = compiled(*arguments, **keywords)
+    check_same(function.__name__, changes(before, tensors_of({**named, "result": result})), expected)
+    return result
+
+
+def tensors_of(named: dict[str, Any]) -> Tensors:
+    """All in modules, optimizers, collections and objects with fields.
+
+    A parameter is left out where an optimizer averages its gradient: that tells it better than Adam's first step, which
+    is of one size for any gradient.
+    """
+    found: Tensors = {}
+    modules = {name: value for name, value in named.items() if isinstance(value, nn.Module)}
+    names = {id(p): f"{name}.{path}" for name, module in modules.items() for path, p in module.named_parameters()}
+    averaged = set()
+    for name, value in named.items():
+        if isinstance(value, torch.optim.Optimizer):
+            for parameter, state in value.state.items():
+                for kind, tensor in state.items():
+                    if isinstance(tensor, torch.Tensor):
+                        found[f"{name}.state {kind}", names.get(id(parameter), "?")] = tensor
+                        averaged |= {id(parameter)} if tensor.shape == parameter.shape else set()
+    for name, module in modules.items():
+        for path, parameter in module.named_parameters():
+            if id(parameter) not in averaged:
+                found["parameters", f"{name}.{path}"] = parameter
+            if parameter.grad is not None:
+                found[LEFT, f"{name}.{path}"] = parameter.grad
+        for path, buffer in module.named_buffers():
+            found[path.rpartition(".")[2], f"{name}.{path}"] = buffer
+    for name, value in named.items():
+        if not isinstance(value, nn.Module | torch.optim.Optimizer):
+            found |= {(path, path): tensor for path, tensor in below(name, value).items()}
+    return {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in found.items()}
+
+
+def below(path: str, value: Any) -> dict[str, torch.Tensor]:
+    """Tensors in tuples, lists, mappings and what has fields."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    if isinstance(value, tuple | list):
+        items = {str(i): one for i, one in enumerate(value)}
+    else:
+        items = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return {name: tensor for key, one in items.items() for name, tensor in below(f"{path}.{key}", one).items()}
+
+
+def changes(before: Tensors, after: Tensors) -> Tensors:
+    """What a call has made of each tensor; of a new one, from 0."""
+    return {key: tensor.detach().float() - before.get(key, torch.zeros_like(tensor)) for key, tensor in after.items()}
+
+
+def check_same(name: str, found: Tensors, expected: Tensors) -> None:
+    """Raises InputError, which names the tensor that is furthest off."""
+    sizes: dict[str, float] = {}
+    for (kind, _), tensor in expected.items():
+        sizes[kind] = sizes.get(kind, 0.0) + tensor.norm().item() ** 2
+    worst = []
+    for key in found.keys() | expected.keys():
+        zero = torch.zeros(())
+        here, there = found.get(key, zero), expected.get(key, zero)
+        size, apart = there.norm().item(), (here - there).norm().item()
+        allowed = TOLERANCE * size + NOISE * sizes.get(key[0], 0.0) ** 0.5
+        if apart > allowed or (math.isnan(apart) and not math.isnan(size)):
+            worst.append((-apart / (size + apart), key, here.norm().item(), size))
+    if not worst:
+        return
+    _, (kind, tensor), here, there = min(worst)
+    what = kind if kind == tensor else f"{kind} of {tensor}"
+    remedy = "another torch (requirements-torchtpu.txt), or operations of torch in place of a torch.autograd.Function"
+    if kind == LEFT:
+        remedy = "zero_grad(set_to_none=True) of the model or optimizer, which a graph takes in"
+    raise InputError(
+        f"torch.compile of torch {torch.__version__} computes something else of {name} than PyTorch without it: its "
+        f"first call changes {what} by {here:.4g}, expected {there:.4g} (norms), and {len(worst) - 1} more tensors are "
+        f"off; use {remedy}"
+    )

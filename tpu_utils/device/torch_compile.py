@@ -1,0 +1,339 @@
+"""The second road: the names of device.py where torch_xla is not installed, by torch's own compiler.
+
+Dynamo makes one graph of a step, its backward pass and the optimizer's update in it. Where torch_tpu has registered a
+TPU, its backend compiles the graph. Elsewhere torch runs the graph operation by operation on the CPU: that shows that
+a step is one graph and what it computes, and nothing of a speed. A process has one device; of a language model torchrun
+starts several (language/xla/shards.py). docs/torchtpu.md says what was tried.
+"""
+
+import functools
+import inspect
+import logging
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._dynamo import config as dynamo
+from torch._dynamo import lookup_backend
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, Unsupported
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tpu_utils.base.errors import InputError, RecompileError, first_line, is_own
+from tpu_utils.device.against_eager import first_call
+from tpu_utils.device.batch_norm import average_as_pytorch
+from tpu_utils.device.optim import keep_rate_ratios
+
+
+def _has_tpu() -> bool:
+    """Whether torch_tpu has found a chip, and it was asked for."""
+    found = torch.accelerator.current_accelerator()
+    return found is not None and found.type == "tpu" and os.environ.get("PJRT_DEVICE") != "CPU"
+
+
+DEVICE_TYPE = "tpu" if _has_tpu() else "cpu"
+READS = ()  # compile_step() says it itself
+ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile, run operation by operation; its speed says nothing"
+IS_XLA, BACKEND = False, "torch.compile"
+
+if not hasattr(dynamo, "trace_autograd_ops"):  # what it computes by it is compared: against_eager.py
+    raise ImportError(
+        f"torch_xla is not installed, and torch {torch.__version__} takes no backward pass into a graph; expected "
+        "torch_xla, of requirements.txt, or torch 2.13, of requirements-torchtpu.txt, in an environment of its own"
+    )
+dynamo.trace_autograd_ops = True  # loss.backward() becomes a part of the graph
+# torch keeps Dynamo out of it; its body, which sets gradients to None, is traced
+torch.optim.Optimizer.zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # step() of any optimizer records its name for a profiler
+# a sum over two axes of a mesh is one after the other, and a rate (1,) beside a DTensor is the same everywhere
+logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
+
+
+def device_type() -> str:
+    return DEVICE_TYPE.upper()
+
+
+def current_device() -> torch.device:
+    """Raises InputError in a process of several that did not join the others: each would train alone."""
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        raise InputError(
+            "torchrun has started this script, which has one device without torch_xla; expected transformer_tpu.py, "
+            "or no torchrun"
+        )
+    return torch.device(DEVICE_TYPE)
+
+
+def device_count() -> int:
+    """Processes that this one has joined: each has one device."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def process_index() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+world_size = process_count = device_count
+global_ordinal = process_index
+
+
+def is_spmd() -> bool:
+    """No program is that of all devices."""
+    return False
+
+
+def use_spmd() -> None:
+    """One device needs no mesh."""
+
+
+def wait_device_ops() -> None:
+    if DEVICE_TYPE == "tpu":
+        torch.accelerator.synchronize()
+
+
+def device_memory(device: torch.device) -> None:
+    """torch_tpu 0.2.0 has no public name for what is in use."""
+
+
+def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
+    """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor."""
+    average_as_pytorch()  # momentum=None without a read
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
+    is_first = True
+
+    def in_one_graph(*arguments, **keywords):
+        begin()
+        try:
+            return compiled(*arguments, **keywords)
+        except (InternalTorchDynamoError, AssertionError) as error:  # 2.11 asserts that no DTensor has a gradient
+            said = str(error).partition("from user code")[0].strip() or type(error).__name__
+            raise InputError(
+                f"torch.compile of torch {torch.__version__} fails at {_last_line(error)}, which PyTorch alone runs: "
+                f"{said}; expected the torch of requirements-torchtpu.txt"
+            ) from error
+        except (Unsupported, BackendCompilerFailed) as error:
+            cause = getattr(error, "inner_exception", error)
+            if not isinstance(cause, Unsupported | RecompileError):
+                raise
+            lines = re.findall(r'File "(.+)", line (\d+)', str(cause))
+            expected = "tensors alone there: no .item(), print(tensor), if on a tensor"
+            if lines and "torch/optim/" in lines[-1][0]:  # it breaks a graph on purpose
+                expected = (
+                    "an optimizer of make_optimizer, of tpu_utils/device/optim.py: torch.optim's step() is in no graph"
+                )
+            raise RecompileError(
+                f"torch.compile makes no one graph of {function.__name__}, at {_last_line(cause)}: "
+                f"{first_line(cause)}; expected {expected}"
+            ) from error
+
+    @functools.wraps(function)
+    def call(*arguments, **keywords):
+        nonlocal is_first
+        for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
+            keep_rate_ratios(optimizer)
+            for group in optimizer.param_groups:  # Dynamo sets it in step 1, and step 2 would be another graph
+                group.setdefault("capturable", True)
+        if not is_first:
+            return in_one_graph(*arguments, **keywords)
+        is_first = False
+        return first_call(function, in_one_graph, arguments, keywords)
+
+    return call
+
+
+def _last_line(error: Exception) -> str:
+    """FILE:LINE of the step, as Dynamo tells it at the end of its message."""
+    lines = re.findall(r'File "(.+)", line (\d+)', str(error))
+    own = [line for line in lines if is_own(line[0])] or lines
+    return ":".join(own[-1]) if own else "?"
+
+
+def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+    """By torch_tpu, or torch's own that runs it. Raises RecompileError for .item(), which Dynamo takes into a graph."""
+    for node in graph.graph.nodes:
+        if node.target == "item":
+            raise RecompileError(f"it reads a tensor\n{node.stack_trace}")
+    return lookup_backend("tpu" if DEVICE_TYPE == "tpu" else "eager")(graph, inputs)
+
+
+def graphs_compiled() -> int:
+    """Graphs that Dynamo has made in this process so far."""
+    return counters["stats"]["unique_graphs"]
+
+
+def operations_traced() -> int:
+    """Nothing outside of a step is traced."""
+    return 0
+
+
+def operations_on_host() -> dict[str, int]:
+    """A graph has none."""
+    return {}
+
+
+def transfers_to_device() -> float:
+    """Not counted: nan."""
+    return float("nan")
+
+
+transfers_from_device = transfers_to_device
+
+
+class Mesh:
+    """Axes of devices, of which each process has one. Those but the first two have size 1."""
+
+    def __init__(self, devices: np.ndarray, sizes: tuple[int, ...], axes: tuple[str, ...]):
+        self.axis_names, self.mesh_shape, self.grid_axes = axes, sizes, axes[:2]
+        self.grid = init_device_mesh(DEVICE_TYPE, sizes[:2], mesh_dim_names=axes[:2]) if len(devices) > 1 else None
+
+    def __deepcopy__(self, memo: dict) -> "Mesh":
+        return self  # of the process, whatever is copied that knows it
+
+    def size(self) -> int:
+        return math.prod(self.mesh_shape)
+
+    def shape(self) -> dict[str, int]:
+        return dict(zip(self.axis_names, self.mesh_shape, strict=True))
+
+
+def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: tuple) -> None:
+    """A tensor is whole on one device; on several, parameters are shards from the start (language/xla/shards.py)."""
+
+
+class BatchSharding:
+    """A process reads its own rows of a batch."""
+
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]):
+        self.part, self.num_parts = process_index(), device_count()
+
+
+def send(batch, device: torch.device, sharding: BatchSharding | None = None) -> list[torch.Tensor]:
+    """A batch, a host array or a tuple of them, on the device."""
+    arrays = batch if isinstance(batch, tuple | list) else (batch,)
+    tensors = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
+    return [tensor.to(device, non_blocking=DEVICE_TYPE == "tpu", copy=True) for tensor in tensors]
+
+
+def pending_operation(tensor: torch.Tensor) -> str:
+    """What stands outside of a step has been computed when it is called."""
+    return ""
+
+
+def mark_sharding_with_gradients(tensor: torch.Tensor, mesh: Mesh, spec: tuple) -> torch.Tensor:
+    return tensor
+
+
+def get_global_mesh() -> None:
+    """None: one device."""
+
+
+def set_global_mesh(mesh: Mesh | None) -> None:
+    pass
+
+
+def sharding_spec(tensor: torch.Tensor) -> str:
+    """DTensor's words; "": none."""
+    return str(tensor.placements) if is_sharded(tensor) else ""
+
+
+def register(name: str, function: Callable) -> Callable:
+    """A lowering for XLA, which nobody here has."""
+
+    def refused(*_: Any):
+        raise InputError(f"{name} needs torch_xla, which is not installed")
+
+    return refused
+
+
+def optimization_barrier_(tensors: list[torch.Tensor]) -> None:
+    """Nothing moves where operations run in their order."""
+
+
+def place_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """It stays where it is."""
+    return tensor
+
+
+place_to_device = place_to_host
+
+
+class _Shards:
+    """A DTensor in the words of checkpoints: those of torch_xla's XLAShardedTensor."""
+
+    class Shard(NamedTuple):
+        data: torch.Tensor
+        indices: tuple[slice, ...]
+        replica_id: int
+
+    def __init__(self, tensor: DTensor):
+        self._local = tensor.detach().to_local()
+        place, replica = [slice(0, n) for n in tensor.shape], 0
+        grid = tensor.device_mesh
+        for axis, placement in enumerate(tensor.placements):
+            here, count = grid.get_local_rank(axis), grid.size(axis)
+            if placement.is_shard():
+                along = tensor.shape[placement.dim]
+                each = -(-along // count)
+                place[placement.dim] = slice(min(along, here * each), min(along, (here + 1) * each))
+            else:
+                replica = replica * count + here
+        self.local_shards = [_Shards.Shard(self._local.to("cpu", copy=True), tuple(place), replica)]
+
+    def load_local_shards_(self, shards: list) -> None:
+        self._local.copy_(shards[0].data)
+
+
+wrap_if_sharded = _Shards
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it lies on the devices of a mesh, in parts or whole on each."""
+    return isinstance(tensor, DTensor)
+
+
+def put(target: torch.Tensor, value: torch.Tensor) -> None:
+    if is_sharded(target):
+        shards = _Shards(target)
+        shards.load_local_shards_([shard._replace(data=value[shard.indices]) for shard in shards.local_shards])
+        return
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def get_rng_state() -> int:
+    """Stands in a checkpoint for the running seed of torch_xla, which begins with the run's."""
+    return torch.initial_seed()
+
+
+def set_rng_state(seed: int) -> None:
+    """torch.manual_seed() has seeded the device, and steps draw nothing from it."""
+
+
+def set_mat_mul_precision(precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)
+
+
+def TraceMe(name: str, **_: Any) -> AbstractContextManager:
+    return torch.profiler.record_function(name)
+
+
+def start_trace(folder: str) -> None:
+    raise InputError("profile_steps needs torch_xla, which is not installed; leave --profile_steps out")
+
+
+stop_trace = wait_device_ops
+
+
+def init_process_group(*_: Any, **__: Any) -> None:
+    raise InputError("a process for each device needs torch_xla, which is not installed; run simple_mnist_tpu.py")
+
+
+all_reduce = broadcast_master_param = sync = init_process_group

@@ -1,0 +1,271 @@
+"""Options of a script: frozen dataclasses with presets, checked, and the command line that they make. Imports no torch.
+
+A value is looked up in this order, the last one wins: the field's default, the preset, the level, the command line. A
+resumed run has its own config.json in place of the preset, unless --preset is given.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+
+from tpu_utils.base.errors import InputError
+from tpu_utils.options.compiler_flags import OF_A_FOLDER
+from tpu_utils.options.fields import (
+    FREE,
+    NoEffect,
+    check_class,
+    check_ranges,
+    check_types,
+    declaring,
+    field_doc,
+    hints_of,
+    marks,
+    nearest,
+    plain,
+)
+from tpu_utils.record.run_dir import names_a_place, read_config
+
+LENGTHS = ("num_steps", "num_epochs")
+"""Fields that a resumption may change where the steps done keep their learning rates."""
+OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug", "download")
+"""A resumed run does not take these from config.json: a folder made by others must not start a download."""
+BESIDE_OPTIONS = {"run_id", "data", "data_crc32"}
+"""What config.json holds of the run beside its options."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Base of every configuration: each field is an option of the command line."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"quick_test": {}}  # the defaults of the fields
+    """For each name that --preset takes, the fields it sets. The first one is taken when none is named."""
+    levels: ClassVar[dict[str, dict[str, Any]]] = {}
+    """The same for --optimization_level. No preset sets a field that a level owns."""
+    free_elsewhere: ClassVar[frozenset[str]] = frozenset()
+    """Options that config.json may hold beside the fields: of other scripts and older versions, all of them FREE."""
+    options_from = ""  # no annotation, so no field: the config.json that gave the other options
+
+    def __post_init__(self):
+        if problems := [*check_class(type(self))] or check_types(self) or check_ranges(self) or self.problems():
+            raise InputError("\n".join(problems))
+
+    def problems(self) -> list[str]:
+        """What else can be known to be wrong before any data is read, each as a sentence: found, expected, what to do.
+        Of fields that have their types and bounds."""
+        return []
+
+
+Config = TypeVar("Config", bound=Options)
+
+
+def free_on_resume(kind: type[Options]) -> set[str]:
+    """Names of the fields marked FREE, in this class or in another script's: one may resume the run of another."""
+    return {field.name for field in dataclasses.fields(kind) if FREE in marks(kind, field.name)} | kind.free_elsewhere
+
+
+def as_json(config: Options) -> dict[str, Any]:
+    """The fields as JSON gives them back: tuples become lists, NumPy's numbers Python's."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=lambda number: number.item()))
+
+
+def defaults_of(kind: type[Options]) -> dict[str, Any]:
+    """The default of every field, as a file would give it."""
+    return json.loads(json.dumps({field.name: field.default for field in dataclasses.fields(kind)}))
+
+
+def presets_of(kind: type[Options]) -> dict[str, dict[str, Any]]:
+    """The presets of a class, checked. Raises InputError for a class or a preset that would not do what it says."""
+    problems, presets = [*check_class(kind)], kind.presets
+    if not presets or not all(isinstance(values, dict) for values in presets.values()):
+        problems.append(f"{kind.__name__}.presets is {presets!r:.60}; expected {{name: {{field: value}}}}")
+    elif not problems:
+        names, owned = declaring(kind), {name for values in kind.levels.values() for name in values}
+        for preset, name in ((preset, name) for preset, values in presets.items() for name in values):
+            if name not in names or name == "preset":
+                problems.append(f"preset {preset}: {name} is no field of {kind.__name__}{nearest(name, names)}")
+            elif name in owned:
+                problems.append(
+                    f"preset {preset} sets {name}, which belongs to optimization_level; set that, or drop it"
+                )
+    if problems:
+        raise InputError("\n".join(problems))
+    return presets
+
+
+def resolve(kind: type[Config], preset: str, level: str | None = None) -> tuple[Config, dict[str, str]]:
+    """The preset's configuration and, for each field, where its value came from.
+
+    The class earlier in the MRO wins: a default that a subclass redeclares wins over the presets and the level of its
+    parents. In one class the preset wins over the default. level: from the command line, so it replaces the preset's,
+    and always sets its fields. Raises KeyError for an unknown preset or level.
+    """
+    values: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
+    sources = dict.fromkeys(values, "default")
+
+    def take(chosen: dict[str, Any], source: str) -> None:
+        values.update(chosen)
+        sources.update(dict.fromkeys(chosen, source))
+
+    chosen, order = presets_of(kind)[preset], {n: kind.__mro__.index(base) for n, base in declaring(kind).items()}
+    # the farthest class that has this very preset: a subclass may reuse its parent's
+    stated_by = max(i for i, base in enumerate(kind.__mro__) if vars(base).get("presets", {}).get(preset) is chosen)
+    take({n: v for n, v in chosen.items() if order[n] >= stated_by}, f"preset {preset}")
+    take({"preset": preset}, f"preset {preset}")
+    if level is not None:
+        take({"optimization_level": level}, "command line")
+    if kind.levels:
+        of_level, source = kind.levels[values["optimization_level"]], f"level {values['optimization_level']}"
+        if level is None:
+            of_level = {n: v for n, v in of_level.items() if order[n] >= order["optimization_level"]}
+        take(of_level, source)
+    return kind(**values), sources
+
+
+def parse_command_line(kind: type[Config], description: str, argv: list[str] | None = None) -> Config:
+    """The configuration of this run. Prints help or the mistake and exits (0 or 2) when there is no run to do.
+
+    Accepts --snake_case and --kebab-case. An unknown option is answered with the nearest names.
+    Raises InputError for values that cannot work.
+    """
+    import tyro  # only here: presets are read where nothing is installed but Python
+
+    if os.environ.get("NO_COLOR"):  # no-color.org; tyro looks at TERM alone
+        os.environ["TERM"] = "dumb"
+    argv = sys.argv[1:] if argv is None else argv
+    presets = list(presets_of(kind))
+    names = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("preset", "optimization_level", "run_dir", "resume", "peers_secret", "compiler_options"):
+        names.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    try:
+        chosen = names.parse_known_args(argv)[0]
+    except argparse.ArgumentError:
+        chosen = names.parse_args([])  # an option without its value: tyro says so below
+    preset = chosen.preset if chosen.preset in presets else presets[0]
+    if chosen.preset not in (None, preset) and not {"-h", "--help"} & set(argv):
+        raise InputError(
+            f"preset is {chosen.preset!r:.60}; expected one of {', '.join(presets)}{nearest(chosen.preset, presets)}"
+        )
+    # tyro refuses the other names below
+    level = chosen.optimization_level if chosen.optimization_level in kind.levels else None
+    default, _ = resolve(kind, preset, level)
+    run_dir = chosen.run_dir or default.run_dir
+    if chosen.preset is None and chosen.resume in ("auto", "must") and run_dir and names_a_place(run_dir):
+        stored = resolve_stored(kind, run_dir, chosen.resume, level)
+        if stored:
+            check_given_again(stored, chosen)
+            default = stored
+    if default.options_from:
+        description += f"\n\nOptions that are not given are those in {default.options_from}."
+    flat = (tyro.conf.OmitArgPrefixes,)
+    groups = tyro.cli(option_groups(default), args=argv, description=description, use_underscores=True, config=flat)
+    values = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
+    config, given = kind(**values), (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
+    if problems := without_effect(config, {option.replace("-", "_") for option in given}):
+        raise InputError("\n".join(problems))
+    object.__setattr__(config, "options_from", default.options_from)
+    return config
+
+
+def without_effect(config: Options, given: Iterable[str]) -> list[str]:
+    """The options given on the command line that have no effect because of another one, as sentences. Values of a
+    preset, and a subclass's own values, are never refused."""
+    problems, hints = [], hints_of(type(config))
+    for name in (field.name for field in dataclasses.fields(config) if field.name in given):
+        is_off = getattr(config, name) is False or getattr(config, name) == ""  # --no_download, --hellaswag ""
+        for mark in (mark for mark in marks(type(config), name) if isinstance(mark, NoEffect) and not is_off):
+            if (value := getattr(config, mark.other, None)) in mark:
+                works = [c for c in get_args(plain(hints.get(mark.other))) if isinstance(c, str) and c not in mark]
+                remedy = f"choose --{mark.other} {' or '.join(works)}, or leave" if works else "leave"
+                problems.append(f"--{name} has no effect: {mark.other} is {value!s:.60}; {remedy} --{name} out")
+    return problems
+
+
+def check_given_again(stored: Options, given: argparse.Namespace) -> None:
+    """Raises InputError where a folder would choose which file is a secret, or what libtpu reads and writes."""
+    bad = ["a peers_secret"] if given.peers_secret is None and getattr(stored, "peers_secret", "") else []
+    if given.compiler_options is None:
+        words = getattr(stored, "compiler_options", "").split()
+        bad += [f"compiler_options {w:.80}" for w in words if not re.fullmatch(OF_A_FOLDER, w.removeprefix("--"))]
+    if bad:
+        again = f"--{bad[0].removeprefix('a ').split()[0]} again, or '' for none"
+        raise InputError(f"{stored.run_dir}/config.json is of a run with {bad[0]}; expected {again}")
+
+
+def resolve_stored(kind: type[Config], run_dir: str, resume: str, level: str | None = None) -> Config | None:
+    """The configuration of the run that run_dir holds, to be resumed; None where it holds no config.json.
+
+    level replaces the run's optimization level. A field that the file does not have yet takes its default.
+    Raises InputError, naming the file, for anything but options that this script can have written.
+    """
+    name, found = read_config(run_dir)
+    if found is None:
+        return None
+    defaults, free = defaults_of(kind), free_on_resume(kind)
+    instead = "check --run_dir, or give all options again with --preset"
+    foreign = sorted(found.keys() - defaults.keys() - free - BESIDE_OPTIONS)
+    if foreign or "preset" not in found:
+        said = f"has {', '.join(f'{other!r:.40}' for other in foreign[:5])}" if foreign else "names no preset"
+        raise InputError(f"{name} {said}; expected the options of this script ({kind.__name__}); {instead}")
+    of_the_run = defaults.keys() - set(OF_THE_PROCESS)
+    values = defaults | {field: found[field] for field in of_the_run & found.keys()}
+    values = {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
+    if level is not None:
+        values |= {"optimization_level": level, **kind.levels[level]}
+    try:
+        config = kind(**values | {"run_dir": run_dir, "resume": resume})
+    except InputError as error:
+        problems = str(error).replace("\n", "; ")
+        raise InputError(f"{name} holds options that cannot work: {problems}; {instead}") from error
+    new = [f"{field} {defaults[field]!r}" for field in defaults if field in of_the_run - found.keys() - free]
+    object.__setattr__(config, "options_from", name + (f" (not in it: {', '.join(new)})" if new else ""))
+    return config
+
+
+def option_groups(config: Options) -> type:
+    """A dataclass of dataclasses for tyro, whose help has a group of options for each class that declares fields."""
+    import tyro  # only here
+
+    kind, declared = type(config), declaring(type(config))
+    choices = {**hints_of(kind), "preset": Literal[tuple(kind.presets)]}
+    groups = []
+    for base in (base for base in reversed(kind.__mro__) if base in declared.values()):
+        members = [
+            (name, Annotated[plain(choices[name]), tyro.conf.arg(help=field_doc(kind, name))], getattr(config, name))
+            for name, where in declared.items()
+            if where is base
+        ]
+        name = re.sub("(Options|Config)$", "", base.__name__)
+        title = re.sub("(?<=[a-z])(?=[A-Z])", "_", name).lower()
+        written = "" if base.__doc__.startswith(f"{base.__name__}(") else base.__doc__  # dataclasses make one up
+        group = dataclasses.make_dataclass(title, members, frozen=True, namespace={"__doc__": written})
+        groups.append((title, group, dataclasses.field(default=group())))
+    return dataclasses.make_dataclass("Options", groups)
+
+
+def print_presets(kinds: Iterable[str]) -> int:
+    """The command line of config.py. kinds: MODULE:CLASS of each configuration; a module that is not there, as in a
+    copy of another script, is left out. Raises InputError for a preset that cannot work."""
+    parser = argparse.ArgumentParser(description="Print every preset, resolved: each value and where it came from.")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    given, everything = parser.parse_args(), {}
+    for module, kind in (name.split(":") for name in kinds if find_spec(name.partition(".")[0].partition(":")[0])):
+        for preset in presets_of(found := getattr(importlib.import_module(module), kind)):
+            config, sources = resolve(found, preset)
+            rows = {name: {"value": v, "source": sources[name]} for name, v in dataclasses.asdict(config).items()}
+            everything.setdefault(kind, {})[preset] = rows
+            if not given.json:
+                print(f"{kind} --preset {preset}: valid")
+                for name, row in rows.items():
+                    source = "" if row["source"] == "default" else row["source"]
+                    print(f"  {name:28} {row['value']!s:28} {source}".rstrip())
+                print()
+    if given.json:
+        print(json.dumps(everything, indent=2))
+    return 0

@@ -1,0 +1,79 @@
+"""Variables of the environment that torch_xla and XLA read, checked before they do. Imports no torch."""
+
+import functools
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from tpu_utils.base.errors import InputError
+from tpu_utils.options.known_flags import check_known, xla_has
+
+MOST_DEVICES = 127
+"""Of one process: autograd counts its devices in 8 bits."""
+OFF = ("", "0", "false")
+SWITCHES = {
+    "XLA_USE_BF16": "makes bfloat16 of what the run calls float32; unset it, or choose --precision bfloat16",
+    "XLA_USE_32BIT_LONG": "makes 32 bits of whole numbers of 64, which ends a run in a crash; unset it",
+    "XLA_USE_SPMD": "makes other programs of the steps; unset it: scripts start SPMD themselves",
+}
+SWITCHES["XLA_DOWNCAST_BF16"], SWITCHES["XLA_AUTO_SPMD"] = SWITCHES["XLA_USE_BF16"], SWITCHES["XLA_USE_SPMD"]
+"""What a variable does, and what to do about it, where it is set to anything but OFF."""
+NUMBERS = {
+    "CPU_NUM_DEVICES": (1, MOST_DEVICES),
+    **dict.fromkeys(("PJRT_LOCAL_PROCESS_COUNT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), (1, 1 << 20)),
+    **dict.fromkeys(("PJRT_LOCAL_PROCESS_RANK", "RANK", "LOCAL_RANK", "GROUP_RANK"), (0, 1 << 20)),
+}
+"""The least and the largest whole number that a variable may have."""
+DEVICES = ("", "cpu", "tpu")
+INEXACT = re.compile(r"xla_cpu_enable_fast_\w+")
+"""Flags of XLA that let it reorder sums and leave out what is not finite."""
+COMMON_FLAGS = ("xla_backend_optimization_level", "xla_cpu_enable_fast_math", "xla_dump_to", "xla_dump_hlo_as_text")
+"""XLA has these: the library, of 300 MB, is not searched for them."""
+
+
+def check_variables(environment: Mapping[str, str], device: str, options: Mapping[str, str] | None = None) -> None:
+    """Raises InputError for a value that changes numbers behind the printed precision, or ends the run by a signal.
+
+    device: as --device has it; "auto" asks PJRT_DEVICE. options: of the TPU's compiler, which libtpu must have.
+    """
+    for name, effect in SWITCHES.items():
+        own = name.endswith("_SPMD") and "torch_xla" in sys.modules  # whose use_spmd() sets it
+        if (value := environment.get(name, "")).lower() not in OFF and not own:
+            raise InputError(f"the environment has {name}={value:.50}, which {effect}")
+    for name, (least, most) in NUMBERS.items():
+        value = environment.get(name, str(least))
+        if not re.fullmatch("[0-9]{1,9}", value) or not least <= int(value) <= most:
+            raise InputError(
+                f"the environment has {name}={value:.50}; expected a whole number from {least} to {most}; unset it, or "
+                "correct it"
+            )
+    named = environment.get("PJRT_DEVICE", "")
+    if device == "auto" and named.lower() not in DEVICES:
+        raise InputError(f"the environment has PJRT_DEVICE={named:.50}; expected CPU or TPU; unset it, or correct it")
+    if cache := environment.get("XLA_PERSISTENT_CACHE_PATH"):
+        try:
+            Path(cache).mkdir(parents=True, exist_ok=True)  # as torch_xla does
+        except OSError as error:
+            raise InputError(
+                f"the environment has XLA_PERSISTENT_CACHE_PATH={cache:.200}: {error.strerror}; expected a folder that "
+                "can be written; unset it: torch_xla cannot read what it keeps there"
+            ) from error
+    check_flags(environment.get("XLA_FLAGS", ""))
+    check_known(options or {})
+
+
+@functools.cache
+def check_flags(text: str) -> None:
+    """Raises InputError for flags of XLA that it does not have, which would abort the process, and inexact ones."""
+    for word in (word for word in text.split() if word.startswith("--")):  # others name a file of flags
+        name, _, value = word[2:].partition("=")
+        if INEXACT.fullmatch(name) and value.lower() not in ("0", "false"):
+            raise InputError(
+                f"XLA_FLAGS has {word:.80}, which changes numbers behind the precision that a run prints; leave it out"
+            )
+        if name not in COMMON_FLAGS and not xla_has(name):
+            raise InputError(
+                f"XLA_FLAGS has {word:.80}, which this XLA does not have: it would abort; leave it out; options of the "
+                "TPU's compiler belong in --compiler_options"
+            )

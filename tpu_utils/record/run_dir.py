@@ -1,0 +1,245 @@
+"""The run directory: made, locked, and proved to belong to this run."""
+
+import datetime
+import fcntl
+import json
+import os
+import re
+import socket
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpu_utils.base.errors import InputError, SaveError
+from tpu_utils.base.files import parse_object, read_json, write_atomically
+from tpu_utils.base.peers import Peers
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+    from tpu_utils.remote.storage import Mirror
+
+OPTIONS = "the options of a run, as a training script wrote them; check --run_dir, or give all options with --preset"
+MOST_BYTES = 1 << 20
+"""Of config.json; the scripts' have one or two thousand."""
+
+
+class RunLock:
+    """One run at a time in a run directory: an flock on the folder itself, and one on its file `lock`.
+
+    The folder's lock stays when the file is deleted or replaced. The file names the holder. It is locked too because a
+    network file system may lock a folder on this host alone, or not at all: NFS wants a descriptor that can write, and
+    answers EBADF, EINVAL or ENOLCK. The kernel releases both at any death, so what is left never blocks.
+    Of the processes of one run only the first takes it.
+    """
+
+    patience_seconds = 2.0
+    """How long to try: for a holder that was killed and is not yet gone."""
+
+    def __init__(self):
+        self._descriptors: list[int] = []
+
+    def release(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def acquire(self, run_dir: Path) -> None:
+        """Raises InputError naming the holder."""
+        name, deadline, without = run_dir / "lock", time.monotonic() + self.patience_seconds, []
+        for path, flags in ((run_dir, os.O_RDONLY), (name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)):
+            self._descriptors.append(os.open(path, flags, 0o666))
+            while isinstance(error := _flock(self._descriptors[-1]), BlockingIOError | PermissionError):
+                if time.monotonic() > deadline:
+                    self.release()
+                    raise InputError(
+                        f"run_dir {run_dir} is in use by {_holder(name)}; expected no other run there; wait for it or "
+                        "stop it, or choose another --run_dir"
+                    )
+                time.sleep(0.05)
+            without += [error] if error else []
+        if len(without) == 2:
+            print(
+                f"warning: run_dir {run_dir} is on a file system without locks ({error.strerror}): a second run there "
+                "would not be refused",
+                file=sys.stderr,
+            )
+        os.ftruncate(self._descriptors[-1], 0)
+        os.write(self._descriptors[-1], f"pid {os.getpid()} on host {socket.gethostname()}\n".encode())
+
+    def check(self, run_dir: Path) -> None:
+        """Raises SaveError unless the path still leads to the folder that is locked, in a process that holds the lock.
+
+        The open descriptor keeps the folder's inode from being given to a new folder.
+        """
+        if not self._descriptors:
+            return
+        try:
+            if os.path.samestat(os.fstat(self._descriptors[0]), run_dir.stat()):
+                return
+            found = "another folder"
+        except FileNotFoundError:
+            found = "nothing"
+        except OSError as error:
+            found = error.strerror
+        raise SaveError(
+            f"run_dir {run_dir} is gone: found {found} there, expected the folder that this run has locked; it was "
+            "removed, moved or unmounted; put it back (not needed for a run in a bucket) and go on with --resume must, "
+            "or start anew in another --run_dir"
+        )
+
+
+def _flock(descriptor: int) -> OSError | None:
+    """None once it is locked; BlockingIOError, on NFS also PermissionError, while another holds it; else: no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error
+    return None
+
+
+def _holder(name: Path) -> str:
+    """Who holds the lock, as its file says, which may be gone."""
+    try:
+        return name.read_text(errors="replace").strip() or "another process"
+    except OSError:
+        return "another process"
+
+
+def names_a_place(run_dir: str) -> bool:
+    """Whether it is a local folder or gs://BUCKET/FOLDER, and no other address."""
+    folder_in_bucket = r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?"
+    return not re.match(r"\w+:/", run_dir) or re.fullmatch(folder_in_bucket, run_dir) is not None
+
+
+def open_run_dir(config: "TrainConfig", lock: RunLock | None = None) -> Path:
+    """The run directory, made, locked and proved writable; of a gs:// directory the local folder that a Mirror uploads.
+
+    Raises InputError where it cannot be written, is in use by another run, or already holds one.
+    """
+    now = datetime.datetime.now()
+    run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")
+    if config.compile_for:
+        return run_dir  # nothing runs, nothing is written
+    if config.run_dir.startswith("gs://"):
+        from tpu_utils.remote.storage import open_bucket_dir  # only here: nothing else needs the storage's client
+
+        run_dir = open_bucket_dir(config.run_dir, config.resume)
+        if lock:
+            lock.acquire(run_dir)
+        return run_dir
+    if config.resume == "must" and not run_dir.exists():
+        raise InputError(f"{run_dir} holds no complete checkpoint to go on from: it does not exist; check --run_dir")
+    events = run_dir / "tensorboard"  # traces are written below it, in plugins/profile/TIME
+    for inner in chain((run_dir / "checkpoints", events), events.rglob("*")):
+        if inner.is_symlink():  # in a directory that came from elsewhere: a run deletes and writes there
+            raise InputError(f"{inner} is a link, expected a folder; give the directory it leads into as --run_dir")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if lock:
+            lock.acquire(run_dir)
+        held = (run_dir / "config.json").exists() or any((run_dir / "checkpoints").glob("step_*/done"))
+        if config.resume == "never" and held:
+            raise InputError(
+                f"run_dir {run_dir} already holds a run; choose another, or continue it with --resume auto"
+            )
+        write_atomically(run_dir / "writable", b"")
+        (run_dir / "writable").unlink()
+    except OSError as error:
+        raise InputError(
+            f"run_dir {run_dir} cannot be written: {error.strerror}; choose another with --run_dir"
+        ) from error
+    return run_dir
+
+
+class RunDir:
+    """The directory of a run, as its processes use it."""
+
+    def __init__(self, peers: Peers):
+        self._peers, self._lock, self.folder = peers, RunLock(), Path()
+        self.mirror: Mirror | None = None
+        """Keeps a bucket equal to the folder, where run_dir is a gs:// address."""
+        self.run_id = ""
+        """Of the run in the folder; "": there is none yet, or config.json is damaged."""
+
+    def open(self, config: "TrainConfig") -> None:
+        """Make and lock it. Raises InputError, on all processes, as open_run_dir does."""
+        self.folder = Path(self._peers.from_first(lambda: str(open_run_dir(config, self._lock))))
+        if config.run_dir.startswith("gs://") and not config.compile_for:
+            from tpu_utils.remote.storage import Mirror  # only here
+
+            self.mirror = Mirror(config.run_dir, config.resume, self.folder, self._peers)
+            self.folder = self.mirror.folder  # each process has its own
+        self.run_id = self._peers.from_first(lambda: run_id_in(self.folder))
+
+    def check(self) -> None:
+        """Raises SaveError, on all processes, when the path no longer leads to the folder that was locked."""
+        self._peers.from_first(self.check_own)
+
+    def check_own(self) -> None:
+        """As check(), in this process alone."""
+        self._lock.check(self.folder)
+
+    def close(self) -> None:
+        self._lock.release()
+
+
+def check_same_options(config: "TrainConfig", peers: Peers) -> None:
+    """Raises InputError, on all processes, where some found the options of the run to resume and others did not."""
+    found = peers.gather(bool(config.options_from))
+    if len(set(found)) > 1:
+        raise InputError(
+            f"process {found.index(True)} reads its options from config.json of run_dir {config.run_dir}, but "
+            f"process {found.index(False)} finds none there; give a folder that all hosts share, or gs://, or the "
+            "same options with --preset on all of them"
+        )
+
+
+def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]) -> None:
+    """Raises InputError if a field that shapes the computation is not what the checkpoint was made with.
+
+    free: names of the fields that may differ.
+    """
+    names = sorted((config.keys() | saved.keys()) - free)
+    changed = [f"{n} is {config.get(n)!r}, was {saved.get(n)!r}" for n in names if config.get(n) != saved.get(n)]
+    if changed:
+        raise InputError(
+            f"this is not the run the checkpoint belongs to: {'; '.join(changed)}; repeat the old values, "
+            "or start anew in another --run_dir"
+        )
+
+
+def read_config(run_dir: str) -> tuple[str, dict[str, Any] | None]:
+    """(its name, what it holds) of the config.json of a folder or a gs:// directory; None where there is none.
+
+    Raises InputError for one that is damaged.
+    """
+    name = f"{run_dir.rstrip('/')}/config.json"
+    if run_dir.startswith("gs://"):
+        from tpu_utils.remote.storage import read_object  # only here
+
+        content = read_object(run_dir, "config.json", OPTIONS, MOST_BYTES)
+        return name, None if content is None else parse_object(content, name, OPTIONS)
+    return name, read_json(Path(name), OPTIONS, MOST_BYTES) if os.path.lexists(name) else None
+
+
+def run_id_in(run_dir: Path) -> str:
+    """The id of the run in a directory, which its checkpoints name too; "" for none, or if config.json is damaged."""
+    try:
+        run_id = read_json(run_dir / "config.json", "the options of a run").get("run_id")
+    except InputError:
+        return ""
+    return run_id if isinstance(run_id, str) else ""
+
+
+def is_finished(run_dir: Path, num_steps: int) -> bool:
+    """Whether a run of so many steps has come to its end: the last thing it writes is summary.json."""
+    try:
+        return read_json(run_dir / "summary.json", "the summary of a run").get("steps") == num_steps
+    except InputError:  # absent, or damaged: it is written again
+        return False
+
+
+def write_config(run_dir: Path, run: dict[str, Any]) -> None:
+    """config.json: from here on the directory holds a run."""
+    write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())

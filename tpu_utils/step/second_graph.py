@@ -1,0 +1,166 @@
+"""Why there is a second graph, or a step that reads, in words: imported once there is one."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpu_utils.base.errors import InputError, RecompileError, first_line, line_of
+from tpu_utils.device import DEVICE_TYPE, READS, operations_on_host, operations_traced
+from tpu_utils.record.lines import LineWatch
+
+if TYPE_CHECKING:
+    from tpu_utils.step.graphs import Held, Seen
+
+
+def reasons(
+    seen: "Seen",
+    held: dict[str, "Held"],
+    state: dict[str, int],
+    shapes: dict[str, str],
+    numbers: dict[tuple, Any],
+) -> list[str]:
+    """What differs between this call of the step and those before, each with a remedy.
+
+    held, state, shapes, numbers: of this call, as seen has them of earlier ones.
+    """
+    reasons = [f"{name} was {seen.shapes[name]}, is {s}" for name, s in shapes.items() if seen.shapes.get(name, s) != s]
+    reasons += _reasons_in_modules(seen.calls, seen.held, held)
+    if born := {n: size for n, size in state.items() if size > seen.state.get(n, size)}:
+        return [
+            f"{name} has {size} tensors of state and had {seen.state[name]} before its first step: state that is "
+            "created inside a step makes the next one another program; create it before, as make_optimizer of "
+            f"tpu_utils/device/optim.py does: for each parameter {name}.state[parameter] = {{name: zeros made on the "
+            "host, sent to the device}"
+            for name, size in born.items()
+        ]
+    values = {
+        name: f"{name[0]}{''.join(f'[{key!r}]' for key in name[1:])} {seen.numbers[name]!r} -> {value!r}"
+        for name, value in numbers.items()
+        if seen.numbers.get(name, value) != value
+    }
+    fresh = [text for name, text in values.items() if name not in seen.changed]
+    changed = f"numbers among the arguments that changed now, and not before: {', '.join(fresh) or 'none'}"
+    if values and not fresh:  # each value was sent, until one was that of a constant
+        changed = (
+            "of numbers that change in each call, one may now equal 0, 1 or another number of the program: "
+            f"{', '.join(values.values())}"
+        )
+    return reasons or [
+        "no argument changed its shape or dtype, so look for a Python number that is part of the program "
+        "(0, 1, sizes, positions and dims are, and one that equals another number there; make it a tensor on the "
+        f"device), or for state that was created inside the step; {changed}"
+    ]
+
+
+def new_on_host(before: dict[str, int]) -> str:
+    """What a step computes on the host, in words; "": nothing. before: operations_on_host() as it began."""
+    names = [name for name, count in operations_on_host().items() if count > before.get(name, 0)]
+    if not names:
+        return ""
+    return (
+        f"computes {', '.join(names)} on the host, because torch_xla has no such operation: its tensors are read and "
+        "sent back; expected operations that it has, such as (a * b).sum() for the vdot of spectral_norm, or "
+        "g * v / v.norm(dim=1, keepdim=True) for weight_norm"
+    )
+
+
+def raise_if_read(error: RuntimeError, name: str, call: str, before: dict[str, int]) -> None:
+    """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads.
+
+    before: operations_on_host() as the step began."""
+    if not any(said in str(error) for said in READS):
+        return
+    if isinstance(error.__context__, RuntimeError):  # torch_xla's sync() behind the step fails over the same
+        error = error.__context__
+    if host := new_on_host(before):
+        raise RecompileError(f"in {call} {name} {host}, at {line_of(error)}") from None
+    raise RecompileError(
+        f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "
+        "none of .item(), print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; "
+        "an optimizer of torch.optim reads its step size: use make_optimizer of tpu_utils/device/optim.py (torch_xla says: "
+        f"{first_line(error)})"
+    ) from None  # its own text is a stack of C++
+
+
+def check_on_device(name: str, named: dict[str, Any]) -> None:
+    """Raises InputError for a function by itself whose tensors are all on the host: nothing would be compiled."""
+    types = {value.device.type for value in named.values() if isinstance(value, torch.Tensor)}
+    if types and DEVICE_TYPE not in types:
+        raise InputError(
+            f"{name} gets no tensor on the device ({DEVICE_TYPE}); expected its model and batch there, or, of a step "
+            f"of a run, Run(config, {name}, ...), and this call inside its with statement"
+        )
+
+
+class GraphsOutside:
+    """Names the line of a run that makes a graph of its own beside the steps: found when it comes again."""
+
+    def __init__(self, call: str, name: str, seen: "Seen"):
+        """call, name: of the step that was called after it. Raises RecompileError before the first one at once."""
+        self._before, self._calls, self._lines = f"{call} of {name}", 0, LineWatch({"operations": operations_traced})
+        if seen.calls == 1:
+            why = "do them inside the step, or on the host before the tensor is sent"
+            raise self._error("", "; ".join([why, *_reasons_in_modules(1, seen.held, {})]))
+        self._is_watched = self._lines.start()
+
+    def left_out(self) -> AbstractContextManager:
+        """Around a step: what is computed there is its own."""
+        return self._lines.left_out() if self._is_watched else nullcontext()
+
+    def check(self, is_last: bool = False) -> None:
+        """Raises RecompileError once the line is known, or will not be."""
+        self._calls += 1
+        lines = self._lines.lines("operations") if self._is_watched else []
+        if self._is_watched and not (lines or is_last or self._calls > MOST_CALLS):
+            return
+        if self._is_watched:
+            self._lines.stop()
+        raise self._error(
+            f", at {lines[0][1]}" if lines else "",
+            "move them into a step, or read the tensor as it is, by .cpu(), and compute on the host; a function that "
+            "@one_graph decorates is one of the steps in Run(config, train_step, ...)",
+        )
+
+    def _error(self, where: str, remedy: str) -> RecompileError:
+        return RecompileError(
+            f"operations on device tensors before {self._before}, outside of it{where}, became a graph of their own, "
+            f"expected none: {remedy}"
+        )
+
+
+MOST_CALLS = 100
+"""Of steps, while the line of an operation outside is waited for."""
+
+
+def _reasons_in_modules(calls: int, before: list[dict[str, "Held"]], now: dict[str, "Held"]) -> list[str]:
+    """What modules held that can be the cause of a second graph, each with a remedy.
+
+    calls: of the step so far. before: what was held before each of its first two calls.
+    """
+    if not before:
+        return []
+    operations = {path: held.operation for path, held in before[-1].items() if held.operation and calls <= 2}
+    found = {
+        PENDING: [f"{path} ({name})" for path, name in operations.items() if name != "prim::Constant"],
+        CONSTANT: [path for path, name in operations.items() if name == "prim::Constant"],
+    }
+    if calls > 1:
+        old, new = (before[0], before[1]) if calls == 2 else (before[1], now)
+        common = [path for path in new if path in old]
+        found[CREATED] = [f"{new[p].kind} {p} ({new[p].shape})" for p in new if p not in old]
+        found[RESHAPED] = [f"{p} was {old[p].shape}, is {new[p].shape}" for p in common if old[p].shape != new[p].shape]
+    texts = {remedy: names[:5] + [f"{len(names) - 5} more"] * (len(names) > 5) for remedy, names in found.items()}
+    return [f"{', '.join(names)} {remedy}" for remedy, names in texts.items() if names]
+
+
+PENDING = (
+    "was still to be computed on the device when the step was called; compute it on the host before model.to(device), "
+    "or inside the step, or call torch_xla.sync() before the loop"
+)
+CREATED = "was created in a step, so the next one has an input more: register it in __init__, in its final shape"
+RESHAPED = "in the step after: give it its final shape and dtype in __init__, and write into it"
+CONSTANT = (
+    "is a scalar, and of 0 or 1 torch_xla makes a constant instead of sending it: give its module to run.track(), "
+    "which sends it, or give it the shape (1,)"
+)

@@ -1,0 +1,164 @@
+"""What a script computes, tried in plain PyTorch on a few examples of the data, before anything is compiled.
+
+A mistake in an evaluation costs nothing but the truth: the run ends with 0 and a wrong number. So the script's own
+evaluate() and training step are run on the host, on examples in several batches, orders and paddings. A mean over
+examples is the same in all of them, whatever the model, the loss and the labels are.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tpu_utils.base.errors import OTHERS, InputError, first_line, line_of
+from tpu_utils.record.metrics import DeviceMetrics
+
+if TYPE_CHECKING:
+    from tpu_utils.run import Run
+
+EXAMPLES = 11
+"""Tried at least: no multiple of the batches of 4 that they come in too."""
+CLASSES = 16
+"""Of so many classes an example each is tried, where the data begins with as many."""
+READS = (
+    "meta tensors",
+    "Cannot copy out of meta",
+    "can't convert meta device",
+    "'lengths' argument should be a 1D CPU",
+)
+
+
+def check_model(model: nn.Module, dataset, evaluate: Callable | None = None, run: "Run | None" = None) -> int:
+    """Raises InputError for a model that does not fit the data, or an evaluation or a training step that computes
+    something else on the same examples when they come in other batches, in another order or beside padding.
+
+    Returns the FLOPs of the matrix work in the forward and backward pass of one example.
+    model: on the host; it is left as it is. dataset: first(count) gives arrays of the first examples, the labels last,
+    of which num_classes says whether they are classes (None: they are not). evaluate(model, batches, run): the
+    script's; a batch is those arrays and a mask. The training step is tried when the run calls it for the first time.
+    """
+    rows = examples_of(dataset)
+    flops = flops_of(model, [array[:2] for array in rows[:-1] or rows])
+    if evaluate and run:
+        from tpu_utils.trial.trials import check_evaluation  # only here: a model alone needs it not
+
+        copied = with_tensors(model, lambda tensor: tensor.detach().clone())
+        check_evaluation(evaluate, copied, rows, dataset.num_classes, run)
+        run.examples = rows, evaluate, model
+    return flops
+
+
+def examples_of(dataset) -> tuple[torch.Tensor, ...]:
+    """EXAMPLES of a data set, and of every class one where the first 16 MiB of it have CLASSES at most."""
+    rows = dataset.first(EXAMPLES)
+    if dataset.num_classes is not None:
+        size = sum(array[:1].nbytes for array in rows)
+        more = dataset.first(max(EXAMPLES, min(1024, (1 << 24) // size)))
+        labels = more[-1].reshape(len(more[-1]), -1)
+        firsts = np.unique(labels, return_index=True)[1] // labels.shape[1]
+        chosen = list(dict.fromkeys([*firsts[:CLASSES].tolist(), *range(len(labels))]))
+        count = max(EXAMPLES, min(len(firsts), CLASSES))
+        chosen = sorted(chosen[: count + (count % 4 == 0)])
+        rows = [array[chosen] for array in more]
+    return tuple(map(torch.from_numpy, rows))
+
+
+# ----------------------------------------------------------------------------------------------------------- the model
+
+
+def flops_of(model: nn.Module, inputs: Sequence[torch.Tensor], where: str = "meta") -> int:
+    """Run the model both ways by PyTorch and without memory. Returns the FLOPs of one example."""
+    shape = " and ".join(f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}" for array in inputs)
+    try:
+        shapes = with_tensors(model, lambda tensor: tensor.detach().to(where, copy=True))
+        with FlopCounterMode(display=False) as counter:
+            outputs = shapes(*(array.to(where) for array in inputs))
+            results = [one for one in tensors_in(outputs) if one.requires_grad]
+            if results:
+                sum(one.float().sum() for one in results).backward()
+    except OTHERS as error:
+        name = re.match(r"aten::(\w+): attempted", str(error))
+        kinds = getattr(torch.ops.aten, name[1]) if name else None
+        if kinds and not any(torch.Tag.dynamic_output_shape in getattr(kinds, one).tags for one in kinds.overloads()):
+            return flops_of(model, inputs, "cpu")  # PyTorch has no way to run it without values: weight_norm
+        raise InputError(why_not(error, shape)) from error
+    if next(tensors_in(outputs), None) is None:
+        raise InputError(f"the model returns {type(outputs).__name__} for images {shape}; expected tensors")
+    return counter.get_total_flops() // len(inputs[0])
+
+
+def why_not(error: Exception, shape: str) -> str:
+    """What a model is told that does not run on tensors without values."""
+    said = str(error)
+    if any(words in said for words in READS):
+        return (
+            f"the model reads a tensor at {line_of(error)}; expected none of .item(), .tolist(), .cpu(), .numpy(), "
+            "print(tensor), if on a tensor, lengths on the host in forward: inside a compiled step nothing is read"
+        )
+    if isinstance(error, NotImplementedError):
+        return (
+            f"the shape of a result depends on values at {line_of(error)}; expected shapes that are known before: "
+            "torch.where(mask, x, 0) in place of x[mask], nonzero, unique or masked_select"
+        )
+    if "is not on the expected device meta" in said:
+        return (
+            f"a tensor is made on the host in forward, at {line_of(error)}; expected device=x.device there, or a "
+            "buffer that __init__ registers: it would be sent in every step"
+        )
+    return (
+        f"the model does not take a batch of images {shape}: {first_line(error)}; expected one for "
+        "the images of the data set, pictures with channels first; change one of them; --debug shows the line"
+    )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in tuples, lists, mappings and what has fields, such as a dataclass."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from tensors_in(one)
+    elif isinstance(value, dict) or hasattr(value, "__dict__"):
+        yield from tensors_in(list((value if isinstance(value, dict) else vars(value)).values()))
+
+
+# torch_xla replaces nn.GRU by a scan that takes XLA tensors alone: torch_xla/_patched_functions.py
+SCANNED_GRU, PLAIN_GRU = nn.GRU, getattr(nn.GRU, "_orig", nn.GRU)
+
+
+def with_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A deep copy of modules, optimizers, metrics and their collections, with function of each tensor in its place."""
+    memo: dict[int, Any] = {}
+    waiting, modules, optimizers = [value], {}, []
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, torch.Tensor) and id(one) not in memo:
+            made = function(one)
+            memo[id(one)] = nn.Parameter(made, one.requires_grad) if isinstance(one, nn.Parameter) else made
+        elif isinstance(one, nn.Module):
+            modules |= {id(module): module for module in one.modules()}
+            waiting += [*one.parameters(), *one.buffers()]
+            waiting += [
+                own for module in one.modules() for own in vars(module).values() if isinstance(own, torch.Tensor)
+            ]
+        elif isinstance(one, torch.optim.Optimizer):
+            waiting += [one.param_groups, *one.state.values()]
+            optimizers.append(one)
+        elif isinstance(one, DeviceMetrics):
+            waiting += vars(one).values()
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+    copied = copy.deepcopy(value, memo)
+    for one in optimizers:  # its own copy leaves out what a subclass added
+        vars(memo[id(one)]).update({key: own for key, own in vars(one).items() if key not in vars(memo[id(one)])})
+    for number, module in modules.items():
+        if type(module) is SCANNED_GRU:
+            memo[number].__class__ = PLAIN_GRU
+    return copied

@@ -55,7 +55,7 @@ from tpu_utils.record.metrics import DeviceMetrics
 from tpu_utils.run import Run
 from tpu_utils.step.graphs import one_graph
 
-# The mesh axis (language/xla/loops.py) that each axis of a parameter is sharded over; None, or no match: replicated. Along
+# The mesh axis (language/xla/loops.py) that each axis of a parameter is sharded over; None, no match: replicated. Along
 # "tensor" a device holds some heads and columns of the MLP; along FSDP a shard of every matrix, and gathers those of
 # a layer when it gets there. Gathered rows of gate and up lie as their product reads them: columns would be copied.
 FSDP = ("fsdp", "context")

@@ -25,7 +25,6 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
-from config import TrainConfig
 from language.data.llmc_files import other_vocabulary
 from language.data.token_data import TEXT
 from language.data.tokenizer import check_lost
@@ -34,6 +33,7 @@ from language.tasks.tasks import CORE, check_file, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
 from tpu_utils.base.files import open_regular, read_regular, write_atomically
 from tpu_utils.options.environment import choose_device, command_line
+from tpu_utils.options.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

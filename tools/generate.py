@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from config import TrainConfig
 from language.data.llmc_files import read_header
 from language.generation.sampling import SamplingOptions, ask, print_continuations
 from language.options.hf_config import shape_of
@@ -32,6 +31,7 @@ from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import open_regular, read_json
 from tpu_utils.options.compiler_flags import parse_compiler_options
 from tpu_utils.options.environment import choose_device, command_line
+from tpu_utils.options.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

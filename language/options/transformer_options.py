@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from config import ON_TPU, HostOptions, TrainConfig
 from language.options.hf_config import shape_of
 from language.options.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import parse_object, read_json
 from tpu_utils.options.fields import FREE, NoEffect, Range
+from tpu_utils.options.train_config import ON_TPU, HostOptions, TrainConfig
 
 SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "chat": 1, "stream": 1}
 DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # others: of the model's size

@@ -1,6 +1,6 @@
 """transformer_tpu.py's own steps in plain PyTorch: a row counts by its targets alone, whatever it stands beside.
 
-The image scripts try theirs at the start of every run (tpu_utils/trial/checks.py); this is the same question to this script.
+The image scripts try theirs at the start of every run (tpu_utils/trial/checks.py); this asks this script the same.
 """
 
 import numpy as np

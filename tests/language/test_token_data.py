@@ -48,7 +48,8 @@ def test_more_shards_than_open_files(tmp_path):
     for number in range(1, 300):
         os.link(tmp_path / "s_000.bin", tmp_path / f"s_{number:03d}.bin")
     program = (
-        "import resource, sys; from language.data.token_data import TokenShards; from tpu_utils.base.errors import InputError\n"
+        "import resource, sys; from language.data.token_data import TokenShards\n"
+        "from tpu_utils.base.errors import InputError\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))\n"
         "try: print(len(TokenShards(sys.argv[1], 257, 4, 2).shards))\n"
         "except InputError as error: print(error)"

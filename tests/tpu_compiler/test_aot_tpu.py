@@ -19,7 +19,7 @@ from processes import ROOT, Script, run
 import aot_tpu
 import config
 from benchmarks import budgets
-from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistConfig, TrainConfig
+from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistConfig
 from language.options.transformer_options import TransformerConfig
 from tools.generate import GenerateConfig
 from tpu_compiler import ask
@@ -30,6 +30,7 @@ from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.hardware import GENERATIONS, parse_topology
 from tpu_utils.options.environment import choose_device
 from tpu_utils.options.parsing import parse_command_line, presets_of, virtual_slice
+from tpu_utils.options.train_config import TrainConfig
 
 TINY = ROOT / "tests" / "tiny_training.py"
 

@@ -10,7 +10,6 @@ import transformers
 from jaxlib._jax import HloModule
 
 import aot_tpu
-from config import TrainConfig
 from tpu_compiler.module import cache as module_cache
 from tpu_compiler.module import programs as modules
 from tpu_compiler.module import through_torch as module_through_torch
@@ -18,6 +17,7 @@ from tpu_compiler.module.mesh import mesh_sizes
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.device.optim import make_optimizer, step_optimizer
+from tpu_utils.options.train_config import TrainConfig
 
 LINEAR = ["torch.nn:Linear", "--arguments", "in_features=4,out_features=4", "--inputs", "float32[8,4]"]
 

@@ -11,13 +11,14 @@ from mutations import DEEP, make_irregular, mutated_json, no_hang
 from run_files import assert_identical, files_of, in_process, numbers, read_lines, reader_of, state_in, summary_in
 
 import simple_mnist_tpu
-from config import FREE, DistributedMnistConfig, MnistConfig, Range
+from config import DistributedMnistConfig, MnistConfig
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import CheckpointError, InputError
 from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM
+from tpu_utils.options.fields import FREE, Range
 from tpu_utils.options.parsing import parse_command_line, resolve_stored
 from tpu_utils.record.log import BESIDE
 from tpu_utils.run import Run

@@ -24,9 +24,9 @@ import time
 
 import numpy as np
 
-from config import TrainConfig
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.options.environment import choose_device
+from tpu_utils.options.train_config import TrainConfig
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
 ROUNDS, MIB = 5, 2**20

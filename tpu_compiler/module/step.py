@@ -20,7 +20,6 @@ import torch_xla
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.utils.checkpoint import checkpoint
 
-from config import TrainConfig
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
 from tpu_compiler.compile.tracing import trace_step
@@ -36,6 +35,7 @@ from tpu_compiler.module.trace import in_words, probe
 from tpu_utils.base.errors import InputError, first_line, run_script
 from tpu_utils.base.hardware import Topology
 from tpu_utils.device.optim import make_optimizer, step_optimizer
+from tpu_utils.options.train_config import TrainConfig
 from tpu_utils.options.virtual_slice import prepare_environment
 
 

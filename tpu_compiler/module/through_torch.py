@@ -50,7 +50,6 @@ from torchax.ops import jaten  # noqa: F401  it fills all_aten_ops
 from torchax.ops.mappings import t2j_dtype
 from torchax.ops.ops_registry import all_aten_ops
 
-from config import TrainConfig
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
 from tpu_compiler.compile.traced import Traced
@@ -72,6 +71,7 @@ from tpu_utils.base.errors import InputError, first_line, run_script
 from tpu_utils.base.hardware import Topology, parse_topology
 from tpu_utils.device.optim import make_optimizer, step_optimizer
 from tpu_utils.options.compiler_flags import set_flags, torch_xla_flags
+from tpu_utils.options.train_config import TrainConfig
 
 ATEN = torch.ops.aten
 

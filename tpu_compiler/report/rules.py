@@ -78,8 +78,8 @@ def host_bytes(operation: Operation, types: dict[str, str]) -> tuple[str, int]:
 
 
 def flash_seconds(operation: Operation, topology: Topology) -> float:
-    """Seconds of one attention kernel on one device, of language/xla/flash_kernels.py or jax's splash attention; 0.0 for
-    any other custom call."""
+    """Seconds of one attention kernel on one device, of language/xla/flash_kernels.py or jax's splash attention; 0.0
+    for any other custom call."""
     queries = operation.find(r"operand_layout_constraints=\{.*?(?:bf16|f32)\[(\d+(?:,\d+){2,3})\]")
     own = re.search(r"causal_(forward|backward)_(\d+)_blocks_of_(\d+)", operation.name)
     phase = own or re.search(r"splash_m[hq]a_(fwd|dkv|dq)", operation.name)
@@ -107,8 +107,8 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
 
 
 def product_seconds(operation: Operation, types: dict[str, str], topology: Topology) -> float:
-    """Seconds of one kernel on one device, as long as its products or its bytes take: of language/xla/expert_kernels.py, or
-    the newest compiler's own of a softmax and the product after it; 0.0 for any other custom call."""
+    """Seconds of one kernel on one device, as long as its products or its bytes take: of language/xla/expert_kernels.py,
+    or the newest compiler's own of a softmax and the product after it; 0.0 for any other custom call."""
     sizes = re.search(r"grouped_product_(\d+)x(\d+)x(\d+)/", operation.line)
     arrays = (operation.type, *(types.get(operand, "") for operand in operation.operands))
     if operation.name.startswith("online-softmax"):

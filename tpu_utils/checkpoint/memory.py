@@ -30,7 +30,7 @@ from tpu_utils.checkpoint.tensor_files import INDEX_FILE, LONGEST_HEADER, WHOLE_
 from tpu_utils.record.records import read_records
 
 if TYPE_CHECKING:
-    from config import TrainConfig
+    from tpu_utils.options.train_config import TrainConfig
     from tpu_utils.remote.wire import Link
 
 BLOCK = 1 << 22  # bytes that go to another machine at a time

@@ -12,7 +12,7 @@ from tpu_utils.options.parsing import LENGTHS, defaults_of, free_on_resume
 from tpu_utils.record.run_dir import RunDir, check_same_run, is_finished
 
 if TYPE_CHECKING:
-    from config import TrainConfig
+    from tpu_utils.options.train_config import TrainConfig
 
 
 def find_beginning(

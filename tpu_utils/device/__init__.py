@@ -26,7 +26,7 @@ from tpu_utils.options.compiler_flags import flags_in_use
 from tpu_utils.options.environment import choose_device
 
 if TYPE_CHECKING:
-    from config import TrainConfig
+    from tpu_utils.options.train_config import TrainConfig
 
 # else model.to(device) makes two of a parameter that stands in two places, as tied weights do
 torch.__future__.set_swap_module_params_on_conversion(True)

@@ -11,7 +11,7 @@ from tpu_utils.base.errors import InputError
 from tpu_utils.options.parsing import LENGTHS
 
 if TYPE_CHECKING:
-    from config import TrainConfig
+    from tpu_utils.options.train_config import TrainConfig
 
 
 def learning_rates(config: "TrainConfig", num_steps: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from tpu_utils.options.compiler_flags import set_flags
 from tpu_utils.options.parsing import Options, parse_command_line
 
 if TYPE_CHECKING:
-    from config import TrainConfig
+    from tpu_utils.options.train_config import TrainConfig
 
 Config = TypeVar("Config")
 UNDER_COMPILER = "AOT_TPU_SCRIPT"

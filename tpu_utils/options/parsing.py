@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.options.compiler_flags import OF_A_FOLDER
+from tpu_utils.options.config_file import names_a_place, read_config
 from tpu_utils.options.fields import (
     FREE,
     NoEffect,
@@ -30,7 +31,6 @@ from tpu_utils.options.fields import (
     nearest,
     plain,
 )
-from tpu_utils.record.run_dir import names_a_place, read_config
 
 LENGTHS = ("num_steps", "num_epochs")
 """Fields that a resumption may change where the steps done keep their learning rates."""

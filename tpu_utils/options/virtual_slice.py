@@ -18,7 +18,7 @@ from tpu_utils.options.compiler_flags import set_flags, torch_xla_flags
 if TYPE_CHECKING:
     import torch
 
-    from config import TrainConfig
+    from tpu_utils.options.train_config import TrainConfig
 
 TESTED_VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
 MOST_VIRTUAL_DEVICES = 64

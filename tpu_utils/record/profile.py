@@ -7,7 +7,7 @@ from tpu_utils.base.errors import InputError
 from tpu_utils.device import TraceMe, start_trace, stop_trace, wait_device_ops
 
 if TYPE_CHECKING:
-    from config import TrainConfig
+    from tpu_utils.options.train_config import TrainConfig
 
 
 class Profile:

@@ -2,9 +2,7 @@
 
 import datetime
 import fcntl
-import json
 import os
-import re
 import socket
 import sys
 import time
@@ -13,16 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import parse_object, read_json, write_atomically
+from tpu_utils.base.files import read_json, write_atomically
 from tpu_utils.base.peers import Peers
+from tpu_utils.options.config_file import run_id_in
+from tpu_utils.options.train_config import TrainConfig
 
 if TYPE_CHECKING:
-    from config import TrainConfig
     from tpu_utils.remote.storage import Mirror
-
-OPTIONS = "the options of a run, as a training script wrote them; check --run_dir, or give all options with --preset"
-MOST_BYTES = 1 << 20
-"""Of config.json; the scripts' have one or two thousand."""
 
 
 class RunLock:
@@ -106,13 +101,7 @@ def _holder(name: Path) -> str:
         return "another process"
 
 
-def names_a_place(run_dir: str) -> bool:
-    """Whether it is a local folder or gs://BUCKET/FOLDER, and no other address."""
-    folder_in_bucket = r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?"
-    return not re.match(r"\w+:/", run_dir) or re.fullmatch(folder_in_bucket, run_dir) is not None
-
-
-def open_run_dir(config: "TrainConfig", lock: RunLock | None = None) -> Path:
+def open_run_dir(config: TrainConfig, lock: RunLock | None = None) -> Path:
     """The run directory, made, locked and proved writable; of a gs:// directory the local folder that a Mirror uploads.
 
     Raises InputError where it cannot be written, is in use by another run, or already holds one.
@@ -162,7 +151,7 @@ class RunDir:
         self.run_id = ""
         """Of the run in the folder; "": there is none yet, or config.json is damaged."""
 
-    def open(self, config: "TrainConfig") -> None:
+    def open(self, config: TrainConfig) -> None:
         """Make and lock it. Raises InputError, on all processes, as open_run_dir does."""
         self.folder = Path(self._peers.from_first(lambda: str(open_run_dir(config, self._lock))))
         if config.run_dir.startswith("gs://") and not config.compile_for:
@@ -184,7 +173,7 @@ class RunDir:
         self._lock.release()
 
 
-def check_same_options(config: "TrainConfig", peers: Peers) -> None:
+def check_same_options(config: TrainConfig, peers: Peers) -> None:
     """Raises InputError, on all processes, where some found the options of the run to resume and others did not."""
     found = peers.gather(bool(config.options_from))
     if len(set(found)) > 1:
@@ -209,37 +198,9 @@ def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]
         )
 
 
-def read_config(run_dir: str) -> tuple[str, dict[str, Any] | None]:
-    """(its name, what it holds) of the config.json of a folder or a gs:// directory; None where there is none.
-
-    Raises InputError for one that is damaged.
-    """
-    name = f"{run_dir.rstrip('/')}/config.json"
-    if run_dir.startswith("gs://"):
-        from tpu_utils.remote.storage import read_object  # only here
-
-        content = read_object(run_dir, "config.json", OPTIONS, MOST_BYTES)
-        return name, None if content is None else parse_object(content, name, OPTIONS)
-    return name, read_json(Path(name), OPTIONS, MOST_BYTES) if os.path.lexists(name) else None
-
-
-def run_id_in(run_dir: Path) -> str:
-    """The id of the run in a directory, which its checkpoints name too; "" for none, or if config.json is damaged."""
-    try:
-        run_id = read_json(run_dir / "config.json", "the options of a run").get("run_id")
-    except InputError:
-        return ""
-    return run_id if isinstance(run_id, str) else ""
-
-
 def is_finished(run_dir: Path, num_steps: int) -> bool:
     """Whether a run of so many steps has come to its end: the last thing it writes is summary.json."""
     try:
         return read_json(run_dir / "summary.json", "the summary of a run").get("steps") == num_steps
     except InputError:  # absent, or damaged: it is written again
         return False
-
-
-def write_config(run_dir: Path, run: dict[str, Any]) -> None:
-    """config.json: from here on the directory holds a run."""
-    write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())

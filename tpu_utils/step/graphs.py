@@ -4,14 +4,14 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tpu_utils.base.clock import Goodput
 from tpu_utils.base.errors import RecompileError
-from tpu_utils.device import DEVICE_TYPE, IS_XLA, compile_step, graphs_compiled, operations_on_host, pending_operation
+from tpu_utils.device import IS_XLA, compile_step, graphs_compiled, operations_on_host
+from tpu_utils.step.seen import Seen, held_by_modules, numbers_in, shape_of, state_sizes
 
 
 class FirstStep(Exception):
@@ -113,14 +113,14 @@ class StepWatch:
         if self._outside:
             self._outside.check()
         named = step.named(arguments, keywords)
-        shapes = {name: _shape_of(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
+        shapes = {name: shape_of(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
         key = (step, *shapes.items()) if step.each_shape else (step,)
         is_first, seen = key not in self._seen, self._seen.setdefault(key, Seen(step))
         seen.calls += 1
         if is_first:
-            seen.state = _state_sizes(named)
+            seen.state = state_sizes(named)
         if seen.calls <= 2:
-            seen.held.append(_held_by_modules(named))
+            seen.held.append(held_by_modules(named))
         if is_first and not self._in_run and not seen.held[0]:
             from tpu_utils.step.second_graph import check_on_device  # only for a function without a model there
 
@@ -141,14 +141,14 @@ class StepWatch:
 
                 raise_if_read(error, step.__name__, call, step.on_host)
                 raise
-        total, numbers = graphs_compiled(), _numbers_in(named)
+        total, numbers = graphs_compiled(), numbers_in(named)
         new, outside, self.total = total - step.graphs_before, step.graphs_before - self.total, total
         seen.graphs += new
         if seen.graphs > 1:
             from tpu_utils.step.second_graph import new_on_host, reasons  # only for a step that has one
 
             host = new_on_host(step.on_host)
-            why = [host] if host else reasons(seen, _held_by_modules(named), _state_sizes(named), shapes, numbers)
+            why = [host] if host else reasons(seen, held_by_modules(named), state_sizes(named), shapes, numbers)
             raise RecompileError(
                 f"{call} compiled graph {seen.graphs} of {step.__name__}, expected 1: {'; '.join(why)}"
             )
@@ -162,75 +162,3 @@ class StepWatch:
             self._on_step(bool(new))
         self._after(step, named, result, is_training)
         return result
-
-
-@dataclass
-class Seen:
-    """What was seen of a step, or of one of its sets of shapes."""
-
-    step: OneGraph
-    calls: int = 0
-    graphs: int = 0
-    shapes: dict[str, str] = field(default_factory=dict)
-    """Shapes of the last call's tensors, by the names of the step's parameters."""
-    numbers: dict[tuple, Any] = field(default_factory=dict)
-    """Python numbers of the last call, and which of them that call changed."""
-    changed: set[tuple] = field(default_factory=set)
-    state: dict[str, int] = field(default_factory=dict)
-    """Tensors in the state of each optimizer before the first call."""
-    held: list[dict[str, "Held"]] = field(default_factory=list)
-    """What modules held before each of the first two calls."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """A parameter or buffer on the device."""
-
-    kind: str
-    shape: str
-    operation: str
-    """Of pending_operation()."""
-
-
-def _held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
-    """Parameters and buffers of the modules among a step's arguments, by path, each once."""
-    found, seen = {}, set()
-    for name, module in named.items():
-        if not isinstance(module, torch.nn.Module):
-            continue
-        named = [("buffer", *pair) for pair in module.named_buffers(name)]
-        named += [("parameter", *pair) for pair in module.named_parameters(name)]
-        for kind, path, tensor in named:
-            if tensor.device.type == DEVICE_TYPE and id(tensor) not in seen:
-                seen.add(id(tensor))
-                found[path] = Held(kind, _shape_of(tensor), pending_operation(tensor))
-    return found
-
-
-def _shape_of(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _numbers_in(named: dict[str, Any]) -> dict[tuple, Any]:
-    """Python numbers among a step's arguments, in tuples and lists there, and in optimizers' groups, by path."""
-    found = {}
-    for name, value in named.items():
-        if isinstance(value, (int, float)):  # bool is an int
-            found[name,] = value
-        elif isinstance(value, (tuple, list)):
-            found |= {(name, i): one for i, one in enumerate(value[:100]) if isinstance(one, (int, float))}
-        elif isinstance(value, torch.optim.Optimizer):
-            for i, group in enumerate(value.param_groups):
-                for key, option in group.items():
-                    if isinstance(option, (int, float)):
-                        found[f"{name}.param_groups", i, key] = option
-    return found
-
-
-def _state_sizes(named: dict[str, Any]) -> dict[str, int]:
-    """Tensors in the state of each optimizer among a step's arguments."""
-    return {
-        name: sum(isinstance(value, torch.Tensor) for state in one.state.values() for value in state.values())
-        for name, one in named.items()
-        if isinstance(one, torch.optim.Optimizer)
-    }

@@ -29,7 +29,7 @@ from tpu_utils.device import (
 from tpu_utils.options.environment import choose_device
 
 if TYPE_CHECKING:
-    from config import TrainConfig
+    from tpu_utils.options.train_config import TrainConfig
 
 
 def check_launched(config: "TrainConfig") -> None:

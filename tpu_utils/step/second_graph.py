@@ -1,21 +1,19 @@
 """Why there is a second graph, or a step that reads, in words: imported once there is one."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tpu_utils.base.errors import InputError, RecompileError, first_line, line_of
 from tpu_utils.device import DEVICE_TYPE, READS, operations_on_host, operations_traced
 from tpu_utils.record.lines import LineWatch
-
-if TYPE_CHECKING:
-    from tpu_utils.step.graphs import Held, Seen
+from tpu_utils.step.seen import Held, Seen
 
 
 def reasons(
-    seen: "Seen",
-    held: dict[str, "Held"],
+    seen: Seen,
+    held: dict[str, Held],
     state: dict[str, int],
     shapes: dict[str, str],
     numbers: dict[tuple, Any],
@@ -78,8 +76,8 @@ def raise_if_read(error: RuntimeError, name: str, call: str, before: dict[str, i
     raise RecompileError(
         f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "
         "none of .item(), print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; "
-        "an optimizer of torch.optim reads its step size: use make_optimizer of tpu_utils/device/optim.py (torch_xla says: "
-        f"{first_line(error)})"
+        "an optimizer of torch.optim reads its step size: use make_optimizer of tpu_utils/device/optim.py (torch_xla "
+        f"says: {first_line(error)})"
     ) from None  # its own text is a stack of C++
 
 
@@ -96,7 +94,7 @@ def check_on_device(name: str, named: dict[str, Any]) -> None:
 class GraphsOutside:
     """Names the line of a run that makes a graph of its own beside the steps: found when it comes again."""
 
-    def __init__(self, call: str, name: str, seen: "Seen"):
+    def __init__(self, call: str, name: str, seen: Seen):
         """call, name: of the step that was called after it. Raises RecompileError before the first one at once."""
         self._before, self._calls, self._lines = f"{call} of {name}", 0, LineWatch({"operations": operations_traced})
         if seen.calls == 1:
@@ -133,7 +131,7 @@ MOST_CALLS = 100
 """Of steps, while the line of an operation outside is waited for."""
 
 
-def _reasons_in_modules(calls: int, before: list[dict[str, "Held"]], now: dict[str, "Held"]) -> list[str]:
+def _reasons_in_modules(calls: int, before: list[dict[str, Held]], now: dict[str, Held]) -> list[str]:
     """What modules held that can be the cause of a second graph, each with a remedy.
 
     calls: of the step so far. before: what was held before each of its first two calls.

@@ -19,7 +19,7 @@ from tpu_utils.base.errors import OTHERS, InputError, first_line, line_of
 from tpu_utils.record.metrics import DeviceMetrics
 
 if TYPE_CHECKING:
-    from tpu_utils.run import Run
+    from tpu_utils.trial.trials import TriedRun
 
 EXAMPLES = 11
 """Tried at least: no multiple of the batches of 4 that they come in too."""
@@ -33,7 +33,7 @@ READS = (
 )
 
 
-def check_model(model: nn.Module, dataset, evaluate: Callable | None = None, run: "Run | None" = None) -> int:
+def check_model(model: nn.Module, dataset, evaluate: Callable | None = None, run: "TriedRun | None" = None) -> int:
     """Raises InputError for a model that does not fit the data, or an evaluation or a training step that computes
     something else on the same examples when they come in other batches, in another order or beside padding.
 

@@ -17,16 +17,15 @@ from tpu_utils.base.errors import OTHERS, InputError, first_line, line_of
 from tpu_utils.device import DEVICE_TYPE, IS_XLA, replica_tried, send, world_size
 from tpu_utils.record.metrics import DeviceMetrics
 from tpu_utils.trial.checks import with_tensors
-from tpu_utils.trial.trials import RowsAlike, in_batches, is_close, place_of, strict_shapes, values_by
+from tpu_utils.trial.trials import RowsAlike, TriedRun, in_batches, is_close, place_of, strict_shapes, values_by
 from tpu_utils.trial.unsaved import Unsaved, drawing_from, host_generators
 
 if TYPE_CHECKING:
-    from tpu_utils.run import Run
     from tpu_utils.step.graphs import OneGraph
 
 
 def check_training(
-    run: "Run",
+    run: TriedRun,
     step: "OneGraph",
     arguments: tuple,
     keywords: dict[str, Any],
@@ -94,7 +93,7 @@ def check_coupling(where: str, whole: float, single: list[float], pairs: list[fl
         )
 
 
-def compare_losses(trial: "Trial", evaluate: Callable, run: "Run", single: dict[int, float]) -> None:
+def compare_losses(trial: "Trial", evaluate: Callable, run: TriedRun, single: dict[int, float]) -> None:
     """Says where the script's evaluation gives the same rows another loss. single: of the step, by row."""
     every = range(len(trial.rows[0]))
     for loss, chosen in ((trial.tried(every).loss, every), *((one, [row] * 4) for row, one in single.items())):
@@ -144,7 +143,7 @@ class Trial:
         place = next((i for i, one in enumerate(others) if one is model), None)
         self._model = None if place is None else with_tensors(self._read[place], torch.clone)
 
-    def loss_by(self, evaluate: Callable, run: "Run", chosen: Sequence[int]) -> float | None:
+    def loss_by(self, evaluate: Callable, run: TriedRun, chosen: Sequence[int]) -> float | None:
         """The loss that the script's evaluation gives of these rows, where it gives one."""
         if self._model is None:
             return None
@@ -287,7 +286,7 @@ class OneBatch(list):
         return super().__getitem__(index)
 
 
-def trace_evaluation(run: "Run") -> None:
+def trace_evaluation(run: TriedRun) -> None:
     """Raises InputError where evaluate() fails on the device, which need not do what the host does: nn.Transformer has
     another path there. Nothing is compiled: the operations are asked for, and what they would give is dropped."""
     rows, evaluate, model = run.examples

@@ -7,8 +7,9 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,12 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpu_utils.base.errors import OTHERS, InputError, first_line, line_of
 from tpu_utils.trial.unsaved import changes, drawing_from, leaves_of
 
-if TYPE_CHECKING:
-    from tpu_utils.run import Run
-
 TOLERANCE = 1e-4
 """Relative. Sums in another order differ by 1e-6."""
 Batches = list[tuple[torch.Tensor, ...]]
+
+
+class TriedRun(Protocol):
+    """What trying a step or an evaluation needs of the Run, which an evaluation is called with."""
+
+    device: torch.device
+    examples: tuple | None
+
+    def in_plain_pytorch(self, where: torch.device | None = None) -> AbstractContextManager[Any]: ...
 
 
 class RowsAlike(TorchDispatchMode):
@@ -56,7 +63,7 @@ def place_of(function: Callable) -> str:
 
 
 def values_by(
-    evaluate: Callable, model: nn.Module, batches: Batches, run: "Run", noise: RowsAlike | None = None
+    evaluate: Callable, model: nn.Module, batches: Batches, run: TriedRun, noise: RowsAlike | None = None
 ) -> dict[str, float]:
     """What evaluate gives of these batches in plain PyTorch. Raises InputError where it fails on them."""
     noise = noise or RowsAlike()
@@ -92,7 +99,7 @@ def remedy_of(error: Exception) -> str:
     )
 
 
-def check_evaluation(evaluate: Callable, model: nn.Module, rows: tuple, num_classes: int | None, run: "Run") -> None:
+def check_evaluation(evaluate: Callable, model: nn.Module, rows: tuple, num_classes: int | None, run: TriedRun) -> None:
     """Raises InputError as check_model does."""
     where, noise = place_of(evaluate), RowsAlike()
     values = partial(values_by, evaluate, model, run=run, noise=noise)

@@ -1,0 +1,198 @@
+"""The options that every training script takes. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.hardware import parse_topology
+from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, parse_compiler_options
+from tpu_utils.options.config_file import names_a_place
+from tpu_utils.options.fields import FREE, NoEffect, Range
+from tpu_utils.options.parsing import Options
+
+# of every preset that is made for a TPU
+ON_TPU = dict(device="tpu", resume="auto")
+NOT_DOWNLOADED = ("digits", "synthetic", "stripes", "text", "tokens", "chat", "stream")
+NO_STEPS = NoEffect("scheduler", "constant", "linear", "cosine", "wsd")
+NO_WSD = NoEffect("scheduler", "constant", "linear", "cosine", "step")
+NO_DECAY = NoEffect("scheduler", "constant", "step")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What runs, on what, and where it is kept."""
+
+    preset: Annotated[str, FREE] = "quick_test"
+    """Named set of values; `python config.py` prints them all."""
+    device: Annotated[Literal["auto", "tpu", "cpu"], FREE] = "auto"
+    """auto takes a TPU when one is attached, else the XLA CPU backend. Presets made for TPU ask for tpu."""
+    seed: Annotated[int, Range("[0, 4294967295]")] = 0
+    """Seeds the initial weights, the order of the examples and their augmentation."""
+    run_dir: Annotated[str, FREE] = ""
+    """Run directory, a folder or gs://BUCKET/FOLDER. Empty: a new folder runs/PRESET_DATE_TIME each time."""
+    resume: Annotated[Literal["never", "auto", "must"], FREE] = "never"
+    """never refuses a run_dir that holds a run; auto resumes if there is a checkpoint; must needs one. With auto and
+    must, options that are not given are those of the run, unless --preset is given."""
+    compile_for: Annotated[str, FREE] = ""
+    """A TPU slice, such as v5litepod-8: compile the first step with the TPU compiler, report, do not train."""
+    debug: Annotated[bool, FREE] = False
+    """Show the traceback of an error instead of its message alone."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where the data is."""
+
+    data_dir: Annotated[str, FREE] = "datasets"
+    """Where data files are read from."""
+    download: Annotated[bool, FREE, NoEffect("dataset", *NOT_DOWNLOADED)] = False
+    """Allow the data set to be downloaded into data_dir."""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """One optimizer step, and its learning rate over the run."""
+
+    global_batch_size: Annotated[int, Range("[1, inf)")] = 64
+    """Examples per optimizer step, over all devices and hosts."""
+    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
+    """How gradients become updates."""
+    learning_rate: Annotated[float, Range("(0, inf)")] = 1e-3
+    """Peak learning rate."""
+    momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "adam", "adamw")] = 0.9
+    """Of sgd."""
+    adam_beta1: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.9
+    """Of adam and adamw: decay of the mean of the gradients."""
+    adam_beta2: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.999
+    """Of adam and adamw: decay of the mean of their squares."""
+    weight_decay: Annotated[float, Range("[0, inf)")] = 0.0
+    """Decoupled in adamw, added to the gradient in sgd and adam."""
+    scheduler: Literal["constant", "linear", "cosine", "step", "wsd"] = "cosine"
+    """Shape of the learning rate. wsd: warm-up, stable, then linear decay over the last decay_fraction of the steps."""
+    warmup_steps: Annotated[int, Range("[0, inf)")] = 0
+    """Linear warm-up: step s of the first warmup_steps runs at (s + 1) / warmup_steps of the learning rate."""
+    decay_every: Annotated[int, Range("[1, inf)"), NO_STEPS] = 1000
+    """Of the step scheduler: steps between two decays."""
+    decay_factor: Annotated[float, Range("(0, inf)"), NO_STEPS] = 0.5
+    """Of the step scheduler: what one decay multiplies the learning rate by."""
+    decay_fraction: Annotated[float, Range("(0, 1]"), NO_WSD] = 0.2
+    """Of wsd: share of the steps in which the learning rate decays."""
+    final_learning_rate_fraction: Annotated[float, Range("[0, inf)"), NO_DECAY] = 0.0
+    """Where linear, cosine and wsd end, as a share of learning_rate."""
+    on_nonfinite: Annotated[Literal["stop", "skip"], FREE] = "stop"
+    """When a loss or gradient is not finite: stop the run at the next log line, or skip that step's update."""
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """Speed against precision."""
+
+    optimization_level: Annotated[Literal["conservative", "balanced", "aggressive"], FREE] = "balanced"
+    """Sets precision, matmul_precision and prefetch_batches; each can still be set by itself."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of activations and matrix products. Weights and optimizer state are always float32."""
+    matmul_precision: Literal["default", "high", "highest"] = "default"
+    """Float32 matrix products on TPU: default is one bfloat16 pass, high three, highest six. No effect on CPU."""
+    prefetch_batches: Annotated[int, Range("[1, inf)"), FREE] = 4
+    """Batches sent to the device ahead of the step."""
+    windowed_einsum: Annotated[bool, FREE] = False
+    """Let the TPU compiler gather large sharded weights piece by piece, between small products."""
+    compiler_options: Annotated[str, FREE] = ""
+    """More options of the TPU compiler, "NAME=VALUE NAME=VALUE". Those in LIBTPU_INIT_ARGS stand."""
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What a run writes, and how often."""
+
+    log_every: Annotated[int, Range("[1, 1000000]")] = 20
+    """Steps between two log lines. Evaluations and checkpoints read from the device too, nothing else does."""
+    save_every: Annotated[int, Range("[1, inf)"), FREE] = 200
+    """Steps between two checkpoints. The last step is always saved."""
+    keep_checkpoints: Annotated[int, Range("[1, inf)"), FREE] = 3
+    """How many of the newest checkpoints are kept."""
+    save_memory_every: Annotated[int, Range("[0, inf)"), FREE] = 0
+    """Steps between two checkpoints in the memory of the hosts, for a run that begins again after a loss. 0: none."""
+    memory_dir: Annotated[str, FREE] = "/dev/shm"
+    """A file system in memory; those checkpoints have a folder there."""
+    keep_best: Annotated[bool, FREE] = False
+    """Keep the checkpoint of the best evaluation too: the largest accuracy, or the smallest validation_loss."""
+    tensorboard: Annotated[bool, FREE] = True
+    """Write TensorBoard events to run_dir/tensorboard."""
+    profile_steps: Annotated[str, FREE] = ""
+    """FIRST:LAST, the steps to trace, for example 10:13 for steps 10, 11 and 12."""
+    strict: Annotated[bool, FREE] = False
+    """Stop the run at a step that reads from the device, or sends it more than the batch, and name the line."""
+    stall_seconds: Annotated[int, Range("[0, 100000000]"), FREE] = 600
+    """Print the stacks of all threads after so long without progress (start-up and compiling: six times). 0: never."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(
+    LogOptions, SpeedOptions, OptimizerOptions, DataOptions, RunOptions, Options
+):  # the last one's fields are first
+    """What every training script takes."""
+
+    levels: ClassVar[dict[str, dict[str, Any]]] = {
+        "conservative": dict(precision="float32", matmul_precision="highest", prefetch_batches=2),
+        "balanced": dict(precision="float32", matmul_precision="default", prefetch_batches=4),
+        "aggressive": dict(precision="bfloat16", matmul_precision="default", prefetch_batches=8),
+    }
+    # a run of one image script may be resumed by another; compile_cache and strategy are of older versions
+    free_elsewhere = frozenset({"shard_parameters", "num_virtual_devices", "peers_timeout", "peers_secret"})
+    free_elsewhere |= {"compile_cache", "strategy"}
+
+    @property
+    def tpu_options(self) -> dict[str, str]:
+        """What the TPU compiler is told, {name: value}."""
+        return ({} if self.windowed_einsum else NO_WINDOWED_EINSUM) | parse_compiler_options(self.compiler_options)
+
+    @property
+    def profile_range(self) -> tuple[int, int]:
+        """First step to trace and the step after the last; (-1, -1) when nothing is traced."""
+        return parse_profile_steps(self.profile_steps)
+
+    def problems(self) -> list[str]:
+        problems = []
+        if self.resume == "must" and not self.run_dir:
+            problems.append("resume is must but run_dir is empty; name the folder of the run to resume with --run_dir")
+        if not names_a_place(self.run_dir):
+            problems.append(f"run_dir is {self.run_dir!r}; expected a local folder or gs://BUCKET/FOLDER")
+        for name, parse in (
+            ("", lambda: parse_profile_steps(self.profile_steps)),
+            ("compile_for: ", lambda: parse_topology(self.compile_for or "v5litepod-1")),
+            ("", lambda: parse_compiler_options(self.compiler_options)),
+        ):
+            try:
+                parse()
+            except ValueError as error:
+                problems.append(f"{name}{error}")
+        return problems
+
+
+def parse_profile_steps(text: str) -> tuple[int, int]:
+    """'10:13' -> (10, 13). '' -> (-1, -1). Raises InputError for anything else."""
+    if not text:
+        return -1, -1
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise InputError(f"profile_steps is {text!r}; expected FIRST:LAST with FIRST < LAST, for example 10:13")
+    return int(first), int(last)
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """Of a slice with several hosts."""
+
+    peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE] = 300
+    """Seconds to wait at the start for the other hosts of a pod slice."""
+    peers_secret: Annotated[str, FREE] = ""
+    """File with a secret that all hosts of a slice have, mode 600. Empty: peers-secret of the VM's metadata, if any."""
+
+
+@dataclass(frozen=True)
+class DeviceOptions(HostOptions):
+    """Virtual devices, to try out what runs on many."""
+
+    num_virtual_devices: Annotated[int, Range("[0, 127]"), FREE] = 0
+    """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""

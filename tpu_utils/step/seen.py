@@ -1,0 +1,81 @@
+"""What each call of a step was given, so that a later one can be compared with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tpu_utils.device import DEVICE_TYPE, pending_operation
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter or buffer on the device."""
+
+    kind: str
+    shape: str
+    operation: str
+    """Of pending_operation()."""
+
+
+@dataclass
+class Seen:
+    """What was seen of a step, or of one of its sets of shapes."""
+
+    step: Callable
+    calls: int = 0
+    graphs: int = 0
+    shapes: dict[str, str] = field(default_factory=dict)
+    """Shapes of the last call's tensors, by the names of the step's parameters."""
+    numbers: dict[tuple, Any] = field(default_factory=dict)
+    """Python numbers of the last call, and which of them that call changed."""
+    changed: set[tuple] = field(default_factory=set)
+    state: dict[str, int] = field(default_factory=dict)
+    """Tensors in the state of each optimizer before the first call."""
+    held: list[dict[str, Held]] = field(default_factory=list)
+    """What modules held before each of the first two calls."""
+
+
+def held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
+    """Parameters and buffers of the modules among a step's arguments, by path, each once."""
+    found, seen = {}, set()
+    for name, module in named.items():
+        if not isinstance(module, torch.nn.Module):
+            continue
+        named = [("buffer", *pair) for pair in module.named_buffers(name)]
+        named += [("parameter", *pair) for pair in module.named_parameters(name)]
+        for kind, path, tensor in named:
+            if tensor.device.type == DEVICE_TYPE and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[path] = Held(kind, shape_of(tensor), pending_operation(tensor))
+    return found
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def numbers_in(named: dict[str, Any]) -> dict[tuple, Any]:
+    """Python numbers among a step's arguments, in tuples and lists there, and in optimizers' groups, by path."""
+    found = {}
+    for name, value in named.items():
+        if isinstance(value, (int, float)):  # bool is an int
+            found[name,] = value
+        elif isinstance(value, (tuple, list)):
+            found |= {(name, i): one for i, one in enumerate(value[:100]) if isinstance(one, (int, float))}
+        elif isinstance(value, torch.optim.Optimizer):
+            for i, group in enumerate(value.param_groups):
+                for key, option in group.items():
+                    if isinstance(option, (int, float)):
+                        found[f"{name}.param_groups", i, key] = option
+    return found
+
+
+def state_sizes(named: dict[str, Any]) -> dict[str, int]:
+    """Tensors in the state of each optimizer among a step's arguments."""
+    return {
+        name: sum(isinstance(value, torch.Tensor) for state in one.state.values() for value in state.values())
+        for name, one in named.items()
+        if isinstance(one, torch.optim.Optimizer)
+    }

@@ -52,9 +52,9 @@ from tpu_compiler.decide.difference import compare, take_sides
 from tpu_compiler.decide.roofline import check_picture, draw
 from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_option
 from tpu_compiler.decide.verdict import decide, parse_only, parse_prices, parse_tokens
+from tpu_compiler.estimate.calibration import CALIBRATION, read_calibration
+from tpu_compiler.estimate.report import format_compilers, format_report, format_table
 from tpu_compiler.module.programs import HELP, compile_module, names_a_module, option_parser, parse_question
-from tpu_compiler.report.calibration import CALIBRATION, read_calibration
-from tpu_compiler.report.report import format_compilers, format_report, format_table
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
 

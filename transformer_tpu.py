@@ -29,7 +29,7 @@ import numpy as np
 
 from language.options.transformer_options import TransformerConfig
 from language.sequences import check_files, load_sequences
-from language.tasks.tasks import load_tasks
+from language.tasks.scores import load_tasks
 from tpu_utils.base.errors import run_script
 from tpu_utils.options.environment import command_line, meet_hosts
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from matplotlib.figure import Figure
 
-from tpu_compiler.report.report import Report
+from tpu_compiler.estimate.report import Report
 from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import GIB, parse_topology
 

@@ -8,7 +8,7 @@ Prints:  a row for each program: megacycles and milliseconds by the compiler's o
 
 AdamW, bfloat16 products, float32 master weights. GPT-2 124M, true shape: 8 x 1,024 tokens. llama: Llama 3.2 1B with 4
 layers, 4 x 2,048 tokens. Operations that the compiler gives no estimate for are added by the
-rule of tpu_compiler/report/rules.py.
+rule of tpu_compiler/estimate/rules.py.
 """
 
 import argparse
@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from language.options.shapes import MODEL_SIZES, LlamaShape, ModelShape
 from language.options.transformer_options import TransformerConfig
-from tpu_compiler.report.reading import parse_program, read_cycles
-from tpu_compiler.report.rules import ruled_ms
+from tpu_compiler.estimate.reading import parse_program, read_cycles
+from tpu_compiler.estimate.rules import ruled_ms
 from tpu_utils.base.hardware import GIB, parse_topology
 from tpu_utils.options.virtual_slice import check_private_interfaces, prepare_environment
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpu_compiler.decide.search import ScriptError, compile_script, with_option
-from tpu_compiler.report.report import format_report
+from tpu_compiler.estimate.report import format_report
 from tpu_utils.base.errors import InputError
 from tpu_utils.options.virtual_slice import VersionError, check_private_interfaces
 

@@ -25,7 +25,7 @@ from language.data.token_data import (
 from language.data.tokenizer import load_tokenizer
 from language.generation.sample_prompts import check_samples
 from language.options.transformer_options import TransformerConfig, check_initial_weights
-from language.tasks.tasks import check_tasks
+from language.tasks.scores import check_tasks
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular
 

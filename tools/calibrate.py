@@ -36,7 +36,7 @@ from tools.on_chip.peaks import PEAKS, peak
 from tools.on_chip.promises import PROMISES
 from tools.on_chip.second_road import ROAD
 from tools.on_chip.steps import STEPS, estimate, run_step, write_mnist
-from tpu_compiler.report.calibration import CALIBRATION
+from tpu_compiler.estimate.calibration import CALIBRATION
 from tpu_utils.base.errors import TrainingError, run_script
 from tpu_utils.base.files import read_json, write_atomically
 

@@ -98,7 +98,7 @@ from tpu_utils.base.new_folder import written_aside
 from tpu_utils.checkpoint import has_room, room
 from tpu_utils.checkpoint.streaming import stream_tensors, write_checkpoint
 from tpu_utils.checkpoint.tensor_files import Kind
-from tpu_utils.options.config_file import write_config
+from tpu_utils.options.parsing import write_config
 
 
 def import_weights(folder: Path, run_dir: Path) -> None:

@@ -29,7 +29,7 @@ from language.data.llmc_files import other_vocabulary
 from language.data.token_data import TEXT
 from language.data.tokenizer import check_lost
 from language.tasks.questions import Answers, Row, answers, batched, core_of
-from language.tasks.tasks import CORE, check_file, parse_tasks, read_tasks
+from language.tasks.scores import CORE, check_file, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
 from tpu_utils.base.files import open_regular, read_regular, write_atomically
 from tpu_utils.options.environment import choose_device, command_line

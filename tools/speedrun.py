@@ -25,7 +25,7 @@ from language.data.chat_data import read_chats
 from language.data.token_data import read_documents, split_documents
 from language.data.tokenizer import LARGEST_VOCAB_SIZE
 from language.data.tokenizer_training import SMALLEST, train_tokenizer
-from language.tasks.tasks import check_file, parse_tasks
+from language.tasks.scores import check_file, parse_tasks
 from tools.make_chats import chats_of_parts
 from tools.speedrunning.dial import Plan, bytes_of, make_plan
 from tools.speedrunning.one_page import write_report

@@ -22,7 +22,7 @@ from tpu_compiler.compile.compiling import Compiled, compile_program, compile_wi
 from tpu_compiler.compile.newest import CHILD, environment_versions
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
-from tpu_compiler.report.reading import (
+from tpu_compiler.estimate.reading import (
     HOST,
     group_modules,
     parse_program,
@@ -33,9 +33,9 @@ from tpu_compiler.report.reading import (
     read_slice_transfers,
     shape_bytes,
 )
-from tpu_compiler.report.report import Report
-from tpu_compiler.report.rules import moved_bytes, ruled_ms
-from tpu_compiler.report.schedule import exposed_ms, read_host_transfers
+from tpu_compiler.estimate.report import Report
+from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
+from tpu_compiler.estimate.schedule import exposed_ms, read_host_transfers
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces
 

@@ -13,9 +13,9 @@ from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
 from tpu_compiler.compile.tracing import create_state, trace_step
 from tpu_compiler.decide.search import OUTPUT_VARIABLE, suggest
-from tpu_compiler.report.calibration import CALIBRATION, read_calibration
-from tpu_compiler.report.report import format_report
-from tpu_compiler.report.token_bound import with_tokens
+from tpu_compiler.estimate.calibration import CALIBRATION, read_calibration
+from tpu_compiler.estimate.report import format_report
+from tpu_compiler.estimate.token_bound import with_tokens
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, parse_topology
 

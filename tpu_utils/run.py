@@ -29,8 +29,7 @@ from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.state import Beginning, Tracked
 from tpu_utils.device.stop import StopRequest
-from tpu_utils.options.config_file import write_config
-from tpu_utils.options.parsing import as_json
+from tpu_utils.options.parsing import as_json, write_config
 from tpu_utils.record.log import RunLog, better, print_summary
 from tpu_utils.record.metrics import finite_means, first_not_finite
 from tpu_utils.record.run_dir import RunDir, check_same_options

@@ -112,7 +112,7 @@ def test_without_ray_it_says_how_to_get_it(tmp_path):
 
 def test_what_does_not_fit_is_refused_before_it_is_queued(monkeypatch, capsys, tmp_path):
     from cluster import command
-    from tpu_compiler.report.report import Report
+    from tpu_compiler.estimate.report import Report
     from tpu_utils.base.errors import run_script
 
     asked = []

@@ -18,7 +18,7 @@ def tiling(*sizes: int, most=TILES) -> tuple[int, ...]:
 
 
 def name(slots: int, share: tuple[int, int], *sizes: int) -> str:
-    """tpu_compiler/report/rules.py counts by it. share: of the slots, those with rows if all experts are chosen alike."""
+    """tpu_compiler/estimate/rules.py counts by it. share: of slots, those with rows if experts are chosen alike."""
     return "x".join(["grouped_product_" + str(slots * share[0] // share[1]), *map(str, sizes)])
 
 

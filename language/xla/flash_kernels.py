@@ -95,7 +95,7 @@ class Blocks:
         return jnp.where(is_late, 2 * self.devices - 1 - piece, piece), jnp.where(is_late, self.piece, 0) + rest
 
     def name(self, phase: str) -> str:
-        """Name of a kernel, from which tpu_compiler/report/rules.py counts its products: the mean over devices."""
+        """Name of a kernel, from which tpu_compiler/estimate/rules.py counts its products: the mean over devices."""
         reach = self.window - 1 + self.size - 1 if self.window else math.inf
         pieces = [[0, 0]] if self.devices == 1 else [[d, 2 * self.devices - 1 - d] for d in range(self.devices)]
         piece, here = self.piece if self.devices > 1 else self.keys, range(self.offset, self.offset + self.queries)

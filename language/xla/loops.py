@@ -69,8 +69,8 @@ def loop_in_graph(
         if torch_xla._XLAC._get_seed_info_id() in leaves:
             raise InputError(
                 "random numbers inside a loop of the graph (--scan_layers, --gradient_accumulation_steps): they would "
-                "be the same in each turn; expected none, or dropout of tpu_utils/device/dropout.py, which counts steps "
-                "and layers"
+                "be the same in each turn; expected none, or dropout of tpu_utils/device/dropout.py, which counts "
+                "steps and layers"
             )
     body, numbers, constants = lower([*new_carry, *outputs], [t for of in inputs for t in of])
     stacks = [torch.zeros((count, *t.shape), dtype=t.dtype, device=device) for t in outputs]

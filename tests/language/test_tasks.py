@@ -14,9 +14,10 @@ from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated, mut
 from language.data.token_data import START
 from language.data.tokenizer import Bytes
 from language.options.transformer_options import TransformerConfig
+from language.tasks import task_files
 from language.tasks.core_tasks import read_bundle
 from language.tasks.questions import Question, Row, Task, answers, batched
-from language.tasks.tasks import CORE, READERS, encode_pair, load_tasks, parse_tasks, read_task, read_tasks, task_files
+from language.tasks.scores import CORE, READERS, encode_pair, load_tasks, parse_tasks, read_task, read_tasks
 from tpu_utils.base.errors import InputError
 
 BYTES = Bytes()

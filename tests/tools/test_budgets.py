@@ -10,7 +10,7 @@ from processes import ROOT, run
 
 from benchmarks import budgets
 from benchmarks.budgets import Row
-from tpu_compiler.report.report import Report
+from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
 

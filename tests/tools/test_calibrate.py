@@ -26,8 +26,8 @@ from tools.on_chip.bench import find_machine
 from tools.on_chip.chip_peaks import COLLECTIVES
 from tools.on_chip.peaks import least_sent
 from tools.on_chip.steps import STEPS
-from tpu_compiler.report.calibration import read_calibration
-from tpu_compiler.report.report import Report
+from tpu_compiler.estimate.calibration import read_calibration
+from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import DeviceError, InputError, run_script
 from tpu_utils.options.parsing import presets_of, resolve, without_effect
 from tpu_utils.options.virtual_slice import TESTED_VERSIONS

@@ -21,7 +21,7 @@ from test_tokenizer import trained
 
 from language.tasks.core_tasks import read_bundle
 from language.tasks.questions import answers, core_of, lengths_of
-from language.tasks.tasks import encode_pair, read_tasks
+from language.tasks.scores import encode_pair, read_tasks
 from language.weights.sources import load, open_source
 from tools import convert_hf, evaluate
 from tools.evaluate import EvaluateConfig

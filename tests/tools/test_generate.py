@@ -26,7 +26,7 @@ from language.options.transformer_options import TransformerConfig
 from language.weights import llmc_weights, sources
 from tools import generate as tool
 from tools.generate import GenerateConfig
-from tpu_compiler.report.report import Report
+from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.tensor_files import one_thread

@@ -9,8 +9,8 @@ from processes import ROOT, run
 
 from benchmarks import published
 from language.options.transformer_options import TransformerConfig
+from tpu_compiler.estimate.report import ERROR
 from tpu_compiler.module.programs import parse_question
-from tpu_compiler.report.report import ERROR
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.parsing import parse_command_line

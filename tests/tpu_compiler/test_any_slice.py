@@ -15,11 +15,12 @@ from processes import ROOT, run
 import aot_tpu
 from tpu_compiler.compile import newest
 from tpu_compiler.decide import search
+from tpu_compiler.estimate import reading, schedule
+from tpu_compiler.estimate.report import Report, format_report, format_table
 from tpu_compiler.module import programs as modules
-from tpu_compiler.report.report import Report, format_report, format_table, reading, schedule
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
-from tpu_utils.options.parsing import virtual_slice
+from tpu_utils.options import virtual_slice
 
 TINY = ROOT / "tests" / "tiny_training.py"
 LLAMA = "--dataset=tokens --model_size=llama_tiny --precision=bfloat16 --attention=flash --scan_layers --remat".split()

@@ -15,16 +15,17 @@ from processes import ROOT, run
 
 import aot_tpu
 from tpu_compiler.decide import search
+from tpu_compiler.estimate import reading
+from tpu_compiler.estimate.report import Report, format_report
+from tpu_compiler.estimate.token_bound import with_tokens
 from tpu_compiler.module import arguments as module_arguments
-from tpu_compiler.module import build as module_build
-from tpu_compiler.module import cache as module_cache
 from tpu_compiler.module import inputs as module_inputs
+from tpu_compiler.module import kv_cache as module_cache
+from tpu_compiler.module import model as module_build
+from tpu_compiler.module import probing as module_trace
 from tpu_compiler.module import programs as modules
-from tpu_compiler.module import step as module_step
-from tpu_compiler.module import trace as module_trace
+from tpu_compiler.module import train_step as module_step
 from tpu_compiler.module.programs import parse_question
-from tpu_compiler.report.report import Report, format_report, reading
-from tpu_compiler.report.token_bound import with_tokens
 from tpu_utils.base.errors import InputError
 
 NETS = """

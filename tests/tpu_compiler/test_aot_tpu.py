@@ -25,11 +25,13 @@ from tools.generate import GenerateConfig
 from tpu_compiler import ask
 from tpu_compiler.compile import tracing
 from tpu_compiler.decide import search
-from tpu_compiler.report.report import COMMUNICATION_LABEL, ERROR, LABEL, Report, reading
+from tpu_compiler.estimate import reading
+from tpu_compiler.estimate.report import COMMUNICATION_LABEL, ERROR, LABEL, Report
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.hardware import GENERATIONS, parse_topology
+from tpu_utils.options import virtual_slice
 from tpu_utils.options.environment import choose_device
-from tpu_utils.options.parsing import parse_command_line, presets_of, virtual_slice
+from tpu_utils.options.parsing import parse_command_line, presets_of
 from tpu_utils.options.train_config import TrainConfig
 
 TINY = ROOT / "tests" / "tiny_training.py"

@@ -22,9 +22,10 @@ from tpu_compiler.compile.cache import Cache
 from tpu_compiler.decide import difference, fastest, search, verdict
 from tpu_compiler.decide.fastest import Search, ms_per_example, step_ms
 from tpu_compiler.decide.roofline import bounds, draw, efficiencies
-from tpu_compiler.report.reading import parse_program, read_cycles
-from tpu_compiler.report.report import Report, format_report, format_table, schedule
-from tpu_compiler.report.rules import flash_seconds, moved_bytes, ruled_ms
+from tpu_compiler.estimate import schedule
+from tpu_compiler.estimate.reading import parse_program, read_cycles
+from tpu_compiler.estimate.report import Report, format_report, format_table
+from tpu_compiler.estimate.rules import flash_seconds, moved_bytes, ruled_ms
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GIB, parse_topology
 
@@ -168,7 +169,7 @@ SMALL_MEMORY = """
 import resource, sys
 from pathlib import Path
 from tpu_compiler.compile.cache import Cache
-from tpu_compiler.report.report import Report
+from tpu_compiler.estimate.report import Report
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 assert Cache(Path(sys.argv[1])).read("answer_1", Report) is None
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

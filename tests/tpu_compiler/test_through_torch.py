@@ -10,10 +10,10 @@ import transformers
 from jaxlib._jax import HloModule
 
 import aot_tpu
-from tpu_compiler.module import cache as module_cache
+from tpu_compiler.module import kv_cache as module_cache
 from tpu_compiler.module import programs as modules
 from tpu_compiler.module import through_torch as module_through_torch
-from tpu_compiler.module.mesh import mesh_sizes
+from tpu_compiler.module.axes import mesh_sizes
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.device.optim import make_optimizer, step_optimizer

@@ -11,11 +11,11 @@ from processes import ROOT, run
 from config import MnistConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GENERATIONS
+from tpu_utils.options import environment
 from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, VARIABLE, parse_compiler_options, set_flags
 from tpu_utils.options.compiler_flags import torch_xla_flags as our_table
 from tpu_utils.options.environment import choose_device
 from tpu_utils.options.known_flags import check_known
-from tpu_utils.options.parsing import environment
 from tpu_utils.options.train_config import TrainConfig
 
 (THRESHOLD,) = NO_WINDOWED_EINSUM

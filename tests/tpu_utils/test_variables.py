@@ -7,7 +7,7 @@ from processes import run
 
 import setup_tpu
 from tpu_utils.base.errors import InputError
-from tpu_utils.options.parsing import variables
+from tpu_utils.options import variables
 from tpu_utils.options.variables import SWITCHES, check_variables
 
 WITHOUT_TORCH_XLA = {name: module for name, module in sys.modules.items() if name != "torch_xla"}

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.report.calibration import CALIBRATION, FORMAT, SHORTEST_MS, is_held_up
+from tpu_compiler.estimate.calibration import CALIBRATION, FORMAT, SHORTEST_MS, is_held_up
 from tpu_utils.base.errors import DeviceError, InputError, TrainingError
 from tpu_utils.base.files import parse_json, read_json, write_atomically
 from tpu_utils.base.hardware import attached_chips, parse_topology

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tpu_compiler.report.calibration import SHORTEST_MS, Calibration, is_held_up
+from tpu_compiler.estimate.calibration import SHORTEST_MS, Calibration, is_held_up
 from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import GIB
 

@@ -38,6 +38,6 @@ def peak(bench: Bench, kind: str) -> dict[str, Any]:
 
 
 def least_sent(kind: str, mib: int, devices: int) -> float:
-    """Bytes that a device must send, as tpu_compiler.report.reading.read_collectives counts them."""
+    """Bytes that a device must send, as tpu_compiler.estimate.reading.read_collectives counts them."""
     shares = {"all-reduce": 2 * (devices - 1), "collective-permute": 1}
     return mib * 2**20 * shares.get(kind, devices - 1) / devices

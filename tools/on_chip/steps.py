@@ -11,7 +11,7 @@ import numpy as np
 
 from tools.on_chip.bench import Bench, Cannot
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
-from tpu_compiler.report.report import Report
+from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import TrainingError
 from tpu_utils.base.files import read_json, write_atomically
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tpu_compiler.decide.search import ScriptError, compile_script, option_name, with_option
-from tpu_compiler.report.reading import list_collectives, parse_program, read_cycles, source_of
-from tpu_compiler.report.report import ESTIMATE_LABEL, LABEL, Report
-from tpu_compiler.report.rules import ruled_ms
-from tpu_compiler.report.schedule import exposed_ms
+from tpu_compiler.estimate.reading import list_collectives, parse_program, read_cycles, source_of
+from tpu_compiler.estimate.report import ESTIMATE_LABEL, LABEL, Report
+from tpu_compiler.estimate.rules import ruled_ms
+from tpu_compiler.estimate.schedule import exposed_ms
 from tpu_utils.base.hardware import GIB, parse_topology
 
 MOST_LINES = 25

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpu_compiler.decide.search import OutOfTimeError, ScriptError, with_option
-from tpu_compiler.report.report import Report
-from tpu_compiler.report.rules import RULE
+from tpu_compiler.estimate.report import Report
+from tpu_compiler.estimate.rules import RULE
 from tpu_utils.base.hardware import GIB
 
 LOW, HIGH = 0.83, 1.07

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpu_compiler.decide.fastest import examples_per_step, step_ms
-from tpu_compiler.report.report import Report
+from tpu_compiler.estimate.report import Report
 from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import parse_topology
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tpu_compiler.compile.cache import cache_of_environment, question_key, state_of, watched
-from tpu_compiler.report.report import Report
+from tpu_compiler.estimate.report import Report
 from tpu_utils.base.hardware import GIB, parse_topology
 
 OUTPUT_VARIABLE = "AOT_TPU_OUTPUT"  # a folder: compile_for writes its files there and prints nothing

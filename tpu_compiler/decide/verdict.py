@@ -17,7 +17,7 @@ from tpu_compiler.decide.fastest import (
     step_ms,
 )
 from tpu_compiler.decide.search import compile_script
-from tpu_compiler.report.report import ERROR, Report
+from tpu_compiler.estimate.report import ERROR, Report
 from tpu_utils.base.hardware import GENERATIONS, GIB, parse_topology
 
 

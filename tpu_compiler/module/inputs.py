@@ -5,7 +5,7 @@ import torch
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
-from tpu_compiler.module.mesh import Axes, axes_of_all, check_axes, mesh_sizes
+from tpu_compiler.module.axes import Axes, axes_of_all, check_axes, mesh_sizes
 from tpu_compiler.module.programs import Question
 from tpu_utils.base.hardware import Topology
 

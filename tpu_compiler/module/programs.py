@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tpu_compiler.decide.search import compile_script
-from tpu_compiler.report.report import Report
+from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import InputError
 from tpu_utils.options.fields import nearest
 

@@ -54,8 +54,8 @@ from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.module.arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
-from tpu_compiler.module.build import build, place_of, step_aside
-from tpu_compiler.module.cache import (
+from tpu_compiler.module.axes import Axes, axes_of_all, batch_axes, check_axes, mesh_sizes
+from tpu_compiler.module.kv_cache import (
     attend_in_groups,
     cache_axes,
     cache_of,
@@ -65,7 +65,7 @@ from tpu_compiler.module.cache import (
     with_cache,
 )
 from tpu_compiler.module.loss import choose_loss
-from tpu_compiler.module.mesh import Axes, axes_of_all, batch_axes, check_axes, mesh_sizes
+from tpu_compiler.module.model import build, place_of, step_aside
 from tpu_compiler.module.programs import Question, parse_question
 from tpu_utils.base.errors import InputError, first_line, run_script
 from tpu_utils.base.hardware import Topology, parse_topology

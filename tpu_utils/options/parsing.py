@@ -13,11 +13,12 @@ import re
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import parse_object, read_json, write_atomically
 from tpu_utils.options.compiler_flags import OF_A_FOLDER
-from tpu_utils.options.config_file import names_a_place, read_config
 from tpu_utils.options.fields import (
     FREE,
     NoEffect,
@@ -32,6 +33,9 @@ from tpu_utils.options.fields import (
     plain,
 )
 
+OPTIONS = "the options of a run, as a training script wrote them; check --run_dir, or give all options with --preset"
+MOST_BYTES = 1 << 20
+"""Of config.json; the scripts' have one or two thousand."""
 LENGTHS = ("num_steps", "num_epochs")
 """Fields that a resumption may change where the steps done keep their learning rates."""
 OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug", "download")
@@ -226,6 +230,40 @@ def resolve_stored(kind: type[Config], run_dir: str, resume: str, level: str | N
     new = [f"{field} {defaults[field]!r}" for field in defaults if field in of_the_run - found.keys() - free]
     object.__setattr__(config, "options_from", name + (f" (not in it: {', '.join(new)})" if new else ""))
     return config
+
+
+def names_a_place(run_dir: str) -> bool:
+    """Whether it is a local folder or gs://BUCKET/FOLDER, and no other address."""
+    folder_in_bucket = r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?"
+    return not re.match(r"\w+:/", run_dir) or re.fullmatch(folder_in_bucket, run_dir) is not None
+
+
+def read_config(run_dir: str) -> tuple[str, dict[str, Any] | None]:
+    """(its name, what it holds) of the config.json of a folder or a gs:// directory; None where there is none.
+
+    Raises InputError for one that is damaged.
+    """
+    name = f"{run_dir.rstrip('/')}/config.json"
+    if run_dir.startswith("gs://"):
+        from tpu_utils.remote.storage import read_object  # only here
+
+        content = read_object(run_dir, "config.json", OPTIONS, MOST_BYTES)
+        return name, None if content is None else parse_object(content, name, OPTIONS)
+    return name, read_json(Path(name), OPTIONS, MOST_BYTES) if os.path.lexists(name) else None
+
+
+def run_id_in(run_dir: Path) -> str:
+    """The id of the run in a directory, which its checkpoints name too; "" for none, or if config.json is damaged."""
+    try:
+        run_id = read_json(run_dir / "config.json", "the options of a run").get("run_id")
+    except InputError:
+        return ""
+    return run_id if isinstance(run_id, str) else ""
+
+
+def write_config(run_dir: Path, run: dict[str, Any]) -> None:
+    """config.json: from here on the directory holds a run."""
+    write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
 
 def option_groups(config: Options) -> type:

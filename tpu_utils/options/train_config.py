@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, parse_compiler_options
-from tpu_utils.options.config_file import names_a_place
 from tpu_utils.options.fields import FREE, NoEffect, Range
-from tpu_utils.options.parsing import Options
+from tpu_utils.options.parsing import Options, names_a_place
 
 # of every preset that is made for a TPU
 ON_TPU = dict(device="tpu", resume="auto")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tpu_utils.base.errors import InputError, SaveError
 from tpu_utils.base.files import read_json, write_atomically
 from tpu_utils.base.peers import Peers
-from tpu_utils.options.config_file import run_id_in
+from tpu_utils.options.parsing import run_id_in
 from tpu_utils.options.train_config import TrainConfig
 
 if TYPE_CHECKING:

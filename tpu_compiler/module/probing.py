@@ -11,7 +11,7 @@ import torch_xla
 import torch_xla.debug.metrics as met
 from torch.utils.flop_counter import FlopCounterMode
 
-from tpu_compiler.module.build import place_of
+from tpu_compiler.module.model import place_of
 from tpu_compiler.module.programs import Question
 from tpu_utils.base.errors import InputError, first_line
 

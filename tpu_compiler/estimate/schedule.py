@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
-from tpu_compiler.report.reading import Operation, called_by, channel_of, collectives_in, list_collectives, scheduled
-from tpu_compiler.report.rules import host_bytes, rule_seconds
+from tpu_compiler.estimate.reading import Operation, called_by, channel_of, collectives_in, list_collectives, scheduled
+from tpu_compiler.estimate.rules import host_bytes, rule_seconds
 from tpu_utils.base.hardware import Topology
 
 LINKS = "links"

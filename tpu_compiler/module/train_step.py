@@ -24,14 +24,14 @@ from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
 from tpu_compiler.compile.tracing import trace_step
 from tpu_compiler.module.arguments import meta_inputs, model_flops, settings_of, sizes_of, to_bfloat16
-from tpu_compiler.module.build import build, step_aside, to_device
-from tpu_compiler.module.cache import decode_inputs
-from tpu_compiler.module.decode import answer_decode
+from tpu_compiler.module.axes import batch_axes
+from tpu_compiler.module.decode_step import answer_decode
 from tpu_compiler.module.inputs import make_mesh, mark, shard, to_device_inputs
+from tpu_compiler.module.kv_cache import decode_inputs
 from tpu_compiler.module.loss import choose_loss
-from tpu_compiler.module.mesh import batch_axes
+from tpu_compiler.module.model import build, step_aside, to_device
+from tpu_compiler.module.probing import in_words, probe
 from tpu_compiler.module.programs import Question, parse_question
-from tpu_compiler.module.trace import in_words, probe
 from tpu_utils.base.errors import InputError, first_line, run_script
 from tpu_utils.base.hardware import Topology
 from tpu_utils.device.optim import make_optimizer, step_optimizer

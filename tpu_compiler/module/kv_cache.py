@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-from tpu_compiler.module.mesh import Axes, batch_axes, placement_of
+from tpu_compiler.estimate.report import Report
+from tpu_compiler.estimate.token_bound import with_tokens
+from tpu_compiler.module.axes import Axes, batch_axes, placement_of
 from tpu_compiler.module.programs import Question
-from tpu_compiler.report.report import Report
-from tpu_compiler.report.token_bound import with_tokens
 from tpu_utils.base.errors import InputError
 
 

@@ -7,7 +7,7 @@ Communication stands beside it, as a range of the step: from all hidden that the
 import dataclasses
 from collections.abc import Sequence
 
-from tpu_compiler.report.rules import RULE
+from tpu_compiler.estimate.rules import RULE
 from tpu_utils.base.hardware import GIB, parse_topology
 
 LABEL = "not measured: estimate, and by rule what has no price; communication apart"

@@ -14,7 +14,7 @@ twice the bytes that it writes.
 import math
 import re
 
-from tpu_compiler.report.reading import (
+from tpu_compiler.estimate.reading import (
     COLLECTIVES,
     HOST,
     WEIGHTY,
@@ -107,7 +107,7 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
 
 
 def product_seconds(operation: Operation, types: dict[str, str], topology: Topology) -> float:
-    """Seconds of one kernel on one device, as long as its products or its bytes take: of language/xla/expert_kernels.py,
+    """Seconds of one kernel on one device, as long as its products or its bytes take: of language/xla/expert_kernels.py
     or the newest compiler's own of a softmax and the product after it; 0.0 for any other custom call."""
     sizes = re.search(r"grouped_product_(\d+)x(\d+)x(\d+)/", operation.line)
     arrays = (operation.type, *(types.get(operand, "") for operand in operation.operands))

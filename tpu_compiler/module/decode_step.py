@@ -10,10 +10,10 @@ from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
 from tpu_compiler.compile.tracing import settle, trace_step
 from tpu_compiler.module.arguments import model_flops, settings_of
-from tpu_compiler.module.cache import attend_in_groups, cache_axes, cache_of, decode_forward, tensors_of, with_cache
 from tpu_compiler.module.inputs import mark
+from tpu_compiler.module.kv_cache import attend_in_groups, cache_axes, cache_of, decode_forward, tensors_of, with_cache
+from tpu_compiler.module.probing import in_words, probe
 from tpu_compiler.module.programs import Question
-from tpu_compiler.module.trace import in_words, probe
 from tpu_utils.base.hardware import Topology
 
 

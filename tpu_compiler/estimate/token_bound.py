@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tpu_compiler.report.report import Report
+from tpu_compiler.estimate.report import Report
 from tpu_utils.base.hardware import parse_topology
 
 MOST = 4.0

@@ -1,39 +1,28 @@
 """What every training script calls. A reader of one script opens run.py and needs no other file of this folder.
 
-run           Run: run directory, log, checkpoints, stop signals, behind a script's loop; imports most of the others
-device        the one room that knows the backend: started, described, a step compiled and counted; tensors sent, placed
-              on a mesh, read back in shards; random numbers, memory; batch_norm: running averages as PyTorch's
-checks        check_model: model, evaluation (trials) and training step (first_step), tried in plain PyTorch before
-              anything is compiled; unsaved: what steps change and no checkpoint holds
-torch_compile the same names where torch_xla is not installed: docs/torchtpu.md; against_eager: what it computes
-graphs        @one_graph: a second graph of a step is an error, in a run and without; second_graph: why there is one
-metrics       values of each step that stay on the device until a log line
-speed         throughput between two log lines, transfers beside the batch; lines: at which lines these are
-loader        batches sent to the device in a thread, ahead of the step
-optim         learning rates, optimizers whose state is there before step 1, the average of the weights
-dropout       masks hashed on the device
-replicas      a process for each device, with DistributedDataParallel
-log           metrics.jsonl, progress lines, summary; records: read back; events: the same for TensorBoard
-checkpoint/   the folder of checkpoints, and the thread that writes them; saved: one of them, checked and read;
-              state: tensors to the host and back; tensor_files: safetensors and their index; memory: checkpoints in
-              the memory of the hosts
-resume        where a run begins: at step 0, or after a checkpoint
-run_dir       the run directory and its lock; restarts: what a program that starts a script again has to know
-peers         the processes of a run; here: a run of one process
-remote/       for pods and gs:// alone. hosts: which hosts the slice has; meeting: how they meet and what they agree on;
-              wire: proved connections between them; secret: what proves them; storage: a run directory in a bucket
-clock         where the seconds go, and the watchdog
-stop          signals and notices of the VM that end a run early
-profile       traces of some steps
-options       frozen configurations, presets, the command line; on a resumption the run's own options
-fields        what the fields of a configuration class say of themselves: types, bounds, marks, sentences
-environment   what must be settled before torch_xla is imported: options, files, device, hosts
-virtual_slice this process as a TPU slice, for the compiler
-hardware      TPU generations and slices: the one table
-compiler_flags  options of the TPU compiler, and the variable that libtpu reads
-known_flags     which of them libtpu and XLA have; variables: those of the environment, checked as options are
-files         opened only if regular, read up to a size limit, written atomically; new_folder: whole or not at all
-errors        what can end a run, and its exit code
+run           Run: run directory, log, checkpoints, stop signals, behind a script's loop. It imports from all rooms.
+
+Rooms, from the ground up; none imports from one further down this list:
+
+base/         errors (what can end a run, and its exit code), files (read with limits, written atomically), clock (where
+              the seconds go, the watchdog), hardware (the one table of TPU generations), peers (the processes of a
+              run), restarts (what a program that starts a script again has to know), new_folder (whole or not at all)
+remote/       pods and gs:// alone: hosts (which the slice has), meeting (how they agree), wire (proved connections),
+              secret (what proves them), storage (a run directory in a bucket)
+options/      parsing (frozen configurations, presets, the command line, config.json), train_config (the options of
+              every script), fields (types, bounds, sentences), environment (what is settled before torch_xla is
+              imported), variables, compiler_flags and known_flags (what others may have set), virtual_slice
+device/       the one room that knows the backend: the device started and described, a step compiled and counted,
+              tensors sent, placed on a mesh, read back; torch_compile (the same names where torch_xla is not installed)
+              and against_eager (what it computes); optim, dropout, batch_norm (as PyTorch's), stop (signals, notices)
+record/       metrics (values on the device until a log line), log (metrics.jsonl, progress lines, summary), records,
+              events (TensorBoard), speed and lines (throughput, reads and uploads by line), profile, run_dir
+step/         graphs (@one_graph: a second graph is an error), seen and second_graph (why there is one), loader (batches
+              sent ahead of the step), replicas (DistributedDataParallel), average (of the weights)
+checkpoint/   the folder of checkpoints and the thread that writes them; saved, loading, streaming, state, tensor_files,
+              tensor_reading; memory (in the memory of the hosts); resume (where a run begins)
+trial/        checks (check_model), trials (evaluations) and first_step (training steps) in plain PyTorch before anything
+              is compiled; unsaved (what steps change and no checkpoint holds)
 """
 
 import getpass

@@ -28,8 +28,7 @@ from functools import partial
 import numpy as np
 
 from language.options.transformer_options import TransformerConfig
-from language.sequences import check_files, load_sequences
-from language.tasks.scores import load_tasks
+from language.sequences import check_files, load_sequences, load_tasks
 from tpu_utils.base.errors import run_script
 from tpu_utils.options.environment import command_line, meet_hosts
 

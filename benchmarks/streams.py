@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tests"))
 from documents import ENDINGS, write_documents  # noqa: E402
 
-from language.data.streams import reading_of, turns_of  # noqa: E402
+from language.data.stream import reading_of, turns_of  # noqa: E402
 from language.options.transformer_options import TransformerConfig  # noqa: E402
 from language.sequences import load_sequences  # noqa: E402
 

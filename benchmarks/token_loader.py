@@ -17,7 +17,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from language.data.llmc_files import write_token_shard
-from language.data.token_data import TokenShards
+from language.data.tokens import TokenShards
 from language.options.shapes import MODEL_SIZES
 
 T, ROWS, SHARDS, SHARD_TOKENS = 1024, 512, 4, 20_000_000

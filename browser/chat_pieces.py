@@ -2,7 +2,7 @@
 
 model.json has it as "chat"; page/format.js builds the same tokens of it. Pieces are tokens (numbers) and texts. Texts
 that follow each other are encoded as one, but an answer is encoded by itself:
-    format  its name in language/data/chat_data.py, where all formats stand
+    format  its name in language/data/chat.py, where all formats stand
     begin   pieces in front of a conversation
     system, user, assistant   {"before": pieces, "after": pieces}, around a message
     place   where a message of the system goes: "own", "first" or "last": behind what stands before that user's text
@@ -15,7 +15,7 @@ that follow each other are encoded as one, but an answer is encoded by itself:
 
 from typing import Any
 
-from language.data.chat_data import AROUND, ENDED, ROLES, STRIPPED, end_of_answer, header, special_tokens, stop_tokens
+from language.data.chat import AROUND, ENDED, ROLES, STRIPPED, end_of_answer, header, special_tokens, stop_tokens
 from language.data.tokenizer import Tokenizer
 from tpu_utils.base.errors import InputError
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from browser.chat_pieces import pieces_of
 from browser.onnx_files import FORMAT, MODEL_JSON, OPSET, needed
-from language.data.chat_data import FORMATS, choose_format
+from language.data.chat import FORMATS, choose_format
 from tpu_utils.base.errors import InputError, TrainingError, run_script
 from tpu_utils.options.fields import parse_arguments
 

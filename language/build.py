@@ -3,24 +3,22 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from language.data.new_tokens import with_new_tokens
-from language.models.gpt import GPT
 from language.models.layers import Decoder, is_matrix, load_weights
-from language.models.llama import Llama
-from language.models.muon import OF_MUON, Muon, is_muons
 from language.models.operations import causal_attention
 from language.options.shapes import LlamaShape
 from language.options.transformer_options import TransformerConfig
-from language.weights.hf_files import HuggingFaceWeights, open_weights
 from language.xla.context import pieces_of, shared
 from language.xla.shards import distribute
 from tpu_utils.base.errors import InputError
 from tpu_utils.device import Mesh, device_type
 from tpu_utils.device.optim import make_optimizer
-from tpu_utils.options.virtual_slice import without_weights
+
+if TYPE_CHECKING:
+    from language.weights.hf_files import HuggingFaceWeights
 
 
 def build_model(
@@ -49,17 +47,28 @@ def build_model(
     if config.compile_for or device_type() == "TPU":  # elsewhere a device has no other memory than the host's
         options |= dict(offload=config.offload)
     if isinstance(config.shape, LlamaShape):
+        from language.models.llama import Llama  # only here, as GPT below: a run has one of them
+
         options |= dict(expert_capacity=config.expert_capacity, expert_kernels=config.attention == "flash")
         build = partial(Llama, config.shape, dtype, **options)
     else:
+        from language.models.gpt import GPT
+
         build = partial(GPT, config.shape, dtype, dropout=config.dropout, **options)
     if config.compile_for:
+        from tpu_utils.options.virtual_slice import without_weights  # only for the compiler
+
         return without_weights(build, device)
     if initialised and config.initial_weights:
+        from language.weights.hf_files import open_weights  # only for a run that begins with others' weights
+
         weights = open_weights(Path(config.initial_weights), config.shape)
         check_base(config, weights)
-        chats = config.dataset == "chat"
-        read = with_new_tokens(config, weights.names, weights.read, say) if chats else weights.read
+        read = weights.read
+        if config.dataset == "chat":
+            from language.weights.new_tokens import with_new_tokens
+
+            read = with_new_tokens(config, weights.names, read, say)
         model = load_weights(build, read, device, partition_spec, config.seed)
     else:
         model = build()
@@ -70,7 +79,7 @@ def build_model(
     return model
 
 
-def check_base(config: TransformerConfig, weights: HuggingFaceWeights) -> None:
+def check_base(config: TransformerConfig, weights: "HuggingFaceWeights") -> None:
     """Raises InputError where LoRA would round the weights of a folder, and nobody asked for it."""
     found = weights.kind("token_embedding").dtype
     if config.lora_rank and config.lora_base == "auto" and config.base_precision == "bfloat16" != str(found)[6:]:
@@ -82,16 +91,11 @@ def check_base(config: TransformerConfig, weights: HuggingFaceWeights) -> None:
 
 def build_optimizer(config: TransformerConfig, model: Decoder) -> torch.optim.Optimizer:
     """config's optimizer, with its state. Matrices decay, layer norms and biases do not. Raises InputError."""
-    matrices, vectors, of_muon = [], [], []
+    if config.optimizer == "muon":
+        from language.models.muon import make_muon  # only for a run that has it
+
+        return make_muon(config, model)
+    groups = {True: [], False: []}
     for name, parameter in model.trained().items():
-        muons = config.optimizer == "muon" and is_muons(name)
-        (of_muon if muons else matrices if is_matrix(name) else vectors).append(parameter)
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}, {"params": of_muon, "state": OF_MUON}]
-    if config.optimizer != "muon":
-        return make_optimizer(config, groups)
-    if not of_muon:
-        raise InputError(
-            "optimizer is muon, but no parameter has the name of a layer's matrix; expected adamw, adam, sgd"
-        )
-    muon = partial(Muon, momentum=config.muon_momentum, mesh=model.mesh, dtype=model.compute_dtype)
-    return make_optimizer(config, groups, muon)
+        groups[is_matrix(name)].append(parameter)
+    return make_optimizer(config, [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}])

@@ -6,11 +6,10 @@ from importlib.metadata import version
 
 import numpy as np
 
-from language.data.token_data import SequenceData
+from language.data.sequence_data import SequenceData
 from language.models.layers import Decoder, adapter_sizes
 from language.models.routing import slots_of_capacity
 from language.options.transformer_options import TransformerConfig
-from language.weights.hf_layout import sizes_of
 from language.xla import context
 from language.xla.loops import AXES
 from language.xla.shards import check_second_road, meet
@@ -159,6 +158,8 @@ def print_plan(run: Run, data: SequenceData, why: str) -> None:
     if config.initial_weights:
         run.print(f"weights    {config.initial_weights}{', as the run has changed them' if run.first_step else ''}")
     if config.lora_rank:
+        from language.weights.hf_layout import sizes_of  # only for adapters
+
         sizes = adapter_sizes(sizes_of(shape), config.lora_rank)
         trained = sum(math.prod(size) for size in sizes.values())
         run.print(

@@ -1,89 +1,32 @@
-"""The data that the options of transformer_tpu.py name, checked. Imports no torch."""
+"""The data and the tasks that the options of transformer_tpu.py name, checked. Imports no torch.
+
+A source is a module of language/data with the name of its --dataset: check(config) reads little, before torch is
+imported; load(config, process_index, process_count) gives a SequenceData, of several processes each its rows.
+"""
 
 import dataclasses
-import zlib
 from dataclasses import dataclass
-from pathlib import Path
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 
-from language.data.chat_data import check_chats, check_tokenizer, load_chats, tokenizer_of
-from language.data.streams import check_stream, load_stream
-from language.data.token_data import (
-    TEXT,
-    MarkovChain,
-    MicroBatches,
-    SequenceData,
-    TextWindows,
-    TokenShards,
-    check_apart,
-    matching,
-    read_documents,
-    split_documents,
-    text_files,
-)
-from language.data.tokenizer import load_tokenizer
-from language.generation.sample_prompts import check_samples
+from language.data.sequence_data import MicroBatches, SequenceData
 from language.options.transformer_options import TransformerConfig, check_initial_weights
-from language.tasks.scores import check_tasks
-from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import open_regular
+
+
+def source_of(config: TransformerConfig) -> Any:
+    return import_module(f"language.data.{config.dataset}")
 
 
 def load_sequences(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
     """The data the config names, checked; of several processes each gets its rows. Raises InputError."""
     if config.compile_for:
         return shapes_alone(config)
-    data = load_batches(config, process_index, process_count)
+    data = source_of(config).load(config, process_index, process_count)
     parts = config.gradient_accumulation_steps  # no more rows at a time than in training, and as many in all
     validation, batches = MicroBatches(data.validation, parts), parts * data.validation_batches
     return dataclasses.replace(data, validation=validation, validation_batches=batches)
-
-
-def load_batches(config: TransformerConfig, process_index: int, process_count: int) -> SequenceData:
-    """As load_sequences(), whose batches for validation have the rows of a batch of training."""
-    if config.dataset == "chat":
-        return load_chats(config, tokenizer_of(config), process_index, process_count)
-    if config.dataset == "stream":
-        return load_stream(config, process_index, process_count)
-    T, vocab_size = config.shape.sequence_length, config.shape.vocab_size
-    rows = config.global_batch_size // process_count
-    part = dict(process_index=process_index, process_count=process_count)
-    if config.dataset == "synthetic":
-        train = MarkovChain(vocab_size, T, rows, config.seed, 0, **part)
-        validation = MarkovChain(vocab_size, T, rows, config.seed, 1, **part)
-        description = f"Markov chain over {vocab_size} tokens"
-        return SequenceData(
-            config, train, validation, config.eval_batches, description, vocab_size, MarkovChain.entropy
-        )
-    if not config.train_data:
-        raise InputError(f"dataset is {config.dataset} but train_data is empty; name the data with --train_data")
-    train_path, validation_path = (Path(config.data_dir) / name for name in (config.train_data, config.validation_data))
-    if config.dataset == "tokens":
-        if not config.validation_data:
-            raise InputError("dataset is tokens but validation_data is empty; name shards with --validation_data")
-        train = TokenShards(str(train_path), vocab_size, T, rows, **part)
-        check_apart(train.paths, matching(validation_path))
-        validation = TokenShards(str(validation_path), vocab_size, T, rows, **part, padded=True)
-        description = (
-            f"{len(train.shards)} shard{'s' * (len(train.shards) > 1)}, {sum(map(len, train.shards)):,} tokens"
-        )
-        batches = min(config.eval_batches, validation.batches_per_epoch)
-        return SequenceData(config, train, validation, batches, description, train.fingerprint())
-    documents = read_documents(train_path, config.document_separator)
-    if config.validation_data:
-        training, validating = documents, read_documents(validation_path, config.document_separator)
-        check_apart(text_files(train_path), text_files(validation_path))
-    else:
-        training, validating = split_documents(documents)
-    train = TextWindows(training, T, rows, config.seed, True, config.bucketed, **part)
-    validation = TextWindows(validating, T, rows, shuffle=False, **part)
-    description = (
-        f"{len(documents)} documents, {len(train.tokens):,} training and {len(validation.tokens):,} validation tokens: "
-        "bytes, and the end of each document"
-    )
-    batches = min(config.eval_batches, validation.batches_per_epoch)
-    return SequenceData(config, train, validation, batches, description, zlib.crc32(train.tokens.tobytes()))
 
 
 def shapes_alone(config: TransformerConfig) -> SequenceData:
@@ -100,26 +43,32 @@ class SameBatch:
         return self.tokens
 
 
+class NoTasks:
+    """In place of an Evaluation, where no option names a task."""
+
+    batches: tuple[np.ndarray, ...] = ()
+
+
+def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> Any:
+    """The Evaluation of --tasks and --hellaswag, or NoTasks. part: of num_parts hosts. Raises InputError."""
+    if not (config.tasks or config.hellaswag):
+        return NoTasks()
+    from language.tasks import scores  # only for a run that is asked questions
+
+    return scores.load_tasks(config, part, num_parts)
+
+
 def check_files(config: TransformerConfig) -> None:
     """Raises InputError when the files that config names are missing or damaged. Reads little, and imports no torch."""
     check_initial_weights(config)
-    check_samples(config)
-    if config.compile_for or config.dataset == "synthetic":
+    if config.compile_for:
         return
-    check_tasks(config)
-    if config.dataset == "chat":
-        check_chats(config)
-        return
-    if config.dataset == "stream":
-        check_stream(config)
-        return
-    if config.dataset == "tokens" or not config.train_data:
-        load_sequences(config)
-        if config.tokenizer:
-            check_tokenizer(load_tokenizer(config.tokenizer), config.shape.vocab_size)
-        return
-    paths = [Path(config.data_dir) / name for name in (config.train_data, config.validation_data) if name]
-    for path in paths:
-        if not path.is_dir():
-            open_regular(path, TEXT).close()
-    check_apart(text_files(paths[0]), text_files(paths[-1]) if paths[1:] else [])
+    if config.sample_every:
+        from language.generation.sample_prompts import check_samples  # only for a run that is sampled
+
+        check_samples(config)
+    if config.tasks or config.hellaswag:
+        from language.tasks.scores import check_tasks  # only for a run that is asked questions
+
+        check_tasks(config)
+    source_of(config).check(config)

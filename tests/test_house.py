@@ -226,7 +226,17 @@ BEFORE_TORCH = [
 BEFORE_TORCH += [f"images.{name}" for name in ("arrays", "mnist", "cifar")]
 BEFORE_TORCH += [
     f"language.data.{name}"
-    for name in ("token_data", "llmc_files", "preparations", "chat_data", "tokenizer", "streams", "stream_files")
+    for name in (
+        "tokens",
+        "text",
+        "synthetic",
+        "chat",
+        "stream",
+        "llmc_files",
+        "preparations",
+        "tokenizer",
+        "stream_files",
+    )
 ]
 
 

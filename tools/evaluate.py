@@ -26,7 +26,7 @@ import numpy as np
 import tyro
 
 from language.data.llmc_files import other_vocabulary
-from language.data.token_data import TEXT
+from language.data.text import TEXT
 from language.data.tokenizer import check_lost
 from language.tasks.questions import Answers, Row, answers, batched, core_of
 from language.tasks.scores import CORE, check_file, parse_tasks, read_tasks

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from language.data.token_data import read_documents, split_documents
+from language.data.text import read_documents, split_documents
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import write_atomically
 
@@ -42,7 +42,7 @@ class ChatsConfig:
 
 
 def chats_of(documents: list[bytes], most: int, seed: int) -> list[dict]:
-    """Pairs of lines, chosen by the seed, in the form of language/data/chat_data.py."""
+    """Pairs of lines, chosen by the seed, in the form of language/data/chat.py."""
     pairs = []
     for document in documents:
         lines = [line.strip() for line in document.decode().splitlines()]

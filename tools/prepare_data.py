@@ -34,7 +34,7 @@ from language.data.llmc_files import (
     write_token_shard,
 )
 from language.data.preparations import begin_preparation, end_preparation
-from language.data.token_data import read_documents, split_documents
+from language.data.text import read_documents, split_documents
 from language.data.tokenizer import Tokenizer, check_lost, load_tokenizer
 from language.data.tokenizer_files import keep_with_shards
 from tpu_utils.base.errors import InputError, run_script

@@ -21,16 +21,16 @@ from typing import Literal
 
 import tyro
 
-from language.data.chat_data import read_chats
-from language.data.token_data import read_documents, split_documents
+from language.data.chat import read_chats
+from language.data.text import read_documents, split_documents
 from language.data.tokenizer import LARGEST_VOCAB_SIZE
-from language.data.tokenizer_training import SMALLEST, train_tokenizer
 from language.tasks.scores import check_file, parse_tasks
 from tools.make_chats import chats_of_parts
 from tools.speedrunning.dial import Plan, bytes_of, make_plan
 from tools.speedrunning.one_page import write_report
 from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, options_of_slice, with_changes
 from tools.speedrunning.stages import questions_of, results_of, run_stages, stages_of
+from tools.tokenizer_training import SMALLEST, train_tokenizer
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json, write_atomically
 

@@ -20,9 +20,9 @@ from typing import Annotated
 
 import tyro
 
-from language.data.token_data import read_documents, split_documents
+from language.data.text import read_documents, split_documents
 from language.data.tokenizer import LARGEST_VOCAB_SIZE, load_tokenizer
-from language.data.tokenizer_training import SMALLEST, SPECIAL, train_tokenizer, write_tokenizer
+from tools.tokenizer_training import SMALLEST, SPECIAL, train_tokenizer, write_tokenizer
 from tpu_utils.base.errors import InputError, run_script
 
 

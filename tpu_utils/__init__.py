@@ -21,8 +21,8 @@ step/         graphs (@one_graph: a second graph is an error), seen and second_g
               sent ahead of the step), replicas (DistributedDataParallel), average (of the weights)
 checkpoint/   the folder of checkpoints and the thread that writes them; saved, loading, streaming, state, tensor_files,
               tensor_reading; memory (in the memory of the hosts); resume (where a run begins)
-trial/        checks (check_model), trials (evaluations) and first_step (training steps) in plain PyTorch before anything
-              is compiled; unsaved (what steps change and no checkpoint holds)
+trial/        checks (check_model), trials (evaluations) and first_step (training steps) in plain PyTorch before
+              anything is compiled; unsaved (what steps change and no checkpoint holds)
 """
 
 import getpass

@@ -21,7 +21,7 @@ from test_tokenizer import trained
 from browser import onnx_generate
 from browser.chat_pieces import check_pieces, pieces_of, prompt_of
 from images.mnist import load_digits, load_mnist
-from language.data.chat_data import FORMATS, prompt_of_chat
+from language.data.chat import FORMATS, prompt_of_chat
 from language.data.tokenizer import Bytes, load_tokenizer
 from language.generation import decoding
 from language.weights import sources

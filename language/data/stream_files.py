@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from language.data.token_data import (
+from language.data.entries import (
     check_apart,
     entries_of,
     is_hidden,

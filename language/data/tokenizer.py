@@ -18,8 +18,9 @@ import numpy as np
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from language.data.llmc_files import GPT2_VOCAB_SIZE
-from language.options.shapes import BYTE_VOCAB_SIZE
+from language.data.llmc_files import GPT2_VOCAB_SIZE, other_vocabulary
+from language.options.shapes import BYTE_VOCAB_SIZE, START
+from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import parse_json, read_json, read_regular
 
@@ -410,3 +411,25 @@ def gpt2_encoding():
             f"tiktoken could not download the GPT-2 vocabulary ({type(error).__name__}); fetch it on a machine with "
             "internet and set TIKTOKEN_CACHE_DIR to that folder, or use bytes"
         ) from error
+
+
+def tokenizer_of(config: TransformerConfig) -> Tokenizer:
+    """That of the options, else that of the initial weights, else bytes. Raises InputError."""
+    beside = Path(config.initial_weights, "tokenizer.json")
+    if config.tokenizer or (config.initial_weights and beside.exists()):
+        return load_tokenizer(config.tokenizer or str(beside))
+    if config.shape.vocab_size != BYTE_VOCAB_SIZE:
+        raise InputError(
+            f"the model has a vocabulary of {config.shape.vocab_size}, and {beside} is missing; expected its tokenizer "
+            f"(or a vocabulary of {BYTE_VOCAB_SIZE}, which is bytes); name it with --tokenizer"
+        )
+    return load_tokenizer("bytes")
+
+
+def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises InputError for one with more tokens than a model has."""
+    if tokenizer.vocab_size > min(vocab_size, START):
+        raise InputError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model {vocab_size}; expected the tokenizer that "
+            f"belongs to the model; {other_vocabulary(tokenizer.vocab_size, vocab_size)}"
+        )

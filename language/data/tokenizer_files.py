@@ -15,8 +15,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from language.data import chat_data
-from language.data.token_data import matching
+from language.data import chat as chat_data
+from language.data.entries import matching
 from language.data.tokenizer import GPT2, FromFile, Tokenizer, load_tokenizer
 from language.options.shapes import BYTE_VOCAB_SIZE
 from language.options.transformer_options import TransformerConfig

@@ -3,8 +3,7 @@
 import zlib
 from pathlib import Path
 
-from language.data.chat_data import tokenizer_of
-from language.data.tokenizer import Numbers, Tokenizer, load_tokenizer
+from language.data.tokenizer import Numbers, Tokenizer, load_tokenizer, tokenizer_of
 from language.data.tokenizer_files import tokenizer_of_run
 from language.generation.sampling import Asked, SamplingOptions, ask
 from language.options.transformer_options import TransformerConfig
@@ -47,5 +46,4 @@ def ask_of_run(config: TransformerConfig, run_dir: Path) -> tuple[Tokenizer, Ask
 
 def check_samples(config: TransformerConfig) -> None:
     """Raises InputError for what ask_of_run() refuses."""
-    if config.sample_every and not config.compile_for:
-        ask_of_run(config, Path(config.run_dir))
+    ask_of_run(config, Path(config.run_dir))

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from language.generation.sample_prompts import ask_of_run, sampling_options
 from language.models.layers import Decoder
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.device import get_rng_state, graphs_compiled, set_rng_state
@@ -14,7 +13,8 @@ def write_samples(run: Run, step: int, model: Decoder, config: TransformerConfig
     TensorBoard. Reads the weights and draws from the step's own seed, so a run ends with the same bits without it."""
     if not config.sample_every or (step % config.sample_every and step != config.num_steps):
         return
-    from language.generation.decoding import generate  # only here: its loop is torch_xla's
+    from language.generation.decoding import generate  # only for a run that is sampled
+    from language.generation.sample_prompts import ask_of_run, sampling_options
 
     before, random_state = graphs_compiled(), get_rng_state()
     with run.phase("evaluation"):

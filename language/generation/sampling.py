@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from language.data import chat_data
+from language.data import chat as chat_data
 from language.data.tokenizer import Tokenizer, check_texts
 from tpu_utils.base.errors import InputError
 

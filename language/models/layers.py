@@ -11,9 +11,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from language.data.token_data import START
 from language.models.int8 import Int8, quantize, scale_name, scaled, widened
-from language.options.shapes import ModelShape
+from language.options.shapes import START, ModelShape
 from language.xla.context import balanced, size_of
 from language.xla.loops import BATCH
 from language.xla.remat import LEVELS, NOTHING, Saving, ScannedLayers, run_again

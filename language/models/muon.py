@@ -6,14 +6,17 @@ learning rate and one weight decay.
 """
 
 import math
+from functools import partial
 
 import torch
 
-from language.models.layers import LAYER_MATRICES
+from language.models.layers import LAYER_MATRICES, Decoder, is_matrix
+from language.options.transformer_options import TransformerConfig
 from language.xla.loops import AXES
 from language.xla.shards import gathered, sharded_like
+from tpu_utils.base.errors import InputError
 from tpu_utils.device import Mesh, mark_sharding
-from tpu_utils.device.optim import Adam
+from tpu_utils.device.optim import Adam, make_optimizer
 
 ITERATIONS = 5
 """Of Newton and Schulz's method, by a polynomial of degree 5."""
@@ -83,3 +86,17 @@ class Muon(Adam):
                 change = change if parameter.shape[-2] <= parameter.shape[-1] else change.mT
                 change = sharded_like(parameter, change.reshape(parameter.shape))
                 parameter.copy_(parameter * shrink - group["lr"] * change)
+
+
+def make_muon(config: TransformerConfig, model: Decoder) -> Muon:
+    """Muon for the matrices of the layers, AdamW for the rest, with their state. Raises InputError."""
+    matrices, vectors, layers = [], [], []
+    for name, parameter in model.trained().items():
+        (layers if is_muons(name) else matrices if is_matrix(name) else vectors).append(parameter)
+    if not layers:
+        raise InputError(
+            "optimizer is muon, but no parameter has the name of a layer's matrix; expected adamw, adam, sgd"
+        )
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}, {"params": layers, "state": OF_MUON}]
+    muon = partial(Muon, momentum=config.muon_momentum, mesh=model.mesh, dtype=model.compute_dtype)
+    return make_optimizer(config, groups, muon)

@@ -8,7 +8,7 @@ from language.options.shapes import LlamaShape, ModelShape, RopeScaling
 from tpu_utils.base.errors import InputError
 
 MOST = {"layers": 1024, "heads": 4096, "experts": 1024, "width": 1 << 20, "tokens": 1 << 24}
-MOST["vocabulary"] = 1 << 20  # below START of token_data.py
+MOST["vocabulary"] = 1 << 20  # below START
 """Bounds of the numbers in a config.json, so that no file can ask for a model that nobody could list."""
 MOST_PARAMETERS, MOST_MATRICES = 1 << 42, 1 << 16
 """Of all of them together: published models have up to 2 trillion parameters, and 61 layers of 384 experts."""

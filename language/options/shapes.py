@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from language.options.families import FAMILIES, Family
 
 BYTE_VOCAB_SIZE = 257  # the 256 bytes and the token that stands before every document
+START = 1 << 20  # added to the first token of a document that shares its row with others; no vocabulary is so large
 
 
 @dataclass(frozen=True)

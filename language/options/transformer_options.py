@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from language.options.hf_config import shape_of
 from language.options.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import parse_object, read_json
@@ -226,6 +225,8 @@ class TransformerConfig(HostOptions, TrainConfig):
         own = ("num_layers", "num_heads", "embedding_dim", "sequence_length")
         changes = {name: getattr(self, name) for name in own if getattr(self, name)}
         if self.model_config:
+            from language.options.hf_config import shape_of  # only for a model of Hugging Face
+
             published = shape_of(parse_object(self.model_config.encode(), "model_config", HUGGING_FACE_CONFIG))
             changes.setdefault("sequence_length", min(published.sequence_length, 4096))
             return dataclasses.replace(published, **changes)
@@ -233,6 +234,14 @@ class TransformerConfig(HostOptions, TrainConfig):
         dataset = "text" if self.dataset == "stream" and not self.tokenizer else self.dataset  # of bytes
         vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(dataset, published.vocab_size)
         return dataclasses.replace(published, **changes, vocab_size=vocab_size)
+
+    @property
+    def data_paths(self) -> tuple[Path, Path | None]:
+        """Of train_data and validation_data, where the latter is given. Raises InputError without the former."""
+        if not self.train_data:
+            raise InputError(f"dataset is {self.dataset} but train_data is empty; name the data with --train_data")
+        validation = Path(self.data_dir, self.validation_data) if self.validation_data else None
+        return Path(self.data_dir, self.train_data), validation
 
     @functools.cached_property
     def num_experts(self) -> int:
@@ -260,6 +269,8 @@ def precision_of(model_config: str) -> str:
 
 def read_model_config(option: str, path: Path) -> str:
     """The text of a Hugging Face config.json, on one line. Raises InputError for a model that is not one of ours."""
+    from language.options.hf_config import shape_of  # only for a model of Hugging Face
+
     try:
         found = read_json(path, HUGGING_FACE_CONFIG)
         shape_of(found, str(path))
@@ -381,6 +392,8 @@ def check_layers(config: TransformerConfig, shape: LlamaShape) -> list[str]:
 
 def check_model_config(config: TransformerConfig) -> list[str]:
     """What stands against the config.json that says what the model is."""
+    from language.options.hf_config import shape_of  # only for a model of Hugging Face
+
     own = ("num_layers", "num_heads", "embedding_dim", "vocab_size")
     problems = [
         f"{name} is {getattr(config, name)}, but config.json says what the model is; leave --{name} out"

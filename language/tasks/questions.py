@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from language.data.token_data import START
+from language.options.shapes import START
 from tpu_utils.base.errors import InputError
 
 SHORTEST = 128  # tokens; other lengths are twice as long as one before, up to the model's own

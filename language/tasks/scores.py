@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from language.data.chat_data import check_tokenizer
 from language.data.llmc_files import read_hellaswag
-from language.data.tokenizer import Tokenizer, check_lost, load_tokenizer
+from language.data.tokenizer import Tokenizer, check_lost, check_tokenizer, load_tokenizer
 from language.data.tokenizer_files import tokenizer_of_run
 from language.options.transformer_options import TransformerConfig
 from language.tasks.core_tasks import check_bundle, read_bundle

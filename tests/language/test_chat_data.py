@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import at_most, make_irregular, mutated, no_hang
 
-from language.data import chat_data
-from language.data.chat_data import ChatPacks, encode_chats, format_chat, prompt_of_chat, read_chats, stop_tokens
-from language.data.token_data import START
+from language.data import chat as chat_data
+from language.data.chat import ChatPacks, encode_chats, format_chat, prompt_of_chat, read_chats, stop_tokens
 from language.data.tokenizer import load_tokenizer
+from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 
@@ -469,14 +469,14 @@ def test_load_chats(tmp_path):
 def test_what_does_not_fit_is_refused(tmp_path):
     config = small_config(tmp_path)
     with pytest.raises(InputError, match=r"x\.jsonl: no such file; expected conversations"):
-        chat_data.check_chats(config)
+        chat_data.check(config)
     write_chats(tmp_path / "x.jsonl", random_chats(1))
     with pytest.raises(InputError, match=r"^x\.jsonl: 1 conversation; expected 2 or more, or others with --validation"):
-        chat_data.check_chats(config)
+        chat_data.check(config)
     with pytest.raises(InputError, match=r"^dataset is chat but train_data is empty; name the conversations with"):
-        chat_data.check_chats(dataclasses.replace(config, train_data=""))
+        chat_data.check(dataclasses.replace(config, train_data=""))
     write_chats(tmp_path / "x.jsonl", random_chats(9))
-    chat_data.check_chats(config)
+    chat_data.check(config)
     with pytest.raises(
         InputError, match=r"^the tokenizer has 265 tokens, but the model 257; expected the tokenizer that"
     ):

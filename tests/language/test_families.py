@@ -17,13 +17,12 @@ from test_llama_parity import FACTORS, GEMMA3, MISTRAL, SHAPES, hugging_face_mod
 from test_llama_parity import our_loss as loss_of
 from test_transformer_tpu import losses_of, train_all
 
-from language.data.token_data import START
 from language.models.gpt import GPT
 from language.models.layers import find_documents, load_weights
 from language.models.llama import Llama
 from language.models.operations import causal_attention
 from language.options.hf_config import hugging_face_config
-from language.options.shapes import LlamaShape, ModelShape
+from language.options.shapes import START, LlamaShape, ModelShape
 from language.options.transformer_options import TransformerConfig
 from tools.convert_hf import adapter_names, adapters
 from tpu_utils.base.errors import InputError

@@ -15,10 +15,11 @@ from test_llama_parity import SHAPES, TIED, hugging_face_model
 from test_transformer_tpu import losses_of, train_all
 
 from language.build import build_model
-from language.data.chat_data import read_chats, tokenizer_of
-from language.data.token_data import START
+from language.data.chat import read_chats
+from language.data.tokenizer import tokenizer_of
 from language.models.layers import is_matrix, load_weights
 from language.models.llama import Llama
+from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from language.sequences import load_sequences
 from language.weights.hf_files import open_weights

@@ -7,11 +7,10 @@ import torch
 from test_gpt_parity import relative_error
 from test_llama_parity import STRETCHED
 
-from language.data.token_data import START
 from language.models.gpt import GPT
 from language.models.layers import find_documents
 from language.models.llama import Llama
-from language.options.shapes import ModelShape
+from language.options.shapes import START, ModelShape
 
 LENGTHS = (5, 1, 9, 2)
 SHAPES = {"gpt": ModelShape(2, 4, 64, 32, 300), "llama": dataclasses.replace(STRETCHED, sequence_length=32)}

@@ -9,13 +9,14 @@ from test_llama_parity import hugging_face_model
 from test_tokenizer_files import ANSWERS, chats, config_of, train_tokenizer
 from test_transformer_tpu import train_all
 
-from language.data.chat_data import format_chat, tokenizer_of
-from language.data.new_tokens import untrained_rows, with_new_tokens
+from language.data.chat import format_chat
+from language.data.tokenizer import tokenizer_of
 from language.models.llama import Llama
 from language.options.hf_config import shape_of
 from language.options.transformer_options import TransformerConfig
 from language.weights.hf_files import open_weights
 from language.weights.hf_layout import sources
+from language.weights.new_tokens import untrained_rows, with_new_tokens
 from tpu_utils.base.errors import InputError
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from documents import write_corpus, write_documents
 
-from language.data import streams
-from language.data.streams import Position, turns_of
-from language.data.token_data import END_OF_DOCUMENT_BYTE
+from language.data import stream as streams
+from language.data.stream import Position, turns_of
+from language.data.text import END_OF_DOCUMENT_BYTE
 from language.data.tokenizer import load_tokenizer
 from language.options.transformer_options import TransformerConfig
 from language.sequences import check_files, load_sequences

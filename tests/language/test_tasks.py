@@ -11,8 +11,8 @@ import pytest
 from made_tasks import BUNDLE, MAKERS, write_bundle, write_lines, write_task
 from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated, mutated_json, no_hang
 
-from language.data.token_data import START
 from language.data.tokenizer import Bytes
+from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from language.tasks import task_files
 from language.tasks.core_tasks import read_bundle

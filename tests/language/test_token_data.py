@@ -13,8 +13,12 @@ from mutations import at_most, make_irregular, mutated, no_hang
 from processes import ROOT
 
 from language import sequences
-from language.data import llmc_files, token_data
-from language.data.chat_data import read_chats
+from language.data import llmc_files
+from language.data.chat import read_chats
+from language.data.entries import entries_of
+from language.data.synthetic import MarkovChain
+from language.data.text import END_OF_DOCUMENT_BYTE, TextWindows, read_documents, split_documents
+from language.data.tokens import TokenShards
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 
@@ -34,7 +38,7 @@ def test_shards_are_read_in_llmc_order(tmp_path):
     write_shard(tmp_path / "b_000.bin", first)
     write_shard(tmp_path / "b_001.bin", second)
     for process in (0, 1):
-        source = token_data.TokenShards(str(tmp_path / "b_*.bin"), 2000, T, rows, process, 2)
+        source = TokenShards(str(tmp_path / "b_*.bin"), 2000, T, rows, process, 2)
         assert source.batches_per_epoch == 3
         for step, (tokens, start) in enumerate([(first, 0), (first, 24), (second, 0), (first, 0)]):
             at = start + process * rows * T
@@ -48,7 +52,7 @@ def test_more_shards_than_open_files(tmp_path):
     for number in range(1, 300):
         os.link(tmp_path / "s_000.bin", tmp_path / f"s_{number:03d}.bin")
     program = (
-        "import resource, sys; from language.data.token_data import TokenShards\n"
+        "import resource, sys; from language.data.tokens import TokenShards\n"
         "from tpu_utils.base.errors import InputError\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))\n"
         "try: print(len(TokenShards(sys.argv[1], 257, 4, 2).shards))\n"
@@ -65,7 +69,7 @@ def test_more_shards_than_open_files(tmp_path):
 
 def test_llama_shards_are_read(tmp_path):
     path = write_shard(tmp_path / "l.bin", [70000 + i for i in range(20)], 20240801, 7, dtype="<u4")
-    source = token_data.TokenShards(str(path), 128256, 4, 2)
+    source = TokenShards(str(path), 128256, 4, 2)
     assert source.batch(0)[0, 0] == 70000 and source.batch(0).dtype == np.int32
 
 
@@ -90,7 +94,7 @@ def test_the_page_makes_a_shard_of_an_array_of_tokens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("tokens.npy", np.arange(50) * 1000)
     exec(re.search(r"```python\n(.*?)```", section, re.S)[1], {})
-    source = token_data.TokenShards("mine_train_*.bin", 65536, 4, 2)
+    source = TokenShards("mine_train_*.bin", 65536, 4, 2)
     np.testing.assert_array_equal(source.batch(0), np.array([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]) * 1000)
 
 
@@ -115,7 +119,7 @@ def test_the_page_makes_a_shard_of_an_array_of_tokens(tmp_path, monkeypatch):
 def test_bad_shards_are_refused(tmp_path, make, message):
     make(tmp_path / "x.bin")
     with pytest.raises(InputError, match=message):
-        token_data.TokenShards(str(tmp_path / "x.bin"), 257, 4, 2)
+        TokenShards(str(tmp_path / "x.bin"), 257, 4, 2)
 
 
 def epoch_of(source, epoch=0):
@@ -130,13 +134,13 @@ def test_every_byte_is_a_target_once_and_documents_stay_apart(bucketed):
         bytes(random.integers(0, 64, n).astype(np.uint8) + 64 * (i % 4)) for i, n in enumerate([5, 700, 256, 1, 130])
     ]
     T, rows = 256, 2
-    parts = [token_data.TextWindows(documents, T, rows, 1, True, bucketed, process, 2) for process in (0, 1)]
+    parts = [TextWindows(documents, T, rows, 1, True, bucketed, process, 2) for process in (0, 1)]
     for epoch in (0, 1):
         windows = [row for part in parts for batch in epoch_of(part, epoch) for row in batch]
         targets = np.concatenate([row[1:][row[1:] >= 0] for row in windows])
         assert sorted(targets) == sorted(b"".join(documents))
         for row in windows:
-            inside = row[(row >= 0) & (row != token_data.END_OF_DOCUMENT_BYTE)]
+            inside = row[(row >= 0) & (row != END_OF_DOCUMENT_BYTE)]
             assert len(set(inside // 64)) <= 1  # each document here has its own quarter of the byte values
     lengths = {batch.shape[1] - 1 for part in parts for batch in epoch_of(part)}
     assert lengths == ({128, 256} if bucketed else {256}) and lengths == set(parts[0].lengths)
@@ -144,28 +148,28 @@ def test_every_byte_is_a_target_once_and_documents_stay_apart(bucketed):
 
 
 def test_split_is_nanogpts():
-    training, validation = token_data.split_documents([b"a" * 1000])
+    training, validation = split_documents([b"a" * 1000])
     assert [len(d) for d in training + validation] == [900, 100]
 
 
 def test_text_files(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     (tmp_path / "b.txt").write_text("three")
-    assert token_data.read_documents(tmp_path) == [b"one\n\ntwo", b"three"]
-    assert token_data.read_documents(tmp_path, "\n\n") == [b"one", b"two", b"three"]
+    assert read_documents(tmp_path) == [b"one\n\ntwo", b"three"]
+    assert read_documents(tmp_path, "\n\n") == [b"one", b"two", b"three"]
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9!")
     with pytest.raises(InputError, match=r"not UTF-8 \(byte 0xe9 at 3\)"):
-        token_data.read_documents(tmp_path / "latin.txt")
+        read_documents(tmp_path / "latin.txt")
     (tmp_path / "empty.txt").write_bytes(b"")
     with pytest.raises(InputError, match="empty"):
-        token_data.read_documents(tmp_path / "empty.txt")
+        read_documents(tmp_path / "empty.txt")
     with pytest.raises(InputError, match="shorter than one sequence of 64"):
-        token_data.TextWindows([b"short"], 64, 2)
+        TextWindows([b"short"], 64, 2)
 
 
 def test_markov_chain_has_the_entropy_it_says():
     """The entropy of the transition matrix as counted from samples, against the closed form."""
-    chain = token_data.MarkovChain(16, 256, 64)
+    chain = MarkovChain(16, 256, 64)
     counts = np.zeros((16, 16))
     for step in range(40):
         batch = chain.batch(step)
@@ -175,7 +179,7 @@ def test_markov_chain_has_the_entropy_it_says():
     assert abs((per_state * counts.sum(1)).sum() / counts.sum() - chain.entropy) < 2e-3
     assert abs(chain.entropy - 1.75 * np.log(2)) < 1e-12
     assert not np.array_equal(chain.batch(0), chain.batch(1)) and np.array_equal(chain.batch(3), chain.batch(3))
-    halves = [token_data.MarkovChain(16, 256, 32, process_index=i, process_count=2).batch(5) for i in (0, 1)]
+    halves = [MarkovChain(16, 256, 32, process_index=i, process_count=2).batch(5) for i in (0, 1)]
     np.testing.assert_array_equal(np.concatenate(halves), chain.batch(5))
 
 
@@ -280,7 +284,7 @@ def test_no_damage_of_a_token_shard_is_a_crash(tmp_path):
         damage = next(mutated(content[:12] if number % 3 else content, 1, number))
         path.write_bytes(damage + content[12:] if number % 3 else damage)
         try:
-            source = token_data.TokenShards(str(path), 257, 4, 2)
+            source = TokenShards(str(path), 257, 4, 2)
             assert source.batch(0).shape == (2, 5) and source.batch(source.batches_per_epoch).max() < 257
         except InputError as error:
             refused += 1
@@ -321,7 +325,7 @@ def test_a_pattern_that_matches_no_shard_is_refused(tmp_path, name):
 def test_a_separator_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 100)
     with pytest.raises(InputError, match=r"document_separator is 'a\\udcff'; expected UTF-8"):
-        token_data.read_documents(tmp_path / "a.txt", "a\udcff")
+        read_documents(tmp_path / "a.txt", "a\udcff")
 
 
 SEPARATED = b"A story.\n\nAnother.\n\n"
@@ -347,10 +351,10 @@ def test_a_separator_divides_or_is_refused(tmp_path, files, separator, expected)
     for number, content in enumerate(files):
         (tmp_path / f"{number}.txt").write_bytes(content)
     if isinstance(expected, int):
-        assert len(token_data.read_documents(tmp_path, separator)) == expected
+        assert len(read_documents(tmp_path, separator)) == expected
         return
     with pytest.raises(InputError, match=expected):
-        token_data.read_documents(tmp_path, separator)
+        read_documents(tmp_path, separator)
 
 
 @pytest.mark.parametrize(
@@ -362,9 +366,9 @@ def test_hidden_files_are_no_text(tmp_path, capsys, hidden):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("not a text")
     with pytest.raises(InputError, match="empty; expected UTF-8 text"):
-        token_data.read_documents(folder)
+        read_documents(folder)
     (folder / "a.txt").write_text("a text")
-    assert token_data.read_documents(folder) == [b"a text"]
+    assert read_documents(folder) == [b"a text"]
     assert capsys.readouterr().err == f"left out   1 hidden files in {folder}\n"
 
 
@@ -379,7 +383,7 @@ def test_a_large_hellaswag_file_takes_memory_in_proportion(tmp_path):
 def test_the_root_of_all_folders_is_no_folder_of_data():
     """It would be listed for hours."""
     with pytest.raises(InputError, match="holds every file of this machine; expected a folder of data"):
-        token_data.entries_of(Path("/"), Path("/").rglob("*"))
+        entries_of(Path("/"), Path("/").rglob("*"))
 
 
 def test_a_link_in_the_data_leads_nowhere_else(tmp_path):
@@ -389,9 +393,9 @@ def test_a_link_in_the_data_leads_nowhere_else(tmp_path):
     secret.write_text('{"messages": []}')
     (folder / "a.jsonl").symlink_to(secret)
     for read in (
-        token_data.read_documents,
+        read_documents,
         read_chats,
-        lambda path: token_data.TokenShards(str(path / "*.jsonl"), 300, 4, 2),
+        lambda path: TokenShards(str(path / "*.jsonl"), 300, 4, 2),
     ):
         with pytest.raises(
             InputError, match=rf"{folder}/a.jsonl is a link to {secret}, expected files within {folder}"
@@ -400,7 +404,7 @@ def test_a_link_in_the_data_leads_nowhere_else(tmp_path):
     write_shard(folder / "b_0.bin", np.arange(50))
     (folder / "b_1.bin").symlink_to("b_0.bin")
     (tmp_path / "alias").symlink_to(folder)
-    assert token_data.TokenShards(str(tmp_path / "alias" / "b_*.bin"), 300, 4, 2).batches_per_epoch == 12
+    assert TokenShards(str(tmp_path / "alias" / "b_*.bin"), 300, 4, 2).batches_per_epoch == 12
 
 
 def test_shards_whose_tokens_changed_are_another_data_set(tmp_path, monkeypatch):
@@ -412,13 +416,13 @@ def test_shards_whose_tokens_changed_are_another_data_set(tmp_path, monkeypatch)
         part = tokens.copy()
         part[[] if changed is None else changed] = 255
         paths = [write_shard(tmp_path / "b" / f"{name}_{i}.bin", t) for i, t in enumerate((tokens[:1000], part))]
-        return token_data.TokenShards(str(paths[0]).replace("_0", "_*"), 257, 4, 2).fingerprint()
+        return TokenShards(str(paths[0]).replace("_0", "_*"), 257, 4, 2).fingerprint()
 
     plain = fingerprint()
     assert plain % 2**32 == zlib.crc32(b"b_0.bin 1000 b_1.bin 5000"), "what older runs have in config.json"
     assert plain == fingerprint() != fingerprint([4321]) and plain % 2**32 == fingerprint([4321]) % 2**32
     assert plain >> 32 == fingerprint(name="c") >> 32 and plain != fingerprint(name="c")
-    monkeypatch.setattr(token_data, "SAMPLES", 8)
-    monkeypatch.setattr(token_data, "SAMPLED_TOKENS", 100)
+    monkeypatch.setattr("language.data.tokens.SAMPLES", 8)
+    monkeypatch.setattr("language.data.tokens.SAMPLED_TOKENS", 100)
     sampled = fingerprint()
     assert sampled == fingerprint([150]) and sampled != fingerprint([0]) and sampled != fingerprint([4999])

@@ -13,8 +13,8 @@ import torch_xla
 from test_chat_data import MESSAGES, SPLIT
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from language.data.chat_data import FORMATS, check_tokenizer, format_chat, prompt_of_chat, stop_tokens
-from language.data.tokenizer import Bytes, load_tokenizer
+from language.data.chat import FORMATS, format_chat, prompt_of_chat, stop_tokens
+from language.data.tokenizer import Bytes, check_tokenizer, load_tokenizer
 from language.data.tokenizer_files import (
     TEMPLATES,
     byte_level_bpe,

@@ -5,10 +5,9 @@ import json
 import pytest
 from mutations import no_hang
 
-from language.data import tokenizer_training
-from language.data.chat_data import choose_format, format_chat
+from language.data.chat import choose_format, format_chat
 from language.data.tokenizer import load_tokenizer
-from tools import prepare_data, train_tokenizer
+from tools import prepare_data, tokenizer_training, train_tokenizer
 from tpu_utils.base.errors import InputError
 
 TEXT = "".join(

@@ -3,7 +3,7 @@
 import re
 
 from benchmarks import finetune_demo
-from language.data.chat_data import read_chats
+from language.data.chat import read_chats
 
 
 def test_held_out_words_stand_in_no_training_question(tmp_path):

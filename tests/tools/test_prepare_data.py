@@ -8,7 +8,9 @@ import pytest
 from mutations import DEEP, at_most, make_irregular, mutated_json, no_hang
 from test_tokenizer import trained
 
-from language.data import llmc_files, token_data, tokenizer
+from language.data import llmc_files, tokenizer
+from language.data.text import END_OF_DOCUMENT_BYTE
+from language.data.tokens import TokenShards
 from tools import prepare_data
 from tpu_utils.base.errors import InputError
 
@@ -35,20 +37,20 @@ def test_bytes_to_shards_and_back(tmp_path, monkeypatch):
     paths = sorted((tmp_path / "out").glob("t_train_*.bin"))
     assert len(paths) > 1 and (tmp_path / "out" / "t_val_000000.bin").exists()
     tokens = np.concatenate([llmc_files.open_token_shard(path, 257) for path in paths])
-    assert (tokens == token_data.END_OF_DOCUMENT_BYTE).sum() == 3 and tokens[0] == token_data.END_OF_DOCUMENT_BYTE
+    assert (tokens == END_OF_DOCUMENT_BYTE).sum() == 3 and tokens[0] == END_OF_DOCUMENT_BYTE
     validation = llmc_files.open_token_shard(tmp_path / "out" / "t_val_000000.bin", 257)
     both = [bytes(part[part < 256].astype(np.uint8)) for part in (tokens, validation)]
     assert b"".join(both).decode() == text.replace("\n\n", "")
     with pytest.raises(
         InputError, match=r"vocabulary of 257 .bytes., but vocab_size is 50257; .* use --vocab_size 257"
     ):
-        token_data.TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 50257, 16, 2)
-    source = token_data.TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 257, 16, 2)
+        TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 50257, 16, 2)
+    source = TokenShards(str(tmp_path / "out" / "t_train_*.bin"), 257, 16, 2)
     np.testing.assert_array_equal(source.batch(0)[1], tokens[16:33])
 
 
 def shards_of(folder):
-    return token_data.TokenShards(str(folder / "t_train_*.bin"), 257, 16, 2)
+    return TokenShards(str(folder / "t_train_*.bin"), 257, 16, 2)
 
 
 def test_an_output_belongs_to_one_preparation(tmp_path, monkeypatch, capsys):
@@ -134,8 +136,8 @@ def test_shards_of_two_preparations_are_told_apart(tmp_path, monkeypatch, change
     with pytest.raises(InputError, match=said):
         shards_of(tmp_path)
     if "missing" in said:  # what is asked for is there
-        token_data.TokenShards(str(tmp_path / "t_train_000000.bin"), 257, 16, 2)
-        token_data.TokenShards(str(tmp_path / "t_train_*[23].bin"), 257, 16, 2)
+        TokenShards(str(tmp_path / "t_train_000000.bin"), 257, 16, 2)
+        TokenShards(str(tmp_path / "t_train_*[23].bin"), 257, 16, 2)
 
 
 def test_an_output_is_not_the_next_input(tmp_path, monkeypatch, capsys):
@@ -198,7 +200,7 @@ def test_shards_of_a_tokenizer_json(tmp_path, monkeypatch, capsys, vocab_size):
     assert all(shard.dtype == (np.uint16 if vocab_size <= 65536 else np.uint32) for shard in shards)
     found = tokenizer.load_tokenizer(str(folder))
     assert "".join(found.decode(shard[1:].tolist()) for shard in shards) == text
-    source = token_data.TokenShards(str(paths[0]), vocab_size, 16, 2)
+    source = TokenShards(str(paths[0]), vocab_size, 16, 2)
     np.testing.assert_array_equal(source.batch(0)[1], shards[0][16:33])
     with pytest.raises(InputError, match=rf"a vocabulary of {vocab_size} .*, but vocab_size is 128256"):
         llmc_files.open_token_shard(paths[0], 128256)

@@ -21,7 +21,7 @@ from test_checkpoint_sharded import mark
 
 from config import DistributedMnistConfig, MnistConfig
 from images.arrays import check_divisible, num_steps_of
-from language.data.token_data import TokenShards
+from language.data.tokens import TokenShards
 from language.mesh import choose_mesh
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError, TrainingError

@@ -6,8 +6,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from language.data.entries import matching
 from language.data.llmc_files import open_token_shard
-from language.data.token_data import matching, read_documents, split_documents
+from language.data.text import read_documents, split_documents
 from tools.speedrunning.dial import Plan
 from tools.speedrunning.price import Price, lines_of_price
 from tpu_utils.base.files import write_atomically

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from language.data.chat_data import choose_format, special_tokens, tokenizer_of
+from language.data.chat import choose_format, special_tokens
+from language.data.tokenizer import tokenizer_of
 from language.options.transformer_options import TransformerConfig
 
 TABLES = ("token_embedding", "head_weight")

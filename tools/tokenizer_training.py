@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from language.data.chat_data import FORMATS
+from language.data.chat import FORMATS
 from language.data.tokenizer_files import END, TOKENIZER_CONFIG, TOKENIZER_JSON
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import write_atomically

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from language.data.chat_data import check_tokenizer, tokenizer_of
+from language.data.entries import allow_open_files
+from language.data.sequence_data import SequenceData
 from language.data.stream_files import StreamFile, check_no_overlap, fingerprint_of, list_files, read_documents
-from language.data.token_data import SequenceData, allow_open_files
-from language.data.tokenizer import Tokenizer, check_lost
+from language.data.tokenizer import Tokenizer, check_lost, check_tokenizer, tokenizer_of
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import CheckpointError, InputError
 
@@ -351,7 +351,7 @@ def reading_of(config: TransformerConfig) -> Reading:
     return Reading(files, config.text_field, tokenizer, *of_order, skip, not config.validation_data)
 
 
-def check_stream(config: TransformerConfig) -> None:
+def check(config: TransformerConfig) -> None:
     """Raises InputError where the first document of a file on this machine cannot be read, unless damage is skipped."""
     reading = reading_of(config)
     for file in reading.files:
@@ -361,7 +361,7 @@ def check_stream(config: TransformerConfig) -> None:
                     raise document
 
 
-def load_stream(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> StreamData:
+def load(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> StreamData:
     """The stream that config names; of several processes each reads the lanes of its rows. Raises InputError."""
     # our threads are parallel: the library's own below them would take cores from each other
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from language.data.llmc_files import other_vocabulary
-from language.data.token_data import START, SequenceData, check_apart, entries_of, refuse_other_json, tell_once
-from language.data.tokenizer import Tokenizer, check_texts, load_tokenizer
-from language.options.shapes import BYTE_VOCAB_SIZE
+from language.data.entries import check_apart, entries_of, refuse_other_json, tell_once
+from language.data.sequence_data import SequenceData
+from language.data.tokenizer import check_texts, check_tokenizer, tokenizer_of
+from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import lines_of, open_regular, parse_json
@@ -346,7 +346,7 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
 def encode_chats(chats: list[tuple[str, list[dict]]], format: str, tokenizer, T: int) -> tuple[list[np.ndarray], int]:
     """Each conversation as int32, at most T + 1 long, as a row holds it; and how many were truncated to that.
 
-    A target is stored as token, a token that is no target as ~token, the first as ~(START + token): see token_data.py.
+    A target is stored as token, a token that is no target as ~token, the first as ~(START + token): sequence_data.py.
     Raises InputError for a conversation whose targets are all truncated.
     """
     format = choose_format(format, tokenizer)
@@ -451,11 +451,9 @@ class ChatPacks:
 
 def read_parts(config: TransformerConfig) -> tuple[list, list]:
     """Conversations to train on and to validate on: of two files, or the last tenth of one. Raises InputError."""
-    if not config.train_data:
-        raise InputError("dataset is chat but train_data is empty; name the conversations with --train_data")
-    path, validation_path = (Path(config.data_dir) / name for name in (config.train_data, config.validation_data))
+    path, validation_path = config.data_paths
     chats = read_chats(path)
-    if config.validation_data:
+    if validation_path:
         held_out_chats = read_chats(validation_path)
         check_apart(chat_files(path), chat_files(validation_path))
         return chats, held_out_chats
@@ -465,33 +463,16 @@ def read_parts(config: TransformerConfig) -> tuple[list, list]:
     return chats[:-held_out], chats[-held_out:]
 
 
-def check_chats(config: TransformerConfig) -> None:
+def check(config: TransformerConfig) -> None:
     """Raises InputError for files that are missing, lines that are no conversation, a wrong tokenizer."""
     tokenizer = tokenizer_of(config)
     special_tokens(choose_format(config.chat_format, tokenizer), tokenizer)
     read_parts(config)
 
 
-def tokenizer_of(config: TransformerConfig) -> Tokenizer:
-    """That of the options, else that of the initial weights, else bytes. Raises InputError."""
-    beside = Path(config.initial_weights, "tokenizer.json")
-    if config.tokenizer or (config.initial_weights and beside.exists()):
-        return load_tokenizer(config.tokenizer or str(beside))
-    if config.shape.vocab_size != BYTE_VOCAB_SIZE:
-        raise InputError(
-            f"the model has a vocabulary of {config.shape.vocab_size}, and {beside} is missing; expected its tokenizer "
-            f"(or a vocabulary of {BYTE_VOCAB_SIZE}, which is bytes); name it with --tokenizer"
-        )
-    return load_tokenizer("bytes")
-
-
-def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises InputError for one with more tokens than a model has."""
-    if tokenizer.vocab_size > min(vocab_size, START):
-        raise InputError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model {vocab_size}; expected the tokenizer that "
-            f"belongs to the model; {other_vocabulary(tokenizer.vocab_size, vocab_size)}"
-        )
+def load(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
+    """As load_chats(), by the tokenizer of the options."""
+    return load_chats(config, tokenizer_of(config), process_index, process_count)
 
 
 def load_chats(config: TransformerConfig, tokenizer, process_index: int = 0, process_count: int = 1) -> SequenceData:

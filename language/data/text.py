@@ -1,0 +1,175 @@
+"""--dataset text: files of UTF-8 text, trained on as bytes. Imports no torch."""
+
+import functools
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from language.data.entries import check_apart, entries_of
+from language.data.sequence_data import SequenceData
+from language.options.shapes import BYTE_VOCAB_SIZE
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import open_regular
+
+TEXT = "a UTF-8 text file or a folder of them"
+END_OF_DOCUMENT_BYTE = BYTE_VOCAB_SIZE - 1
+"""The token after the 256 bytes; it stands before every document."""
+
+
+def check(config: TransformerConfig) -> None:
+    """Raises InputError for files that are missing, or named twice. Reads little of them."""
+    paths = [path for path in config.data_paths if path]
+    for path in paths:
+        if not path.is_dir():
+            open_regular(path, TEXT).close()
+    check_apart(text_files(paths[0]), text_files(paths[-1]) if paths[1:] else [])
+
+
+def load(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
+    """The text in train_data and validation_data; without the latter, the end of the former is for validation."""
+    T, rows = config.shape.sequence_length, config.global_batch_size // process_count
+    part = dict(process_index=process_index, process_count=process_count)
+    train_path, validation_path = config.data_paths
+    documents = read_documents(train_path, config.document_separator)
+    if validation_path:
+        training, validating = documents, read_documents(validation_path, config.document_separator)
+        check_apart(text_files(train_path), text_files(validation_path))
+    else:
+        training, validating = split_documents(documents)
+    train = TextWindows(training, T, rows, config.seed, True, config.bucketed, **part)
+    validation = TextWindows(validating, T, rows, shuffle=False, **part)
+    description = (
+        f"{len(documents)} documents, {len(train.tokens):,} training and {len(validation.tokens):,} validation tokens: "
+        "bytes, and the end of each document"
+    )
+    batches = min(config.eval_batches, validation.batches_per_epoch)
+    return SequenceData(config, train, validation, batches, description, zlib.crc32(train.tokens.tobytes()))
+
+
+def text_files(path: Path) -> list[Path]:
+    """One UTF-8 file, or all files in a folder, as entries_of() has them."""
+    return entries_of(path, (p for p in path.rglob("*") if not p.is_dir())) if path.is_dir() else [path]
+
+
+def read_documents(path: Path, separator: str = "") -> list[bytes]:
+    """Documents of one UTF-8 file, or of all files in a folder. Without a separator a file is one document.
+
+    Raises InputError for a separator that divides nothing.
+    """
+    try:
+        divider = separator.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"document_separator is {separator!r}; expected UTF-8 text") from error
+    documents, divided = [], not divider
+    for file in text_files(path):
+        with open_regular(file, TEXT) as opened:
+            content = opened.read()
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{file}: not UTF-8 (byte {content[error.start]:#x} at {error.start}); convert it first"
+            ) from None
+        if divider and divider not in content:
+            check_line_ends(file, content, separator)
+        divided = divided or divider in content
+        documents += content.split(divider) if divider else [content]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise InputError(f"{path}: empty; expected UTF-8 text")
+    if not divided:
+        raise InputError(
+            f"{path}: document_separator {separator!r} stands nowhere in it; expected it between documents; give "
+            "what stands there (of bash, a blank line is $'\\n\\n'), or leave it out: a file is one document"
+        )
+    return documents
+
+
+def check_line_ends(file: Path, content: bytes, separator: str) -> None:
+    """Raises InputError where the separator would stand in the file if its lines ended as elsewhere."""
+    other = separator.replace("\n", "\r\n")
+    if other != separator and other.encode() in content:
+        raise InputError(
+            f"{file}: its lines end with \\r\\n, so document_separator stands there as {other!r} alone; expected \\n; "
+            "convert it with dos2unix, or give that separator"
+        )
+
+
+def split_documents(documents: list[bytes], validation_fraction: float = 0.1) -> tuple[list[bytes], list[bytes]]:
+    """The last part of the bytes is for validation, as in nanoGPT; one document may be split between the two, before a
+    character."""
+    total = sum(map(len, documents))
+    num_training = total - int(total * validation_fraction)
+    training, validation, seen = [], [], 0
+    for document in documents:
+        here = min(max(num_training - seen, 0), len(document))
+        while 0 < here < len(document) and document[here] & 0xC0 == 0x80:  # inside a character of UTF-8
+            here -= 1
+        training += [document[:here]] if here else []
+        validation += [document[here:]] if here < len(document) else []
+        seen += len(document)
+    return training, validation
+
+
+class TextWindows:
+    """Byte-level sequences; no sequence holds parts of two documents.
+
+    Every document starts with the end-of-document token and becomes windows of T + 1 tokens that overlap by one, so
+    each byte is a target exactly once an epoch. A short last window is padded with targets that do not count. With
+    `bucketed` it is padded only to the next multiple of 128, and each batch comes from one bucket: at most T / 128
+    graphs, which `lengths` names beforehand.
+    """
+
+    def __init__(
+        self, documents: list[bytes], T: int, rows: int, seed: int = 0, shuffle: bool = True, bucketed: bool = False,
+        process_index: int = 0, process_count: int = 1,
+    ):  # fmt: skip
+        self.tokens = np.concatenate([
+            np.concatenate([np.array([END_OF_DOCUMENT_BYTE], np.int32), np.frombuffer(document, np.uint8)])
+            for document in documents
+        ])  # fmt: skip
+        if len(self.tokens) < T + 1:
+            raise InputError(
+                f"{len(self.tokens)} tokens of text, shorter than one sequence of {T} + 1; shorten --sequence_length"
+            )
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self.process_index, self.process_count = process_index, process_count
+        lengths = np.array([1 + len(document) for document in documents])
+        ends = np.cumsum(lengths)
+        self.starts = np.concatenate([np.arange(e - n, e - 1, T) for e, n in zip(ends, lengths, strict=True)])
+        last = np.repeat(ends, -(-(lengths - 1) // T))
+        self.counts = np.minimum(self.starts + T, last - 1) - self.starts  # targets in each window
+        self.buckets = -(-self.counts // 128) * 128 if bucketed else np.full_like(self.counts, T)
+        self.buckets = np.minimum(self.buckets, T)
+        self.lengths = sorted(set(self.buckets.tolist()))
+        self.batches_per_epoch = sum(-(-int((self.buckets == n).sum()) // self.global_rows) for n in self.lengths)
+
+    @property
+    def global_rows(self) -> int:
+        return self.rows * self.process_count
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - two epochs, and the source lives as long as the run
+    def plan(self, epoch: int) -> list[tuple[int, np.ndarray]]:
+        """(sequence length, indices of windows) of every batch of an epoch; short last batches stay short."""
+        random = np.random.default_rng((self.seed, epoch))
+        batches = []
+        for length in self.lengths:
+            members = np.flatnonzero(self.buckets == length)
+            if self.shuffle:
+                random.shuffle(members)
+            batches += [(length, members[i : i + self.global_rows]) for i in range(0, len(members), self.global_rows)]
+        if self.shuffle and len(self.lengths) > 1:
+            random.shuffle(batches)
+        return batches
+
+    def batch(self, step: int) -> np.ndarray:
+        epoch, index = divmod(step, self.batches_per_epoch)
+        length, members = self.plan(epoch)[index]
+        members = members[self.process_index * self.rows : (self.process_index + 1) * self.rows]
+        out = np.full((self.rows, length + 1), -1, np.int32)
+        reach = self.starts[members, None] + np.arange(length + 1)
+        valid = np.arange(length + 1) <= self.counts[members, None]
+        out[: len(members)] = np.where(valid, self.tokens[np.minimum(reach, len(self.tokens) - 1)], -1)
+        return out

@@ -223,7 +223,7 @@ def chat_format_of(source: Source, given: argparse.Namespace, is_run: bool) -> s
     if isinstance(template, str) and (earlier := EARLIER_TEMPLATES.get(zlib.crc32(template.encode()))):
         known = [earlier]
     if template and not known:
-        print("chat       the folder's template is none of language/chat_templates; --chat_format names a format")
+        print("chat       the folder's template is none of language/data/chat_templates; --chat_format names a format")
     return known[0] if known else ""
 
 

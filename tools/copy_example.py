@@ -1,7 +1,8 @@
 """Copy a training script, with all that it imports, into a folder of your own.
 
 Run:     python -m tools.copy_example simple_mnist_tpu.py mine/
-             the script, config.py, tpu_utils/, and images/ or language/
+             the script and what it imports: tpu_utils/, and
+             images/ with config.py, or language/
          python -m tools.copy_example simple_mnist_tpu.py mine/ --compiler
              tpu_compiler/ too, which --compile_for needs
 

@@ -473,8 +473,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
     write_chats(tmp_path / "x.jsonl", random_chats(1))
     with pytest.raises(InputError, match=r"^x\.jsonl: 1 conversation; expected 2 or more, or others with --validation"):
         chat_data.check(config)
-    with pytest.raises(InputError, match=r"^dataset is chat but train_data is empty; name the conversations with"):
-        chat_data.check(dataclasses.replace(config, train_data=""))
+    with pytest.raises(InputError, match=r"^dataset is chat but train_data is empty; name the data with --train_data"):
+        chat_data.check(dataclasses.replace(config, dataset="chat", train_data=""))
     write_chats(tmp_path / "x.jsonl", random_chats(9))
     chat_data.check(config)
     with pytest.raises(

@@ -437,7 +437,7 @@ def test_a_training_step_at_two_levels(forked, nets, capsys, tmp_path):
     assert (plain.level, least.level) == ("conservative", "aggressive")
     assert any("2 blocks (layers.0 to layers.1) are recomputed" in note for note in least.notes)
     assert least.flops > plain.flops
-    texts = [(tmp_path / level / "module_step_v5litepod-1.txt").read_text() for level in ("conservative", "aggressive")]
+    texts = [(tmp_path / level / "train_step_v5litepod-1.txt").read_text() for level in ("conservative", "aggressive")]
     assert "bf16[" in texts[1] and "HloModule" in texts[0]
 
 

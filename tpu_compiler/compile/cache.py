@@ -50,7 +50,7 @@ READ_BY_LIBRARIES = ("XLA", "TPU_", "LIBTPU", "JAX", "PJRT", "PT_", "TORCH", "PY
 WRITTEN = ("memory_dir",)
 """Settings that name a folder which a run only writes to, as far as its program is concerned."""
 OWN = ("AOT_TPU", "PYTHONHASHSEED", "TPU_WORKER_HOSTNAMES", "TPU_SKIP_MDS_QUERY")
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 class Cache:

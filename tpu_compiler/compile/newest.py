@@ -25,7 +25,7 @@ from tpu_utils.base.hardware import GIB, Topology
 from tpu_utils.base.new_folder import written_aside
 from tpu_utils.options.virtual_slice import LIBTPU_VARIABLES
 
-REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements-newest-compiler.txt"
+REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements-newest-compiler.txt"
 CHILD = Path(__file__).with_name("newest_child.py")
 VERSIONS = "versions.json"  # in the environment's folder, written last
 SIZES = "downloads 0.29 GB, takes 1.1 GB of disk"

@@ -208,7 +208,7 @@ def _record_source_lines(running: _Running):
     which runs on autograd's thread. So a hook on each autograd node reopens the scope of its forward operation. A
     backward() written in Python is recorded under its own lines, a layer that it recomputes under the layer's lines.
     """
-    library, tools = sysconfig.get_path("purelib"), str(Path(__file__).parent)
+    library, tools = sysconfig.get_path("purelib"), str(Path(__file__).parent.parent)
     torchs = tuple(f"{library}/{name}/" for name in ("torch", "torch_xla", "functorch"))
     not_ours = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), __file__)
     open_scope = torch_xla._XLAC.profiler.scope_pusher  # closed when the object dies
@@ -220,7 +220,7 @@ def _record_source_lines(running: _Running):
                 theirs = frame  # the innermost line of a package that is not torch's
             frame = frame.f_back
         if theirs and frame and frame.f_code.co_filename.startswith(tools):
-            frame = theirs  # no user script is on the stack: module_step.py called the module
+            frame = theirs  # no user script is on the stack: train_step.py called the module
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "unknown"
 
     class SourceLines(TorchFunctionMode):

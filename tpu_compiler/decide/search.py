@@ -61,7 +61,7 @@ def run_script(command: Sequence[str], variables: dict[str, str], seconds: float
 
     Raises subprocess.TimeoutExpired when it had to be stopped after so many seconds.
     """
-    above = [str(Path(__file__).resolve().parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    above = [str(Path(__file__).resolve().parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(path for path in above if path)}
     environment.pop("XLA_USE_SPMD", None)  # xr.use_spmd() of this process leaves it there
     command = [sys.executable, *command]

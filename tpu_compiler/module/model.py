@@ -19,7 +19,7 @@ from tpu_utils.base.files import read_json
 from tpu_utils.options.fields import nearest
 from tpu_utils.options.virtual_slice import without_weights
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OF_A_RUN = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
 """Fields of a config.json that say nothing of the model's shape."""
 

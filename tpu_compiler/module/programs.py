@@ -1,6 +1,6 @@
 """A question about any module, without a script of its own: its command line, and one compile for each level and slice.
 
-Imports no torch: each compile is a process of its own, in which module_step.py builds and traces the module.
+Imports no torch: each compile is a process of its own, in which train_step.py builds and traces the module.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from tpu_utils.base.errors import InputError
 from tpu_utils.options.fields import nearest
 
 STEP_SCRIPTS = {
-    "torch_xla": Path(__file__).with_name("module_step.py"),
-    "torch": Path(__file__).with_name("module_through_torch.py"),
+    "torch_xla": Path(__file__).with_name("train_step.py"),
+    "torch": Path(__file__).with_name("through_torch.py"),
 }
 MODES = ("train", "forward", "decode")
 LEVELS = ("conservative", "balanced", "aggressive")

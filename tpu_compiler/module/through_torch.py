@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # Python puts a script's own folder there
     sys.modules["torch_xla"] = None  # as if it were not installed: transformers would import it

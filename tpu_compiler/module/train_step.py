@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # Python puts a script's own folder there
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning

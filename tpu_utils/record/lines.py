@@ -13,7 +13,7 @@ from typing import Any
 
 from tpu_utils.base.errors import is_own
 
-HERE = str(Path(__file__).parent) + os.sep
+HERE = str(Path(__file__).parent.parent) + os.sep
 
 
 class LineWatch:

@@ -773,28 +773,28 @@ RIGHT = {
 }
 
 
-def dataset_of(kind: str) -> ImageDataset:
+def dataset_of(kind: str, count: int = 24) -> ImageDataset:
     draw = np.random.default_rng(0)
-    images = draw.integers(0, 255, (24, 8, 8), np.uint8)
+    images = draw.integers(0, 255, (count, 8, 8), np.uint8)
     labels = {
-        "classes": lambda: draw.integers(0, 10, 24),
-        "targets": lambda: draw.normal(size=24).astype(np.float32),
-        "column": lambda: draw.normal(size=(24, 1)).astype(np.float32),
-        "three": lambda: draw.normal(size=(24, 3)).astype(np.float32),
-        "pixels": lambda: draw.integers(0, 3, (24, 8, 8)),
-        "ignored": lambda: np.where(draw.random((24, 8, 8)) < 0.3, -100, draw.integers(0, 3, (24, 8, 8))),
-        "void": lambda: np.where(draw.random((24, 8, 8)) < 0.3, 255, draw.integers(0, 3, (24, 8, 8))),
-        "binary": lambda: draw.integers(0, 2, 24),
-        "counts": lambda: draw.poisson(2, 24),
-        "late": lambda: np.concatenate([np.zeros(12, int), np.arange(12) % 10]),
-        "tags": lambda: draw.integers(0, 2, (24, 8)),
-        "soft": lambda: draw.dirichlet(np.ones(10), 24).astype(np.float32),
-        "two": lambda: np.stack([draw.integers(0, 10, 24), draw.normal(size=24)], 1).astype(np.float32),
-        "same": lambda: draw.integers(0, 2, 24).astype(np.float32),
-        "region": lambda: draw.integers(0, 2, (24, 64)).astype(np.float32),
-        "survival": lambda: np.stack([draw.exponential(size=24), draw.integers(0, 2, 24)], 1).astype(np.float32),
-        "relevance": lambda: draw.integers(0, 4, (24, 8)).astype(np.float32),
-        "hot": lambda: np.eye(10, dtype=np.int64)[draw.integers(0, 10, 24)],
+        "classes": lambda: draw.integers(0, 10, count),
+        "targets": lambda: draw.normal(size=count).astype(np.float32),
+        "column": lambda: draw.normal(size=(count, 1)).astype(np.float32),
+        "three": lambda: draw.normal(size=(count, 3)).astype(np.float32),
+        "pixels": lambda: draw.integers(0, 3, (count, 8, 8)),
+        "ignored": lambda: np.where(draw.random((count, 8, 8)) < 0.3, -100, draw.integers(0, 3, (count, 8, 8))),
+        "void": lambda: np.where(draw.random((count, 8, 8)) < 0.3, 255, draw.integers(0, 3, (count, 8, 8))),
+        "binary": lambda: draw.integers(0, 2, count),
+        "counts": lambda: draw.poisson(2, count),
+        "late": lambda: np.concatenate([np.zeros(12, int), np.arange(count - 12) % 10]),
+        "tags": lambda: draw.integers(0, 2, (count, 8)),
+        "soft": lambda: draw.dirichlet(np.ones(10), count).astype(np.float32),
+        "two": lambda: np.stack([draw.integers(0, 10, count), draw.normal(size=count)], 1).astype(np.float32),
+        "same": lambda: draw.integers(0, 2, count).astype(np.float32),
+        "region": lambda: draw.integers(0, 2, (count, 64)).astype(np.float32),
+        "survival": lambda: np.stack([draw.exponential(size=count), draw.integers(0, 2, count)], 1).astype(np.float32),
+        "relevance": lambda: draw.integers(0, 4, (count, 8)).astype(np.float32),
+        "hot": lambda: np.eye(10, dtype=np.int64)[draw.integers(0, 10, count)],
     }[kind]()
     return ImageDataset(kind, images, labels, images, labels)
 

@@ -1,0 +1,208 @@
+"""Copies of a script with other models, losses and labels, trained beside plain PyTorch, killed and resumed.
+
+Run:     python benchmarks/copies.py                        # all kinds, one device of torch_xla
+         python benchmarks/copies.py --devices 4            # copies of distributed_mnist_tpu.py instead
+         python benchmarks/copies.py --python VENV/bin/python   # of a Python without torch_xla: torch.compile
+
+A kind is an entry of RIGHT in tests/scripts/test_wrong_copies.py. Each is written to a folder as a script of its own
+and run as users run it: 20 steps, and two evaluations of 45 examples in batches of 16. Plain PyTorch runs the same
+model and step eagerly on the CPU from the same first weights, and evaluates the 45 in one batch. A second run is killed
+(kill -9) in step 13 and goes on from its checkpoint of step 9: its metrics must be those of the first to the last
+digit.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from processes import Script  # noqa: E402
+from safetensors.torch import load_model  # noqa: E402
+from test_wrong_copies import RIGHT, dataset_of  # noqa: E402
+
+from images.arrays import ImageDataset, TrainBatches, sent  # noqa: E402
+
+OPTIONS = "--device=cpu --num_epochs=2 --max_shift=0 --no_tensorboard --eval_batch_size=16 --global_batch_size=16 \
+--log_every=1 --save_every=9 --keep_checkpoints=9 --warmup_steps=1 --weight_decay=0 --shard_parameters".split()
+ADAM = "rates, decay and betas of groups"
+"""The one kind with AdamW: it makes differences of 1e-7 in a gradient near 0 a different sign of a first step."""
+DRAWS = ("dropout", "autoencoder whose code is drawn", "diffusion")
+"""Kinds whose numbers come from the device's own generator: plain PyTorch draws others."""
+OPTIMIZER = "        optimizer = make_optimizer(config, model.parameters())\n"
+TRACKED = "optimizer=optimizer, metrics=metrics)"
+IN_A_RUN = [
+    ("        dataset = load_dataset(config)\n", '        dataset = load_arrays("mine", config.data_dir)\n'),
+    ("from images.arrays import ", "from images.arrays import load_arrays, "),
+    (
+        "        model.to(run.device)\n",
+        '        save_model(model, f"{config.data_dir}/first.safetensors")\n        model.to(run.device)\n',
+    ),
+    ("import sys\n", "import os\nimport sys\n\nfrom safetensors.torch import save_model\n"),
+    (
+        "            if run.log_due(step):",
+        '            if step == 13 and "KILLED_IN_13" in os.environ:\n                os.kill(os.getpid(), 9)\n'
+        "            if run.log_due(step):",
+    ),
+]
+CRITIC = [
+    (
+        OPTIMIZER,
+        f"{OPTIMIZER}        critic = more_of_the_step(config)[0].to(run.device)\n"
+        "        of_critic = make_optimizer(config, critic.parameters())\n",
+    ),
+    (TRACKED, f"critic=critic, of_critic=of_critic, {TRACKED}"),
+]
+
+
+def copy_of(kind: str, script: Path, in_a_run: bool) -> str:
+    """The text of a script with the edits of a kind."""
+    text, edits = script.read_text(), [*RIGHT[kind][1]]
+    for old, new in edits + (IN_A_RUN if in_a_run else []):
+        assert old in text, (kind, old)
+        text = text.replace(old, new)
+    if in_a_run and "optimizer_of" in text:
+        text = text.replace("make_optimizer(config, model.parameters())", "optimizer_of(config, model)")
+    if in_a_run and "more_of_the_step" in text:
+        for old, new in CRITIC:
+            text = text.replace(old, new)
+    return text
+
+
+def write_copy(folder: Path, kind: str, script: Path) -> ImageDataset:
+    """mine.py and its data in folder; what is trained on."""
+    folder.mkdir()
+    (folder / "mine.py").write_text(copy_of(kind, script, True))
+    train, test = dataset_of(RIGHT[kind][0], 165), dataset_of(RIGHT[kind][0], 45)
+    dataset = ImageDataset("mine", train.train_images, train.train_labels, test.train_images, test.train_labels)
+    for field in ("train_images", "train_labels", "test_images", "test_labels"):
+        np.save(folder / f"{field}.npy", getattr(dataset, field))
+    return dataset
+
+
+def rate_options(kind: str) -> list[str]:
+    return ["--learning_rate=3e-3"] if kind == ADAM else ["--optimizer=sgd", "--learning_rate=0.02"]
+
+
+def run_copy(
+    kind: str, folder: Path, arguments: argparse.Namespace, *more: str, **environment: str
+) -> subprocess.CompletedProcess:
+    options = [option for option in OPTIONS if arguments.devices > 1 or "shard" not in option]
+    options += rate_options(kind)
+    options += [f"--num_virtual_devices={arguments.devices}"] * (arguments.devices > 1)
+    command = [folder / "mine.py", f"--data_dir={folder}", *options, *more]
+    if arguments.python is None:
+        script = Script(*command, folder=folder, PYTHONPATH=ROOT, **environment)
+        out, err = script.communicate()
+        return subprocess.CompletedProcess(command, script.returncode, out, err)
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run([arguments.python, *command], env=variables, capture_output=True, text=True, cwd=folder)
+
+
+def metrics_of(run_dir: Path, kind: str) -> dict[int, dict[str, float]]:
+    """{step: fields} of metrics.jsonl; fields that tell the time are left out. kind: train or eval."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    fields = {line["step"]: line for line in lines if line["kind"] == kind}
+    timed = ("time", "seconds", "per_second", "step_seconds", "mfu")
+    return {
+        step: {name: value for name, value in line.items() if isinstance(value, float) and not name.endswith(timed)}
+        for step, line in fields.items()
+    }
+
+
+def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[list[float], list[dict[str, float]]]:
+    """Losses of the steps, and the evaluations after each epoch, of the step as it is written."""
+    copied = types.ModuleType("copied")
+    exec(compile(copy_of(kind, ROOT / "simple_mnist_tpu.py", False), "copied", "exec"), vars(copied))
+    config = copied.MnistConfig(
+        num_epochs=2,
+        max_shift=0,
+        eval_batch_size=16,
+        global_batch_size=16,
+        warmup_steps=1,
+        **{
+            name: value if name == "optimizer" else float(value)
+            for name, value in (word[2:].split("=") for word in rate_options(kind))
+        },
+    )
+    copied.train_step.watch = copied.eval_step.watch = SimpleNamespace(is_plain=True)
+    torch.manual_seed(config.seed)
+    batches, model = TrainBatches(dataset, config), copied.build_model(config, dataset)
+    load_model(model, folder / "first.safetensors")
+    more = copied.more_of_the_step(config) if "more_of_the_step" in vars(copied) else ()
+    if "optimizer_of" in vars(copied):
+        optimizer = copied.optimizer_of(config, model)
+    else:
+        optimizer = copied.make_optimizer(config, model.parameters())
+    rates = copied.learning_rates(config, batches.num_steps)
+    metrics = copied.DeviceMetrics(["loss", "gradient_norm"], batches.num_steps, torch.device("cpu"))
+    images, labels = (
+        torch.from_numpy(array) for array in (dataset.test_images, sent(dataset.test_labels, labels=True))
+    )
+    run = SimpleNamespace(config=config, phase=lambda _: contextlib.nullcontext())
+    evaluations = []
+    for index in range(batches.num_steps):
+        batch = [torch.from_numpy(array) for array in batches.batch(index)]
+        copied.train_step(model, *more, optimizer, rates, metrics, *batch, config)
+        if (index + 1) % batches.steps_per_epoch == 0:
+            evaluations.append(copied.evaluate(model, [(images, labels, torch.ones(len(labels)))], run))
+    return metrics.read(0, batches.num_steps)["loss"].tolist(), evaluations
+
+
+def difference(found: list[float], expected: list[float]) -> float:
+    """The largest one, relative to the expected value or to 1e-3."""
+    assert len(found) == len(expected), (found, expected)
+    return max(abs(one - other) / max(abs(other), 1e-3) for one, other in zip(found, expected, strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", nargs="*", default=list(RIGHT), metavar="KIND", help="Kinds to run. Default: all.")
+    parser.add_argument("--devices", type=int, default=1, help="Virtual devices; more than one: by SPMD.")
+    parser.add_argument("--python", help="Python that runs the copies. Default: this one.")
+    arguments = parser.parse_args()
+    script = ROOT / ("distributed_mnist_tpu.py" if arguments.devices > 1 else "simple_mnist_tpu.py")
+    print("| kind | largest relative difference of a loss | of an evaluation | killed and resumed |\n|---|---|---|---|")
+    failed = 0
+    with tempfile.TemporaryDirectory() as base:
+        for number, kind in enumerate(arguments.only):
+            folder = Path(base, str(number))
+            dataset = write_copy(folder, kind, script)
+            done = run_copy(kind, folder, arguments, "--run_dir=whole")
+            if done.returncode:
+                failed += 1
+                print(
+                    f"| {kind} | exit {done.returncode}: {done.stderr.strip().splitlines()[-1][:300]} | | |", flush=True
+                )
+                continue
+            killed = run_copy(kind, folder, arguments, "--run_dir=killed", KILLED_IN_13="1").returncode
+            resumed = run_copy(kind, folder, arguments, "--run_dir=killed", "--resume=must")
+            same = all(metrics_of(folder / "whole", k) == metrics_of(folder / "killed", k) for k in ("train", "eval"))
+            ended = (
+                "identical"
+                if killed == -9 and resumed.returncode == 0 and same
+                else f"DIFFERENT {resumed.stderr[-300:]}"
+            )
+            failed += ended != "identical"
+            losses, evaluations = in_plain_pytorch(folder, kind, dataset)
+            steps = metrics_of(folder / "whole", "train").values()
+            apart = [difference([step["loss"] for step in steps], losses)]
+            found = metrics_of(folder / "whole", "eval").values()
+            pairs = [(one[name], other[name]) for one, other in zip(found, evaluations, strict=True) for name in other]
+            apart.append(difference(*zip(*pairs, strict=True)))
+            shown = ["draws" if kind in DRAWS else f"{one:.1e}" for one in apart]
+            print(f"| {kind} | {shown[0]} | {shown[1]} | {ended} |", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

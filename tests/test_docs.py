@@ -120,7 +120,7 @@ def test_pages_name_only_files_that_exist():
     """A path in backticks, from the top or from the page's own folder. docs/moved.md names the old ones."""
     folders = "images|language|tpu_utils|tpu_compiler|tools|cluster|browser|tests|benchmarks|docs"
     path = re.compile(rf"`((?:(?:{folders})/[\w/.-]+)|[a-z_]+_tpu\.py|config\.py)`")
-    for page in [*PAGES, ROOT / "CLAUDE.md"]:
+    for page in [*PAGES, ROOT / "CLAUDE.md", ROOT / "CONTRIBUTING.md"]:
         if page.name == "moved.md":
             continue
         named = [name for name in path.findall(page.read_text()) if name not in MADE]

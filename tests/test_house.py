@@ -348,7 +348,7 @@ def test_nothing_here_runs_what_it_reads(folder):
 
 # ---------------------------------------------------------------------------------------------------------------- words
 
-PAGES = [ROOT / "README.md", ROOT / "CLAUDE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CLAUDE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / street / "README.md" for street in NEIGHBOURS]
 
 

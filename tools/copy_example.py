@@ -82,7 +82,7 @@ def copy(script: Path, target: Path, compiler: bool) -> list[Path]:
         raise InputError(f"{target} is there already; expected a new folder, or an empty one; choose another")
     if target.resolve().is_relative_to(ROOT) and target.resolve().parent != ROOT:
         raise InputError(f"{target} is inside a folder of this project; expected one beside it, such as ../mine")
-    found = [*needed_by(ROOT / script.name), ROOT / "requirements.txt"]
+    found = [*needed_by(ROOT / script.name), ROOT / "requirements.txt", ROOT / "LICENSE"]
     found += [ROOT / "tpu_compiler"] if compiler else []
     with written_aside(target) as aside:
         for path in found:

@@ -162,7 +162,7 @@ def test_each_row_names_what_a_copy_has(tmp_path):
 
 def test_the_command_says_what_it_copied_and_where_to_begin(tmp_path):
     said = copied(".venv/bin/python -m tools.copy_example simple_mnist_tpu.py ../mine", tmp_path / "mine")
-    names = "simple_mnist_tpu.py, config.py, images/, tpu_utils/, requirements.txt"
+    names = "simple_mnist_tpu.py, config.py, images/, tpu_utils/, requirements.txt, LICENSE"
     assert said.startswith(f"copied     {names} to {tmp_path}/mine\nedit first the model ConvNet, line ")
     found = {path.name for path in (tmp_path / "mine").iterdir()}
     assert found == {name.rstrip("/") for name in names.split(", ")}

@@ -32,10 +32,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpu_utils.device import DEVICE_TYPE, global_ordinal, send, world_size
-from tpu_utils.device.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
 from tpu_utils.record.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.run import Run
 from tpu_utils.step.graphs import one_graph
+from tpu_utils.step.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
 from tpu_utils.step.replicas import check_launched, join_replicas, mean_over_replicas, over_replicas, replicate
 from tpu_utils.trial.checks import check_model
 

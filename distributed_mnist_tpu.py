@@ -38,10 +38,10 @@ from torch import nn
 
 from tpu_utils.base.peers import Peers
 from tpu_utils.device import DEVICE_TYPE, BatchSharding, Mesh, device_count, mark_sharding, send, use_spmd
-from tpu_utils.device.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
 from tpu_utils.record.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.run import Run
 from tpu_utils.step.graphs import one_graph
+from tpu_utils.step.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
 from tpu_utils.trial.checks import check_model
 
 

@@ -49,10 +49,10 @@ from language.xla.shards import first_row, rows_of_all, total
 from tpu_utils.base.peers import Peers
 from tpu_utils.device import BatchSharding, mark_sharding, send
 from tpu_utils.device.dropout import batch_keys
-from tpu_utils.device.optim import learning_rates, step_optimizer
 from tpu_utils.record.metrics import DeviceMetrics
 from tpu_utils.run import Run
 from tpu_utils.step.graphs import one_graph
+from tpu_utils.step.optim import learning_rates, step_optimizer
 
 # The mesh axis (language/xla/loops.py) that each axis of a parameter is sharded over; None, no match: replicated. Along
 # "tensor" a device holds some heads and columns of the MLP; along FSDP a shard of every matrix, and gathers those of

@@ -28,7 +28,7 @@ import simple_mnist_tpu
 from config import MnistConfig
 from images.arrays import TrainBatches
 from images.mnist import load_digits
-from tpu_utils.device.optim import make_optimizer
+from tpu_utils.step.optim import make_optimizer
 
 ROUNDS, EPOCHS = 5, 6
 

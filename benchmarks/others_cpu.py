@@ -36,8 +36,8 @@ from config import MnistConfig
 from language.models.gpt import GPT
 from language.options.shapes import ModelShape
 from language.options.transformer_options import TransformerConfig
-from tpu_utils.device.optim import learning_rates, make_optimizer
 from tpu_utils.record.metrics import DeviceMetrics
+from tpu_utils.step.optim import learning_rates, make_optimizer
 
 ROUNDS, STEPS = 7, 5
 MNIST_BATCHES = 128, 256  # of the presets development and distributed

@@ -66,9 +66,9 @@ def compile_torch(name: str, topology, options: dict[str, str]) -> tuple[str, in
     from language.xla.flash_attention import flash_attention
     from tpu_compiler.compile.compiling import compile_program, lower_pallas_for
     from tpu_compiler.compile.tracing import trace_step
-    from tpu_utils.device.optim import learning_rates
     from tpu_utils.options.virtual_slice import without_weights
     from tpu_utils.record.metrics import DeviceMetrics
+    from tpu_utils.step.optim import learning_rates
 
     (shape, batch), device = problem(name), torch_xla.device()
     tokens = torch.zeros(batch, shape.sequence_length + 1, dtype=torch.int32).to(device)

@@ -15,7 +15,7 @@ from language.xla.context import pieces_of, shared
 from language.xla.shards import distribute
 from tpu_utils.base.errors import InputError
 from tpu_utils.device import Mesh, device_type
-from tpu_utils.device.optim import make_optimizer
+from tpu_utils.step.optim import make_optimizer
 
 if TYPE_CHECKING:
     from language.weights.hf_files import HuggingFaceWeights

@@ -20,11 +20,11 @@ from torch import nn
 
 from config import MnistConfig
 from tpu_utils.device import BatchSharding
-from tpu_utils.device.optim import learning_rates, make_optimizer
 from tpu_utils.record.metrics import DeviceMetrics
 from tpu_utils.run import Run
 from tpu_utils.step.average import update_average
 from tpu_utils.step.graphs import one_graph
+from tpu_utils.step.optim import learning_rates, make_optimizer
 
 STEPS, DECAY = 16, 0.6
 

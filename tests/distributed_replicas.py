@@ -33,9 +33,9 @@ def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: l
     from images.mnist import load_dataset
     from tpu_compiler.compile.tracing import alias_id
     from tpu_utils.device import send
-    from tpu_utils.device.optim import learning_rates, make_optimizer
     from tpu_utils.options.parsing import parse_command_line
     from tpu_utils.record.metrics import DeviceMetrics
+    from tpu_utils.step.optim import learning_rates, make_optimizer
 
     config = parse_command_line(DdpMnistConfig, "", options)
     dataset = load_dataset(config)

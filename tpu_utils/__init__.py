@@ -6,7 +6,8 @@ Rooms, from the ground up; none imports from one further down this list:
 
 base/         errors (what can end a run, and its exit code), files (read with limits, written atomically), clock (where
               the seconds go, the watchdog), hardware (the one table of TPU generations), peers (the processes of a
-              run), restarts (what a program that starts a script again has to know), new_folder (whole or not at all)
+              run), restarts (what a program that starts a script again has to know), new_folder (whole or not at all),
+              param_groups
 remote/       pods and gs:// alone: hosts (which the slice has), meeting (how they agree), wire (proved connections),
               secret (what proves them), storage (a run directory in a bucket)
 options/      parsing (frozen configurations, presets, the command line, config.json), train_config (the options of
@@ -14,11 +15,11 @@ options/      parsing (frozen configurations, presets, the command line, config.
               imported), variables, compiler_flags and known_flags (what others may have set), virtual_slice
 device/       the one room that knows the backend: the device started and described, a step compiled and counted,
               tensors sent, placed on a mesh, read back; torch_compile (the same names where torch_xla is not installed)
-              and against_eager (what it computes); optim, dropout, batch_norm (as PyTorch's), stop (signals, notices)
+              and against_eager (what it computes); dropout, batch_norm (as PyTorch's), stop (signals, notices)
 record/       metrics (values on the device until a log line), log (metrics.jsonl, progress lines, summary), records,
               events (TensorBoard), speed and lines (throughput, reads and uploads by line), profile, run_dir
-step/         graphs (@one_graph: a second graph is an error), seen and second_graph (why there is one), loader (batches
-              sent ahead of the step), replicas (DistributedDataParallel), average (of the weights)
+step/         graphs (@one_graph: a second graph is an error), seen and second_graph (why there is one), optim (learning
+              rates, optimizers), loader (batches sent ahead), replicas (DistributedDataParallel), average (of weights)
 checkpoint/   the folder of checkpoints and the thread that writes them; saved, loading, streaming, state, tensor_files,
               tensor_reading; memory (in the memory of the hosts); resume (where a run begins)
 trial/        checks (check_model), trials (evaluations) and first_step (training steps) in plain PyTorch before

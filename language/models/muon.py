@@ -16,7 +16,7 @@ from language.xla.loops import AXES
 from language.xla.shards import gathered, sharded_like
 from tpu_utils.base.errors import InputError
 from tpu_utils.device import Mesh, mark_sharding
-from tpu_utils.device.optim import Adam, make_optimizer
+from tpu_utils.step.optim import Adam, make_optimizer
 
 ITERATIONS = 5
 """Of Newton and Schulz's method, by a polynomial of degree 5."""

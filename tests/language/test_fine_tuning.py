@@ -27,8 +27,8 @@ from language.weights.run_weights import read_run
 from tools import convert_hf
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.device.optim import learning_rates
 from tpu_utils.options.parsing import as_json
+from tpu_utils.step.optim import learning_rates
 
 RUN = dict(dataset="chat", train_data="chats.jsonl", sequence_length=96, num_steps=20, global_batch_size=8)
 RUN |= dict(learning_rate=5e-3, warmup_steps=2, log_every=1, save_every=10, eval_every=10, eval_batches=1)

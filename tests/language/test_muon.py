@@ -11,7 +11,7 @@ from language.models.llama import Llama
 from language.models.muon import orthogonalised
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
-from tpu_utils.device.optim import make_optimizer
+from tpu_utils.step.optim import make_optimizer
 
 
 @pytest.mark.parametrize(("dtype", "ends"), [(torch.float32, (0.67, 1.14)), (torch.bfloat16, (0.66, 1.15))])

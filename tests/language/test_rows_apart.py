@@ -12,8 +12,8 @@ from language.models.gpt import GPT
 from language.models.llama import Llama
 from language.models.operations import is_likeliest
 from language.options.transformer_options import TransformerConfig
-from tpu_utils.device.optim import learning_rates, make_optimizer
 from tpu_utils.record.metrics import DeviceMetrics
+from tpu_utils.step.optim import learning_rates, make_optimizer
 
 ROWS, T = 11, 12
 GIVEN = dict(

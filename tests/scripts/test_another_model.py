@@ -19,7 +19,7 @@ from run_files import read_lines, summary_in
 from config import ImageConfig
 from images.arrays import TrainBatches
 from tpu_utils.checkpoint.loading import CheckpointReader
-from tpu_utils.device.optim import learning_rates
+from tpu_utils.step.optim import learning_rates
 from tpu_utils.trial.checks import with_tensors
 
 README = (ROOT / "README.md").read_text()

@@ -96,7 +96,7 @@ def test_an_optimizer_that_creates_its_state_in_step_1_is_named(tmp_path, monkey
     assert in_process(*SHORT, "--run_dir", tmp_path / "run") == 1
     said = capsys.readouterr().err
     assert re.search(r"step 2 compiled graph 2 .*: optimizer has \d+ tensors of state and had 0 before its first", said)
-    assert "as make_optimizer of tpu_utils/device/optim.py does" in said and "Python number" not in said
+    assert "as make_optimizer of tpu_utils/step/optim.py does" in said and "Python number" not in said
 
 
 class Reading(Normed):
@@ -121,4 +121,4 @@ def test_what_reads_a_tensor_inside_the_step_is_named_by_its_line(tmp_path, monk
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert "train_step reads a tensor inside the compiled function in step 1, at " in said
     line = "if logits.device.type" if kind == "model" else "optimizer.step()"
-    assert line in said and "use make_optimizer of tpu_utils/device/optim.py" in said
+    assert line in said and "use make_optimizer of tpu_utils/step/optim.py" in said

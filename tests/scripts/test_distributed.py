@@ -31,9 +31,9 @@ from images.mnist import load_dataset
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import GENERATIONS
 from tpu_utils.checkpoint.saved import read_checkpoint
-from tpu_utils.device.optim import learning_rates
 from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.step import replicas
+from tpu_utils.step.optim import learning_rates
 
 NUM_STEPS = 22  # one epoch of the digits at global batch 64
 # Two correct runs can only be as equal as the recipe lets them: with seed 0 one input of a ReLU in step 1 is 9e-9, and

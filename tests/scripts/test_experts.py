@@ -21,7 +21,7 @@ from language.options.transformer_options import TransformerConfig
 from language.sequences import load_sequences
 from language.xla import expert_kernels
 from tpu_utils.base.errors import InputError
-from tpu_utils.device.optim import learning_rates
+from tpu_utils.step.optim import learning_rates
 
 MODEL = dict(
     model_size="mixtral_tiny", num_heads=4, embedding_dim=64, sequence_length=32, vocab_size=64, balance_loss=0.02,

@@ -17,8 +17,8 @@ from images.cifar import load_dataset, make_stripes
 from images.misread import find_misread
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.loading import CheckpointReader
-from tpu_utils.device.optim import learning_rates
 from tpu_utils.options.parsing import parse_command_line
+from tpu_utils.step.optim import learning_rates
 
 NUM_STEPS = 11
 SMALL = ["--depth=8", "--width=4", "--global_batch_size=344", "--num_epochs=1", "--warmup_steps=2"]

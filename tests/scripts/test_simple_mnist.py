@@ -19,9 +19,9 @@ from images.arrays import eval_batches
 from images.mnist import load_digits
 from tpu_utils.base.errors import RecompileError
 from tpu_utils.device import graphs_compiled, send, transfers_from_device, transfers_to_device
-from tpu_utils.device.optim import learning_rates, make_optimizer
 from tpu_utils.record.metrics import DeviceMetrics
 from tpu_utils.run import Run
+from tpu_utils.step.optim import learning_rates, make_optimizer
 from tpu_utils.trial.checks import check_model
 
 SHORT = ["simple_mnist_tpu.py", "--num_epochs", "3", "--log_every", "7", "--save_every", "10", "--no_tensorboard"]

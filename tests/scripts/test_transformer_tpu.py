@@ -25,8 +25,8 @@ from language.sequences import load_sequences
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.device import graphs_compiled
 from tpu_utils.device.dropout import row_keys
-from tpu_utils.device.optim import learning_rates
 from tpu_utils.options.parsing import parse_command_line
+from tpu_utils.step.optim import learning_rates
 
 MODEL = dict(num_layers=2, num_heads=4, embedding_dim=64, sequence_length=32, vocab_size=64)
 RUN = dict(

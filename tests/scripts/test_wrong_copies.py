@@ -17,8 +17,8 @@ from config import MnistConfig
 from images.arrays import ImageDataset
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.state import Tracked
-from tpu_utils.device.optim import learning_rates, make_optimizer
 from tpu_utils.record.metrics import DeviceMetrics
+from tpu_utils.step.optim import learning_rates, make_optimizer
 from tpu_utils.trial.first_step import check_training
 from tpu_utils.trial.unsaved import Unsaved
 

@@ -722,7 +722,7 @@ def test_a_script_that_compiles_for_another_slice_is_wrong_usage(tmp_path):
 
 
 def test_a_script_without_a_step_is_wrong_usage():
-    done = run("aot_tpu.py", "tpu_utils/device/optim.py", "--topology", "v5litepod-1")
+    done = run("aot_tpu.py", "tpu_utils/step/optim.py", "--topology", "v5litepod-1")
     assert done.returncode == 2 and "optim.py ended without asking to compile a step" in done.stderr
 
 

@@ -16,8 +16,8 @@ from tpu_compiler.module import through_torch as module_through_torch
 from tpu_compiler.module.axes import mesh_sizes
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
-from tpu_utils.device.optim import make_optimizer, step_optimizer
 from tpu_utils.options.train_config import TrainConfig
+from tpu_utils.step.optim import make_optimizer, step_optimizer
 
 LINEAR = ["torch.nn:Linear", "--arguments", "in_features=4,out_features=4", "--inputs", "float32[8,4]"]
 

@@ -10,8 +10,8 @@ from torch import nn
 from config import MnistConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.device.against_eager import first_call
-from tpu_utils.device.optim import make_optimizer
 from tpu_utils.record.metrics import DeviceMetrics
+from tpu_utils.step.optim import make_optimizer
 
 
 def step(model, optimizer, metrics, x, lost=0, left=False, added=0.0):

@@ -22,9 +22,9 @@ from tpu_utils import checkpoint
 from tpu_utils.base.errors import run_script
 from tpu_utils.checkpoint.saved import read_checkpoint
 from tpu_utils.device import graphs_compiled, transfers_from_device, transfers_to_device
-from tpu_utils.device.optim import learning_rates, make_optimizer
 from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.record.metrics import DeviceMetrics
+from tpu_utils.step.optim import learning_rates, make_optimizer
 
 NAMES = ["loss", "gradient_norm"]
 SKIP = MnistConfig(on_nonfinite="skip")

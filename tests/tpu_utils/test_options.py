@@ -13,7 +13,7 @@ from processes import ROOT, run
 from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, MnistConfig
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
-from tpu_utils.options.fields import Range, hints_of, marks, plain
+from tpu_utils.options.fields import FREE, Range, hints_of, marks, plain  # noqa: F401 - FREE in an annotation as text
 from tpu_utils.options.parsing import free_on_resume, parse_command_line, presets_of, resolve
 from tpu_utils.options.train_config import TrainConfig, parse_profile_steps
 

@@ -15,9 +15,9 @@ from tpu_utils import device
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.state import Tracked
 from tpu_utils.device import world_size
-from tpu_utils.device.optim import gradient_norm, make_optimizer, step_optimizer
 from tpu_utils.record.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.step.graphs import one_graph
+from tpu_utils.step.optim import gradient_norm, make_optimizer, step_optimizer
 from tpu_utils.step.replicas import mean_over_replicas, over_replicas
 from tpu_utils.trial.first_step import check_training
 from tpu_utils.trial.unsaved import Unsaved

@@ -44,7 +44,7 @@ import torch
 
 from tpu_utils.base.errors import run_script
 from tpu_utils.step.graphs import one_graph
-from tpu_utils.device.optim import make_optimizer
+from tpu_utils.step.optim import make_optimizer
 from tpu_utils.run import Run
 
 

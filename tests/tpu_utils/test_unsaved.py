@@ -12,8 +12,8 @@ from torch import nn
 from config import MnistConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.state import Tracked
-from tpu_utils.device.optim import make_optimizer
 from tpu_utils.step.graphs import OneGraph
+from tpu_utils.step.optim import make_optimizer
 from tpu_utils.trial.unsaved import Unsaved, check_pure
 
 

@@ -69,9 +69,9 @@ from tpu_compiler.module.model import build, place_of, step_aside
 from tpu_compiler.module.programs import Question, parse_question
 from tpu_utils.base.errors import InputError, first_line, run_script
 from tpu_utils.base.hardware import Topology, parse_topology
-from tpu_utils.device.optim import make_optimizer, step_optimizer
 from tpu_utils.options.compiler_flags import set_flags, torch_xla_flags
 from tpu_utils.options.train_config import TrainConfig
+from tpu_utils.step.optim import make_optimizer, step_optimizer
 
 ATEN = torch.ops.aten
 

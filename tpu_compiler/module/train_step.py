@@ -34,9 +34,9 @@ from tpu_compiler.module.probing import in_words, probe
 from tpu_compiler.module.programs import Question, parse_question
 from tpu_utils.base.errors import InputError, first_line, run_script
 from tpu_utils.base.hardware import Topology
-from tpu_utils.device.optim import make_optimizer, step_optimizer
 from tpu_utils.options.train_config import TrainConfig
 from tpu_utils.options.virtual_slice import prepare_environment
+from tpu_utils.step.optim import make_optimizer, step_optimizer
 
 
 def main() -> int:

@@ -7,9 +7,9 @@ from tpu_utils.base.errors import CheckpointError
 from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.state import Beginning
-from tpu_utils.device.optim import check_length
 from tpu_utils.options.parsing import LENGTHS, defaults_of, free_on_resume
 from tpu_utils.record.run_dir import RunDir, check_same_run, is_finished
+from tpu_utils.step.optim import check_length
 
 if TYPE_CHECKING:
     from tpu_utils.options.train_config import TrainConfig

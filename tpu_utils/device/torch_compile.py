@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tpu_utils.base.errors import InputError, RecompileError, first_line, is_own
+from tpu_utils.base.param_groups import keep_rate_ratios
 from tpu_utils.device.against_eager import first_call
 from tpu_utils.device.batch_norm import average_as_pytorch
-from tpu_utils.device.optim import keep_rate_ratios
 
 
 def _has_tpu() -> bool:
@@ -127,7 +127,7 @@ def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -
             expected = "tensors alone there: no .item(), print(tensor), if on a tensor"
             if lines and "torch/optim/" in lines[-1][0]:  # it breaks a graph on purpose
                 expected = (
-                    "an optimizer of make_optimizer, of tpu_utils/device/optim.py: torch.optim's step() is in no graph"
+                    "an optimizer of make_optimizer, of tpu_utils/step/optim.py: torch.optim's step() is in no graph"
                 )
             raise RecompileError(
                 f"torch.compile makes no one graph of {function.__name__}, at {_last_line(cause)}: "

@@ -28,7 +28,7 @@ def reasons(
         return [
             f"{name} has {size} tensors of state and had {seen.state[name]} before its first step: state that is "
             "created inside a step makes the next one another program; create it before, as make_optimizer of "
-            f"tpu_utils/device/optim.py does: for each parameter {name}.state[parameter] = {{name: zeros made on the "
+            f"tpu_utils/step/optim.py does: for each parameter {name}.state[parameter] = {{name: zeros made on the "
             "host, sent to the device}"
             for name, size in born.items()
         ]
@@ -76,7 +76,7 @@ def raise_if_read(error: RuntimeError, name: str, call: str, before: dict[str, i
     raise RecompileError(
         f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "
         "none of .item(), print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; "
-        "an optimizer of torch.optim reads its step size: use make_optimizer of tpu_utils/device/optim.py (torch_xla "
+        "an optimizer of torch.optim reads its step size: use make_optimizer of tpu_utils/step/optim.py (torch_xla "
         f"says: {first_line(error)})"
     ) from None  # its own text is a stack of C++
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tpu_utils.base.errors import InputError
+from tpu_utils.base.param_groups import keep_rate_ratios
 from tpu_utils.options.parsing import LENGTHS
 
 if TYPE_CHECKING:
@@ -185,30 +186,6 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
     """The norm over all gradients, () float32, inside the compiled step. Not finite if one of their values is not."""
     gradients = [p.grad.float() for p in parameters if p.grad is not None]  # None: frozen, or not used
     return torch.stack([(gradient * gradient).sum() for gradient in gradients]).sum().sqrt()
-
-
-def keep_rate_ratios(optimizer: torch.optim.Optimizer) -> None:
-    """Notes in each group its learning rate over the optimizer's own, which it keeps through the run, as under a
-    scheduler of torch. A group has its rate until step_optimizer() puts that of the step there.
-
-    Raises InputError for a rate that is no number, and for a scheduler of torch, whose rates would be overwritten.
-    """
-    for number, group in enumerate(optimizer.param_groups):
-        if "initial_lr" in group:  # LRScheduler.__init__ writes it
-            raise InputError(
-                "a scheduler of torch.optim.lr_scheduler has this optimizer, and step_optimizer() overwrites its rates "
-                "in each step; expected --scheduler, or in place of learning_rates() a table of your own: a tensor "
-                "(num_steps,), float32"
-            )
-        if group["lr"] is optimizer.defaults["lr"]:
-            group["lr_ratio"] = 1.0
-        elif "lr_ratio" not in group:
-            own, base = (float(torch.as_tensor(rate).max()) for rate in (group["lr"], optimizer.defaults["lr"]))
-            if not (0 <= own < math.inf and 0 < base < math.inf):
-                raise InputError(
-                    f"parameter group {number} has lr {own:g}, its optimizer {base:g}; expected numbers, not below 0"
-                )
-            group["lr_ratio"] = own / base
 
 
 def step_optimizer(

@@ -4,6 +4,7 @@ run() and start() fork; what a start itself does is tested with a Python of its 
 is a process like any other: its own environment, output, signals and exit code, and nothing of this project imported.
 """
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -35,6 +36,13 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # jax reads it when it is imported, which i
 OF_A_DEVICE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "XLA_USE_SPMD")
 _forking = multiprocessing.get_context("forkserver")
 _forking.set_forkserver_preload(PRELOADED)
+
+
+@atexit.register
+def _kill_what_is_left() -> None:
+    """Scripts that a failed test left behind: multiprocessing would send SIGTERM and wait, for ever if they wait too."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 COMPILED = "--xla_backend_optimization_level=1"

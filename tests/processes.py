@@ -40,7 +40,7 @@ _forking.set_forkserver_preload(PRELOADED)
 
 @atexit.register
 def _kill_what_is_left() -> None:
-    """Scripts that a failed test left behind: multiprocessing would send SIGTERM and wait, for ever if they wait too."""
+    """Scripts that a failed test left behind. multiprocessing would send SIGTERM and wait, and they may wait too."""
     for process in multiprocessing.active_children():
         process.kill()
 

@@ -20,7 +20,6 @@ from cluster.driver import SECRETS_MODULE, Spec
 from cluster.folder import check_folder, digest_of
 from cluster.turns import STATE_FILE, host_of, wish
 from tpu_utils.base.errors import InputError, PassingError, first_line
-from tpu_utils.base.files import write_atomically
 
 REACH_SECONDS = 5.0
 START_SECONDS = 120.0
@@ -136,9 +135,9 @@ class Cluster:
         so are remembered on this machine by their ids, which are new at each start of Ray.
         """
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in self.nodes() if node["Alive"]}
-        file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpu_cluster" / "closed_hosts"
-        known = file.read_text().split() if file.is_file() else []
-        if nodes.keys() <= set(known):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        known = cache / "tpu_cluster" / "hosts"  # a file for each: clients that start together write no file of another
+        if all((known / node).exists() for node in nodes):
             return
         name = f"probe-{secrets.token_hex(8)}"
         self._submit(f"exec python -P -c {shlex.quote(PROBE.read_text())}", name)
@@ -157,8 +156,10 @@ class Cluster:
                 "their code in place of yours; expected a folder of mode 700 in folders that they cannot write: "
                 "mkdir -m 700 FOLDER on every host, and ray start --temp-dir=FOLDER/ray"
             )
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomically(file, "\n".join([*known[-1000:], *found]).encode())
+        known.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for node in found.keys() & nodes.keys():
+            if node.isalnum():  # an id of Ray's: no path
+                (known / node).touch()
 
     def submit(self, spec: Spec, folder: Path, most_mib: float, variables: Mapping[str, str]) -> None:
         """Raises InputError for a name in use, a folder that is too large, and hosts that others can change."""

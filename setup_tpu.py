@@ -44,7 +44,7 @@ from pathlib import Path
 # Releases that work together: five fnmatch patterns, the first and last Python, what `pip install` is given.
 VersionPair = namedtuple("VersionPair", "torch torch_xla torchvision libtpu jax python pip")
 PYTHON = os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable
-PIP = f"{PYTHON} -m pip"  # of this very Python: a bare `pip` may belong to another one than the .venv's
+PIP = f"{PYTHON} -m pip"  # the pip of this very Python: a bare `pip` may belong to another one than the .venv's
 SET = "torch=={} 'torch_xla[tpu,pallas]=={}' torchvision=={}"
 # A Python that fits, where the machine has none: of Ubuntu 22.04 and Debian 12. torch_xla wants its shared library too.
 NEW_PYTHON = "sudo apt-get install -y python3.11-venv libpython3.11 && python3.11 -m venv .venv"

@@ -115,7 +115,7 @@ def compute_gradients(model: Decoder, tokens_BS, config, keys_B=None):
         named = dict(zip(names, weights, strict=True))
         logits = torch.func.functional_call(model, named, (inputs, *keys), dict(routing=routing))
         loss = losses(logits, targets, model.shape.vocab_size, model.mesh).sum()
-        return with_routers(loss, routing, targets, config)  # of a mixture of experts: how evenly they are used
+        return with_routers(loss, routing, targets, config)  # with experts: adds the losses of their routers
 
     def micro_batch(weights, rows):  # what it adds to the loss and to the gradients
         # weights come in as arguments: read from the module, views of them trace differently once they were updated
@@ -149,7 +149,7 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     keys = batch_keys(metrics.step, config.seed, tokens_BS, first_row(tokens_BS)) if config.dropout else None
     loss, *reported = compute_gradients(model, tokens_BS, config, keys)
     loss, count = total(loss, model.mesh), total((tokens_BS[:, 1:] >= 0).sum().float(), model.mesh)  # count: targets
-    gradients = [parameter.grad for parameter in model.trained().values()]  # of the summed loss; divided by count below
+    gradients = [parameter.grad for parameter in model.trained().values()]  # the loss is summed; divided by count below
     place(model, gradients)
     squares = [total((gradient * gradient).sum(), model.mesh) for gradient in gradients]
     norm = torch.stack(squares).sum().sqrt() / count

@@ -66,7 +66,7 @@ def table(reports: dict[tuple[str, str], Report]) -> str:
 
 
 def commands(models: list[str]) -> str:
-    """Of each row of the table; the batch grows with the slice."""
+    """The command behind each row of the table; the batch grows with the slice."""
     lines = []
     for model in models:
         options, sequences = MODELS[model]

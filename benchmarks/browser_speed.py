@@ -48,7 +48,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def measure(address: str, name: str, threads: int, options: argparse.Namespace) -> dict:
-    """Of a browser of its own, so that the memory is that of this model."""
+    """Measure one model in a browser of its own, so that the memory is that of this model alone."""
     wanted = dict(numTokens=options.num_tokens, temperature=0, topK=0, topP=1, seed=0)
     with chromium() as browser:
         page = browser.new_page()

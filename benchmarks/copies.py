@@ -2,7 +2,7 @@
 
 Run:     python benchmarks/copies.py                        # all kinds, one device of torch_xla
          python benchmarks/copies.py --devices 4            # copies of distributed_mnist_tpu.py instead
-         python benchmarks/copies.py --python VENV/bin/python   # of a Python without torch_xla: torch.compile
+         python benchmarks/copies.py --python VENV/bin/python   # a Python without torch_xla: torch.compile
 
 A kind is an entry of RIGHT in tests/scripts/test_wrong_copies.py. Each is written to a folder as a script of its own
 and run as users run it: 20 steps, and two evaluations of 45 examples in batches of 16. Plain PyTorch runs the same

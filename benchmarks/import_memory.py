@@ -64,7 +64,7 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def peak() -> int:
-    """Of this process since its start, in bytes, mapped files included."""
+    """Peak memory of this process since its start, in bytes, mapped files included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -264,7 +264,7 @@ def losses_of(run_dir: Path) -> dict[int, float]:
 
 
 def differences(whole: Path, lost: Path) -> list[str]:
-    """Of the bits."""
+    """Checkpoint files whose bytes differ between the two runs, and up to 9 steps whose losses do."""
     found = []
     last = [sorted(folder.glob("checkpoints/step_*"))[-1] for folder in (whole, lost)]
     if last[0].name != last[1].name:

@@ -40,7 +40,7 @@ from tpu_utils.record.metrics import DeviceMetrics
 from tpu_utils.step.optim import learning_rates, make_optimizer
 
 ROUNDS, STEPS = 7, 5
-MNIST_BATCHES = 128, 256  # of the presets development and distributed
+MNIST_BATCHES = 128, 256  # batch sizes of the presets development and distributed
 SMALL_GPT, GPT_BATCH = ModelShape(4, 4, 256, 128, 512), 8
 DEEP_GPT = ModelShape(12, 4, 64, 32, 128)  # small in everything that costs the device, 12 layers for the host
 

@@ -42,9 +42,9 @@ ROWS = ROOT / "benchmarks" / "published" / "rows.json"
 KEPT = ("devices", "compiles", "fits", "reason", "limit_bytes", "compiler_peak_bytes", "peak_bytes", "estimated_ms")
 KEPT += ("ruled_ms", "predicted_ms", "predicted_ms_all_hidden", "predicted_ms_nothing_hidden", "predicted_mfu")
 KEPT += ("communication_lower_bound_ms", "operations_without_estimate", "compile_seconds", "versions")
-"""Of a report, in results.json."""
+"""Fields of a report that results.json keeps."""
 OF_BOTH = ("predicted_ms", "estimated_ms", "ruled_ms", "fits", "compiler_peak_bytes", "compile_seconds", "versions")
-"""Of these, in newest.json, for each of the two compilers."""
+"""Fields of these that newest.json keeps, for each of the two compilers."""
 KINDS = ("training step", "product", "copy")
 
 
@@ -154,7 +154,7 @@ def table(rows: Iterable[Row], found: dict[str, dict]) -> str:
 
 
 def errors(rows: Iterable[Row], found: dict[str, dict]) -> str:
-    """Of training steps, products and copies apart, each generation and all: median and ends of clock / predicted."""
+    """Table of clock / predicted: median, smallest and largest, for each kind of row by generation and over all."""
     ratios = {}
     for row in (row for row in rows if row.key in found):
         for generation in (row.generation, "all"):
@@ -194,7 +194,7 @@ def table_of_both(rows: Iterable[Row], found: dict[str, dict]) -> str:
 
 
 def errors_of_both(rows: Iterable[Row], found: dict[str, dict]) -> str:
-    """Of the rows that both answered: median of clock / predicted, and the one farthest from 1."""
+    """Table for the rows that both compilers answered: median clock / predicted, and the value farthest from 1."""
     groups = {}
     for row in (row for row in rows if row.key in found and found[row.key]["installed"]):
         groups.setdefault(row.kind, []).append([ratio(row, found[row.key][name]) for name in ("installed", "newest")])

@@ -71,7 +71,7 @@ class Speedrun:
         return max(steps["eval"]) > max(steps["sample"])
 
     def cpu_seconds(self) -> float:
-        """Of it and of all that it started and has waited for."""
+        """CPU time of all processes in its session, and of the children that they have waited for."""
         used = 0
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:

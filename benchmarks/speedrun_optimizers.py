@@ -52,7 +52,7 @@ class Comparison:
         return stages_of(self.plan, self.text, None, self.work, optimizer, seed, [], [])
 
     def bits(self, optimizer: str, rate: float, seed: int) -> float:
-        """Of the held-out text, at the end of pre-training."""
+        """Bits per byte of the held-out text at the end of pre-training."""
         run_dir = self.work / f"{optimizer}_{rate:.3g}_{seed}"
         if not (run_dir / "summary.json").exists():
             (stage,) = [stage for stage in self.stages(optimizer, seed) if stage.name == "pretrain"]
@@ -97,7 +97,7 @@ def main() -> int:
     else:
         rates = {name: comparison.best_rate(name) for name in OPTIMIZERS}
     found = {name: [] for name in OPTIMIZERS}
-    for seed in given.seeds:  # of both in turn, so that a comparison that is stopped has pairs
+    for seed in given.seeds:  # both optimizers in turn: a comparison that is stopped has pairs
         for name in OPTIMIZERS:
             found[name].append(comparison.bits(name, rates[name][0], seed))
     print(f"\n{plan.parameters:,} parameters, {plan.steps} steps of {plan.rows} x {plan.sequence_length} tokens")

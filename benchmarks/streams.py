@@ -81,7 +81,7 @@ def host(folder: Path, index: int, count: int, begin: int, end: int) -> None:
 
 
 def read(folder: Path, hosts: list[int], steps: int) -> None:
-    for left in folder.glob("lane_*.bin"):  # of a run before
+    for left in folder.glob("lane_*.bin"):  # left by an earlier run
         left.unlink()
     begin = 0
     for count in hosts:

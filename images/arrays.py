@@ -68,7 +68,7 @@ class ImageDataset:
 
     @property
     def num_examples(self) -> int:
-        """Of the training set."""
+        """Examples in the training set."""
         return len(self.train_labels)
 
     @property
@@ -78,8 +78,8 @@ class ImageDataset:
 
     @cached_property
     def num_classes(self) -> int | None:
-        """Of labels that are classes 0, 1, ..., also as floats, or a probability for each class, (N, C); None for other
-        targets."""
+        """Number of classes, if labels are classes 0, 1, ..., also as floats, or a probability for each class, (N, C);
+        None for other targets."""
         labels = self.train_labels
         if labels.dtype.kind == "f":
             if labels.ndim == 2 and (labels >= 0).all() and np.allclose(labels.sum(1), 1):

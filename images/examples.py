@@ -38,7 +38,7 @@ def as_pair(example: Any) -> tuple[Any, Any]:
         found = f"a dict of {sorted(example)}" if isinstance(example, dict) else type(example).__name__
         raise InputError(f"an example is {found}; expected (image, label); give read=, a function that returns them")
     image, label = example
-    if hasattr(image, "getbands"):  # of PIL
+    if hasattr(image, "getbands"):  # a PIL image
         image = np.asarray(image)
         image = image if image.ndim == 2 else image.transpose(2, 0, 1)
     return image, label

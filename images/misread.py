@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MOST_MISREAD = 64  # shown; all are counted
 MOST_WORK = 4 * 10**12
 """Floating-point operations on the host for a picture: seconds on two cores."""
-LARGEST_SIDE = 512  # of an image, in pixels
+LARGEST_SIDE = 512  # pixels along a side of an image
 
 
 @dataclass(frozen=True)

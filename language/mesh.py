@@ -12,7 +12,7 @@ from language.models.routing import slots_of_capacity
 from language.options.transformer_options import TransformerConfig
 from language.xla import context
 from language.xla.loops import AXES
-from language.xla.shards import check_second_road, meet
+from language.xla.shards import check_torch_compile, meet
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import attached_chips, parse_topology
 from tpu_utils.base.peers import Peers
@@ -92,8 +92,8 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
 
 
 def start_spmd(config: TransformerConfig) -> Peers | None:
-    """Switch SPMD on if there are several devices. That must come before the first tensor. On the second road: join
-    the processes of the run, and return them."""
+    """Switch SPMD on if there are several devices. That must come before the first tensor. The torch.compile
+    backend instead joins the processes of the run, and returns them."""
     if not IS_XLA:
         return meet(config)
     if device_count() > 1:
@@ -113,7 +113,7 @@ def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
         hbm_bytes = parse_topology(config.compile_for).hardware.limit_gib * 2**30
     sizes, why = choose_mesh(config, num_devices, hbm_bytes)
     if not IS_XLA:
-        check_second_road(config, sizes)
+        check_torch_compile(config, sizes)
     if config.attention == "flash" and not on_tpu and not config.compile_for:
         raise InputError("attention is flash, but its Pallas kernels run on TPU only; use --attention plain")
     if config.attention == "flash" and version("jax") != "0.7.1":

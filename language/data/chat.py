@@ -120,7 +120,9 @@ def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int
     """A conversation in order: a special token, or text to encode, and whether it is a target. None: it would be one,
     but the answer is not learnt."""
     special = special_tokens(format, tokenizer)
-    begin, end, after = tokenizer.begin, end_of_answer(format, tokenizer), "\n"
+    begin = tokenizer.begin
+    end = end_of_answer(format, tokenizer)
+    after = "\n"
     if format != "plain":
         first, _, after = AROUND[format]
         begin = None if first is None else special[first]
@@ -311,7 +313,9 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
 
     Raises InputError that names every line that is none. Empty lines are skipped.
     """
-    files, chats, problems = chat_files(path), [], []
+    files = chat_files(path)
+    chats = []
+    problems = []
     without_effect, empty = Counter(), 0
     for file in files:
         with open_regular(file, CHATS) as opened:
@@ -353,7 +357,9 @@ def encode_chats(chats: list[tuple[str, list[dict]]], format: str, tokenizer, T:
     special_tokens(format, tokenizer)  # refused once, not for every line
     some = chats[:: len(chats) // SAMPLED_CHATS + 1]
     check_texts(tokenizer, (message["content"] for _, messages in some for message in messages), "the conversations")
-    encoded, problems, truncated = [], [], 0
+    encoded = []
+    problems = []
+    truncated = 0
     for where, messages in chats:
         try:
             tokens, targets = format_chat(messages, format, tokenizer)

@@ -37,7 +37,7 @@ MOST_WORKERS = 16  # more threads than that wait for each other: docs/streams.md
 WINDOW_BYTES = 1 << 25  # a window ends earlier once its text is so long: what bounds memory where documents are long
 CHUNK = 64  # documents that a thread tokenizes at a time
 CHUNK_CHARACTERS = 1 << 22  # after which a chunk has no more of them: tokens take 30 times the memory of their text
-CHUNKS_AHEAD = 2  # of each lane
+CHUNKS_AHEAD = 2  # chunks that each lane tokenizes ahead
 HELD_OUT, OF_THE_FIRST = 10, 1000  # for validation: one of ten, of the first thousand documents of each file
 
 
@@ -65,7 +65,7 @@ class Reading:
 
 
 class Position(NamedTuple):
-    """Of a token in a lane: the first one of the next row."""
+    """Where a lane goes on: at the first token of the next row."""
 
     epoch: int = 0
     turn: int = 0
@@ -73,16 +73,16 @@ class Position(NamedTuple):
     first: int = 0
     """The document of the file that the window begins with."""
     index: int = 0
-    """Of the document in the shuffled window."""
+    """Index of the document in the shuffled window."""
     offset: int = 0
-    """Of the token in the document, whose token 0 is the end token in front of it."""
+    """Index of the token in the document, whose token 0 is the end token in front of it."""
     left_out: int = 0
     """Damaged documents and files before the window."""
 
 
 class Window(NamedTuple):
     position: Position
-    """Of its first document."""
+    """Position of its first document."""
     texts: list[str]
 
 
@@ -176,7 +176,7 @@ class Lane:
 
     @property
     def position(self) -> Position:
-        """Of the first token that the next call of take() gives."""
+        """Position of the first token that the next call of take() gives."""
         return self._place._replace(offset=self._offset)
 
     def close(self) -> None:
@@ -245,7 +245,7 @@ class StreamRows:
         self.rows_of_lane = rows * process_count // reading.lanes
         first = process_index * rows
         self.numbers = range(first // self.rows_of_lane, (first + rows - 1) // self.rows_of_lane + 1)
-        """Of the lanes that have rows of this host. Two hosts may share a lane: each reads all of it then."""
+        """Numbers of the lanes that have rows of this host. If two hosts share a lane, each reads all of it."""
         self.own = slice(first % self.rows_of_lane, first % self.rows_of_lane + rows)
         self._next, self._positions = 0, {0: dict.fromkeys(self.numbers, Position())}
         self._lanes: list[Lane] = []
@@ -255,7 +255,7 @@ class StreamRows:
         self._next, self._positions = step, {step: {number: positions[number] for number in self.numbers}}
 
     def position(self, step: int) -> dict[int, Position]:
-        """Of each lane of this host behind `step` batches, of which more may be read by now."""
+        """Position of each lane of this host after `step` batches; it may have read further by now."""
         return self._positions[step]
 
     def batch(self, step: int) -> np.ndarray:
@@ -365,7 +365,9 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     """The stream that config names; of several processes each reads the lanes of its rows. Raises InputError."""
     # our threads are parallel: the library's own below them would take cores from each other
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    reading, T, rows = reading_of(config), config.shape.sequence_length, config.global_batch_size // process_count
+    reading = reading_of(config)
+    T = config.shape.sequence_length
+    rows = config.global_batch_size // process_count
     fixed = validation_rows(reading, config)
     workers = config.stream_workers or min(MOST_WORKERS, os.cpu_count() or 1)
     ahead = config.prefetch_batches + 4  # what is in the loader's queue, on its way there, and made
@@ -392,9 +394,13 @@ def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
 
     Raises InputError where there is no text.
     """
-    T, found, count = config.shape.sequence_length, [], 0
+    T = config.shape.sequence_length
+    found = []
+    count = 0
     wanted = config.eval_batches * config.global_batch_size * T + 1
-    chunks, lost, size = chunks_of(texts_for_validation(reading, config)), Counter(), 0
+    chunks = chunks_of(texts_for_validation(reading, config))
+    lost = Counter()
+    size = 0
     while count < wanted and (chunk := next(chunks, [])):
         found += encode(reading.tokenizer, chunk)
         count += sum(map(len, found[-len(chunk) :]))
@@ -424,7 +430,7 @@ def texts_for_validation(reading: Reading, config: TransformerConfig) -> Iterato
                         yield text
                     elif not reading.skip_damaged:
                         raise text
-        except InputError:  # of what is skipped in training too, the training counts it
+        except InputError:  # training skips this file too, and counts it
             if not reading.skip_damaged:
                 raise
 

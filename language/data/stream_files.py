@@ -35,7 +35,7 @@ LONGEST_FOOTER = 1 << 26  # bytes of the description at the end of a parquet fil
 LONGEST_LIST = 1 << 24  # bytes of a list of files
 SAMPLE = 1 << 12  # bytes at each end of a file that identify it, beside name and size
 BLOCK = 1 << 22  # bytes of one request to a bucket
-ROWS = 64  # of a parquet file that are in memory as text, at most
+ROWS = 64  # rows of a parquet file that are in memory as text, at most
 BATCH_BYTES = 1 << 28  # that these take, where one of them alone takes less
 EXPECTED = "documents: .parquet, .jsonl or .json, the last two also with .gz or .zst"
 NAMES = re.compile(r"\.(?:(parquet)|(?:jsonl|json|ndjson)(?:\.(gz|zst))?)$")
@@ -51,9 +51,9 @@ class StreamFile:
     """Its path, or gs://BUCKET/OBJECT."""
     size: int
     generation: int = 0
-    """Of an object: another content of the same name has another."""
+    """Generation number of an object: new content under the same name has another."""
     crc32c: str = ""
-    """Of an object, as Cloud Storage has it."""
+    """CRC32C checksum of an object, as Cloud Storage has it."""
 
     @property
     def kind(self) -> str:
@@ -178,7 +178,7 @@ def files_of(entry: str, data_dir: str) -> list[StreamFile]:
 
 
 def objects_of(url: str) -> list[StreamFile]:
-    """Of one object, of a folder, or of a pattern; a * ends at a slash."""
+    """Files behind the URL of one object, a folder, or a pattern; a * matches no slash."""
     from tpu_utils.remote.storage import START_SECONDS, connect, list_objects, storage_errors, unusable
 
     bucket_name, _, pattern = url.removeprefix("gs://").partition("/")
@@ -238,9 +238,9 @@ def read_documents(file: StreamFile, field: str, first: int = 0) -> Iterator[str
                 read += 1
     except InputError:
         raise
-    except (OSError, EOFError, zlib.error, ValueError) as error:  # of gzip, and of pyarrow, whose errors are these
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # raised by gzip, and by pyarrow
         said = " ".join(str(error).split()) or type(error).__name__
-        if "too much memory" in said:  # of zstd: a frame names the window that it needs
+        if "too much memory" in said:  # zstd's words: a frame names the window that it needs
             raise InputError(
                 f"{file.name}: its zstd window is larger than 128 MiB, as zstd --long=31 makes it; expected --long=27 "
                 "at most; zstd -d --long=31 FILE, and compress it again"

@@ -13,11 +13,9 @@ def check(config: TransformerConfig) -> None:
 
 def load(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:
     """Training and validation draw from one chain, from different streams of random numbers."""
-    vocab_size, T, rows = (
-        config.shape.vocab_size,
-        config.shape.sequence_length,
-        config.global_batch_size // process_count,
-    )
+    vocab_size = config.shape.vocab_size
+    T = config.shape.sequence_length
+    rows = config.global_batch_size // process_count
     part = dict(process_index=process_index, process_count=process_count)
     train = MarkovChain(vocab_size, T, rows, config.seed, 0, **part)
     validation = MarkovChain(vocab_size, T, rows, config.seed, 1, **part)

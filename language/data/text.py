@@ -102,7 +102,9 @@ def split_documents(documents: list[bytes], validation_fraction: float = 0.1) ->
     character."""
     total = sum(map(len, documents))
     num_training = total - int(total * validation_fraction)
-    training, validation, seen = [], [], 0
+    training = []
+    validation = []
+    seen = 0
     for document in documents:
         here = min(max(num_training - seen, 0), len(document))
         while 0 < here < len(document) and document[here] & 0xC0 == 0x80:  # inside a character of UTF-8

@@ -31,7 +31,7 @@ MOST_GROWTH = 1024
 """By how much a file may lengthen a text. A few replacements one after the other make gigabytes of one letter. The
 measure is of the worst text: 528 for T5's, whose table has 33 bytes in a row."""
 MOST_LOST = 0.1
-"""Of the characters of a text: a tokenizer that loses more is of other languages."""
+"""Share of a text's characters that a tokenizer may lose; one that loses more is made for other languages."""
 MOST_SPECIAL = 1000
 """Special tokens that it may put around a text, and times that it may repeat the text."""
 LENGTHENING = {
@@ -56,7 +56,7 @@ class Tokenizer:
     """What every tokenizer has."""
 
     vocab_size: int
-    """Of a model for this tokenizer: every token is smaller."""
+    """Vocabulary size of a model for this tokenizer: every token is smaller."""
     end: int
     """Stands between documents; sampling stops at it."""
     stops: frozenset[int]
@@ -91,7 +91,7 @@ class Tokenizer:
         return None
 
     def encode_document(self, content: bytes) -> np.ndarray:
-        """Of UTF-8."""
+        """Tokens of a document, which is UTF-8."""
         return np.array(self.encode(content.decode()), np.uint32)
 
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
@@ -180,7 +180,9 @@ class FromFile(Tokenizer):
 
     def around(self, front: list[int], behind: list[int], says: dict[str, dict]) -> tuple[int | None, int | None, int]:
         """begin, after and prefix as transformers has them. front, behind: what tokenizer.json itself puts around."""
-        config, model, path = says.get(TOKENIZER_CONFIG, {}), says.get("config.json", {}), self.path.parent
+        config = says.get(TOKENIZER_CONFIG, {})
+        model = says.get("config.json", {})
+        path = self.path.parent
         kind = config.get("tokenizer_class") or model.get("tokenizer_class")
         kind = str(kind or CLASS_OF_MODEL.get(str(model.get("model_type")))).removesuffix("Fast")
         adds_begin = ADDS_BEGIN.get(kind.removesuffix("Tokenizer"))

@@ -14,7 +14,7 @@ from tpu_utils.base.errors import InputError
 
 SAMPLES = 4096
 SAMPLED_TOKENS = 1 << 13
-"""Of llm.c's GPT-2 tokens these samples are 64 MiB, which a cold disk reads in a second or so."""
+"""Tokens of a sample. For llm.c's GPT-2 tokens all samples are 64 MiB: a cold disk reads them in a second or so."""
 
 
 def check(config: TransformerConfig) -> None:
@@ -31,11 +31,9 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     train_path, validation_path = config.data_paths
     if not validation_path:
         raise InputError("dataset is tokens but validation_data is empty; name shards with --validation_data")
-    T, vocab_size, rows = (
-        config.shape.sequence_length,
-        config.shape.vocab_size,
-        config.global_batch_size // process_count,
-    )
+    T = config.shape.sequence_length
+    vocab_size = config.shape.vocab_size
+    rows = config.global_batch_size // process_count
     part = dict(process_index=process_index, process_count=process_count)
     train = TokenShards(str(train_path), vocab_size, T, rows, **part)
     check_apart(train.paths, matching(validation_path))

@@ -23,7 +23,7 @@ from tpu_utils.device import compile_step, device_type, mark_sharding, optimizat
 from tpu_utils.device.dropout import GOLDEN, as_int32, mixed
 
 TOKENS = 32
-"""Of each row in one call of decode, at most."""
+"""Tokens that one call of decode makes for each row, at most."""
 NO_ANSWER = -2
 """In place of a token."""
 
@@ -79,9 +79,13 @@ class Cache:
         self.is_own = placed(own_heads(shape, n).to(device)) if n > 1 else None
         self.slots, self.vocabulary = send(range(context)), send(range(shape.vocab_size))
         self.seed_B, self.stops = send([as_int32(seed) for seed in seeds]), send([*stops] or [-1])
-        self.num_tokens, self.made, self.longest = send([num_tokens]), send([0]), send([0])
+        self.num_tokens = send([num_tokens])
+        self.made = send([0])
+        self.longest = send([0])
         self.length_B, self.token_B, self.is_over_B = (send([0] * batch) for _ in range(3))
-        self.rows_B, self.rows_N, self.tokens_NB = send(range(batch)), send(range(TOKENS)), send([[0] * batch] * TOKENS)
+        self.rows_B = send(range(batch))
+        self.rows_N = send(range(TOKENS))
+        self.tokens_NB = send([[0] * batch] * TOKENS)
 
 
 def run_layers(model: Decoder, tokens_BT, positions, context, attention_of_layer, pick=lambda x_BTD: x_BTD):
@@ -175,7 +179,7 @@ def place_of(cache: Cache, window: int, place):
         is_behind = (cache.slots >= cache.longest) & (cache.slots <= slot)
         return slot[0], (cache.slots < cache.length_B[:, None]) | is_behind
     slots_W, size = cache.slots[:window], torch.full_like(place, window)
-    age_W = place - torch.remainder(place - slots_W, size)  # of the token in a slot: below 0 in the prompt
+    age_W = place - torch.remainder(place - slots_W, size)  # which token a slot has: below 0 in the prompt
     return torch.remainder(place, size)[0], age_W >= -cache.length_B[:, None]
 
 
@@ -200,7 +204,7 @@ def next_logits(model: Decoder, cache: Cache, keys: list, values: list, token_B,
 
 
 def decode_loop(model: Decoder, cache: Cache, config: SamplingOptions) -> DeviceLoop:
-    """Of decode: TOKENS tokens of each row, or fewer when all rows are over."""
+    """The loop of decode: TOKENS tokens for each row, or fewer once all rows are over."""
     layers = model.shape.num_layers
 
     def body(count, made, token_B, is_over_B, tokens_NB, *caches):
@@ -327,7 +331,9 @@ def generate(
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
     prefill(model, cache, padded.to(device), lengths.to(device), config)
     found: list[list[int]] = [[] for _ in prompts]
-    is_done, loop, come = [False] * len(prompts), decode_loop(model, cache, config), cache.token_B.cpu()[None]
+    is_done = [False] * len(prompts)
+    loop = decode_loop(model, cache, config)
+    come = cache.token_B.cpu()[None]
     while True:
         for row, tokens in enumerate(found):
             for token in come[:, row].tolist():

@@ -10,7 +10,7 @@ from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 
 MOST_TOKENS = 64
-"""Of a sample."""
+"""Tokens of a sample, at most."""
 
 
 def sampling_options(config: TransformerConfig, step: int) -> SamplingOptions:

@@ -85,19 +85,26 @@ def assign(experts_GNJ, num_experts: int, capacity: int, block: int) -> Slots:
     taken = chosen.float().sum(2)
     counts, rank, first = taken.sum(1), ranks(taken), before(taken.sum(1))
     group, pairs = numbers(G, like)[:, None], N * min(J, X)
-    # of each expert the first slot, begins; of each block the first of the pairs in order, start, and how many it has
+    # begins: first slot of each expert. start: first of the sorted pairs in each block; left: pairs from there on
     if capacity:
         begins = (numbers(X, like) + group * constant(X, like)) * constant(capacity, like)
-        start, left, of_experts, block = first.view(-1), counts.view(-1), counts.view(-1), capacity
+        start = first.view(-1)
+        left = counts.view(-1)
+        of_experts = counts.view(-1)
+        block = capacity
     elif not block:  # G is 1
-        begins, start, left, of_experts, block = first, constant(0, like), counts.sum(1), counts.view(-1), pairs
+        begins = first
+        start = constant(0, like)
+        left = counts.sum(1)
+        of_experts = counts.view(-1)
+        block = pairs
     else:  # G is 1
         size = constant(block, like)
         blocks = ((counts + constant(block - 1, like)) / size).floor()
         begins = before(blocks) * size
         number = numbers((pairs + min(pairs, X) * (block - 1)) // block, like)
         of_experts = (before(blocks) + blocks <= number[:, None]).float().sum(-1)
-        of_experts = torch.minimum(of_experts, constant(X - 1, like))  # of blocks behind the last one
+        of_experts = torch.minimum(of_experts, constant(X - 1, like))  # also for unused blocks at the end
         own = is_of(of_experts, X)
         here = number * size - torch.where(own, begins, 0.0).sum(-1)  # rows of the expert before the block
         start, left = torch.where(own, first, 0.0).sum(-1) + here, torch.where(own, counts, 0.0).sum(-1) - here
@@ -290,7 +297,7 @@ add_slice = register("add_slice", slice_added)
 
 
 def grouped_gradient(grad_SO, rows_SI, X: int, block_experts, kernels: tuple[int, int] | None):
-    """Of the weights, (X, O, I) float32: for each of X experts the sum of grad^T rows of its blocks."""
+    """Gradient of the weights, (X, O, I) float32: for each of X experts the sum of grad^T rows over its blocks."""
     if kernels:
         from language.xla import expert_kernels  # only here: they are jax's, through torch_xla
 
@@ -386,7 +393,8 @@ def mixture(y_BTD, w, shape, activation: Callable, capacity: float = 0.0, kernel
     mesh = get_global_mesh()
     share = 1 if mesh is None else mesh.shape()["expert"]
     X = shape.num_experts // share
-    firsts = torch.arange(0, shape.num_experts, X, dtype=torch.float32, device=y_BTD.device).int()  # of each device
+    # the first expert of each device
+    firsts = torch.arange(0, shape.num_experts, X, dtype=torch.float32, device=y_BTD.device).int()
 
     def slots_of(experts, first):
         experts = local_experts(experts, first, X) if share > 1 else experts

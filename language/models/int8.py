@@ -26,7 +26,7 @@ class Int8:
 
 
 def scale_name(name: str) -> str:
-    """Of the buffer with the scales of a parameter."""
+    """Name of the buffer that holds the scales of a parameter."""
     return f"scale_of_{name.replace('.', '_')}"
 
 

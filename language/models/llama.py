@@ -33,7 +33,9 @@ def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     what attention and MLP read, ln1_after and ln2_after of what they give."""
     family, per_head = shape.of_family, shape.of_family.qk_norm == "head"
     L, D, V = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size
-    K, queries, keys = shape.head_dim, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    K = shape.head_dim
+    queries = shape.num_heads * shape.head_dim
+    keys = shape.num_kv_heads * shape.head_dim
     return {
         "token_embedding": (V, D),
         **({"ln1_weight": (L, D), "ln2_weight": (L, D)} if family.norms != "after" else {}),
@@ -62,7 +64,9 @@ def rotary_frequencies(shape: LlamaShape, kind: str = "global", long: bool = Fal
 
     long: of longrope, for texts longer than the original context.
     """
-    R, scaling, is_local = shape.rotated_width or shape.head_dim, shape.rope_scaling, kind == "local"
+    R = shape.rotated_width or shape.head_dim
+    scaling = shape.rope_scaling
+    is_local = kind == "local"
     theta = shape.local_theta if is_local and shape.local_theta else shape.rope_theta
     waves = theta ** (torch.arange(0, R, 2, dtype=torch.float32, device="cpu") / R)
     if kind == "unrotated":
@@ -148,7 +152,7 @@ def block(
         k_bias, v_bias = w["kv_bias"].view(2, G, -1)
         q, k, v = q + w["q_bias"].view(H, -1), k + k_bias, v + v_bias
     q, k = norm(q, "q_ln_weight", "query"), norm(k, "k_ln_weight", "key")
-    scale = (shape.query_scalar or shape.head_dim) ** -0.5  # of q, applied in its rotation: that is in float32
+    scale = (shape.query_scalar or shape.head_dim) ** -0.5  # scales q in its rotation, which is in float32
     q, k = rotate(q, cos * scale, sin * scale, scale), rotate(k, cos, sin)
     if "q_ln_weight" not in w:
         q, k = kept.heads("query", q), kept.heads("key", k)

@@ -19,7 +19,7 @@ from tpu_utils.device import Mesh, mark_sharding
 from tpu_utils.step.optim import Adam, make_optimizer
 
 ITERATIONS = 5
-"""Of Newton and Schulz's method, by a polynomial of degree 5."""
+"""Newton-Schulz iterations, each a polynomial of degree 5."""
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 """Jordan's: singular values between 0.01 and 1 end between 0.68 and 1.13."""
 UPDATE_SIZE = 0.2
@@ -42,7 +42,7 @@ def spread(mesh: Mesh | None, matrices_NAB: torch.Tensor) -> torch.Tensor:
 
 
 def orthogonalised(x_NAB: torch.Tensor) -> torch.Tensor:
-    """Of matrices (N, A, B), A at most B: U V of each, if it is U S V, with singular values near 1."""
+    """About U V for each of N matrices U S V of shape (A, B), A at most B: all singular values end near 1."""
     a, b, c = COEFFICIENTS
     norm = x_NAB.float().square().sum((1, 2), keepdim=True).sqrt()
     x = (x_NAB / (norm + 1e-7)).to(x_NAB.dtype)
@@ -76,7 +76,7 @@ class Muon(Adam):
             buffer.copy_(torch.lerp(buffer, parameter.grad, 1 - self.momentum))
             ahead = torch.lerp(parameter.grad, buffer, self.momentum)  # Nesterov's
             A, B = parameter.shape[-2:]
-            matrices = gathered(ahead.to(self.dtype)).reshape(-1, A, B)  # of fused weights, and of experts, each
+            matrices = gathered(ahead.to(self.dtype)).reshape(-1, A, B)  # each fused matrix, each expert by itself
             alike.setdefault((min(A, B), max(A, B)), []).append((parameter, matrices if A <= B else matrices.mT))
         for (_, B), given in alike.items():
             counts = [len(matrices) for _, matrices in given]

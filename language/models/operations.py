@@ -14,7 +14,7 @@ from tpu_utils.device import IS_XLA
 
 
 class LayerNorm(torch.autograd.Function):
-    """Of x (B, T, D): float32 inside one fusion, the dtype of x in memory. E[x^2] - E[x]^2 reads x once.
+    """Layer norm of x (B, T, D): float32 inside one fusion, the dtype of x in memory. E[x^2] - E[x]^2 reads x once.
 
     The backward pass is written down because autograd's takes more operations, to trace and in the program.
     """
@@ -40,7 +40,7 @@ layer_norm = LayerNorm.apply
 
 
 class RMSNorm(torch.autograd.Function):
-    """Of x (..., D): as LayerNorm, without a mean and a bias (Zhang and Sennrich 2019). scale: rms_scale(x)."""
+    """RMS norm of x (..., D): LayerNorm without mean and bias (Zhang and Sennrich 2019). scale: rms_scale(x)."""
 
     @staticmethod
     def forward(ctx, x, weight_D, scale):
@@ -155,7 +155,7 @@ class CausalAttention(torch.autograd.Function):
         q_BTGRK, k_BSGK, v_BSGK, out, sums, *exps = ctx.saved_tensors
         T, S = q_BTGRK.shape[1], k_BSGK.shape[1]
         grad = (grad / sums).to(q_BTGRK.dtype)  # sums are float32
-        mean = (grad * out.float()).sum(-1)  # of de with weights p, (B, T, G, R)
+        mean = (grad * out.float()).sum(-1)  # mean of de, weighted by p: (B, T, G, R)
         dq, dk, dv = [], 0, 0
         for (first, start, end, last), e in zip(CausalAttention.slices(T, S, len(exps), ctx.window), exps, strict=True):
             whole = (0, 0, 0, 0, first, S - last)  # keys before its window and after the slice get nothing from it

@@ -72,7 +72,7 @@ def with_routers(loss, routing: list, targets_BT, config) -> tuple:
         return loss, loss
     shape, X, T = config.shape, config.num_experts, targets_BT.shape[1]
     share, counted = 1 / config.gradient_accumulation_steps, with_targets(targets_BT)
-    # of the sequences that count, (L, X) and (L, 1)
+    # means over the sequences that count: (L, X) and (L, 1)
     probability, z, chose = (routing[0] * counted).sum(1).div(counted.sum().clamp(min=1.0)).split([X, 1, X], -1)
     balance, z = X * (chose / T * probability).sum(-1).mean(), z.mean()
     loads = chose * (X / (T * shape.experts_per_token))

@@ -8,7 +8,7 @@ Values = dict[str, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Experts:
-    """Of a mixture of experts, in Hugging Face's files."""
+    """How Hugging Face's files describe a mixture of experts."""
 
     count: str
     """Key of config.json: how many there are."""
@@ -38,7 +38,7 @@ class Family:
     """RMSNorm of queries and keys: of each head, or of all heads together."""
     qkv_bias: bool = False
     activation: Literal["silu", "gelu"] = "silu"
-    """Of the MLP's gate; gelu by its tanh approximation."""
+    """Activation of the MLP's gate; gelu is its tanh approximation."""
     scaled_embedding: bool = False
     """Whether the embeddings of tokens are multiplied by the root of their width."""
     fused: bool = False

@@ -11,7 +11,7 @@ MOST = {"layers": 1024, "heads": 4096, "experts": 1024, "width": 1 << 20, "token
 MOST["vocabulary"] = 1 << 20  # below START
 """Bounds of the numbers in a config.json, so that no file can ask for a model that nobody could list."""
 MOST_PARAMETERS, MOST_MATRICES = 1 << 42, 1 << 16
-"""Of all of them together: published models have up to 2 trillion parameters, and 61 layers of 384 experts."""
+"""Bounds of a whole model: published ones have up to 2 trillion parameters, and 61 layers of 384 experts."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROTARY = {  # what rope_scaling says, by its kind
     "linear": ("factor",),
@@ -33,7 +33,7 @@ def shape_of(found: dict, name: str = "config.json") -> ModelShape:
         more = INSTEAD.get(kind, "") if isinstance(kind, str) else ""
         raise _wrong(name, "model_type", kind, f"{', '.join(FAMILIES)}; other models are not built here{more}")
     family, rope = FAMILIES[kind], found.get("rope_parameters")
-    if isinstance(rope, dict):  # of transformers 5
+    if isinstance(rope, dict):  # as transformers 5 writes it
         found = found | {key: rope[key] for key in ROTARY["all"][3:] if key in rope}
     usual = {} if "partial_rotary_factor" in family.defaults else {"partial_rotary_factor": (1.0, None)}
     for key, values in (family.expected | usual | {"quantization_config": (None,)}).items():

@@ -34,12 +34,12 @@ class ModelShape:
 
     @property
     def num_cached_heads(self) -> int:
-        """Of keys and values."""
+        """Number of key/value heads."""
         return self.num_heads
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of each layer: how many positions one sees, itself among them; 0: the whole context."""
+        """For each layer, how many positions a token sees, itself among them; 0: the whole context."""
         return (0,) * self.num_layers
 
     @property
@@ -56,8 +56,8 @@ class ModelShape:
 
     @property
     def flops_per_token(self) -> int:
-        """Of a training step: 6 N + 12 L D T, both passes, the causal half of attention not taken off (as llm.c). In a
-        layer with a window T is the window."""
+        """FLOPs of a training step per token: 6 N + 12 L D T, both passes, the causal half of attention not taken off
+        (as llm.c). In a layer with a window T is the window."""
         seen = sum(window or self.sequence_length for window in self.windows)
         return 6 * self.num_multiplied + 12 * self.num_heads * self.head_dim * seen
 
@@ -73,9 +73,9 @@ class RopeScaling:
     kind: str = "llama3"
     """llama3: long waves alone. linear: all waves. longrope: each wave by a factor of its own."""
     short_factors: tuple[float, ...] = ()
-    """Of longrope, one for each pair of rotated values: for texts within the original context."""
+    """longrope: one factor for each pair of rotated values, for texts within the original context."""
     long_factors: tuple[float, ...] = ()
-    """For longer ones."""
+    """longrope: the factors for longer texts."""
 
     @property
     def amplitude(self) -> float:
@@ -87,7 +87,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaShape(ModelShape):
-    """Of Llama and the families like it: the numbers in config.json. What else differs is in families.py."""
+    """Llama and the families like it: the numbers in config.json. What else differs is in families.py."""
 
     num_kv_heads: int = 0
     """Heads of keys and values; each serves num_heads / num_kv_heads heads of queries."""
@@ -113,7 +113,7 @@ class LlamaShape(ModelShape):
     query_scalar: float = 0.0
     """Queries are divided by its root. 0: head_dim."""
     num_experts: int = 0
-    """Of a mixture: MLPs of width mlp_dim. 0: one, for all tokens."""
+    """Experts of a layer: MLPs of width mlp_dim. 0: one MLP for all tokens."""
     experts_per_token: int = 0
     normalised_experts: bool = True
     """Whether the weights of a token's experts add up to 1."""
@@ -132,7 +132,7 @@ class LlamaShape(ModelShape):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of each layer."""
+        """Kind of each layer."""
         return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.num_layers))
 
     @property

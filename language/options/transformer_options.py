@@ -82,7 +82,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     """NAME=PATH of files with questions of hellaswag, arc_easy, arc_challenge, piqa, winogrande, lambada, mmlu or core,
     scored at every evaluation."""
     task_questions: Annotated[int, Range("[0, inf)"), FREE, NoEffect("tasks", ())] = 0
-    """Of tasks: only the first questions of each, so many. 0: all."""
+    """Score only the first N questions of each task; 0 scores all."""
     model_size: Annotated[Literal[
         "tiny", "124M", "350M", "774M", "1558M",
         "gpt3_125M", "gpt3_350M", "gpt3_760M", "gpt3_1.3B", "gpt3_2.7B", "gpt3_6.7B",
@@ -97,9 +97,9 @@ class TransformerConfig(HostOptions, TrainConfig):
     lora_rank: Annotated[int, Range("[0, 4096]")] = 0
     """Freeze the weights and train adapters of this rank. 0: train all weights."""
     lora_alpha: Annotated[float, Range("(0, inf)"), NoEffect("lora_rank", 0)] = 32.0
-    """Of LoRA: adapters count lora_alpha / lora_rank."""
+    """Adapters are scaled by lora_alpha / lora_rank."""
     lora_base: Annotated[Literal["auto", "float32", "bfloat16"], FREE, NoEffect("lora_rank", 0)] = "auto"
-    """Of LoRA: the frozen weights. auto: bfloat16 where config.json says so, else float32: none is rounded."""
+    """Type of LoRA's frozen weights. auto: bfloat16 where config.json says so, else float32, so none is rounded."""
     initialise_new_tokens: Annotated[Literal["as_they_are", "mean"], FREE, NOT_CHAT] = "as_they_are"
     """chat: rows of tokens of the format that initial_weights has untrained. mean: they start at the mean of others."""
     num_layers: Annotated[int, Range("[0, inf)")] = 0
@@ -119,10 +119,10 @@ class TransformerConfig(HostOptions, TrainConfig):
     clip_gradient_norm: Annotated[float, Range("[0, inf)")] = 1.0
     """Largest global norm of the gradient. 0: no clipping."""
     dropout: Annotated[float, Range("[0, 1)")] = 0.0
-    """Of embeddings and of what attention and MLP add, in training steps only. Attention weights are not dropped."""
+    """Dropout of embeddings and of what attention and MLP add, in training only. Attention weights are not dropped."""
     expert_capacity: Annotated[float, Range("[0, 64]"), NO_EXPERTS] = 0.0
-    """Of a mixture of experts: places of an expert in a sequence, in even shares, such as 1.25; a token that finds none
-    is dropped there. 0: none is dropped."""
+    """Most tokens of a sequence that an expert takes, in multiples of an even share, such as 1.25; others are dropped.
+    0: none is dropped."""
     balance_loss: Annotated[float, Range("[0, inf)"), NO_EXPERTS] = 0.01
     """Weight of the loss that keeps a router from favouring a few experts."""
     router_z_loss: Annotated[float, Range("[0, inf)"), NO_EXPERTS] = 0.0
@@ -130,13 +130,13 @@ class TransformerConfig(HostOptions, TrainConfig):
     optimizer: Literal["sgd", "adam", "adamw", "muon"] = "adamw"
     """muon: for the matrices of the layers; the rest is updated as by adamw, at the same rate."""
     momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "adam", "adamw", "muon")] = 0.9
-    """Of sgd."""
+    """Momentum of SGD."""
     muon_momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd", "adam", "adamw")] = 0.95
-    """Of muon."""
+    """Momentum of Muon."""
     adam_beta2: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.95
-    """Of adam and adamw: decay of the mean of the squares of the gradients."""
+    """Decay of the mean of squared gradients in Adam and AdamW."""
     weight_decay: Annotated[float, Range("[0, inf)")] = 0.1
-    """Of matrices only; layer norms and biases never decay."""
+    """Weight decay of matrices; layer norms and biases never decay."""
     mesh: Annotated[str, FREE] = "auto"
     """DATAxFSDPxTENSORxCONTEXTxEXPERT, for example 2x4x1: the last two may be left out. Their product is the number of
     devices."""
@@ -231,13 +231,13 @@ class TransformerConfig(HostOptions, TrainConfig):
             changes.setdefault("sequence_length", min(published.sequence_length, 4096))
             return dataclasses.replace(published, **changes)
         published = MODEL_SIZES[self.model_size]
-        dataset = "text" if self.dataset == "stream" and not self.tokenizer else self.dataset  # of bytes
+        dataset = "text" if self.dataset == "stream" and not self.tokenizer else self.dataset  # tokens are bytes
         vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(dataset, published.vocab_size)
         return dataclasses.replace(published, **changes, vocab_size=vocab_size)
 
     @property
     def data_paths(self) -> tuple[Path, Path | None]:
-        """Of train_data and validation_data, where the latter is given. Raises InputError without the former."""
+        """Paths of train_data and validation_data; the latter may be None. Raises InputError without train_data."""
         if not self.train_data:
             raise InputError(f"dataset is {self.dataset} but train_data is empty; name the data with --train_data")
         validation = Path(self.data_dir, self.validation_data) if self.validation_data else None
@@ -249,7 +249,7 @@ class TransformerConfig(HostOptions, TrainConfig):
 
     @property
     def base_precision(self) -> str:
-        """Of the frozen weights of LoRA. Without a config.json, published weights are taken for what they are."""
+        """Type of LoRA's frozen weights. Without a config.json: bfloat16, the type of published weights."""
         if self.lora_base != "auto":
             return self.lora_base
         return precision_of(self.model_config) if self.model_config else "bfloat16"

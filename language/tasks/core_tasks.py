@@ -55,7 +55,7 @@ def read_entries(bundle: Path) -> list[Entry]:
     path = bundle / "core.yaml"
     content = read_regular(path, "core.yaml of an evaluation bundle of nanochat", LARGEST_LIST)
     try:
-        # of all loaders the one that makes texts, lists and mappings alone, and expands no merged keys
+        # BaseLoader makes texts, lists and mappings alone, and expands no merged keys
         found = yaml.load(content.decode(), yaml.BaseLoader)
         listed = found["icl_tasks"]
         if not isinstance(listed, list) or not listed:
@@ -149,10 +149,10 @@ def read_bundle(bundle: Path, tokenizer: Tokenizer, T: int, limit: int = 0) -> l
 
 
 def rows_of(entry: Entry, items: list[Item], number: int, tokenizer: Tokenizer, T: int) -> list[Row]:
-    """Of one question, after examples that its number draws. What the choices have in common is no target: their
-    beginning, or of a schema all but their common end."""
+    """Rows of one question, after examples that its number draws. The beginning that the choices share is no target; in
+    a schema only the end that they share is one."""
     item = items[number]
-    others = range(len(items) - 1)  # of a list of them each question would cost as much as there are
+    others = range(len(items) - 1)  # a list would cost each question as much as there are items
     drawn = random.Random(SHOT_SEED + number).sample(others, entry.num_shots) if entry.num_shots else []
     drawn = [n + (n >= number) for n in drawn]
     shots = "".join(items[n].prompts(entry.delimiter)[items[n].gold] + "\n\n" for n in drawn)

@@ -68,7 +68,7 @@ class Answers:
 
     @property
     def stderr(self) -> float | None:
-        """Of the accuracy, by the sample's standard deviation; None for one question."""
+        """Standard error of the accuracy, by the sample's standard deviation; None for one question."""
         p, n = self.accuracy, len(self.chosen)
         return (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else None
 
@@ -85,7 +85,9 @@ def share(chosen: list[int], task: Task) -> float:
 def answers(task: Task, found: np.ndarray) -> Answers:
     """found: of each row of the task the summed loss, the number of targets, and how many of them were likeliest. A
     question with a loss that is no number has no answer."""
-    chosen, normed, at = [], [], 0
+    chosen = []
+    normed = []
+    at = 0
     for question in task.questions:
         loss, count, likeliest = found[at : at + len(question.rows), :3].T
         at += len(question.rows)
@@ -134,7 +136,9 @@ def batched(
     """
     lengths, start = lengths_of(T, unit), START if packed else 0
     bucket = np.searchsorted(lengths, [len(row.tokens) - 1 for row in rows])
-    batches, places, first = [], np.zeros(len(rows), int), 0
+    batches = []
+    places = np.zeros(len(rows), int)
+    first = 0
     for number, length in enumerate(lengths):
         B = max(multiple, tokens // length // multiple * multiple)
         members = np.flatnonzero(bucket == number)

@@ -170,7 +170,9 @@ def with_examples(name: str, path: Path, num_shots: int = 0, limit: int = 0) -> 
 
 def before(name: str, record: dict, where: str, by_subject: dict, num_shots: int, draw: random.Random) -> str:
     """What the harness puts in front of a question: mmlu's description, and the examples."""
-    description, more, pool = "", name in DRAWS_ONE_MORE, by_subject.get("", [])
+    description = ""
+    more = name in DRAWS_ONE_MORE
+    pool = by_subject.get("", [])
     if name == "mmlu":
         subject = record["subject"]
         about = subject.replace("_", " ")
@@ -251,8 +253,10 @@ class Evaluation:
     places: np.ndarray
 
     def fields(self, result: np.ndarray) -> dict[str, Any]:
-        """Of an eval line. result: what the evaluation step gives of all rows, (rows, 3 or more)."""
-        found, at, fields = result[self.places], 0, {}
+        """Fields of an eval line. result: what the evaluation step gives for all rows, (rows, 3 or more)."""
+        found = result[self.places]
+        at = 0
+        fields = {}
         scored: list[Answers] = []
         for task in self.tasks:
             scored.append(answers(task, found[at : at + len(task.rows)]))
@@ -295,7 +299,9 @@ def tokenizer_for(config: TransformerConfig) -> Tokenizer:
 def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> Evaluation:
     """What the options hellaswag and tasks name, for the evaluations of a run; part: of num_parts hosts. Raises
     InputError for a damaged file."""
-    T, tasks, named = config.shape.sequence_length, [], parse_tasks(config.tasks, Path(config.data_dir))
+    T = config.shape.sequence_length
+    tasks = []
+    named = parse_tasks(config.tasks, Path(config.data_dir))
     if config.hellaswag and not config.compile_for:
         tasks.append(read_llmc(Path(config.data_dir) / config.hellaswag, config.shape.vocab_size, T))
     tokenizer = tokenizer_for(config) if named and not config.compile_for else None

@@ -20,7 +20,7 @@ def read_records(path: Path, expected: str) -> list[tuple[str, dict]]:
 
 
 def read_rows(path: Path, expected: str) -> list[tuple[str, dict]]:
-    """Of parquet, as Hugging Face's hub has its data sets."""
+    """Records of a parquet file: Hugging Face's hub keeps data sets so."""
     import pyarrow  # only here: it takes a third of a second
 
     with open_regular(path, f"{expected}, parquet") as opened:

@@ -26,7 +26,7 @@ from tpu_utils.checkpoint.tensor_reading import read_header
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOST_BYTES = 5 * 10**9
-"""Of one file that is written, as Hugging Face has it."""
+"""Largest file of weights that is written, in bytes, as Hugging Face has it."""
 OF_NO_USE = r"(transformer\.h\.\d+\.attn\.(bias|masked_bias)|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq)"
 """Tensors of older files that no model of today reads: masks, and frequencies that follow from the configuration."""
 HEAD = "lm_head.weight"
@@ -42,7 +42,7 @@ class HuggingFaceWeights:
 
     @property
     def names(self) -> list[str]:
-        """Of our parameters, in their order."""
+        """Names of our parameters, in their order."""
         return list(self._sources)
 
     def kind(self, name: str) -> Kind:

@@ -37,14 +37,14 @@ class Source:
     """The tensors of Hugging Face ("theirs") that make up one parameter of our model ("ours"), in this order."""
 
     size: tuple[int, ...]
-    """Of our parameter."""
+    """Shape of our parameter."""
     names: tuple[str, ...]
     part: tuple[int, ...]
     """Shape of each of theirs."""
     transposed: bool = False
     """GPT-2's Conv1D keeps (in, out)."""
     rows: tuple[int, int] | None = None
-    """Of theirs that are ours, first and end, where they have one matrix for several parameters."""
+    """First and end of the rows that are ours, where they have one matrix for several parameters."""
 
     def join(self, read: Callable[[str], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Our parameter, in the type of theirs or in dtype. read: one of theirs by name; one at a time is held beside

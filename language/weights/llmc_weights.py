@@ -15,7 +15,9 @@ from language.options.shapes import ModelShape
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular
 
-MODEL_MAGIC, STATE_MAGIC, STATE_VERSION = 20240326, 20240327, 2
+MODEL_MAGIC = 20240326
+STATE_MAGIC = 20240327
+STATE_VERSION = 2
 MODEL_VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 
 

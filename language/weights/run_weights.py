@@ -45,7 +45,7 @@ def check_weights(shape: ModelShape, saved: Saved, lora_rank: int = 0) -> None:
         raise InputError(f"the checkpoint is of another model: its {len(found)} tensors are not those of {shape}")
     dtype = torch.float32
     if lora_rank and found.get("token_embedding", Kind((), dtype)).dtype == torch.bfloat16:
-        dtype = torch.bfloat16  # of the base weights under LoRA, which are all of one type
+        dtype = torch.bfloat16  # LoRA's base weights are all of this type
     wanted = {name: Kind(source.size, dtype) for name, source in sources(shape).items()}
     if lora_rank:
         for name, (layers, *size) in adapter_sizes(sizes_of(shape), lora_rank).items():
@@ -54,7 +54,7 @@ def check_weights(shape: ModelShape, saved: Saved, lora_rank: int = 0) -> None:
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """Of the two adapters of a layer's matrix: "q_weight.3" -> ("q_lora_a.3", "q_lora_b.3")."""
+    """Names of the two adapters of a layer's matrix: "q_weight.3" -> ("q_lora_a.3", "q_lora_b.3")."""
     matrix, _, layer = name.partition("_weight.")
     return f"{matrix}_lora_a.{layer}", f"{matrix}_lora_b.{layer}"
 

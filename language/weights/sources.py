@@ -30,7 +30,7 @@ class Source:
 
     shape: ModelShape
     dtype: torch.dtype
-    """Of weights and computation."""
+    """Type of weights and computation."""
     read: Callable[[str], torch.Tensor]
     """A parameter by its name in our model, with what adapters add to it."""
     tokenizer: Tokenizer
@@ -51,17 +51,25 @@ def open_source(
 
     Raises InputError for what is damaged or of another kind; the weights are read later.
     """
-    of_run, trained_here, longest = "auto", not hf, 0
+    of_run = "auto"
+    trained_here = not hf
+    longest = 0
     if llmc:
         shape, stacked = read_model(Path(llmc))
-        own, dtype, read = "", torch.float32, split_layers(stacked).__getitem__
+        own = ""
+        dtype = torch.float32
+        read = split_layers(stacked).__getitem__
     elif hf:
         weights = open_weights(Path(hf))
-        shape, own, read = weights.shape, hf if Path(hf, "tokenizer.json").exists() else "", weights.read
+        shape = weights.shape
+        own = hf if Path(hf, "tokenizer.json").exists() else ""
+        read = weights.read
         dtype = torch.bfloat16 if weights.kind("final_ln_weight").dtype == torch.bfloat16 else torch.float32
     else:
         trained, saved = read_run(Path(run_dir), checkpoint)
-        shape, own, longest = trained.shape, tokenizer_of_run(Path(run_dir), trained), longest_context(trained)
+        shape = trained.shape
+        own = tokenizer_of_run(Path(run_dir), trained)
+        longest = longest_context(trained)
         scale = trained.lora_alpha / trained.lora_rank if trained.lora_rank else 0.0
         read = lambda name: read_merged(saved, name, scale)  # noqa: E731
         dtype, of_run = getattr(torch, trained.precision), trained.chat_format

@@ -131,7 +131,7 @@ def gathered(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=
         return Enter.apply(x, mesh, (None, BATCH, None, "tensor"), "context").unflatten(-1, (-1, x_BTGK.shape[-1]))
 
     def spec(x):
-        """Of what is saved: by plain attention (B, T, G, R, ...), by flash attention (B, H, ..., T)."""
+        """Sharding of a saved tensor: (B, T, G, R, ...) of plain attention, (B, H, ..., T) of flash attention."""
         return (BATCH, "context", "tensor", None, None) if x.dim() == 5 else (BATCH, "tensor", None, "context")
 
     positions = torch.arange(q_BTHK.shape[1], dtype=torch.int32, device=q_BTHK.device)

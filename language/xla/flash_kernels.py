@@ -229,7 +229,7 @@ def devices_of(k_BGKT) -> int:
 
 
 def key_shape(blocks: Blocks, head_dim: int) -> tuple:
-    """Of a block of keys."""
+    """Shape of a block of keys."""
     return (*(None,) * (3 if blocks.devices > 1 else 2), head_dim, blocks.size)
 
 
@@ -246,13 +246,13 @@ def backward(window: int, q_BHKT, k_BGKT, v_BGKT, out, logsumexp, grad, *rest):
     (_, H, K, T), devices, G = q_BHKT.shape, devices_of(k_BGKT), k_BGKT.shape[-3]
     begins, starts_BT = rest[: devices > 1], rest[devices > 1 :]
     size = block_size(T * devices, K, devices)
-    mean = (out.astype(jnp.float32) * grad.astype(jnp.float32)).sum(2, keepdims=True)  # of dp with weights p
+    mean = (out.astype(jnp.float32) * grad.astype(jnp.float32)).sum(2, keepdims=True)  # mean of dp, weighted by p
     rows = (q_BHKT, grad, logsumexp, mean, *(starts[:, None] for starts in starts_BT))
     span = max(size, ON_CHIP // K // size * size)
     dq, dk, dv = [], 0, 0
     for first in range(0, T, span):
         end = min(T, first + span)
-        seen = end if devices == 1 else T  # of each device
+        seen = end if devices == 1 else T  # keys of each device
         blocks = Blocks(size, first, end - first, seen * devices, window, devices)
         keys = (k_BGKT[..., :seen], v_BGKT[..., :seen])
         part = backward_of_rows(blocks, begins, *keys, *(row[..., first:end] for row in rows))

@@ -19,7 +19,7 @@ if IS_XLA:
     import torch_xla.distributed.spmd as xs
     from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
 
-AXES = ("data", "fsdp", "tensor", "context", "expert")  # of the mesh of a language model
+AXES = ("data", "fsdp", "tensor", "context", "expert")  # axes of a language model's mesh
 BATCH = ("data", "fsdp", "expert")  # those that the batch axis is sharded over
 
 
@@ -56,7 +56,7 @@ def loop_in_graph(
 
     function is traced once as it is, a backward pass inside it too; torch_xla's public scan() decomposes it by
     AOTAutograd. What it takes from elsewhere is a constant of the loop, which enter() gets first. Raises InputError
-    where it draws random numbers. On the second road (torch_compile.py) the turns stand one after the other.
+    where it draws random numbers. The torch.compile backend unrolls the loop.
     """
     if not IS_XLA:
         return turn_by_turn(function, carry, rows, reverse)

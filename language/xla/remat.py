@@ -146,7 +146,7 @@ def run_again(run, saving: Saving, x_BTD, *values):
     """run(x, values), and again in the backward pass."""
     if IS_XLA:
         return RematLayer.apply(run, saving, x_BTD, *values)
-    # the second road (torch_compile.py): Dynamo takes no hooks of autograd into a graph, and knows this one
+    # the torch.compile backend: Dynamo takes no hooks of autograd into a graph, and knows this one
     return checkpoint(run, x_BTD, values, use_reentrant=False)
 
 

@@ -35,7 +35,7 @@ def meet(config: "TransformerConfig") -> Peers | None:
     return meet_replicas(dist.get_rank(), world_size(), config.peers_timeout)
 
 
-def check_second_road(config: "TransformerConfig", sizes: tuple[int, ...]) -> None:
+def check_torch_compile(config: "TransformerConfig", sizes: tuple[int, ...]) -> None:
     """Raises InputError for what needs torch_xla. sizes: of the mesh."""
     several = max(sizes) > 1
     for name, found, expected in (

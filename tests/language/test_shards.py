@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from language.options.transformer_options import TransformerConfig
-from language.xla.shards import check_second_road, first_row, gathered, rows_of_all, sharded_like, total
+from language.xla.shards import check_torch_compile, first_row, gathered, rows_of_all, sharded_like, total
 from tpu_utils.base.errors import InputError
 
 MIXTURE = dict(model_size="mixtral_tiny")
@@ -22,12 +22,12 @@ MIXTURE = dict(model_size="mixtral_tiny")
 )
 def test_what_needs_torch_xla_is_refused(options, sizes, said):
     with pytest.raises(InputError, match=said):
-        check_second_road(TransformerConfig(**options), sizes)
+        check_torch_compile(TransformerConfig(**options), sizes)
 
 
 def test_what_one_device_or_data_and_fsdp_can_do_is_not():
-    check_second_road(TransformerConfig(dropout=0.1, remat=True, optimizer="muon"), (2, 2, 1, 1, 1))
-    check_second_road(TransformerConfig(**MIXTURE), (1, 1, 1, 1, 1))
+    check_torch_compile(TransformerConfig(dropout=0.1, remat=True, optimizer="muon"), (2, 2, 1, 1, 1))
+    check_torch_compile(TransformerConfig(**MIXTURE), (1, 1, 1, 1, 1))
 
 
 def test_under_torch_xla_nothing_is_done():

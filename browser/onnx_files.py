@@ -183,4 +183,5 @@ OPERATORS = frozenset(
     "MatMulInteger Min Mul Reciprocal ReduceMean Relu Reshape Sigmoid Sin Slice Softmax Split Sqrt Squeeze Sub "
     "Transpose Unsqueeze Where".split()
 )
-"""Of the default domain: what browser.export writes for language models and ConvNet, in three kinds of weights."""
+"""Operators of ONNX's default domain that browser.export writes for language models and ConvNet, in three kinds of
+weights."""

@@ -283,7 +283,7 @@ def without_preface(text: str) -> str:
 
 
 def exit_code(job) -> int:
-    """Of a job that has ended: the driver's own; 143 where Ray stopped it; 1 where it was killed."""
+    """Exit code of a job that has ended: the driver's own; 143 if Ray stopped it; 1 if it was killed."""
     code = getattr(job, "driver_exit_code", None)
     if str(job.status.value) == "STOPPED":
         return 143

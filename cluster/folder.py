@@ -34,7 +34,7 @@ def uploaded(folder: Path, excludes: list[str]) -> Iterator[tuple[Path, int]]:
     left_out = _get_excludes(folder, excludes)
 
     def stays_here(target: Path) -> bool:
-        """Of what a link leads to."""
+        """Whether Ray leaves out what a link leads to: it is outside the folder, or excluded."""
         inner = [place for place in (target, *target.parents) if place.is_relative_to(folder) and place != folder]
         return not target.is_relative_to(folder) or any(left_out(place) for place in inner)
 

@@ -26,7 +26,7 @@ OF_A_PLACE += ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU
 OF_A_PLACE += ("CLOUD_TPU_TASK_ID",)
 """Variables that say which devices a process has: removed before device_variables() sets its own."""
 MOST_BYTES = 8 << 20
-"""Of output that waits for the driver; a script that prints more is held up until it was read."""
+"""Most bytes of output that wait for the driver; a script that prints more has to wait until they are read."""
 
 
 def versions() -> dict[str, str]:

@@ -176,16 +176,16 @@ def test_a_leaf_imports_nothing_of_ours(leaf):
 
 
 ROOM = "tpu_utils.device"
-"""Of the backend: all others have it from there."""
+"""The package that knows the backend; all other modules import it from there."""
 KERNELS = ["loops", "device_loop", "flash_attention", "expert_kernels"]  # programs of XLA's own, built or lowered there
 OF_TORCH_XLA = {ROOM, "tpu_utils.options.virtual_slice", *(f"language.xla.{name}" for name in KERNELS)}
 """And what is made of torch_xla's own insides; virtual_slice settles them before it is imported."""
-ROAD = ("config", "images", "language", "tpu_utils", *LENGTHS, "tools.generate", "tools.evaluate")
+ON_BOTH_BACKENDS = ("config", "images", "language", "tpu_utils", *LENGTHS, "tools.generate", "tools.evaluate")
 
 
 def test_one_room_knows_the_backend():
     """Wherever in a file the import stands. tpu_compiler/, the doctor and what measures a chip ask torch_xla itself."""
-    found = {name for name in OURS if name in ROAD or street_of(name) in ROAD}
+    found = {name for name in OURS if name in ON_BOTH_BACKENDS or street_of(name) in ON_BOTH_BACKENDS}
     roots = {name: {other.split(".")[0] for other in imports_of(OURS[name])} for name in found}
     assert {name for name in found if roots[name] & {"torch_xla", "torch_tpu"}} == OF_TORCH_XLA
     for name in found - OF_TORCH_XLA:
@@ -208,7 +208,7 @@ def names_in(path: Path) -> set[str]:
     return {name for name in found if not name.startswith("_")}
 
 
-def test_the_second_road_has_no_name_that_the_room_has_not():
+def test_the_torch_compile_backend_has_no_name_that_the_room_has_not():
     """Its names take the place of the room's."""
     found = names_in(OURS["tpu_utils.device.torch_compile"])
     assert len(found) > 25 and found <= names_in(OURS[ROOM]), found - names_in(OURS[ROOM])

@@ -34,8 +34,8 @@ from tools.on_chip.bench import MISSING, Bench, Cannot, find_machine, hold, last
 from tools.on_chip.findings import report_text, save_picture
 from tools.on_chip.peaks import PEAKS, peak
 from tools.on_chip.promises import PROMISES
-from tools.on_chip.second_road import ROAD
 from tools.on_chip.steps import STEPS, estimate, run_step, write_mnist
+from tools.on_chip.torch_compile_backend import TORCH_COMPILE
 from tpu_compiler.estimate.calibration import CALIBRATION
 from tpu_utils.base.errors import TrainingError, run_script
 from tpu_utils.base.files import read_json, write_atomically
@@ -59,7 +59,7 @@ def has_xla() -> bool:
 def measurements_named(only: Sequence[str]) -> list[tuple[str, Callable[[Bench], dict[str, Any]]]]:
     """(name, function) in the order they are made; without torch_xla others. only: patterns as of a shell."""
     if not has_xla():
-        found = [(f"road {name}", measure) for name, measure in ROAD.items()]
+        found = [(f"road {name}", measure) for name, measure in TORCH_COMPILE.items()]
         return [(name, measure) for name, measure in found if any(fnmatchcase(name, pattern) for pattern in only)]
     found = [("doctor", doctor)]
     for step in STEPS:

@@ -205,12 +205,20 @@ def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: 
         write_json(
             aside / "adapter_config.json",
             {
-                **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": config.lora_alpha},
-                **{"rank_pattern": {module: rank * n for module, n in several.items() if n > 1}},
-                **{"alpha_pattern": {module: config.lora_alpha * n for module, n in several.items() if n > 1}},
-                **{"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": not isinstance(config.shape, LlamaShape)},
-                **{"target_modules": sorted(several), "base_model_name_or_path": config.initial_weights},
-                **{"inference_mode": True, "modules_to_save": None, "init_lora_weights": True},
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": rank,
+                "lora_alpha": config.lora_alpha,
+                "rank_pattern": {module: rank * n for module, n in several.items() if n > 1},
+                "alpha_pattern": {module: config.lora_alpha * n for module, n in several.items() if n > 1},
+                "lora_dropout": 0.0,
+                "bias": "none",
+                "fan_in_fan_out": not isinstance(config.shape, LlamaShape),
+                "target_modules": sorted(several),
+                "base_model_name_or_path": config.initial_weights,
+                "inference_mode": True,
+                "modules_to_save": None,
+                "init_lora_weights": True,
             },
         )
         written, _ = export_tokenizer(run_dir, config, aside)

@@ -43,7 +43,7 @@ class EvaluateConfig:
     run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
     """A run of transformer_tpu.py."""
     checkpoint: Literal["newest", "best"] = "newest"
-    """Of the run. best: of its best evaluation, which a run with --keep_best keeps."""
+    """Checkpoint of the run. best: that of its best evaluation, which a run with --keep_best keeps."""
     hf: str = ""
     """A folder of Hugging Face instead: config.json, safetensors, tokenizer.json."""
     llmc: str = ""
@@ -55,7 +55,7 @@ class EvaluateConfig:
     num_fewshot: int = 0
     """Answered examples before each question. core has its own numbers."""
     limit: int = 0
-    """Only the first questions of each task, so many. 0: all."""
+    """Score only the first N questions of each task; 0 scores all."""
     text: str = ""
     """A UTF-8 text file: bits per byte of it."""
     json: str = ""
@@ -68,11 +68,11 @@ class EvaluateConfig:
     tokens_per_step: int = 16384
     """Tokens that are scored at a time."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and computation. auto: that of the run, or of the files."""
+    """Data type of weights and computation. auto: that of the run, or of the files."""
     int8: bool = False
     """Matrices in int8 with a scale for each output column."""
     device: Literal["auto", "tpu", "cpu"] = "auto"
-    """auto takes a TPU when one is attached, else the XLA CPU backend."""
+    """auto uses a TPU if one is attached, else the XLA CPU backend."""
     devices: Literal["one", "rows", "weights"] = "one"
     """rows: each device of this host has all weights, and scores some rows. weights: all share heads, MLP and
     vocabulary, and score the same rows. On the CPU CPU_NUM_DEVICES says how many there are."""
@@ -128,7 +128,7 @@ from tpu_utils.step.graphs import one_graph
 
 @one_graph(each_shape=True)
 def score_step(model, tokens_BS):
-    """Of each row the summed loss, the number of targets, and how many of them the model finds likeliest, (B, 3)."""
+    """For each row: the summed loss, the number of targets, and how many of them the model finds likeliest, (B, 3)."""
     with torch.no_grad():
         inputs, targets = inputs_and_targets(model, tokens_BS)
         logits, vocab_size = model(inputs), model.shape.vocab_size

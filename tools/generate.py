@@ -41,7 +41,7 @@ class GenerateConfig(SamplingOptions):
     run_dir: str = ""
     """A run of transformer_tpu.py."""
     checkpoint: Literal["newest", "best"] = "newest"
-    """Of the run. best: of its best evaluation, which a run with --keep_best keeps."""
+    """Checkpoint of the run. best: that of its best evaluation, which a run with --keep_best keeps."""
     hf: str = ""
     """A folder of Hugging Face instead: config.json, safetensors, tokenizer.json."""
     llmc: str = ""
@@ -53,11 +53,11 @@ class GenerateConfig(SamplingOptions):
     """Tokens that the cache has room for, at most as many as the model's config.json says that it reads, though its
     run may have read fewer. 0: as many as this needs, rounded up to 128."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and computation. auto: that of the run, or of the files."""
+    """Data type of weights and computation. auto: that of the run, or of the files."""
     int8: bool = False
     """Matrices in int8 with a scale for each output column: half the bytes of bfloat16, at some error of the logits."""
     device: Literal["auto", "tpu", "cpu"] = "auto"
-    """auto takes a TPU when one is attached, else the XLA CPU backend."""
+    """auto uses a TPU if one is attached, else the XLA CPU backend."""
     devices: Literal["one", "all"] = "one"
     """all: those of this host share the heads, the MLP and the vocabulary, so each reads its part of weights and cache.
     On the CPU CPU_NUM_DEVICES says how many there are."""
@@ -65,9 +65,9 @@ class GenerateConfig(SamplingOptions):
     """A TPU slice such as v5litepod-4: decoding is compiled for it instead, and what a token costs is printed. --hf
     needs no weights then, and may be a config.json; auto precision is bfloat16."""
     compiler_options: str = ""
-    """More options of the TPU compiler, "NAME=VALUE NAME=VALUE". Those in LIBTPU_INIT_ARGS stand."""
+    """More options for the TPU compiler, "NAME=VALUE NAME=VALUE". Options in LIBTPU_INIT_ARGS take precedence."""
     num_prompts: int = 1
-    """With compile_for: so many are continued together, in a cache of --context tokens."""
+    """With compile_for: number of prompts continued together, in a cache of --context tokens."""
 
     def __post_init__(self):
         if bool(self.run_dir) + bool(self.llmc) + bool(self.hf) != 1:
@@ -100,7 +100,7 @@ class GenerateConfig(SamplingOptions):
 
 
 def read_shape(config: GenerateConfig) -> ModelShape:
-    """Of --hf, which may be its config.json alone where no weights are needed."""
+    """Shape of the model of --hf, which may be its config.json alone if no weights are needed."""
     path = Path(config.hf)
     path = path if config.compile_for and path.suffix == ".json" else path / "config.json"
     return shape_of(read_json(path, "the configuration of a Hugging Face model"), str(path))

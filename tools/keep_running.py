@@ -40,7 +40,7 @@ LOOK_SECONDS = 0.2
 LONGEST_WAIT = 60.0
 MEMORY_DIR = "/dev/shm"  # the scripts' default too
 PORT = 12357
-"""Of host 0; the scripts meet at 12356."""
+"""Port that host 0 listens on; the scripts themselves meet at port 12356."""
 
 
 def run_dir_of(command: list[str]) -> Path:
@@ -247,8 +247,11 @@ def main() -> int:
     at = arguments.index("--") if "--" in arguments else len(arguments)
     given, command = parse_arguments(parser, arguments[:at]), arguments[at + 1 :]
     for name, least, most in (
-        ("most_failures", 1, 10**6), ("silent_minutes", 1e-3, 1e6), ("wait_seconds", 1e-3, 1e9), ("port", 1, 65535)
-    ):  # fmt: skip
+        ("most_failures", 1, 10**6),
+        ("silent_minutes", 1e-3, 1e6),
+        ("wait_seconds", 1e-3, 1e9),
+        ("port", 1, 65535),
+    ):
         if not least <= getattr(given, name) <= most:
             raise InputError(f"--{name} is {getattr(given, name):g}; expected a number from {least:g} to {most:g}")
     run_dir_of(command)

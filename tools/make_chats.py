@@ -32,11 +32,11 @@ class ChatsConfig:
     text: Annotated[Path, tyro.conf.Positional]
     """A UTF-8 text file, or a folder of them."""
     output: Path
-    """A folder: train.jsonl, and of the last tenth of the text held_out.jsonl."""
+    """Output folder: train.jsonl, and held_out.jsonl from the last tenth of the text."""
     most: int = 4000
     """Conversations to train on, at most."""
     seed: int = 0
-    """Chooses the lines."""
+    """Seed of the choice of lines."""
     debug: bool = False
     """Show the traceback of an error instead of its message alone."""
 

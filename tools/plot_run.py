@@ -83,7 +83,7 @@ class PlotConfig:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Run directories."""
     script: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Of image classifiers: the script that trained the runs. Draws the test images that each one misreads too."""
+    """Script that trained the runs, for image classifiers: the test images that each run misreads are drawn too."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """A .png, .pdf or .svg file. Without it RUN/plot.png, for several runs plot.png in the current folder."""
     debug: bool = False

@@ -46,25 +46,25 @@ class SpeedrunConfig:
     text: Path
     """A UTF-8 text file, or a folder of them. Its last tenth is held out."""
     run_dir: Path
-    """A folder for all that is made. One of the same options is gone on with."""
+    """Output folder. A speedrun that was begun there with the same options is continued."""
     chats: Path | None = None
     """Conversations in JSON lines. None: made of the text by tools.make_chats."""
     tasks: tuple[str, ...] = ()
     """NAME=PATH of tools.evaluate, such as core=eval_bundle/: both trained models are scored on them."""
     optimizer: Literal["muon", "adamw"] = "muon"
-    """Of both trainings."""
+    """Optimizer of both trainings."""
     seed: int = 0
-    """Of both trainings."""
+    """Seed of both trainings."""
     vocab_size: int = 0
     """Tokens of the tokenizer. 0: as many as the text's size asks for."""
     most_steps: int = 0
-    """At most so many steps of each training, for a rehearsal. 0: as many as the depth wants."""
+    """Most steps of each training, for a rehearsal. 0: as many as follow from the depth."""
     slice: str = ""
     """A TPU slice such as v6e-8: its compiler is asked for hours and dollars before anything runs."""
     price: float = 0.0
-    """Dollars an hour and chip of the slice."""
+    """Price of the slice in dollars per chip and hour."""
     search_minutes: float = 30.0
-    """Of a search for mesh and micro-batches on the slice, once. 0: the mesh that fits first, and one compile."""
+    """Minutes to search once for mesh and micro-batches on the slice. 0: take the first mesh that fits, one compile."""
     cost_only: bool = False
     """Ask the compiler of the slice, and end there."""
     debug: bool = False

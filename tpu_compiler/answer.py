@@ -128,8 +128,8 @@ def ask_compiler(
 
 
 def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> str:
-    """Of a traced program without the names of source lines: where it is the same, one compiler says the same. A Pallas
-    kernel names the files it was written in, so with one the hash holds for one folder."""
+    """Hash of a traced program without the names of source lines: for equal hashes a compiler gives equal answers. A
+    Pallas kernel names the files it was written in, so with one the hash holds for one folder."""
     printed = HloPrintOptions()
     printed.print_metadata, printed.print_large_constants = False, True
     text = HloModule.from_serialized_hlo_module_proto(traced.hlo).to_string(printed)
@@ -185,9 +185,14 @@ def _refused(message: str, traced: Traced, facts: dict) -> Report:
         peak = sum(memory.values())
     reason = found[0] if found else message.strip().splitlines()[0][:300]
     return Report(
-        **facts, compiles=False, fits=False, reason=reason, peak_bytes=peak, memory=memory,
+        **facts,
+        compiles=False,
+        fits=False,
+        reason=reason,
+        peak_bytes=peak,
+        memory=memory,
         host_peak_gib=host_peak_gib(),
-    )  # fmt: skip
+    )
 
 
 def argument_bytes(traced: Traced) -> dict[str, int]:

@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_said(exported):
 
 
 def test_random_numbers_and_choices_are_those_that_the_page_is_held_to():
-    """Of mulberry32 by its author's JavaScript, run by node 20: seeds 0 and 4294967295."""
+    """The expected numbers are those of mulberry32's own JavaScript, run by node 20 with seeds 0 and 4294967295."""
     random = Mulberry32(0)
     assert [random.next() for _ in range(3)] == [0.26642920868471265, 0.0003297457005828619, 0.2232720274478197]
     assert Mulberry32(2**32 - 1).next() == Mulberry32(-1).next() == 0.8964226141106337

@@ -1,4 +1,7 @@
-"""A process for each device, without torch_xla: what is refused. What is computed: tests/scripts/test_second_road."""
+"""A process for each device, without torch_xla: what is refused.
+
+What is computed: tests/scripts/test_torch_compile_backend.py.
+"""
 
 import pytest
 import torch

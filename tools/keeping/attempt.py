@@ -16,7 +16,7 @@ from tpu_utils.base.restarts import ends_with_this, newest_checkpoint
 STACKS_SECONDS = 5.0
 """For a stuck script to print where its threads stand; Python's handler needs a fraction of a second."""
 MOST_BYTES = 1 << 20
-"""Of the log, looked at in one turn."""
+"""Most bytes of the log to read at once."""
 
 
 class Attempt:

@@ -20,7 +20,7 @@ LOST_SECONDS = 15.0
 
 
 class State(NamedTuple):
-    """Of the script on one host."""
+    """State of the script on one host."""
 
     code: int | None = None
     """Its exit code, or minus a signal; None: it runs."""

@@ -23,7 +23,7 @@ CHAT_EPOCHS = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """Of a run; tokens of text are estimated, before there is a tokenizer."""
+    """Plan of a run. Its tokens of text are estimated, because there is no tokenizer yet."""
 
     depth: int
     vocab_size: int
@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of pre-training."""
+        """Number of tokens in pre-training."""
         return self.steps * self.rows * self.sequence_length
 
     @property
@@ -60,11 +60,22 @@ def model_of(depth: int, vocab_size: int) -> dict[str, Any]:
     width = -(-depth * WIDTH_PER_LAYER // HEAD_WIDTH) * HEAD_WIDTH
     heads, end = width // HEAD_WIDTH, vocab_size - 3  # of tools.train_tokenizer
     return {
-        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": depth},
-        **{"hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": HEAD_WIDTH},
-        **{"intermediate_size": -(-8 * width // 3 // 128) * 128, "vocab_size": vocab_size, "hidden_act": "silu"},
-        **{"max_position_embeddings": power_of_two(128 * depth, 256, 2048), "rope_theta": 10000.0},
-        **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "bos_token_id": end, "eos_token_id": end},
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": depth,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": HEAD_WIDTH,
+        "intermediate_size": -(-8 * width // 3 // 128) * 128,
+        "vocab_size": vocab_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": power_of_two(128 * depth, 256, 2048),
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "bos_token_id": end,
+        "eos_token_id": end,
     }
 
 
@@ -106,5 +117,5 @@ def files_of(path: Path) -> list[Path]:
 
 
 def bytes_of(paths: list[Path]) -> int:
-    """Of the files of a text."""
+    """Total size of the files of a text."""
     return sum(file.stat().st_size for path in paths for file in files_of(path))

@@ -26,7 +26,7 @@ def curve(records: list[dict], kind: str, name: str) -> tuple[list[int], list[fl
 
 
 def tokens_per_byte(folder: Path, text: Path, plan: Plan) -> float:
-    """Of the text that is held out."""
+    """Tokens per byte of the held-out text."""
     _, held_out = split_documents(read_documents(text))
     shards = matching(folder / "shards" / "text_val_*.bin")
     return sum(len(open_token_shard(path, plan.vocab_size)) for path in shards) / sum(map(len, held_out))

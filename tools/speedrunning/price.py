@@ -21,7 +21,7 @@ from tpu_utils.base.restarts import ends_with_this
 
 KEPT = ("fits", "reason", "predicted_ms", "predicted_ms_all_hidden", "settings", "limit_bytes", "peak_bytes")
 KEPT += ("compiler_peak_bytes",)
-"""Of a report."""
+"""Fields of a report that are kept."""
 TRAININGS = ("pretrain", "finetune")
 ROWS_OF_A_DEVICE = 16  # of 2,048 tokens, at a time
 PUBLISHED = (
@@ -35,7 +35,7 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class Step:
-    """Of a training, as the TPU compiler has it."""
+    """One step of a training, as the TPU compiler sees it."""
 
     milliseconds: float
     """Predicted, with what nothing hides of communication."""
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Price:
-    """Of the trainings, by name."""
+    """Cost of the trainings, by their names."""
 
     topology: str
     chips: int
@@ -52,7 +52,7 @@ class Price:
     """An hour and chip. 0: unknown."""
     steps: dict[str, Step]
     seconds: dict[str, float]
-    """Of each training, steps alone."""
+    """Seconds of each training, counting its steps alone."""
     changes: dict[str, Any]
     """Fields of both with what a search found for them: mesh, micro-batches, and what else it may change."""
 
@@ -106,7 +106,7 @@ def ask(stage: Stage, question: list[str], folder: Path) -> dict[str, Any]:
 def ask_compiler(
     stages: dict[str, Stage], plan: Plan, topology: str, dollars: float, minutes: float, folder: Path
 ) -> Price:
-    """Of the trainings: pre-training's setting is searched for, fine-tuning asked about with what was found. Each is
+    """Price of the trainings: the search finds pre-training's setting, and fine-tuning is asked about with it. Each is
     asked once and kept in the folder. minutes: of the search; 0: none. Raises InputError for a step that does not fit.
     """
     script = ["aot_tpu.py", "transformer_tpu.py", "--topology", topology, "--json"]
@@ -138,7 +138,7 @@ def ask_compiler(
 
 
 def changes_of(settings: dict[str, Any], stage: Stage) -> dict[str, Any]:
-    """Of the fields that a search may change those that are not the script's default, or that the stage gives."""
+    """Fields that a search may change, where the value is not the script's default or the stage gives one."""
     default = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     given = {option_name(word) for word in stage.command if word.startswith("--")}
     names = [name for name in FIELDS if name in settings and (settings[name] != default[name] or name in given)]

@@ -50,14 +50,20 @@ and gives back: fresh pages for each step were a fifth of its CPU-seconds."""
 
 
 def variables() -> dict[str, str]:
-    """Of a stage's environment. What is there already is left as it is."""
+    """Variables to add to a stage's environment. Variables that are already set stay as they are."""
     return {} if attached_chips() else {name: value for name, value in ON_A_CPU.items() if name not in os.environ}
 
 
 def stages_of(
-    plan: Plan, text: Path, chats: Path | None, folder: Path, optimizer: str, seed: int, tasks: list[str],
+    plan: Plan,
+    text: Path,
+    chats: Path | None,
+    folder: Path,
+    optimizer: str,
+    seed: int,
+    tasks: list[str],
     of_slice: list[str],
-) -> list[Stage]:  # fmt: skip
+) -> list[Stage]:
     """All stages in order. tasks: of tools.evaluate. of_slice: options of the training that a slice needs."""
     shards, chat_folder = folder / "shards", chats.parent if chats else folder / "chats"
     both = [f"--global_batch_size={plan.rows}", f"--optimizer={optimizer}", f"--seed={seed}", "--resume=auto"]
@@ -163,7 +169,8 @@ def run_stages(stages: list[Stage], folder: Path) -> int:
 
 
 def cpu_seconds() -> float:
-    """Of all stages that this process has waited for: other work on the machine makes them few of its seconds."""
+    """CPU-seconds of all stages that this process has waited for. On a busy machine they are fewer than the seconds on
+    the clock."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

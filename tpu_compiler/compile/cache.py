@@ -37,13 +37,13 @@ FORMAT = 2
 VARIABLE = "AOT_TPU_CACHE"
 """Names the folder; empty: no cache."""
 MOST_BYTES = 2 << 30
-"""Of all entries together: the ones that were not read for the longest time go first."""
+"""Most bytes of all entries together. The ones that were not read for the longest time go first."""
 LARGEST_TEXT = 1 << 28
 LARGEST_JSON = 1 << 22
 LONG = 1 << 12
 """Characters: a field of so many stands beside the JSON."""
 OWN_NAME = re.compile(r"(program|answer)_[0-9a-f]{40}\.json\.gz|aot_tpu_\w+\.writing")
-"""Of the files that are this cache's. No other is touched, whatever folder the user names."""
+"""Names of this cache's own files. No other file is touched, whatever folder the user names."""
 MOST_FILES = 20_000
 """Limit of the search for Python files that a script may import. Above it only program_KEY entries are kept."""
 READ_BY_LIBRARIES = ("XLA", "TPU_", "LIBTPU", "JAX", "PJRT", "PT_", "TORCH", "PYTHON", "CPU_NUM_DEVICES")

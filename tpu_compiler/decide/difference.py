@@ -17,7 +17,7 @@ from tpu_compiler.estimate.schedule import exposed_ms
 from tpu_utils.base.hardware import GIB, parse_topology
 
 MOST_LINES = 25
-"""Of a table; the rest is summed up in one row."""
+"""Most lines of a table; the rest is summed up in one row."""
 
 
 def take_sides(argv: list[str]) -> tuple[list[str], tuple[str, str] | None]:

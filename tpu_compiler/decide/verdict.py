@@ -169,6 +169,6 @@ def format_slices(best: dict[str, Trial | None], tokens: float | None, prices: d
     if tokens:
         said = ", ".join(f"{name} {price:g}" for name, price in prices.items())
         steps = "for steps alone, without start, evaluation and checkpoints"
-        lines.append(f"hours{' and cost' if prices else ''} of {tokens:.4g} {unit}, {steps}"
-                     + (f"; a chip for an hour: {said}" if prices else ""))  # fmt: skip
+        prices_text = f"; a chip for an hour: {said}" if prices else ""
+        lines.append(f"hours{' and cost' if prices else ''} of {tokens:.4g} {unit}, {steps}{prices_text}")
     return "\n".join([*lines, f"{unit}/s: {LABEL}"])

@@ -210,8 +210,11 @@ def format_report(r: Report) -> str:
             row("decoding", f"{cache}, {d['read_bytes'] / GIB:.3f} GiB read per token and device")
             if d["tokens"] > 1:
                 to = f" to {d['nothing_hidden_ms']:.3f} with communication" if r.collectives else ""
-                row("", f"a step is {d['tokens']} tokens of each row: {d['predicted_ms']:.3f} ms a token predicted"
-                    f"{to}, {d['moved_ms']:.3f} for the bytes it moves")  # fmt: skip
+                row(
+                    "",
+                    f"a step is {d['tokens']} tokens of each row: {d['predicted_ms']:.3f} ms a token predicted"
+                    f"{to}, {d['moved_ms']:.3f} for the bytes it moves",
+                )
             bounds = f"memory {d['memory_ms']:.3f} ms at its bandwidth, matrix unit {d['matrix_ms']:.3f} ms at its peak"
             row("", f"bound by the {d['bound_by']}: {bounds}")
             above = f"{d['expected_ms'] / max(d['memory_ms'], d['matrix_ms']):.2f} x that bound"
@@ -219,8 +222,11 @@ def format_report(r: Report) -> str:
                 rate = f"{r.predicted_per_second:,.0f} tokens/s"
                 row("", f"expect {d['expected_ms']:.3f} ms a token of each row, {rate}: the longest time, {above}")
             else:
-                row("", f"no speed: the predicted step is {above}; this program is slow, see costliest lines, and a "
-                    "server would run another")  # fmt: skip
+                row(
+                    "",
+                    f"no speed: the predicted step is {above}; this program is slow, see costliest lines, and a "
+                    "server would run another",
+                )
         kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())
         row(
             "without estimate",
@@ -240,8 +246,11 @@ def format_report(r: Report) -> str:
     for i, note in enumerate(r.notes):
         row("" if i else "chosen", note)
     kept = KEPT * r.from_cache
-    row("took", f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile{kept}, "
-        f"{r.host_peak_gib:.1f} GiB of host memory")  # fmt: skip
+    row(
+        "took",
+        f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile{kept}, "
+        f"{r.host_peak_gib:.1f} GiB of host memory",
+    )
     row("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items()))
     return "\n".join(lines)
 
@@ -249,9 +258,8 @@ def format_report(r: Report) -> str:
 def format_table(reports: Sequence[Report]) -> str:
     """Several slices side by side, as a Markdown table."""
     unit, levels = reports[0].unit, any(r.level for r in reports)
-    header = ["slice", *(["level"] if levels else []), "devices", "fits", "GiB of limit", "FLOPs / model",
-              "collectives MB", "predicted ms", "with comm. ms", f"{unit}/s", "MFU", "no estimate",
-              "compile s"]  # fmt: skip
+    header = ["slice", *(["level"] if levels else []), "devices", "fits", "GiB of limit", "FLOPs / model"]
+    header += ["collectives MB", "predicted ms", "with comm. ms", f"{unit}/s", "MFU", "no estimate", "compile s"]
     rows = [header, ["---"] * len(header)]
     for r in reports:
         row = [r.topology, *([r.level] if levels else []), str(r.devices), "yes" if r.fits else "no"]

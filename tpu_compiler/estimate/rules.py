@@ -31,7 +31,7 @@ HIDDEN = {"copy", "slice", "custom-call", *COLLECTIVES}  # copies and slices are
 MOVES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
 FLASH_PRODUCTS = {"forward": 2, "backward": 5, "fwd": 2, "dkv": 4, "dq": 3}
 FUSED_PRODUCTS = 5
-"""Of a backward kernel that makes all gradients: Q K^T, dO V^T, and one for each of dQ, dK and dV."""
+"""Matrix products in a backward kernel that makes all gradients: Q K^T, dO V^T, and one each for dQ, dK and dV."""
 
 
 def ruled_ms(computations: dict[str, list[Operation]], topology: Topology) -> float:

@@ -55,7 +55,7 @@ def _step_seconds(computations: dict[str, list[Operation]], topology: Topology, 
 
     @cache
     def seconds(name: str) -> float:
-        """Of one pass through a computation."""
+        """Seconds of one pass through a computation."""
         operations = computations[name]
         types = {operation.name: operation.type for operation in operations}
         found = {operation.name: list(transfers(operation, types)) for operation in operations}

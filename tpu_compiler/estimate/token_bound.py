@@ -38,10 +38,18 @@ def with_tokens(
     predicted_ms, moved_ms = (result.predicted_ms_all_hidden or 0) / tokens, result.memory_ms / tokens
     expected = max(predicted_ms, moved_ms + result.exposed_ms / tokens, memory_ms, matrix_ms)
     decode = dict(
-        cache_bytes=cache_bytes, cache_length=length, read_bytes=int(read_bytes), memory_ms=memory_ms,
-        matrix_ms=matrix_ms, bound_by=bound, predicted_ms=predicted_ms, moved_ms=moved_ms, expected_ms=expected,
-        is_a_speed=expected <= MOST * times[bound], tokens=tokens,
+        cache_bytes=cache_bytes,
+        cache_length=length,
+        read_bytes=int(read_bytes),
+        memory_ms=memory_ms,
+        matrix_ms=matrix_ms,
+        bound_by=bound,
+        predicted_ms=predicted_ms,
+        moved_ms=moved_ms,
+        expected_ms=expected,
+        is_a_speed=expected <= MOST * times[bound],
+        tokens=tokens,
         nothing_hidden_ms=(result.predicted_ms_nothing_hidden or 0) / tokens,
-    )  # fmt: skip
+    )
     rate = batch / expected * 1e3 if decode["is_a_speed"] else None
     return dataclasses.replace(result, decode=decode, predicted_per_second=rate)

@@ -71,7 +71,8 @@ def attend_in_groups(model: torch.nn.Module, notes: list[str]) -> None:
 
 
 def cache_axes(question: Question, sizes: Mapping[str, int], model: torch.nn.Module, heads: int) -> Axes:
-    """Of the cache (batch, heads, tokens, width): heads lie where --shard puts k_proj. sizes: of the mesh's axes."""
+    """Axes that shard the cache (batch, heads, tokens, width): heads lie where --shard puts k_proj. sizes: of the
+    mesh's axes."""
     if not sizes:
         return {}
     names = (name for name, _ in model.named_parameters() if name.endswith("k_proj.weight"))
@@ -108,7 +109,7 @@ def with_cache(
     flops,
     notes: list,
 ) -> Report:
-    """Of a decoding step. held: the tensors of the cache, sharded along axes. tokens: (B, 1), its input."""
+    """Report of a decoding step. held: the tensors of the cache, sharded along axes. tokens: (B, 1), its input."""
     parts = math.prod(sizes[axis] for along in axes.values() for axis in along)
     cache_bytes, batch = sum(tensor.numel() * tensor.element_size() for tensor in held), tokens.shape[0]
     notes.append(f"decode: one token of {batch} sequences, key-value cache for {length} tokens of each")

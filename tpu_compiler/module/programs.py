@@ -88,36 +88,50 @@ def option_parser() -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     group = parser.add_argument_group("options of a module")
     group.add_argument(
-        "--inputs", nargs="+", action="extend", default=[], metavar="NAME=DTYPE[SHAPE]",
+        "--inputs",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=DTYPE[SHAPE]",
         help="what forward takes, by name or in its order: tokens=int32[8,1024]; or a constant: use_cache=False",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--mode", choices=MODES, default="train", help="default: train; decode: one token with its cache"
     )
     group.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="of optim.py")
     group.add_argument(
-        "--loss", choices=("auto", "cross_entropy", "mse", "own"), default="auto",
+        "--loss",
+        choices=("auto", "cross_entropy", "mse", "own"),
+        default="auto",
         help="targets are made of the output's shape; own: what the module returns as .loss",
-    )  # fmt: skip
+    )
     group.add_argument(
-        "--level", default="", metavar="LEVEL,...",
+        "--level",
+        default="",
+        metavar="LEVEL,...",
         help="conservative (float32), balanced (bfloat16 products, float32 weights; the default), aggressive (also "
         "recomputes the repeated blocks in the backward pass); several are compared in one table",
-    )  # fmt: skip
+    )
     group.add_argument("--precision", choices=tuple(PRECISIONS), help="another name for conservative and balanced")
     group.add_argument(
         "--arguments", default="", metavar="NAME=VALUE,...", help="of the class, function or config.json"
     )
     group.add_argument(
-        "--through", choices=tuple(STEP_SCRIPTS), default="torch_xla",
+        "--through",
+        choices=tuple(STEP_SCRIPTS),
+        default="torch_xla",
         help="torch: by ATen operations and torchax, without torch_xla; asks the newest compiler alone",
-    )  # fmt: skip
+    )
     group.add_argument("--mesh", default="", metavar="NAME=SIZE,...", help="default: data=DEVICES")
     group.add_argument(
-        "--shard", nargs="+", action="extend", default=[], metavar="PATTERN=AXIS",
+        "--shard",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATTERN=AXIS",
         help="parameters (or inputs) by name, the first that matches: '*.weight=fsdp' shards dimension 0, "
         "'*.out.weight=tensor@1' dimension 1, '*=fsdp@0+tensor@1' two, '*bias=-' none; else replicated",
-    )  # fmt: skip
+    )
     return parser
 
 

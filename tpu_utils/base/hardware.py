@@ -45,22 +45,15 @@ class Generation:
     """For jax's get_topology_desc. By default it has two devices in a v4 chip, which is one device (megacore)."""
 
 
-GENERATIONS = {
-    generation.name: generation
-    for generation in (
-        Generation(
-            "v4", "0x005e", 32, 275, 1228, 1.05, 30.75, 300, None, 16,
-            cores_in_name=2, compiler_options=(("chip_config_name", "megacore"),),
-        ),
-        Generation("v5e", "0x0063", 16, 197, 819, 1.5, 15.75, 200, 3.125, 15, largest_host=(2, 4, 1)),
-        Generation("v5p", "0x0062", 95, 459, 2765, 1.75, 95.74, 600, 6.25, 15, cores_in_name=2),
-        Generation("v6e", "0x006f", 32, 918, 1638, 1.75, 31.25, 400, 12.5, 32, largest_host=(2, 4, 1)),
-        Generation(
-            "TPU7x", "0x0076", 192, 2307, 7380, 2.2, 94.74, 1500, 12.5,
-            devices_per_chip=2, cores_in_name=2, newest_only=True,
-        ),
-    )
-}  # fmt: skip
+MEGACORE = (("chip_config_name", "megacore"),)
+ALL_GENERATIONS = (
+    Generation("v4", "0x005e", 32, 275, 1228, 1.05, 30.75, 300, None, 16, cores_in_name=2, compiler_options=MEGACORE),
+    Generation("v5e", "0x0063", 16, 197, 819, 1.5, 15.75, 200, 3.125, 15, largest_host=(2, 4, 1)),
+    Generation("v5p", "0x0062", 95, 459, 2765, 1.75, 95.74, 600, 6.25, 15, cores_in_name=2),
+    Generation("v6e", "0x006f", 32, 918, 1638, 1.75, 31.25, 400, 12.5, 32, largest_host=(2, 4, 1)),
+    Generation("TPU7x", "0x0076", 192, 2307, 7380, 2.2, 94.74, 1500, 12.5, None, 2, cores_in_name=2, newest_only=True),
+)
+GENERATIONS = {generation.name: generation for generation in ALL_GENERATIONS}
 SHAPES_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 SHAPES_3D = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
 SHAPES_3D |= {1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16"}

@@ -180,8 +180,8 @@ class MemoryCheckpoints(Checkpoints):
         return step
 
     def _known(self) -> tuple[int, dict[str, str]]:
-        """Of the first process: the newest step on disk, and {step: token} of newer checkpoints in memory. A step whose
-        line a run has dropped again, because the checkpoint was damaged, is not on disk."""
+        """What the first process knows: the newest step on disk, and {step: token} of newer checkpoints in memory. A
+        step whose line a run has dropped again, because the checkpoint was damaged, is not on disk."""
         log, tokens, logged = self._disk.folder.parent / "metrics.jsonl", {}, set()
         for _, _, line in read_records(log) if log.exists() else ():
             if line and line["kind"] == "checkpoint":

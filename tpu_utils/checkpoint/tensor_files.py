@@ -17,14 +17,24 @@ from safetensors.torch import save_file
 from tpu_utils.base.files import checksum_of
 
 DTYPES = {
-    **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32},
-    **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64},
-    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WHOLE_FILE, INDEX_FILE = "state.safetensors", "state.json"
 FORMAT = 2
-"""Of the files below a step folder. Format 1 was a pickle, which torch 2.9 does not read safely (CVE-2026-24747)."""
+"""Format of files in a step's folder. Format 1 was a pickle, which torch 2.9 does not read safely (CVE-2026-24747)."""
 LONGEST_HEADER = 16 * 2**20
 """Bytes of a file's header, or of an index."""
 

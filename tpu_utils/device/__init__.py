@@ -42,7 +42,7 @@ if find_spec("torch_xla"):
     import torch_xla.runtime as xr
 
     DEVICE_TYPE = "xla"
-    """Of tensors on the device, and the name under which torch.autocast knows it."""
+    """Device type of tensors on the device, and its name in torch.autocast."""
     READS = ("Unexpected execution", "tensor_data")
     """What an error says of a step that reads a tensor."""
     MOVES = re.compile("copy_from|to_copy|to_cpu|detach|propagate|empty|scalar|view")
@@ -282,12 +282,12 @@ def init_process_group(tracing: bool) -> None:
         dist.init_process_group("xla", store=dist.HashStore(), rank=global_ordinal(), world_size=world_size())
 
 
-def second_road() -> dict[str, Any]:
-    """Names of this file as torch's own compiler has them."""
+def torch_compile_names() -> dict[str, Any]:
+    """Names of this file as the torch.compile backend defines them."""
     from tpu_utils.device import torch_compile  # only where there is no torch_xla: a copy may go without
 
     return {name: value for name, value in vars(torch_compile).items() if not name.startswith("_")}
 
 
 if not find_spec("torch_xla"):
-    globals().update(second_road())
+    globals().update(torch_compile_names())

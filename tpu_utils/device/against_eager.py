@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from tpu_utils.base.errors import InputError
 
 TOLERANCE = 0.1
-"""Of what a call changes in a tensor, relative. In bfloat16 two orders of sums differ by less; a lost gradient is 1."""
+"""Allowed error of what a call changes in a tensor, relative to that change. In bfloat16 two orders of sums differ by
+less; a lost gradient is an error of 1."""
 NOISE = 1e-3
-"""Of what it changes in all tensors of a kind: less is rounding, such as the gradient of a bias before BatchNorm."""
+"""Also allowed: an error of this share of what the call changes in all tensors of a kind. That is rounding, such as in
+the gradient of a bias before BatchNorm."""
 LEFT = "gradients left behind"
 Tensors = dict[tuple[str, str], torch.Tensor]
 """By kind and name."""

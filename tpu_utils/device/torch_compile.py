@@ -1,4 +1,4 @@
-"""The second road: the names of device.py where torch_xla is not installed, by torch's own compiler.
+"""The torch.compile backend: the names of tpu_utils.device where torch_xla is not installed.
 
 Dynamo makes one graph of a step, its backward pass and the optimizer's update in it. Where torch_tpu has registered a
 TPU, its backend compiles the graph. Elsewhere torch runs the graph operation by operation on the CPU: that shows that

@@ -35,7 +35,7 @@ from tpu_utils.options.fields import (
 
 OPTIONS = "the options of a run, as a training script wrote them; check --run_dir, or give all options with --preset"
 MOST_BYTES = 1 << 20
-"""Of config.json; the scripts' have one or two thousand."""
+"""Most bytes of config.json; those of the scripts have one or two thousand."""
 LENGTHS = ("num_steps", "num_epochs")
 """Fields that a resumption may change where the steps done keep their learning rates."""
 OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug", "download")

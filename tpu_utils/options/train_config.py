@@ -9,7 +9,7 @@ from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, parse_compiler_
 from tpu_utils.options.fields import FREE, NoEffect, Range
 from tpu_utils.options.parsing import Options, names_a_place
 
-# of every preset that is made for a TPU
+# every preset made for a TPU has these values
 ON_TPU = dict(device="tpu", resume="auto")
 NOT_DOWNLOADED = ("digits", "synthetic", "stripes", "text", "tokens", "chat", "stream")
 NO_STEPS = NoEffect("scheduler", "constant", "linear", "cosine", "wsd")
@@ -19,118 +19,118 @@ NO_DECAY = NoEffect("scheduler", "constant", "step")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What runs, on what, and where it is kept."""
+    """What to run, on which device, and where to store it."""
 
     preset: Annotated[str, FREE] = "quick_test"
-    """Named set of values; `python config.py` prints them all."""
+    """Named set of option values; `python config.py` prints all of them."""
     device: Annotated[Literal["auto", "tpu", "cpu"], FREE] = "auto"
-    """auto takes a TPU when one is attached, else the XLA CPU backend. Presets made for TPU ask for tpu."""
+    """auto uses a TPU if one is attached, else the XLA CPU backend. Presets made for TPU set tpu."""
     seed: Annotated[int, Range("[0, 4294967295]")] = 0
-    """Seeds the initial weights, the order of the examples and their augmentation."""
+    """Random seed of the initial weights, the order of the examples and their augmentation."""
     run_dir: Annotated[str, FREE] = ""
-    """Run directory, a folder or gs://BUCKET/FOLDER. Empty: a new folder runs/PRESET_DATE_TIME each time."""
+    """Directory of the run: a folder or gs://BUCKET/FOLDER. Empty: a new folder runs/PRESET_DATE_TIME."""
     resume: Annotated[Literal["never", "auto", "must"], FREE] = "never"
     """never refuses a run_dir that holds a run; auto resumes if there is a checkpoint; must needs one. With auto and
-    must, options that are not given are those of the run, unless --preset is given."""
+    must, options that are not given keep the values of the run, unless --preset is given."""
     compile_for: Annotated[str, FREE] = ""
-    """A TPU slice, such as v5litepod-8: compile the first step with the TPU compiler, report, do not train."""
+    """TPU slice, such as v5litepod-8: compile the first step for it, print a report and do not train."""
     debug: Annotated[bool, FREE] = False
     """Show the traceback of an error instead of its message alone."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Where the data is."""
+    """Where the data is stored."""
 
     data_dir: Annotated[str, FREE] = "datasets"
-    """Where data files are read from."""
+    """Folder of the data files."""
     download: Annotated[bool, FREE, NoEffect("dataset", *NOT_DOWNLOADED)] = False
-    """Allow the data set to be downloaded into data_dir."""
+    """Allow downloading the data set into data_dir."""
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """One optimizer step, and its learning rate over the run."""
+    """The optimizer and its learning rate over the run."""
 
     global_batch_size: Annotated[int, Range("[1, inf)")] = 64
     """Examples per optimizer step, over all devices and hosts."""
     optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
-    """How gradients become updates."""
+    """Optimizer that updates the weights."""
     learning_rate: Annotated[float, Range("(0, inf)")] = 1e-3
     """Peak learning rate."""
     momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "adam", "adamw")] = 0.9
-    """Of sgd."""
+    """Momentum of SGD."""
     adam_beta1: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.9
-    """Of adam and adamw: decay of the mean of the gradients."""
+    """Decay rate of the mean of the gradients in Adam and AdamW."""
     adam_beta2: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.999
-    """Of adam and adamw: decay of the mean of their squares."""
+    """Decay rate of the mean of the squared gradients in Adam and AdamW."""
     weight_decay: Annotated[float, Range("[0, inf)")] = 0.0
-    """Decoupled in adamw, added to the gradient in sgd and adam."""
+    """Weight decay. AdamW decouples it from the gradient; SGD and Adam add it to the gradient."""
     scheduler: Literal["constant", "linear", "cosine", "step", "wsd"] = "cosine"
-    """Shape of the learning rate. wsd: warm-up, stable, then linear decay over the last decay_fraction of the steps."""
+    """Learning rate schedule. wsd: warm-up, constant, then linear decay over the last decay_fraction of the steps."""
     warmup_steps: Annotated[int, Range("[0, inf)")] = 0
-    """Linear warm-up: step s of the first warmup_steps runs at (s + 1) / warmup_steps of the learning rate."""
+    """Steps of linear warm-up: step s, counted from 0, runs at (s + 1) / warmup_steps of the learning rate."""
     decay_every: Annotated[int, Range("[1, inf)"), NO_STEPS] = 1000
-    """Of the step scheduler: steps between two decays."""
+    """Number of steps between two decays of the step scheduler."""
     decay_factor: Annotated[float, Range("(0, inf)"), NO_STEPS] = 0.5
-    """Of the step scheduler: what one decay multiplies the learning rate by."""
+    """Factor by which each decay of the step scheduler multiplies the learning rate."""
     decay_fraction: Annotated[float, Range("(0, 1]"), NO_WSD] = 0.2
-    """Of wsd: share of the steps in which the learning rate decays."""
+    """Fraction of the steps in which the wsd scheduler decays the learning rate."""
     final_learning_rate_fraction: Annotated[float, Range("[0, inf)"), NO_DECAY] = 0.0
-    """Where linear, cosine and wsd end, as a share of learning_rate."""
+    """Final learning rate of linear, cosine and wsd, as a fraction of learning_rate."""
     on_nonfinite: Annotated[Literal["stop", "skip"], FREE] = "stop"
-    """When a loss or gradient is not finite: stop the run at the next log line, or skip that step's update."""
+    """If a loss or gradient is not finite: stop the run at the next log line, or skip the update of that step."""
 
 
 @dataclass(frozen=True)
 class SpeedOptions:
-    """Speed against precision."""
+    """Speed and numerical precision."""
 
     optimization_level: Annotated[Literal["conservative", "balanced", "aggressive"], FREE] = "balanced"
-    """Sets precision, matmul_precision and prefetch_batches; each can still be set by itself."""
+    """Sets precision, matmul_precision and prefetch_batches together; each can also be set by itself."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and matrix products. Weights and optimizer state are always float32."""
+    """Data type of activations and matrix products. Weights and optimizer state are always float32."""
     matmul_precision: Literal["default", "high", "highest"] = "default"
-    """Float32 matrix products on TPU: default is one bfloat16 pass, high three, highest six. No effect on CPU."""
+    """Bfloat16 passes per float32 matrix product on TPU: default one, high three, highest six. No effect on CPU."""
     prefetch_batches: Annotated[int, Range("[1, inf)"), FREE] = 4
-    """Batches sent to the device ahead of the step."""
+    """Number of batches to send to the device ahead of the step."""
     windowed_einsum: Annotated[bool, FREE] = False
-    """Let the TPU compiler gather large sharded weights piece by piece, between small products."""
+    """Let the TPU compiler gather large sharded weights in pieces, between smaller matrix products."""
     compiler_options: Annotated[str, FREE] = ""
-    """More options of the TPU compiler, "NAME=VALUE NAME=VALUE". Those in LIBTPU_INIT_ARGS stand."""
+    """More options for the TPU compiler, "NAME=VALUE NAME=VALUE". Options in LIBTPU_INIT_ARGS take precedence."""
 
 
 @dataclass(frozen=True)
 class LogOptions:
-    """What a run writes, and how often."""
+    """What the run writes, and how often."""
 
     log_every: Annotated[int, Range("[1, 1000000]")] = 20
-    """Steps between two log lines. Evaluations and checkpoints read from the device too, nothing else does."""
+    """Steps between two log lines. Only log lines, evaluations and checkpoints read from the device."""
     save_every: Annotated[int, Range("[1, inf)"), FREE] = 200
     """Steps between two checkpoints. The last step is always saved."""
     keep_checkpoints: Annotated[int, Range("[1, inf)"), FREE] = 3
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints to keep."""
     save_memory_every: Annotated[int, Range("[0, inf)"), FREE] = 0
-    """Steps between two checkpoints in the memory of the hosts, for a run that begins again after a loss. 0: none."""
+    """Steps between two checkpoints in host memory, from which a restarted run can go on. 0: none."""
     memory_dir: Annotated[str, FREE] = "/dev/shm"
-    """A file system in memory; those checkpoints have a folder there."""
+    """File system in memory where save_memory_every keeps its checkpoints, in a folder of their own."""
     keep_best: Annotated[bool, FREE] = False
-    """Keep the checkpoint of the best evaluation too: the largest accuracy, or the smallest validation_loss."""
+    """Also keep the checkpoint of the best evaluation: the highest accuracy, or the lowest validation_loss."""
     tensorboard: Annotated[bool, FREE] = True
     """Write TensorBoard events to run_dir/tensorboard."""
     profile_steps: Annotated[str, FREE] = ""
-    """FIRST:LAST, the steps to trace, for example 10:13 for steps 10, 11 and 12."""
+    """Steps to trace, as FIRST:LAST without LAST: 10:13 traces steps 10, 11 and 12."""
     strict: Annotated[bool, FREE] = False
-    """Stop the run at a step that reads from the device, or sends it more than the batch, and name the line."""
+    """Stop at a step that reads from the device or sends it more than the batch, and name the line of code."""
     stall_seconds: Annotated[int, Range("[0, 100000000]"), FREE] = 600
-    """Print the stacks of all threads after so long without progress (start-up and compiling: six times). 0: never."""
+    """Print all stacks after this many seconds without progress (start-up and compiling: six times). 0: never."""
 
 
 @dataclass(frozen=True)
 class TrainConfig(
     LogOptions, SpeedOptions, OptimizerOptions, DataOptions, RunOptions, Options
-):  # the last one's fields are first
-    """What every training script takes."""
+):  # the fields of the last base class come first
+    """Options of every training script."""
 
     levels: ClassVar[dict[str, dict[str, Any]]] = {
         "conservative": dict(precision="float32", matmul_precision="highest", prefetch_batches=2),
@@ -143,7 +143,7 @@ class TrainConfig(
 
     @property
     def tpu_options(self) -> dict[str, str]:
-        """What the TPU compiler is told, {name: value}."""
+        """Options for the TPU compiler, {name: value}."""
         return ({} if self.windowed_einsum else NO_WINDOWED_EINSUM) | parse_compiler_options(self.compiler_options)
 
     @property
@@ -181,17 +181,17 @@ def parse_profile_steps(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Of a slice with several hosts."""
+    """Options for a slice with several hosts."""
 
     peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE] = 300
     """Seconds to wait at the start for the other hosts of a pod slice."""
     peers_secret: Annotated[str, FREE] = ""
-    """File with a secret that all hosts of a slice have, mode 600. Empty: peers-secret of the VM's metadata, if any."""
+    """File with a secret shared by all hosts of a slice, mode 600. Empty: peers-secret of the VM's metadata, if any."""
 
 
 @dataclass(frozen=True)
 class DeviceOptions(HostOptions):
-    """Virtual devices, to try out what runs on many."""
+    """Virtual devices, to try out a run on several devices."""
 
     num_virtual_devices: Annotated[int, Range("[0, 127]"), FREE] = 0
-    """CPU only: how many devices the XLA CPU backend pretends to have. 0: CPU_NUM_DEVICES, or one."""
+    """Number of devices that the XLA CPU backend simulates. CPU only. 0: CPU_NUM_DEVICES, or one."""

@@ -10,7 +10,7 @@ from tpu_utils.base.errors import InputError
 from tpu_utils.options.known_flags import check_known, xla_has
 
 MOST_DEVICES = 127
-"""Of one process: autograd counts its devices in 8 bits."""
+"""Most devices of one process: autograd counts them in 8 bits."""
 OFF = ("", "0", "false")
 SWITCHES = {
     "XLA_USE_BF16": "makes bfloat16 of what the run calls float32; unset it, or choose --precision bfloat16",

@@ -92,7 +92,7 @@ def _is_theirs(frame: FrameType) -> bool:
 
 
 def _frames() -> Iterator[FrameType]:
-    """Of the calls under way, those of such code, the innermost first."""
+    """Frames of the calls under way that run such code, the innermost first."""
     frame = sys._getframe(1)
     while frame:
         if _is_theirs(frame):

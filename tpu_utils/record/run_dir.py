@@ -149,7 +149,7 @@ class RunDir:
         self.mirror: Mirror | None = None
         """Keeps a bucket equal to the folder, where run_dir is a gs:// address."""
         self.run_id = ""
-        """Of the run in the folder; "": there is none yet, or config.json is damaged."""
+        """Id of the run in the folder; "": there is none yet, or config.json is damaged."""
 
     def open(self, config: TrainConfig) -> None:
         """Make and lock it. Raises InputError, on all processes, as open_run_dir does."""

@@ -22,7 +22,7 @@ ADVICE = {
     "nothing to do until the next one arrives: keep the value on the device, or read it beside run.log()",
 }
 MOST_STEPS = 100
-"""Of a run that is not strict: so many are looked at line by line, which costs the host time."""
+"""Steps that are watched line by line, which costs the host time, in a run that is not strict."""
 STRICT = "; --strict allows none: leave it out to go on, more slowly"
 
 

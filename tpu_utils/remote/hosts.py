@@ -20,7 +20,7 @@ SILENT_SECONDS = 2.0
 KNOWN_SECONDS = 20.0
 """Time limit of the server elsewhere, and after its first answer: without it the other hosts are unknown."""
 TYPE = r"(v|tpu)\d[A-Za-z]{0,7}-\d+"
-"""Of an accelerator type: what torch_xla can read (_internal/tpu.py, version). It ends in chips, or cores."""
+"""Accelerator types that torch_xla can read (_internal/tpu.py, version). They end in the number of chips or cores."""
 
 
 class Said(NamedTuple):
@@ -120,7 +120,7 @@ class Reply(NamedTuple):
     """The metadata server's answer to one request."""
 
     code: int
-    """Of HTTP; 0: there was none."""
+    """HTTP status; 0: there was no answer."""
     value: bytes
     why: str
     """In words, where code is not 200."""

@@ -36,7 +36,7 @@ class Meeting:
     """Where the processes of a run meet, and how they know each other."""
 
     addresses: list[str]
-    """Of processes 0, 1, ...; process 0 listens."""
+    """Addresses of processes 0, 1, ...; process 0 listens."""
     secret: bytes = b""
     port: int = 0
     """To listen on; 0: any."""

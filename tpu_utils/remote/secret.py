@@ -9,7 +9,7 @@ from tpu_utils.base.files import open_regular
 from tpu_utils.remote.hosts import KNOWN_SECONDS, ask_server
 
 SECRET_ATTRIBUTE = "peers-secret"
-"""Of the VM's metadata: gcloud compute tpus tpu-vm create ... --metadata-from-file peers-secret=FILE."""
+"""Attribute of the VM's metadata: gcloud compute tpus tpu-vm create ... --metadata-from-file peers-secret=FILE."""
 
 
 def read_secret(file: str) -> bytes:

@@ -106,7 +106,7 @@ class Mirror:
             raise unusable("run_dir {} cannot be used", error, self._url) from error
 
     def _begin_other(self) -> dict[str, Any] | None:
-        """Of another process than the first: begin with nothing fetched, and what is wrong, which all have to hear."""
+        """Begin without fetching, on any process but the first. Returns what is wrong, for all processes to hear."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._begin("never")
@@ -406,7 +406,7 @@ def download(blob, path: Path) -> None:
 
 
 def crc32c_of(path: Path, size: int | None = None) -> str:
-    """Of the first `size` bytes, as Cloud Storage writes it: big-endian, base64."""
+    """CRC32C of the first `size` bytes, as Cloud Storage writes it: big-endian, base64."""
     import google_crc32c
 
     checksum, left = google_crc32c.Checksum(), path.stat().st_size if size is None else size

@@ -128,7 +128,7 @@ class GraphsOutside:
 
 
 MOST_CALLS = 100
-"""Of steps, while the line of an operation outside is waited for."""
+"""Calls of steps to wait for the line of an outside operation; then the error is raised without it."""
 
 
 def _reasons_in_modules(calls: int, before: list[dict[str, Held]], now: dict[str, Held]) -> list[str]:

@@ -16,7 +16,7 @@ class Held:
     kind: str
     shape: str
     operation: str
-    """Of pending_operation()."""
+    """What pending_operation() returns for it."""
 
 
 @dataclass

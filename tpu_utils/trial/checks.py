@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = 11
 """Tried at least: no multiple of the batches of 4 that they come in too."""
 CLASSES = 16
-"""Of so many classes an example each is tried, where the data begins with as many."""
+"""Most classes of which one example each is tried, if the data begins with that many."""
 READS = (
     "meta tensors",
     "Cannot copy out of meta",

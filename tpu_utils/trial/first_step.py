@@ -309,7 +309,8 @@ def trace_evaluation(run: TriedRun) -> None:
 
 
 def weighted_mean(single: list[float], pairs: list[float]) -> float:
-    """Of the losses of single examples. pairs[i] is (w[0] single[0] + w[i] single[i]) / (w[0] + w[i]) for weights w."""
+    """Weighted mean of the losses of single examples. pairs[i] is (w[0] single[0] + w[i] single[i]) / (w[0] + w[i]) for
+    weights w."""
     weights = [1.0]
     for one, pair in zip(single[1:], pairs[1:], strict=True):
         alike = is_close(single[0], one) or is_close(pair, one)

@@ -1,4 +1,4 @@
-"""The scripts on torch's own compiler, where torch_xla is not installed: docs/torchtpu.md, "With a chip".
+"""The scripts on the torch.compile backend, where torch_xla is not installed: docs/torchtpu.md, "With a chip".
 
 Each returns figures, or raises TrainingError: not kept.
 """
@@ -38,7 +38,7 @@ def find(bench: Bench) -> dict[str, Any]:
 
 
 def losses_of(bench: Bench, name: str, script: str, options: str, device: str = "") -> list[float]:
-    """Of a run with one graph for training and one for evaluation. device: another one than is measured."""
+    """Losses of a run with one graph for training and one for evaluation. device: if not the one that is measured."""
     summary, lines = bench.train(f"road {name}", script, options, device)
     graphs = summary["train_graphs"], summary["eval_graphs"]
     hold(
@@ -87,7 +87,7 @@ def processes(bench: Bench) -> dict[str, Any]:
     return dict(largest_difference=difference, allowed=EXACT, devices=count)
 
 
-ROAD = dict(
+TORCH_COMPILE = dict(
     device=find,
     digits=digits,
     digits_exact=digits_exact,

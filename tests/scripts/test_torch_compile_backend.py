@@ -1,7 +1,7 @@
-"""Scripts on both roads, unchanged: that of torch_xla, and that of torch's own compiler. The simplest one is a copy.
+"""Scripts on both backends, unchanged: torch_xla and torch.compile. The simplest one is a copy.
 
-The environment of the second road is made of requirements-torchtpu.txt, once for all tests here, and is then removed.
-There is no TPU: torch runs the one graph that Dynamo has made.
+The environment of the torch.compile backend is made of requirements-torchtpu.txt, once for all tests here, and is then
+removed. There is no TPU: torch runs the one graph that Dynamo has made.
 """
 
 import os
@@ -85,8 +85,8 @@ except InputError as error:
 """
 
 
-class Second:
-    """The second road's Python, and the folder that the script was copied to."""
+class TorchCompile:
+    """The torch.compile backend's Python, and the folder that the script was copied to."""
 
     def __init__(self, folder):
         self.mine, self.python = folder / "mine", folder / "venv" / "bin" / "python"
@@ -120,10 +120,10 @@ class Second:
         assert done.returncode == code, done.stderr
         return done.stderr if code else done.stdout
 
-    def train(self, road: int, run_dir, *options) -> None:
+    def train(self, backend: str, run_dir, *options) -> None:
         """The copy, by this Python or by that of the tests."""
         arguments = (self.mine / "simple_mnist_tpu.py", *OPTIONS, "--run_dir", run_dir, *options)
-        if road == 2:
+        if backend == "torch_compile":
             assert "no TPU, no torch_xla" in self.run(*arguments)
             return
         done = run(*arguments)
@@ -131,33 +131,33 @@ class Second:
 
 
 @pytest.fixture(scope="module")
-def second(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("second_road")
+def torch_compile(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("torch_compile")
     if (free := shutil.disk_usage(folder).free / 2**30) < NEEDED_GIB:
         pytest.skip(f"{folder} has {free:.1f} GiB free; an environment with another torch may need {NEEDED_GIB}")
-    made = Second(folder)
+    made = TorchCompile(folder)
     try:
         made.install()
-        for road in (1, 2):
-            made.train(road, folder / f"road_{road}")
+        for backend in ("torch_xla", "torch_compile"):
+            made.train(backend, folder / backend)
         yield made
     finally:
         shutil.rmtree(folder / "venv", ignore_errors=True)
 
 
-def resumed(second, road: int, before: int):
-    """The run directory of a run that one road has begun and the other has ended."""
-    folder = second.mine.parent
-    target = folder / f"road_{before}_then_{road}"
-    shutil.copytree(folder / f"road_{before}", target)
+def resumed(torch_compile, backend: str, before: str):
+    """The run directory of a run that one backend has begun and another, or the same, has ended."""
+    folder = torch_compile.mine.parent
+    target = folder / f"{before}_then_{backend}"
+    shutil.copytree(folder / before, target)
     shutil.rmtree(target / "checkpoints" / "step_00000020")
-    second.train(road, target, "--resume", "must")
+    torch_compile.train(backend, target, "--resume", "must")
     return target
 
 
 @pytest.mark.slow
-def test_twenty_losses_and_one_graph_on_each_road(second):
-    one, two = (second.mine.parent / f"road_{road}" for road in (1, 2))
+def test_twenty_losses_and_one_graph_on_each_backend(torch_compile):
+    one, two = (torch_compile.mine.parent / backend for backend in ("torch_xla", "torch_compile"))
     losses = losses_in(one)
     assert len(losses) == 20 and losses[-1] < losses[0]
     np.testing.assert_allclose(losses_in(two), losses, rtol=TOLERANCE)
@@ -168,16 +168,17 @@ def test_twenty_losses_and_one_graph_on_each_road(second):
 
 
 @pytest.mark.slow
-def test_a_resumption_on_the_second_road_ends_bit_identical(second):
-    whole, again = second.mine.parent / "road_2", resumed(second, 2, before=2)
+def test_a_resumption_on_the_torch_compile_backend_ends_bit_identical(torch_compile):
+    whole = torch_compile.mine.parent / "torch_compile"
+    again = resumed(torch_compile, "torch_compile", before="torch_compile")
     assert_identical(*(state_in(folder / "checkpoints" / "step_00000020") for folder in (again, whole)))
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_the_first_road_goes_on_upon_the_second(second):
+def test_a_checkpoint_of_torch_xla_goes_on_upon_the_torch_compile_backend(torch_compile):
     """Weights, optimizer and place in the data; that of torch's random numbers too."""  # the other way: below
-    before, road = 1, 2
-    target, whole = resumed(second, road, before), second.mine.parent / f"road_{before}"
+    whole = torch_compile.mine.parent / "torch_xla"
+    target = resumed(torch_compile, "torch_compile", before="torch_xla")
     np.testing.assert_allclose(losses_in(target), losses_in(whole), rtol=TOLERANCE)
     states = [state_in(folder / "checkpoints" / "step_00000020") for folder in (target, whole)]
     assert states[0].keys() == states[1].keys()
@@ -185,10 +186,10 @@ def test_a_checkpoint_of_the_first_road_goes_on_upon_the_second(second):
 
 
 @pytest.mark.slow
-def test_a_second_graph_and_a_read_are_refused(second):
-    program = second.mine / "one_graph.py"
+def test_a_second_graph_and_a_read_are_refused(torch_compile):
+    program = torch_compile.mine / "one_graph.py"
     program.write_text(IN_ONE_GRAPH)
-    double, reads, asks, alone = second.run(program).splitlines()
+    double, reads, asks, alone = torch_compile.run(program).splitlines()
     assert double == "step 3 compiled graph 2 of double, expected 1: x was float32[2], is float32[3]"
     assert alone == "call 3 compiled graph 2 of alone, expected 1: x was float32[2], is float32[3]"
     assert reads.startswith(f"torch.compile makes no one graph of reads, at {program}:14: it reads a tensor; expected")
@@ -196,20 +197,21 @@ def test_a_second_graph_and_a_read_are_refused(second):
 
 
 @pytest.mark.slow
-def test_a_graph_that_computes_something_else_is_refused(second):
+def test_a_graph_that_computes_something_else_is_refused(torch_compile):
     """By this torch it leaves gradients behind; by 2.11 some Functions lose theirs."""
-    program = second.mine / "left_behind.py"
+    program = torch_compile.mine / "left_behind.py"
     program.write_text(LEFT_BEHIND)
     said = (
         r"torch.compile of torch 2\S+ computes something else of step than PyTorch without it: its first call changes "
     )
     assert re.match(
-        said + r"gradients left behind of model.bias by 1.4\d*, expected 0 .*; use zero_grad", second.run(program)
+        said + r"gradients left behind of model.bias by 1.4\d*, expected 0 .*; use zero_grad",
+        torch_compile.run(program),
     )
 
 
 def assert_alike(folder, expected, graphs=(1, 1)) -> None:
-    """The losses of a run and of the other road's, and its graphs."""
+    """The losses of a run and of the other backend's, and its graphs."""
     losses = losses_in(expected)
     assert len(losses) > 2 and losses[-1] < losses[0]
     np.testing.assert_allclose(losses_in(folder), losses, rtol=TOLERANCE)
@@ -218,30 +220,30 @@ def assert_alike(folder, expected, graphs=(1, 1)) -> None:
 
 
 @pytest.mark.slow
-def test_images_with_batch_norm(second, tmp_path):
+def test_images_with_batch_norm(torch_compile, tmp_path):
     options = (*IMAGES.split(), "--run_dir")
     assert run("resnet_cifar_tpu.py", *options, tmp_path / "one").returncode == 0
-    second.run(ROOT / "resnet_cifar_tpu.py", *options, tmp_path / "two")
+    torch_compile.run(ROOT / "resnet_cifar_tpu.py", *options, tmp_path / "two")
     assert_alike(tmp_path / "two", tmp_path / "one")
     one, two = (summary_in(tmp_path / name)["test_loss"] for name in ("one", "two"))
     assert two == pytest.approx(one, rel=1e-4)  # by the averages
 
 
 @pytest.mark.slow
-def test_a_language_model_on_one_device_and_over_four_processes(second, tmp_path):
+def test_a_language_model_on_one_device_and_over_four_processes(torch_compile, tmp_path):
     """Four devices of SPMD beside four processes of DTensor and gloo, and beside one device. Any of them goes on from a
     checkpoint of the processes: with as many of them every bit is the same."""
     script, options, sharded = ROOT / "transformer_tpu.py", (*LANGUAGE.split(), "--run_dir"), ("--mesh", "2x2x1")
     assert run(script.name, *options, tmp_path / "spmd", *sharded, CPU_NUM_DEVICES=4).returncode == 0
-    second.run(*PROCESSES, script, *options, tmp_path / "four", *sharded)
-    second.run(script, *options, tmp_path / "alone")
+    torch_compile.run(*PROCESSES, script, *options, tmp_path / "four", *sharded)
+    torch_compile.run(script, *options, tmp_path / "alone")
     for name in ("four", "alone"):
         assert_alike(tmp_path / name, tmp_path / "spmd")
     for name in ("again", "xla"):
         shutil.copytree(tmp_path / "four", tmp_path / name)
         shutil.rmtree(tmp_path / name / "checkpoints" / "step_00000006")
     must = ("--resume", "must")
-    second.run(*PROCESSES, script, *options, tmp_path / "again", *must, *sharded)
+    torch_compile.run(*PROCESSES, script, *options, tmp_path / "again", *must, *sharded)
     last = [tmp_path / name / "checkpoints" / "step_00000006" for name in ("again", "four")]
     assert_identical(*map(state_in, last))
     one = (*must, "--mesh", "1x1x1")
@@ -250,10 +252,10 @@ def test_a_language_model_on_one_device_and_over_four_processes(second, tmp_path
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_join_are_refused(second, tmp_path):
+def test_processes_that_do_not_join_are_refused(torch_compile, tmp_path):
     """Each of them would train alone."""
     script, options = ROOT / "simple_mnist_tpu.py", ("--device", "cpu", "--run_dir", tmp_path / "run")
-    said = second.run(*PROCESSES[:-1], "--nproc_per_node=2", script, *options, code=1)  # torchrun's own code
+    said = torch_compile.run(*PROCESSES[:-1], "--nproc_per_node=2", script, *options, code=1)  # torchrun's own code
     assert "error: torchrun has started this script, which has one device without torch_xla" in said
     assert not (tmp_path / "run").exists()
 
@@ -267,9 +269,10 @@ def test_processes_that_do_not_join_are_refused(second, tmp_path):
         (("ddp_mnist_tpu.py",), "DDP needs torch_xla, which is not installed; use simple_mnist_tpu.py"),
     ],
 )
-def test_what_needs_torch_xla_is_refused(second, tmp_path, options, said):
+def test_what_needs_torch_xla_is_refused(torch_compile, tmp_path, options, said):
     script, *options = options
-    assert f"error: {said}" in second.run(ROOT / script, "--device", "cpu", *options, "--run_dir", tmp_path, code=2)
+    errors = torch_compile.run(ROOT / script, "--device", "cpu", *options, "--run_dir", tmp_path, code=2)
+    assert f"error: {said}" in errors
 
 
 def test_its_requirements_are_no_part_of_the_others():

@@ -15,11 +15,14 @@ from processes import ROOT
 # the longest first: of two workers none is left alone with one of them at the end
 LONGEST = (
     "cluster",
+    "torch_compile_backend",
+    "docs",
     "aot_tpu",
+    "any_slice",
     "transformer_tpu",
     "distributed",
     "simple_mnist",
-    "docs",
+    "speedrun",
     "calibrate",
     "aot_modules",
     "torture",

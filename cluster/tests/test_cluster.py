@@ -373,7 +373,7 @@ def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
 
     cluster.wait_for(lambda: any(run["name"] == "killed" for run in cluster.state()["running"]))
     plain_run = ["run", "show.py", "--plain", "--env", "MY_SECONDS", "--chips", 4]
-    holder = cluster.start(*plain_run, "--name", "holder", folder=show, MY_SECONDS=15)
+    holder = cluster.start(*plain_run, "--name", "holder", folder=show, MY_SECONDS=45)
     cluster.wait_for(lambda: any(run["name"] == "holder" for run in cluster.state()["running"]))
     queued = cluster.start(*plain_run, "--name", "queued", folder=show, MY_SECONDS=0)
     cluster.wait_for(lambda: any(run["name"] == "queued" for run in cluster.state()["waiting"]))

@@ -264,10 +264,11 @@ class MemoryCheckpoints(Checkpoints):
 def open_memory(config: "TrainConfig", run_dir: str, disk: Checkpoints) -> tuple[MemoryCheckpoints | None, int | None]:
     """(where this run keeps its checkpoints in memory, None with --save_memory_every 0; the step of one that was found
     there, or where the run kept them before, and is on disk now). All processes must call it."""
+    # hosts may have memory_dirs of their own; config.json has that of the first, which says whether the run has moved
     before = disk._peers.from_first(lambda: former_memory_dir(disk.folder.parent))
+    moved = disk._peers.from_first(lambda: before not in ("", config.memory_dir))
     step = kept = None
-    for place in dict.fromkeys((before or config.memory_dir, config.memory_dir)):
-        keeps = config.save_memory_every > 0 and place == config.memory_dir
+    for place, keeps in [*[(before, False)] * moved, (config.memory_dir, config.save_memory_every > 0)]:
         if not (keeps or any(disk._peers.gather(is_own(memory_folder(run_dir, place))))):
             continue
         memory = MemoryCheckpoints(run_dir, place, disk)

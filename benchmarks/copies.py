@@ -31,6 +31,7 @@ from safetensors.torch import load_model  # noqa: E402
 from test_wrong_copies import RIGHT, dataset_of  # noqa: E402
 
 from images.arrays import ImageDataset, TrainBatches, sent  # noqa: E402
+from tpu_utils.options.parsing import parse_command_line  # noqa: E402
 
 OPTIONS = "--device=cpu --num_epochs=2 --max_shift=0 --no_tensorboard --eval_batch_size=16 --global_batch_size=16 \
 --log_every=1 --save_every=9 --keep_checkpoints=9 --warmup_steps=1 --weight_decay=0 --shard_parameters".split()
@@ -123,17 +124,8 @@ def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[li
     """Losses of the steps, and the evaluations after each epoch, of the step as it is written."""
     copied = types.ModuleType("copied")
     exec(compile(copy_of(kind, ROOT / "simple_mnist_tpu.py", False), "copied", "exec"), vars(copied))
-    config = copied.MnistConfig(
-        num_epochs=2,
-        max_shift=0,
-        eval_batch_size=16,
-        global_batch_size=16,
-        warmup_steps=1,
-        **{
-            name: value if name == "optimizer" else float(value)
-            for name, value in (word[2:].split("=") for word in rate_options(kind))
-        },
-    )
+    options = [option for option in OPTIONS if "shard" not in option] + rate_options(kind)
+    config = parse_command_line(copied.MnistConfig, "", options)
     copied.train_step.watch = copied.eval_step.watch = SimpleNamespace(is_plain=True)
     torch.manual_seed(config.seed)
     batches, model = TrainBatches(dataset, config), copied.build_model(config, dataset)

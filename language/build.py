@@ -95,7 +95,6 @@ def build_optimizer(config: TransformerConfig, model: Decoder) -> torch.optim.Op
         from language.models.muon import make_muon  # only for a run that has it
 
         return make_muon(config, model)
-    groups = {True: [], False: []}
-    for name, parameter in model.trained().items():
-        groups[is_matrix(name)].append(parameter)
-    return make_optimizer(config, [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}])
+    matrices = [parameter for name, parameter in model.trained().items() if is_matrix(name)]
+    vectors = [parameter for name, parameter in model.trained().items() if not is_matrix(name)]
+    return make_optimizer(config, [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])

@@ -28,9 +28,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tpu_utils.base.errors import InputError, RecompileError, first_line, is_own
-from tpu_utils.base.param_groups import keep_rate_ratios
-from tpu_utils.device.against_eager import first_call
-from tpu_utils.device.batch_norm import average_as_pytorch
 
 
 def _has_tpu() -> bool:
@@ -40,9 +37,10 @@ def _has_tpu() -> bool:
 
 
 DEVICE_TYPE = "tpu" if _has_tpu() else "cpu"
-READS = ()  # compile_step() says it itself
+READ_ERROR_MARKERS = ()  # compile_step() says it itself
 ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile, run operation by operation; its speed says nothing"
-IS_XLA, BACKEND = False, "torch.compile"
+IS_XLA = False
+BACKEND = "torch.compile"
 
 if not hasattr(dynamo, "trace_autograd_ops"):  # what it computes by it is compared: against_eager.py
     raise ImportError(
@@ -81,7 +79,7 @@ def process_index() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-world_size = process_count = device_count
+replica_count = process_count = device_count
 global_ordinal = process_index
 
 
@@ -105,6 +103,10 @@ def device_memory(device: torch.device) -> None:
 
 def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
     """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor."""
+    from tpu_utils.base.param_groups import keep_rate_ratios  # only for a step
+    from tpu_utils.device.against_eager import first_call
+    from tpu_utils.device.batch_norm import average_as_pytorch
+
     average_as_pytorch()  # momentum=None without a read
     compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
     is_first = True

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tpu_utils.base.errors import InputError, RecompileError, first_line, line_of
-from tpu_utils.device import DEVICE_TYPE, READS, operations_on_host, operations_traced
+from tpu_utils.device import DEVICE_TYPE, READ_ERROR_MARKERS, operations_on_host, operations_traced
 from tpu_utils.record.lines import LineWatch
 from tpu_utils.step.seen import Held, Seen
 
@@ -67,7 +67,7 @@ def raise_if_read(error: RuntimeError, name: str, call: str, before: dict[str, i
     """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads.
 
     before: operations_on_host() as the step began."""
-    if not any(said in str(error) for said in READS):
+    if not any(said in str(error) for said in READ_ERROR_MARKERS):
         return
     if isinstance(error.__context__, RuntimeError):  # torch_xla's sync() behind the step fails over the same
         error = error.__context__

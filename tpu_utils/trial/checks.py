@@ -25,7 +25,7 @@ EXAMPLES = 11
 """Tried at least: no multiple of the batches of 4 that they come in too."""
 CLASSES = 16
 """Most classes of which one example each is tried, if the data begins with that many."""
-READS = (
+META_READ_ERRORS = (
     "meta tensors",
     "Cannot copy out of meta",
     "can't convert meta device",
@@ -95,7 +95,7 @@ def flops_of(model: nn.Module, inputs: Sequence[torch.Tensor], where: str = "met
 def why_not(error: Exception, shape: str) -> str:
     """What a model is told that does not run on tensors without values."""
     said = str(error)
-    if any(words in said for words in READS):
+    if any(words in said for words in META_READ_ERRORS):
         return (
             f"the model reads a tensor at {line_of(error)}; expected none of .item(), .tolist(), .cpu(), .numpy(), "
             "print(tensor), if on a tensor, lengths on the host in forward: inside a compiled step nothing is read"

@@ -54,7 +54,8 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports_of(path: Path, everywhere: bool = True) -> set[str]:
+@cache
+def imports_of(path: Path, everywhere: bool = True) -> frozenset[str]:
     """Names that a file imports: anywhere in it, for a type checker too, or as it is imported itself."""
     nodes, waiting = [], list(tree_of(path).body)
     while waiting:
@@ -71,9 +72,10 @@ def imports_of(path: Path, everywhere: bool = True) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: an import says where from"
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+    return frozenset(found)
 
 
+@cache
 def ours_of(name: str, everywhere: bool = True) -> set[str]:
     """Our modules that a module imports; of a package and a module in it, the module."""
     found = imports_of(OURS[name], everywhere) & OURS.keys() - {name}

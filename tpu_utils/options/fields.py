@@ -9,9 +9,9 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import re
 import sys
-import textwrap
 import types
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
@@ -87,15 +87,29 @@ def field_doc(kind: type, name: str) -> str:
 def field_docs(kind: type) -> dict[str, str]:
     """The string below each field of a class, from its source; empty where there is none to be had."""
     try:
-        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    except (OSError, TypeError):  # typed into a prompt
+        body = class_bodies(kind.__module__).get(kind.__qualname__, [])
+    except (KeyError, OSError, TypeError):  # typed into a prompt
         return {}
-    pairs = zip(body.body, body.body[1:], strict=False)
     return {
         field.target.id: " ".join(doc.value.value.split())
-        for field, doc in pairs
+        for field, doc in itertools.pairwise(body)
         if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
     }
+
+
+@functools.cache  # inspect.getsource() of a class would parse its whole file again for each
+def class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """The statements of every class in a module's source, by the class's qualified name."""
+    bodies, waiting = {}, [("", ast.parse(inspect.getsource(sys.modules[module])))]
+    while waiting:
+        scope, node = waiting.pop()
+        if isinstance(node, ast.ClassDef):
+            bodies[scope + node.name] = node.body
+            scope += f"{node.name}."
+        elif isinstance(node, ast.FunctionDef):
+            scope += f"{node.name}.<locals>."
+        waiting += [(scope, child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+    return bodies
 
 
 def is_supported(kind: Any) -> bool:

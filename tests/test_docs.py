@@ -147,8 +147,16 @@ def data_dir(command: str) -> Path:
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+ASKS_THE_COMPILER = ("any_module.md", "any_slice.md", "search.md", "speedrun.md", "published.md", "calibrate.md")
+"""Pages whose commands take minutes each; what they show is tested by itself."""
+
+
+def marked(page: Path):
+    mark = pytest.mark.exhaustive if page.name in ASKS_THE_COMPILER else pytest.mark.slow
+    return pytest.param(page, marks=mark, id=page.name)
+
+
+@pytest.mark.parametrize("page", [marked(page) for page in PAGES])
 def test_commands_run(page, checkout, monkeypatch, capsys):
     def forked(command, variables, seconds=None):
         done = Script(*command, folder=checkout, **variables)

@@ -104,7 +104,7 @@ def test_random_numbers_and_choices_are_those_that_the_page_is_held_to():
     np.testing.assert_allclose(found, p / p.sum(), atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_damage_of_a_folder_is_a_crash(exported, tmp_path):
     """100 folders: bytes changed with and without a model.json that agrees, fields of it, files of another kind."""
     told = json.loads((exported / MODEL_JSON).read_text())

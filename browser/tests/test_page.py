@@ -914,7 +914,7 @@ def test_a_model_that_never_answers_is_ended(page, address):
     assert page.is_disabled("#generate")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_hundred_damaged_folders(page, address, models, tmp_path):
     """Each is refused with a message, or harmless; half of them with hashes that fit the damage."""
     page.goto(address)

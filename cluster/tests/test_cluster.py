@@ -281,7 +281,7 @@ def enters(folder: Path) -> bool:
     return subprocess.run(["ls", str(folder)], capture_output=True, **other).returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_cluster_whose_files_others_can_change_gets_nothing(cluster, show):
     """A user of the machine without the token renamed a waiting run's unpacked code, and theirs ran as Ray's user."""
     nodes = Nodes(is_open=True)
@@ -407,7 +407,7 @@ def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
     same(tmp_path / "killed", tmp_path / "reference")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_driver_ends_its_run_and_gives_its_chips_back(cluster, show):
     options = ["run", "show.py", "--plain", "--name", "driven", "--chips", 4, "--env", "MY_SECONDS"]
     client = cluster.start(*options, folder=show, MY_SECONDS=300)
@@ -422,7 +422,7 @@ def test_a_killed_driver_ends_its_run_and_gives_its_chips_back(cluster, show):
     assert again.returncode == 0, (again.stdout, again.stderr)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_scripts_own_end_is_final_and_a_notice_moves_the_run(cluster, show):
     options = ["run", "show.py", "--plain", "--env", "MY_CODE", "--retries", 1]
     started = {code: cluster.start(*options, folder=show, MY_CODE=code) for code in (1, 2, 143)}
@@ -462,7 +462,7 @@ def test_bad_input_on_a_cluster_is_one_message(cluster, show):
     assert "SAYS" in cluster.run("logs", "held").stdout, "what was refused has not deleted the earlier run"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_hosts_start_together_or_not_at_all(cluster, show, tmp_path):
     """A pretended v5litepod-16. Real collectives over hosts are not to be had on CPUs: the script shows its variables.
     One of its hosts has another torch, which the second run is told."""

@@ -16,7 +16,7 @@ def test_a_hole_is_seen(monkeypatch, capsys):
     assert "swapped folders were resumed from" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_short_attack_finds_nothing():
     done = run("benchmarks/attack.py", "--share", "0.05", timeout=3600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -459,7 +459,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rehearsal_on_the_cpu_killed_twice(tmp_path):
     named = ["doctor", "* simple_mnist quick_test", "step gpt2 124M", "peak collective-permute"]
     named += ["promise flash", "promise resume", "promise spmd"]

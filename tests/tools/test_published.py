@@ -141,7 +141,7 @@ def test_other_results_are_refused(file, options, said, monkeypatch):
         published.main()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_cheapest_row_from_its_command_to_its_ratio(tmp_path):
     done = run("benchmarks/published.py", "--out", tmp_path, "--only", "copy of*")
     assert done.returncode == 0, done.stderr

@@ -463,7 +463,7 @@ def test_the_newest_compiler_for_real(newest_environment):
         assert tpu7x.collectives[kind] == new.collectives[kind]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_text_memory_and_cycles_of_a_step_on_every_chip_that_the_pinned_pair_is_for(newest_environment, tmp_path):
     """Flash attention in a transformer's training step. Whoever pins another pair tries it with this."""
     shape = "--num_layers=1 --embedding_dim=256 --num_heads=2 --sequence_length=256 --global_batch_size=8".split()
@@ -484,7 +484,7 @@ def test_text_memory_and_cycles_of_a_step_on_every_chip_that_the_pinned_pair_is_
         )  # forward, and one for all gradients
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_module_through_torch_is_asked_without_torch_xla(newest_environment, tmp_path):
     """Beside PyTorch/XLA's program of the same step: the same memory of parameters, and as many FLOPs."""
     (tmp_path / "net.py").write_text(

@@ -498,7 +498,7 @@ def test_wrong_usage_is_one_message(capsys, options, message):
     assert message in said.err and len(said.err.splitlines()) == 1 and not said.out
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_search_for_real_and_again_from_the_cache(tmp_path, capsys, monkeypatch):
     def forked(command, variables, seconds=None):
         done = run(*command, **variables)

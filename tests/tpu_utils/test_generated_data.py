@@ -166,7 +166,7 @@ def test_a_data_set_is_trained_right_or_refused_before_a_graph(case):
     check(case)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @generated(60)
 @given(data_sets())
 def test_60_data_sets_are_trained_right_or_refused_before_a_graph(case):

@@ -42,7 +42,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -51,15 +51,63 @@ from tpu_compiler.compile.newest import NewestError, default_folder, make_enviro
 from tpu_compiler.decide.difference import compare, take_sides
 from tpu_compiler.decide.roofline import check_picture, draw
 from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_option
-from tpu_compiler.decide.verdict import decide, parse_only, parse_prices, parse_tokens
-from tpu_compiler.estimate.calibration import CALIBRATION, read_calibration
-from tpu_compiler.estimate.report import format_compilers, format_report, format_table
+from tpu_compiler.decide.verdict import Terms, decide, parse_only, parse_prices, parse_tokens
+from tpu_compiler.estimate.calibration import CALIBRATION, Calibration, read_calibration
+from tpu_compiler.estimate.report import Report, format_compilers, format_report, format_table
 from tpu_compiler.module.programs import HELP, compile_module, names_a_module, option_parser, parse_question
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv, sides = take_sides(list(sys.argv[1:] if argv is None else argv))
+    arguments, options = make_parser().parse_known_args(argv)
+    say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    reports, found = [], True
+    try:
+        terms = Terms(
+            prices=parse_prices(arguments.price),
+            tokens=parse_tokens(arguments.tokens) if arguments.tokens else None,
+            only=parse_only(arguments.only, arguments.vary_batch),
+            vary_batch=arguments.vary_batch,
+            minutes=arguments.minutes,
+        )
+        names, questions, calibration = check_command(arguments, options, sides, say)
+        if sides:
+            print(compare(arguments.script, names[0], options, *sides))
+            return 0
+        if arguments.search:
+            reports = decide(arguments.script, names, options, say, terms)
+            found = bool(reports)
+        else:
+            for topology, compiler in questions:
+                answers = ask_slice(arguments, options, topology, compiler, say)
+                found &= bool(answers)
+                reports += answers
+    except (ValueError, RuntimeError, OSError) as error:
+        code = error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
+        # the child process of a module has printed why
+        if not (isinstance(error, ScriptError) and names_a_module(arguments.script) and code == 2):
+            print(f"error: {error}", file=sys.stderr)
+        return code
+    finally:
+        os.environ.pop(COMPILER_VARIABLE, None)
+    if calibration:
+        reports = [with_calibration(report, calibration) for report in reports]
+    if speed := arguments.dcn_gb_per_s:
+        reports = [dataclasses.replace(r, network_gb_per_s=speed).with_prediction() for r in reports]
+    if arguments.picture:
+        found &= draw_reports(reports, arguments.picture, say)
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
+    elif reports and any(compiler for _, compiler in questions):
+        print("\n\n".join(format_compilers([r for r in reports if r.topology == name]) for name in names))
+    elif reports and not arguments.search:
+        print(format_report(reports[0]) if len(reports) == 1 else format_table(reports))
+    return 0 if found and all(r.fits for r in reports) else 1
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,100 +132,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--dcn_gb_per_s", type=float, metavar="GB/S", help="what a device sends to other slices; default: as published"
     )
     parser.add_argument("--calibration", metavar="FILE", help=f"default: {CALIBRATION}, when there is one")
-    add_deciding_options(parser)
-    argv, sides = take_sides(list(sys.argv[1:] if argv is None else argv))
-    arguments, options = parser.parse_known_args(argv)
-    try:
-        prices, tokens = parse_prices(arguments.price), parse_tokens(arguments.tokens) if arguments.tokens else None
-        only = parse_only(arguments.only, arguments.vary_batch)
-        if arguments.only and not arguments.search:
-            raise ValueError("--only has no effect without --search")
-        if arguments.picture:
-            check_picture(Path(arguments.picture))
-        if bool(sides) + arguments.search + bool(arguments.fit) > 1:
-            raise ValueError("--search, --diff and --fit are three questions; ask one at a time")
-        if sides and "," in arguments.topology:
-            raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
-        choose_cache(arguments.cache, arguments.no_cache)
-        is_module = names_a_module(arguments.script)
-        # whatever is wrong with a module's options is said before anything is downloaded
-        question = parse_question(arguments.script, options) if is_module else None
-        through_torch = question is not None and question.through == "torch"
-        newest = through_torch or arguments.compiler != "installed"
-        if newest and (sides or arguments.search):
-            raise ValueError("--search and --diff ask the installed compiler; leave --compiler newest out")
-        topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
-        if is_module and (sides or arguments.search or arguments.fit):
-            asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
-            raise ValueError(f"{asked} is for scripts, and {arguments.script} is a module; change its options")
-        if not is_module:
-            check_script(Path(arguments.script))
-        if not through_torch:
-            check_private_interfaces()
-        given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
-        calibration = read_calibration(Path(given)) if given else None
-        say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
-        if arguments.dcn_gb_per_s is not None and not 0 < arguments.dcn_gb_per_s < 1e6:
-            raise ValueError(f"--dcn_gb_per_s is {arguments.dcn_gb_per_s}; expected a speed above 0")
-        if arguments.compiler_dir and not newest:
-            raise ValueError("--compiler_dir has no effect without --compiler newest")
-        folder = newest and make_environment(Path(arguments.compiler_dir or default_folder()), say)
-        # every compiler that knows the chip is asked; the child process finds the one to use in COMPILER_VARIABLE
-        installed = [] if through_torch or arguments.compiler == "newest_alone" else topologies
-        asked = [(t.name, "") for t in installed if not t.hardware.newest_only]
-        asked += [(t.name, str(folder)) for t in topologies if newest]
-        reports, found = [], True
-        if arguments.search:
-            limits, names = (arguments.minutes, arguments.vary_batch, only), [t.name for t in topologies]
-            reports = decide(arguments.script, names, options, say, *limits, tokens, prices)
-            found, asked = bool(reports), []
-        if sides:
-            print(compare(arguments.script, topologies[0].name, options, *sides))
-            return 0
-        for topology, compiler in asked:
-            os.environ[COMPILER_VARIABLE] = compiler
-            place = arguments.program and str(Path(arguments.program, "newest" if compiler else ""))
-            if is_module:
-                reports += compile_module(arguments.script, options, topology, place)
-            elif arguments.fit:
-                value, best = fit(arguments.script, topology, arguments.fit, options, say)
-                say(f"{topology}: largest {arguments.fit} that fits is {value}" if best else f"{topology}: none fits")
-                reports += [best] if best else []
-                found &= best is not None
-            else:
-                given = with_batch(options, topology, arguments.batch_per_device)
-                reports.append(compile_script(arguments.script, topology, given, place))
-    except (ValueError, RuntimeError, OSError) as error:
-        code = error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
-        if not (isinstance(error, ScriptError) and is_module and code == 2):  # the child process has printed why
-            print(f"error: {error}", file=sys.stderr)
-        return code
-    finally:
-        os.environ.pop(COMPILER_VARIABLE, None)
-    if calibration:
-        chips = [(parse_topology(r.topology).generation if r.compiles else "", r.versions) for r in reports]
-        said = [calibration.sentence(chip, versions.get("libtpu", "")) for chip, versions in chips]
-        reports = [dataclasses.replace(r, calibration=text) for r, text in zip(reports, said, strict=True)]
-    if arguments.dcn_gb_per_s:
-        known = dict(network_gb_per_s=arguments.dcn_gb_per_s)
-        reports = [dataclasses.replace(r, **known).with_prediction() for r in reports]
-    if arguments.picture:
-        try:
-            draw(reports, Path(arguments.picture))
-            say(f"drawn: {arguments.picture}")
-        except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            found = False
-    if arguments.json:
-        print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
-    elif newest and reports:
-        print("\n\n".join(format_compilers([r for r in reports if r.topology == t.name]) for t in topologies))
-    elif reports and not arguments.search:
-        print(format_report(reports[0]) if len(reports) == 1 else format_table(reports))
-    return 0 if found and all(r.fits for r in reports) else 1
-
-
-def add_deciding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--search", action="store_true", help="try settings one after the other: the fastest that fits")
     parser.add_argument("--minutes", type=float, default=30.0, help="of --search, all slices together; default: 30")
     parser.add_argument("--vary_batch", action="store_true", help="--search may change global_batch_size")
@@ -191,6 +145,83 @@ def add_deciding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_per_device", type=int, metavar="N", help="global_batch_size is N times the devices")
     parser.add_argument("--cache", metavar="DIR", help=f"compiles are kept there; default: {cache.default_folder()}")
     parser.add_argument("--no_cache", action="store_true", help="compile afresh, and keep nothing")
+    return parser
+
+
+def check_command(
+    arguments: argparse.Namespace, options: list[str], sides: tuple[str, str] | None, say: Callable[[str], None]
+) -> tuple[list[str], list[tuple[str, str]], Calibration | None]:
+    """(names of the slices, (slice, folder of the compiler) of each question about one, calibration).
+
+    The folder of the installed compiler is "". Raises ValueError, RuntimeError or OSError for what is wrong already.
+    """
+    if arguments.only and not arguments.search:
+        raise ValueError("--only has no effect without --search")
+    if arguments.picture:
+        check_picture(Path(arguments.picture))
+    if bool(sides) + arguments.search + bool(arguments.fit) > 1:
+        raise ValueError("--search, --diff and --fit are three questions; ask one at a time")
+    if sides and "," in arguments.topology:
+        raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
+    choose_cache(arguments.cache, arguments.no_cache)
+    is_module = names_a_module(arguments.script)
+    # whatever is wrong with a module's options is said before anything is downloaded
+    through_torch = is_module and parse_question(arguments.script, options).through == "torch"
+    newest = through_torch or arguments.compiler != "installed"
+    if newest and (sides or arguments.search):
+        raise ValueError("--search and --diff ask the installed compiler; leave --compiler newest out")
+    topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
+    if is_module and (sides or arguments.search or arguments.fit):
+        asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
+        raise ValueError(f"{asked} is for scripts, and {arguments.script} is a module; change its options")
+    if not is_module:
+        check_script(Path(arguments.script))
+    if not through_torch:
+        check_private_interfaces()
+    given = arguments.calibration or (CALIBRATION if CALIBRATION.exists() else None)
+    calibration = read_calibration(Path(given)) if given else None
+    if arguments.dcn_gb_per_s is not None and not 0 < arguments.dcn_gb_per_s < 1e6:
+        raise ValueError(f"--dcn_gb_per_s is {arguments.dcn_gb_per_s}; expected a speed above 0")
+    if arguments.compiler_dir and not newest:
+        raise ValueError("--compiler_dir has no effect without --compiler newest")
+    folder = newest and make_environment(Path(arguments.compiler_dir or default_folder()), say)
+    # every compiler that knows the chip is asked
+    installed = [] if through_torch or arguments.compiler == "newest_alone" else topologies
+    questions = [(t.name, "") for t in installed if not t.hardware.newest_only]
+    questions += [(t.name, str(folder)) for t in topologies if newest]
+    return [t.name for t in topologies], questions, calibration
+
+
+def ask_slice(
+    arguments: argparse.Namespace, options: list[str], topology: str, compiler: str, say: Callable[[str], None]
+) -> list[Report]:
+    """One report of a script, none if no value of --fit fits, and of a module one for each level."""
+    os.environ[COMPILER_VARIABLE] = compiler  # where the child process finds the one to use
+    place = arguments.program and str(Path(arguments.program, "newest" if compiler else ""))
+    if names_a_module(arguments.script):
+        return compile_module(arguments.script, options, topology, place)
+    if arguments.fit:
+        value, best = fit(arguments.script, topology, arguments.fit, options, say)
+        say(f"{topology}: largest {arguments.fit} that fits is {value}" if best else f"{topology}: none fits")
+        return [best] if best else []
+    given = with_batch(options, topology, arguments.batch_per_device)
+    return [compile_script(arguments.script, topology, given, place)]
+
+
+def with_calibration(report: Report, calibration: Calibration) -> Report:
+    chip = parse_topology(report.topology).generation if report.compiles else ""
+    return dataclasses.replace(report, calibration=calibration.sentence(chip, report.versions.get("libtpu", "")))
+
+
+def draw_reports(reports: list[Report], picture: str, say: Callable[[str], None]) -> bool:
+    """Whether they could be drawn; why not is printed."""
+    try:
+        draw(reports, Path(picture))
+        say(f"drawn: {picture}")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def check_script(path: Path) -> None:

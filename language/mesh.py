@@ -26,27 +26,28 @@ def sizes_of_mesh(mesh: str) -> tuple[int, ...]:
     return (*sizes, *(1,) * (len(AXES) - len(sizes)))
 
 
-def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | None) -> tuple[tuple[int, ...], str]:
-    """Sizes of AXES and why. Raises InputError for a mesh that cannot work.
+def auto_sizes(config: TransformerConfig, num_devices: int, hbm_bytes: float | None, width: int) -> tuple[tuple, str]:
+    """Sizes of AXES and why: data parallelism while weights, gradients and AdamW's moments (16 bytes a parameter) take
+    at most a third of a device's memory, else the smallest fsdp axis that gets them there; others when asked for."""
+    frozen = 2 if config.base_precision == "bfloat16" else 4  # bytes; adapters are small beside them
+    state = (frozen if config.lora_rank else 16) * config.shape.num_parameters
+    common = math.gcd(num_devices, config.shape.embedding_dim, width)
+    choices = [n for n in range(1, num_devices + 1) if common % n == 0]
+    fsdp = next((n for n in choices if hbm_bytes is None or state / n <= hbm_bytes / 3), choices[-1])
+    memory = "unknown memory" if hbm_bytes is None else f"{hbm_bytes / 2**30:.0f} GiB"
+    why = f"training state {state / fsdp / 2**30:.2f} GiB of {memory} per device; choose with --mesh"
+    return (num_devices // fsdp, fsdp, 1, 1, 1), why
 
-    auto: plain data parallelism while weights, gradients and AdamW's two moments (16 bytes a parameter) take at most
-    a third of a device's memory, else the smallest fsdp axis that gets them there; the others only when asked for.
-    """
+
+def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | None) -> tuple[tuple[int, ...], str]:
+    """Sizes of AXES and why. Raises InputError for a mesh that cannot work."""
     shape, batch = config.shape, config.global_batch_size
     of_experts = shape.mlp_dim if config.num_experts else 0
     width = 0 if config.num_experts else getattr(shape, "mlp_dim", 0)  # rows of gate and up are sharded over fsdp too
-    frozen = 2 if config.base_precision == "bfloat16" else 4  # bytes; adapters are small beside them
-    state = (frozen if config.lora_rank else 16) * shape.num_parameters
-    if config.mesh != "auto":
-        sizes, why = sizes_of_mesh(config.mesh), "as asked"
+    if config.mesh == "auto":
+        sizes, why = auto_sizes(config, num_devices, hbm_bytes, width)
     else:
-        common = math.gcd(num_devices, shape.embedding_dim, width)
-        choices = [n for n in range(1, num_devices + 1) if common % n == 0]
-        enough = [n for n in choices if hbm_bytes is None or state / n <= hbm_bytes / 3]
-        fsdp = enough[0] if enough else choices[-1]
-        sizes = (num_devices // fsdp, fsdp, 1, 1, 1)
-        memory = "unknown memory" if hbm_bytes is None else f"{hbm_bytes / 2**30:.0f} GiB"
-        why = f"training state {state / fsdp / 2**30:.2f} GiB of {memory} per device; choose with --mesh"
+        sizes, why = sizes_of_mesh(config.mesh), "as asked"
     data, fsdp, tensor, devices, expert = sizes
     if math.prod(sizes) != num_devices:
         needed = math.prod(sizes)  # hbm_bytes is None where there is neither a TPU nor a slice to ask about

@@ -59,15 +59,15 @@ def ask_compiler(
     topology = parse_topology(topology) if isinstance(topology, str) else topology
     newest = Path(os.environ[COMPILER_VARIABLE]) if os.environ.get(COMPILER_VARIABLE) else None
     versions = environment_versions(newest) if newest else check_private_interfaces()
-    hardware, devices = topology.hardware, traced.partitions * traced.replicas
+    start = time.monotonic()
+    devices = traced.partitions * traced.replicas
     program = f"SPMD over {devices} devices" if traced.partitions > 1 else f"{devices} replicas"
     if devices == 1:
         idle = topology.num_devices - 1
         program = f"one device, {idle} of the slice idle" if idle else "one device"
-    limit, start = int(hardware.limit_gib * GIB), time.monotonic()
-    facts = dict(topology=topology.name, devices=devices, program=program, limit_bytes=limit, model_flops=model_flops)
-    facts |= dict(unit=unit, settings=settings or {}, trace_seconds=traced.seconds, versions=versions)
-    facts["traced"] = traced_hash(traced, topology, options)
+    facts = dict(topology=topology.name, devices=devices, program=program, model_flops=model_flops, unit=unit)
+    facts |= dict(limit_bytes=int(topology.hardware.limit_gib * GIB), settings=settings or {}, versions=versions)
+    facts |= dict(trace_seconds=traced.seconds, traced=traced_hash(traced, topology, options))
     name = f"program_{program_key(traced, topology, options, versions)}" if cache else ""
     compiled = cache.read(name, Compiled) if cache else None
     facts["from_cache"] = compiled is not None
@@ -79,6 +79,15 @@ def ask_compiler(
         return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
     if cache and not facts["from_cache"]:
         cache.write(name, compiled)
+    result = _accepted(compiled, traced, topology, facts, examples)
+    if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
+        result = dataclasses.replace(result, fits=False, reason=f"needs {result.memory_text}")
+    return result, compiled.text
+
+
+def _accepted(compiled: Compiled, traced: Traced, topology: Topology, facts: dict, examples: int | None) -> Report:
+    """The report when the compiler accepts, read from the compiled program."""
+    hardware, devices, model_flops = topology.hardware, facts["devices"], facts["model_flops"]
     computations = parse_program(compiled.text)
     memory = read_memory(compiled, computations, traced.roles)
     host = read_host_transfers(computations)
@@ -90,7 +99,7 @@ def ask_compiler(
     to_other_slices = hardware.slice_gb_per_s and hardware.slice_gb_per_s / hardware.devices_per_chip
     sent = sum(kind["sent_bytes"] for kind in collectives.values())
     loops = sum(operation.kind == "while" for operations in computations.values() for operation in operations)
-    result = Report(
+    return Report(
         **facts,
         compiles=True,
         fits=True,
@@ -122,9 +131,6 @@ def ask_compiler(
         compile_seconds=compiled.seconds,
         host_peak_gib=host_peak_gib(),
     ).with_prediction()
-    if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
-        result = dataclasses.replace(result, fits=False, reason=f"needs {result.memory_text}")
-    return result, compiled.text
 
 
 def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | None = None) -> str:

@@ -180,20 +180,14 @@ class Run:
     def steps(self, batches) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """(step, batch on the device) from the first step after the checkpoint to the last, or to a stop signal.
 
-        batches.batch(i): the host arrays of step i + 1, one array or a tuple; read and uploaded in a thread. close() of
-        the batches, where there is one, is called at the end.
-        A finished run that is resumed does no step and writes nothing. With --compile_for the first step is compiled,
-        not run.
+        batches.batch(i): the host arrays of step i + 1, one or a tuple, read and uploaded in a thread; close(), if they
+        have one, is called at the end. A finished run that is resumed does no step and writes nothing.
         """
         from tpu_utils.record.speed import Speed, Transfers  # only here: a run that does no step needs it not
 
         config, folder, span = self.config, self._dir.folder, (self.first_step, self.num_steps)
         if config.compile_for:
-            batch = device.send(batches.batch(0), self.device, self._sharding)
-            count = self._count(batch)
-            sizes = dict(examples=count, unit=self._unit, model_flops=self._flops and self._flops * count)
-            self._watch.ask(topology=config.compile_for, **sizes, settings=as_json(config))
-            yield 1, batch
+            yield 1, self._ask_compiler(batches)
             return
         enter = self._writers.enter_context
         if self._begun.is_finished:
@@ -209,10 +203,8 @@ class Run:
         self._stop_signal = self.peers.largest(self._stop.signal or 0)
         if self._stop_signal:
             return
-        if self._dir.mirror:
-            enter(self._dir.mirror)  # left last: it waits until all is in the bucket
-        for place in filter(None, (self._checkpoints, self._memory)):
-            enter(place)
+        for place in filter(None, (self._dir.mirror, self._checkpoints, self._memory)):
+            enter(place)  # the mirror is left last: it waits until all is in the bucket
         silent, before = self.peers.index > 0, self._begun.num_steps_before
         self._log = enter(RunLog(folder, *span, config.tensorboard, silent, before=before))
         if config.profile_steps:
@@ -241,6 +233,14 @@ class Run:
             self._log.advance()
             if self._stop_signal:
                 return
+
+    def _ask_compiler(self, batches) -> list[torch.Tensor]:
+        """With --compile_for the step is compiled, not run. Returns its batch."""
+        batch = device.send(batches.batch(0), self.device, self._sharding)
+        count = self._count(batch)
+        sizes = dict(examples=count, unit=self._unit, model_flops=self._flops and self._flops * count)
+        self._watch.ask(topology=self.config.compile_for, **sizes, settings=as_json(self.config))
+        return batch
 
     def _before_step(self, step: OneGraph, arguments: tuple, keywords: dict[str, Any], named: dict[str, Any]) -> None:
         """Before each call of the training step."""

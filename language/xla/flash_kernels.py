@@ -177,24 +177,28 @@ def backward_kernel(*arguments, blocks: Blocks):
         dq[...] = dq_sum[...].astype(dq.dtype)
 
 
-def call(kernel, phase: str, blocks: Blocks, grid, parallel: int, in_specs, out_specs, out_shape, scratch, arguments):
-    """The kernel's outputs. parallel: how many axes of the grid may run in any order, or on two cores. On several
-    devices the first argument is what lies in scalar memory, and every index map gets it."""
+def call(kernel, phase: str, blocks: Blocks, parallel: int, grid: pltpu.PrefetchScalarGridSpec, out_shape, arguments):
+    """The kernel's outputs. parallel: how many axes of the grid may run in any order, or on two cores."""
     order = ("parallel",) * parallel + ("arbitrary",) * (4 - parallel)
     with jax.named_scope(blocks.name(phase)):
         return pl.pallas_call(
             functools.partial(kernel, blocks=blocks),
             name=blocks.name(phase),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=int(blocks.devices > 1),
-                grid=grid,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-            ),
+            grid_spec=grid,
             out_shape=out_shape,
             compiler_params=pltpu.CompilerParams(dimension_semantics=order),
         )(*arguments)
+
+
+def make_grid(blocks: Blocks, sizes, in_specs, out_specs, scratch) -> pltpu.PrefetchScalarGridSpec:
+    """On several devices the first argument is what lies in scalar memory, and every index map gets it."""
+    return pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=int(blocks.devices > 1),
+        grid=sizes,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+    )
 
 
 def forward(window: int, q_BHKT, k_BGKT, v_BGKT, *rest):
@@ -218,9 +222,9 @@ def forward(window: int, q_BHKT, k_BGKT, v_BGKT, *rest):
     out_shape = [jax.ShapeDtypeStruct(q_BHKT.shape, q_BHKT.dtype), jax.ShapeDtypeStruct((B, H, 1, T), jnp.float32)]
     out_specs = [heads, pl.BlockSpec((None, None, 1, size), of_query)]
     arguments = (*begins, q_BHKT, k_BGKT, v_BGKT, *(starts[:, None] for starts in starts_BT))
-    grid, scratch = (B, H, blocks.queries, blocks.keys), [(1, size), (1, size), (K, size)]
-    specs = [heads, keys, keys, *rows]
-    return call(forward_kernel, "forward", blocks, grid, 3, specs, out_specs, out_shape, scratch, arguments)
+    sizes, scratch = (B, H, blocks.queries, blocks.keys), [(1, size), (1, size), (K, size)]
+    grid = make_grid(blocks, sizes, [heads, keys, keys, *rows], out_specs, scratch)
+    return call(forward_kernel, "forward", blocks, 3, grid, out_shape, arguments)
 
 
 def devices_of(k_BGKT) -> int:
@@ -286,6 +290,6 @@ def backward_of_rows(blocks: Blocks, begins, k_BGKT, v_BGKT, q_BHKT, grad, logsu
     of_heads = (*k_BGKT.shape[:-3], H, *k_BGKT.shape[-2:])
     out_shape = [jax.ShapeDtypeStruct(shape, q_BHKT.dtype) for shape in ((B, H, K, T), of_heads, of_heads)]
     arguments = (*begins, q_BHKT, k_BGKT, v_BGKT, grad, logsumexp, mean, *starts_B1T)
-    grid, scratch = (B, H, blocks.keys, blocks.queries), [(K, T), (K, size), (K, size)]
-    specs = [heads, keys, keys, heads, row, row, *starts]
-    return call(backward_kernel, "backward", blocks, grid, 2, specs, out_specs, out_shape, scratch, arguments)
+    sizes, scratch = (B, H, blocks.keys, blocks.queries), [(K, T), (K, size), (K, size)]
+    grid = make_grid(blocks, sizes, [heads, keys, keys, heads, row, row, *starts], out_specs, scratch)
+    return call(backward_kernel, "backward", blocks, 2, grid, out_shape, arguments)

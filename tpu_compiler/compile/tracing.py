@@ -198,6 +198,24 @@ def _name_modules(owners: Sequence):
             hook.remove()
 
 
+LIBRARY = sysconfig.get_path("purelib")
+TORCHS = tuple(f"{LIBRARY}/{name}/" for name in ("torch", "torch_xla", "functorch"))
+NOT_OURS = (sysconfig.get_path("stdlib"), LIBRARY, sysconfig.get_path("platlib"), __file__, "<")
+TPU_COMPILER = str(Path(__file__).parent.parent)
+
+
+def _user_line() -> str:
+    """`file.py:line` of the user's code that called the caller of this function."""
+    frame, theirs = sys._getframe(2), None
+    while frame and (file := frame.f_code.co_filename).startswith(NOT_OURS):
+        if not theirs and file.startswith(LIBRARY) and not file.startswith(TORCHS):
+            theirs = frame  # the innermost line of a package that is not torch's
+        frame = frame.f_back
+    if theirs and frame and frame.f_code.co_filename.startswith(TPU_COMPILER):
+        frame = theirs  # no user script is on the stack: train_step.py called the module
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "unknown"
+
+
 @contextlib.contextmanager
 def _record_source_lines(running: _Running):
     """Within, every operation is recorded under `file.py:line` of the user's code that caused it.
@@ -208,24 +226,11 @@ def _record_source_lines(running: _Running):
     which runs on autograd's thread. So a hook on each autograd node reopens the scope of its forward operation. A
     backward() written in Python is recorded under its own lines, a layer that it recomputes under the layer's lines.
     """
-    library, tools = sysconfig.get_path("purelib"), str(Path(__file__).parent.parent)
-    torchs = tuple(f"{library}/{name}/" for name in ("torch", "torch_xla", "functorch"))
-    not_ours = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), __file__)
     open_scope = torch_xla._XLAC.profiler.scope_pusher  # closed when the object dies
-
-    def user_line() -> str:
-        frame, theirs = sys._getframe(2), None
-        while frame and (file := frame.f_code.co_filename).startswith((*not_ours, "<")):
-            if not theirs and file.startswith(library) and not file.startswith(torchs):
-                theirs = frame  # the innermost line of a package that is not torch's
-            frame = frame.f_back
-        if theirs and frame and frame.f_code.co_filename.startswith(tools):
-            frame = theirs  # no user script is on the stack: train_step.py called the module
-        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "unknown"
 
     class SourceLines(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            line, module = user_line(), running.module()
+            line, module = _user_line(), running.module()
             inside = f" in <{module}>" if module else ""
             scope = open_scope(line + inside)
             try:

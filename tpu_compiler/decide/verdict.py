@@ -1,5 +1,6 @@
 """What a search came to: a table of the settings, the slices with what a run costs on them, the command to run."""
 
+import dataclasses
 import math
 import shlex
 from collections.abc import Callable, Sequence
@@ -60,46 +61,49 @@ def parse_only(text: str | None, vary_batch: bool) -> tuple[str, ...]:
     return names
 
 
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a search may change, how long it may take, and what the run is to see and pay."""
+
+    prices: dict[str, float]  # of a chip for an hour, by generation; empty: not given
+    tokens: float | None
+    only: Sequence[str]  # fields that may change
+    vary_batch: bool
+    minutes: float
+
+
 def decide(
-    script: str,
-    topologies: Sequence[str],
-    options: Sequence[str],
-    say: Callable[[str], None],
-    minutes: float,
-    vary_batch: bool,
-    only: Sequence[str],
-    tokens: float | None,
-    prices: dict[str, float],
+    script: str, topologies: Sequence[str], options: Sequence[str], say: Callable[[str], None], terms: Terms
 ) -> list[Report]:
     """Search on each slice and print what was tried, the slices side by side and, last, the command to run.
 
     Returns the report of the best setting of each slice on which one fits. Raises ValueError for wrong usage.
     """
-    if not 0 < minutes < math.inf:
-        raise ValueError(f"--minutes is {minutes}; expected more than 0")
+    if not 0 < terms.minutes < math.inf:
+        raise ValueError(f"--minutes is {terms.minutes}; expected more than 0")
     chips = {name: parse_topology(name).generation for name in topologies}
-    if missing := sorted(set(chips.values()) - prices.keys()) if prices else []:
+    if missing := sorted(set(chips.values()) - terms.prices.keys()) if terms.prices else []:
         raise ValueError(
             f"--price says nothing of {', '.join(missing)}; expected the price of each kind of chip asked for"
         )
-    if prices and not tokens:
+    if terms.prices and not terms.tokens:
         raise ValueError(
             "--price is given without --tokens; expected how many the run is to see, such as --tokens 10e9"
         )
-    best, left = {}, minutes * 60
+    best, left = {}, terms.minutes * 60
     for place, topology in enumerate(topologies):
         say(f"{topology}: searching; each line is one setting, in milliseconds a step")
         ask = partial(ask_script, script, topology)
         found = Search(ask, options, say, left / (len(topologies) - place))
-        best[topology] = found.run(vary_batch, only)
+        best[topology] = found.run(terms.vary_batch, terms.only)
         left -= found.spent
         fresh = [trial.report for trial in found.trials if trial.report and not trial.report.from_cache]
         ended = f"; {found.ended}" if found.ended else ""
         say(f"{topology}: {len(found.trials)} settings, {len(fresh)} compiled now{ended}")
         say(format_trials(found.trials, best[topology]))
     fitting = {name: trial for name, trial in best.items() if trial}
-    if len(topologies) > 1 or tokens:
-        say(format_slices(best, tokens, prices))
+    if len(topologies) > 1 or terms.tokens:
+        say(format_slices(best, terms.tokens, terms.prices))
     for name, trial in fitting.items():
         say(f"{name}:" if len(fitting) > 1 else "to run it:")
         say(command_of(script, trial))

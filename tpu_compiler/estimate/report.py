@@ -156,103 +156,116 @@ class Report:
         return 0 if self.fits else 1
 
 
+Rows = list[tuple[str, str]]
+"""(name, text) of each line of a report; the name is empty where a line goes on with the one above."""
+
+
 def format_report(r: Report) -> str:
     """The report as text, a fact a line."""
     verdict = "compiles and fits" if r.fits else "does not fit" if r.over_bytes else "does not compile"
-    lines = [f"{r.topology}: {verdict} ({r.program}{f', {r.level}' if r.level else ''})"]
-
-    def row(name: str, text: str) -> None:
-        lines.append(f"  {name:<18} {text}")
-
-    if r.reason:
-        row("compiler", r.reason)
+    rows: Rows = [("compiler", r.reason)] if r.reason else []
     if r.settings.get("compiler_options"):
-        row("compiler options", r.settings["compiler_options"])
+        rows.append(("compiler options", r.settings["compiler_options"]))
     if r.memory:
         over = f", over by {r.over_bytes / GIB:.2f} GiB" if r.over_bytes else ""
-        row("memory per device", r.memory_text + over)
         said = {"parameters": "weights", "optimizer_state": "", "inputs": "cache and inputs"} if r.decode else {}
         named = {said.get(name, name.replace("_", " ")): size for name, size in r.memory.items()}
-        row("", ", ".join(f"{name} {size / GIB:.3f}" for name, size in named.items() if name))
+        rows.append(("memory per device", r.memory_text + over))
+        rows.append(("", ", ".join(f"{name} {size / GIB:.3f}" for name, size in named.items() if name)))
     if r.compiles:
-        model = f", {r.flops_ratio:.2f} x the model's {r.model_flops:.3g}" if r.flops_ratio else ""
-        model += f", the bodies of {r.loops} loops counted once" if r.loops else ""
-        row("FLOPs per step", f"{r.flops * r.devices:.3g} over all devices{model}")
-        kinds = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in r.collectives.items()]
-        row("collectives", ", ".join(kinds) or "none")
-        if kinds:
-            row("communication", f"at least {r.communication_lower_bound_ms:.3f} ms ({r.communication_label})")
-        if r.slice_transfers:
-            sent = [f"{int(v['count'])} {k} ({v['sent_bytes'] / 1e6:.1f} MB)" for k, v in r.slice_transfers.items()]
-            unknown = "its speed is not published: give it with --dcn_gb_per_s"
-            label = NETWORK_LABEL.format(r.network_gb_per_s) if r.network_gb_per_s else unknown
-            bound = r.slice_lower_bound_ms
-            row("between slices", f"a device sends {', '.join(sent)}")
-            row("", f"at least {bound:.3f} ms ({label})" if bound is not None else label)
-        if r.host_transfers:
-            sent = [f"{v['bytes'] / 1e6:.1f} MB {direction}" for direction, v in r.host_transfers.items()]
-            bound = f"at least {r.host_transfer_ms:.3f} ms over PCIe" if r.host_transfer_ms else "its speed is unknown"
-            row("host memory", f"{', '.join(sent)}: {bound}")
-        rate = f", {r.predicted_per_second:,.0f} {r.unit}/s" if r.predicted_per_second and not r.decode else ""
-        mfu = f", MFU {r.predicted_mfu:.1%}" if r.predicted_mfu else ""
-        row("predicted step", f"{r.predicted_ms:.3f} ms{rate}{mfu} ({LABEL})")
-        row("", f"the compiler's estimate {r.estimated_ms:.3f} ms, by rule {r.ruled_ms:.3f} ms")
-        if r.predicted_ms_nothing_hidden > r.predicted_ms:
-            hidden, whole = r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden
-            mfus = [f"{mfu:.1%}" for mfu in (r.mfu_at(hidden), r.mfu_at(whole)) if mfu]
-            shares = f" (MFU {mfus[0]} to {mfus[1]})" if mfus else ""
-            row("with communication", f"{hidden:.3f} ms, {ALL_HIDDEN}, to {whole:.3f}, nothing hidden{shares}")
-        if r.is_memory_bound:
-            row("memory-bound", f"{HALF}; the bytes moved need {r.memory_ms:.3f} ms at it")
-        row("calibration" if r.calibration else "accuracy", r.calibration or ERROR)
-        if d := r.decode:
-            cache = f"key-value cache {d['cache_bytes'] / GIB:.3f} GiB for {d['cache_length']:,} tokens a sequence"
-            row("decoding", f"{cache}, {d['read_bytes'] / GIB:.3f} GiB read per token and device")
-            if d["tokens"] > 1:
-                to = f" to {d['nothing_hidden_ms']:.3f} with communication" if r.collectives else ""
-                row(
-                    "",
-                    f"a step is {d['tokens']} tokens of each row: {d['predicted_ms']:.3f} ms a token predicted"
-                    f"{to}, {d['moved_ms']:.3f} for the bytes it moves",
-                )
-            bounds = f"memory {d['memory_ms']:.3f} ms at its bandwidth, matrix unit {d['matrix_ms']:.3f} ms at its peak"
-            row("", f"bound by the {d['bound_by']}: {bounds}")
-            above = f"{d['expected_ms'] / max(d['memory_ms'], d['matrix_ms']):.2f} x that bound"
-            if d["is_a_speed"]:
-                rate = f"{r.predicted_per_second:,.0f} tokens/s"
-                row("", f"expect {d['expected_ms']:.3f} ms a token of each row, {rate}: the longest time, {above}")
-            else:
-                row(
-                    "",
-                    f"no speed: the predicted step is {above}; this program is slow, see costliest lines, and a "
-                    "server would run another",
-                )
-        kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())
-        row(
-            "without estimate",
-            f"{sum(r.operations_without_estimate.values())} operations{': ' + kinds if kinds else ''}",
-        )
-        if r.ruled_ms >= 0.001:
-            row("", f"{r.ruled_ms:.3f} ms, {RULE}")
-        for i, (line, ms) in enumerate(r.costliest_lines):
-            row("" if i else "costliest lines", f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {line}")
-        for i, (name, count, ms) in enumerate(r.module_groups):
-            several = f" ({count} modules)" if count > 1 else ""
-            row("" if i else "costliest modules", f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {name}{several}")
-        large = [result for result in r.largest_results if result[0] >= 1e6]
-        for i, (size, kind, line, module) in enumerate(large[:5]):
-            where = f"{kind}, {line}{f', {module}' if module else ''}"
-            row("" if i else "largest results", f"{size / 1e6:9.1f} MB  {where}")
-    for i, note in enumerate(r.notes):
-        row("" if i else "chosen", note)
-    kept = KEPT * r.from_cache
-    row(
-        "took",
-        f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile{kept}, "
-        f"{r.host_peak_gib:.1f} GiB of host memory",
-    )
-    row("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items()))
-    return "\n".join(lines)
+        rows += [*work_rows(r), *prediction_rows(r), *decoding_rows(r), *source_rows(r)]
+    rows += titled_rows("chosen", r.notes)
+    took = f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile{KEPT * r.from_cache}"
+    rows.append(("took", f"{took}, {r.host_peak_gib:.1f} GiB of host memory"))
+    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items())))
+    head = f"{r.topology}: {verdict} ({r.program}{f', {r.level}' if r.level else ''})"
+    return "\n".join([head, *(f"  {name:<18} {text}" for name, text in rows)])
+
+
+def titled_rows(name: str, texts: Sequence[str]) -> Rows:
+    return [("" if place else name, text) for place, text in enumerate(texts)]
+
+
+def work_rows(r: Report) -> Rows:
+    """FLOPs, and what is sent between devices, slices and the host."""
+    model = f", {r.flops_ratio:.2f} x the model's {r.model_flops:.3g}" if r.flops_ratio else ""
+    model += f", the bodies of {r.loops} loops counted once" if r.loops else ""
+    kinds = [f"{int(v['count'])} {kind} ({v['bytes'] / 1e6:.1f} MB)" for kind, v in r.collectives.items()]
+    rows = [("FLOPs per step", f"{r.flops * r.devices:.3g} over all devices{model}")]
+    rows.append(("collectives", ", ".join(kinds) or "none"))
+    if kinds:
+        bound = f"at least {r.communication_lower_bound_ms:.3f} ms"
+        rows.append(("communication", f"{bound} ({r.communication_label})"))
+    if r.slice_transfers:
+        sent = [f"{int(v['count'])} {k} ({v['sent_bytes'] / 1e6:.1f} MB)" for k, v in r.slice_transfers.items()]
+        unknown = "its speed is not published: give it with --dcn_gb_per_s"
+        label = NETWORK_LABEL.format(r.network_gb_per_s) if r.network_gb_per_s else unknown
+        bound = r.slice_lower_bound_ms
+        rows.append(("between slices", f"a device sends {', '.join(sent)}"))
+        rows.append(("", f"at least {bound:.3f} ms ({label})" if bound is not None else label))
+    if r.host_transfers:
+        sent = [f"{v['bytes'] / 1e6:.1f} MB {direction}" for direction, v in r.host_transfers.items()]
+        bound = f"at least {r.host_transfer_ms:.3f} ms over PCIe" if r.host_transfer_ms else "its speed is unknown"
+        rows.append(("host memory", f"{', '.join(sent)}: {bound}"))
+    return rows
+
+
+def prediction_rows(r: Report) -> Rows:
+    """The predicted step, alone and with communication, and how far such predictions were from clocks."""
+    rate = f", {r.predicted_per_second:,.0f} {r.unit}/s" if r.predicted_per_second and not r.decode else ""
+    mfu = f", MFU {r.predicted_mfu:.1%}" if r.predicted_mfu else ""
+    rows = [("predicted step", f"{r.predicted_ms:.3f} ms{rate}{mfu} ({LABEL})")]
+    rows.append(("", f"the compiler's estimate {r.estimated_ms:.3f} ms, by rule {r.ruled_ms:.3f} ms"))
+    if r.predicted_ms_nothing_hidden > r.predicted_ms:
+        hidden, whole = r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden
+        mfus = [f"{mfu:.1%}" for mfu in (r.mfu_at(hidden), r.mfu_at(whole)) if mfu]
+        shares = f" (MFU {mfus[0]} to {mfus[1]})" if mfus else ""
+        text = f"{hidden:.3f} ms, {ALL_HIDDEN}, to {whole:.3f}, nothing hidden{shares}"
+        rows.append(("with communication", text))
+    if r.is_memory_bound:
+        rows.append(("memory-bound", f"{HALF}; the bytes moved need {r.memory_ms:.3f} ms at it"))
+    return [*rows, ("calibration" if r.calibration else "accuracy", r.calibration or ERROR)]
+
+
+def decoding_rows(r: Report) -> Rows:
+    """What one token costs, and what binds it; none for another step than a decoding one."""
+    d = r.decode
+    if not d:
+        return []
+    cache = f"key-value cache {d['cache_bytes'] / GIB:.3f} GiB for {d['cache_length']:,} tokens a sequence"
+    texts = [f"{cache}, {d['read_bytes'] / GIB:.3f} GiB read per token and device"]
+    if d["tokens"] > 1:
+        step = f"a step is {d['tokens']} tokens of each row: {d['predicted_ms']:.3f} ms a token predicted"
+        to = f" to {d['nothing_hidden_ms']:.3f} with communication" if r.collectives else ""
+        texts.append(f"{step}{to}, {d['moved_ms']:.3f} for the bytes it moves")
+    bounds = f"memory {d['memory_ms']:.3f} ms at its bandwidth, matrix unit {d['matrix_ms']:.3f} ms at its peak"
+    texts.append(f"bound by the {d['bound_by']}: {bounds}")
+    above = f"{d['expected_ms'] / max(d['memory_ms'], d['matrix_ms']):.2f} x that bound"
+    if d["is_a_speed"]:
+        rate = f"{r.predicted_per_second:,.0f} tokens/s"
+        texts.append(f"expect {d['expected_ms']:.3f} ms a token of each row, {rate}: the longest time, {above}")
+    else:
+        slow = "this program is slow, see costliest lines, and a server would run another"
+        texts.append(f"no speed: the predicted step is {above}; {slow}")
+    return titled_rows("decoding", texts)
+
+
+def source_rows(r: Report) -> Rows:
+    """Operations without an estimate; source lines and modules that take longest; the largest results."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in r.operations_without_estimate.items())
+    count = sum(r.operations_without_estimate.values())
+    rows = [("without estimate", f"{count} operations{': ' + kinds if kinds else ''}")]
+    if r.ruled_ms >= 0.001:
+        rows.append(("", f"{r.ruled_ms:.3f} ms, {RULE}"))
+    groups = [(f"{name} ({count} modules)" if count > 1 else name, ms) for name, count, ms in r.module_groups]
+    for title, costs in (("costliest lines", r.costliest_lines), ("costliest modules", groups)):
+        rows += titled_rows(title, [f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {name}" for name, ms in costs])
+    large = [
+        f"{size / 1e6:9.1f} MB  {kind}, {line}{f', {module}' if module else ''}"
+        for size, kind, line, module in r.largest_results
+        if size >= 1e6
+    ]
+    return rows + titled_rows("largest results", large[:5])
 
 
 def format_table(reports: Sequence[Report]) -> str:

@@ -24,13 +24,7 @@ def decode_step(model, cache, tokens, position):
 
 
 def answer_decode(
-    question: Question,
-    level: str,
-    topology: Topology,
-    model: torch.nn.Module,
-    inputs: dict,
-    length: int,
-    notes: list[str],
+    question: Question, level: str, topology: Topology, model: torch.nn.Module, inputs: dict, length: int, notes: list
 ) -> int:
     attend_in_groups(model, notes)
     cache = cache_of(model, length)
@@ -53,5 +47,5 @@ def answer_decode(
         settings=settings_of(question),
         cache=cache_of_environment(),
     )
-    result = with_cache(result, model, held, axes, sizes, inputs["tokens"], length, flops, notes)
-    return hand_over(traced, dataclasses.replace(result, level=level, notes=notes), text)
+    result = with_cache(result, model, held, axes, sizes, inputs["tokens"], length, flops)
+    return hand_over(traced, dataclasses.replace(result, level=level, notes=[*notes, *result.notes]), text)

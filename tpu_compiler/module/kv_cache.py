@@ -1,5 +1,6 @@
 """The key-value cache of --mode decode: its tensors, attention that reads it once, and what a token reads of it."""
 
+import dataclasses
 import inspect
 import math
 import sys
@@ -99,20 +100,13 @@ def decode_forward(forward, cache, tokens, position):
 
 
 def with_cache(
-    result: Report,
-    model: torch.nn.Module,
-    held: list,
-    axes: Axes,
-    sizes: Mapping,
-    tokens,
-    length: int,
-    flops,
-    notes: list,
+    result: Report, model: torch.nn.Module, held: list, axes: Axes, sizes: Mapping, tokens, length: int, flops
 ) -> Report:
-    """Report of a decoding step. held: the tensors of the cache, sharded along axes. tokens: (B, 1), its input."""
+    """Report of a decoding step, with a note. held: tensors of the cache, sharded along axes. tokens: (B, 1), input."""
     parts = math.prod(sizes[axis] for along in axes.values() for axis in along)
     cache_bytes, batch = sum(tensor.numel() * tensor.element_size() for tensor in held), tokens.shape[0]
-    notes.append(f"decode: one token of {batch} sequences, key-value cache for {length} tokens of each")
+    note = f"decode: one token of {batch} sequences, key-value cache for {length} tokens of each"
+    result = dataclasses.replace(result, notes=[note])
     if not result.compiles:
         return result
     read = read_per_token(result, model, cache_bytes / parts)

@@ -128,8 +128,8 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     result, text = ask_compiler(traced, topology, cache=cache_of_environment(), **sizes)
     if question.mode == "decode":
         held, over = [model.get_buffer(name) for name in of_cache], next(iter(of_cache.values()))
-        result = with_cache(result, model, held, over, mesh, kwargs["tokens"], length, sizes["model_flops"], notes)
-    return hand_over(traced, dataclasses.replace(result, level=level, notes=notes), text)
+        result = with_cache(result, model, held, over, mesh, kwargs["tokens"], length, sizes["model_flops"])
+    return hand_over(traced, dataclasses.replace(result, level=level, notes=[*notes, *result.notes]), text)
 
 
 def become_decoding(
@@ -197,7 +197,45 @@ def record(
     trainable = [name for name, p in names.items() if p.requires_grad]
     if question.mode == "train" and not trainable:
         raise InputError(f"{question.target} has no parameter to train; expected --mode forward")
+    forward = functional_forward(model, cast=level == "balanced" and question.mode == "train")
+    state = [fake(p) for p in names.values()], [fake(b) for b in buffers.values()]
+    given = [fake(a) for a in args], {name: fake(a) for name, a in kwargs.items()}
+    counting = {ATEN._scaled_dot_product_flash_attention_for_cpu: attention_flops}
+    with mode, torch.no_grad(), FlopCounterMode(display=False, custom_mapping=counting) as counter:
+        output = forward(*state, *given)
 
+    def evaluate(weights, held, moments, args, kwargs, rate, targets):
+        with torch.no_grad():
+            found = [leaf for leaf in tree_leaves(forward(weights, held, args, kwargs)) if torch.is_tensor(leaf)]
+        return found + [tensor for name, tensor in zip(buffers, held, strict=True) if name in of_cache]
+
+    step, targets = evaluate, None
+    moments, of_moments = [], []
+    if question.mode == "train":
+        with mode:
+            loss, targets = choose_loss(question, output, kwargs, "cpu", notes)
+            template = make_optimizer(config, [state[0][list(names).index(name)] for name in trainable])
+        moments = [value for values in template.state.values() for value in values.values()]
+        for name, values in zip(trainable, template.state.values(), strict=True):
+            of_moments += [of_parameters[name] if v.shape == names[name].shape else {} for v in values.values()]
+        step = training_step(forward, list(names.values()), loss, config, template)
+    rate = fake(torch.empty(1, device="meta"))
+    graph, inputs = functional(mode, step, (*state, moments, *given, rate, targets))
+    roles = ("parameters",) * len(names)
+    roles += tuple("inputs" if name in of_cache else "parameters" for name in buffers)
+    roles += ("optimizer_state",) * len(moments)
+    roles += ("inputs",) * (len(inputs) - len(roles))
+    of_buffers = [of_cache.get(name, {}) for name in buffers]
+    axes = [*of_parameters.values(), *of_buffers, *of_moments, *of_inputs.values(), {}]  # the last: the rate
+    if torch.is_tensor(targets):
+        axes.append(batch_axes(mesh))
+        check_axes(mesh, targets.shape, axes[-1], "the targets")
+    return graph, inputs, roles, axes, counter.get_total_flops()
+
+
+def functional_forward(model: torch.nn.Module, cast: bool) -> Callable:
+    """forward(parameters, buffers, args, kwargs) -> output. cast: by autocast to bfloat16."""
+    own = [*model.parameters(), *model.buffers()]
     # each module once: functional_call puts a wrong tensor back into one with two names, such as T5's embedding
     holders = {
         f"{name}.{inner}".lstrip("."): id(tensor)
@@ -206,30 +244,21 @@ def record(
     }
 
     def forward(weights: list, held: list, args: list, kwargs: dict):
-        values = dict(zip(map(id, (*names.values(), *buffers.values())), (*weights, *held), strict=True))
+        values = dict(zip(map(id, own), (*weights, *held), strict=True))
         tensors = {name: values[tensor] for name, tensor in holders.items()}
-        cast = level == "balanced" and question.mode == "train"
         with bias_last(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
             return torch.func.functional_call(model, tensors, tuple(args), kwargs, tie_weights=False)
 
-    state = [fake(p) for p in names.values()], [fake(b) for b in buffers.values()]
-    given = [fake(a) for a in args], {name: fake(a) for name, a in kwargs.items()}
-    counting = {ATEN._scaled_dot_product_flash_attention_for_cpu: attention_flops}
-    with mode, torch.no_grad(), FlopCounterMode(display=False, custom_mapping=counting) as counter:
-        output = forward(*state, *given)
-    loss, targets, moments, template, of_moments = None, None, [], None, []
-    if question.mode == "train":
-        with mode:
-            loss, targets = choose_loss(question, output, kwargs, "cpu", notes)
-            template = make_optimizer(config, [state[0][list(names).index(name)] for name in trainable])
-        moments = [value for values in template.state.values() for value in values.values()]
-        for name, values in zip(trainable, template.state.values(), strict=True):
-            of_moments += [of_parameters[name] if v.shape == names[name].shape else {} for v in values.values()]
-    rate = fake(torch.empty(1, device="meta"))
-    everything = (*state, moments, *given, rate, targets)
+    return forward
+
+
+def training_step(
+    forward: Callable, parameters: list, loss: Callable, config: TrainConfig, template: torch.optim.Optimizer
+) -> Callable:
+    """The step -> (loss, parameters, buffers, moments). template: an optimizer whose state has the names of moments."""
 
     def train(weights, held, moments, args, kwargs, rate, targets):
-        weights = [w.detach().requires_grad_(p.requires_grad) for w, p in zip(weights, names.values(), strict=True)]
+        weights = [w.detach().requires_grad_(p.requires_grad) for w, p in zip(weights, parameters, strict=True)]
         chosen = [weight for weight in weights if weight.requires_grad]
         value = loss(forward(weights, held, args, kwargs), targets)
         for weight, gradient in zip(chosen, torch.autograd.grad(value, chosen, allow_unused=True), strict=True):
@@ -241,22 +270,7 @@ def record(
         step_optimizer(optimizer, rate, None, "stop")
         return value.detach(), [w.detach() for w in weights], held, moments
 
-    def evaluate(weights, held, moments, args, kwargs, rate, targets):
-        with torch.no_grad():
-            found = [leaf for leaf in tree_leaves(forward(weights, held, args, kwargs)) if torch.is_tensor(leaf)]
-        return found + [tensor for name, tensor in zip(buffers, held, strict=True) if name in of_cache]
-
-    graph, inputs = functional(mode, train if question.mode == "train" else evaluate, everything)
-    roles = ("parameters",) * len(names)
-    roles += tuple("inputs" if name in of_cache else "parameters" for name in buffers)
-    roles += ("optimizer_state",) * len(moments)
-    roles += ("inputs",) * (len(inputs) - len(roles))
-    of_buffers = [of_cache.get(name, {}) for name in buffers]
-    axes = [*of_parameters.values(), *of_buffers, *of_moments, *of_inputs.values(), {}]  # the last: the rate
-    if torch.is_tensor(targets):
-        axes.append(batch_axes(mesh))
-        check_axes(mesh, targets.shape, axes[-1], "the targets")
-    return graph, inputs, roles, axes, counter.get_total_flops()
+    return train
 
 
 @contextlib.contextmanager

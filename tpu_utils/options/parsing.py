@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import parse_object, read_json, write_atomically
-from tpu_utils.options.compiler_flags import OF_A_FOLDER
+from tpu_utils.options.compiler_flags import SAFE_FLAG
 from tpu_utils.options.fields import (
     FREE,
     NoEffect,
@@ -36,12 +36,12 @@ from tpu_utils.options.fields import (
 OPTIONS = "the options of a run, as a training script wrote them; check --run_dir, or give all options with --preset"
 MOST_BYTES = 1 << 20
 """Most bytes of config.json; those of the scripts have one or two thousand."""
-LENGTHS = ("num_steps", "num_epochs")
+RUN_LENGTH_FIELDS = ("num_steps", "num_epochs")
 """Fields that a resumption may change where the steps done keep their learning rates."""
-OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug", "download")
+NEVER_RESUMED = {"run_dir", "resume", "compile_for", "profile_steps", "debug", "download"}
 """A resumed run does not take these from config.json: a folder made by others must not start a download."""
-BESIDE_OPTIONS = {"run_id", "data", "data_crc32"}
-"""What config.json holds of the run beside its options."""
+NON_OPTION_KEYS = {"run_id", "data", "data_crc32"}
+"""Keys of config.json that are no options."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ def check_given_again(stored: Options, given: argparse.Namespace) -> None:
     bad = ["a peers_secret"] if given.peers_secret is None and getattr(stored, "peers_secret", "") else []
     if given.compiler_options is None:
         words = getattr(stored, "compiler_options", "").split()
-        bad += [f"compiler_options {w:.80}" for w in words if not re.fullmatch(OF_A_FOLDER, w.removeprefix("--"))]
+        bad += [f"compiler_options {w:.80}" for w in words if not re.fullmatch(SAFE_FLAG, w.removeprefix("--"))]
     if bad:
         again = f"--{bad[0].removeprefix('a ').split()[0]} again, or '' for none"
         raise InputError(f"{stored.run_dir}/config.json is of a run with {bad[0]}; expected {again}")
@@ -213,11 +213,11 @@ def resolve_stored(kind: type[Config], run_dir: str, resume: str, level: str | N
         return None
     defaults, free = defaults_of(kind), free_on_resume(kind)
     instead = "check --run_dir, or give all options again with --preset"
-    foreign = sorted(found.keys() - defaults.keys() - free - BESIDE_OPTIONS)
+    foreign = sorted(found.keys() - defaults.keys() - free - NON_OPTION_KEYS)
     if foreign or "preset" not in found:
         said = f"has {', '.join(f'{other!r:.40}' for other in foreign[:5])}" if foreign else "names no preset"
         raise InputError(f"{name} {said}; expected the options of this script ({kind.__name__}); {instead}")
-    of_the_run = defaults.keys() - set(OF_THE_PROCESS)
+    of_the_run = defaults.keys() - NEVER_RESUMED
     values = defaults | {field: found[field] for field in of_the_run & found.keys()}
     values = {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
     if level is not None:

@@ -140,8 +140,6 @@ class TransformerConfig(HostOptions, TrainConfig):
     mesh: Annotated[str, FREE] = "auto"
     """DATAxFSDPxTENSORxCONTEXTxEXPERT, for example 2x4x1: the last two may be left out. Their product is the number of
     devices."""
-    sharding: Annotated[Literal["table", "auto"], FREE] = "table"
-    """table: PARTITION in transformer_tpu.py. auto: XLA's auto-sharding, experimental, TPU only."""
     print_placement: Annotated[bool, FREE] = False
     """Print where every parameter lies."""
     remat: Annotated[bool, FREE] = False
@@ -167,6 +165,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     sample_prompts: Annotated[tuple[str, ...], FREE, NoEffect("sample_every", 0)] = ("",)
     """Texts to go on from; with chat questions to answer."""
 
+    free_elsewhere = TrainConfig.free_elsewhere | {"sharding"}  # of older versions
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "quick_test": dict(num_steps=200, global_batch_size=32, learning_rate=2e-3, warmup_steps=20),
         # nanoGPT's CPU example: 4 layers, 4 heads, width 128, context 64, batch 12, 2,000 iterations
@@ -358,11 +357,6 @@ def check_transformer(config: TransformerConfig) -> list[str]:
         )
     if config.sample_every and config.lora_rank:
         problems.append("sample_every is given, but a model with adapters is sampled by tools.generate; leave it out")
-    if config.sample_every and config.sharding == "auto":
-        problems.append(
-            "sample_every is given, but sharding is auto, where XLA would choose another sharding of the weights for "
-            "samples than the step's; leave it out, or use --sharding table"
-        )
     if config.warmup_steps >= config.num_steps:
         problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
     if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):

@@ -394,7 +394,6 @@ def test_quick_test_ends_within_5_percent_of_the_floor(tmp_path):
     ("options", "message"),
     [
         (["--attention", "flash", "--sequence_length", "128"], "its Pallas kernels run on TPU only"),
-        (["--sharding", "auto"], "auto-sharding works on TPU only"),
         (["--dataset", "text", "--vocab_size", "257"], "train_data is empty"),
         (["--dataset", "tokens", "--vocab_size", "257", "--train_data", "no_*.bin"], "validation_data is empty"),
     ],

@@ -36,7 +36,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from tpu_utils.base.errors import run_script
 from tpu_utils.options.fields import FREE, Range
-from tpu_utils.options.parsing import print_presets
 from tpu_utils.options.train_config import ON_TPU, DeviceOptions, TrainConfig
 
 # what presets have in common
@@ -140,10 +139,13 @@ class CifarConfig(DeviceOptions, ImageConfig):
 
 CONFIGURATIONS = ("MnistConfig", "DistributedMnistConfig", "DdpMnistConfig", "CifarConfig")
 
-if __name__ == "__main__":
+
+def main() -> int:
+    from tpu_utils.options.presets import print_presets  # only here: a script that is run needs none of it
+
     kinds = [f"config:{name}" for name in CONFIGURATIONS]
-    sys.exit(
-        run_script(
-            lambda: print_presets([*kinds, "language.options.transformer_options:TransformerConfig"]), answers=True
-        )
-    )
+    return print_presets([*kinds, "language.options.transformer_options:TransformerConfig"])
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, answers=True))

@@ -76,11 +76,9 @@ class TransformerConfig(HostOptions, TrainConfig):
     """stream: documents and files that cannot be read. skip: leave them out, and say how many."""
     bucketed: Annotated[bool, NOT_TEXT] = False
     """text: pad short documents to the next multiple of 128 only; one graph for each length that occurs."""
-    hellaswag: Annotated[str, FREE, NoEffect("dataset", "synthetic", "chat")] = ""
-    """llm.c's HellaSwag file; scored at every evaluation. Empty: not."""
     tasks: Annotated[tuple[str, ...], FREE, NoEffect("dataset", "synthetic")] = ()
-    """NAME=PATH of files with questions of hellaswag, arc_easy, arc_challenge, piqa, winogrande, lambada, mmlu or core,
-    scored at every evaluation."""
+    """NAME=PATH of files with questions of hellaswag (llm.c's file too), arc_easy, arc_challenge, piqa, winogrande,
+    lambada, mmlu or core, scored at every evaluation."""
     task_questions: Annotated[int, Range("[0, inf)"), FREE, NoEffect("tasks", ())] = 0
     """Score only the first N questions of each task; 0 scores all."""
     model_size: Annotated[Literal[
@@ -165,7 +163,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     sample_prompts: Annotated[tuple[str, ...], FREE, NoEffect("sample_every", 0)] = ("",)
     """Texts to go on from; with chat questions to answer."""
 
-    free_elsewhere = TrainConfig.free_elsewhere | {"sharding"}  # of older versions
+    free_elsewhere = TrainConfig.free_elsewhere | {"hellaswag", "sharding"}  # of older versions
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "quick_test": dict(num_steps=200, global_batch_size=32, learning_rate=2e-3, warmup_steps=20),
         # nanoGPT's CPU example: 4 layers, 4 heads, width 128, context 64, batch 12, 2,000 iterations
@@ -218,6 +216,13 @@ class TransformerConfig(HostOptions, TrainConfig):
 
     def problems(self) -> list[str]:
         return super().problems() or check_transformer(self)
+
+    @classmethod
+    def carry_over(cls, found: dict[str, Any]) -> dict[str, Any]:
+        path, tasks = found.get("hellaswag"), found.get("tasks", [])  # --hellaswag FILE was an option of its own
+        if not path or not isinstance(tasks, list):
+            return found
+        return found | {"tasks": [*tasks, f"hellaswag={path}" if isinstance(path, str) else path]}
 
     @functools.cached_property  # a step reads it
     def shape(self) -> ModelShape:

@@ -371,7 +371,7 @@ def test_buckets_and_hellaswag(tmp_path):
         "--num_steps=6",
         "--num_layers=1",
     ]
-    train_all(tmp_path, 1, [["text", *OPTIONS, *options, "--hellaswag=hellaswag_val.bin"]])
+    train_all(tmp_path, 1, [["text", *OPTIONS, *options, "--tasks", "hellaswag=hellaswag_val.bin"]])
     lines = read_lines(tmp_path / "text")
     assert len([line for line in lines if line["kind"] == "train"]) == 6
     (evaluation,) = [line for line in lines if line["kind"] == "eval"]

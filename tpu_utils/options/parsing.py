@@ -63,6 +63,11 @@ class Options:
         Of fields that have their types and bounds."""
         return []
 
+    @classmethod
+    def carry_over(cls, found: dict[str, Any]) -> dict[str, Any]:
+        """What an older version wrote into config.json, with the options of this one."""
+        return found
+
 
 Config = TypeVar("Config", bound=Options)
 
@@ -180,7 +185,7 @@ def without_effect(config: Options, given: Iterable[str]) -> list[str]:
     preset, and a subclass's own values, are never refused."""
     problems, hints = [], hints_of(type(config))
     for name in (field.name for field in dataclasses.fields(config) if field.name in given):
-        is_off = getattr(config, name) is False or getattr(config, name) == ""  # --no_download, --hellaswag ""
+        is_off = getattr(config, name) is False or getattr(config, name) == ""  # --no_download, --train_data ""
         for mark in (mark for mark in marks(type(config), name) if isinstance(mark, NoEffect) and not is_off):
             if (value := getattr(config, mark.other, None)) in mark:
                 works = [c for c in get_args(plain(hints.get(mark.other))) if isinstance(c, str) and c not in mark]
@@ -209,7 +214,7 @@ def resolve_stored(kind: type[Config], run_dir: str, resume: str, level: str | N
     name, found = read_config(run_dir)
     if found is None:
         return None
-    defaults, free = defaults_of(kind), free_on_resume(kind)
+    found, defaults, free = kind.carry_over(found), defaults_of(kind), free_on_resume(kind)
     instead = "check --run_dir, or give all options again with --preset"
     foreign = sorted(found.keys() - defaults.keys() - free - NON_OPTION_KEYS)
     if foreign or "preset" not in found:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from tpu_utils.base.errors import run_script
-from tpu_utils.options.fields import FREE, Range
+from tpu_utils.options.fields import FREE, Range, Seldom
 from tpu_utils.options.train_config import ON_TPU, DeviceOptions, TrainConfig
 
 # what presets have in common
@@ -92,7 +92,7 @@ class DistributedMnistConfig(DeviceOptions, MnistConfig):
 class DdpMnistConfig(MnistConfig):
     """What ddp_mnist_tpu.py trains."""
 
-    peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE] = 300
+    peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE, Seldom()] = 300
     """Seconds to wait at the start for the other replicas."""
 
 

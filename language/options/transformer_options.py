@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from language.options.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import parse_object, read_json
-from tpu_utils.options.fields import FREE, NoEffect, Range
+from tpu_utils.options.fields import FREE, NoEffect, Range, Seldom
 from tpu_utils.options.train_config import ON_TPU, HostOptions, TrainConfig
 
 SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "chat": 1, "stream": 1}
@@ -81,16 +81,11 @@ class TransformerConfig(HostOptions, TrainConfig):
     lambada, mmlu or core, scored at every evaluation."""
     task_questions: Annotated[int, Range("[0, inf)"), FREE, NoEffect("tasks", ())] = 0
     """Score only the first N questions of each task; 0 scores all."""
-    model_size: Annotated[Literal[
-        "tiny", "124M", "350M", "774M", "1558M",
-        "gpt3_125M", "gpt3_350M", "gpt3_760M", "gpt3_1.3B", "gpt3_2.7B", "gpt3_6.7B",
-        "llama_tiny", "smollm2_135M", "llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "qwen3_0.6B", "qwen3_8B",
-        "mixtral_tiny", "mixtral_8x7B", "qwen3_30B_A3B",
-    ], NoEffect("model_config")] = "tiny"  # fmt: skip
+    model_size: Annotated[Literal[tuple(MODEL_SIZES)], NoEffect("model_config")] = "tiny"
     """Layers, heads, width and context of a published model; each can be set by itself below."""
     initial_weights: Annotated[str, FREE] = ""
     """Folder of Hugging Face with config.json and safetensors, of a model in families.py: where training begins."""
-    model_config: str = ""
+    model_config: Annotated[str, Seldom()] = ""
     """A config.json of Hugging Face, in place of model_size. The run keeps its text. Empty: that of initial_weights."""
     lora_rank: Annotated[int, Range("[0, 4096]")] = 0
     """Freeze the weights and train adapters of this rank. 0: train all weights."""
@@ -108,7 +103,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     """Width of the model."""
     sequence_length: Annotated[int, Range("[0, inf)")] = 0
     """Context: the longest sequence, in tokens. 0 with model_config: what that says, at most 4096."""
-    vocab_size: Annotated[int, Range("[0, 1048576]")] = 0
+    vocab_size: Annotated[int, Range("[0, 1048576]"), Seldom("num_layers", "num_heads", "embedding_dim")] = 0
     """0: 64 for synthetic, 257 for text and chat (bytes), that of model_size for tokens, that of model_config."""
     num_steps: Annotated[int, Range("[1, 10000000]")] = 500
     """Optimizer steps of the run."""
@@ -138,7 +133,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     mesh: Annotated[str, FREE] = "auto"
     """DATAxFSDPxTENSORxCONTEXTxEXPERT, for example 2x4x1: the last two may be left out. Their product is the number of
     devices."""
-    print_placement: Annotated[bool, FREE] = False
+    print_placement: Annotated[bool, FREE, Seldom("mesh")] = False
     """Print where every parameter lies."""
     remat: Annotated[bool, FREE] = False
     """Keep only the input of each layer for the backward pass, compute the rest again: less memory, more time."""
@@ -147,11 +142,11 @@ class TransformerConfig(HostOptions, TrainConfig):
     into the MLP; what the MLP's first products gave. What is kept is not computed again."""
     offload: Annotated[Literal["nothing", Kept], FREE, WITH_REMAT] = "nothing"
     """Up to where what is kept lies in the host's memory between the two passes. TPU only: else without effect."""
-    scan_layers: Annotated[bool, FREE] = False
+    scan_layers: Annotated[bool, FREE, Seldom("remat")] = False
     """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
     """flash: Pallas kernels, which need jax 0.7.1, TPU only; sequence_length a multiple of 128."""
-    context_attention: Annotated[Literal["auto", "gather", "ulysses"], FREE] = "auto"
+    context_attention: Annotated[Literal["auto", "gather", "ulysses"], FREE, Seldom("mesh")] = "auto"
     """On a mesh with a context axis. gather: each device has its queries, and keys and values of all positions.
     ulysses: some heads, and all positions; the axis must divide the heads of keys and values. auto: gather."""
     eval_every: Annotated[int, Range("[1, inf)")] = 100

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -19,7 +19,6 @@ from tpu_utils.base.files import parse_object, read_json, write_atomically
 from tpu_utils.options.compiler_flags import SAFE_FLAG
 from tpu_utils.options.fields import (
     FREE,
-    NoEffect,
     check_class,
     check_ranges,
     check_types,
@@ -28,6 +27,7 @@ from tpu_utils.options.fields import (
     hints_of,
     marks,
     nearest,
+    no_effect,
     plain,
 )
 
@@ -170,10 +170,17 @@ def parse_command_line(kind: type[Config], description: str, argv: list[str] | N
             default = stored
     if default.options_from:
         description += f"\n\nOptions that are not given are those in {default.options_from}."
-    flat = (tyro.conf.OmitArgPrefixes,)
-    groups = tyro.cli(option_groups(default), args=argv, description=description, use_underscores=True, config=flat)
-    values = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
-    config, given = kind(**values), (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
+
+    def read(words: Sequence[str], hidden: Collection[str] = ()) -> dict[str, Any]:
+        flat, kinds = (tyro.conf.OmitArgPrefixes,), option_groups(default, hidden)
+        groups = tyro.cli(kinds, args=words, description=description, use_underscores=True, config=flat)
+        return {name: value for group in vars(groups).values() for name, value in vars(group).items()}
+
+    if {"-h", "--help"} & set(argv):
+        from tpu_utils.options.help import show_help  # only here
+
+        show_help(default, argv, read)
+    config, given = kind(**read(argv)), (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
     if problems := without_effect(config, {option.replace("-", "_") for option in given}):
         raise InputError("\n".join(problems))
     object.__setattr__(config, "options_from", default.options_from)
@@ -186,11 +193,13 @@ def without_effect(config: Options, given: Iterable[str]) -> list[str]:
     problems, hints = [], hints_of(type(config))
     for name in (field.name for field in dataclasses.fields(config) if field.name in given):
         is_off = getattr(config, name) is False or getattr(config, name) == ""  # --no_download, --train_data ""
-        for mark in (mark for mark in marks(type(config), name) if isinstance(mark, NoEffect) and not is_off):
-            if (value := getattr(config, mark.other, None)) in mark:
-                works = [c for c in get_args(plain(hints.get(mark.other))) if isinstance(c, str) and c not in mark]
-                remedy = f"choose --{mark.other} {' or '.join(works)}, or leave" if works else "leave"
-                problems.append(f"--{name} has no effect: {mark.other} is {value!s:.60}; {remedy} --{name} out")
+        if is_off or (mark := no_effect(config, name)) is None:
+            continue
+        other, value = mark.other, getattr(config, mark.other)
+        works = " or ".join(c for c in get_args(plain(hints.get(other))) if isinstance(c, str) and c not in mark)
+        why = f"belongs to {other} {works}, but" if works else "has no effect:"
+        remedy = f"choose --{other} {works}, or leave" if works else "leave"
+        problems.append(f"--{name} {why} {other} is {value!s:.60}; {remedy} --{name} out")
     return problems
 
 
@@ -269,11 +278,13 @@ def write_config(run_dir: Path, run: dict[str, Any]) -> None:
     write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
 
-def option_groups(config: Options) -> type:
-    """A dataclass of dataclasses for tyro, whose help has a group of options for each class that declares fields."""
+def option_groups(config: Options, hidden: Collection[str] = ()) -> type:
+    """A dataclass of dataclasses for tyro, whose help has a group of options for each class that declares fields, but
+    for those hidden."""
     import tyro  # only here
 
-    kind, declared = type(config), declaring(type(config))
+    kind = type(config)
+    declared = {name: base for name, base in declaring(kind).items() if name not in hidden}
     choices = {**hints_of(kind), "preset": Literal[tuple(kind.presets)]}
     groups = []
     for base in (base for base in reversed(kind.__mro__) if base in declared.values()):

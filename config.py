@@ -35,8 +35,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from tpu_utils.base.errors import run_script
-from tpu_utils.options.fields import FREE, Range
-from tpu_utils.options.parsing import print_presets
+from tpu_utils.options.fields import FREE, Range, Seldom
 from tpu_utils.options.train_config import ON_TPU, DeviceOptions, TrainConfig
 
 # what presets have in common
@@ -93,7 +92,7 @@ class DistributedMnistConfig(DeviceOptions, MnistConfig):
 class DdpMnistConfig(MnistConfig):
     """What ddp_mnist_tpu.py trains."""
 
-    peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE] = 300
+    peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE, Seldom()] = 300
     """Seconds to wait at the start for the other replicas."""
 
 
@@ -140,10 +139,13 @@ class CifarConfig(DeviceOptions, ImageConfig):
 
 CONFIGURATIONS = ("MnistConfig", "DistributedMnistConfig", "DdpMnistConfig", "CifarConfig")
 
-if __name__ == "__main__":
+
+def main() -> int:
+    from tpu_utils.options.presets import print_presets  # only here: a script that is run needs none of it
+
     kinds = [f"config:{name}" for name in CONFIGURATIONS]
-    sys.exit(
-        run_script(
-            lambda: print_presets([*kinds, "language.options.transformer_options:TransformerConfig"]), answers=True
-        )
-    )
+    return print_presets([*kinds, "language.options.transformer_options:TransformerConfig"])
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, answers=True))

@@ -27,7 +27,7 @@ from browser.chat_pieces import pieces_of
 from browser.onnx_files import FORMAT, MODEL_JSON, OPSET, needed
 from language.data.chat import FORMATS, choose_format
 from tpu_utils.base.errors import InputError, TrainingError, run_script
-from tpu_utils.options.fields import parse_arguments
+from tpu_utils.options.tool_arguments import parse_arguments
 
 WEIGHTS = ("float32", "float16", "int8")
 LARGEST_ERROR = {"float32": 1e-4, "float16": 2e-2, "int8": 0.5}

@@ -31,7 +31,7 @@ from pathlib import Path
 from cluster.deciding import PARTS, Request
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import attached_chips, parse_topology
-from tpu_utils.options.fields import parse_arguments
+from tpu_utils.options.tool_arguments import parse_arguments
 
 ADDRESS_VARIABLE, STORAGE_VARIABLE = "RAY_ADDRESS", "TPU_CLUSTER_STORAGE"
 

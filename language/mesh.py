@@ -98,17 +98,12 @@ def start_spmd(config: TransformerConfig) -> Peers | None:
     if not IS_XLA:
         return meet(config)
     if device_count() > 1:
-        use_spmd(auto=config.sharding == "auto" and device_type() == "TPU")
+        use_spmd()
 
 
 def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
     """The mesh over all devices, None for a single one, and the line that says why it is so."""
     num_devices, on_tpu = device_count(), device_type() == "TPU"
-    if config.sharding == "auto" and not on_tpu:
-        raise InputError(
-            "sharding is auto, but XLA's auto-sharding works on TPU only: elsewhere it leaves every parameter whole on "
-            "every device; use --sharding table"
-        )
     hbm_bytes = attached_chips()[0].hbm_gib * 2**30 / attached_chips()[0].devices_per_chip if on_tpu else None
     if config.compile_for:
         hbm_bytes = parse_topology(config.compile_for).hardware.limit_gib * 2**30

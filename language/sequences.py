@@ -50,8 +50,8 @@ class NoTasks:
 
 
 def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> Any:
-    """The Evaluation of --tasks and --hellaswag, or NoTasks. part: of num_parts hosts. Raises InputError."""
-    if not (config.tasks or config.hellaswag):
+    """The Evaluation of --tasks, or NoTasks. part: of num_parts hosts. Raises InputError."""
+    if not config.tasks:
         return NoTasks()
     from language.tasks import scores  # only for a run that is asked questions
 
@@ -67,7 +67,7 @@ def check_files(config: TransformerConfig) -> None:
         from language.generation.sample_prompts import check_samples  # only for a run that is sampled
 
         check_samples(config)
-    if config.tasks or config.hellaswag:
+    if config.tasks:
         from language.tasks.scores import check_tasks  # only for a run that is asked questions
 
         check_tasks(config)

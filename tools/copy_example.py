@@ -18,7 +18,8 @@ from pathlib import Path
 
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.new_folder import written_aside
-from tpu_utils.options.fields import nearest, parse_arguments
+from tpu_utils.options.fields import nearest
+from tpu_utils.options.tool_arguments import parse_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "tests")

@@ -63,7 +63,7 @@ class PrepareConfig:
     shard_tokens: int = 100_000_000
     """Most tokens in a shard. The last two of several share what is left, so that none is much shorter."""
     hellaswag: bool = False
-    """Write OUTPUT/hellaswag_val.bin for transformer_tpu.py --hellaswag."""
+    """Write OUTPUT/hellaswag_val.bin for transformer_tpu.py --tasks hellaswag=hellaswag_val.bin."""
     debug: bool = False
     """Show the traceback of an error instead of its message alone."""
 

@@ -10,7 +10,8 @@ from tpu_utils.base.errors import InputError
 MOST = {"layers": 1024, "heads": 4096, "experts": 1024, "width": 1 << 20, "tokens": 1 << 24}
 MOST["vocabulary"] = 1 << 20  # below START
 """Bounds of the numbers in a config.json, so that no file can ask for a model that nobody could list."""
-MOST_PARAMETERS, MOST_MATRICES = 1 << 42, 1 << 16
+MOST_PARAMETERS = 1 << 42
+MOST_MATRICES = 1 << 16
 """Bounds of a whole model: published ones have up to 2 trillion parameters, and 61 layers of 384 experts."""
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROTARY = {  # what rope_scaling says, by its kind
@@ -100,14 +101,26 @@ def _llama(found: dict, kind: str, name: str) -> LlamaShape:
     pattern = _pattern(found, family.layers, layers, name)
     theta, scaling, local_theta = _rotary(found, kind, rotated // 2, context, name)
     return LlamaShape(
-        layers, heads, width, context, _size(found, "vocab_size", "vocabulary", name), kv_heads,
-        _size(found, mlp, "width", name), 0 if head_dim * heads == width else head_dim, tied, kind,
-        theta, scaling, _positive(found, "rms_norm_eps", name, 1e-6),
-        window=_size(found, "sliding_window", "tokens", name) if "local" in pattern else 0, pattern=pattern,
-        local_theta=local_theta, rotated_width=0 if rotated == head_dim else rotated,
+        num_layers=layers,
+        num_heads=heads,
+        embedding_dim=width,
+        sequence_length=context,
+        vocab_size=_size(found, "vocab_size", "vocabulary", name),
+        num_kv_heads=kv_heads,
+        mlp_dim=_size(found, mlp, "width", name),
+        head_width=0 if head_dim * heads == width else head_dim,
+        tied_head=tied,
+        family=kind,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=_positive(found, "rms_norm_eps", name, 1e-6),
+        window=_size(found, "sliding_window", "tokens", name) if "local" in pattern else 0,
+        pattern=pattern,
+        local_theta=local_theta,
+        rotated_width=0 if rotated == head_dim else rotated,
         query_scalar=_positive(found, "query_pre_attn_scalar", name) if "query_pre_attn_scalar" in found else 0.0,
         **(_experts(found, family.experts, name) if family.experts else {}),
-    )  # fmt: skip
+    )
 
 
 def _experts(found: dict, experts: Experts, name: str) -> dict:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from language.options.families import FAMILIES, Family
 
@@ -162,6 +163,8 @@ class LlamaShape(ModelShape):
         return self.num_parameters - looked_up - self.num_layers * idle
 
 
+MIXTRAL: dict[str, Any] = dict(family="mixtral", num_experts=8, experts_per_token=2)
+QWEN3_MOE: dict[str, Any] = dict(family="qwen3_moe", num_experts=128, experts_per_token=8)
 # GPT-2: Radford et al. 2019 and llm.c. GPT-3: Brown et al. 2020, table 2.1, with llm.c's head counts, at 2,048 tokens.
 MODEL_SIZES: dict[str, ModelShape] = {
     "tiny": ModelShape(2, 2, 128, 64),
@@ -183,38 +186,8 @@ MODEL_SIZES: dict[str, ModelShape] = {
     "llama3_8B": LlamaShape(32, 32, 4096, 8192, 128256, 8, 14336, rope_scaling=RopeScaling(8.0)),
     "llama3_70B": LlamaShape(80, 64, 8192, 8192, 128256, 8, 28672, rope_scaling=RopeScaling(8.0)),
     "qwen3_0.6B": LlamaShape(28, 16, 1024, 4096, 151936, 8, 3072, 128, True, "qwen3", 1e6, norm_eps=1e-6),
-    "mixtral_tiny": LlamaShape(
-        2,
-        4,
-        128,
-        64,
-        50257,
-        2,
-        192,
-        tied_head=True,
-        family="mixtral",
-        rope_theta=1e4,
-        num_experts=8,
-        experts_per_token=2,
-    ),
-    "mixtral_8x7B": LlamaShape(
-        32, 32, 4096, 4096, 32000, 8, 14336, family="mixtral", rope_theta=1e6, num_experts=8, experts_per_token=2
-    ),
-    "qwen3_30B_A3B": LlamaShape(
-        48,
-        32,
-        2048,
-        4096,
-        151936,
-        4,
-        768,
-        128,
-        False,
-        "qwen3_moe",
-        1e6,
-        norm_eps=1e-6,
-        num_experts=128,
-        experts_per_token=8,
-    ),
+    "mixtral_tiny": LlamaShape(2, 4, 128, 64, 50257, 2, 192, tied_head=True, rope_theta=1e4, **MIXTRAL),
+    "mixtral_8x7B": LlamaShape(32, 32, 4096, 4096, 32000, 8, 14336, rope_theta=1e6, **MIXTRAL),
+    "qwen3_30B_A3B": LlamaShape(48, 32, 2048, 4096, 151936, 4, 768, 128, rope_theta=1e6, norm_eps=1e-6, **QWEN3_MOE),
     "qwen3_8B": LlamaShape(36, 32, 4096, 4096, 151936, 8, 12288, 128, False, "qwen3", 1e6, norm_eps=1e-6),
 }

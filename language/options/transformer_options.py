@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from language.options.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import parse_object, read_json
-from tpu_utils.options.fields import FREE, NoEffect, Range
+from tpu_utils.options.fields import FREE, NoEffect, Range, Seldom
 from tpu_utils.options.train_config import ON_TPU, HostOptions, TrainConfig
 
 SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "chat": 1, "stream": 1}
@@ -51,11 +51,11 @@ class TransformerConfig(HostOptions, TrainConfig):
     """text, chat: a file or folder. tokens: shards, for example 'fineweb_train_*.bin'. stream: a folder, a pattern, gs://
     or a .txt with one of these a line. Relative to data_dir."""
     validation_data: Annotated[str, NoEffect("dataset", "synthetic")] = ""
-    """As train_data. Empty with text and chat: the last tenth of train_data; with stream: each tenth of the first 1,000
-    documents of a file."""
+    """Like train_data. Empty: the last tenth of train_data (text, chat), or every tenth of the first 1,000 documents of
+    a file (stream)."""
     tokenizer: Annotated[str, FREE, NoEffect("dataset", "synthetic", "text")] = ""
-    """tokenizer.json or its folder. Empty: that of initial_weights; else with chat and stream bytes, with tokens
-    that of the shards, which is for samples and exports."""
+    """tokenizer.json or its folder. Empty: that of initial_weights; without these bytes (chat, stream), or that of the
+    shards (tokens), which samples and exports need."""
     chat_format: Annotated[
         Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"], NOT_CHAT
     ] = "auto"
@@ -70,29 +70,21 @@ class TransformerConfig(HostOptions, TrainConfig):
     stream_window: Annotated[int, Range("[1, 1000000]"), NOT_STREAM] = 512
     """stream: documents that are shuffled among themselves. Two windows of each lane are in memory."""
     stream_workers: Annotated[int, Range("[0, 4096]"), FREE, NOT_STREAM] = 0
-    """stream: threads of a host that read and tokenize. 0: as many as it has cores, at most
-    16."""
+    """stream: threads of a host that read and tokenize. 0: one for each core, at most 16."""
     stream_damaged: Annotated[Literal["refuse", "skip"], FREE, NOT_STREAM] = "refuse"
     """stream: documents and files that cannot be read. skip: leave them out, and say how many."""
     bucketed: Annotated[bool, NOT_TEXT] = False
     """text: pad short documents to the next multiple of 128 only; one graph for each length that occurs."""
-    hellaswag: Annotated[str, FREE, NoEffect("dataset", "synthetic", "chat")] = ""
-    """llm.c's HellaSwag file; scored at every evaluation. Empty: not."""
     tasks: Annotated[tuple[str, ...], FREE, NoEffect("dataset", "synthetic")] = ()
-    """NAME=PATH of files with questions of hellaswag, arc_easy, arc_challenge, piqa, winogrande, lambada, mmlu or core,
-    scored at every evaluation."""
+    """NAME=PATH of files with questions of hellaswag (llm.c's file too), arc_easy, arc_challenge, piqa, winogrande,
+    lambada, mmlu or core, scored at every evaluation."""
     task_questions: Annotated[int, Range("[0, inf)"), FREE, NoEffect("tasks", ())] = 0
     """Score only the first N questions of each task; 0 scores all."""
-    model_size: Annotated[Literal[
-        "tiny", "124M", "350M", "774M", "1558M",
-        "gpt3_125M", "gpt3_350M", "gpt3_760M", "gpt3_1.3B", "gpt3_2.7B", "gpt3_6.7B",
-        "llama_tiny", "smollm2_135M", "llama3_1B", "llama3_3B", "llama3_8B", "llama3_70B", "qwen3_0.6B", "qwen3_8B",
-        "mixtral_tiny", "mixtral_8x7B", "qwen3_30B_A3B",
-    ], NoEffect("model_config")] = "tiny"  # fmt: skip
+    model_size: Annotated[Literal[tuple(MODEL_SIZES)], NoEffect("model_config")] = "tiny"
     """Layers, heads, width and context of a published model; each can be set by itself below."""
     initial_weights: Annotated[str, FREE] = ""
-    """Folder of Hugging Face with config.json and safetensors, of a model in families.py: where training begins."""
-    model_config: str = ""
+    """Hugging Face folder, config.json and safetensors, whose weights training starts from. Models: families.py."""
+    model_config: Annotated[str, Seldom()] = ""
     """A config.json of Hugging Face, in place of model_size. The run keeps its text. Empty: that of initial_weights."""
     lora_rank: Annotated[int, Range("[0, 4096]")] = 0
     """Freeze the weights and train adapters of this rank. 0: train all weights."""
@@ -101,72 +93,69 @@ class TransformerConfig(HostOptions, TrainConfig):
     lora_base: Annotated[Literal["auto", "float32", "bfloat16"], FREE, NoEffect("lora_rank", 0)] = "auto"
     """Type of LoRA's frozen weights. auto: bfloat16 where config.json says so, else float32, so none is rounded."""
     initialise_new_tokens: Annotated[Literal["as_they_are", "mean"], FREE, NOT_CHAT] = "as_they_are"
-    """chat: rows of tokens of the format that initial_weights has untrained. mean: they start at the mean of others."""
+    """chat: rows of the format's tokens that initial_weights left untrained. mean: start at the mean of the others."""
     num_layers: Annotated[int, Range("[0, inf)")] = 0
-    """Transformer layers. 0: those of model_size, here and in the next three."""
+    """Number of layers. 0: that of model_size, as in the next three."""
     num_heads: Annotated[int, Range("[0, inf)")] = 0
-    """Attention heads of a layer."""
+    """Number of attention heads."""
     embedding_dim: Annotated[int, Range("[0, inf)")] = 0
     """Width of the model."""
     sequence_length: Annotated[int, Range("[0, inf)")] = 0
     """Context: the longest sequence, in tokens. 0 with model_config: what that says, at most 4096."""
-    vocab_size: Annotated[int, Range("[0, 1048576]")] = 0
-    """0: 64 for synthetic, 257 for text and chat (bytes), that of model_size for tokens, that of model_config."""
+    vocab_size: Annotated[int, Range("[0, 1048576]"), Seldom("num_layers", "num_heads", "embedding_dim")] = 0
+    """Vocabulary size. 0: 64 (synthetic), 257 (bytes: text, chat), else that of model_size or model_config."""
     num_steps: Annotated[int, Range("[1, 10000000]")] = 500
     """Optimizer steps of the run."""
     gradient_accumulation_steps: Annotated[int, Range("[1, inf)")] = 1
-    """Smaller batches a global batch is computed in, one after another inside one graph."""
+    """Micro-batches of a global batch, computed one after another in one graph."""
     clip_gradient_norm: Annotated[float, Range("[0, inf)")] = 1.0
     """Largest global norm of the gradient. 0: no clipping."""
     dropout: Annotated[float, Range("[0, 1)")] = 0.0
     """Dropout of embeddings and of what attention and MLP add, in training only. Attention weights are not dropped."""
     expert_capacity: Annotated[float, Range("[0, 64]"), NO_EXPERTS] = 0.0
-    """Most tokens of a sequence that an expert takes, in multiples of an even share, such as 1.25; others are dropped.
-    0: none is dropped."""
+    """Most tokens of a sequence that an expert takes, in even shares, such as 1.25; others are dropped. 0: no limit."""
     balance_loss: Annotated[float, Range("[0, inf)"), NO_EXPERTS] = 0.01
     """Weight of the loss that keeps a router from favouring a few experts."""
     router_z_loss: Annotated[float, Range("[0, inf)"), NO_EXPERTS] = 0.0
-    """Weight of the mean square of the logarithm of the sum of a router's probabilities before they are normalised."""
+    """Weight of the router z-loss: the mean square of the log-sum-exp of a router's logits."""
     optimizer: Literal["sgd", "adam", "adamw", "muon"] = "adamw"
-    """muon: for the matrices of the layers; the rest is updated as by adamw, at the same rate."""
+    """Optimizer. muon updates the matrices of the layers, and the rest as adamw does, at the same rate."""
     momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "adam", "adamw", "muon")] = 0.9
     """Momentum of SGD."""
     muon_momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd", "adam", "adamw")] = 0.95
     """Momentum of Muon."""
     adam_beta2: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.95
-    """Decay of the mean of squared gradients in Adam and AdamW."""
+    """Decay rate of the mean of the squared gradients in Adam and AdamW."""
     weight_decay: Annotated[float, Range("[0, inf)")] = 0.1
     """Weight decay of matrices; layer norms and biases never decay."""
     mesh: Annotated[str, FREE] = "auto"
-    """DATAxFSDPxTENSORxCONTEXTxEXPERT, for example 2x4x1: the last two may be left out. Their product is the number of
-    devices."""
-    sharding: Annotated[Literal["table", "auto"], FREE] = "table"
-    """table: PARTITION in transformer_tpu.py. auto: XLA's auto-sharding, experimental, TPU only."""
-    print_placement: Annotated[bool, FREE] = False
-    """Print where every parameter lies."""
+    """DATAxFSDPxTENSORxCONTEXTxEXPERT, as many devices as their product. 2x4x1: the last two are 1."""
+    print_placement: Annotated[bool, FREE, Seldom("mesh")] = False
+    """Print how each parameter is sharded."""
     remat: Annotated[bool, FREE] = False
-    """Keep only the input of each layer for the backward pass, compute the rest again: less memory, more time."""
+    """Keep only the input of each layer for the backward pass and compute the rest again: less memory, more time."""
     remat_keep: Annotated[Kept, FREE, WITH_REMAT] = "inputs"
-    """What remat keeps of a layer, each with all before it: inputs; what attention gave; q, k and v; the sum that goes
-    into the MLP; what the MLP's first products gave. What is kept is not computed again."""
+    """What remat keeps of a layer instead of computing it again, each value with those before it: the input; the output
+    of attention; q, k and v; the sum that the MLP reads; the first products of the MLP."""
     offload: Annotated[Literal["nothing", Kept], FREE, WITH_REMAT] = "nothing"
-    """Up to where what is kept lies in the host's memory between the two passes. TPU only: else without effect."""
-    scan_layers: Annotated[bool, FREE] = False
+    """Last of the kept values that lies in host memory between the two passes. TPU only, else without effect."""
+    scan_layers: Annotated[bool, FREE, Seldom("remat")] = False
     """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
-    """flash: Pallas kernels, which need jax 0.7.1, TPU only; sequence_length a multiple of 128."""
-    context_attention: Annotated[Literal["auto", "gather", "ulysses"], FREE] = "auto"
+    """flash: Pallas kernels, which need a TPU, jax 0.7.1 and a sequence_length that is a multiple of 128."""
+    context_attention: Annotated[Literal["auto", "gather", "ulysses"], FREE, Seldom("mesh")] = "auto"
     """On a mesh with a context axis. gather: each device has its queries, and keys and values of all positions.
-    ulysses: some heads, and all positions; the axis must divide the heads of keys and values. auto: gather."""
+    ulysses: some heads and all positions; the axis must divide the key/value heads. auto: gather."""
     eval_every: Annotated[int, Range("[1, inf)")] = 100
     """Steps between two evaluations. The last step is always evaluated."""
     eval_batches: Annotated[int, Range("[1, inf)")] = 20
-    """Most batches of global_batch_size in one evaluation, whatever the accumulation."""
+    """Most batches of global_batch_size in one evaluation."""
     sample_every: Annotated[int, FREE, Range("[0, inf)")] = 0
     """Steps between two samples of the model, one after each of sample_prompts. The last step has one. 0: none."""
     sample_prompts: Annotated[tuple[str, ...], FREE, NoEffect("sample_every", 0)] = ("",)
-    """Texts to go on from; with chat questions to answer."""
+    """Texts to continue; with dataset chat, questions to answer."""
 
+    free_elsewhere = TrainConfig.free_elsewhere | {"hellaswag", "sharding"}  # of older versions
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "quick_test": dict(num_steps=200, global_batch_size=32, learning_rate=2e-3, warmup_steps=20),
         # nanoGPT's CPU example: 4 layers, 4 heads, width 128, context 64, batch 12, 2,000 iterations
@@ -219,6 +208,13 @@ class TransformerConfig(HostOptions, TrainConfig):
 
     def problems(self) -> list[str]:
         return super().problems() or check_transformer(self)
+
+    @classmethod
+    def carry_over(cls, found: dict[str, Any]) -> dict[str, Any]:
+        path, tasks = found.get("hellaswag"), found.get("tasks", [])  # --hellaswag FILE was an option of its own
+        if not path or not isinstance(tasks, list):
+            return found
+        return found | {"tasks": [*tasks, f"hellaswag={path}" if isinstance(path, str) else path]}
 
     @functools.cached_property  # a step reads it
     def shape(self) -> ModelShape:
@@ -301,11 +297,19 @@ def check_initial_weights(config: TransformerConfig) -> None:
 def check_transformer(config: TransformerConfig) -> list[str]:
     """What does not go together in a transformer's configuration, whatever the devices and the data."""
     try:
-        problems, shape = [], config.shape
+        shape = config.shape
     except InputError as error:
         return [str(error)]
-    if config.model_config:
-        problems += check_model_config(config)
+    problems = check_model_config(config) if config.model_config else []
+    problems += [*check_adapters(config), *check_shape(config, shape)]
+    if isinstance(shape, LlamaShape):
+        problems += check_llama(config, shape)
+    return [*problems, *check_data(config), *check_steps(config)]
+
+
+def check_adapters(config: TransformerConfig) -> list[str]:
+    """What stands against LoRA, and against new rows for the tokens of a chat format."""
+    problems = []
     if config.lora_rank and not (config.initial_weights or config.compile_for):
         problems.append(
             f"lora_rank is {config.lora_rank}, but there are no weights to adapt; choose a folder by --initial_weights"
@@ -315,67 +319,45 @@ def check_transformer(config: TransformerConfig) -> list[str]:
     if config.initialise_new_tokens == "mean" and (config.lora_rank or not config.initial_weights):
         why = "adapters leave these rows as they are" if config.lora_rank else "there are no initial_weights"
         problems.append(f"initialise_new_tokens is mean, but {why}; expected a run that trains all weights of a folder")
-    smallest = SMALLEST_VOCAB_SIZE[config.dataset]
-    if isinstance(shape, LlamaShape):
-        if shape.num_heads % shape.num_kv_heads:
-            problems.append(
-                f"num_heads ({shape.num_heads}) must be divisible by the {shape.num_kv_heads} heads of keys and values "
-                f"of {config.model_size}"
-            )
-        if config.dropout:
-            problems.append(f"dropout is {config.dropout}, but {config.model_size} has none; leave it out")
-        problems += check_layers(config, shape)
+    if config.sample_every and config.lora_rank:
+        problems.append("sample_every is given, but a model with adapters is sampled by tools.generate; leave it out")
+    return problems
+
+
+def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
+    """What layers of this shape cannot do."""
+    problems = []
     if shape.embedding_dim % shape.num_heads and not getattr(shape, "head_width", 0):
         divide = [heads for heads in range(1, 1025) if shape.embedding_dim % heads == 0]
-        near = [heads for heads in divide if heads < shape.num_heads][-1:]
-        near += [heads for heads in divide if heads > shape.num_heads][:1]
+        near = [n for n in divide if n < shape.num_heads][-1:] + [n for n in divide if n > shape.num_heads][:1]
         unit = 8 * shape.num_heads  # so that the width of a head is a multiple of 8
         width = -(-shape.embedding_dim // unit) * unit
         problems.append(
             f"embedding_dim ({shape.embedding_dim}) must be divisible by num_heads ({shape.num_heads}); "
             f"try --num_heads {' or '.join(map(str, near))}, or --embedding_dim {width}"
         )
-    if config.vocab_size and config.vocab_size < smallest:
-        problems.append(f"vocab_size is {config.vocab_size}; {config.dataset} needs {smallest} or more")
     if config.attention == "flash" and shape.sequence_length % 128:
         problems.append(
             f"sequence_length is {shape.sequence_length}; attention flash needs a multiple of 128, or choose plain"
-        )
-    if config.global_batch_size % config.gradient_accumulation_steps:
-        problems.append(
-            f"global_batch_size ({config.global_batch_size}) must be divisible by gradient_accumulation_steps "
-            f"({config.gradient_accumulation_steps})"
         )
     if config.offload != "nothing" and config.scan_layers and shape.num_layers == 1:
         problems.append(
             f"offload is {config.offload}, but a loop over one layer is none, and libtpu 0.0.21 does not compile what "
             "is left of it; leave out --offload or --scan_layers"
         )
-    if config.stream_lanes and config.global_batch_size % config.stream_lanes:
-        problems.append(
-            f"stream_lanes ({config.stream_lanes}) must divide global_batch_size ({config.global_batch_size}); try "
-            f"{math.gcd(config.stream_lanes, config.global_batch_size)}"
-        )
-    if config.sample_every and config.lora_rank:
-        problems.append("sample_every is given, but a model with adapters is sampled by tools.generate; leave it out")
-    if config.sample_every and config.sharding == "auto":
-        problems.append(
-            "sample_every is given, but sharding is auto, where XLA would choose another sharding of the weights for "
-            "samples than the step's; leave it out, or use --sharding table"
-        )
-    if config.warmup_steps >= config.num_steps:
-        problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
-    if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):
-        problems.append(
-            f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSORxCONTEXTxEXPERT such as "
-            "2x4x1, of which the last two may be left out"
-        )
     return problems
 
 
-def check_layers(config: TransformerConfig, shape: LlamaShape) -> list[str]:
-    """What layers of several kinds, or rotations that depend on the length of a text, cannot do."""
+def check_llama(config: TransformerConfig, shape: LlamaShape) -> list[str]:
+    """What a model like Llama, layers of several kinds, or rotations that depend on the length of a text cannot do."""
     problems, scaling = [], shape.rope_scaling
+    if shape.num_heads % shape.num_kv_heads:
+        problems.append(
+            f"num_heads ({shape.num_heads}) must be divisible by the {shape.num_kv_heads} heads of keys and values "
+            f"of {config.model_size}"
+        )
+    if config.dropout:
+        problems.append(f"dropout is {config.dropout}, but {config.model_size} has none; leave it out")
     if config.attention == "flash" and config.scan_layers and len(set(shape.windows)) > 1:
         problems.append(
             f"attention is flash and scan_layers is on, but the layers of {shape.family} have different windows, and a "
@@ -386,6 +368,38 @@ def check_layers(config: TransformerConfig, shape: LlamaShape) -> list[str]:
         problems.append(
             f"sequence_length is {shape.sequence_length}, but a row holds conversations of all lengths, and longrope "
             f"turns those above {scaling.original_context} otherwise; choose {scaling.original_context} or less"
+        )
+    return problems
+
+
+def check_data(config: TransformerConfig) -> list[str]:
+    """What stands against the data source and its options."""
+    problems = []
+    smallest = SMALLEST_VOCAB_SIZE[config.dataset]
+    if config.vocab_size and config.vocab_size < smallest:
+        problems.append(f"vocab_size is {config.vocab_size}; {config.dataset} needs {smallest} or more")
+    if config.stream_lanes and config.global_batch_size % config.stream_lanes:
+        problems.append(
+            f"stream_lanes ({config.stream_lanes}) must divide global_batch_size ({config.global_batch_size}); try "
+            f"{math.gcd(config.stream_lanes, config.global_batch_size)}"
+        )
+    return problems
+
+
+def check_steps(config: TransformerConfig) -> list[str]:
+    """What stands against the batch, the number of steps and the mesh."""
+    problems = []
+    if config.global_batch_size % config.gradient_accumulation_steps:
+        problems.append(
+            f"global_batch_size ({config.global_batch_size}) must be divisible by gradient_accumulation_steps "
+            f"({config.gradient_accumulation_steps})"
+        )
+    if config.warmup_steps >= config.num_steps:
+        problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
+    if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):
+        problems.append(
+            f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSORxCONTEXTxEXPERT such as "
+            "2x4x1, of which the last two may be left out"
         )
     return problems
 

@@ -3,7 +3,8 @@
 A file has JSON lines, or rows of parquet, with the fields of the data set on Hugging Face. PATH is one file; or a
 folder with test.jsonl or validation.jsonl, and with train.jsonl (mmlu: dev.jsonl) if questions are to follow examples.
 Instead of test.jsonl it may be test.parquet or, as on the hub, test-00000-of-00001.parquet; so for the others. core is
-an evaluation bundle of nanochat: core_tasks.py. Text is text: a special token in it is none.
+an evaluation bundle of nanochat: core_tasks.py. Text is text: a special token in it is none. In a run hellaswag may be
+llm.c's file, whose questions are tokens.
 """
 
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from language.data.llmc_files import read_hellaswag
+from language.data.llmc_files import HELLASWAG_MAGIC, read_hellaswag
 from language.data.tokenizer import Tokenizer, check_lost, check_tokenizer, load_tokenizer
 from language.data.tokenizer_files import tokenizer_of_run
 from language.options.transformer_options import TransformerConfig
@@ -24,6 +25,7 @@ from language.tasks.core_tasks import check_bundle, read_bundle
 from language.tasks.questions import SHORTEST, Answers, Question, Row, Task, answers, batched, core_of, fit
 from language.tasks.task_files import member, read_records, text, texts, tidied
 from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import open_regular
 from tpu_utils.options.fields import nearest
 
 CORE = "core"
@@ -273,13 +275,12 @@ class Evaluation:
 def check_tasks(config: TransformerConfig) -> None:
     """Raises InputError for what load_tasks() could not read. Texts are encoded later."""
     named = parse_tasks(config.tasks, Path(config.data_dir))
-    if config.hellaswag and "hellaswag" in named:
-        raise InputError("hellaswag is given by --hellaswag and by --tasks; expected one of them")
-    if config.hellaswag:
-        read_hellaswag(Path(config.data_dir) / config.hellaswag, config.shape.vocab_size)
-    for name, path in named.items():
+    of_text = {name: path for name, path in named.items() if not is_llmc(name, path)}
+    for path in (path for name, path in named.items() if name not in of_text):
+        read_hellaswag(path, config.shape.vocab_size)
+    for name, path in of_text.items():
         check_file(name, path)
-    if named:
+    if of_text:
         tokenizer_for(config)
 
 
@@ -297,16 +298,18 @@ def tokenizer_for(config: TransformerConfig) -> Tokenizer:
 
 
 def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> Evaluation:
-    """What the options hellaswag and tasks name, for the evaluations of a run; part: of num_parts hosts. Raises
-    InputError for a damaged file."""
-    T = config.shape.sequence_length
+    """What the option tasks names, for the evaluations of a run; part: of num_parts hosts. Raises InputError for a
+    damaged file."""
+    T, limit = config.shape.sequence_length, config.task_questions
     tasks = []
+    tokenizer = None
     named = parse_tasks(config.tasks, Path(config.data_dir))
-    if config.hellaswag and not config.compile_for:
-        tasks.append(read_llmc(Path(config.data_dir) / config.hellaswag, config.shape.vocab_size, T))
-    tokenizer = tokenizer_for(config) if named and not config.compile_for else None
-    for name, path in named.items() if tokenizer else ():
-        tasks += read_tasks(name, path, tokenizer, T, limit=config.task_questions)
+    for name, path in named.items() if not config.compile_for else ():
+        if is_llmc(name, path):
+            tasks.append(read_llmc(path, config.shape.vocab_size, T, limit))
+        else:
+            tokenizer = tokenizer or tokenizer_for(config)
+            tasks += read_tasks(name, path, tokenizer, T, limit=limit)
     rows, size = [row for task in tasks for row in task.rows], config.global_batch_size
     size //= config.gradient_accumulation_steps  # no more at a time than in training
     sizes = [int(number) for number in config.mesh.split("x")] if config.mesh != "auto" else []
@@ -316,10 +319,18 @@ def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> 
     return Evaluation(tasks, [batch.reshape(num_parts, -1, batch.shape[1])[part] for batch in batches], places)
 
 
-def read_llmc(path: Path, vocab_size: int, T: int) -> Task:
+def is_llmc(name: str, path: Path) -> bool:
+    """Whether it is llm.c's HellaSwag file, by its first bytes."""
+    if name != "hellaswag" or path.is_dir():
+        return False
+    with open_regular(path, "hellaswag's questions") as file:
+        return file.read(4) == HELLASWAG_MAGIC.to_bytes(4, "little")
+
+
+def read_llmc(path: Path, vocab_size: int, T: int, limit: int = 0) -> Task:
     """llm.c's HellaSwag file: an ending is chosen by its loss per token."""
     questions = []
-    for number, found in enumerate(read_hellaswag(path, vocab_size)):
+    for number, found in enumerate(read_hellaswag(path, vocab_size)[: limit or None]):
         pairs = [(np.concatenate([found.context, ending]), len(ending)) for ending in found.endings]
         rows: list[Row] = [fit(tokens, count, T + 1, f"{path}: example {number}") for tokens, count in pairs]
         questions.append(Question(rows, found.label))

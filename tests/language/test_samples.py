@@ -122,11 +122,6 @@ def test_of_two_hosts_the_first_one_writes(tmp_path):
     ]
 
 
-def test_auto_sharding_is_refused():
-    with pytest.raises(InputError, match="sample_every is given, but sharding is auto, where XLA would choose another"):
-        TransformerConfig(sample_every=1, sample_prompts=("1",), sharding="auto")
-
-
 def test_seeds_come_from_the_step():
     config = TransformerConfig(sample_every=1, sample_prompts=("1",))
     assert sampling_options(config, 1) == sampling_options(config, 1)

@@ -11,13 +11,23 @@ import pytest
 from made_tasks import BUNDLE, MAKERS, write_bundle, write_lines, write_task
 from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated, mutated_json, no_hang
 
+from language.data.llmc_files import MultipleChoice, write_hellaswag
 from language.data.tokenizer import Bytes
 from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from language.tasks import task_files
 from language.tasks.core_tasks import read_bundle
 from language.tasks.questions import Question, Row, Task, answers, batched
-from language.tasks.scores import CORE, READERS, encode_pair, load_tasks, parse_tasks, read_task, read_tasks
+from language.tasks.scores import (
+    CORE,
+    READERS,
+    check_tasks,
+    encode_pair,
+    load_tasks,
+    parse_tasks,
+    read_task,
+    read_tasks,
+)
 from tpu_utils.base.errors import InputError
 
 BYTES = Bytes()
@@ -292,6 +302,26 @@ def test_hosts_get_their_rows_of_the_tasks(tmp_path):
     for batch, *parts in zip(whole.batches, *(half.batches for half in halves), strict=True):
         np.testing.assert_array_equal(np.concatenate(parts), batch)
     assert load_tasks(TransformerConfig(**options | dict(tasks=()))).batches == []
+
+
+def test_llmc_questions_are_known_by_their_first_bytes_and_need_no_tokenizer(tmp_path):
+    """Beside JSON lines of another task, or alone, where nobody knows the tokenizer of the tokens."""
+    write_task(tmp_path / "piqa", "piqa")
+    asked = [MultipleChoice(n, n % 4, np.arange(5), [np.arange(1, 3 + m) for m in range(4)]) for n in range(6)]
+    write_hellaswag(tmp_path / "q.bin", asked)
+    options = dict(train_data="x", data_dir=str(tmp_path), sequence_length=256, global_batch_size=4)
+    alone = TransformerConfig(**options, dataset="tokens", vocab_size=999, tasks=("hellaswag=q.bin",))
+    both = TransformerConfig(**options, dataset="text", tasks=("piqa=piqa", "hellaswag=q.bin"), task_questions=4)
+    for config, expected in ((alone, {"hellaswag": 6}), (both, {"piqa": 4, "hellaswag": 4})):
+        check_tasks(config)
+        assert {task.name: len(task.questions) for task in load_tasks(config).tasks} == expected
+    (task,) = load_tasks(alone).tasks
+    assert task.how == "per_token" and [question.answer for question in task.questions] == [n % 4 for n in range(6)]
+    assert [row.num_targets for row in task.questions[0].rows] == [2, 3, 4, 5]
+    (tmp_path / "q.bin").write_bytes((tmp_path / "q.bin").read_bytes()[:-4])
+    for read in (check_tasks, load_tasks):
+        with pytest.raises(InputError, match=r"q.bin: example 5 of 6, byte .*copy the file again"):
+            read(alone)
 
 
 def test_a_vocabulary_of_an_unknown_tokenizer_is_refused(tmp_path):

@@ -67,7 +67,7 @@ def test_help_is_answered_without_torch_and_fits_80_columns(script):
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "tools.generate", "tools.prepare_data", "tools.plot_run"])
 def test_every_option_has_a_sentence(script):
-    text = answer(script, "--help").stdout
+    text = answer(script, "--help", *["all"] * (script in SCRIPTS)).stdout
     entries = re.split(r"\n│ (?=--)", text)[1:]
     assert len(entries) >= 2
     for entry in entries:

@@ -371,7 +371,7 @@ def test_buckets_and_hellaswag(tmp_path):
         "--num_steps=6",
         "--num_layers=1",
     ]
-    train_all(tmp_path, 1, [["text", *OPTIONS, *options, "--hellaswag=hellaswag_val.bin"]])
+    train_all(tmp_path, 1, [["text", *OPTIONS, *options, "--tasks", "hellaswag=hellaswag_val.bin"]])
     lines = read_lines(tmp_path / "text")
     assert len([line for line in lines if line["kind"] == "train"]) == 6
     (evaluation,) = [line for line in lines if line["kind"] == "eval"]
@@ -394,7 +394,6 @@ def test_quick_test_ends_within_5_percent_of_the_floor(tmp_path):
     ("options", "message"),
     [
         (["--attention", "flash", "--sequence_length", "128"], "its Pallas kernels run on TPU only"),
-        (["--sharding", "auto"], "auto-sharding works on TPU only"),
         (["--dataset", "text", "--vocab_size", "257"], "train_data is empty"),
         (["--dataset", "tokens", "--vocab_size", "257", "--train_data", "no_*.bin"], "validation_data is empty"),
     ],

@@ -252,13 +252,17 @@ def test_annotations_as_text_are_understood():
 @pytest.mark.parametrize(
     "kind, argv, said",
     [
-        (MnistConfig, ["--momentum=0.5"], "--momentum has no effect: optimizer is adamw; choose --optimizer sgd, or"),
+        (
+            MnistConfig,
+            ["--momentum=0.5"],
+            "--momentum belongs to optimizer sgd, but optimizer is adamw; choose --optimizer sgd, or leave --momentum",
+        ),
         (
             MnistConfig,
             ["--adam-beta1=0.5", "--optimizer=sgd"],
             "choose --optimizer adam or adamw, or leave --adam_beta1",
         ),
-        (MnistConfig, ["--decay_every", "5", "--decay_factor=0.1"], "(?s)--decay_every has.*--decay_factor has"),
+        (MnistConfig, ["--decay_every", "5", "--decay_factor=0.1"], "(?s)--decay_every.*--decay_factor"),
         (MnistConfig, ["--decay_fraction=0.2"], "scheduler is cosine; choose --scheduler wsd"),
         (
             MnistConfig,
@@ -267,6 +271,11 @@ def test_annotations_as_text_are_understood():
         ),
         (MnistConfig, ["--download"], "dataset is digits; choose --dataset mnist, or leave --download out"),
         (CifarConfig, ["--download"], "dataset is stripes; choose --dataset cifar10, or leave --download out"),
+        (
+            TransformerConfig,
+            ["--preset=production", "--stream_lanes=4"],
+            "--stream_lanes belongs to dataset stream, but dataset is tokens; choose --dataset stream, or leave --str",
+        ),
         (TransformerConfig, ["--dataset=text", "--download"], "--download has no effect: dataset is text; leave"),
         (TransformerConfig, ["--lora_alpha=8"], "lora_rank is 0; leave --lora_alpha out"),
         (TransformerConfig, ["--expert_capacity=2"], "num_experts is 0; leave --expert_capacity out"),
@@ -280,21 +289,113 @@ def test_annotations_as_text_are_understood():
             ["--train_data=x.bin"],
             "choose --dataset text or tokens or chat or stream, or leave --train_data out",
         ),
-        (TransformerConfig, ["--validation_data=x.bin"], "--validation_data has no effect"),
-        (TransformerConfig, ["--hellaswag=x.bin"], "--hellaswag has no effect: dataset is synthetic"),
-        (TransformerConfig, ["--tasks", "piqa=x", "core=y"], "--tasks has no effect: dataset is synthetic"),
+        (TransformerConfig, ["--validation_data=x.bin"], "--validation_data belongs to dataset text or tokens or chat"),
+        (TransformerConfig, ["--tasks", "piqa=x", "core=y"], "--tasks belongs to .*, but dataset is synthetic"),
         (TransformerConfig, ["--task_questions=5"], "--task_questions has no effect: tasks is \\(\\); leave"),
         (
             TransformerConfig,
             ["--preset=production", "--bucketed"],
             "dataset is tokens; choose --dataset text, or leave",
         ),
-        (TransformerConfig, ["--dataset=tokens", "--document_separator=x"], "--document_separator has no effect"),
+        (TransformerConfig, ["--dataset=tokens", "--document_separator=x"], "--document_separator belongs to"),
     ],
 )
 def test_an_option_without_effect_is_refused(kind, argv, said):
     with pytest.raises(InputError, match=said):
         parse_command_line(kind, "", argv)
+
+
+def options_in_help(capsys, kind: type, *argv: str) -> tuple[set[str], str]:
+    """(the options that --help shows beside these words, its last line)."""
+    with pytest.raises(SystemExit) as stop:
+        parse_command_line(kind, "", ["--help", "all"] if argv == ("all",) else [*argv, "--help"])
+    said = capsys.readouterr().out
+    assert not stop.value.code, said
+    return set(re.findall(r"^[│ ] +--(\w+)", said, re.M)), said.splitlines()[-1]
+
+
+def names_of(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+GPT2 = ("--dataset", "tokens", "--model_size", "124M")
+
+
+def test_help_shows_what_a_first_run_needs(capsys):
+    """nanoGPT's train.py has 33 options; ours has 87, of which its help shows those that are asked for."""
+    shown, last = options_in_help(capsys, TransformerConfig, *GPT2)
+    assert len(shown) <= 45
+    assert {"dataset", "train_data", "model_size", "learning_rate", "adam_beta2", "num_steps", "run_dir"} <= shown
+    of_others = {"text_field", "stream_lanes", "chat_format", "document_separator", "bucketed", "download", "momentum"}
+    of_others |= {"lora_alpha", "balance_loss", "decay_fraction", "remat_keep", "sample_prompts", "task_questions"}
+    assert not shown & (of_others | {"peers_secret", "memory_dir", "profile_steps", "compiler_options", "scan_layers"})
+    assert last.startswith(f"{len(names_of(TransformerConfig) - shown)} more options: --help all"), last
+    everything, last = options_in_help(capsys, TransformerConfig, "all")
+    assert everything == names_of(TransformerConfig) and "more options" not in last
+
+
+@pytest.mark.parametrize(
+    "kind, argv, of_the_choice",
+    [
+        (TransformerConfig, ["--dataset=stream"], "text_field stream_lanes stream_window stream_damaged"),
+        (TransformerConfig, ["--dataset=chat"], "chat_format"),
+        (TransformerConfig, ["--dataset=text"], "document_separator bucketed"),
+        (TransformerConfig, ["--dataset=text", "--tasks", "piqa=x"], "task_questions"),
+        (TransformerConfig, ["--lora_rank=8"], "lora_alpha lora_base"),
+        (TransformerConfig, ["--model_size=mixtral_8x7B"], "expert_capacity balance_loss router_z_loss"),
+        (TransformerConfig, ["--optimizer=muon"], "muon_momentum"),
+        (TransformerConfig, ["--remat"], "remat_keep offload scan_layers"),
+        (TransformerConfig, ["--sample_every=10"], "sample_prompts"),
+        (TransformerConfig, ["--mesh=2x2x1"], "print_placement context_attention"),
+        (TransformerConfig, ["--num_layers=3"], "vocab_size"),
+        (TransformerConfig, ["--compile_for=v5e-8"], "compiler_options windowed_einsum"),
+        (MnistConfig, ["--optimizer=sgd"], "momentum"),
+        (MnistConfig, ["--scheduler=wsd"], "decay_fraction"),
+        (MnistConfig, ["--scheduler=step"], "decay_every decay_factor"),
+        (MnistConfig, ["--dataset=mnist"], "download"),
+        (MnistConfig, ["--preset=development"], "download"),
+        (MnistConfig, ["--save_memory_every=10"], "save_memory_every memory_dir"),
+        (DistributedMnistConfig, ["--peers_secret=x"], "peers_secret"),
+        (CifarConfig, ["--dataset=cifar10"], "download"),
+    ],
+)
+def test_a_choice_brings_its_options_into_the_help(capsys, kind, argv, of_the_choice):
+    shown, beside = options_in_help(capsys, kind)[0], options_in_help(capsys, kind, *argv)[0]
+    assert not shown & set(of_the_choice.split()) and set(of_the_choice.split()) <= beside
+
+
+def test_help_of_a_run_has_the_options_of_its_choices(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(MnistConfig(optimizer="sgd", strict=True))))
+    shown, _ = options_in_help(capsys, MnistConfig, f"--run_dir={tmp_path}", "--resume=must")
+    assert {"momentum", "strict"} <= shown and "adam_beta2" not in shown
+
+
+def test_help_is_answered_beside_a_mistake(capsys):
+    for words in (["--dataset=foo"], ["--learnin_rate=1"], ["--seed=-1"], ["--preset=foo"], ["--model_config=no"]):
+        assert "dataset" in options_in_help(capsys, TransformerConfig, *words)[0], words
+
+
+def test_an_option_that_the_help_leaves_out_is_known_to_the_parser(capsys):
+    assert parse("--strict", "--memory_dir=/tmp").strict
+    with pytest.raises(SystemExit):
+        parse_command_line(TransformerConfig, "", ["--stream_lane=4"])
+    assert "--stream_lanes" in capsys.readouterr().err
+
+
+def test_options_of_an_older_version_are_carried_over(tmp_path):
+    """--hellaswag FILE is --tasks hellaswag=FILE now; --sharding had one value that ran."""
+    told = dataclasses.asdict(TransformerConfig(dataset="text", train_data="x", tasks=("piqa=p",)))
+    argv = ["--run_dir", str(tmp_path), "--resume=must"]
+    for former, tasks in (("q.bin", ("piqa=p", "hellaswag=q.bin")), ("", ("piqa=p",))):
+        (tmp_path / "config.json").write_text(json.dumps(told | dict(hellaswag=former, sharding="auto")))
+        assert parse_command_line(TransformerConfig, "", argv).tasks == tasks
+    for damaged in (dict(tasks=3), dict(tasks=None), dict(hellaswag=["\ud800"]), dict(tasks="x")):
+        (tmp_path / "config.json").write_text(json.dumps(told | dict(hellaswag="q.bin") | damaged))
+        with pytest.raises(InputError, match=r"config.json holds options that cannot work"):
+            parse_command_line(TransformerConfig, "", argv)
+    assert {"hellaswag", "sharding"} <= free_on_resume(TransformerConfig)
+    with pytest.raises(SystemExit):
+        parse_command_line(TransformerConfig, "", ["--hellaswag=q.bin"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +410,7 @@ class LionConfig(MnistConfig):
         (TransformerConfig, ["--preset=development", "--scheduler=constant"]),  # its final_learning_rate_fraction
         (TransformerConfig, ["--preset=development", "--optimizer=sgd"]),  # its adam_beta2
         (TransformerConfig, ["--preset=production", "--dataset=synthetic"]),  # its train_data
-        (TransformerConfig, ["--dataset=text", "--train_data=x", "--hellaswag=x.bin"]),  # of bytes, as prepare_data's
+        (TransformerConfig, ["--dataset=text", "--train_data=x", "--tasks", "hellaswag=x.bin"]),
         (MnistConfig, ["--no_download"]),
         (LionConfig, ["--momentum=0.5", "--download"]),  # what they do there is the script's to say
     ],

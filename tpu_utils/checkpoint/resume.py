@@ -7,7 +7,7 @@ from tpu_utils.base.errors import CheckpointError
 from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.state import Beginning
-from tpu_utils.options.parsing import LENGTHS, defaults_of, free_on_resume
+from tpu_utils.options.parsing import RUN_LENGTH_FIELDS, defaults_of, free_on_resume
 from tpu_utils.record.run_dir import RunDir, check_same_run, is_finished
 from tpu_utils.step.optim import check_length
 
@@ -43,7 +43,7 @@ def find_beginning(
     was = defaults_of(type(config)) | saved.value("config", dict)  # defaults: for fields newer than the checkpoint
     if isinstance(run["data_crc32"], int) and run["data_crc32"] % 2**32 == was.get("data_crc32"):
         run = run | {"data_crc32": was["data_crc32"]}  # of token shards, older runs lack the half of their content
-    check_same_run(run, was, free if before is None else free.union(LENGTHS))
+    check_same_run(run, was, free if before is None else free.union(RUN_LENGTH_FIELDS))
     check_length(config, num_steps, before or num_steps, saved.step)
     best = saved.best() if config.keep_best else None
     if best and not peers.from_first(lambda: best["step"] in reader.steps()):

@@ -19,11 +19,11 @@ TORCH_XLA_FLAGS = {
 }
 """What torch_xla 2.9.0 adds when it is imported beside a TPU: _setup_libtpu_flags of torch_xla/__init__.py."""
 TORCH_XLA_FLAGS_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
-OF_A_FOLDER = (
+SAFE_FLAG = (
     r"xla_(tpu_scoped_vmem_limit_kib|jf_spmd_threshold_for_windowed_einsum_mib)=[0-9]{1,9}|xla_(tpu_)?enable_"
     r"(async|data_parallel|sparse_core_collective_offload)_[a-z_]+=(true|false)"
 )
-"""What config.json of a folder may set. Others make libtpu read or write files: flagfile, xla_jf_dump_to."""
+"""Options that a run's config.json may set. Others make libtpu read or write files: flagfile, xla_jf_dump_to."""
 
 
 def parse_compiler_options(text: str) -> dict[str, str]:

@@ -3,7 +3,6 @@
 A subclass of your own is read the same way: it redeclares or adds fields, and registers nothing.
 """
 
-import argparse
 import ast
 import dataclasses
 import difflib
@@ -13,7 +12,7 @@ import itertools
 import re
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -50,6 +49,13 @@ class NoEffect:
         return value in self.values if self.values else value not in ("", None)
 
 
+class Seldom:
+    """A mark: --help leaves the field out while it, and each of the fields `beside`, has its default."""
+
+    def __init__(self, *beside: str):
+        self.beside = beside
+
+
 @functools.cache
 def hints_of(kind: type) -> dict[str, Any]:
     """The type of every field with its marks, also where annotations are text (from __future__ import annotations)."""
@@ -76,6 +82,12 @@ def marks(kind: type, name: str) -> tuple:
         if name in inspect.get_annotations(base) and hasattr(hint := hints_of(base)[name], "__metadata__"):
             return hint.__metadata__
     return ()
+
+
+def no_effect(config: Any, name: str) -> NoEffect | None:
+    """The mark by which a field has no effect in this configuration; None where it has one."""
+    found = (mark for mark in marks(type(config), name) if isinstance(mark, NoEffect))
+    return next((mark for mark in found if getattr(config, mark.other, None) in mark), None)
 
 
 def field_doc(kind: type, name: str) -> str:
@@ -205,13 +217,3 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """'; did you mean X?' where one of the names is near."""
     found = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {found[0]}?" if found else ""
-
-
-def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str], hint: str = "") -> argparse.Namespace:
-    """What the parser understands. An unknown argument ends the process with exit code 2, the name that is nearest, and
-    the hint."""
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        names = [f"--{name}" for name in vars(given)]
-        parser.error(f"unknown argument {unknown[0]}{nearest(unknown[0].partition('=')[0], names)}{hint}")
-    return given

@@ -6,22 +6,19 @@ resumed run has its own config.json in place of the preset, unless --preset is g
 
 import argparse
 import dataclasses
-import importlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable
-from importlib.util import find_spec
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import parse_object, read_json, write_atomically
-from tpu_utils.options.compiler_flags import OF_A_FOLDER
+from tpu_utils.options.compiler_flags import SAFE_FLAG
 from tpu_utils.options.fields import (
     FREE,
-    NoEffect,
     check_class,
     check_ranges,
     check_types,
@@ -30,18 +27,19 @@ from tpu_utils.options.fields import (
     hints_of,
     marks,
     nearest,
+    no_effect,
     plain,
 )
 
 OPTIONS = "the options of a run, as a training script wrote them; check --run_dir, or give all options with --preset"
 MOST_BYTES = 1 << 20
 """Most bytes of config.json; those of the scripts have one or two thousand."""
-LENGTHS = ("num_steps", "num_epochs")
+RUN_LENGTH_FIELDS = ("num_steps", "num_epochs")
 """Fields that a resumption may change where the steps done keep their learning rates."""
-OF_THE_PROCESS = ("run_dir", "resume", "compile_for", "profile_steps", "debug", "download")
+NEVER_RESUMED = {"run_dir", "resume", "compile_for", "profile_steps", "debug", "download"}
 """A resumed run does not take these from config.json: a folder made by others must not start a download."""
-BESIDE_OPTIONS = {"run_id", "data", "data_crc32"}
-"""What config.json holds of the run beside its options."""
+NON_OPTION_KEYS = {"run_id", "data", "data_crc32"}
+"""Keys of config.json that are no options."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +62,11 @@ class Options:
         """What else can be known to be wrong before any data is read, each as a sentence: found, expected, what to do.
         Of fields that have their types and bounds."""
         return []
+
+    @classmethod
+    def carry_over(cls, found: dict[str, Any]) -> dict[str, Any]:
+        """What an older version wrote into config.json, with the options of this one."""
+        return found
 
 
 Config = TypeVar("Config", bound=Options)
@@ -167,10 +170,17 @@ def parse_command_line(kind: type[Config], description: str, argv: list[str] | N
             default = stored
     if default.options_from:
         description += f"\n\nOptions that are not given are those in {default.options_from}."
-    flat = (tyro.conf.OmitArgPrefixes,)
-    groups = tyro.cli(option_groups(default), args=argv, description=description, use_underscores=True, config=flat)
-    values = {name: value for group in vars(groups).values() for name, value in vars(group).items()}
-    config, given = kind(**values), (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
+
+    def read(words: Sequence[str], hidden: Collection[str] = ()) -> dict[str, Any]:
+        flat, kinds = (tyro.conf.OmitArgPrefixes,), option_groups(default, hidden)
+        groups = tyro.cli(kinds, args=words, description=description, use_underscores=True, config=flat)
+        return {name: value for group in vars(groups).values() for name, value in vars(group).items()}
+
+    if {"-h", "--help"} & set(argv):
+        from tpu_utils.options.help import show_help  # only here
+
+        show_help(default, argv, read)
+    config, given = kind(**read(argv)), (word[2:].partition("=")[0] for word in argv if word.startswith("--"))
     if problems := without_effect(config, {option.replace("-", "_") for option in given}):
         raise InputError("\n".join(problems))
     object.__setattr__(config, "options_from", default.options_from)
@@ -182,12 +192,14 @@ def without_effect(config: Options, given: Iterable[str]) -> list[str]:
     preset, and a subclass's own values, are never refused."""
     problems, hints = [], hints_of(type(config))
     for name in (field.name for field in dataclasses.fields(config) if field.name in given):
-        is_off = getattr(config, name) is False or getattr(config, name) == ""  # --no_download, --hellaswag ""
-        for mark in (mark for mark in marks(type(config), name) if isinstance(mark, NoEffect) and not is_off):
-            if (value := getattr(config, mark.other, None)) in mark:
-                works = [c for c in get_args(plain(hints.get(mark.other))) if isinstance(c, str) and c not in mark]
-                remedy = f"choose --{mark.other} {' or '.join(works)}, or leave" if works else "leave"
-                problems.append(f"--{name} has no effect: {mark.other} is {value!s:.60}; {remedy} --{name} out")
+        is_off = getattr(config, name) is False or getattr(config, name) == ""  # --no_download, --train_data ""
+        if is_off or (mark := no_effect(config, name)) is None:
+            continue
+        other, value = mark.other, getattr(config, mark.other)
+        works = " or ".join(c for c in get_args(plain(hints.get(other))) if isinstance(c, str) and c not in mark)
+        why = f"belongs to {other} {works}, but" if works else "has no effect:"
+        remedy = f"choose --{other} {works}, or leave" if works else "leave"
+        problems.append(f"--{name} {why} {other} is {value!s:.60}; {remedy} --{name} out")
     return problems
 
 
@@ -196,7 +208,7 @@ def check_given_again(stored: Options, given: argparse.Namespace) -> None:
     bad = ["a peers_secret"] if given.peers_secret is None and getattr(stored, "peers_secret", "") else []
     if given.compiler_options is None:
         words = getattr(stored, "compiler_options", "").split()
-        bad += [f"compiler_options {w:.80}" for w in words if not re.fullmatch(OF_A_FOLDER, w.removeprefix("--"))]
+        bad += [f"compiler_options {w:.80}" for w in words if not re.fullmatch(SAFE_FLAG, w.removeprefix("--"))]
     if bad:
         again = f"--{bad[0].removeprefix('a ').split()[0]} again, or '' for none"
         raise InputError(f"{stored.run_dir}/config.json is of a run with {bad[0]}; expected {again}")
@@ -211,13 +223,13 @@ def resolve_stored(kind: type[Config], run_dir: str, resume: str, level: str | N
     name, found = read_config(run_dir)
     if found is None:
         return None
-    defaults, free = defaults_of(kind), free_on_resume(kind)
+    found, defaults, free = kind.carry_over(found), defaults_of(kind), free_on_resume(kind)
     instead = "check --run_dir, or give all options again with --preset"
-    foreign = sorted(found.keys() - defaults.keys() - free - BESIDE_OPTIONS)
+    foreign = sorted(found.keys() - defaults.keys() - free - NON_OPTION_KEYS)
     if foreign or "preset" not in found:
         said = f"has {', '.join(f'{other!r:.40}' for other in foreign[:5])}" if foreign else "names no preset"
         raise InputError(f"{name} {said}; expected the options of this script ({kind.__name__}); {instead}")
-    of_the_run = defaults.keys() - set(OF_THE_PROCESS)
+    of_the_run = defaults.keys() - NEVER_RESUMED
     values = defaults | {field: found[field] for field in of_the_run & found.keys()}
     values = {field: tuple(value) if isinstance(value, list) else value for field, value in values.items()}
     if level is not None:
@@ -266,11 +278,13 @@ def write_config(run_dir: Path, run: dict[str, Any]) -> None:
     write_atomically(run_dir / "config.json", json.dumps(run, indent=2).encode())
 
 
-def option_groups(config: Options) -> type:
-    """A dataclass of dataclasses for tyro, whose help has a group of options for each class that declares fields."""
+def option_groups(config: Options, hidden: Collection[str] = ()) -> type:
+    """A dataclass of dataclasses for tyro, whose help has a group of options for each class that declares fields, but
+    for those hidden."""
     import tyro  # only here
 
-    kind, declared = type(config), declaring(type(config))
+    kind = type(config)
+    declared = {name: base for name, base in declaring(kind).items() if name not in hidden}
     choices = {**hints_of(kind), "preset": Literal[tuple(kind.presets)]}
     groups = []
     for base in (base for base in reversed(kind.__mro__) if base in declared.values()):
@@ -285,25 +299,3 @@ def option_groups(config: Options) -> type:
         group = dataclasses.make_dataclass(title, members, frozen=True, namespace={"__doc__": written})
         groups.append((title, group, dataclasses.field(default=group())))
     return dataclasses.make_dataclass("Options", groups)
-
-
-def print_presets(kinds: Iterable[str]) -> int:
-    """The command line of config.py. kinds: MODULE:CLASS of each configuration; a module that is not there, as in a
-    copy of another script, is left out. Raises InputError for a preset that cannot work."""
-    parser = argparse.ArgumentParser(description="Print every preset, resolved: each value and where it came from.")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    given, everything = parser.parse_args(), {}
-    for module, kind in (name.split(":") for name in kinds if find_spec(name.partition(".")[0].partition(":")[0])):
-        for preset in presets_of(found := getattr(importlib.import_module(module), kind)):
-            config, sources = resolve(found, preset)
-            rows = {name: {"value": v, "source": sources[name]} for name, v in dataclasses.asdict(config).items()}
-            everything.setdefault(kind, {})[preset] = rows
-            if not given.json:
-                print(f"{kind} --preset {preset}: valid")
-                for name, row in rows.items():
-                    source = "" if row["source"] == "default" else row["source"]
-                    print(f"  {name:28} {row['value']!s:28} {source}".rstrip())
-                print()
-    if given.json:
-        print(json.dumps(everything, indent=2))
-    return 0

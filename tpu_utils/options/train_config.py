@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, parse_compiler_options
-from tpu_utils.options.fields import FREE, NoEffect, Range
+from tpu_utils.options.fields import FREE, NoEffect, Range, Seldom
 from tpu_utils.options.parsing import Options, names_a_place
 
 # every preset made for a TPU has these values
@@ -34,7 +34,7 @@ class RunOptions:
     must, options that are not given keep the values of the run, unless --preset is given."""
     compile_for: Annotated[str, FREE] = ""
     """TPU slice, such as v5litepod-8: compile the first step for it, print a report and do not train."""
-    debug: Annotated[bool, FREE] = False
+    debug: Annotated[bool, FREE, Seldom()] = False
     """Show the traceback of an error instead of its message alone."""
 
 
@@ -60,7 +60,7 @@ class OptimizerOptions:
     """Peak learning rate."""
     momentum: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "adam", "adamw")] = 0.9
     """Momentum of SGD."""
-    adam_beta1: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.9
+    adam_beta1: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd"), Seldom()] = 0.9
     """Decay rate of the mean of the gradients in Adam and AdamW."""
     adam_beta2: Annotated[float, Range("[0, 1)"), NoEffect("optimizer", "sgd")] = 0.999
     """Decay rate of the mean of the squared gradients in Adam and AdamW."""
@@ -78,7 +78,7 @@ class OptimizerOptions:
     """Fraction of the steps in which the wsd scheduler decays the learning rate."""
     final_learning_rate_fraction: Annotated[float, Range("[0, inf)"), NO_DECAY] = 0.0
     """Final learning rate of linear, cosine and wsd, as a fraction of learning_rate."""
-    on_nonfinite: Annotated[Literal["stop", "skip"], FREE] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip"], FREE, Seldom()] = "stop"
     """If a loss or gradient is not finite: stop the run at the next log line, or skip the update of that step."""
 
 
@@ -90,13 +90,13 @@ class SpeedOptions:
     """Sets precision, matmul_precision and prefetch_batches together; each can also be set by itself."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Data type of activations and matrix products. Weights and optimizer state are always float32."""
-    matmul_precision: Literal["default", "high", "highest"] = "default"
+    matmul_precision: Annotated[Literal["default", "high", "highest"], Seldom()] = "default"
     """Bfloat16 passes per float32 matrix product on TPU: default one, high three, highest six. No effect on CPU."""
-    prefetch_batches: Annotated[int, Range("[1, inf)"), FREE] = 4
+    prefetch_batches: Annotated[int, Range("[1, inf)"), FREE, Seldom()] = 4
     """Number of batches to send to the device ahead of the step."""
-    windowed_einsum: Annotated[bool, FREE] = False
+    windowed_einsum: Annotated[bool, FREE, Seldom("compile_for")] = False
     """Let the TPU compiler gather large sharded weights in pieces, between smaller matrix products."""
-    compiler_options: Annotated[str, FREE] = ""
+    compiler_options: Annotated[str, FREE, Seldom("compile_for")] = ""
     """More options for the TPU compiler, "NAME=VALUE NAME=VALUE". Options in LIBTPU_INIT_ARGS take precedence."""
 
 
@@ -110,19 +110,19 @@ class LogOptions:
     """Steps between two checkpoints. The last step is always saved."""
     keep_checkpoints: Annotated[int, Range("[1, inf)"), FREE] = 3
     """Number of newest checkpoints to keep."""
-    save_memory_every: Annotated[int, Range("[0, inf)"), FREE] = 0
+    save_memory_every: Annotated[int, Range("[0, inf)"), FREE, Seldom()] = 0
     """Steps between two checkpoints in host memory, from which a restarted run can go on. 0: none."""
-    memory_dir: Annotated[str, FREE] = "/dev/shm"
+    memory_dir: Annotated[str, FREE, Seldom("save_memory_every")] = "/dev/shm"
     """File system in memory where save_memory_every keeps its checkpoints, in a folder of their own."""
     keep_best: Annotated[bool, FREE] = False
     """Also keep the checkpoint of the best evaluation: the highest accuracy, or the lowest validation_loss."""
     tensorboard: Annotated[bool, FREE] = True
     """Write TensorBoard events to run_dir/tensorboard."""
-    profile_steps: Annotated[str, FREE] = ""
+    profile_steps: Annotated[str, FREE, Seldom()] = ""
     """Steps to trace, as FIRST:LAST without LAST: 10:13 traces steps 10, 11 and 12."""
-    strict: Annotated[bool, FREE] = False
+    strict: Annotated[bool, FREE, Seldom()] = False
     """Stop at a step that reads from the device or sends it more than the batch, and name the line of code."""
-    stall_seconds: Annotated[int, Range("[0, 100000000]"), FREE] = 600
+    stall_seconds: Annotated[int, Range("[0, 100000000]"), FREE, Seldom()] = 600
     """Print all stacks after this many seconds without progress (start-up and compiling: six times). 0: never."""
 
 
@@ -183,9 +183,9 @@ def parse_profile_steps(text: str) -> tuple[int, int]:
 class HostOptions:
     """Options for a slice with several hosts."""
 
-    peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE] = 300
+    peers_timeout: Annotated[int, Range("[1, 1000000]"), FREE, Seldom()] = 300
     """Seconds to wait at the start for the other hosts of a pod slice."""
-    peers_secret: Annotated[str, FREE] = ""
+    peers_secret: Annotated[str, FREE, Seldom()] = ""
     """File with a secret shared by all hosts of a slice, mode 600. Empty: peers-secret of the VM's metadata, if any."""
 
 

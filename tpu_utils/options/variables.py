@@ -17,7 +17,8 @@ SWITCHES = {
     "XLA_USE_32BIT_LONG": "makes 32 bits of whole numbers of 64, which ends a run in a crash; unset it",
     "XLA_USE_SPMD": "makes other programs of the steps; unset it: scripts start SPMD themselves",
 }
-SWITCHES["XLA_DOWNCAST_BF16"], SWITCHES["XLA_AUTO_SPMD"] = SWITCHES["XLA_USE_BF16"], SWITCHES["XLA_USE_SPMD"]
+SWITCHES["XLA_DOWNCAST_BF16"] = SWITCHES["XLA_USE_BF16"]
+SWITCHES["XLA_AUTO_SPMD"] = SWITCHES["XLA_USE_SPMD"]
 """What a variable does, and what to do about it, where it is set to anything but OFF."""
 NUMBERS = {
     "CPU_NUM_DEVICES": (1, MOST_DEVICES),

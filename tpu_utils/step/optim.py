@@ -9,7 +9,7 @@ import torch
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.param_groups import keep_rate_ratios
-from tpu_utils.options.parsing import LENGTHS
+from tpu_utils.options.parsing import RUN_LENGTH_FIELDS
 
 if TYPE_CHECKING:
     from tpu_utils.options.train_config import TrainConfig
@@ -57,7 +57,7 @@ def check_length(config: "TrainConfig", num_steps: int, before: int, done: int) 
     It may if learning_rates() gives every step already done the rate that it had: the run then ends bit-identical to
     one that was started with num_steps.
     """
-    option = next((f"--{name}" for name in LENGTHS if hasattr(config, name)), "number of steps")
+    option = next((f"--{name}" for name in RUN_LENGTH_FIELDS if hasattr(config, name)), "number of steps")
     if num_steps == before:
         return
     if num_steps < done:

@@ -4,13 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
+from processes import QUICKLY_COMPILED, ROOT
 
 os.environ.setdefault("AOT_TPU_CACHE", "")  # what a test compiles is compiled
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
-# of the tests' own process: a third of the time to compile, slower steps, the same float32; of scripts: processes.py
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", QUICKLY_COMPILED)
 import torch_xla
-from processes import ROOT
 
 # the longest first: of two workers none is left alone with one of them at the end
 LONGEST = (

@@ -187,7 +187,7 @@ RUNS = {  # name: (user, chips, script and options); show.py holds its chips and
 
 @pytest.fixture(scope="module")
 def cluster():
-    nodes = Nodes(XLA_FLAGS=COMPILED)  # runs there compile as run() does here: their bits are compared
+    nodes = Nodes(XLA_FLAGS=COMPILED)  # as the runs beside it: their bits are compared
     try:
         nodes.add_all({"a": dict(chips=4), "b": dict(chips=4)})
         yield nodes
@@ -214,7 +214,8 @@ def plain(tmp_path_factory):
         key = words[0], chips
         if key not in made:
             made[key] = tmp_path_factory.mktemp("plain") / words[0]
-            done = run(*words, "--run_dir", made[key], PJRT_DEVICE="CPU", CPU_NUM_DEVICES=chips)
+            place = dict(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=chips, XLA_FLAGS=COMPILED)
+            done = run(*words, "--run_dir", made[key], **place)
             assert done.returncode == 0, done.stderr
         return made[key]
 
@@ -402,7 +403,8 @@ def test_killed_workers_nodes_and_clients_cost_nothing(cluster, show, tmp_path):
     assert holder.wait(600) == 0
     cluster.add(lost, 4)
     assert cluster.run("logs", "-f", "queued").returncode == 0
-    done = run(*words, "--run_dir", tmp_path / "reference", PJRT_DEVICE="CPU", CPU_NUM_DEVICES=1)
+    place = dict(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=1, XLA_FLAGS=COMPILED)
+    done = run(*words, "--run_dir", tmp_path / "reference", **place)
     assert done.returncode == 0, done.stderr
     same(tmp_path / "killed", tmp_path / "reference")
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch_xla
-from processes import ROOT, free_port, run, start
+from processes import QUICKLY_COMPILED, ROOT, free_port, run, start
 from run_files import assert_identical, read_lines, state_in
 
 from language.generation.decoding import generate
@@ -86,7 +86,7 @@ def test_on_a_mesh_nothing_changes_and_the_text_is_that_of_one_device(tmp_path, 
     options += [f"--mesh={mesh}"]
     wanted = [["sampled", *options, "--sample_every=10", *SAMPLES[1:]], ["plain", *options]]
     wanted += [["sampled/resumed", *options, "--sample_every=10", *SAMPLES[1:], "--resume=must"]]
-    environment = dict(CPU_NUM_DEVICES=8, PYTHONPATH=ROOT, XLA_FLAGS="--xla_backend_optimization_level=0")
+    environment = dict(CPU_NUM_DEVICES=8, PYTHONPATH=ROOT, XLA_FLAGS=QUICKLY_COMPILED)
     done = run("tests/transformer_worker.py", tmp_path, json.dumps(wanted), timeout=1200, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("sampled", "resumed"):

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from processes import run
+from processes import QUICKLY_COMPILED, run
 from run_files import assert_identical, in_process, losses_in, state_in, summary_in
 from small_models import CELLS, STEPS, Normed, colour_images, train_cell
 
@@ -30,7 +30,7 @@ def trained(tmp_path_factory):
             return folders[script]
         folder = folders[script] = tmp_path_factory.mktemp(script)
         if script == "distributed":  # over 4 devices
-            done = run("tests/small_models.py", folder, *MATRIX, XLA_FLAGS="--xla_backend_optimization_level=0")
+            done = run("tests/small_models.py", folder, *MATRIX, XLA_FLAGS=QUICKLY_COMPILED)
             assert done.returncode == 0, done.stderr
         else:
             with pytest.MonkeyPatch.context() as patch:

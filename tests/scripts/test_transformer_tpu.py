@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from processes import ROOT, run
+from processes import QUICKLY_COMPILED, ROOT, run
 from run_files import assert_identical, read_lines, state_in
 
 import transformer_tpu
@@ -38,7 +38,7 @@ OPTIONS = [f"--{name}={value}" for name, value in {**MODEL, **RUN, "save_every":
 def train_all(folder: Path, num_devices: int, runs: list[list[str]]) -> str:
     """Train every [name, options...] into folder/name, in one process. Returns what it printed."""
     # unoptimized machine code takes a third of the time to compile, and the numbers of float32 stay
-    flags = dict(XLA_FLAGS="--xla_backend_optimization_level=0", TF_CPP_MIN_LOG_LEVEL="2")
+    flags = dict(XLA_FLAGS=QUICKLY_COMPILED, TF_CPP_MIN_LOG_LEVEL="2")
     environment = dict(CPU_NUM_DEVICES=str(num_devices), PYTHONPATH=str(ROOT), **flags)
     result = run("tests/transformer_worker.py", folder, json.dumps(runs), timeout=1200, **environment)
     assert result.returncode == 0, result.stderr[-3000:]

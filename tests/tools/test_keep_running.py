@@ -445,7 +445,7 @@ def test_a_transformer_on_two_hosts_lost_twice_ends_with_the_bits_of_a_run_that_
         (tmp_path / f"memory_{index}").mkdir(exist_ok=True)
         words = [*front, "tests/transformer_hosts.py", str(index), "2", str(meet_at), *shape, f"--run_dir={run_dir}"]
         words.append(f"--memory_dir={tmp_path}/memory_{index}")
-        environment = environment_with(names | {"TPU_WORKER_ID": index})
+        environment = environment_with(names | {"TPU_WORKER_ID": index}, words)
         quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         return subprocess.Popen([sys.executable, *words], cwd=ROOT, env=environment, **quiet)
 

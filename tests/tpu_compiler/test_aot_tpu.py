@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import ROOT, Script, run
+from processes import QUICKLY_COMPILED, ROOT, Script, run
 
 import aot_tpu
 import config
@@ -53,7 +53,7 @@ def compiled(script, *options):
 def executed_hlo(script, *options, devices=1):
     """The text of the program that the step really was, before optimization, as the XLA CPU client received it."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step"
+        flags = f"{QUICKLY_COMPILED} --xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=train_step"
         done = run(script, *options, PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(devices), XLA_FLAGS=flags)
         assert done.returncode == 0, done.stderr
         (dump,) = Path(folder).glob("*train_step*.before_optimizations.txt")

@@ -8,11 +8,11 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import itertools
 import re
 import sys
 import types
 from collections.abc import Iterable
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -95,33 +95,25 @@ def field_doc(kind: type, name: str) -> str:
     return next((docs[name] for base in kind.__mro__ if name in (docs := field_docs(base))), "")
 
 
+@functools.cache  # inspect.getsource() of a class would parse its whole file again
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """The string below each field of a class, from its source; empty where there is none to be had."""
+    fields = [*inspect.get_annotations(kind)]
     try:
-        body = class_bodies(kind.__module__).get(kind.__qualname__, [])
+        classes = [node for node in ast.walk(tree_of(kind.__module__)) if isinstance(node, ast.ClassDef)]
     except (KeyError, OSError, TypeError):  # typed into a prompt
         return {}
-    return {
-        field.target.id: " ".join(doc.value.value.split())
-        for field, doc in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
-    }
-
-
-@functools.cache  # inspect.getsource() of a class would parse its whole file again for each
-def class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    """The statements of every class in a module's source, by the class's qualified name."""
-    bodies, waiting = {}, [("", ast.parse(inspect.getsource(sys.modules[module])))]
-    while waiting:
-        scope, node = waiting.pop()
-        if isinstance(node, ast.ClassDef):
-            bodies[scope + node.name] = node.body
-            scope += f"{node.name}."
-        elif isinstance(node, ast.FunctionDef):
-            scope += f"{node.name}.<locals>."
-        waiting += [(scope, child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
-    return bodies
+    for body in (node.body for node in classes if node.name == kind.__name__):
+        pairs = [(one.target.id, after) for one, after in pairwise([*body, None]) if isinstance(one, ast.AnnAssign)]
+        if [name for name, _ in pairs] == fields:  # of several classes of a name
+            docs = [(name, after.value) for name, after in pairs if isinstance(after, ast.Expr)]
+            return {name: " ".join(doc.value.split()) for name, doc in docs if isinstance(doc, ast.Constant)}
+    return {}
 
 
 def is_supported(kind: Any) -> bool:

@@ -52,7 +52,7 @@ class CachedModel(torch.nn.Module):
         at = position + here
         if isinstance(model, llama.Llama):
             x = model.embed(tokens_1C)
-            for layer, (w, own) in enumerate(zip(layers, model.of_blocks(at.float(), T), strict=True)):
+            for layer, (w, own) in enumerate(zip(layers, model.layer_kwargs(at.float(), T), strict=True)):
                 x, *_ = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
         else:
             x = F.embedding(tokens_1C, model.token_embedding)

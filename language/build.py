@@ -11,7 +11,7 @@ from language.models.layers import Decoder, is_matrix, load_weights
 from language.models.operations import causal_attention
 from language.options.shapes import LlamaShape
 from language.options.transformer_options import TransformerConfig
-from language.xla.context import pieces_of, shared
+from language.xla.context import context_parallel, pieces_of
 from language.xla.shards import distribute
 from tpu_utils.base.errors import InputError
 from tpu_utils.device import Mesh, device_type
@@ -40,7 +40,7 @@ def build_model(
     way = config.context_attention
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     options = dict(remat=config.remat, scan_layers=config.scan_layers, mesh=mesh)
-    options |= dict(attention=shared(attention, mesh, way), pieces=pieces_of(mesh, way))
+    options |= dict(attention=context_parallel(attention, mesh, way), pieces=pieces_of(mesh, way))
     options |= dict(remat_keep=config.remat_keep, packed=config.dataset == "chat")
     options |= dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
     options |= dict(base_dtype=getattr(torch, config.base_precision))

@@ -101,7 +101,7 @@ def run_layers(model: Decoder, tokens_BT, positions, context, attention_of_layer
         weights, layers = model.cast()
         if isinstance(model, llama.Llama):
             x = model.embed(tokens_BT)
-            for layer, (w, own) in enumerate(zip(layers, model.of_blocks(positions.float(), context), strict=True)):
+            for layer, (w, own) in enumerate(zip(layers, model.layer_kwargs(positions.float(), context), strict=True)):
                 x, *_ = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
             logits = model.head(pick(x), weights)
         else:

@@ -13,7 +13,7 @@ from language.models.int8 import divided
 from language.models.layers import Decoder, adapter, add_adapter, find_documents, head_product, product
 from language.models.operations import add_bias, causal_attention, layer_norm
 from language.options.shapes import ModelShape
-from language.xla.remat import NOTHING
+from language.xla.remat import SAVE_NOTHING
 from language.xla.shards import gathered
 from tpu_utils.device.dropout import dropout, layer_keys, positions
 
@@ -47,7 +47,7 @@ LAYER_VECTORS += ("ln2_weight", "ln2_bias", "mlp_in_bias", "mlp_out_bias")
 
 
 def block(
-    x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shared=None, kept=NOTHING,
+    x_BTD, w, num_heads, attention, hold_sharding=lambda x: x, p=0.0, shared=None, kept=SAVE_NOTHING,
     hold_positions=lambda x: x,
 ):  # fmt: skip
     """(x,) after one pre-norm layer. w: its parameters by name, as GPT.cast() gives them (biases of q scaled).
@@ -113,7 +113,7 @@ class GPT(Decoder):
         for name in (name for name in cast if "_lora_b" in name):
             cast[name] = cast[name] * (self.adapter_scale * (scale[..., None] if "qkv" in name else 1.0))
         cast = {name: p.float() if "ln" in name else self.in_compute_dtype(name, p) for name, p in cast.items()}
-        return cast, self.of_layers(cast, LAYER_VECTORS, LAYER_MATRICES)
+        return cast, self.parameters_by_layer(cast, LAYER_VECTORS, LAYER_MATRICES)
 
     def forward(self, tokens_BT, keys_B=None, *, routing: list | None = None):
         """Logits over the padded vocabulary, (B, T, V), in the compute dtype. packed: documents begin at START.
@@ -139,7 +139,7 @@ class GPT(Decoder):
             x = dropout(x, self.dropout, keys[0], indices)
             for layer, w in enumerate(layers):
                 w["dropout_keys"] = keys[1 + 2 * layer : 3 + 2 * layer]
-        of_blocks = [{"shared": indices} for _ in layers]
-        x, _ = self.through_layers(self.hold_sharding(x.to(self.compute_dtype)), layers, of_blocks)
+        layer_kwargs = [{"shared": indices} for _ in layers]
+        x, _ = self.through_layers(self.hold_sharding(x.to(self.compute_dtype)), layers, layer_kwargs)
         x = layer_norm(x, cast["final_ln_weight"], cast["final_ln_bias"])
         return head_product(x, cast["token_embedding"], self.mesh)

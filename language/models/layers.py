@@ -15,7 +15,7 @@ from language.models.int8 import Int8, quantize, scale_name, scaled, widened
 from language.options.shapes import START, ModelShape
 from language.xla.context import balanced, size_of
 from language.xla.loops import BATCH
-from language.xla.remat import LEVELS, NOTHING, Saving, ScannedLayers, run_again
+from language.xla.remat import LEVELS, SAVE_NOTHING, Saving, ScannedLayers, run_again
 from language.xla.shards import gathered
 from tpu_utils.base.errors import InputError
 from tpu_utils.device import DEVICE_TYPE, mark_sharding, mark_sharding_with_gradients, wait_device_ops
@@ -54,24 +54,24 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def product(equation: str, x_BTI, weight, adapter=None):
     """x times a weight, by einsum, plus its adapter. The last axis of x and of the output may be split into two."""
     read = widened(weight, x_BTI.dtype)
-    y = of_one_token(x_BTI, read) if decodes(x_BTI) else torch.einsum(equation, x_BTI, read)
+    y = matmul_one_token(x_BTI, read) if is_decode_step(x_BTI) else torch.einsum(equation, x_BTI, read)
     return add_adapter(scaled(y, weight), x_BTI, adapter)
 
 
 def head_product(x_BTD, weight_VD, mesh=None):
     """Logits. F.linear makes one axis of batch and time, for which see losses() of operations.py."""
     read = widened(weight_VD, x_BTD.dtype)
-    if decodes(x_BTD):
-        return scaled(of_one_token(x_BTD, read), weight_VD)
+    if is_decode_step(x_BTD):
+        return scaled(matmul_one_token(x_BTD, read), weight_VD)
     return scaled(torch.einsum("btd,vd->btv", x_BTD, read) if size_of(mesh) > 1 else F.linear(x_BTD, read), weight_VD)
 
 
-def decodes(x_BTI) -> bool:
+def is_decode_step(x_BTI) -> bool:
     """Whether XLA decodes one token of each row. An export to ONNX keeps the weight where it is quantized: second."""
     return x_BTI.shape[1] == 1 and x_BTI.device.type == DEVICE_TYPE
 
 
-def of_one_token(x_B1I, weight):
+def matmul_one_token(x_B1I, weight):
     """The product of a decoding step. The weight comes first, or XLA's CPU backend takes 4 to 8 times as long; in two
     parts, or XLA turns the product around again."""
     B, inputs = len(x_B1I), x_B1I.dim() - 2  # axes that are summed over, the weight's last
@@ -112,7 +112,7 @@ class Decoder(torch.nn.Module):
 
     sizes: of every parameter, those of the L layers stacked. compute_dtype: of activations and matrix products.
     mesh: activations stay sharded along the batch and, with a context axis, along time; None: one device. pieces: in
-    which order devices hold a sequence, of context.py. block(x_BTD, w, shared=None, kept=NOTHING) is set
+    which order devices hold a sequence, of context.py. block(x_BTD, w, shared=None, kept=SAVE_NOTHING) is set
     by the model. remat: layers are run again in the backward pass; remat_keep: of LEVELS, what is kept of the first
     run; offload: "nothing", or of LEVELS, what of that lies on the host meanwhile. packed: rows hold several documents,
     which do not attend to each other. lora_rank: base weights are frozen, in base_dtype; each matrix of a layer has a
@@ -220,7 +220,7 @@ class Decoder(torch.nn.Module):
         """0 to length - 1 as devices hold them, (T,) int32."""
         return self.hold_positions(torch.arange(length, dtype=torch.int32, device=device))
 
-    def of_layers(self, named: dict[str, torch.Tensor], vectors: tuple[str, ...], matrices: tuple[str, ...]):
+    def parameters_by_layer(self, named: dict[str, torch.Tensor], vectors: tuple[str, ...], matrices: tuple[str, ...]):
         """The parameters of each layer by name, adapters too: [{name: of one layer}]."""
         if self.adapter_scale:
             adapted = [n.removesuffix("weight") for n in matrices if n not in OF_EXPERTS]
@@ -229,11 +229,11 @@ class Decoder(torch.nn.Module):
         columns += [[named[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in matrices]
         return [dict(zip(vectors + matrices, of_one, strict=True)) for of_one in zip(*columns, strict=True)]
 
-    def through_layers(self, x_BTD, layers: list[dict[str, torch.Tensor]], of_blocks: list[dict]):
-        """(x, what the routers of all layers decided, (L, B, R), or None). of_blocks: what each layer's block takes
+    def through_layers(self, x_BTD, layers: list[dict[str, torch.Tensor]], layer_kwargs: list[dict]):
+        """(x, what the routers of all layers decided, (L, B, R), or None). layer_kwargs: what each layer's block takes
         beside its parameters, such as rotations that are computed once for all; a scanned block computes its own."""
 
-        def run(x, values, kept=NOTHING, **options):
+        def run(x, values, kept=SAVE_NOTHING, **options):
             return self.block(x, dict(zip(layers[0], map(gathered, values), strict=True)), kept=kept, **options)
 
         if self.scan_layers:
@@ -241,7 +241,7 @@ class Decoder(torch.nn.Module):
             x_BTD, *routing = ScannedLayers.apply(run, self.saving, x_BTD, *stacked)
             return x_BTD, routing[0] if routing else None
         routings = []
-        for w, own in zip(layers, of_blocks, strict=True):
+        for w, own in zip(layers, layer_kwargs, strict=True):
             if self.remat:
                 x_BTD, *routing = run_again(partial(run, **own), self.saving, x_BTD, *w.values())
             else:

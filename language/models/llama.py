@@ -17,15 +17,15 @@ from language.models.layers import (
     Decoder,
     adapter,
     add_adapter,
-    decodes,
     find_documents,
     head_product,
+    is_decode_step,
     product,
 )  # fmt: skip
 from language.models.operations import causal_attention, rms_norm, rms_scale
 from language.models.routing import REPORTED
 from language.options.shapes import LlamaShape
-from language.xla.remat import NOTHING
+from language.xla.remat import SAVE_NOTHING
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
@@ -113,7 +113,7 @@ def block(
     attention,
     hold_sharding=lambda x: x,
     shared=None,
-    kept=NOTHING,
+    kept=SAVE_NOTHING,
     window=0,
     positions=None,
     experts: Callable = mixture,
@@ -143,7 +143,7 @@ def block(
     # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
     q = product("btd,hkd->bthk", y, w["q_weight"].view(H, -1, D), adapter(w, "q"))
     kv_weight = w["kv_weight"].view(2, G, -1, D)
-    if decodes(y):  # halves of a weight would be copied for each token
+    if is_decode_step(y):  # halves of a weight would be copied for each token
         k, v = product("btd,cgkd->btcgk", y, kv_weight).unbind(2)
     else:
         k, v = (product("btd,gkd->btgk", y, weight) for weight in kv_weight)
@@ -228,7 +228,8 @@ class Llama(Decoder):
             if "router" in name:
                 cast[name] = p.float()
         vectors = tuple(name for name in cast if ("ln" in name or "bias" in name) and name != "final_ln_weight")
-        return cast, self.of_layers(cast, vectors, tuple(name for name in LAYER_MATRICES if f"{name}.0" in cast))
+        matrices = tuple(name for name in LAYER_MATRICES if f"{name}.0" in cast)
+        return cast, self.parameters_by_layer(cast, vectors, matrices)
 
     def embed(self, tokens_BT):
         """(B, T, D) in the compute dtype."""
@@ -236,15 +237,16 @@ class Llama(Decoder):
         scale = torch.tensor(self.shape.embedding_dim**0.5, device="cpu").to(self.compute_dtype)  # rounded, as Gemma's
         return x * scale.item() if self.shape.of_family.scaled_embedding else x
 
-    def of_kinds(self, length: int) -> dict[str, torch.Tensor]:
+    def frequencies_by_kind(self, length: int) -> dict[str, torch.Tensor]:
         """Rotary frequencies by kind of layer. length: of the longest text, which decides with longrope."""
         distinct, scaling = dict.fromkeys(self.shape.pattern), self.shape.rope_scaling
         is_long = scaling is not None and scaling.kind == "longrope" and length > scaling.original_context
         return dict(zip(distinct, self.frequencies[len(distinct) * is_long :], strict=False))
 
-    def of_blocks(self, positions_T, length: int) -> list[dict]:
-        """What each layer's block takes beside its parameters. positions: (T,) or (B, T). length: as in of_kinds()."""
-        shared = {kind: angles(positions_T, own, self.shape) for kind, own in self.of_kinds(length).items()}
+    def layer_kwargs(self, positions_T, length: int) -> list[dict]:
+        """What each layer's block takes beside its parameters. positions: (T,) or (B, T). length: as in
+        frequencies_by_kind()."""
+        shared = {kind: angles(positions_T, own, self.shape) for kind, own in self.frequencies_by_kind(length).items()}
         return [
             {"shared": shared[kind], "window": window}
             for kind, window in zip(self.shape.kinds, self.shape.windows, strict=True)
@@ -261,12 +263,12 @@ class Llama(Decoder):
             tokens_BT, starts_BT = find_documents(tokens_BT, here)
             layers = [w | {"starts": starts_BT} for w in layers]
         if self.scan_layers:
-            own = self.of_kinds(length)
+            own = self.frequencies_by_kind(length)
             layers = [w | {"frequencies": own[kind]} for w, kind in zip(layers, self.shape.kinds, strict=True)]
             if hasattr(self, "windows"):
                 layers = [w | {"window": window} for w, window in zip(layers, self.windows, strict=True)]
         x = self.hold_sharding(self.embed(tokens_BT))
-        x, decided = self.through_layers(x, layers, self.of_blocks(in_document(here, starts_BT), length))
+        x, decided = self.through_layers(x, layers, self.layer_kwargs(in_document(here, starts_BT), length))
         if routing is not None and decided is not None:
             routing.append(decided)
         return self.head(x, cast)

@@ -21,30 +21,30 @@ def route(y_BTD, router_XD, per_token: int, normalised: bool):
     logits = F.linear(y_BTD.float(), router_XD.float())
     left, chosen = logits.detach(), []
     for _ in range(per_token):  # a sort takes longer on a TPU
-        chosen.append(is_of(left.argmax(-1), len(router_XD)))
+        chosen.append(one_hot_mask(left.argmax(-1), len(router_XD)))
         left = left.masked_fill(chosen[-1], -math.inf)
     chosen_BTJX = torch.stack(chosen, 2)
     picked, total = torch.where(chosen_BTJX, logits[:, :, None], 0.0).sum(-1), logits.logsumexp(-1)
     weights = picked.softmax(-1) if normalised else (picked - total[..., None]).exp()
     parts = logits.softmax(-1).mean(1), (total * total).mean(1, keepdim=True), chosen_BTJX.float().sum((1, 2))
-    experts = torch.where(chosen_BTJX, numbers(len(router_XD), logits), 0.0).sum(-1).int()
+    experts = torch.where(chosen_BTJX, arange_like(len(router_XD), logits), 0.0).sum(-1).int()
     return weights, experts, torch.cat(parts, -1)
 
 
-def numbers(count: int, like) -> torch.Tensor:
+def arange_like(count: int, like) -> torch.Tensor:
     """0 to count - 1, float32: integers of a step would be a constant array of the program."""
     return torch.arange(count, dtype=torch.float32, device=like.device)
 
 
-def constant(value: int, like) -> torch.Tensor:
+def full_like_scalar(value: int, like) -> torch.Tensor:
     """(1,) float32. A Python number is an input of the program to torch_xla, and what each device of a mesh computes
     for itself would ask a loop around it for an input of each device."""
     return torch.arange(value, value + 1, dtype=torch.float32, device=like.device)
 
 
-def is_of(numbers_of, count: int) -> torch.Tensor:
+def one_hot_mask(numbers_of, count: int) -> torch.Tensor:
     """(..., count) bool, true where the last axis is the number."""
-    return numbers_of[..., None].float() == numbers(count, numbers_of)
+    return numbers_of[..., None].float() == arange_like(count, numbers_of)
 
 
 def slots_of_capacity(shape, length: int, capacity: float) -> int:

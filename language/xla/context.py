@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from language.xla.loops import BATCH, enter, sum_over, whole
+from language.xla.loops import BATCH, from_local, sum_over, to_local
 from tpu_utils.device import Mesh, mark_sharding_with_gradients
 
 
@@ -90,36 +90,36 @@ def inputs_and_targets(model, tokens_BS):
     return model.hold_positions(inputs, 1), model.hold_positions(tokens_BS[:, 1:], 1)
 
 
-class Enter(torch.autograd.Function):
+class ToLocal(torch.autograd.Function):
     """A device's shard of x, which the partitioner then leaves alone, with all that is computed of it. over: an axis of
     the mesh whose devices have the same values, and give back gradients of their own, which are added up."""
 
     @staticmethod
     def forward(ctx, x, mesh, spec, over=None):
         ctx.mesh, ctx.spec, ctx.over = mesh, spec, over
-        return enter(x, mesh, spec)
+        return to_local(x, mesh, spec)
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.over is None:
-            return whole(grad, ctx.mesh, ctx.spec), None, None, None
+            return from_local(grad, ctx.mesh, ctx.spec), None, None, None
         return sum_over(ctx.over, grad, ctx.mesh, ctx.spec), None, None, None
 
 
-class Leave(torch.autograd.Function):
+class FromLocal(torch.autograd.Function):
     """The tensor whose shards the devices hold."""
 
     @staticmethod
     def forward(ctx, shard, mesh, spec):
         ctx.mesh, ctx.spec = mesh, spec
-        return whole(shard, mesh, spec)
+        return from_local(shard, mesh, spec)
 
     @staticmethod
     def backward(ctx, grad):
-        return enter(grad, ctx.mesh, ctx.spec), None, None
+        return to_local(grad, ctx.mesh, ctx.spec), None, None
 
 
-def gathered(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):
+def all_gather_attention(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):
     """attention(), run by each device by itself: with its own queries and their positions, (T / C,) int32, and the keys
     and values of all devices, (C, B, T / C, G, K)."""
     devices, here = size_of(mesh), (BATCH, "context", "tensor", None)
@@ -128,25 +128,25 @@ def gathered(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=
         x = x_BTGK.flatten(2).unflatten(1, (devices, -1)).movedim(1, 0)  # torch_xla shards no more than 5 axes
         # marked before the gather, and so after its gradient's sum: a reduce-scatter
         x = mark_sharding_with_gradients(x, mesh, ("context", BATCH, None, "tensor"))
-        return Enter.apply(x, mesh, (None, BATCH, None, "tensor"), "context").unflatten(-1, (-1, x_BTGK.shape[-1]))
+        return ToLocal.apply(x, mesh, (None, BATCH, None, "tensor"), "context").unflatten(-1, (-1, x_BTGK.shape[-1]))
 
     def spec(x):
         """Sharding of a saved tensor: (B, T, G, R, ...) of plain attention, (B, H, ..., T) of flash attention."""
         return (BATCH, "context", "tensor", None, None) if x.dim() == 5 else (BATCH, "tensor", None, "context")
 
     positions = torch.arange(q_BTHK.shape[1], dtype=torch.int32, device=q_BTHK.device)
-    positions = Enter.apply(balanced(positions, 2 * devices), mesh, ("context",))
-    starts = None if starts_BT is None else Enter.apply(starts_BT, mesh, (BATCH, "context"))
-    window = Enter.apply(window, mesh, ()) if isinstance(window, torch.Tensor) else window
-    own = None if saved is None else [Enter.apply(x, mesh, spec(x)) for x in saved]
-    q = Enter.apply(q_BTHK, mesh, here)
+    positions = ToLocal.apply(balanced(positions, 2 * devices), mesh, ("context",))
+    starts = None if starts_BT is None else ToLocal.apply(starts_BT, mesh, (BATCH, "context"))
+    window = ToLocal.apply(window, mesh, ()) if isinstance(window, torch.Tensor) else window
+    own = None if saved is None else [ToLocal.apply(x, mesh, spec(x)) for x in saved]
+    q = ToLocal.apply(q_BTHK, mesh, here)
     out = attention(q, of_all(k_BTGK), of_all(v_BTGK), starts, own, window, here_T=positions)
     if saved == []:
-        saved.extend(Leave.apply(x, mesh, spec(x)) for x in own)
-    return Leave.apply(out, mesh, here)
+        saved.extend(FromLocal.apply(x, mesh, spec(x)) for x in own)
+    return FromLocal.apply(out, mesh, here)
 
 
-def exchanged(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):
+def ulysses_attention(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):
     """attention() of whole sequences, of fewer heads."""
     by_position, by_head = (BATCH, "context", "tensor", None), (BATCH, None, ("tensor", "context"), None)
 
@@ -159,6 +159,8 @@ def exchanged(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT
     return mark(attention(q, k, v, starts_BT, saved, window), by_head, by_position)
 
 
-def shared(attention: Callable, mesh: Mesh | None, way: str) -> Callable:
+def context_parallel(attention: Callable, mesh: Mesh | None, way: str) -> Callable:
     """attention() on this mesh."""
-    return attention if size_of(mesh) == 1 else partial(exchanged if way == "ulysses" else gathered, attention, mesh)
+    if size_of(mesh) == 1:
+        return attention
+    return partial(ulysses_attention if way == "ulysses" else all_gather_attention, attention, mesh)

@@ -31,16 +31,16 @@ class Saving:
     on_host: tuple[str, ...] = ()
 
 
-class Kept:
+class SavedActivations:
     """The values of a layer's points, in the order in which they come up.
 
     values: None while the layer runs the first time, and they are collected; else they are used instead of what is
-    computed again, so that what computed it is no part of the program. away: which of them lie on the host.
+    computed again, so that what computed it is no part of the program. offloaded: which of them lie on the host.
     """
 
     def __init__(self, saving: Saving, values=None):
         self.saving, self.first = saving, values is None
-        self.values, self.away = list(values or []), []
+        self.values, self.offloaded = list(values or []), []
 
     def __call__(self, point: str, value: torch.Tensor) -> torch.Tensor:
         if point not in self.saving.points:
@@ -66,15 +66,15 @@ class Kept:
         return out
 
     def put(self, point: str, value: torch.Tensor) -> None:
-        self.away.append(point in self.saving.on_host and point != "scale")
-        self.values.append(place_to_host(value.detach()) if self.away[-1] else value.detach())
+        self.offloaded.append(point in self.saving.on_host and point != "scale")
+        self.values.append(place_to_host(value.detach()) if self.offloaded[-1] else value.detach())
 
 
-def on_device(values, away: list[bool]) -> list[torch.Tensor]:
-    return [place_to_device(value) if is_away else value for value, is_away in zip(values, away, strict=True)]
+def on_device(values, offloaded: list[bool]) -> list[torch.Tensor]:
+    return [place_to_device(value) if is_away else value for value, is_away in zip(values, offloaded, strict=True)]
 
 
-NOTHING = Kept(Saving(points=()))
+SAVE_NOTHING = SavedActivations(Saving(points=()))
 
 
 class Instead(torch.autograd.Function):
@@ -91,25 +91,25 @@ class Instead(torch.autograd.Function):
 
 def forward_layer(run, saving: Saving, needed, x_BTD, *values):
     """(outputs, what is kept for the backward pass, x first) of run(x, values, kept)."""
-    kept = Kept(saving)
+    kept = SavedActivations(saving)
     kept.put("input", x_BTD)
     x, *values = leaves([x_BTD, *values], needed)
     if saving.points is None:
-        hooks = saved_tensors_hooks(lambda t: kept.put("", t) if of_positions(t, x) else None, lambda _: None)
+        hooks = saved_tensors_hooks(lambda t: kept.put("", t) if is_per_position(t, x) else None, lambda _: None)
         with torch.enable_grad(), hooks:
-            return [out.detach() for out in run(x, values, NOTHING)], kept
+            return [out.detach() for out in run(x, values, SAVE_NOTHING)], kept
     with torch.no_grad():
         return run(x, values, kept), kept
 
 
-def backward_layer(run, saving: Saving, needed, grads, values, kept: Kept):
+def backward_layer(run, saving: Saving, needed, grads, values, kept: SavedActivations):
     """(gradient of x, [those of the values that need one]): runs the layer again. Autograd, or the layer, takes what is
     kept instead of what is computed again."""
     x, *values = leaves([kept.values.pop(0), *values], needed)
-    hooks = saved_tensors_hooks(lambda t: kept.values.pop(0) if of_positions(t, x) else t, lambda t: t)
+    hooks = saved_tensors_hooks(lambda t: kept.values.pop(0) if is_per_position(t, x) else t, lambda t: t)
     everything = saving.points is None
     with torch.enable_grad(), hooks if everything else contextlib.nullcontext():
-        outs = run(x, values, NOTHING if everything else kept)
+        outs = run(x, values, SAVE_NOTHING if everything else kept)
     grad_x, *gradients = torch.autograd.grad(outs, [t for t in (x, *values) if t.requires_grad], grads)
     return grad_x, gradients
 
@@ -126,18 +126,20 @@ class RematLayer(torch.autograd.Function):
     def forward(ctx, run, saving, x_BTD, *values):
         ctx.run, ctx.saving, ctx.needed = run, saving, (True, *ctx.needs_input_grad[3:])
         outs, kept = forward_layer(run, saving, ctx.needed, x_BTD, *values)
-        ctx.away = kept.away
+        ctx.offloaded = kept.offloaded
         ctx.save_for_backward(*values, *kept.values)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx, *grads):
         tensors, count, given = ctx.saved_tensors, len(ctx.needed) - 1, len(grads)
-        tensors = *grads, *tensors[:count], *on_device(tensors[count:], ctx.away)
+        tensors = *grads, *tensors[:count], *on_device(tensors[count:], ctx.offloaded)
         behind = [t.clone() for t in tensors]  # clones: the barrier is in place
         optimization_barrier_(behind)
         grads, values, kept = behind[:given], behind[given : given + count], behind[given + count :]
-        found, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, grads, values, Kept(ctx.saving, kept))
+        found, gradients = backward_layer(
+            ctx.run, ctx.saving, ctx.needed, grads, values, SavedActivations(ctx.saving, kept)
+        )
         gradients = iter(gradients)
         return None, None, found, *(next(gradients) if is_needed else None for is_needed in ctx.needed[1:])
 
@@ -170,7 +172,7 @@ class ScannedLayers(torch.autograd.Function):
                 ctx.given = len(routing)
                 return [out], routing
             (out, *routing), kept = forward_layer(run, saving, ctx.needed, *carry, *values)
-            ctx.away, ctx.given = kept.away, len(routing)
+            ctx.offloaded, ctx.given = kept.offloaded, len(routing)
             return [out], [*routing, *kept.values]
 
         (out,), found = loop_in_graph(one_layer, [x_BTD], list(stacked))
@@ -183,7 +185,7 @@ class ScannedLayers(torch.autograd.Function):
 
         def one_layer(carry, rows):
             grads, rows = [*carry, *rows[:given]], rows[given:]
-            kept = Kept(ctx.saving, on_device(rows[count:], ctx.away))
+            kept = SavedActivations(ctx.saving, on_device(rows[count:], ctx.offloaded))
             grad_x, gradients = backward_layer(ctx.run, ctx.saving, ctx.needed, grads, rows[:count], kept)
             return [grad_x], gradients
 
@@ -197,6 +199,6 @@ def leaves(tensors, needed) -> list[torch.Tensor]:
     return [t.detach().requires_grad_(on) for t, on in zip(tensors, needed, strict=True)]
 
 
-def of_positions(t, x_BTD) -> bool:
+def is_per_position(t, x_BTD) -> bool:
     """Whether it has values for each position, (B, T, ...), and is not x_BTD: no weight, and no attention score."""
     return t is not x_BTD and t.shape[:2] == x_BTD.shape[:2]

@@ -58,9 +58,9 @@ def with_targets(targets_BT):
     return (targets_BT >= 0).any(1, keepdim=True).float()
 
 
-def with_routers(loss, routing: list, targets_BT, config) -> tuple:
+def with_routers(loss, routing, targets_BT, config) -> tuple:
     """(what the gradients are of, the loss, REPORTED) of a micro-batch. loss: summed over its targets. routing: as a
-    model's forward() fills it; empty: there are no experts, and nothing is added. Sequences without a target do not
+    model's forward() gives it; None: there are no experts, and nothing is added. Sequences without a target do not
     count.
 
     balance_loss: X sum_x f_x P_x, mean over layers, where f_x of the tokens chose expert x, of mean probability P_x
@@ -68,26 +68,28 @@ def with_routers(loss, routing: list, targets_BT, config) -> tuple:
     logsumexp (Zoph et al. 2022). largest_load: of an expert, in even shares, the largest of all layers. dropped_tokens:
     a token counts for each expert of each layer that had no place for it.
     """
-    if not routing:
+    if routing is None:
         return loss, loss
     shape, X, T = config.shape, config.num_experts, targets_BT.shape[1]
     share, counted = 1 / config.gradient_accumulation_steps, with_targets(targets_BT)
     # means over the sequences that count: (L, X) and (L, 1)
-    probability, z, chose = (routing[0] * counted).sum(1).div(counted.sum().clamp(min=1.0)).split([X, 1, X], -1)
+    probability, z, chose = (routing * counted).sum(1).div(counted.sum().clamp(min=1.0)).split([X, 1, X], -1)
     balance, z = X * (chose / T * probability).sum(-1).mean(), z.mean()
     loads = chose * (X / (T * shape.experts_per_token))
     places = slots_of_capacity(shape, T, config.expert_capacity) if config.expert_capacity else T
-    dropped = ((routing[0][..., X + 1 :] - places).clamp(min=0) * counted).sum()
+    dropped = ((routing[..., X + 1 :] - places).clamp(min=0) * counted).sum()
     count = (targets_BT >= 0).sum().float()  # the loss is a sum, too
     objective = loss + count * (config.balance_loss * balance + config.router_z_loss * z)
     return objective, loss, balance * share, z * share, loads.flatten().amax(0) * share, dropped
 
 
-def tokens_of_experts(routing: list, targets_BT) -> list:
+def tokens_of_experts(routing, targets_BT) -> list:
     """[how many tokens of each sequence chose each expert of each layer, (B, L X)]; [] without experts. Sequences
     without targets, which fill up a batch, have 0."""
-    of_experts = (decided[..., decided.shape[-1] // 2 + 1 :] for decided in routing)
-    return [(chose * with_targets(targets_BT)).transpose(0, 1).flatten(1) for chose in of_experts]
+    if routing is None:
+        return []
+    chose = routing[..., routing.shape[-1] // 2 + 1 :]
+    return [(chose * with_targets(targets_BT)).transpose(0, 1).flatten(1)]
 
 
 def as_table(chosen, config) -> dict[str, list]:

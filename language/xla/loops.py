@@ -136,12 +136,12 @@ def sums_over_parts(model, function: Callable, sums: list, constants: list, part
 
 
 @contextlib.contextmanager
-def as_for_one_device(model) -> Iterator[None]:
-    """Within, the model is traced as for one device."""
+def as_for_one_device(model, global_mesh: Mesh | None = None) -> Iterator[None]:
+    """Within, the model is traced as for one device. global_mesh: what experts and flash attention see meanwhile."""
     mesh = model.mesh
     try:
         model.mesh = None
-        set_global_mesh(None)  # which flash attention asks for
+        set_global_mesh(global_mesh)
         yield
     finally:
         model.mesh = mesh

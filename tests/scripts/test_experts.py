@@ -64,11 +64,11 @@ def reference(capacity: float = 0.0, parts: int = 1) -> dict[str, np.ndarray]:
         optimizer.zero_grad()
         losses, dropped = [], 0
         for part in range(parts):  # row i goes to micro-batch i % parts
-            tokens, routing = rows[part::parts], []
-            logits = model(tokens[:, :-1], routing=routing)
+            tokens = rows[part::parts]
+            logits, routing = model(tokens[:, :-1])
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1)[:, :64], tokens[:, 1:].flatten())
             more = 0
-            for layer in routing[0]:
+            for layer in routing:
                 probability, z, chose = layer.split([8, 1, 8], -1)
                 share = chose.sum(0) / tokens[:, 1:].numel()
                 more = more + (8 * (share * probability.mean(0)).sum() * 0.02 + z.mean() * 0.001) / shape.num_layers

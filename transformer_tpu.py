@@ -101,36 +101,39 @@ def place_state(model: Decoder, optimizer, metrics) -> None:
         mark_sharding(tensor, model.mesh, (None,) * tensor.dim())
 
 
-def compute_gradients(model: Decoder, tokens_BS, config, keys_B=None):
-    """Summed loss of the batch and model.reported; gradients are left in parameter.grad. keys_B: dropout's, of rows.
+def summed_loss(model: Decoder, tokens_BS, keys_B, config, weights: dict | None = None):
+    """(what the gradients are of, [loss summed over the targets, *model.reported]) of a batch. keys_B: dropout's, of
+    rows. weights: instead of the model's own, by name."""
+    inputs, targets = inputs_and_targets(model, tokens_BS)
+    if weights is None:
+        logits, routing = model(inputs, keys_B)
+    else:
+        logits, routing = torch.func.functional_call(model, weights, (inputs, keys_B))
+    loss = losses(logits, targets, model.shape.vocab_size, model.mesh).sum()
+    objective, *reported = with_routers(loss, routing, targets, config)  # adds the losses of experts' routers
+    return objective, [value.detach() for value in reported]
 
-    With several micro-batches, their forward and backward passes are a loop inside the graph, so neither the graph nor
-    the memory of activations grows with their number. (torch_xla.experimental.gradient_accumulation syncs in it.)
+
+def accumulate_gradients(model: Decoder, tokens_BS, keys_B, config) -> list[torch.Tensor]:
+    """What summed_loss() reports, of several micro-batches; gradients are left in parameter.grad.
+
+    Their forward and backward passes are a loop inside the graph, so neither the graph nor the memory of activations
+    grows with their number. (torch_xla.experimental.gradient_accumulation syncs in it.)
     """
     trained, accumulation_steps = model.trained(), config.gradient_accumulation_steps
     names, parameters = zip(*sorted(model.named_parameters(), key=lambda item: item[0] not in trained), strict=True)
-
-    def summed_loss(weights, tokens, *keys):
-        (inputs, targets), routing = inputs_and_targets(model, tokens), []
-        named = dict(zip(names, weights, strict=True))
-        logits = torch.func.functional_call(model, named, (inputs, *keys), dict(routing=routing))
-        loss = losses(logits, targets, model.shape.vocab_size, model.mesh).sum()
-        return with_routers(loss, routing, targets, config)  # with experts: adds the losses of their routers
 
     def micro_batch(weights, rows):  # what it adds to the loss and to the gradients
         # weights come in as arguments: read from the module, views of them trace differently once they were updated
         weights = [weight.detach() for weight in weights]
         for weight in weights[: len(trained)]:
             weight.requires_grad_()
-        objective, *reported = summed_loss(weights, *rows)
+        tokens, keys = rows if keys_B is not None else (*rows, None)
+        objective, reported = summed_loss(model, tokens, keys, config, dict(zip(names, weights, strict=True)))
         objective.backward()
-        return [*(value.detach() for value in reported), *(weight.grad for weight in weights[: len(trained)])]
+        return [*reported, *(weight.grad for weight in weights[: len(trained)])]
 
     batch = [tokens_BS] if keys_B is None else [tokens_BS, keys_B]
-    if accumulation_steps == 1:
-        objective, *reported = summed_loss(parameters, *batch)
-        objective.backward()
-        return [value.detach() for value in reported]
     zeros = [torch.zeros_like(parameter, requires_grad=False) for parameter in trained.values()]
     place(model, zeros)
     # row i goes to micro-batch i % accumulation_steps, so that each stays sharded over the mesh as the batch is
@@ -147,7 +150,11 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
     """One optimizer step as one graph. rates (num_steps,) is indexed on the device: nothing but the batch goes up."""
     # a mask for each row and step
     keys = batch_keys(metrics.step, config.seed, tokens_BS, first_row(tokens_BS)) if config.dropout else None
-    loss, *reported = compute_gradients(model, tokens_BS, config, keys)
+    if config.gradient_accumulation_steps == 1:
+        objective, (loss, *reported) = summed_loss(model, tokens_BS, keys, config)
+        objective.backward()
+    else:
+        loss, *reported = accumulate_gradients(model, tokens_BS, keys, config)
     loss, count = total(loss, model.mesh), total((tokens_BS[:, 1:] >= 0).sum().float(), model.mesh)  # count: targets
     gradients = [parameter.grad for parameter in model.trained().values()]  # the loss is summed; divided by count below
     place(model, gradients)
@@ -167,8 +174,9 @@ def train_step(model, optimizer, rates, metrics, tokens_BS, config):
 def eval_step(model, tokens_BS):
     """(B, 3 or more) float32: summed loss of a sequence, its targets, the likeliest of these; choices of routers."""
     with torch.no_grad():
-        (inputs, targets), routing = inputs_and_targets(model, tokens_BS), []
-        logits, vocab_size = model(inputs, routing=routing), model.shape.vocab_size
+        inputs, targets = inputs_and_targets(model, tokens_BS)
+        logits, routing = model(inputs)
+        vocab_size = model.shape.vocab_size
         loss, likeliest = losses(logits, targets, vocab_size, model.mesh), is_likeliest(logits, targets, vocab_size)
         sums = [x.sum(1, keepdim=True) for x in (loss, (targets >= 0).float(), likeliest)]
         return rows_of_all(torch.cat([*sums, *tokens_of_experts(routing, targets)], 1), model.mesh)

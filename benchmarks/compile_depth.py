@@ -25,18 +25,22 @@ def measure(layers: int, scan_layers: bool) -> None:
 
     from language.models.gpt import GPT
     from language.options.shapes import ModelShape
-    from transformer_tpu import compute_gradients
+    from language.options.transformer_options import TransformerConfig
+    from language.xla.remat import LayerExecution
+    from transformer_tpu import summed_loss
 
     device = torch_xla.device()
-    model = GPT(ModelShape(layers, 2, 128, 64, 256), scan_layers=scan_layers)
+    model = GPT(ModelShape(layers, 2, 128, 64, 256), execution=LayerExecution(scan=scan_layers))
     model.initialise(0)
     model.to(device)
     tokens = torch.zeros(4, 65, dtype=torch.int32).to(device)
     torch_xla.sync()
-    compute_gradients(model, tokens, 1)  # the first trace also fills torch's own caches
+    config = TransformerConfig()
+    summed_loss(model, tokens, None, config)[0].backward()  # the first trace also fills torch's own caches
     model.zero_grad(set_to_none=True)
     started = time.perf_counter()
-    loss = compute_gradients(model, tokens, 1)
+    loss, _ = summed_loss(model, tokens, None, config)
+    loss.backward()
     traced = time.perf_counter() - started
     outputs = [loss, *(parameter.grad for parameter in model.parameters())]
     instructions = torch_xla._XLAC._get_xla_tensors_hlo(outputs).count(" = ")

@@ -63,6 +63,7 @@ def compile_torch(name: str, topology, options: dict[str, str]) -> tuple[str, in
     import transformer_tpu
     from language.models.gpt import GPT
     from language.models.llama import Llama
+    from language.models.operations import causal_attention
     from language.xla.flash_attention import flash_attention
     from tpu_compiler.compile.compiling import compile_program, lower_pallas_for
     from tpu_compiler.compile.tracing import trace_step
@@ -76,7 +77,7 @@ def compile_torch(name: str, topology, options: dict[str, str]) -> tuple[str, in
         if name.endswith("flash"):
             lower_pallas_for(topology.name)
         config = TransformerConfig(compile_for=topology.name)
-        attention = flash_attention if name.endswith("flash") else None
+        attention = flash_attention if name.endswith("flash") else causal_attention
         kind = Llama if isinstance(shape, LlamaShape) else GPT
         build = partial(kind, shape, torch.bfloat16, attention=attention)
         model = without_weights(build, device)

@@ -6,8 +6,8 @@ Shape suffixes: C tokens of a step, T context, S = T + C, L layers, G heads of k
 import torch
 import torch.nn.functional as F
 
-from language.models import gpt, llama
 from language.models.layers import Decoder
+from language.models.llama import Llama
 from language.models.operations import layer_norm
 
 
@@ -44,23 +44,23 @@ class CachedModel(torch.nn.Module):
                 scores = (q_GRC @ keys).masked_fill(~is_seen, -1e30)
                 if window:
                     scores = torch.where(rows[None, :] < (position + here - (window - 1))[:, None], -1e30, scores)
-                return (scores.softmax(-1) @ values).permute(2, 0, 1, 3).reshape(q.shape)
+                return (scores.softmax(-1) @ values).permute(2, 0, 1, 3).reshape(q.shape), None
 
             return attention
 
         weights, layers = model.cast()
         at = position + here
-        if isinstance(model, llama.Llama):
+        if isinstance(model, Llama):
             x = model.embed(tokens_1C)
-            for layer, (w, own) in enumerate(zip(layers, model.of_blocks(at.float(), T), strict=True)):
-                x, *_ = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
+            for layer, (w, own) in enumerate(zip(layers, model.layer_kwargs(at.float(), T), strict=True)):
+                x, _ = model.layer(x, w, attention=attention_of_layer(layer), **own)
         else:
             x = F.embedding(tokens_1C, model.token_embedding)
             x = x + F.embedding(at.clamp(max=len(model.position_embedding) - 1), model.position_embedding)
             for layer, w in enumerate(layers):
-                (x,) = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
+                x, _ = model.layer(x, w, attention=attention_of_layer(layer))
         x = x[0].index_select(0, length - 1)
-        if isinstance(model, llama.Llama):
+        if isinstance(model, Llama):
             logits = model.head(x, weights)
         else:
             x = layer_norm(x[None], weights["final_ln_weight"], weights["final_ln_bias"])[0]

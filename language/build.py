@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from language.models.layers import Decoder, is_matrix, load_weights
+from language.models.layers import Decoder, LoRA, is_matrix, load_weights
 from language.models.operations import causal_attention
 from language.options.shapes import LlamaShape
 from language.options.transformer_options import TransformerConfig
-from language.xla.context import pieces_of, shared
+from language.xla.context import pieces_of, size_of
+from language.xla.remat import LEVELS, LayerExecution
 from language.xla.shards import distribute
 from tpu_utils.base.errors import InputError
 from tpu_utils.device import Mesh, device_type
@@ -38,14 +39,19 @@ def build_model(
 
         attention = flash_attention
     way = config.context_attention
+    if size_of(mesh) > 1:
+        from language.xla.context_attention import context_parallel  # only for devices that share sequences
+
+        attention = context_parallel(attention, mesh, way)
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
-    options = dict(remat=config.remat, scan_layers=config.scan_layers, mesh=mesh)
-    options |= dict(attention=shared(attention, mesh, way), pieces=pieces_of(mesh, way))
-    options |= dict(remat_keep=config.remat_keep, packed=config.dataset == "chat")
-    options |= dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
-    options |= dict(base_dtype=getattr(torch, config.base_precision))
-    if config.compile_for or device_type() == "TPU":  # elsewhere a device has no other memory than the host's
-        options |= dict(offload=config.offload)
+    # elsewhere a device has no other memory than the host's
+    offloads = config.remat and (config.compile_for or device_type() == "TPU")
+    on_host = LEVELS.get(config.offload, ()) if offloads else ()
+    points = LEVELS[config.remat_keep] if config.remat else None
+    options = dict(execution=LayerExecution(points, on_host, config.scan_layers), attention=attention)
+    options |= dict(mesh=mesh, pieces=pieces_of(mesh, way), packed=config.dataset == "chat")
+    if config.lora_rank:
+        options |= dict(lora=LoRA(config.lora_rank, config.lora_alpha, getattr(torch, config.base_precision)))
     if isinstance(config.shape, LlamaShape):
         from language.models.llama import Llama  # only here, as GPT below: a run has one of them
 

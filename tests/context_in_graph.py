@@ -20,7 +20,8 @@ from jax.experimental import pallas
 
 from language.models.operations import causal_attention
 from language.xla import flash_kernels
-from language.xla.context import balanced, shared
+from language.xla.context import balanced
+from language.xla.context_attention import context_parallel
 from language.xla.flash_attention import flash_attention
 from language.xla.loops import AXES, BATCH
 
@@ -48,8 +49,8 @@ for documents, window in ((None, 0), (starts, 0), (starts, 140)):
         for x in (*inputs, grad):
             xs.mark_sharding(x, mesh, (BATCH, "context" if way else None, "tensor", None))
         of_rows = documents if documents is None else documents[:, order].to(torch_xla.device())
-        attend = shared(attention, mesh, way) if way else attention
-        out = attend(*(x.requires_grad_() * 1 for x in inputs), of_rows, window=window)
+        attend = context_parallel(attention, mesh, way) if way else attention
+        out, _ = attend(*(x.requires_grad_() * 1 for x in inputs), of_rows, window=window)
         out.backward(grad * 1)  # what lies on the device is marked already
         program = torch_xla._XLAC._get_xla_tensors_hlo([out, *(x.grad for x in inputs)])
         assert not re.search(rf"\[[\d,]*{T},{T}\]", program), "scores of all positions and all others"

@@ -52,7 +52,8 @@ for T, K, query_heads, documents, window in (  # three blocks of 256, of 128, an
         *inputs, grad = (x.to(torch_xla.device()) for x in values)
         for x in (*inputs, grad) if num_devices > 1 else ():
             xs.mark_sharding(x, xs.get_global_mesh(), (BATCH, None, "tensor", None))
-        out = attention(*(x.requires_grad_() for x in inputs), None if first is None else first.to(torch_xla.device()))
+        first = first if first is None else first.to(torch_xla.device())
+        out, _ = attention(*(x.requires_grad_() for x in inputs), first)
         out.backward(grad)
         found.append([x.cpu() for x in (out.detach(), *(x.grad for x in inputs))])
     for other in found[1:]:

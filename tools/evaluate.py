@@ -131,7 +131,7 @@ def score_step(model, tokens_BS):
     """For each row: the summed loss, the number of targets, and how many of them the model finds likeliest, (B, 3)."""
     with torch.no_grad():
         inputs, targets = inputs_and_targets(model, tokens_BS)
-        logits, vocab_size = model(inputs), model.shape.vocab_size
+        logits, vocab_size = model(inputs).logits, model.shape.vocab_size
         sums = losses(logits, targets, vocab_size), (targets >= 0).float(), is_likeliest(logits, targets, vocab_size)
         result = torch.stack([x.sum(1) for x in sums], 1)
         if model.mesh is not None:

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 
 from language.generation.cached_attention import attend, heads_together, own_heads
 from language.generation.sampling import SamplingOptions
-from language.models import gpt, llama
-from language.models.layers import Decoder, head_product
-from language.models.operations import causal_attention, layer_norm
+from language.models.experts import mixture
+from language.models.layers import Decoder
+from language.models.llama import Llama
+from language.models.operations import causal_attention
 from language.options.shapes import ModelShape
 from language.xla.device_loop import DeviceLoop
 from language.xla.loops import as_for_one_device
@@ -89,28 +90,26 @@ class Cache:
 
 
 def run_layers(model: Decoder, tokens_BT, positions, context, attention_of_layer, pick=lambda x_BTD: x_BTD):
-    """The model's forward pass with another attention in each layer. Logits (B, V) of the position that `pick` keeps.
+    """Logits (B, V) of the position that `pick` keeps: the model's forward pass with another attention in each layer.
 
     positions: (T,), the same in all rows, or (B, 1). context: of the cache, by which rotations are for long texts.
     """
     # on a mesh of training too every device has all rows, which are few: what is sharded over it are the weights, and
     # the partitioner takes each product apart as they lie. Along "tensor" alone the experts' devices know their own
     mesh = model.mesh
-    whole_rows = mesh is not None and mesh.shape()["tensor"] < mesh.size()
-    with as_for_one_device(model) if whole_rows else nullcontext():
+    only_tensor = mesh is not None and mesh.shape()["tensor"] == mesh.size()
+    with as_for_one_device(model, mesh if only_tensor else None) if mesh is not None else nullcontext():
         weights, layers = model.cast()
-        if isinstance(model, llama.Llama):
+        if isinstance(model, Llama):
             x = model.embed(tokens_BT)
-            for layer, (w, own) in enumerate(zip(layers, model.of_blocks(positions.float(), context), strict=True)):
-                x, *_ = llama.block(x, w, model.shape, attention_of_layer(layer), **own)
-            logits = model.head(pick(x), weights)
+            for layer, (w, own) in enumerate(zip(layers, model.layer_kwargs(positions.float(), context), strict=True)):
+                x, _ = model.layer(x, w, attention=attention_of_layer(layer), experts=mixture, **own)
         else:
             x = model.rows_of_tokens(tokens_BT) + F.embedding(positions, model.position_embedding)
             x = x.to(model.compute_dtype)
             for layer, w in enumerate(layers):
-                (x,) = gpt.block(x, w, model.shape.num_heads, attention_of_layer(layer))
-            x = layer_norm(pick(x), weights["final_ln_weight"], weights["final_ln_bias"])
-            logits = head_product(x, weights["token_embedding"])
+                x, _ = model.layer(x, w, attention=attention_of_layer(layer))
+        logits = model.head(pick(x), weights)
     logits = logits[:, 0, : model.shape.vocab_size].float()
     # or the choice of a token can take the head's product into its own loop, in the vector unit: 80 ms for 0.3 on a v6e
     optimization_barrier_([logits])
@@ -194,7 +193,7 @@ def next_logits(model: Decoder, cache: Cache, keys: list, values: list, token_B,
         def attention(q, k, v, *_):
             for held, new in ((keys, k), (values, v)):
                 held[layer] = write_slot(held[layer], new.view(*held[layer].shape[:3], 1), slot)
-            return attend(q, keys[layer], values[layer], is_seen, cache.is_own)
+            return attend(q, keys[layer], values[layer], is_seen, cache.is_own), None
 
         return attention
 

@@ -15,17 +15,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from language.models.routing import constant, is_of, numbers, route, slots_of_capacity
-from language.xla.loops import BATCH, enter, loop_in_graph, sum_over, whole
+from language.models.routing import arange_like, full_like_scalar, one_hot_mask, route, slots_of_capacity
+from language.xla.loops import BATCH, from_local, loop_in_graph, sum_over, to_local
 from tpu_utils.device import DEVICE_TYPE, IS_XLA, get_global_mesh, mark_sharding_with_gradients, register
 
 GROUPS = ("data", "fsdp")  # devices whose tokens are routed together along "expert", where nothing is dropped
 ALL = (*GROUPS, "context", "expert")
 
 
-def before(values_GX) -> torch.Tensor:
+def exclusive_cumsum(values_GX) -> torch.Tensor:
     """Sums of the values of lower numbers along the last axis."""
-    here = numbers(values_GX.shape[-1], values_GX)
+    here = arange_like(values_GX.shape[-1], values_GX)
     return torch.where(here[None] < here[:, None], values_GX[..., None, :], 0.0).sum(-1)
 
 
@@ -36,9 +36,9 @@ def ranks(taken_GNX) -> torch.Tensor:
     """
     G, N, X = taken_GNX.shape
     chunks = F.pad(taken_GNX, (0, 0, 0, -N % 128)).view(G, -1, 128, X)
-    within, sums = numbers(128, chunks), chunks.sum(2)
+    within, sums = arange_like(128, chunks), chunks.sum(2)
     inside = torch.einsum("ij,gcjx->gcix", (within[None] < within[:, None]).float(), chunks)
-    here = numbers(chunks.shape[1], chunks)
+    here = arange_like(chunks.shape[1], chunks)
     earlier = torch.einsum("ij,gjx->gix", (here[None] < here[:, None]).float(), sums)
     return (inside + earlier[:, :, None]).flatten(1, 2)[:, :N]
 
@@ -72,52 +72,52 @@ def in_order(experts_GNJ, num_experts: int):
         raise ValueError(
             f"{N} tokens of {J} experts on a device, and {num_experts} experts; expected fewer: 32-bit numbers"
         )
-    place = numbers(N, like)[:, None] * constant(J2, like) + numbers(J, like)
-    ordered = (experts_GNJ * constant(N2 * J2, like).int() + place.int()).flatten(1).sort(-1).values
-    return ordered & constant(N2 * J2 - 1, like).int()
+    place = arange_like(N, like)[:, None] * full_like_scalar(J2, like) + arange_like(J, like)
+    ordered = (experts_GNJ * full_like_scalar(N2 * J2, like).int() + place.int()).flatten(1).sort(-1).values
+    return ordered & full_like_scalar(N2 * J2 - 1, like).int()
 
 
 def assign(experts_GNJ, num_experts: int, capacity: int, block: int) -> Slots:
     """experts: below num_experts, else they lie elsewhere. capacity: slots of an expert in each group. 0: they lie
     in blocks of this size, each of one expert; with a size of 0 one after the other."""
     (G, N, J), X, like = experts_GNJ.shape, num_experts, experts_GNJ
-    chosen = is_of(experts_GNJ, X)  # (G, N, J, X)
+    chosen = one_hot_mask(experts_GNJ, X)  # (G, N, J, X)
     taken = chosen.float().sum(2)
-    counts, rank, first = taken.sum(1), ranks(taken), before(taken.sum(1))
-    group, pairs = numbers(G, like)[:, None], N * min(J, X)
+    counts, rank, first = taken.sum(1), ranks(taken), exclusive_cumsum(taken.sum(1))
+    group, pairs = arange_like(G, like)[:, None], N * min(J, X)
     # begins: first slot of each expert. start: first of the sorted pairs in each block; left: pairs from there on
     if capacity:
-        begins = (numbers(X, like) + group * constant(X, like)) * constant(capacity, like)
+        begins = (arange_like(X, like) + group * full_like_scalar(X, like)) * full_like_scalar(capacity, like)
         start = first.view(-1)
         left = counts.view(-1)
         of_experts = counts.view(-1)
         block = capacity
     elif not block:  # G is 1
         begins = first
-        start = constant(0, like)
+        start = full_like_scalar(0, like)
         left = counts.sum(1)
         of_experts = counts.view(-1)
         block = pairs
     else:  # G is 1
-        size = constant(block, like)
-        blocks = ((counts + constant(block - 1, like)) / size).floor()
-        begins = before(blocks) * size
-        number = numbers((pairs + min(pairs, X) * (block - 1)) // block, like)
-        of_experts = (before(blocks) + blocks <= number[:, None]).float().sum(-1)
-        of_experts = torch.minimum(of_experts, constant(X - 1, like))  # also for unused blocks at the end
-        own = is_of(of_experts, X)
+        size = full_like_scalar(block, like)
+        blocks = ((counts + full_like_scalar(block - 1, like)) / size).floor()
+        begins = exclusive_cumsum(blocks) * size
+        number = arange_like((pairs + min(pairs, X) * (block - 1)) // block, like)
+        of_experts = (exclusive_cumsum(blocks) + blocks <= number[:, None]).float().sum(-1)
+        of_experts = torch.minimum(of_experts, full_like_scalar(X - 1, like))  # also for unused blocks at the end
+        own = one_hot_mask(of_experts, X)
         here = number * size - torch.where(own, begins, 0.0).sum(-1)  # rows of the expert before the block
         start, left = torch.where(own, first, 0.0).sum(-1) + here, torch.where(own, counts, 0.0).sum(-1) - here
-    within, J2 = numbers(block, like), 1 << (J - 1).bit_length()
-    at = torch.maximum(start[:, None] + within, constant(0, like)).minimum(constant(N * J - 1, like))
-    at = at.view(G, -1) + group * constant(N * J, like)
+    within, J2 = arange_like(block, like), 1 << (J - 1).bit_length()
+    at = torch.maximum(start[:, None] + within, full_like_scalar(0, like)).minimum(full_like_scalar(N * J - 1, like))
+    at = at.view(G, -1) + group * full_like_scalar(N * J, like)
     place_GS = in_order(experts_GNJ, X).flatten().index_select(0, at.int().flatten()).view(G, -1)
-    which = place_GS & constant(J2 - 1, like).int()
-    token = (place_GS - which).float() / constant(J2, like) + group * constant(N, like)
+    which = place_GS & full_like_scalar(J2 - 1, like).int()
+    token = (place_GS - which).float() / full_like_scalar(J2, like) + group * full_like_scalar(N, like)
     slot = torch.where(chosen, (begins.view(-1, 1, X) + rank)[:, :, None], 0.0).sum(-1)
-    has_slot = chosen & (rank < constant(capacity, like))[:, :, None] if capacity else chosen
+    has_slot = chosen & (rank < full_like_scalar(capacity, like))[:, :, None] if capacity else chosen
     kept = has_slot.float().sum(-1)
-    found = token.flatten(), (token * constant(J, like) + which).flatten(), (within < left[:, None]).flatten()
+    found = token.flatten(), (token * full_like_scalar(J, like) + which).flatten(), (within < left[:, None]).flatten()
     found += (slot * kept).view(-1, J), kept.view(-1, J), of_experts
     return Slots(*(x.int() for x in found))
 
@@ -130,11 +130,11 @@ def on_each_device(function: Callable, arguments: list, results: list):
     mesh = get_global_mesh()
     if mesh is None:
         return function(*(tensor for tensor, _ in arguments))
-    outputs, found = function(*(enter(tensor, mesh, spec) for tensor, spec in arguments)), []
+    outputs, found = function(*(to_local(tensor, mesh, spec) for tensor, spec in arguments)), []
     for value, (spec, summands) in zip(outputs, results, strict=True):
         spec = (*spec, *(None,) * (value.dim() - len(spec)))
         in_parts = any(mesh.shape()[axis] > 1 for axis in summands)
-        found.append(sum_over(summands, value, mesh, spec) if in_parts else whole(value, mesh, spec))
+        found.append(sum_over(summands, value, mesh, spec) if in_parts else from_local(value, mesh, spec))
     return found
 
 
@@ -258,7 +258,7 @@ def context_size(layout: Layout) -> int:
 def on_this_device(value):
     """A value that each device makes for itself, inside of on_each_device()."""
     mesh = get_global_mesh()
-    return value if mesh is None else enter(value, mesh, (None,) * value.dim())
+    return value if mesh is None else to_local(value, mesh, (None,) * value.dim())
 
 
 def in_loops(x) -> bool:
@@ -284,7 +284,7 @@ def grouped(rows_SI, weights_XOI, block_experts, transposed: bool, kernels: tupl
         return carry, [rows @ (own if transposed else own.t())]
 
     rows = [blocks, block_experts[:, None]]
-    return loop_in_graph(one_block, [weights_XOI], rows, enter=on_this_device)[1][0].flatten(0, 1)
+    return loop_in_graph(one_block, [weights_XOI], rows, to_local=on_this_device)[1][0].flatten(0, 1)
 
 
 def slice_added(sums, part, at):
@@ -311,10 +311,10 @@ def grouped_gradient(grad_SO, rows_SI, X: int, block_experts, kernels: tuple[int
         grad, row, expert = values
         return [add_slice(carry[0], (grad.t() @ row).float(), expert[0])], []
 
-    return loop_in_graph(one_block, [sums], [grads, rows, block_experts[:, None]], enter=on_this_device)[0][0]
+    return loop_in_graph(one_block, [sums], [grads, rows, block_experts[:, None]], to_local=on_this_device)[0][0]
 
 
-def of_matrix(block_experts, n: int, count: int, kernels: tuple[int, int] | None):
+def blocks_of_matrix(block_experts, n: int, count: int, kernels: tuple[int, int] | None):
     """block_experts as grouped() takes them for the n-th matrix, where each expert has `count`, one after the other."""
     if count == 1:
         return block_experts
@@ -322,7 +322,7 @@ def of_matrix(block_experts, n: int, count: int, kernels: tuple[int, int] | None
         return torch.stack(
             [block_experts if i == n else torch.zeros_like(block_experts) for i in range(count)], 1
         ).flatten()
-    return (block_experts * constant(count, block_experts) + numbers(count, block_experts)[n]).int()
+    return (block_experts * full_like_scalar(count, block_experts) + arange_like(count, block_experts)[n]).int()
 
 
 class GroupedProduct(torch.autograd.Function):
@@ -337,7 +337,7 @@ class GroupedProduct(torch.autograd.Function):
 
         def products(rows, weights, blocks):
             flat = weights.flatten(0, -3)
-            return [grouped(rows, flat, of_matrix(blocks, n, N, kernels), False, kernels) for n in range(N)]
+            return [grouped(rows, flat, blocks_of_matrix(blocks, n, N, kernels), False, kernels) for n in range(N)]
 
         of_rows, of_weights, of_outputs = specs(split, weights.dim())
         arguments = [(rows_SI, of_rows), (weights, of_weights), (block_experts, (ALL,))]
@@ -353,7 +353,7 @@ class GroupedProduct(torch.autograd.Function):
         def gradients(rows, weights, blocks, *grads):
             flat, found = weights.flatten(0, -3), []
             if needs_rows:
-                of_each = (of_matrix(blocks, n, N, kernels) for n in range(N))
+                of_each = (blocks_of_matrix(blocks, n, N, kernels) for n in range(N))
                 found.append(sum(grouped(g, flat, at, True, kernels) for g, at in zip(grads, of_each, strict=True)))
             if needs_weights:
                 found += [grouped_gradient(grad, rows, len(weights), blocks, kernels) for grad in grads]
@@ -377,7 +377,7 @@ def specs(split: str, dims: int) -> tuple[tuple, tuple, tuple]:
 
 def local_experts(experts, first, count: int):
     """Numbers among the experts of a device, from `first` on; count for those of others."""
-    own, end = experts - first, constant(count, experts).int()
+    own, end = experts - first, full_like_scalar(count, experts).int()
     return torch.where((own >= torch.zeros_like(own)) & (own < end), own, end)
 
 
@@ -389,7 +389,7 @@ def mixture(y_BTD, w, shape, activation: Callable, capacity: float = 0.0, kernel
     gate_up, out = w["expert_gate_up_weight"], w["expert_out_weight"]
     if capacity:
         num_slots = slots_of_capacity(shape, y_BTD.shape[1], capacity)
-        return of_capacity(y_BTD, weights, experts, gate_up, out, num_slots, activation), routing
+        return mixture_with_capacity(y_BTD, weights, experts, gate_up, out, num_slots, activation), routing
     mesh = get_global_mesh()
     share = 1 if mesh is None else mesh.shape()["expert"]
     X = shape.num_experts // share
@@ -419,7 +419,7 @@ def weighted(hidden, weights):
     return (hidden * weights).to(hidden.dtype)
 
 
-def of_capacity(y_BTD, weights, experts, gate_up, out, C: int, activation: Callable):
+def mixture_with_capacity(y_BTD, weights, experts, gate_up, out, C: int, activation: Callable):
     """(B, T, D). The slots of a sequence go to the devices of their experts and back: an all-to-all each."""
     X, mesh = len(gate_up), get_global_mesh()
 

@@ -1,4 +1,4 @@
-"""What the language models share: parameters by layer, their place on the mesh, the way through the layers.
+"""What the language models share: parameters by layer, their place on the mesh, products, adapters.
 
 Shape suffixes: B batch, T time, D embedding width; L layers.
 """
@@ -6,7 +6,9 @@ Shape suffixes: B batch, T time, D embedding width; L layers.
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from language.models.int8 import Int8, quantize, scale_name, scaled, widened
 from language.options.shapes import START, ModelShape
 from language.xla.context import balanced, size_of
 from language.xla.loops import BATCH
-from language.xla.remat import LEVELS, NOTHING, Saving, ScannedLayers, run_again
+from language.xla.remat import SAVE_NOTHING, LayerExecution, run_again
 from language.xla.shards import gathered
 from tpu_utils.base.errors import InputError
 from tpu_utils.device import DEVICE_TYPE, mark_sharding, mark_sharding_with_gradients, wait_device_ops
@@ -54,24 +56,24 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def product(equation: str, x_BTI, weight, adapter=None):
     """x times a weight, by einsum, plus its adapter. The last axis of x and of the output may be split into two."""
     read = widened(weight, x_BTI.dtype)
-    y = of_one_token(x_BTI, read) if decodes(x_BTI) else torch.einsum(equation, x_BTI, read)
+    y = matmul_one_token(x_BTI, read) if is_decode_step(x_BTI) else torch.einsum(equation, x_BTI, read)
     return add_adapter(scaled(y, weight), x_BTI, adapter)
 
 
 def head_product(x_BTD, weight_VD, mesh=None):
     """Logits. F.linear makes one axis of batch and time, for which see losses() of operations.py."""
     read = widened(weight_VD, x_BTD.dtype)
-    if decodes(x_BTD):
-        return scaled(of_one_token(x_BTD, read), weight_VD)
+    if is_decode_step(x_BTD):
+        return scaled(matmul_one_token(x_BTD, read), weight_VD)
     return scaled(torch.einsum("btd,vd->btv", x_BTD, read) if size_of(mesh) > 1 else F.linear(x_BTD, read), weight_VD)
 
 
-def decodes(x_BTI) -> bool:
+def is_decode_step(x_BTI) -> bool:
     """Whether XLA decodes one token of each row. An export to ONNX keeps the weight where it is quantized: second."""
     return x_BTI.shape[1] == 1 and x_BTI.device.type == DEVICE_TYPE
 
 
-def of_one_token(x_B1I, weight):
+def matmul_one_token(x_B1I, weight):
     """The product of a decoding step. The weight comes first, or XLA's CPU backend takes 4 to 8 times as long; in two
     parts, or XLA turns the product around again."""
     B, inputs = len(x_B1I), x_B1I.dim() - 2  # axes that are summed over, the weight's last
@@ -107,16 +109,30 @@ def find_documents(marked_BT, position=None):
     return marked_BT - START * begins, torch.where(before, position, 0).amax(-1)
 
 
+@dataclass(frozen=True)
+class LoRA:
+    """Each matrix of a layer has a trained adapter, scaled by alpha / rank; the base weights are frozen."""
+
+    rank: int
+    alpha: float = 16.0
+    base_dtype: torch.dtype = torch.bfloat16
+
+
+class ModelOutput(NamedTuple):
+    """logits: (B, T, V) over the padded vocabulary, in the compute dtype. routing: what the routers of all layers
+    decided, (L, B, R), as of route(); None without experts."""
+
+    logits: torch.Tensor
+    routing: torch.Tensor | None
+
+
 class Decoder(torch.nn.Module):
-    """Layers over a residual stream. A model adds the block of one layer, and forward.
+    """Layers over a residual stream. A model adds layer(), head() and forward().
 
     sizes: of every parameter, those of the L layers stacked. compute_dtype: of activations and matrix products.
     mesh: activations stay sharded along the batch and, with a context axis, along time; None: one device. pieces: in
-    which order devices hold a sequence, of context.py. block(x_BTD, w, shared=None, kept=NOTHING) is set
-    by the model. remat: layers are run again in the backward pass; remat_keep: of LEVELS, what is kept of the first
-    run; offload: "nothing", or of LEVELS, what of that lies on the host meanwhile. packed: rows hold several documents,
-    which do not attend to each other. lora_rank: base weights are frozen, in base_dtype; each matrix of a layer has a
-    trained adapter of this rank, scaled by lora_alpha / lora_rank.
+    which order devices hold a sequence, of context.py. packed: rows hold several documents, which do not attend to
+    each other.
     """
 
     def __init__(
@@ -125,33 +141,26 @@ class Decoder(torch.nn.Module):
         sizes: dict[str, tuple[int, ...]],
         compute_dtype=torch.float32,
         *,
-        remat=False,
-        remat_keep="inputs",
-        offload="nothing",
-        scan_layers=False,
+        execution: LayerExecution | None = None,
         mesh=None,
         pieces=1,
         packed=False,
-        lora_rank=0,
-        lora_alpha=16.0,
-        base_dtype=torch.bfloat16,
+        lora: LoRA | None = None,
     ):
         super().__init__()
         self.shape, self.compute_dtype, self.mesh = shape, compute_dtype, mesh
         self.reported: tuple[str, ...] = ()
         """What a step reports beside the loss."""
-        self.pieces = pieces
-        self.saving = Saving(LEVELS[remat_keep], LEVELS.get(offload, ())) if remat else Saving()
-        self.remat, self.scan_layers, self.packed = remat, scan_layers, packed
-        self.adapter_scale = lora_alpha / lora_rank if lora_rank else 0.0
+        self.execution, self.pieces, self.packed = execution or LayerExecution(), pieces, packed
+        self.adapter_scale = lora.alpha / lora.rank if lora else 0.0
         for name, size in sizes.items():
             if name in LAYER_MATRICES:
                 self.register_module(name, torch.nn.ParameterList(torch.empty(size[1:]) for _ in range(size[0])))
             else:
                 self.register_parameter(name, torch.nn.Parameter(torch.empty(size)))
-        if lora_rank:
-            self.to(base_dtype).requires_grad_(False)
-            for name, (layers, *size) in adapter_sizes(sizes, lora_rank).items():
+        if lora:
+            self.to(lora.base_dtype).requires_grad_(False)
+            for name, (layers, *size) in adapter_sizes(sizes, lora.rank).items():
                 self.register_module(name, torch.nn.ParameterList(torch.empty(size) for _ in range(layers)))
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
@@ -220,7 +229,7 @@ class Decoder(torch.nn.Module):
         """0 to length - 1 as devices hold them, (T,) int32."""
         return self.hold_positions(torch.arange(length, dtype=torch.int32, device=device))
 
-    def of_layers(self, named: dict[str, torch.Tensor], vectors: tuple[str, ...], matrices: tuple[str, ...]):
+    def parameters_by_layer(self, named: dict[str, torch.Tensor], vectors: tuple[str, ...], matrices: tuple[str, ...]):
         """The parameters of each layer by name, adapters too: [{name: of one layer}]."""
         if self.adapter_scale:
             adapted = [n.removesuffix("weight") for n in matrices if n not in OF_EXPERTS]
@@ -229,25 +238,30 @@ class Decoder(torch.nn.Module):
         columns += [[named[f"{n}.{layer}"] for layer in range(self.shape.num_layers)] for n in matrices]
         return [dict(zip(vectors + matrices, of_one, strict=True)) for of_one in zip(*columns, strict=True)]
 
-    def through_layers(self, x_BTD, layers: list[dict[str, torch.Tensor]], of_blocks: list[dict]):
-        """(x, what the routers of all layers decided, (L, B, R), or None). of_blocks: what each layer's block takes
-        beside its parameters, such as rotations that are computed once for all; a scanned block computes its own."""
 
-        def run(x, values, kept=NOTHING, **options):
-            return self.block(x, dict(zip(layers[0], map(gathered, values), strict=True)), kept=kept, **options)
+def apply_layers(layer: Callable, execution: LayerExecution, x_BTD, layers: list[dict], options: list[dict]):
+    """(x, routing of a ModelOutput) of a model's layer(x, w, **options), one after the other. layers: the parameters of
+    each by name. options: what each takes beside them; layers that are a loop get none, and make it themselves."""
 
-        if self.scan_layers:
-            stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
-            x_BTD, *routing = ScannedLayers.apply(run, self.saving, x_BTD, *stacked)
-            return x_BTD, routing[0] if routing else None
-        routings = []
-        for w, own in zip(layers, of_blocks, strict=True):
-            if self.remat:
-                x_BTD, *routing = run_again(partial(run, **own), self.saving, x_BTD, *w.values())
-            else:
-                x_BTD, *routing = run(x_BTD, w.values(), **own)
-            routings += routing
-        return x_BTD, torch.stack(routings) if routings else None
+    def run(x, values, kept=SAVE_NOTHING, **own):
+        """layer() as a function of tensors, one or two, which autograd can run again."""
+        x, routing = layer(x, dict(zip(layers[0], map(gathered, values), strict=True)), kept=kept, **own)
+        return (x,) if routing is None else (x, routing)
+
+    if execution.scan:
+        from language.xla.scanned_layers import ScannedLayers  # only for a run that asks for it
+
+        stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
+        x_BTD, *routing = ScannedLayers.apply(run, execution, x_BTD, *stacked)
+        return x_BTD, routing[0] if routing else None
+    routings = []
+    for w, own in zip(layers, options, strict=True):
+        if execution.points is None:
+            x_BTD, *routing = run(x_BTD, w.values(), **own)
+        else:
+            x_BTD, *routing = run_again(partial(run, **own), execution, x_BTD, *w.values())
+        routings += routing
+    return x_BTD, torch.stack(routings) if routings else None
 
 
 def adapter_sizes(sizes: dict[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, ...]]:

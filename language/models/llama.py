@@ -1,4 +1,4 @@
-"""Llama and the families like it, by the table in families.py: parameters, one layer, the model.
+"""Llama and the families like it, by the table in families.py: parameters, rotary positions, the model.
 
 Shape suffixes: B batch, T time, D embedding width, H heads of queries, G heads of keys and values, K head_dim,
 E width of the MLP, V padded vocabulary; L layers.
@@ -15,17 +15,19 @@ from language.models.experts import mixture
 from language.models.layers import (
     LAYER_MATRICES,
     Decoder,
+    ModelOutput,
     adapter,
     add_adapter,
-    decodes,
+    apply_layers,
     find_documents,
     head_product,
+    is_decode_step,
     product,
-)  # fmt: skip
+)
 from language.models.operations import causal_attention, rms_norm, rms_scale
 from language.models.routing import REPORTED
 from language.options.shapes import LlamaShape
-from language.xla.remat import NOTHING
+from language.xla.remat import SAVE_NOTHING
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
@@ -106,75 +108,6 @@ def rotate(x_BTHK, cos, sin, scale: float = 1.0):
     return torch.cat([x * cos - y * sin, y * cos + x * sin, *rest], -1).to(x_BTHK.dtype)
 
 
-def block(
-    x_BTD,
-    w,
-    shape: LlamaShape,
-    attention,
-    hold_sharding=lambda x: x,
-    shared=None,
-    kept=NOTHING,
-    window=0,
-    positions=None,
-    experts: Callable = mixture,
-):
-    """(x,) after one layer, with experts (x, routing of route()). w: its parameters by name, as Llama.cast() gives
-    them; which norms and biases it has, they tell. experts: mixture(), with its options.
-
-    attention: of q (B, T, H, K) that is scaled, k and v (B, T, G, K), the documents' first positions, what is saved,
-    and the window. positions: Decoder.positions(). shared: cos and sin of the rotations; None: they are made here.
-    """
-    D, H, G = x_BTD.shape[-1], shape.num_heads, shape.num_kv_heads
-    starts_BT, window = w.get("starts"), w.get("window", window)
-
-    def norm(x, name, point=""):
-        """point: what is kept of x, because the norm's gradient needs it."""
-        if name not in w:
-            return x
-        x = kept(point, x)
-        rows = x if w[name].shape[-1] == x.shape[-1] else x.flatten(2)  # or of all heads together
-        scale = kept("scale", rms_scale(rows, shape.norm_eps))
-        return rms_norm(rows, w[name], shape.norm_eps, scale).view(x.shape)
-
-    if shared is None:
-        shared = angles(in_document(positions(x_BTD.shape[1], x_BTD.device), starts_BT), w["frequencies"], shape)
-    cos, sin = shared
-    y = norm(x_BTD, "ln1_weight")
-    # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
-    q = product("btd,hkd->bthk", y, w["q_weight"].view(H, -1, D), adapter(w, "q"))
-    kv_weight = w["kv_weight"].view(2, G, -1, D)
-    if decodes(y):  # halves of a weight would be copied for each token
-        k, v = product("btd,cgkd->btcgk", y, kv_weight).unbind(2)
-    else:
-        k, v = (product("btd,gkd->btgk", y, weight) for weight in kv_weight)
-    k, v = add_adapter(k, y, adapter(w, "kv", 0)), add_adapter(v, y, adapter(w, "kv", 1))
-    if "q_bias" in w:
-        k_bias, v_bias = w["kv_bias"].view(2, G, -1)
-        q, k, v = q + w["q_bias"].view(H, -1), k + k_bias, v + v_bias
-    q, k = norm(q, "q_ln_weight", "query"), norm(k, "k_ln_weight", "key")
-    scale = (shape.query_scalar or shape.head_dim) ** -0.5  # scales q in its rotation, which is in float32
-    q, k = rotate(q, cos * scale, sin * scale, scale), rotate(k, cos, sin)
-    if "q_ln_weight" not in w:
-        q, k = kept.heads("query", q), kept.heads("key", k)
-    v = kept.heads("value", v)
-    y = kept.attention(lambda saved: attention(q, k, v, starts_BT, saved, window))
-    y = product("bthk,dhk->btd", y, w["attention_out_weight"].view(D, H, -1), adapter(w, "attention_out"))
-    x_BTD = hold_sharding(x_BTD + norm(y, "ln1_after_weight", "residual"))
-    if "ln1_after_weight" not in w:
-        x_BTD = kept("residual", x_BTD)
-    y = norm(x_BTD, "ln2_weight")
-    activation = F.silu if shape.of_family.activation == "silu" else partial(F.gelu, approximate="tanh")
-    if "router_weight" in w:
-        y, routing = experts(y, w, shape, activation)
-        return hold_sharding(x_BTD + norm(y, "ln2_after_weight")), routing
-    # one product, so that its gradient is one tensor, as the weight is
-    gate, up = product("btd,ced->btce", y, w["gate_up_weight"]).unbind(2)
-    gate, up = add_adapter(gate, y, adapter(w, "gate_up", 0)), add_adapter(up, y, adapter(w, "gate_up", 1))
-    gate, up = kept("gate", gate), kept("up", up)
-    y = product("bte,de->btd", activation(gate) * up, w["mlp_out_weight"], adapter(w, "mlp_out"))
-    return (hold_sharding(x_BTD + norm(y, "ln2_after_weight")),)
-
-
 def in_document(positions_T, starts_BT=None):
     """Positions, (T,) float32; or counted from the first token of each document, (B, T)."""
     return positions_T.float() if starts_BT is None else (positions_T - starts_BT).float()
@@ -200,22 +133,20 @@ class Llama(Decoder):
         shape: LlamaShape,
         compute_dtype=torch.float32,
         *,
-        attention=None,
+        attention: Callable = causal_attention,
         expert_capacity=0.0,
         expert_kernels=False,
         **options,
     ):
-        """expert_capacity, expert_kernels: as mixture() takes them. options: of a Decoder."""
+        """attention: that, flash_attention(), or one of them by context_parallel(). expert_capacity, expert_kernels: as
+        mixture() takes them. options: of a Decoder."""
         super().__init__(shape, parameter_shapes(shape), compute_dtype, **options)
-        # the window of all layers; else each has its own, a scanned one, which is traced once for all, as a tensor
-        self.block = partial(
-            block, shape=shape, attention=attention or causal_attention, positions=self.positions,
-            hold_sharding=self.hold_sharding, window=shape.windows[0],
-            experts=partial(mixture, capacity=expert_capacity, kernels=expert_kernels),
-        )  # fmt: skip
+        self.attention = attention
+        self.expert_capacity, self.expert_kernels = expert_capacity, expert_kernels
         self.reported = REPORTED if shape.num_experts else ()
         self.register_buffer("frequencies", frequency_table(shape), persistent=False)
-        if self.scan_layers and len(set(shape.windows)) > 1:
+        # a scanned layer is traced once for all: where their windows differ, each has its own as a tensor
+        if self.execution.scan and len(set(shape.windows)) > 1:
             windows = [window or shape.sequence_length for window in shape.windows]
             self.register_buffer("windows", torch.tensor(windows, dtype=torch.int32, device="cpu"), persistent=False)
 
@@ -228,7 +159,8 @@ class Llama(Decoder):
             if "router" in name:
                 cast[name] = p.float()
         vectors = tuple(name for name in cast if ("ln" in name or "bias" in name) and name != "final_ln_weight")
-        return cast, self.of_layers(cast, vectors, tuple(name for name in LAYER_MATRICES if f"{name}.0" in cast))
+        matrices = tuple(name for name in LAYER_MATRICES if f"{name}.0" in cast)
+        return cast, self.parameters_by_layer(cast, vectors, matrices)
 
     def embed(self, tokens_BT):
         """(B, T, D) in the compute dtype."""
@@ -236,40 +168,110 @@ class Llama(Decoder):
         scale = torch.tensor(self.shape.embedding_dim**0.5, device="cpu").to(self.compute_dtype)  # rounded, as Gemma's
         return x * scale.item() if self.shape.of_family.scaled_embedding else x
 
-    def of_kinds(self, length: int) -> dict[str, torch.Tensor]:
+    def frequencies_by_kind(self, length: int) -> dict[str, torch.Tensor]:
         """Rotary frequencies by kind of layer. length: of the longest text, which decides with longrope."""
         distinct, scaling = dict.fromkeys(self.shape.pattern), self.shape.rope_scaling
         is_long = scaling is not None and scaling.kind == "longrope" and length > scaling.original_context
         return dict(zip(distinct, self.frequencies[len(distinct) * is_long :], strict=False))
 
-    def of_blocks(self, positions_T, length: int) -> list[dict]:
-        """What each layer's block takes beside its parameters. positions: (T,) or (B, T). length: as in of_kinds()."""
-        shared = {kind: angles(positions_T, own, self.shape) for kind, own in self.of_kinds(length).items()}
+    def layer_kwargs(self, positions_T, length: int) -> list[dict]:
+        """What layer() takes of each layer beside its parameters. positions: (T,) or (B, T). length: as in
+        frequencies_by_kind()."""
+        own = self.frequencies_by_kind(length).items()
+        rotations = {kind: angles(positions_T, frequencies, self.shape) for kind, frequencies in own}
         return [
-            {"shared": shared[kind], "window": window}
+            {"rotation": rotations[kind], "window": window}
             for kind, window in zip(self.shape.kinds, self.shape.windows, strict=True)
         ]
 
-    def forward(self, tokens_BT, *, routing: list | None = None):
-        """Logits over the padded vocabulary, (B, T, V), in the compute dtype. packed: documents begin at START.
+    def norm(self, x, w, name: str, kept, point=""):
+        """RMS norm by the weight of this name, where the layer has it. point: what is kept of x, because the norm's
+        gradient needs it."""
+        if name not in w:
+            return x
+        x = kept(point, x)
+        rows = x if w[name].shape[-1] == x.shape[-1] else x.flatten(2)  # or of all heads together
+        scale = kept("scale", rms_scale(rows, self.shape.norm_eps))
+        return rms_norm(rows, w[name], self.shape.norm_eps, scale).view(x.shape)
 
-        routing: an empty list receives what the routers of a mixture of experts decided, (L, B, R), as of route()."""
+    def queries_keys_values(self, y_BTD, w, rotation, kept):
+        """q (B, T, H, K), scaled, k and v (B, T, G, K) of what attention reads."""
+        D, H, G = y_BTD.shape[-1], self.shape.num_heads, self.shape.num_kv_heads
+        # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
+        q = product("btd,hkd->bthk", y_BTD, w["q_weight"].view(H, -1, D), adapter(w, "q"))
+        kv_weight = w["kv_weight"].view(2, G, -1, D)
+        if is_decode_step(y_BTD):  # halves of a weight would be copied for each token
+            k, v = product("btd,cgkd->btcgk", y_BTD, kv_weight).unbind(2)
+        else:
+            k, v = (product("btd,gkd->btgk", y_BTD, weight) for weight in kv_weight)
+        k, v = add_adapter(k, y_BTD, adapter(w, "kv", 0)), add_adapter(v, y_BTD, adapter(w, "kv", 1))
+        if "q_bias" in w:
+            k_bias, v_bias = w["kv_bias"].view(2, G, -1)
+            q, k, v = q + w["q_bias"].view(H, -1), k + k_bias, v + v_bias
+        q, k = self.norm(q, w, "q_ln_weight", kept, "query"), self.norm(k, w, "k_ln_weight", kept, "key")
+        (cos, sin), scale = rotation, (self.shape.query_scalar or self.shape.head_dim) ** -0.5
+        # q is scaled in its rotation, which is in float32
+        q, k = rotate(q, cos * scale, sin * scale, scale), rotate(k, cos, sin)
+        if "q_ln_weight" not in w:
+            q, k = kept.heads("query", q), kept.heads("key", k)
+        return q, k, kept.heads("value", v)
+
+    def mlp(self, y_BTD, w, kept, experts: Callable | None):
+        """(what the MLP gives, None), or of experts (what they give, routing of route())."""
+        activation = F.silu if self.shape.of_family.activation == "silu" else partial(F.gelu, approximate="tanh")
+        if "router_weight" in w:
+            experts = experts or partial(mixture, capacity=self.expert_capacity, kernels=self.expert_kernels)
+            return experts(y_BTD, w, self.shape, activation)
+        # one product, so that its gradient is one tensor, as the weight is
+        gate, up = product("btd,ced->btce", y_BTD, w["gate_up_weight"]).unbind(2)
+        gate, up = add_adapter(gate, y_BTD, adapter(w, "gate_up", 0)), add_adapter(up, y_BTD, adapter(w, "gate_up", 1))
+        gate, up = kept("gate", gate), kept("up", up)
+        return product("bte,de->btd", activation(gate) * up, w["mlp_out_weight"], adapter(w, "mlp_out")), None
+
+    def layer(
+        self, x_BTD, w, kept=SAVE_NOTHING, attention: Callable | None = None, experts: Callable | None = None,
+        rotation=None, window: int | None = None,
+    ):  # fmt: skip
+        """(x, routing of route(), or None without experts) after one layer. w: its parameters by name, as cast() gives
+        them; which norms and biases it has, they tell.
+
+        attention: as causal_attention(); None: the model's. experts: mixture(); None: with the model's capacity and
+        kernels. rotation: cos and sin; None: they are made here. window: of attention; None: it is in w, or that of
+        all layers.
+        """
+        starts_BT, attention = w.get("starts"), attention or self.attention
+        window = w.get("window", self.shape.windows[0] if window is None else window)
+        if rotation is None:
+            here = in_document(self.positions(x_BTD.shape[1], x_BTD.device), starts_BT)
+            rotation = angles(here, w["frequencies"], self.shape)
+        y = self.norm(x_BTD, w, "ln1_weight", kept)
+        q, k, v = self.queries_keys_values(y, w, rotation, kept)
+        y, saved = attention(q, k, v, starts_BT, kept.attention(), window)
+        kept.keep_attention(saved)
+        out_weight = w["attention_out_weight"].view(x_BTD.shape[-1], self.shape.num_heads, -1)
+        y = product("bthk,dhk->btd", y, out_weight, adapter(w, "attention_out"))
+        x_BTD = self.hold_sharding(x_BTD + self.norm(y, w, "ln1_after_weight", kept, "residual"))
+        if "ln1_after_weight" not in w:
+            x_BTD = kept("residual", x_BTD)
+        y, routing = self.mlp(self.norm(x_BTD, w, "ln2_weight", kept), w, kept, experts)
+        return self.hold_sharding(x_BTD + self.norm(y, w, "ln2_after_weight", kept)), routing
+
+    def forward(self, tokens_BT, keys_B=None) -> ModelOutput:
+        """packed: documents begin at START. keys_B: as of a GPT; there is no dropout here."""
         cast, layers = self.cast()
         starts_BT, length = None, tokens_BT.shape[1]
         here = self.positions(length, tokens_BT.device)
         if self.packed:
             tokens_BT, starts_BT = find_documents(tokens_BT, here)
             layers = [w | {"starts": starts_BT} for w in layers]
-        if self.scan_layers:
-            own = self.of_kinds(length)
+        if self.execution.scan:
+            own = self.frequencies_by_kind(length)
             layers = [w | {"frequencies": own[kind]} for w, kind in zip(layers, self.shape.kinds, strict=True)]
             if hasattr(self, "windows"):
                 layers = [w | {"window": window} for w, window in zip(layers, self.windows, strict=True)]
-        x = self.hold_sharding(self.embed(tokens_BT))
-        x, decided = self.through_layers(x, layers, self.of_blocks(in_document(here, starts_BT), length))
-        if routing is not None and decided is not None:
-            routing.append(decided)
-        return self.head(x, cast)
+        x, options = self.hold_sharding(self.embed(tokens_BT)), self.layer_kwargs(in_document(here, starts_BT), length)
+        x, routing = apply_layers(self.layer, self.execution, x, layers, options)
+        return ModelOutput(self.head(x, cast), routing)
 
     def head(self, x_BTD, cast):
         """Logits of what the last layer gave."""

@@ -106,8 +106,9 @@ def positions(x_BTHK, start: int, end: int):
 
 
 class CausalAttention(torch.autograd.Function):
-    """softmax(q k^T) v under the causal mask: float32 inside, the dtype of q in memory. Each of the G heads of keys and
-    values serves R heads of queries: it is read once for all of them, and their gradients add up inside the product.
+    """(softmax(q k^T) v under the causal mask, its row sums): float32 inside, the dtype of q in memory. Each of the G
+    heads of keys and values serves R heads of queries: it is read once for all of them, and their gradients add up
+    inside the product.
 
     Queries are processed in slices, each with the keys up to its end. Of the scores, e = exp(score - maximum) is saved.
     The output is divided by the row sums, and in the backward pass its gradient: K values a row instead of S. The row
@@ -144,14 +145,15 @@ class CausalAttention(torch.autograd.Function):
             sums.append(weighted[..., K:])
             out.append((weighted[..., :K] / sums[-1]).to(dtype))
         out, sums = saved or (torch.cat(out, 1), torch.cat(sums, 1))
-        if saved == []:
-            saved.extend((out, sums))
         ctx.window = window
         ctx.save_for_backward(q_BTGRK, k_BSGK, v_BSGK, out, sums, *exps)
-        return out.detach()
+        out, sums = out.detach(), sums.detach()
+        ctx.mark_non_differentiable(sums)
+        ctx.set_materialize_grads(False)  # else backward() would get zeros for the row sums
+        return out, sums
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, _):
         q_BTGRK, k_BSGK, v_BSGK, out, sums, *exps = ctx.saved_tensors
         T, S = q_BTGRK.shape[1], k_BSGK.shape[1]
         grad = (grad / sums).to(q_BTGRK.dtype)  # sums are float32
@@ -193,13 +195,16 @@ def in_order(x_CBTGK):
 
 
 def causal_attention(
-    q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: list | None = None, window=0, chunks: int | None = None, here_T=None
+    q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: tuple | None = None, window=0, chunks: int | None = None, here_T=None
 ):
-    """The caller has divided q by sqrt(K). chunks: slices of queries; None: 4, which compute 5/8 of the square of
+    """(softmax(q k^T) v under the causal mask; the same and its row sums, as `saved` takes them).
+
+    The caller has divided q by sqrt(K). chunks: slices of queries; None: 4, which compute 5/8 of the square of
     scores; 8 (9/16) from T 2,048 on; 6 for T 1,024 and heads below 128 lanes, which saves 1 to 3 % of a step of GPT-2
     (libtpu 0.0.21's estimates for v5e); 1 unless 512 divides T. starts_BT: where the document of each position begins;
-    None: at the row's first token. saved: an empty list receives the output and the row sums; a filled one gives
-    them. window: how many positions one sees, itself among them; 0: all before it. An int32 scalar in a scanned layer.
+    None: at the row's first token. saved: what a first run of the layer returned, which is then not computed again;
+    (): this is the first run; None: there is one alone.
+    window: how many positions one sees, itself among them; 0: all before it. An int32 scalar in a scanned layer.
     here_T: positions of the queries of two pieces of a sequence; keys and values are (C, B, T, G, K) then: context.py.
     """
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[-2]
@@ -207,8 +212,8 @@ def causal_attention(
         k_BTGK, v_BTGK, chunks = in_order(k_BTGK), in_order(v_BTGK), 2
     chunks = chunks or (1 if T % 512 else 8 if T >= 2048 else 6 if T == 1024 and K < 128 else 4)
     q_BTGRK = q_BTHK.view(B, T, G, H // G, K)
-    out = CausalAttention.apply(q_BTGRK, k_BTGK, v_BTGK, chunks, starts_BT, saved, window, here_T)
-    return out.view(B, T, H, K)
+    saved = CausalAttention.apply(q_BTGRK, k_BTGK, v_BTGK, chunks, starts_BT, saved, window, here_T)
+    return saved[0].view(B, T, H, K), saved
 
 
 class CrossEntropy(torch.autograd.Function):

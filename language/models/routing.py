@@ -21,30 +21,30 @@ def route(y_BTD, router_XD, per_token: int, normalised: bool):
     logits = F.linear(y_BTD.float(), router_XD.float())
     left, chosen = logits.detach(), []
     for _ in range(per_token):  # a sort takes longer on a TPU
-        chosen.append(is_of(left.argmax(-1), len(router_XD)))
+        chosen.append(one_hot_mask(left.argmax(-1), len(router_XD)))
         left = left.masked_fill(chosen[-1], -math.inf)
     chosen_BTJX = torch.stack(chosen, 2)
     picked, total = torch.where(chosen_BTJX, logits[:, :, None], 0.0).sum(-1), logits.logsumexp(-1)
     weights = picked.softmax(-1) if normalised else (picked - total[..., None]).exp()
     parts = logits.softmax(-1).mean(1), (total * total).mean(1, keepdim=True), chosen_BTJX.float().sum((1, 2))
-    experts = torch.where(chosen_BTJX, numbers(len(router_XD), logits), 0.0).sum(-1).int()
+    experts = torch.where(chosen_BTJX, arange_like(len(router_XD), logits), 0.0).sum(-1).int()
     return weights, experts, torch.cat(parts, -1)
 
 
-def numbers(count: int, like) -> torch.Tensor:
+def arange_like(count: int, like) -> torch.Tensor:
     """0 to count - 1, float32: integers of a step would be a constant array of the program."""
     return torch.arange(count, dtype=torch.float32, device=like.device)
 
 
-def constant(value: int, like) -> torch.Tensor:
+def full_like_scalar(value: int, like) -> torch.Tensor:
     """(1,) float32. A Python number is an input of the program to torch_xla, and what each device of a mesh computes
     for itself would ask a loop around it for an input of each device."""
     return torch.arange(value, value + 1, dtype=torch.float32, device=like.device)
 
 
-def is_of(numbers_of, count: int) -> torch.Tensor:
+def one_hot_mask(numbers_of, count: int) -> torch.Tensor:
     """(..., count) bool, true where the last axis is the number."""
-    return numbers_of[..., None].float() == numbers(count, numbers_of)
+    return numbers_of[..., None].float() == arange_like(count, numbers_of)
 
 
 def slots_of_capacity(shape, length: int, capacity: float) -> int:
@@ -58,9 +58,9 @@ def with_targets(targets_BT):
     return (targets_BT >= 0).any(1, keepdim=True).float()
 
 
-def with_routers(loss, routing: list, targets_BT, config) -> tuple:
+def with_routers(loss, routing, targets_BT, config) -> tuple:
     """(what the gradients are of, the loss, REPORTED) of a micro-batch. loss: summed over its targets. routing: as a
-    model's forward() fills it; empty: there are no experts, and nothing is added. Sequences without a target do not
+    model's forward() gives it; None: there are no experts, and nothing is added. Sequences without a target do not
     count.
 
     balance_loss: X sum_x f_x P_x, mean over layers, where f_x of the tokens chose expert x, of mean probability P_x
@@ -68,26 +68,28 @@ def with_routers(loss, routing: list, targets_BT, config) -> tuple:
     logsumexp (Zoph et al. 2022). largest_load: of an expert, in even shares, the largest of all layers. dropped_tokens:
     a token counts for each expert of each layer that had no place for it.
     """
-    if not routing:
+    if routing is None:
         return loss, loss
     shape, X, T = config.shape, config.num_experts, targets_BT.shape[1]
     share, counted = 1 / config.gradient_accumulation_steps, with_targets(targets_BT)
     # means over the sequences that count: (L, X) and (L, 1)
-    probability, z, chose = (routing[0] * counted).sum(1).div(counted.sum().clamp(min=1.0)).split([X, 1, X], -1)
+    probability, z, chose = (routing * counted).sum(1).div(counted.sum().clamp(min=1.0)).split([X, 1, X], -1)
     balance, z = X * (chose / T * probability).sum(-1).mean(), z.mean()
     loads = chose * (X / (T * shape.experts_per_token))
     places = slots_of_capacity(shape, T, config.expert_capacity) if config.expert_capacity else T
-    dropped = ((routing[0][..., X + 1 :] - places).clamp(min=0) * counted).sum()
+    dropped = ((routing[..., X + 1 :] - places).clamp(min=0) * counted).sum()
     count = (targets_BT >= 0).sum().float()  # the loss is a sum, too
     objective = loss + count * (config.balance_loss * balance + config.router_z_loss * z)
     return objective, loss, balance * share, z * share, loads.flatten().amax(0) * share, dropped
 
 
-def tokens_of_experts(routing: list, targets_BT) -> list:
+def tokens_of_experts(routing, targets_BT) -> list:
     """[how many tokens of each sequence chose each expert of each layer, (B, L X)]; [] without experts. Sequences
     without targets, which fill up a batch, have 0."""
-    of_experts = (decided[..., decided.shape[-1] // 2 + 1 :] for decided in routing)
-    return [(chose * with_targets(targets_BT)).transpose(0, 1).flatten(1) for chose in of_experts]
+    if routing is None:
+        return []
+    chose = routing[..., routing.shape[-1] // 2 + 1 :]
+    return [(chose * with_targets(targets_BT)).transpose(0, 1).flatten(1)]
 
 
 def as_table(chosen, config) -> dict[str, list]:

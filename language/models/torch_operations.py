@@ -17,7 +17,7 @@ def rms_norm(x, weight_D, eps: float, scale=None):
 
 
 def causal_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: None = None, window: int = 0):
-    """The caller has divided q by sqrt(K). saved: kept between passes under torch_xla alone."""
+    """(output, None). The caller has divided q by sqrt(K). saved: kept between passes under torch_xla alone."""
     visible = None
     if starts_BT is not None or window:
         key = torch.arange(q_BTHK.shape[1], device=q_BTHK.device)
@@ -31,7 +31,7 @@ def causal_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: None = None,
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=visible, is_causal=visible is None, scale=1.0, enable_gqa=True
     )
-    return out.transpose(1, 2)
+    return out.transpose(1, 2), None
 
 
 def losses(logits_BTV, targets_BT, vocab_size: int, mesh=None):

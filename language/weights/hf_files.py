@@ -53,9 +53,9 @@ class HuggingFaceWeights:
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One of our parameters by its name, in the type of the file or in dtype, in memory of its own."""
         most = self.shape.sequence_length if name == "position_embedding" else None  # a shorter context
-        return self._sources[name].join(lambda theirs: self.theirs(theirs)[:most], dtype)
+        return self._sources[name].join(lambda theirs: self.read_hf_tensor(theirs)[:most], dtype)
 
-    def theirs(self, name: str) -> torch.Tensor:
+    def read_hf_tensor(self, name: str) -> torch.Tensor:
         """One of their tensors, of mapped memory. The file is opened for it alone, so memory does not add up. Raises
         InputError for values that are no numbers."""
         path, inside, _ = self._places[name]
@@ -180,7 +180,7 @@ def map_of_files(folder: Path) -> dict[str, str]:
 def check_tied(weights: HuggingFaceWeights, embedding: Source) -> None:
     """Raises InputError where a head that is the embedding, by the configuration, has other values in the file."""
     for head, tokens in zip(
-        weights.theirs(HEAD).split(8192), weights.theirs(embedding.names[0]).split(8192), strict=True
+        weights.read_hf_tensor(HEAD).split(8192), weights.read_hf_tensor(embedding.names[0]).split(8192), strict=True
     ):
         if not torch.equal(head, tokens):
             raise InputError(

@@ -112,8 +112,8 @@ def compute_debug_state(shape: ModelShape, tensors: dict[str, torch.Tensor], tok
     """What this project's model says of a batch, in float32 on the host."""
     model = GPT(shape)
     model.load_state_dict(split_layers({name: tensor.float() for name, tensor in tensors.items()}))
-    logits = model(tokens)
-    loss = losses(model(tokens), targets, shape.vocab_size).sum() / targets.numel()
+    logits = model(tokens).logits
+    loss = losses(logits, targets, shape.vocab_size).sum() / targets.numel()
     loss.backward()
     gradients = stack_layers({name: parameter.grad for name, parameter in model.named_parameters()})
     return DebugState(tokens, targets, logits.detach()[..., : shape.vocab_size], loss.item(), gradients)

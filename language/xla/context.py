@@ -1,22 +1,13 @@
-"""A sequence that several devices share, along the mesh's axis "context": who holds which positions, and attention.
+"""A sequence that several devices share, along the mesh's axis "context": who holds which positions.
 
-gather: queries stay; keys and values, of which a group of heads has one, are all-gathered along the axis, and their
-gradients come back by a reduce-scatter. Under the causal mask late queries see more keys than early ones. So C devices
-make 2 C pieces of the sequence, and device i holds pieces i and 2 C - 1 - i: each has the same work (Llama 3:
-Grattafiori et al. 2024, section 3.3.2). ulysses: a device gives positions away for heads, by an all-to-all, attends
-with its heads to whole sequences, and exchanges back (Jacobs et al. 2023); positions stay in order.
+context_attention.py has their attention, and the order that it wants.
 
-Shape suffixes: B batch, T time, S = T + 1; H heads of queries, G heads of keys and values, K head_dim; C devices along
-the axis.
+Shape suffixes: B batch, T time, S = T + 1.
 """
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 
-from language.xla.loops import BATCH, enter, sum_over, whole
-from tpu_utils.device import Mesh, mark_sharding_with_gradients
+from tpu_utils.device import Mesh
 
 
 def size_of(mesh: Mesh | None) -> int:
@@ -88,77 +79,3 @@ def inputs_and_targets(model, tokens_BS):
     """
     inputs = torch.where(tokens_BS < 0, -1 - tokens_BS, tokens_BS)[:, :-1]
     return model.hold_positions(inputs, 1), model.hold_positions(tokens_BS[:, 1:], 1)
-
-
-class Enter(torch.autograd.Function):
-    """A device's shard of x, which the partitioner then leaves alone, with all that is computed of it. over: an axis of
-    the mesh whose devices have the same values, and give back gradients of their own, which are added up."""
-
-    @staticmethod
-    def forward(ctx, x, mesh, spec, over=None):
-        ctx.mesh, ctx.spec, ctx.over = mesh, spec, over
-        return enter(x, mesh, spec)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.over is None:
-            return whole(grad, ctx.mesh, ctx.spec), None, None, None
-        return sum_over(ctx.over, grad, ctx.mesh, ctx.spec), None, None, None
-
-
-class Leave(torch.autograd.Function):
-    """The tensor whose shards the devices hold."""
-
-    @staticmethod
-    def forward(ctx, shard, mesh, spec):
-        ctx.mesh, ctx.spec = mesh, spec
-        return whole(shard, mesh, spec)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return enter(grad, ctx.mesh, ctx.spec), None, None
-
-
-def gathered(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):
-    """attention(), run by each device by itself: with its own queries and their positions, (T / C,) int32, and the keys
-    and values of all devices, (C, B, T / C, G, K)."""
-    devices, here = size_of(mesh), (BATCH, "context", "tensor", None)
-
-    def of_all(x_BTGK):
-        x = x_BTGK.flatten(2).unflatten(1, (devices, -1)).movedim(1, 0)  # torch_xla shards no more than 5 axes
-        # marked before the gather, and so after its gradient's sum: a reduce-scatter
-        x = mark_sharding_with_gradients(x, mesh, ("context", BATCH, None, "tensor"))
-        return Enter.apply(x, mesh, (None, BATCH, None, "tensor"), "context").unflatten(-1, (-1, x_BTGK.shape[-1]))
-
-    def spec(x):
-        """Sharding of a saved tensor: (B, T, G, R, ...) of plain attention, (B, H, ..., T) of flash attention."""
-        return (BATCH, "context", "tensor", None, None) if x.dim() == 5 else (BATCH, "tensor", None, "context")
-
-    positions = torch.arange(q_BTHK.shape[1], dtype=torch.int32, device=q_BTHK.device)
-    positions = Enter.apply(balanced(positions, 2 * devices), mesh, ("context",))
-    starts = None if starts_BT is None else Enter.apply(starts_BT, mesh, (BATCH, "context"))
-    window = Enter.apply(window, mesh, ()) if isinstance(window, torch.Tensor) else window
-    own = None if saved is None else [Enter.apply(x, mesh, spec(x)) for x in saved]
-    q = Enter.apply(q_BTHK, mesh, here)
-    out = attention(q, of_all(k_BTGK), of_all(v_BTGK), starts, own, window, here_T=positions)
-    if saved == []:
-        saved.extend(Leave.apply(x, mesh, spec(x)) for x in own)
-    return Leave.apply(out, mesh, here)
-
-
-def exchanged(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved=None, window=0):
-    """attention() of whole sequences, of fewer heads."""
-    by_position, by_head = (BATCH, "context", "tensor", None), (BATCH, None, ("tensor", "context"), None)
-
-    def mark(x, *specs):
-        for spec in specs:
-            x = mark_sharding_with_gradients(x, mesh, spec)
-        return x
-
-    q, k, v = (mark(x, by_position, by_head) for x in (q_BTHK, k_BTGK, v_BTGK))
-    return mark(attention(q, k, v, starts_BT, saved, window), by_head, by_position)
-
-
-def shared(attention: Callable, mesh: Mesh | None, way: str) -> Callable:
-    """attention() on this mesh."""
-    return attention if size_of(mesh) == 1 else partial(exchanged if way == "ulysses" else gathered, attention, mesh)

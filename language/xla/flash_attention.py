@@ -99,27 +99,32 @@ def _(window, q, k, v, out, logsumexp, grad, rest):
 
 
 class FlashAttention(torch.autograd.Function):
+    """(output, log of the row sums) of the kernels. saved: both, from a first run of the layer, instead of a second."""
+
     @staticmethod
     def forward(ctx, saved, window, q_BHKT, k_BGKT, v_BGKT, *rest):
         ctx.window = window
         out, logsumexp = saved or flash_forward(window, q_BHKT, k_BGKT, v_BGKT, list(rest))
-        if saved == []:
-            saved.extend((out, logsumexp))
         ctx.save_for_backward(q_BHKT, k_BGKT, v_BGKT, out, logsumexp, *rest)
-        return out.detach()
+        out, logsumexp = out.detach(), logsumexp.detach()
+        ctx.mark_non_differentiable(logsumexp)
+        ctx.set_materialize_grads(False)  # else backward() would get zeros for the row sums
+        return out, logsumexp
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, _):
         *saved, rest = *ctx.saved_tensors[:5], list(ctx.saved_tensors[5:])
         return None, None, *flash_backward(ctx.window, *saved, grad.contiguous(), rest), *(None for _ in rest)
 
 
-def flash_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: list | None = None, window: int = 0, here_T=None):
-    """softmax(q k^T) v under the causal mask; the caller has divided q by sqrt(K). TPU only; 128 divides T. Several
-    devices need the global mesh, with axes data, fsdp and tensor. starts_BT: where the document of each position
-    begins. saved: an empty list receives the output and the log of the row sums; a filled one gives them. window: how
-    many positions one sees, itself among them; 0: all before it. here_T: as in causal_attention()."""
+def flash_attention(q_BTHK, k_BTGK, v_BTGK, starts_BT=None, saved: tuple | None = None, window: int = 0, here_T=None):
+    """(softmax(q k^T) v under the causal mask; its output and the log of its row sums, as the kernel makes them).
+
+    The caller has divided q by sqrt(K). TPU only; 128 divides T. Several devices need the global mesh, with axes data,
+    fsdp and tensor. Arguments are those of causal_attention().
+    """
     qkv = (x.movedim(-3, -1).contiguous() for x in (q_BTHK, k_BTGK, v_BTGK))
     rest = () if here_T is None else (here_T.view(2, -1)[:, 0].contiguous(),)  # where the two pieces begin
     rest += () if starts_BT is None else (starts_BT,)
-    return FlashAttention.apply(saved, window, *qkv, *rest).permute(0, 3, 1, 2)
+    saved = FlashAttention.apply(saved, window, *qkv, *rest)
+    return saved[0].permute(0, 3, 1, 2), saved

@@ -49,13 +49,13 @@ def loop_in_graph(
     carry: list[torch.Tensor],
     rows: list[torch.Tensor],
     reverse: bool = False,
-    enter: Callable = lambda constant: constant,
+    to_local: Callable = lambda constant: constant,
 ):
     """(last carry, stacked outputs) of function(carry, row) -> (carry, outputs), called for each row of `rows`: one
     loop in the HLO, so the graph does not grow with their number.
 
     function is traced once as it is, a backward pass inside it too; torch_xla's public scan() decomposes it by
-    AOTAutograd. What it takes from elsewhere is a constant of the loop, which enter() gets first. Raises InputError
+    AOTAutograd. What it takes from elsewhere is a constant of the loop, which to_local() gets first. Raises InputError
     where it draws random numbers. The torch.compile backend unrolls the loop.
     """
     if not IS_XLA:
@@ -75,7 +75,7 @@ def loop_in_graph(
     body, numbers, constants = lower([*new_carry, *outputs], [t for of in inputs for t in of])
     stacks = [torch.zeros((count, *t.shape), dtype=t.dtype, device=device) for t in outputs]
     state = [torch.tensor(0, device=device), *stacks, *constants.values()]
-    state = [*carry, *rows, *map(enter, state)]
+    state = [*carry, *rows, *map(to_local, state)]
     c, r, s = len(carry), len(rows), len(stacks)
     place = {number: i for i, number in enumerate(numbers) if number >= 0}
     place |= {number: c + r + 1 + s + i for i, number in enumerate(constants)}
@@ -128,33 +128,33 @@ def sums_over_parts(model, function: Callable, sums: list, constants: list, part
     whole_batch = mesh.mesh_shape[0] != mesh.size() or model.reported  # routers look at all of a part
     if whole_batch or torch_xla._XLAC._xla_get_auto_sharding():
         return loop_in_graph(add, carry, parts)[0][: len(sums)]
-    whole = lambda t: enter(t, mesh, (None,) * t.dim())  # noqa: E731
-    parts = [enter(t, mesh, (None, BATCH, *(None,) * (t.dim() - 2))) for t in parts]
+    copied = lambda t: to_local(t, mesh, (None,) * t.dim())  # noqa: E731
+    parts = [to_local(t, mesh, (None, BATCH, *(None,) * (t.dim() - 2))) for t in parts]
     with as_for_one_device(model):
-        sums = loop_in_graph(add, [whole(t) for t in carry], parts, enter=whole)[0][: len(sums)]
+        sums = loop_in_graph(add, [copied(t) for t in carry], parts, to_local=copied)[0][: len(sums)]
     return [sum_over(mesh.axis_names, t, mesh, (None,) * t.dim()) for t in sums]
 
 
 @contextlib.contextmanager
-def as_for_one_device(model) -> Iterator[None]:
-    """Within, the model is traced as for one device."""
+def as_for_one_device(model, global_mesh: Mesh | None = None) -> Iterator[None]:
+    """Within, the model is traced as for one device. global_mesh: what experts and flash attention see meanwhile."""
     mesh = model.mesh
     try:
         model.mesh = None
-        set_global_mesh(None)  # which flash attention asks for
+        set_global_mesh(global_mesh)
         yield
     finally:
         model.mesh = mesh
         set_global_mesh(mesh)
 
 
-def enter(tensor, mesh: Mesh, spec: tuple):
+def to_local(tensor, mesh: Mesh, spec: tuple):
     """A device's shard of a tensor, which the partitioner then leaves alone, with all that is computed of it."""
     # times 1: marking what lies on the device already would upload it again
     return xs.enable_manual_sharding(tensor * 1, spec, mesh=mesh).global_tensor
 
 
-def whole(shard, mesh: Mesh, spec: tuple):
+def from_local(shard, mesh: Mesh, spec: tuple):
     """The tensor whose shards the devices hold."""
     sizes = mesh.shape()
     axes = [(axis,) if isinstance(axis, str) else axis or () for axis in spec]
@@ -164,4 +164,4 @@ def whole(shard, mesh: Mesh, spec: tuple):
 
 def sum_over(axes, value, mesh: Mesh, spec: tuple):
     """The tensor whose shards are sums of what the devices along these mesh axes hold."""
-    return whole(value[None], mesh, (axes, *spec)).sum(0)
+    return from_local(value[None], mesh, (axes, *spec)).sum(0)

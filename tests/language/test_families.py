@@ -18,12 +18,13 @@ from test_llama_parity import our_loss as loss_of
 from test_transformer_tpu import losses_of, train_all
 
 from language.models.gpt import GPT
-from language.models.layers import find_documents, load_weights
+from language.models.layers import LoRA, find_documents, load_weights
 from language.models.llama import Llama
 from language.models.operations import causal_attention
 from language.options.hf_config import hugging_face_config
 from language.options.shapes import START, LlamaShape, ModelShape
 from language.options.transformer_options import TransformerConfig
+from language.xla.remat import LEVELS, LayerExecution
 from tools.convert_hf import adapter_names, adapters
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.tensor_files import one_thread
@@ -60,7 +61,7 @@ def test_decoding_with_the_cache_is_the_forward_pass(name):
     shape, T = dataclasses.replace(SHAPES[name], sequence_length=128), 72
     model, device = random_model(shape), torch_xla.device()
     tokens, lengths = tokens_of(shape, 2, T), torch.tensor([3, 41])
-    expected = model(tokens)[..., : shape.vocab_size].detach()
+    expected = model(tokens).logits[..., : shape.vocab_size].detach()
     model.to(device)
     first, found, cache = cached_logits(model, tokens, lengths.tolist())
     assert [values.shape[3] for values in cache.values] == [window or T for window in shape.windows]
@@ -70,18 +71,18 @@ def test_decoding_with_the_cache_is_the_forward_pass(name):
 
 
 @pytest.mark.parametrize(
-    "name, options",
+    "name, execution",
     [
-        ("gemma3", dict(scan_layers=True)),
-        ("gemma3", dict(remat=True, remat_keep="attention")),
-        pytest.param("smollm3", dict(scan_layers=True), marks=pytest.mark.slow),
+        ("gemma3", LayerExecution(scan=True)),
+        ("gemma3", LayerExecution(LEVELS["attention"])),
+        pytest.param("smollm3", LayerExecution(scan=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_layers_of_several_kinds_in_one_loop_and_run_again(name, options):
+def test_layers_of_several_kinds_in_one_loop_and_run_again(name, execution):
     """Loss and gradients of one layer after the other, in plain PyTorch."""
     shape = SHAPES[name]
-    alone, model = random_model(shape), random_model(shape, **options).to(torch_xla.device())
+    alone, model = random_model(shape), random_model(shape, execution=execution).to(torch_xla.device())
     tokens = tokens_of(shape, 2, 97)
     expected, _ = loss_of(alone, tokens[:, :-1], tokens[:, 1:])
     expected.backward()
@@ -102,7 +103,7 @@ def test_documents_of_one_row_do_not_see_each_other_through_a_window(shape):
     row = torch.cat(documents, 1)
     row[:, [0, 50, 53]] += START
     assert find_documents(row)[1].unique().tolist() == [0, 50, 53]
-    found, expected = model(row), torch.cat([alone(document) for document in documents], 1)
+    found, expected = model(row).logits, torch.cat([alone(document).logits for document in documents], 1)
     assert relative_error(found, expected) < 1e-4
 
 
@@ -120,7 +121,7 @@ def test_slices_of_queries_and_a_window_are_the_whole_square(window):
             q, k, v = (x.transpose(1, 2) for x in inputs)
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True).transpose(1, 2)
         else:
-            out = causal_attention(inputs[0] * 8**-0.5, *inputs[1:], window=how)
+            out, _ = causal_attention(inputs[0] * 8**-0.5, *inputs[1:], window=how)
         (out * torch.arange(8)).sum().backward()
         runs.append([out.detach(), *(x.grad for x in inputs)])
     for found in runs[:2]:
@@ -150,7 +151,7 @@ def test_adapters_equal_those_of_peft(name):
         parameter.data = parameter.data.to(torch.bfloat16).float()
     base = in_our_layout(dict(theirs.named_parameters()), shape)
     build = GPT if name == "gpt2" else Llama
-    ours = load_weights(lambda: build(shape, lora_rank=3, lora_alpha=12), base.__getitem__, "cpu", None, seed=0)
+    ours = load_weights(lambda: build(shape, lora=LoRA(3, 12)), base.__getitem__, "cpu", None, seed=0)
     found = adapters(shape)
     several = {module.split(".")[-1]: len(parts) for module, parts in found.items()}
     patterns = dict(rank_pattern={module: 3 * n for module, n in several.items()})
@@ -168,7 +169,7 @@ def test_adapters_equal_those_of_peft(name):
             parameters[f"{module}.lora_A.default.weight"].copy_(torch.cat(a))
             parameters[f"{module}.lora_B.default.weight"].copy_(torch.block_diag(*b))
     tokens = tokens_of(shape, 2, 64)
-    logits, here = theirs(tokens).logits, ours(tokens)[..., : shape.vocab_size]
+    logits, here = theirs(tokens).logits, ours(tokens).logits[..., : shape.vocab_size]
     assert relative_error(here, logits) < 1e-4
     for values in (logits, here):
         torch.nn.functional.cross_entropy(values[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()

@@ -17,7 +17,7 @@ from test_transformer_tpu import losses_of, train_all
 from language.build import build_model
 from language.data.chat import read_chats
 from language.data.tokenizer import tokenizer_of
-from language.models.layers import is_matrix, load_weights
+from language.models.layers import LoRA, is_matrix, load_weights
 from language.models.llama import Llama
 from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
@@ -87,8 +87,8 @@ def config_of(runs: Path, **changes) -> TransformerConfig:
 def plain_pytorch(config: TransformerConfig) -> list[float]:
     """Losses with each conversation in a row of its own, under plain PyTorch on the CPU."""
     weights = open_weights(Path(config.initial_weights), config.shape)
-    options = dict(lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
-    model = load_weights(lambda: Llama(config.shape, **options), weights.read, "cpu", None, config.seed)
+    lora = LoRA(config.lora_rank, config.lora_alpha) if config.lora_rank else None
+    model = load_weights(lambda: Llama(config.shape, lora=lora), weights.read, "cpu", None, config.seed)
     trained = model.trained()
     groups = [{"params": [p for n, p in trained.items() if is_matrix(n) == on]} for on in (True, False)]
     groups = [
@@ -105,7 +105,7 @@ def plain_pytorch(config: TransformerConfig) -> list[float]:
         for line, document in zip(alone, documents, strict=True):
             line[: len(document)] = np.where((document < 0) & (~document >= START), document + START, document)
         tokens = torch.from_numpy(np.where(alone < 0, ~alone, alone))
-        logits = model(tokens[:, :-1])[..., : config.shape.vocab_size]
+        logits = model(tokens[:, :-1]).logits[..., : config.shape.vocab_size]
         targets = torch.from_numpy(np.where(alone < 0, -1, alone))[:, 1:].flatten()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-1)
         optimizer.zero_grad()
@@ -170,7 +170,7 @@ def test_a_mixture_of_experts_learns_chats_and_its_export_is_a_mixture(runs, tmp
     ours, tokens = Llama(config.shape), torch.arange(64).view(2, 32) * 7 % 257
     ours.load_state_dict(saved.part("model"))
     with torch.no_grad():
-        expected = ours(tokens)[..., :257]
+        expected = ours(tokens).logits[..., :257]
         assert (theirs(tokens).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
@@ -192,12 +192,12 @@ def test_peft_has_the_logits_of_the_run_that_trained_the_adapter_on_a_mesh(runs,
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", torch_dtype=torch.float32)
     config, saved = read_run(runs / "mesh")
-    ours = Llama(config.shape, lora_rank=config.lora_rank, lora_alpha=config.lora_alpha)
+    ours = Llama(config.shape, lora=LoRA(config.lora_rank, config.lora_alpha))
     ours.load_state_dict(saved.part("model"))
     (_, messages), *_ = read_chats(runs / "chats.jsonl")
     tokens = torch.tensor([tokenizer_of(config).encode(messages[0]["content"])])
     with torch.no_grad():
-        expected = ours(tokens)[..., :257]
+        expected = ours(tokens).logits[..., :257]
         plain = base.eval()
         for model in (theirs, merged):
             torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)

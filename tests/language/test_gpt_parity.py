@@ -84,9 +84,9 @@ def both():
     tokens, targets = batch()
     loss, logits = their_loss(theirs, tokens, targets)
     loss.backward()
-    our_loss = losses(ours(tokens), targets, SHAPE.vocab_size).sum() / targets.numel()
+    our_loss = losses(ours(tokens).logits, targets, SHAPE.vocab_size).sum() / targets.numel()
     our_loss.backward()
-    return theirs, ours, (loss, logits), (our_loss, ours(tokens))
+    return theirs, ours, (loss, logits), (our_loss, ours(tokens).logits)
 
 
 def test_logits_and_loss(both):
@@ -122,7 +122,7 @@ def test_ten_adamw_steps_stay_together():
         found = []
         for model, optimizer in zip((theirs, ours), optimizers, strict=True):
             if model is ours:
-                loss = losses(model(tokens), targets, SHAPE.vocab_size).sum() / targets.numel()
+                loss = losses(model(tokens).logits, targets, SHAPE.vocab_size).sum() / targets.numel()
             else:
                 loss, _ = their_loss(model, tokens, targets)
             optimizer.zero_grad()
@@ -165,7 +165,7 @@ def test_many_slices_of_queries_and_grouped_heads_are_the_whole_square(length):
     """Six slices that are not all as long, and eight: against PyTorch's own attention."""
     values = [torch.randn(1, length, heads, 8, generator=torch.Generator().manual_seed(0)) for heads in (4, 2, 2)]
     ours, theirs = ([x.clone().requires_grad_() for x in values] for _ in range(2))
-    found = causal_attention(ours[0] * 8**-0.5, *ours[1:])
+    found, _ = causal_attention(ours[0] * 8**-0.5, *ours[1:])
     q, k, v = (x.transpose(1, 2) for x in theirs)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert relative_error(found, expected.transpose(1, 2)) < 1e-5

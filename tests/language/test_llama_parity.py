@@ -84,7 +84,7 @@ def their_loss(theirs, tokens, targets):
 
 
 def our_loss(ours: Llama, tokens, targets):
-    logits = ours(tokens)
+    logits = ours(tokens).logits
     return losses(logits, targets, ours.shape.vocab_size).sum() / targets.numel(), logits
 
 

@@ -113,7 +113,7 @@ def first_gradient(config, read) -> float:
     model = Llama(config.shape)
     model.load_state_dict({name: read(name) for name in sources(config.shape)})
     tokens = torch.tensor([format_chat(chats()[0], "chatml", tokenizer_of(config))[0]])
-    logits = model(tokens[:, :-1])[..., : config.shape.vocab_size]
+    logits = model(tokens[:, :-1]).logits[..., : config.shape.vocab_size]
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
     return torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
 

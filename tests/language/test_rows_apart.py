@@ -68,7 +68,7 @@ def test_an_evaluation_is_of_each_row_alone(config):
         assert (found[3:] == 0).all()
     with torch.no_grad():  # and it is PyTorch's own loss
         inputs = torch.where(rows < 0, ~rows, rows)[:, :-1]
-        logits = model(inputs)[..., :64].transpose(1, 2).float()
+        logits = model(inputs).logits[..., :64].transpose(1, 2).float()
         targets = torch.where(rows < 0, -100, rows)[:, 1:].long()
         expected = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="none").sum(1)
     np.testing.assert_allclose(whole[:, 0], expected, rtol=1e-5)
@@ -77,11 +77,11 @@ def test_an_evaluation_is_of_each_row_alone(config):
 def test_what_follows_a_token_has_no_effect_on_it(config):
     model, rows = model_of(config), rows_of().abs() % 64
     with torch.no_grad():
-        logits = model(rows[:, :-1])
+        logits = model(rows[:, :-1]).logits
         changed = rows[:, :-1].clone()
         changed[:, 7:] = (changed[:, 7:] + 5) % 64
-        np.testing.assert_allclose(model(changed)[:, :7], logits[:, :7], rtol=1e-4, atol=1e-6)
-        assert not torch.allclose(model(changed)[:, 7:], logits[:, 7:])
+        np.testing.assert_allclose(model(changed).logits[:, :7], logits[:, :7], rtol=1e-4, atol=1e-6)
+        assert not torch.allclose(model(changed).logits[:, 7:], logits[:, 7:])
 
 
 def test_the_training_loss_is_the_mean_over_targets_and_its_step_moves_the_weights(config):

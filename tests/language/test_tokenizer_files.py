@@ -268,7 +268,7 @@ def by_heart(base: Path) -> Llama:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model waits for its threads, on a busy machine for minutes
     for _ in range(150):
-        logits = model(tokens[:, :-1])[counts]
+        logits = model(tokens[:, :-1]).logits[counts]
         loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:][counts])
         optimizer.zero_grad()
         loss.backward()

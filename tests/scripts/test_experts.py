@@ -13,7 +13,7 @@ from test_transformer_tpu import RUN as USUAL
 from test_transformer_tpu import losses_of, train_all
 
 from language.mesh import choose_mesh
-from language.models.experts import of_matrix
+from language.models.experts import blocks_of_matrix
 from language.models.layers import is_matrix
 from language.models.llama import Llama
 from language.models.routing import slots_of_capacity
@@ -64,11 +64,11 @@ def reference(capacity: float = 0.0, parts: int = 1) -> dict[str, np.ndarray]:
         optimizer.zero_grad()
         losses, dropped = [], 0
         for part in range(parts):  # row i goes to micro-batch i % parts
-            tokens, routing = rows[part::parts], []
-            logits = model(tokens[:, :-1], routing=routing)
+            tokens = rows[part::parts]
+            logits, routing = model(tokens[:, :-1])
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1)[:, :64], tokens[:, 1:].flatten())
             more = 0
-            for layer in routing[0]:
+            for layer in routing:
                 probability, z, chose = layer.split([8, 1, 8], -1)
                 share = chose.sum(0) / tokens[:, 1:].numel()
                 more = more + (8 * (share * probability.mean(0)).sum() * 0.02 + z.mean() * 0.001) / shape.num_layers
@@ -175,7 +175,7 @@ def test_the_kernels_read_one_of_two_matrices_of_each_expert_where_it_lies(monke
     rows, weights = made.standard_normal((64, 128), np.float32), made.standard_normal((8, 128, 128), np.float32)
     of_rows = np.repeat(np.arange(4), counts)
     for n in (0, 1):
-        here = of_matrix(torch.from_numpy(counts), n, 2, (1, 1)).numpy()
+        here = blocks_of_matrix(torch.from_numpy(counts), n, 2, (1, 1)).numpy()
         found = np.asarray(expert_kernels.product((False, (1, 1)), rows, weights, here))[: len(of_rows)]
         expected = np.einsum("si,soi->so", rows[: len(of_rows)], weights[2 * of_rows + n])
         np.testing.assert_allclose(found, expected, atol=1e-4)

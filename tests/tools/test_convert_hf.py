@@ -121,7 +121,7 @@ def assert_same_logits(loaded, run_dir: Path) -> None:
     model.load_state_dict(saved.part("model"))
     tokens = torch.arange(24).view(2, 12) * 7 % config.shape.vocab_size
     with torch.no_grad():
-        found, expected = model(tokens)[..., : config.shape.vocab_size], loaded(tokens).logits
+        found, expected = model(tokens).logits[..., : config.shape.vocab_size], loaded(tokens).logits
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 

@@ -19,7 +19,7 @@ from language.data.tokenizer import Numbers, load_tokenizer
 from language.generation import decoding
 from language.generation.sampling import SamplingOptions
 from language.models.gpt import GPT
-from language.models.layers import stack_layers
+from language.models.layers import LoRA, stack_layers
 from language.models.llama import Llama
 from language.options.shapes import LlamaShape, ModelShape
 from language.options.transformer_options import TransformerConfig
@@ -226,7 +226,7 @@ def test_cached_logits_agree_with_uncached_whatever_the_lengths(tiny, monkeypatc
     model, on_device = tiny
     V, T = TINY.vocab_size, TINY.sequence_length
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
-    expected = model(tokens)[..., :V].detach()
+    expected = model(tokens).logits[..., :V].detach()
     before = graphs_compiled()
     for lengths in ([1, 7], [9, 3]):
         first, found, cache = cached_logits(on_device, tokens, lengths)
@@ -294,7 +294,7 @@ def test_same_seed_same_tokens_and_greedy_is_the_argmax(tiny):
     assert len(sample(on_device, [[3, 1]], None)[0]) == 15, "as many as a context of 16 has room for"
     (greedy,), tokens = sample(on_device, [[3, 1]], temperature=0.0), [3, 1]
     for token in greedy:
-        assert token == model(torch.tensor([tokens]))[0, -1, : TINY.vocab_size].argmax()
+        assert token == model(torch.tensor([tokens])).logits[0, -1, : TINY.vocab_size].argmax()
         tokens.append(token)
     assert sample(on_device, [[3, 1]], top_k=1) == sample(on_device, [[3, 1]], top_p=1e-9) == [greedy]
 
@@ -424,7 +424,7 @@ def test_a_run_brings_its_model_and_tokenizer(tmp_path, options, kind):
 def test_a_run_with_adapters_is_read_as_their_sum(tmp_path):
     rank, alpha = 2, 8.0
     config = TransformerConfig(dataset="text", model_size="llama_tiny")
-    model = Llama(config.shape, lora_rank=rank, lora_alpha=alpha)
+    model = Llama(config.shape, lora=LoRA(rank, alpha))
     model.initialise(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -436,7 +436,7 @@ def test_a_run_with_adapters_is_read_as_their_sum(tmp_path):
     source = sources.open_source(run_dir=str(tmp_path), precision="float32")
     merged = sources.load(source, torch_xla.device()).to("cpu")
     tokens = torch.arange(20)[None]
-    expected, found = model(tokens).float(), merged(tokens)
+    expected, found = model(tokens).logits.float(), merged(tokens).logits
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
     assert not [name for name, _ in merged.named_parameters() if "lora" in name]
 
@@ -489,7 +489,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path, kind, value):
         name = "q_lora_a.1" if kind == "adapter" else "gate_up_weight.1"
         lora = dict(lora_rank=2, lora_alpha=8.0) if kind == "adapter" else {}
         config = TransformerConfig(dataset="text", model_size="llama_tiny")
-        model = Llama(config.shape, **lora)
+        model = Llama(config.shape, lora=LoRA(2, 8.0) if lora else None)
         model.initialise(0)
         values = dataclasses.asdict(config) | lora
         if lora:

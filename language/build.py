@@ -33,23 +33,15 @@ def build_model(
 ) -> Decoder:
     """The model on the device. partition_spec(name, parameter): how a parameter is sharded. say: prints a line.
     initialised: with weights to begin with. compile_for: shapes without memory. Raises InputError."""
-    attention = causal_attention
-    if config.attention == "flash":
-        from language.xla.flash_attention import flash_attention  # only here: its kernels are jax's, through torch_xla
-
-        attention = flash_attention
-    way = config.context_attention
-    if size_of(mesh) > 1:
-        from language.xla.context_attention import context_parallel  # only for devices that share sequences
-
-        attention = context_parallel(attention, mesh, way)
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     # elsewhere a device has no other memory than the host's
     offloads = config.remat and (config.compile_for or device_type() == "TPU")
     on_host = LEVELS.get(config.offload, ()) if offloads else ()
     points = LEVELS[config.remat_keep] if config.remat else None
-    options = dict(execution=LayerExecution(points, on_host, config.scan_layers), attention=attention)
-    options |= dict(mesh=mesh, pieces=pieces_of(mesh, way), packed=config.dataset == "chat")
+    options = dict(
+        execution=LayerExecution(points, on_host, config.scan_layers), attention=choose_attention(config, mesh)
+    )
+    options |= dict(mesh=mesh, pieces=pieces_of(mesh, config.context_attention), packed=config.dataset == "chat")
     if config.lora_rank:
         options |= dict(lora=LoRA(config.lora_rank, config.lora_alpha, getattr(torch, config.base_precision)))
     if isinstance(config.shape, LlamaShape):
@@ -83,6 +75,19 @@ def build_model(
         model = model.to(device)
     distribute(model, mesh, partition_spec)
     return model
+
+
+def choose_attention(config: TransformerConfig, mesh: Mesh | None) -> Callable:
+    attention = causal_attention
+    if config.attention == "flash":
+        from language.xla.flash_attention import flash_attention  # only here: its kernels are jax's, through torch_xla
+
+        attention = flash_attention
+    if size_of(mesh) == 1:
+        return attention
+    from language.xla.context_attention import context_parallel  # only for devices that share sequences
+
+    return context_parallel(attention, mesh, config.context_attention)
 
 
 def check_base(config: TransformerConfig, weights: "HuggingFaceWeights") -> None:

@@ -170,7 +170,7 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
     if alone:
         check_alone(arguments, request, len(chips_here))
     cluster = None if alone else Cluster(arguments.address)
-    hosts = cluster.check_wish(request) if cluster else []
+    hosts = cluster.check_chips_wanted(request) if cluster else []
     storage = arguments.storage or ("runs" if alone else "")
     given = any(option.split("=")[0].replace("-", "_") == "__run_dir" for option in options)
     if not arguments.plain and not storage and not given:

@@ -77,7 +77,7 @@ class Driver:
         self.places: list[Place] = []
         self.queue = queue_of_cluster()
 
-    def hear(self, number: int, frame) -> None:
+    def on_signal(self, number: int, frame) -> None:
         self.stop_number = number
 
     def ask(self, places: list[Place] | None = None) -> dict:
@@ -280,7 +280,7 @@ class Driver:
         """Exit code of the run."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, and so do we
-                signal.signal(number, self.hear)
+                signal.signal(number, self.on_signal)
         left_for_good: set[str] = set()
         for number in range(self.spec.retries + 1):
             try:

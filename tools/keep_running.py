@@ -84,7 +84,7 @@ class Keeper:
         self.lost: dict[str, float] = {}
         """Seconds by cause."""
 
-    def hear(self, number: int, frame) -> None:
+    def on_signal(self, number: int, frame) -> None:
         """A signal is the script's; where none runs, it is the end."""
         if not self.attempt:
             raise SystemExit(128 + number)
@@ -115,11 +115,11 @@ class Keeper:
                 self.summarise()
             if verdict.code is None:
                 self.add(lost)
-                self.note(verdict.reason, lost)
+                self.log_restart(verdict.reason, lost)
                 self.pause(verdict)
                 continue
             if self.failures >= self.most_failures:
-                self.note(verdict.reason, lost)
+                self.log_restart(verdict.reason, lost)
                 self.say(f"{verdict.reason}; given up: {self.failures} in a row without a new checkpoint")
             return verdict.code
 
@@ -162,7 +162,7 @@ class Keeper:
         for name, seconds in lost.items():
             self.lost[name] = self.lost.get(name, 0.0) + seconds
 
-    def note(self, reason: str, lost: dict[str, float]) -> None:
+    def log_restart(self, reason: str, lost: dict[str, float]) -> None:
         """A line in metrics.jsonl, after what the script had written whole."""
         path, lock = self.run_dir / "metrics.jsonl", RunLock()
         self.reasons.append(reason)
@@ -259,7 +259,7 @@ def main() -> int:
     keeper = Keeper(command, find_team(given, command), given.most_failures, 60 * given.silent_minutes)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, keeper.hear)
+            signal.signal(number, keeper.on_signal)
     return keeper.run()
 
 

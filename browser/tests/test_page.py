@@ -198,7 +198,7 @@ PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 PATTERN += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def of_sentencepiece(folder: Path) -> Path:
+def sentencepiece_tokenizer(folder: Path) -> Path:
     """A tokenizer.json as Llama 2's: no pre-tokenizer, spaces as a letter, bytes of what it has no letter for."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     normal, decode = tokenizers.normalizers, tokenizers.decoders
@@ -219,7 +219,7 @@ def of_sentencepiece(folder: Path) -> Path:
 @pytest.mark.parametrize("kind", ["bytes", "byte-level", "as Llama 3's", "as Llama 2's"])
 def test_tokenizers_are_those_of_the_host(page, address, tmp_path, kind):
     if kind == "as Llama 2's":
-        folder = of_sentencepiece(tmp_path / "tokenizer")
+        folder = sentencepiece_tokenizer(tmp_path / "tokenizer")
     elif kind != "bytes":
         folder = trained(tmp_path / "tokenizer", begins=True)
     if kind == "as Llama 3's":

@@ -38,7 +38,8 @@ WINDOW_BYTES = 1 << 25  # a window ends earlier once its text is so long: what b
 CHUNK = 64  # documents that a thread tokenizes at a time
 CHUNK_CHARACTERS = 1 << 22  # after which a chunk has no more of them: tokens take 30 times the memory of their text
 CHUNKS_AHEAD = 2  # chunks that each lane tokenizes ahead
-HELD_OUT, OF_THE_FIRST = 10, 1000  # for validation: one of ten, of the first thousand documents of each file
+VALIDATION_EVERY = 10  # one document of so many is for validation,
+VALIDATION_PREFIX = 1000  # among the first so many of each file
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def windows_of_file(reading: Reading, file: int, position: Position) -> Iterator
 
 
 def is_held_out(number: int) -> bool:
-    return number < OF_THE_FIRST and number % HELD_OUT == HELD_OUT - 1
+    return number < VALIDATION_PREFIX and number % VALIDATION_EVERY == VALIDATION_EVERY - 1
 
 
 class Lane:
@@ -312,7 +313,7 @@ class StreamData(SequenceData):
             found = {int(name): Position(*place) for host in positions for name, place in host.items()}
             numbers = [number for place in found.values() for number in place]
             if any(type(number) is not int or number < 0 for number in numbers):
-                raise ValueError("it has numbers that are none")
+                raise ValueError("it has invalid numbers")
             if found.keys() != set(range(self.train.reading.lanes)):
                 raise ValueError(f"it has the lanes {sorted(found)}")
             if max(place.epoch for place in found.values()) > step * self.config.global_batch_size * self.train.T:
@@ -410,8 +411,8 @@ def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
     check_lost(lost, size, "the documents for validation")
     if count < 2:
         raise InputError(
-            f"no text for validation; expected a file of {HELD_OUT} documents or more, of which one is held out; or "
-            "name others with --validation_data"
+            f"no text for validation; expected a file of {VALIDATION_EVERY} documents or more, of which one is "
+            "held out; or name others with --validation_data"
         )
     tokens = np.concatenate(found)[:wanted]
     padded = np.pad(tokens, (0, -(len(tokens) - 1) % T), constant_values=-1)
@@ -422,7 +423,7 @@ def texts_for_validation(reading: Reading, config: TransformerConfig) -> Iterato
     files = list_files(config.validation_data, config.data_dir) if config.validation_data else reading.files
     for file in files:
         documents = read_documents(file, reading.text_field)
-        numbered = enumerate(documents if config.validation_data else itertools.islice(documents, OF_THE_FIRST))
+        numbered = enumerate(documents if config.validation_data else itertools.islice(documents, VALIDATION_PREFIX))
         try:
             for number, text in numbered:
                 if config.validation_data or is_held_out(number):

@@ -27,7 +27,9 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOST_BYTES = 5 * 10**9
 """Largest file of weights that is written, in bytes, as Hugging Face has it."""
-OF_NO_USE = r"(transformer\.h\.\d+\.attn\.(bias|masked_bias)|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq)"
+UNUSED_TENSORS = (
+    r"(transformer\.h\.\d+\.attn\.(bias|masked_bias)|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq)"
+)
 """Tensors of older files that no model of today reads: masks, and frequencies that follow from the configuration."""
 HEAD = "lm_head.weight"
 
@@ -53,9 +55,9 @@ class HuggingFaceWeights:
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One of our parameters by its name, in the type of the file or in dtype, in memory of its own."""
         most = self.shape.sequence_length if name == "position_embedding" else None  # a shorter context
-        return self._sources[name].join(lambda theirs: self.theirs(theirs)[:most], dtype)
+        return self._sources[name].join(lambda hf_name: self.read_hf_tensor(hf_name)[:most], dtype)
 
-    def theirs(self, name: str) -> torch.Tensor:
+    def read_hf_tensor(self, name: str) -> torch.Tensor:
         """One of their tensors, of mapped memory. The file is opened for it alone, so memory does not add up. Raises
         InputError for values that are no numbers."""
         path, inside, _ = self._places[name]
@@ -92,7 +94,7 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
         if kind.shape != wanted[name] or kind.dtype not in FLOATS:
             problems.append(f"{name} is {kind}, expected float32, bfloat16 or float16 {list(wanted[name])}")
     if problems:
-        first = "; ".join([*of_other_experts(own, found), *sorted(problems)][:3])
+        first = "; ".join([*expert_count_problems(own, found), *sorted(problems)][:3])
         raise InputError(
             f"{folder}: {first}{' ...' if problems[3:] else ''}; expected the tensors of the model in {CONFIG}; copy "
             f"the folder again, {CONFIG} too"
@@ -108,7 +110,7 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
     return weights
 
 
-def of_other_experts(own: ModelShape, found: dict) -> list[str]:
+def expert_count_problems(own: ModelShape, found: dict) -> list[str]:
     """How many experts the tensors are of, unless it is as many as config.json says."""
     numbers = [int(number) for name in found for number in re.findall(r"\.experts\.(\d{1,9})\.", name)]
     count, said = max(numbers, default=-1) + 1, getattr(own, "num_experts", 0)
@@ -151,7 +153,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str, 
     base = "model." if isinstance(shape, LlamaShape) else "transformer."
     if not any(name.startswith(base) for name in places):  # saved without the head: names begin below the base
         places = {name if name == HEAD else base + name: place for name, place in places.items()}
-    return {name: place for name, place in places.items() if not re.fullmatch(OF_NO_USE, name)}
+    return {name: place for name, place in places.items() if not re.fullmatch(UNUSED_TENSORS, name)}
 
 
 def map_of_files(folder: Path) -> dict[str, str]:
@@ -180,7 +182,7 @@ def map_of_files(folder: Path) -> dict[str, str]:
 def check_tied(weights: HuggingFaceWeights, embedding: Source) -> None:
     """Raises InputError where a head that is the embedding, by the configuration, has other values in the file."""
     for head, tokens in zip(
-        weights.theirs(HEAD).split(8192), weights.theirs(embedding.names[0]).split(8192), strict=True
+        weights.read_hf_tensor(HEAD).split(8192), weights.read_hf_tensor(embedding.names[0]).split(8192), strict=True
     ):
         if not torch.equal(head, tokens):
             raise InputError(

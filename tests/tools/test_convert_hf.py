@@ -385,7 +385,7 @@ REFUSED = [
     (dict(rms_norm_eps=-1.0), "rms_norm_eps is -1.0"),
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'"),
 ]
-OF_FAMILIES = [
+REFUSED_BY_FAMILY = [
     ("qwen2", dict(use_sliding_window=True), "use_sliding_window is True; expected False"),
     ("qwen2", dict(layer_types=["sliding_attention"] * 3), "layer_types is"),
     ("mistral", dict(sliding_window=0), "sliding_window is 0; expected an integer from 1"),
@@ -464,7 +464,7 @@ def test_a_configuration_of_another_model_is_refused(changed, message):
         shape_of(CONFIG | changed)
 
 
-@pytest.mark.parametrize("name, changed, message", OF_FAMILIES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("name, changed, message", REFUSED_BY_FAMILY, ids=lambda value: str(value)[:40])
 def test_what_a_family_of_this_project_does_not_do_is_refused_by_name(name, changed, message):
     with pytest.raises(InputError, match=re.escape(message)):
         shape_of(hugging_face_config(KINDS[name]) | changed)

@@ -33,7 +33,7 @@ LONGEST = 160  # tokens: less than the longest questions
 
 
 @pytest.fixture(scope="module", autouse=True)
-def of_one_thread():
+def use_one_thread():
     with one_thread():
         yield
 

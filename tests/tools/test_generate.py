@@ -46,7 +46,7 @@ PROMPTS = [[5, 250, 17], list(range(40, 63)), [299]]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def of_one_thread():
+def use_one_thread():
     """Models so small wait for their threads most of the time, where other tests run beside them."""
     with one_thread():
         yield
@@ -105,7 +105,7 @@ def test_greedy_tokens_are_those_of_hugging_face_in_two_graphs(folder, greedy):
     assert graphs == 2
 
 
-def of_quantized_weights(model):
+def with_quantized_weights(model):
     """The model in plain PyTorch, each matrix as its int8 values times the scales of its outputs."""
     model = copy.deepcopy(model)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def test_int8_tokens_are_those_of_plain_pytorch_with_the_same_weights(folder):
     model = sources.load(tool.source_of(config), device, config.int8)
     found = decoding.generate(model, PROMPTS, config, device)
     assert graphs_compiled() - before == 2
-    quantized = of_quantized_weights(theirs)
+    quantized = with_quantized_weights(theirs)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         with torch.no_grad():
             exact, logits = (m(torch.tensor([prompt + tokens])).logits[0] for m in (theirs, quantized))

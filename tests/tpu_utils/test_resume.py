@@ -340,9 +340,9 @@ def test_a_summary_that_a_kill_left_out_is_written(constant, tmp_path, capsys, l
     train(run_dir, "--resume=must")
     assert "nothing to do" not in capsys.readouterr().out
     found, expected = summary_in(run_dir), summary_in(constant)
-    of_the_process = {"seconds", "goodput", "train_graphs", "eval_graphs", *BESIDE}
-    assert {k: v for k, v in found.items() if k not in of_the_process} == {
-        k: v for k, v in expected.items() if k not in of_the_process
+    differ_by_process = {"seconds", "goodput", "train_graphs", "eval_graphs", *BESIDE}
+    assert {k: v for k, v in found.items() if k not in differ_by_process} == {
+        k: v for k, v in expected.items() if k not in differ_by_process
     }
     assert numbers(run_dir) == numbers(constant)
 

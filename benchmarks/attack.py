@@ -857,7 +857,7 @@ def one(name: str, count: int, seed: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=float, default=1.0, help="of the mutations, 0 to 1; at least one of each")
+    parser.add_argument("--share", type=float, default=1.0, help="part of the mutations, 0 to 1; at least one of each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=ATTACKS, nargs="+", default=list(ATTACKS))
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = sorted(os.sched_getaffinity(0))
     counts = range(1, len(cores) + 1)
-    parser.add_argument("--cores", type=int, default=1, choices=counts, help="of this process, so for both")
+    parser.add_argument("--cores", type=int, default=1, choices=counts, help="cores of this process, so for both")
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     os.environ.setdefault("PJRT_DEVICE", "CPU")

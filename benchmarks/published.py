@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="PATTERN", default="*", help="rows whose name, label and slice match")
     parser.add_argument("--all", action="store_true", help="the slow rows too")
     parser.add_argument(
-        "--compiler", choices=("installed", "newest"), default="installed", help="of which the error is asked"
+        "--compiler", choices=("installed", "newest"), default="installed", help="whose error is computed"
     )
     parser.add_argument("--again", action="store_true", help="ask again for rows that are there")
     arguments = parser.parse_args()

@@ -50,15 +50,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--weights", choices=WEIGHTS, default="float32", help="how they are stored; default: float32")
     parser.add_argument("--context", type=int, default=0, metavar="N", help="tokens of the cache; default: the model's")
     parser.add_argument("--chunk", type=int, default=64, metavar="N", help="tokens of a prompt at once; default: 64")
-    parser.add_argument("--checkpoint", choices=("newest", "best"), default="newest", help="of a run")
+    parser.add_argument("--checkpoint", choices=("newest", "best"), default="newest", help="which one of a run")
     formats = ("auto", *FORMATS)
-    parser.add_argument("--chat_format", choices=formats, default="auto", metavar="NAME", help="of conversations: "
-                        f"{', '.join(formats)}; auto: that of a run on chats, or of a template that a folder has from "
-                        "one")  # fmt: skip
+    parser.add_argument(
+        "--chat_format",
+        choices=formats,
+        default="auto",
+        metavar="NAME",
+        help=f"format of conversations: {', '.join(formats)}; auto: that of a run on chats, or of a template that a "
+        "folder has from one",
+    )
     parser.add_argument("--tokenizer", default="", help="bytes, gpt2, numbers, a tokenizer.json or its folder")
     script = Path(__file__).parent.with_name("simple_mnist_tpu.py")
-    parser.add_argument("--script", type=Path, default=script, metavar="FILE", help="of an image classifier: the one "
-                        "with its class ConvNet")  # fmt: skip
+    parser.add_argument(
+        "--script",
+        type=Path,
+        default=script,
+        metavar="FILE",
+        help="script of an image classifier: the one with its class ConvNet",
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     given = parse_arguments(parser, arguments)
     try:

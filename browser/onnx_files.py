@@ -17,7 +17,7 @@ from tpu_utils.base.files import open_regular, read_json, read_regular
 FORMAT, MODEL_JSON, OPSET = "tpu-examples-onnx-1", "model.json", 20
 EXPECTED = "a folder of browser.export"
 LARGEST_GRAPH = 1 << 28  # bytes
-MOST_NUMBERS = 1 << 31  # of a cache
+MOST_NUMBERS = 1 << 31  # in a cache
 INSTALL = "pip install -r browser/requirements.txt"
 
 

@@ -35,7 +35,7 @@ class Spec:
     request: dict
     script: str
     arguments: list[str]
-    storage: str = ""  # of run directories; empty: the script takes no --run_dir and --resume
+    storage: str = ""  # for run directories; empty: the script takes no --run_dir and --resume
     folder: str = ""  # to run in; empty: a copy of the code uploaded
     retries: int = 3
     versions: dict = dataclasses.field(default_factory=dict)  # the client's package versions, which all hosts must have
@@ -248,7 +248,7 @@ class Driver:
         """The exit code of the run. Raises Lost for a death by a signal, Moved for a notice."""
         for code in codes.values():
             if code > 0 and code != 143:
-                return code  # of the script itself: bad input, or failed
+                return code  # the script's own: bad input, or failed
         if self.stop_number:
             return 128 + self.stop_number if any(codes.values()) else 0
         for index, code in sorted(codes.items()):

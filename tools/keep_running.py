@@ -110,7 +110,7 @@ class Keeper:
             if self.stopping and verdict.code is None:  # told so while it was ended
                 verdict = verdict._replace(code=1)
             lost = attempt.lost_seconds(self.count == 1, verdict.silent)
-            if verdict.code == 0:  # of its end nothing is lost; of its start something, if another was lost before
+            if verdict.code == 0:  # its end loses nothing; its start does, if another was lost before
                 self.add({name: lost[name] for name in ("restart", "recompile") if self.count > 1 and name in lost})
                 self.summarise()
             if verdict.code is None:

@@ -48,7 +48,7 @@ PHASE_COLOURS = {
     "evaluation": "#2b7bba",
     "checkpoint": "#f0a202",
     "other": "#d9d9d9",
-    # of all attempts, as tools.keep_running counts them
+    # over all attempts, as tools.keep_running counts them
     "kept_work": "#74c476",
     "restart": "#e377c2",
     "recompile": "#54278f",
@@ -58,8 +58,8 @@ PHASE_COLOURS = {
 }
 SUFFIXES = (".png", ".pdf", ".svg")
 MOST_RUNS = 100  # in a picture: its height grows with them
-MOST_ROWS = 128  # of experts: more are too thin to be told apart
-LARGEST = 1e300  # of a value: above it matplotlib's arithmetic overflows
+MOST_ROWS = 128  # experts drawn: more are too thin to be told apart
+LARGEST = 1e300  # value drawn: above it matplotlib's arithmetic overflows
 LOSSES = [("train", "loss", "-"), ("eval", "test_loss", "--"), ("eval", "validation_loss", "--")]
 """(kind of record in metrics.jsonl, field, line style), as in PANELS."""
 ACCURACIES = [("accuracy", "-"), ("hellaswag_accuracy", "-"), ("mmlu_accuracy", "--"), ("core", ":")]

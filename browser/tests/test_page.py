@@ -662,7 +662,7 @@ def test_an_answer_is_stopped_and_the_next_begins_when_it_has_ended(page, addres
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["qwen3", "gemma"])  # of a run; of a folder with its template
+@pytest.mark.parametrize("format", ["qwen3", "gemma"])  # a run has the first, the template of a folder the second
 def test_a_chat_of_two_turns_is_the_same_in_four_places(page, address, models, tmp_path, format):
     """transformers, XLA, onnxruntime on the host, the page: the same tokens, and the same one ends them."""
     transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")

@@ -138,7 +138,7 @@ def test_ten_adamw_steps_stay_together():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_of_a_bias_is_the_sum_over_positions(dtype):
-    """Of bfloat16 by a product with ones, which adds up in float32 and rounds once."""
+    """bfloat16 is summed by a product with ones, which adds up in float32 and rounds once."""
     values = torch.randn(4, 256, 3, 8, generator=torch.Generator().manual_seed(0)) + 1.0  # sums of about 1,024
     x, bias, grad = torch.zeros(4, 256, 3, 8, dtype=dtype), torch.ones(3, 8, dtype=dtype), values.to(dtype)
     expected = grad.double().sum((0, 1))

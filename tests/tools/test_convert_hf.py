@@ -192,7 +192,7 @@ def test_the_parameter_before_is_let_go(tmp_path, name):
     sizes = {ours: source.size for ours, source in sources(shape).items()}
 
     def ours(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.zeros(sizes[name], np.float32))  # of numpy's memory, which is counted
+        return torch.from_numpy(np.zeros(sizes[name], np.float32))  # in numpy's memory, which is counted
 
     with at_most(int(1.2 * 4 * max(map(math.prod, sizes.values())))):
         write_weights(tmp_path, shape, torch.float32, their_tensors(shape, ours))
@@ -355,7 +355,7 @@ def test_every_published_size_is_a_configuration():
         assert (found.head_dim, found.num_parameters) == (shape.head_dim, shape.num_parameters)
     scaled = hugging_face_config(MODEL_SIZES["llama3_8B"])
     newer = {name: value for name, value in scaled.items() if not name.startswith("rope")}
-    newer["rope_parameters"] = {"rope_theta": scaled["rope_theta"], **scaled["rope_scaling"]}  # of transformers 5
+    newer["rope_parameters"] = {"rope_theta": scaled["rope_theta"], **scaled["rope_scaling"]}  # as transformers 5
     assert shape_of(newer) == shape_of(scaled)
 
 
@@ -484,7 +484,7 @@ def test_a_key_that_is_absent_means_what_it_means_to_transformers():
     assert shape_of(older | {"sliding_window_pattern": 3}) == shape_of(gemma | {"layer_types": GEMMA_TYPES})
     assert shape_of(older).pattern == ("local",) * 5 + ("global",)
     newer = {key: value for key, value in gemma.items() if not key.startswith("rope")} | {"layer_types": GEMMA_TYPES}
-    newer["rope_parameters"] = {  # of transformers 5
+    newer["rope_parameters"] = {  # as transformers 5 has it
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     }

@@ -275,7 +275,7 @@ def test_bits_per_byte_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path
     from lm_eval.api.instance import Instance
 
     (source, model), path = ours, tmp_path / "text.txt"
-    text = words(random.Random(0), 200, 200) + "\n\n"  # of equal windows the harness mixes up the results
+    text = words(random.Random(0), 200, 200) + "\n\n"  # the harness mixes up the results of equal windows
     path.write_text(text)
     rows, num_bytes = evaluate.rows_of_text(path, source, LONGEST)
     found = evaluate.score(model, rows, LONGEST, 1024, torch_xla.device())

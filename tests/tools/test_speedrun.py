@@ -130,7 +130,7 @@ def test_another_text_than_a_stage_has_read_is_refused(tmp_path, change, is_refu
     with pytest.raises(InputError, match=r"text is not what stage 1 of 1, good has read: it was .*'bytes': 10"):
         run_stages([stage], tmp_path)
     record = json.loads(marker_of(tmp_path, "good").read_text())
-    del record["read"]  # of an older version
+    del record["read"]  # as an older version wrote it
     marker_of(tmp_path, "good").write_text(json.dumps(record))
     assert run_stages([stage], tmp_path) == 0
 
@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_report_has_what_the_stages_left(tmp_path, monkeypatch):
-    """Of runs that a few lines stand for. With a price the picture is wider: dollars beside the seconds."""
+    """A few lines stand for the runs. With a price the picture is wider: dollars beside the seconds."""
     Compiler(monkeypatch)
     text, plan = tmp_path / "text", make_plan(12, 4 * 10**10, 10**6)
     text.write_text("ab" * 5000)

@@ -513,7 +513,7 @@ def test_a_long_compile_says_what_to_expect_and_then_ever_less(monkeypatch, caps
     waits = []
 
     class Done:
-        """Of a compile of 700 s."""
+        """The event that ends a compile, after 700 s."""
 
         def wait(self, seconds: float) -> bool:
             waits.append(seconds)

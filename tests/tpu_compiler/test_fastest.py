@@ -49,7 +49,7 @@ def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path):
     kept.write("answer_1", report)
     assert kept.read("answer_1", Report) == report
     assert kept.read("answer_2", Report) is None
-    assert kept.read("answer_1", search.Answer) is None  # of another kind
+    assert kept.read("answer_1", search.Answer) is None  # it is another kind
     path = tmp_path / "answer_1.json.gz"
     shutil.copy(path, tmp_path / "answer_3.json.gz")
     assert kept.read("answer_3", Report) is None  # the name is part of it

@@ -59,7 +59,7 @@ CIFAR_COMPANIONS = COMPANIONS | {
     "adam_beta1": ["--optimizer=adam"],
     "adam_beta2": ["--optimizer=adam"],
 }
-VALUES = {  # of text with a form of its own, and of numbers that are bound to others
+VALUES = {  # for text with a form of its own, and for numbers that are bound to others
     "profile_steps": "2:5",
     "compile_for": "v5e-8",
     "compiler_options": "xla_a=1",
@@ -152,7 +152,7 @@ class TunedConfig(MnistConfig):
 
 @dataclasses.dataclass(frozen=True)
 class SmallConfig(TunedConfig):
-    """Of small runs."""
+    """Options for small runs."""
 
     presets: ClassVar = {
         "small": {},

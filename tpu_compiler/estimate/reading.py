@@ -289,7 +289,7 @@ def source_of(operation: Operation) -> str:
 
 def module_of(operation: Operation) -> str:
     """layers.3.mlp, or layers.3.mlp backward; "" for what no module's forward caused."""
-    *_, backward, module = _scope(operation)  # of autograd.Function.backward the module is already named so
+    *_, backward, module = _scope(operation)  # autograd.Function.backward has named the module so already
     return module.removesuffix(" backward") + backward if module and backward else module
 
 

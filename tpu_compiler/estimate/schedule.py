@@ -40,7 +40,7 @@ def exposed_ms(computations: dict[str, list[Operation]], topology: Topology, num
 def _step_seconds(computations: dict[str, list[Operation]], topology: Topology, num_devices: int) -> float:
     """Seconds of a step, waiting included; without any transfer where num_devices is 0."""
     hardware = topology.hardware
-    sent = {}  # of each collective
+    sent = {}  # seconds by collective
     for operation, *_, size in list_collectives(computations, num_devices) if num_devices else ():
         sent[channel_of(operation)] = size / hardware.link_gb_per_s / 1e9
     bodies = {name for name, _, _ in scheduled(computations)}

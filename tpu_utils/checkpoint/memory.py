@@ -305,7 +305,7 @@ def _givers(held: list[dict[str, Any]]) -> dict[str, int] | None:
     """{file: which process gives it}, where the processes together have all files of a checkpoint."""
     for index, found in enumerate(held):
         files = found["marker"].get("files", {})
-        whole = {name: index for name in files if not name.startswith("shards_")}  # of one: they say the sums of all
+        whole = {name: index for name in files if not name.startswith("shards_")}  # from one: they say the sums of all
         shards = {name: i for i in reversed(range(len(held))) for name in held[i]["here"] if name.startswith("shards_")}
         if files and whole.keys() <= set(found["here"]) and files.keys() <= whole.keys() | shards.keys():
             return {name: shards[name] for name in files if name in shards} | whole

@@ -148,5 +148,5 @@ class TensorFiles:
             if self._fetch:
                 self._fetch(file)
             self._opened[file] = safe_open(self._folder / file, framework="pt")
-        tensor = self._opened[file].get_tensor(name)  # of mapped memory: what is not touched is not read
+        tensor = self._opened[file].get_tensor(name)  # mapped memory: what is not touched is not read
         return tensor[tuple(slice(begin, begin + n) for begin, n in zip(offsets, shape, strict=True))]

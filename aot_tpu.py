@@ -124,9 +124,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="write the optimized program text of each slice there, of the newest compiler in DIR/newest",
     )
     parser.add_argument(
-        "--compiler", choices=("installed", "newest", "newest_alone"), default="installed",
+        "--compiler",
+        choices=("installed", "newest", "newest_alone"),
+        default="installed",
         help="newest: that of requirements-newest-compiler.txt too, whose environment is made the first time",
-    )  # fmt: skip
+    )
     parser.add_argument("--compiler_dir", metavar="DIR", help="environment of the newest compiler; default: a cache")
     parser.add_argument(
         "--dcn_gb_per_s", type=float, metavar="GB/S", help="what a device sends to other slices; default: as published"

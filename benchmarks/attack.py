@@ -711,15 +711,22 @@ def attack_tokenizers(count: int, draw: random.Random, folder: Path) -> str:
     refused, most = 0, 0
     for _ in range(count):
         steps = [
-            draw.choice([
-                normalizers.Replace(draw.choice(["a", "", "b"]), "ab"[: draw.randrange(3)] * draw.randrange(1, 9)),
-                normalizers.Prepend("a" * draw.randrange(1, 9)), normalizers.ByteLevel(), normalizers.NFKD(),
-                normalizers.Replace(tokenizers.Regex(draw.choice(["x*", "[ab]", "$"])), "a" * draw.randrange(9)),
-                normalizers.Replace(*draw.choice([("a", "\ufdfa"), ("\u0644", "\ufdfa"), ("\u2c65", "\u023a" * 2)])),
-                normalizers.Lowercase(), normalizers.NFKC(),
-            ])
+            draw.choice(
+                [
+                    normalizers.Replace(draw.choice(["a", "", "b"]), "ab"[: draw.randrange(3)] * draw.randrange(1, 9)),
+                    normalizers.Prepend("a" * draw.randrange(1, 9)),
+                    normalizers.ByteLevel(),
+                    normalizers.NFKD(),
+                    normalizers.Replace(tokenizers.Regex(draw.choice(["x*", "[ab]", "$"])), "a" * draw.randrange(9)),
+                    normalizers.Replace(
+                        *draw.choice([("a", "\ufdfa"), ("\u0644", "\ufdfa"), ("\u2c65", "\u023a" * 2)])
+                    ),
+                    normalizers.Lowercase(),
+                    normalizers.NFKC(),
+                ]
+            )
             for _ in range(draw.randrange(1, 9))
-        ]  # fmt: skip
+        ]
         made = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<|end|>": 2}, []))
         made.add_special_tokens(["<|end|>"])
         made.normalizer = normalizers.Sequence(steps)

@@ -178,8 +178,10 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
     source = open_source(**which, tokenizer=given.tokenizer)
     shape = source.shape
     if source.after is not None:
-        raise InputError("the tokenizer puts a token behind every text (add_eos_token), which the page does not; "
-                         "expected false; change its tokenizer_config.json")  # fmt: skip
+        raise InputError(
+            "the tokenizer puts a token behind every text (add_eos_token), which the page does not; "
+            "expected false; change its tokenizer_config.json"
+        )
     context = given.context or shape.sequence_length
     if context > shape.sequence_length:
         raise InputError(f"context is {context}, but the model reads {shape.sequence_length} tokens; lower --context")
@@ -334,8 +336,9 @@ def build_classifier(given: argparse.Namespace, saved) -> tuple[torch.nn.Module,
 def main(given: argparse.Namespace) -> int:
     is_run = (given.source / "checkpoints").is_dir()
     if not is_run and not (given.source / "config.json").is_file():
-        raise InputError(f"{given.source} has neither checkpoints nor a config.json; expected a run or a folder of "
-                         "Hugging Face")  # fmt: skip
+        raise InputError(
+            f"{given.source} has neither checkpoints nor a config.json; expected a run or a folder of Hugging Face"
+        )
     step = CheckpointReader(given.source / "checkpoints").load("must") if is_run else None
     is_text = step is None or "model/token_embedding" in step.entries
     source = f"run {given.source.resolve().name}" if is_run else f"Hugging Face folder {given.source.resolve().name}"

@@ -57,8 +57,9 @@ def open_export(folder: Path) -> dict[str, Any]:
         check(start is None or is_count(start, 0, vocabulary - 1), "start", "a token of the vocabulary, or null")
         check(
             isinstance(stops, list) and all(is_count(token, 0, vocabulary - 1) for token in stops),
-            "stops", "tokens of the vocabulary",
-        )  # fmt: skip
+            "stops",
+            "tokens of the vocabulary",
+        )
         check(model.get("tokenizer") in ("bytes", "numbers", "tokenizer.json"), "tokenizer", "bytes, numbers or a file")
         check(model["tokenizer"] != "tokenizer.json" or "tokenizer.json" in files, "files", "a tokenizer.json too")
         check(model["tokenizer"] != "bytes" or vocabulary == 257, "vocab_size", "257 with bytes")

@@ -112,8 +112,10 @@ def generate(model: OnnxModel, prompt: list[int], config: SamplingOptions, ends=
     logits = model.read(prompt)
     while True:
         if not np.isfinite(logits).all():
-            raise NonFiniteError(f"the logits behind {len(prompt) + len(found)} tokens are infinite or not a number; "
-                                 "expected numbers; export the model again")  # fmt: skip
+            raise NonFiniteError(
+                f"the logits behind {len(prompt) + len(found)} tokens are infinite or not a number; "
+                "expected numbers; export the model again"
+            )
         found.append(choose(logits, random.next(), config.temperature, config.top_k, config.top_p))
         if len(found) == (config.num_tokens or min(100, room)) or ends(found):
             return found

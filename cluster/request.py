@@ -42,9 +42,12 @@ class Parser(argparse.ArgumentParser):
 
 def parser(description: str) -> Parser:
     made = Parser(
-        prog="python -m cluster print", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False, usage=f"python -m cluster print {USAGE}",
-    )  # fmt: skip
+        prog="python -m cluster print",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage=f"python -m cluster print {USAGE}",
+    )
     made.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
     made.add_argument("--slice", required=True, metavar="SLICE", help="v5litepod-16, v6e-8, v5p-128, v5e:4x4")
     made.add_argument("--zone", required=True, help="us-west4-a")

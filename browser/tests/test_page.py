@@ -241,9 +241,13 @@ def test_tokenizers_are_those_of_the_host(page, address, tmp_path, kind):
           const tokenizer = await makeTokenizer({ tokenizer: kind }, new TextEncoder().encode(content));
           return [texts.map((text) => tokenizer.encode(text)), tokens.map((some) => tokenizer.decode(some))];
         }""",
-        ["bytes" if kind == "bytes" else "tokenizer.json",
-         "" if kind == "bytes" else (folder / "tokenizer.json").read_text(), texts, tokens],
-    )  # fmt: skip
+        [
+            "bytes" if kind == "bytes" else "tokenizer.json",
+            "" if kind == "bytes" else (folder / "tokenizer.json").read_text(),
+            texts,
+            tokens,
+        ],
+    )
     for text, found in zip(texts, encoded, strict=True):
         assert found == ours.encode(text), text
     for some, found in zip(tokens, decoded, strict=True):
@@ -406,9 +410,13 @@ def test_a_form_says_what_it_expects(page, address):
         ("top-k", "1.5", "Top-k is 1.5; expected a whole number"),
         ("top-p", "0", "Top-p is 0; expected above 0, at most 1"),
         ("seed", "4294967296", "Seed is 4294967296; expected a whole number from 0"),
-        ("num-tokens", "251", "the prompt has 7 tokens and 251 are to follow, but the context is 256; shorten the "
-         "prompt, or ask for at most 250 tokens"),
-    ):  # fmt: skip
+        (
+            "num-tokens",
+            "251",
+            "the prompt has 7 tokens and 251 are to follow, but the context is 256; shorten the "
+            "prompt, or ask for at most 250 tokens",
+        ),
+    ):
         before = page.input_value(f"#{name}")
         page.fill(f"#{name}", value)
         page.click("#generate")
@@ -576,11 +584,23 @@ def test_a_damaged_format_is_refused_in_both_places(page, address):
     check = """async (text) => (await import("/folder.js")).checkModel(text)"""
     user = chat["user"]
     for name, value in (
-        ("begin", [257]), ("begin", [-1]), ("begin", ["a" * 101]), ("begin", [1] * 17), ("begin", [1.5]),
-        ("answer", None), ("user", []), ("user", user | {"after": [None]}), ("system", {"before": []}),
-        ("strip", ["toString"]), ("place", "__proto__"), ("lead", 1), ("stops", []), ("stops", [257]), ("words", "a"),
+        ("begin", [257]),
+        ("begin", [-1]),
+        ("begin", ["a" * 101]),
+        ("begin", [1] * 17),
+        ("begin", [1.5]),
+        ("answer", None),
+        ("user", []),
+        ("user", user | {"after": [None]}),
+        ("system", {"before": []}),
+        ("strip", ["toString"]),
+        ("place", "__proto__"),
+        ("lead", 1),
+        ("stops", []),
+        ("stops", [257]),
+        ("words", "a"),
         ("format", "\ud800"),
-    ):  # fmt: skip
+    ):
         broken = chat | {name: value}
         with pytest.raises(ValueError, match=rf"chat\.{name} is .*; expected"):
             check_pieces(broken, 257)
@@ -783,8 +803,10 @@ def test_digits_are_read_as_on_the_host(page, address, models):
     page.keyboard.press("Delete")
     assert page.inner_text("#digits-status") == "Cleared" and not any(page.evaluate(SEEN))
     box = page.locator("#pen").bounding_box()
-    at = [(box["x"] + box["width"] * (0.5 + 0.22 * np.cos(a)), box["y"] + box["height"] * (0.5 + 0.35 * np.sin(a)))
-          for a in np.linspace(0, 2 * np.pi, 40)]  # fmt: skip
+    at = [
+        (box["x"] + box["width"] * (0.5 + 0.22 * np.cos(a)), box["y"] + box["height"] * (0.5 + 0.35 * np.sin(a)))
+        for a in np.linspace(0, 2 * np.pi, 40)
+    ]
     page.mouse.move(*at[0])
     page.mouse.down()
     for x, y in at[1:]:

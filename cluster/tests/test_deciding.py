@@ -423,9 +423,12 @@ def test_only_a_folder_of_ones_own_is_closed_to_others():
     place.mkdir(parents=True)
     place.chmod(0o777)
     for outer, inner, expected in (
-        (0o755, 0o700, ""), (0o755, 0o755, place), (0o755, 0o711, place), (0o1777, 0o700, ""),
+        (0o755, 0o700, ""),
+        (0o755, 0o755, place),
+        (0o755, 0o711, place),
+        (0o1777, 0o700, ""),
         (0o777, 0o700, outermost),
-    ):  # fmt: skip
+    ):
         outermost.chmod(outer), place.parent.chmod(inner)
         assert open_to_others(place) == str(expected), (outer, inner)
     (outermost / "link").symlink_to(place)

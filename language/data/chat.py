@@ -447,9 +447,15 @@ class ChatPacks:
     """
 
     def __init__(
-        self, conversations: list[np.ndarray], T: int, rows: int, seed: int = 0, shuffle: bool = True,
-        process_index: int = 0, process_count: int = 1,
-    ):  # fmt: skip
+        self,
+        conversations: list[np.ndarray],
+        T: int,
+        rows: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
         """conversations: as encode_chats() gives them."""
         self.T, self.rows, self.seed, self.shuffle = T, rows, seed, shuffle
         self.process_index, self.process_count = process_index, process_count

@@ -238,9 +238,15 @@ class StreamRows:
     """Rows of T + 1 tokens of this host, batch after batch; where they stand after each."""
 
     def __init__(
-        self, reading: Reading, T: int, rows: int, kept: int, workers: int,
-        process_index: int = 0, process_count: int = 1,
-    ):  # fmt: skip
+        self,
+        reading: Reading,
+        T: int,
+        rows: int,
+        kept: int,
+        workers: int,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
         """rows: of this host in a batch. kept: for how many batches back position() knows; how far it is read ahead."""
         self.reading, self.T, self.kept, self.workers = reading, T, kept, workers
         self.rows_of_lane = rows * process_count // reading.lanes

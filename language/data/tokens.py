@@ -52,9 +52,15 @@ class TokenShards:
     """
 
     def __init__(
-        self, pattern: str, vocab_size: int, T: int, rows: int, process_index: int = 0, process_count: int = 1,
+        self,
+        pattern: str,
+        vocab_size: int,
+        T: int,
+        rows: int,
+        process_index: int = 0,
+        process_count: int = 1,
         padded: bool = False,
-    ):  # fmt: skip
+    ):
         """padded: a shard shorter than a global batch is one, filled up with ~0; else it is refused."""
         paths = matching(Path(pattern))
         if not paths:

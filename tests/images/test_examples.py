@@ -104,7 +104,7 @@ def pair(image=None, label=1):
         ([pair(label=1.5)], "labels are float64; expected integers, or num_classes None"),
         ([pair(np.array(["a"]))], "mine: train images is of <U1; expected numbers"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_resumed_or_read_is_refused_at_once(examples, said):
     with pytest.raises(InputError, match=said):
         ExampleDataset("mine", examples, Noisy(), num_classes=5)

@@ -14,18 +14,28 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 
 SHAPE = ModelShape(num_layers=3, num_heads=4, embedding_dim=64, sequence_length=512, vocab_size=300)
 HF_LAYER = {
-    "ln1": "ln_1", "qkv": "attn.c_attn", "attention_out": "attn.c_proj",
-    "ln2": "ln_2", "mlp_in": "mlp.c_fc", "mlp_out": "mlp.c_proj",
-}  # fmt: skip
+    "ln1": "ln_1",
+    "qkv": "attn.c_attn",
+    "attention_out": "attn.c_proj",
+    "ln2": "ln_2",
+    "mlp_in": "mlp.c_fc",
+    "mlp_out": "mlp.c_proj",
+}
 
 
 def hugging_face_model(seed: int = 0, shape=SHAPE):
     """Random weights everywhere: biases and layer norms too, so that no term of the gradient hides behind a zero."""
     config = transformers.GPT2Config(
-        vocab_size=shape.vocab_size, n_positions=shape.sequence_length, n_embd=shape.embedding_dim,
-        n_layer=shape.num_layers, n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=shape.vocab_size,
+        n_positions=shape.sequence_length,
+        n_embd=shape.embedding_dim,
+        n_layer=shape.num_layers,
+        n_head=shape.num_heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     torch.manual_seed(seed)
     model = transformers.GPT2LMHeadModel(config)
     with torch.no_grad():
@@ -108,8 +118,9 @@ def adamw(model, decays):
     parameters = list(model.named_parameters())
     return torch.optim.AdamW(
         [{"params": [p for n, p in parameters if decays(n, p) == on], "weight_decay": wd} for on, wd in groups],
-        lr=1e-3, betas=(0.9, 0.95),
-    )  # fmt: skip
+        lr=1e-3,
+        betas=(0.9, 0.95),
+    )
 
 
 def test_ten_adamw_steps_stay_together():

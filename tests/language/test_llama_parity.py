@@ -25,10 +25,18 @@ UNTIED = dataclasses.replace(STRETCHED, rope_scaling=None, norm_eps=1e-6)
 QWEN3 = dataclasses.replace(UNTIED, family="qwen3", head_width=32)
 MISTRAL = dataclasses.replace(UNTIED, family="mistral", window=24, pattern=("local",))
 GEMMA3 = dataclasses.replace(
-    TIED, num_layers=4, family="gemma3_text", head_width=32, norm_eps=1e-6, window=20,
-    pattern=("local", "local", "global"), local_theta=1e4, rope_theta=1e6,
-    rope_scaling=RopeScaling(8.0, kind="linear"), query_scalar=48.0,
-)  # fmt: skip
+    TIED,
+    num_layers=4,
+    family="gemma3_text",
+    head_width=32,
+    norm_eps=1e-6,
+    window=20,
+    pattern=("local", "local", "global"),
+    local_theta=1e4,
+    rope_theta=1e6,
+    rope_scaling=RopeScaling(8.0, kind="linear"),
+    query_scalar=48.0,
+)
 FACTORS = dict(short_factors=(1.0, 1.0, 1.1, 1.2, 1.3, 1.5), long_factors=(1.0, 1.5, 2.5, 5.0, 9.0, 20.0))
 LONGROPE = RopeScaling(2.0, original_context=64, kind="longrope", **FACTORS)
 PHI4 = dataclasses.replace(TIED, family="phi3", rotated_width=12, rope_scaling=LONGROPE)

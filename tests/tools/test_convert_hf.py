@@ -49,9 +49,14 @@ def their_model(shape: ModelShape, seed: int = 0):
     if isinstance(shape, LlamaShape):
         return hugging_face_model(shape, seed)
     config = transformers.GPT2Config(
-        n_layer=shape.num_layers, n_head=shape.num_heads, n_embd=shape.embedding_dim, vocab_size=shape.vocab_size,
-        n_positions=shape.sequence_length, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        n_layer=shape.num_layers,
+        n_head=shape.num_heads,
+        n_embd=shape.embedding_dim,
+        vocab_size=shape.vocab_size,
+        n_positions=shape.sequence_length,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     torch.manual_seed(seed)
     return transformers.GPT2LMHeadModel(config)
 
@@ -451,7 +456,7 @@ def test_a_folder_with_other_experts_than_its_configuration_says(folders, tmp_pa
             "in 1,048,576 layers or experts; expected at most",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_configuration_of_a_model_that_nobody_could_list(found, message):
     """Each number is in its bounds: the product is not."""
     with no_hang(), pytest.raises(InputError, match=re.escape(message)):

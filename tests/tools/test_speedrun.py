@@ -224,8 +224,11 @@ def test_what_the_search_found_is_asked_once_kept_and_used(tmp_path, monkeypatch
     assert f"--model_config={tmp_path / 'config.json'}" in tuned and "--mesh=2x4x1" in tuned
     assert found.changes == {"mesh": "2x4x1", "gradient_accumulation_steps": 2, "attention": "flash"}
     assert sorted(options) == [
-        "--attention=flash", "--gradient_accumulation_steps=2", "--mesh=2x4x1", "--precision=bfloat16",
-    ]  # fmt: skip
+        "--attention=flash",
+        "--gradient_accumulation_steps=2",
+        "--mesh=2x4x1",
+        "--precision=bfloat16",
+    ]
     assert found.chips == 8 and found.dollars_of(3600) == 16.0
     assert found.seconds["pretrain"] == pytest.approx(make_plan(12, 4 * 10**10, 10**6).steps * 0.1)
     assert found.steps["finetune"].memory == "2.00 of 32.00 GiB"

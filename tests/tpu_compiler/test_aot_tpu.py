@@ -434,8 +434,10 @@ def test_slots_of_a_mixture_change_places_once_there_and_once_back():
     r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
     slots = 8 * (128 * 2 // 8)  # a device has one sequence: experts, each with its even share of 2 choices a token
     assert r.collectives["all-to-all"] | {"sent_bytes": 0} == {
-        "count": 6, "bytes": slots * 128 * (2 + 2 + 4 + 4) + slots * 4 * 2, "sent_bytes": 0
-    }  # fmt: skip
+        "count": 6,
+        "bytes": slots * 128 * (2 + 2 + 4 + 4) + slots * 4 * 2,
+        "sent_bytes": 0,
+    }
     assert set(r.collectives) == {"all-to-all", "all-reduce"}  # no gather of tokens or of experts
 
 

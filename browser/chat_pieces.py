@@ -29,7 +29,9 @@ from language.data.chat import (
 from language.data.tokenizer import Tokenizer
 from tpu_utils.base.errors import InputError
 
-MOST_PIECES, LONGEST_PIECE, MOST_STOPS = 16, 100, 1000
+MOST_PIECES = 16
+LONGEST_PIECE = 100
+MOST_STOPS = 1000
 SYSTEM_PLACES = {"gemma": "first", "mistral": "last"}
 
 

@@ -258,7 +258,9 @@ def check_language_model(model: CachedModel, folder: Path, context: int, chunk: 
     shape, generator = model.model.shape, torch.Generator().manual_seed(0)
     sessions = {name: open_session(folder / f"{name}.onnx") for name in ("prefill", "decode")}
     _, _, _, keys, values = example(shape, context, 1)
-    length, position, errors = max(1, chunk - 1), 0, []
+    length = max(1, chunk - 1)
+    position = 0
+    errors = []
     for name, count in (("prefill", length), ("decode", 1), ("decode", 1), ("decode", 1)):
         if position + count > context:
             break

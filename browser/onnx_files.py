@@ -14,7 +14,9 @@ from browser.chat_pieces import check_pieces
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular, read_json, read_regular
 
-FORMAT, MODEL_JSON, OPSET = "tpu-examples-onnx-1", "model.json", 20
+FORMAT = "tpu-examples-onnx-1"
+MODEL_JSON = "model.json"
+OPSET = 20
 EXPECTED = "a folder of browser.export"
 LARGEST_GRAPH = 1 << 28  # bytes
 MOST_NUMBERS = 1 << 31  # in a cache

@@ -108,7 +108,9 @@ def generate(model: OnnxModel, prompt: list[int], config: SamplingOptions, ends=
             f"the prompt has {len(prompt)} tokens and {config.num_tokens or 1} are to follow, but the context is "
             f"{context}; shorten the prompt, or ask for at most {max(0, room)} tokens"
         )
-    model.position, found, random = 0, [], Mulberry32(config.seed)
+    model.position = 0
+    found = []
+    random = Mulberry32(config.seed)
     logits = model.read(prompt)
     while True:
         if not np.isfinite(logits).all():

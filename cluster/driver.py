@@ -213,7 +213,9 @@ class Driver:
         codes: dict[int, int] = {}
         rest: dict[int, bytes] = {}
         pending = {actor.follow.remote(1.0): index for index, actor in enumerate(self.actors)}
-        beat, told, ended = time.monotonic(), 0, None
+        beat = time.monotonic()
+        told = 0
+        ended = None
         while pending:
             if self.stop_number and not told:
                 told = self.stop_number

@@ -85,7 +85,9 @@ class HostProcess:
     def __init__(self):
         self.script: subprocess.Popen | None = None
         self.changed = threading.Condition()
-        self.output, self.size, self.ended = [], 0, False
+        self.output = []
+        self.size = 0
+        self.ended = False
         self.code: int | None = None
 
     def facts(self) -> dict:
@@ -148,7 +150,9 @@ class HostProcess:
         """What it has printed since the last call, and its exit code once it has ended. Waits so long for either."""
         with self.changed:
             self.changed.wait_for(lambda: self.output or self.ended, seconds)
-            text, self.output, self.size = b"".join(self.output), [], 0
+            text = b"".join(self.output)
+            self.output = []
+            self.size = 0
             self.changed.notify_all()
             return text, self.code
 

@@ -60,7 +60,10 @@ class Turns:
         restarted: bool = False,
         clock: Callable[[], float] = time.time,
     ):
-        self.find_hosts, self.state_file, self.quota_file, self.clock = hosts, state_file, quota_file, clock
+        self.find_hosts = hosts
+        self.state_file = state_file
+        self.quota_file = quota_file
+        self.clock = clock
         self.entries: dict[str, Entry] = {}
         self.events: list[dict] = []
         self.quota: dict[str, int] = {}

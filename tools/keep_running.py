@@ -68,7 +68,9 @@ class Keeper:
     """Starts one script again and again, together with the other hosts."""
 
     def __init__(self, command: list[str], team: Alone, most_failures: int, silent_seconds: float):
-        self.command, self.run_dir, self.team = command, run_dir_of(command), team
+        self.command = command
+        self.run_dir = run_dir_of(command)
+        self.team = team
         options, self.began = options_in(command[1:]), time.monotonic()
         memory = memory_folder(options["run_dir"], options.get("memory_dir") or MEMORY_DIR)
         self.saves = [self.run_dir / "checkpoints", memory]

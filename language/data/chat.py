@@ -457,7 +457,10 @@ class ChatPacks:
         process_count: int = 1,
     ):
         """conversations: as encode_chats() gives them."""
-        self.T, self.rows, self.seed, self.shuffle = T, rows, seed, shuffle
+        self.T = T
+        self.rows = rows
+        self.seed = seed
+        self.shuffle = shuffle
         self.process_index, self.process_count = process_index, process_count
         lengths = np.array([len(conversation) for conversation in conversations])
         order = np.random.default_rng(seed).permutation(len(lengths)) if shuffle else np.arange(len(lengths))

@@ -103,7 +103,9 @@ def turns_of(reading: Reading, lane: int) -> Iterator[tuple[int, int, int]]:
 
 def windows_of(reading: Reading, lane: int, start: Position) -> Iterator[Window]:
     """The windows of a lane, from the one that start is in, without end."""
-    first, left_out, without_text = start.first, start.left_out, 0
+    first = start.first
+    left_out = start.left_out
+    without_text = 0
     for epoch, turn, file in turns_of(reading, lane):
         if (epoch, turn) < (start.epoch, start.turn):
             continue
@@ -122,7 +124,9 @@ def windows_of_file(reading: Reading, file: int, position: Position) -> Iterator
     documents = read_documents(reading.files[file], reading.text_field, position.first)
     ended, left_out = False, position.left_out
     while not ended:
-        texts, size, number = [], 0, position.first
+        texts = []
+        size = 0
+        number = position.first
         try:
             for text in documents:
                 number += 1
@@ -155,13 +159,17 @@ class Lane:
     """The tokens of a lane, read and tokenized ahead by the threads of a pool."""
 
     def __init__(self, reading: Reading, number: int, start: Position, pool: ThreadPoolExecutor):
-        self._reading, self._pool, self._start = reading, pool, start
+        self._reading = reading
+        self._pool = pool
+        self._start = start
         self._windows = windows_of(reading, number, start)
         self._coming = pool.submit(next, self._windows)  # one at a time: a generator is of one thread
         self._waiting: deque[Window] = deque()  # chunks of the window before it
         self._chunks: deque[tuple[Position, Future]] = deque()  # in a thread
         self._documents: deque[tuple[Position, np.ndarray]] = deque()  # tokenized
-        self._place, self._tokens, self._offset = start, np.empty(0, np.int32), 0
+        self._place = start
+        self._tokens = np.empty(0, np.int32)
+        self._offset = 0
 
     def take(self, count: int) -> np.ndarray:
         """The next `count` tokens and the one behind them, which the next call begins with. (count + 1,) int32."""
@@ -193,7 +201,9 @@ class Lane:
                 (place._replace(index=place.index + i), tokens) for i, tokens in enumerate(chunk.result())
             )
         self._place, self._tokens = self._documents.popleft()
-        self._offset, start, self._start = self._start.offset, self._start, Position()
+        self._offset = self._start.offset
+        start = self._start
+        self._start = Position()
         if start != Position() and (self._place[:4] != start[:4] or start.offset >= len(self._tokens)):
             raise CheckpointError(f"the data has no document at {start} of the checkpoint; expected the data it is of")
 
@@ -248,7 +258,10 @@ class StreamRows:
         process_count: int = 1,
     ):
         """rows: of this host in a batch. kept: for how many batches back position() knows; how far it is read ahead."""
-        self.reading, self.T, self.kept, self.workers = reading, T, kept, workers
+        self.reading = reading
+        self.T = T
+        self.kept = kept
+        self.workers = workers
         self.rows_of_lane = rows * process_count // reading.lanes
         first = process_index * rows
         self.numbers = range(first // self.rows_of_lane, (first + rows - 1) // self.rows_of_lane + 1)

@@ -145,7 +145,9 @@ class TextWindows:
             raise InputError(
                 f"{len(self.tokens)} tokens of text, shorter than one sequence of {T} + 1; shorten --sequence_length"
             )
-        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self.rows = rows
+        self.seed = seed
+        self.shuffle = shuffle
         self.process_index, self.process_count = process_index, process_count
         lengths = np.array([1 + len(document) for document in documents])
         ends = np.cumsum(lengths)

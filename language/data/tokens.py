@@ -66,7 +66,10 @@ class TokenShards:
         if not paths:
             raise InputError(f"{pattern}: matches no file; expected llm.c token shards; tools.prepare_data writes them")
         check_preparations(Path(pattern), paths)
-        self.paths, self.vocab_size, self.T, self.rows = paths, vocab_size, T, rows
+        self.paths = paths
+        self.vocab_size = vocab_size
+        self.T = T
+        self.rows = rows
         allow_open_files(len(paths), f"the shards that {pattern} matches")
         self.shards = [open_token_shard(path, vocab_size) for path in paths]  # open until the end, as they were
         check_tokens(self.shards[0][: 1 << 26], vocab_size, paths[0])  # further ones as they are read

@@ -216,7 +216,9 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
 
 def read_task(name: str, path: Path, tokenizer: Tokenizer, T: int, num_shots: int = 0, limit: int = 0) -> Task:
     """One of READERS for a model that reads T tokens. Raises InputError: which line, and what is wrong."""
-    questions, lost, size = [], Counter(), 0
+    questions = []
+    lost = Counter()
+    size = 0
     for where, example, shots in with_examples(name, path, num_shots, limit):
         pairs = [encode_pair(tokenizer, shots + context, after) for context, after in example.prompts]
         asked = shots + "".join(example.prompts[0])

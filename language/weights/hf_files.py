@@ -39,7 +39,9 @@ class HuggingFaceWeights:
 
     def __init__(self, folder: Path, shape: ModelShape, places: dict[str, tuple[Path, str, Kind]]):
         """places: file, name in it and kind of each of their tensors."""
-        self.folder, self.shape, self._places = folder, shape, places
+        self.folder = folder
+        self.shape = shape
+        self._places = places
         self._sources = sources(shape)
 
     @property

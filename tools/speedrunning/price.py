@@ -111,7 +111,9 @@ def ask_compiler(
     """
     script = ["aot_tpu.py", "transformer_tpu.py", "--topology", topology, "--json"]
     searched = ["--search", "--minutes", f"{minutes:g}"] if minutes else []
-    asked, changes, steps = parse_topology(topology), {}, {}
+    asked = parse_topology(topology)
+    changes = {}
+    steps = {}
     for name, stage in stages.items():
         if name == "pretrain":
             found = ask(stage, [*script, *question_of(stage), *searched], folder)

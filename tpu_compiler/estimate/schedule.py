@@ -63,7 +63,10 @@ def _step_seconds(computations: dict[str, list[Operation]], topology: Topology, 
             if operation.kind.endswith(("-done", "-update")) and operation.operands:
                 found[operation.name] = found.get(operation.operands[0], [])
         last = {transfer: o.name for o in operations for transfer, *_ in found[o.name]}  # after it, it has ended
-        now, ends, free, busy = 0.0, {}, Counter(), Counter()
+        now = 0.0
+        ends = {}
+        free = Counter()
+        busy = Counter()
         for operation in operations:
             # TPU7x's compiler starts a collective on the SparseCore with nothing, and hands it the data in an update
             waits_for_data = operation.kind == "async-start" and not operation.operands

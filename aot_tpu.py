@@ -124,21 +124,30 @@ def make_parser() -> argparse.ArgumentParser:
         help="write the optimized program text of each slice there, of the newest compiler in DIR/newest",
     )
     parser.add_argument(
-        "--compiler", choices=("installed", "newest", "newest_alone"), default="installed",
+        "--compiler",
+        choices=("installed", "newest", "newest_alone"),
+        default="installed",
         help="newest: that of requirements-newest-compiler.txt too, whose environment is made the first time",
-    )  # fmt: skip
-    parser.add_argument("--compiler_dir", metavar="DIR", help="of the newest compiler's environment; default: a cache")
+    )
+    parser.add_argument("--compiler_dir", metavar="DIR", help="environment of the newest compiler; default: a cache")
     parser.add_argument(
         "--dcn_gb_per_s", type=float, metavar="GB/S", help="what a device sends to other slices; default: as published"
     )
     parser.add_argument("--calibration", metavar="FILE", help=f"default: {CALIBRATION}, when there is one")
     parser.add_argument("--search", action="store_true", help="try settings one after the other: the fastest that fits")
-    parser.add_argument("--minutes", type=float, default=30.0, help="of --search, all slices together; default: 30")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="time for --search, all slices together; default: 30"
+    )
     parser.add_argument("--vary_batch", action="store_true", help="--search may change global_batch_size")
     parser.add_argument("--only", metavar="OPTION,...", help="--search changes nothing else, such as mesh")
     parser.add_argument("--tokens", metavar="N", help="how many tokens or examples the run is to see, such as 10e9")
     parser.add_argument(
-        "--price", nargs="+", action="extend", default=[], metavar="CHIP=PRICE", help="of an hour, such as v5e=1.20"
+        "--price",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="CHIP=PRICE",
+        help="price of an hour, such as v5e=1.20",
     )
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="two sets of options, or two commits")
     parser.add_argument("--picture", metavar="FILE", help="draw the slices into this PNG file")

@@ -373,7 +373,9 @@ def check_cloud(environment: Mapping, base_url: str, chips: list, where: str, wa
             finding, fix = f"the metadata server gave no TPU attributes ({error})", GET_TPU.get(where, GO_TO_TPU)
             knows_no_other = getattr(error, "code", 0) == 404  # it answers, and tells of none
         else:
-            names, lacking, knows_tpu = [host.split(":")[-1] for host in hosts.split(",") if host], {}, True
+            names = [host.split(":")[-1] for host in hosts.split(",") if host]
+            lacking = {}
+            knows_tpu = True
             index = re.search(r"WORKER_ID:\s*'?(\w*)|$", tpu_env)[1] or ""
             kind = re.search(r"ACCELERATOR_TYPE:\s*'?([^'\n]+)|$", tpu_env)[1] or "not named"
             finding = f"reachable, accelerator {kind}"
@@ -501,7 +503,9 @@ def check_container(proc_root: Path, sys_root: Path, where: str, wants_tpu: bool
 
 def check_environment(environment: Mapping) -> Check:
     """Variables from older releases: dead ones mislead the reader, live ones change the numbers."""
-    stale, harmful, count = {}, False, environment.get("CPU_NUM_DEVICES", "1")
+    stale = {}
+    harmful = False
+    count = environment.get("CPU_NUM_DEVICES", "1")
     for name, value in sorted(environment.items()):
         for pattern, changes_numbers, why in STALE_VARIABLES:
             if fnmatch(name, pattern) and not (changes_numbers and value.lower() in ("", "0", "false")):
@@ -765,8 +769,13 @@ def look(
     options: argparse.Namespace, environment: Mapping, root: Path, search_path: list, installed: Mapping
 ) -> Iterator[Check]:
     """What waits for a network or a child process waits at the same time."""
-    sys_root, dev_root, proc_root, lock_file = root / "sys", root / "dev", root / "proc", root / "tmp/libtpu_lockfile"
-    limit, uid, device = options.time_limit, os.getuid(), options.device
+    sys_root = root / "sys"
+    dev_root = root / "dev"
+    proc_root = root / "proc"
+    lock_file = root / "tmp/libtpu_lockfile"
+    limit = options.time_limit
+    uid = os.getuid()
+    device = options.device
     chips, libtpu = find_chips(sys_root), find_libtpu(environment, search_path)
     wants_tpu, where = device == "tpu" or (device == "auto" and bool(chips)), find_surroundings(root, environment)
     # before any child of ours may open the chip
@@ -837,7 +846,9 @@ def parse_arguments(arguments: list) -> argparse.Namespace:
 
 
 def main() -> int:
-    options, began, checks = parse_arguments(sys.argv[1:]), time.monotonic(), []
+    options = parse_arguments(sys.argv[1:])
+    began = time.monotonic()
+    checks = []
     for check in diagnose(options, os.environ, Path("/"), sys.path):
         checks.append(check)
         if not options.json:

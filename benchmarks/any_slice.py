@@ -103,7 +103,7 @@ def picture(reports: dict[tuple[str, str], Report], file: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; default: all")
+    parser.add_argument("models", nargs="*", help=f"some of {', '.join(MODELS)}; default: all")
     arguments = parser.parse_args()
     if unknown := set(arguments.models) - set(MODELS):
         parser.error(f"no such model: {', '.join(sorted(unknown))}; expected some of {', '.join(MODELS)}")

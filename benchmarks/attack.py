@@ -711,15 +711,22 @@ def attack_tokenizers(count: int, draw: random.Random, folder: Path) -> str:
     refused, most = 0, 0
     for _ in range(count):
         steps = [
-            draw.choice([
-                normalizers.Replace(draw.choice(["a", "", "b"]), "ab"[: draw.randrange(3)] * draw.randrange(1, 9)),
-                normalizers.Prepend("a" * draw.randrange(1, 9)), normalizers.ByteLevel(), normalizers.NFKD(),
-                normalizers.Replace(tokenizers.Regex(draw.choice(["x*", "[ab]", "$"])), "a" * draw.randrange(9)),
-                normalizers.Replace(*draw.choice([("a", "\ufdfa"), ("\u0644", "\ufdfa"), ("\u2c65", "\u023a" * 2)])),
-                normalizers.Lowercase(), normalizers.NFKC(),
-            ])
+            draw.choice(
+                [
+                    normalizers.Replace(draw.choice(["a", "", "b"]), "ab"[: draw.randrange(3)] * draw.randrange(1, 9)),
+                    normalizers.Prepend("a" * draw.randrange(1, 9)),
+                    normalizers.ByteLevel(),
+                    normalizers.NFKD(),
+                    normalizers.Replace(tokenizers.Regex(draw.choice(["x*", "[ab]", "$"])), "a" * draw.randrange(9)),
+                    normalizers.Replace(
+                        *draw.choice([("a", "\ufdfa"), ("\u0644", "\ufdfa"), ("\u2c65", "\u023a" * 2)])
+                    ),
+                    normalizers.Lowercase(),
+                    normalizers.NFKC(),
+                ]
+            )
             for _ in range(draw.randrange(1, 9))
-        ]  # fmt: skip
+        ]
         made = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<|end|>": 2}, []))
         made.add_special_tokens(["<|end|>"])
         made.normalizer = normalizers.Sequence(steps)
@@ -857,7 +864,7 @@ def one(name: str, count: int, seed: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=float, default=1.0, help="of the mutations, 0 to 1; at least one of each")
+    parser.add_argument("--share", type=float, default=1.0, help="part of the mutations, 0 to 1; at least one of each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=ATTACKS, nargs="+", default=list(ATTACKS))
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)

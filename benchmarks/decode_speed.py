@@ -21,7 +21,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = sorted(os.sched_getaffinity(0))
     counts = range(1, len(cores) + 1)
-    parser.add_argument("--cores", type=int, default=1, choices=counts, help="of this process, so for both")
+    parser.add_argument("--cores", type=int, default=1, choices=counts, help="cores of this process, so for both")
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -41,9 +41,15 @@ PROMPT, TOKENS = 32, 128
 def make(folder: str, layers: int) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=16384, hidden_size=512, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, max_position_embeddings=1024, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=16384,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
     return model
@@ -52,9 +58,13 @@ def make(folder: str, layers: int) -> LlamaForCausalLM:
 def theirs(model: LlamaForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
     given = torch.tensor(prompts)
     made = model.generate(
-        given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=TOKENS, eos_token_id=None,
+        given,
+        attention_mask=torch.ones_like(given),
+        do_sample=False,
+        max_new_tokens=TOKENS,
+        eos_token_id=None,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     return made[:, PROMPT:].tolist()
 
 

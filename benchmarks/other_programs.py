@@ -78,10 +78,16 @@ class HuggingFaceGPT(nn.Module):
         super().__init__()
         self.model = transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
-                vocab_size=shape.vocab_size, n_positions=shape.sequence_length, n_embd=shape.embedding_dim,
-                n_layer=shape.num_layers, n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+                vocab_size=shape.vocab_size,
+                n_positions=shape.sequence_length,
+                n_embd=shape.embedding_dim,
+                n_layer=shape.num_layers,
+                n_head=shape.num_heads,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
             )
-        )  # fmt: skip
+        )
 
     def tie(self) -> None:
         self.model.tie_weights()

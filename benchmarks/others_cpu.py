@@ -90,8 +90,11 @@ def print_table(title: str, all_peers: list[Peer]) -> None:
     for peer in all_peers:
         ms = sorted(1e3 * seconds for seconds in peer.rounds)
         graphs = peer.graphs or "-"
-        print(f"| {peer.name} | {peer.first_seconds:.1f} | {statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f}) | "
-              f"{statistics.median(peer.rounds) / ours:.2f} | {graphs} |", flush=True)  # fmt: skip
+        print(
+            f"| {peer.name} | {peer.first_seconds:.1f} | {statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f}) | "
+            f"{statistics.median(peer.rounds) / ours:.2f} | {graphs} |",
+            flush=True,
+        )
 
 
 def jax_peer(name: str, loss_of, recipe: peers.Recipe, parameters, batch) -> Peer:

@@ -147,7 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=[p for p in PEERS if "llama" not in p])
     parser.add_argument("--topology", nargs="+", default=["v5litepod-1"])
-    parser.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE", help="of the compiler")
+    parser.add_argument("--options", nargs="+", default=[], metavar="NAME=VALUE", help="compiler options")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:

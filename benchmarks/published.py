@@ -43,7 +43,15 @@ KEPT = ("devices", "compiles", "fits", "reason", "limit_bytes", "compiler_peak_b
 KEPT += ("ruled_ms", "predicted_ms", "predicted_ms_all_hidden", "predicted_ms_nothing_hidden", "predicted_mfu")
 KEPT += ("communication_lower_bound_ms", "operations_without_estimate", "compile_seconds", "versions")
 """Fields of a report that results.json keeps."""
-OF_BOTH = ("predicted_ms", "estimated_ms", "ruled_ms", "fits", "compiler_peak_bytes", "compile_seconds", "versions")
+PER_COMPILER = (
+    "predicted_ms",
+    "estimated_ms",
+    "ruled_ms",
+    "fits",
+    "compiler_peak_bytes",
+    "compile_seconds",
+    "versions",
+)
 """Fields of these that newest.json keeps, for each of the two compilers."""
 KINDS = ("training step", "product", "copy")
 
@@ -117,11 +125,11 @@ def results(folder: Path) -> dict[str, dict]:
 
 
 def both(folder: Path) -> dict[str, dict[str, dict | None]]:
-    """{key of a row: {"newest": what OF_BOTH names, "installed": the same, or None where that was not asked}}."""
+    """{key of a row: {"newest": what PER_COMPILER names, "installed": the same, or None where that was not asked}}."""
     old, new = results(folder), results(folder / "newest")
     # for a chip that the installed one does not know, the folder has another one's answer
     old = {key: found for key, found in old.items() if found["versions"]["libtpu"] == TESTED_VERSIONS["libtpu"]}
-    few = lambda found: found and {name: found[name] for name in OF_BOTH}  # noqa: E731
+    few = lambda found: found and {name: found[name] for name in PER_COMPILER}  # noqa: E731
     return {key: {"installed": few(old.get(key)), "newest": few(found)} for key, found in new.items()}
 
 
@@ -240,7 +248,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="PATTERN", default="*", help="rows whose name, label and slice match")
     parser.add_argument("--all", action="store_true", help="the slow rows too")
     parser.add_argument(
-        "--compiler", choices=("installed", "newest"), default="installed", help="of which the error is asked"
+        "--compiler", choices=("installed", "newest"), default="installed", help="whose error is computed"
     )
     parser.add_argument("--again", action="store_true", help="ask again for rows that are there")
     arguments = parser.parse_args()

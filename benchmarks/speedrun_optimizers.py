@@ -85,7 +85,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, required=True, help="a folder of its own")
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--most_steps", type=int, default=0)
-    parser.add_argument("--rates", type=float, nargs=2, metavar=("MUON", "ADAMW"), help="of all seeds; none is chosen")
+    parser.add_argument("--rates", type=float, nargs=2, metavar=("MUON", "ADAMW"), help="for all seeds; none is chosen")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     given = parser.parse_args()
     size, work = bytes_of([given.text]), given.work.resolve()

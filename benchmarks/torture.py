@@ -59,8 +59,8 @@ AIMS = ("start-up", "step", "save", "prune", "evaluation")
 PLANS = [(number, aim) for number in SIGNALS for aim in AIMS]
 TIMES = {"step_seconds", "examples_per_second", "tokens_per_second", "data_wait_seconds", "mfu", "wait_seconds"}
 TIMES |= {"host_seconds", "began_with", "memory"}
-OF_THE_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step"}
-OF_THE_PROCESS |= {"hbm_peak_bytes"}
+DIFFER_BY_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step"}
+DIFFER_BY_PROCESS |= {"hbm_peak_bytes"}
 
 
 SLOW_DISK = """
@@ -183,7 +183,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
         extra = [line for line in lines if line not in expected_lines]
         found.append(f"metrics.jsonl lacks {missing[:2]}, has {extra[:2]} instead, or has another order")
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (reference, run_dir)]
-    for key in sorted((summaries[0].keys() | summaries[1].keys()) - OF_THE_PROCESS):
+    for key in sorted((summaries[0].keys() | summaries[1].keys()) - DIFFER_BY_PROCESS):
         if summaries[0].get(key) != summaries[1].get(key):
             found.append(f"{key} of summary.json is {summaries[1].get(key)}, expected {summaries[0].get(key)}")
     return found

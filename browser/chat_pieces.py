@@ -15,25 +15,34 @@ that follow each other are encoded as one, but an answer is encoded by itself:
 
 from typing import Any
 
-from language.data.chat import AROUND, ENDED, ROLES, STRIPPED, end_of_answer, header, special_tokens, stop_tokens
+from language.data.chat import (
+    ENDED,
+    ROLES,
+    STRIPPED,
+    begin_of_chat,
+    end_of_answer,
+    header,
+    separator_of,
+    special_tokens,
+    stop_tokens,
+)
 from language.data.tokenizer import Tokenizer
 from tpu_utils.base.errors import InputError
 
-MOST_PIECES, LONGEST_PIECE, MOST_STOPS = 16, 100, 1000
+MOST_PIECES = 16
+LONGEST_PIECE = 100
+MOST_STOPS = 1000
 SYSTEM_PLACES = {"gemma": "first", "mistral": "last"}
 
 
 def pieces_of(format: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """What model.json says of a format. Raises InputError for a tokenizer that has not its tokens."""
     special, end = special_tokens(format, tokenizer), end_of_answer(format, tokenizer)
-    begin, after = tokenizer.begin, "\n"
-    if format != "plain":
-        first, _, after = AROUND[format]
-        begin = None if first is None else special[first]
+    begin = begin_of_chat(format, tokenizer)
 
     def around(role: str) -> dict[str, list]:
         ends = [end] if role == "assistant" or format in ENDED else []
-        return {"before": kept(header(role, format, special, last=False)), "after": kept([*ends, after])}
+        return {"before": kept(header(role, format, special, last=False)), "after": kept([*ends, separator_of(format)])}
 
     place = SYSTEM_PLACES.get(format, "own")
     merged = {} if place == "own" else {"system": {"before": [], "after": ["\n\n"]}}
@@ -47,7 +56,7 @@ def pieces_of(format: str, tokenizer: Tokenizer) -> dict[str, Any]:
         answer=kept(header("assistant", format, special, last=True)),
         strip=["assistant"] if format == "mistral" else stripped,
         stops=sorted(tokenizer.stops | stop_tokens(format, tokenizer)),
-        words=sorted({*special, tokenizer.end}),
+        words=sorted({*special.values(), tokenizer.end}),
     )
 
 

@@ -50,15 +50,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--weights", choices=WEIGHTS, default="float32", help="how they are stored; default: float32")
     parser.add_argument("--context", type=int, default=0, metavar="N", help="tokens of the cache; default: the model's")
     parser.add_argument("--chunk", type=int, default=64, metavar="N", help="tokens of a prompt at once; default: 64")
-    parser.add_argument("--checkpoint", choices=("newest", "best"), default="newest", help="of a run")
+    parser.add_argument("--checkpoint", choices=("newest", "best"), default="newest", help="which one of a run")
     formats = ("auto", *FORMATS)
-    parser.add_argument("--chat_format", choices=formats, default="auto", metavar="NAME", help="of conversations: "
-                        f"{', '.join(formats)}; auto: that of a run on chats, or of a template that a folder has from "
-                        "one")  # fmt: skip
+    parser.add_argument(
+        "--chat_format",
+        choices=formats,
+        default="auto",
+        metavar="NAME",
+        help=f"format of conversations: {', '.join(formats)}; auto: that of a run on chats, or of a template that a "
+        "folder has from one",
+    )
     parser.add_argument("--tokenizer", default="", help="bytes, gpt2, numbers, a tokenizer.json or its folder")
     script = Path(__file__).parent.with_name("simple_mnist_tpu.py")
-    parser.add_argument("--script", type=Path, default=script, metavar="FILE", help="of an image classifier: the one "
-                        "with its class ConvNet")  # fmt: skip
+    parser.add_argument(
+        "--script",
+        type=Path,
+        default=script,
+        metavar="FILE",
+        help="script of an image classifier: the one with its class ConvNet",
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     given = parse_arguments(parser, arguments)
     try:
@@ -168,8 +178,10 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
     source = open_source(**which, tokenizer=given.tokenizer)
     shape = source.shape
     if source.after is not None:
-        raise InputError("the tokenizer puts a token behind every text (add_eos_token), which the page does not; "
-                         "expected false; change its tokenizer_config.json")  # fmt: skip
+        raise InputError(
+            "the tokenizer puts a token behind every text (add_eos_token), which the page does not; "
+            "expected false; change its tokenizer_config.json"
+        )
     context = given.context or shape.sequence_length
     if context > shape.sequence_length:
         raise InputError(f"context is {context}, but the model reads {shape.sequence_length} tokens; lower --context")
@@ -246,7 +258,9 @@ def check_language_model(model: CachedModel, folder: Path, context: int, chunk: 
     shape, generator = model.model.shape, torch.Generator().manual_seed(0)
     sessions = {name: open_session(folder / f"{name}.onnx") for name in ("prefill", "decode")}
     _, _, _, keys, values = example(shape, context, 1)
-    length, position, errors = max(1, chunk - 1), 0, []
+    length = max(1, chunk - 1)
+    position = 0
+    errors = []
     for name, count in (("prefill", length), ("decode", 1), ("decode", 1), ("decode", 1)):
         if position + count > context:
             break
@@ -324,8 +338,9 @@ def build_classifier(given: argparse.Namespace, saved) -> tuple[torch.nn.Module,
 def main(given: argparse.Namespace) -> int:
     is_run = (given.source / "checkpoints").is_dir()
     if not is_run and not (given.source / "config.json").is_file():
-        raise InputError(f"{given.source} has neither checkpoints nor a config.json; expected a run or a folder of "
-                         "Hugging Face")  # fmt: skip
+        raise InputError(
+            f"{given.source} has neither checkpoints nor a config.json; expected a run or a folder of Hugging Face"
+        )
     step = CheckpointReader(given.source / "checkpoints").load("must") if is_run else None
     is_text = step is None or "model/token_embedding" in step.entries
     source = f"run {given.source.resolve().name}" if is_run else f"Hugging Face folder {given.source.resolve().name}"

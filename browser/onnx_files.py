@@ -14,10 +14,12 @@ from browser.chat_pieces import check_pieces
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular, read_json, read_regular
 
-FORMAT, MODEL_JSON, OPSET = "tpu-examples-onnx-1", "model.json", 20
+FORMAT = "tpu-examples-onnx-1"
+MODEL_JSON = "model.json"
+OPSET = 20
 EXPECTED = "a folder of browser.export"
 LARGEST_GRAPH = 1 << 28  # bytes
-MOST_NUMBERS = 1 << 31  # of a cache
+MOST_NUMBERS = 1 << 31  # in a cache
 INSTALL = "pip install -r browser/requirements.txt"
 
 
@@ -57,8 +59,9 @@ def open_export(folder: Path) -> dict[str, Any]:
         check(start is None or is_count(start, 0, vocabulary - 1), "start", "a token of the vocabulary, or null")
         check(
             isinstance(stops, list) and all(is_count(token, 0, vocabulary - 1) for token in stops),
-            "stops", "tokens of the vocabulary",
-        )  # fmt: skip
+            "stops",
+            "tokens of the vocabulary",
+        )
         check(model.get("tokenizer") in ("bytes", "numbers", "tokenizer.json"), "tokenizer", "bytes, numbers or a file")
         check(model["tokenizer"] != "tokenizer.json" or "tokenizer.json" in files, "files", "a tokenizer.json too")
         check(model["tokenizer"] != "bytes" or vocabulary == 257, "vocab_size", "257 with bytes")

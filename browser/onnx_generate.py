@@ -108,12 +108,16 @@ def generate(model: OnnxModel, prompt: list[int], config: SamplingOptions, ends=
             f"the prompt has {len(prompt)} tokens and {config.num_tokens or 1} are to follow, but the context is "
             f"{context}; shorten the prompt, or ask for at most {max(0, room)} tokens"
         )
-    model.position, found, random = 0, [], Mulberry32(config.seed)
+    model.position = 0
+    found = []
+    random = Mulberry32(config.seed)
     logits = model.read(prompt)
     while True:
         if not np.isfinite(logits).all():
-            raise NonFiniteError(f"the logits behind {len(prompt) + len(found)} tokens are infinite or not a number; "
-                                 "expected numbers; export the model again")  # fmt: skip
+            raise NonFiniteError(
+                f"the logits behind {len(prompt) + len(found)} tokens are infinite or not a number; "
+                "expected numbers; export the model again"
+            )
         found.append(choose(logits, random.next(), config.temperature, config.top_k, config.top_p))
         if len(found) == (config.num_tokens or min(100, room)) or ends(found):
             return found

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from browser.onnx_files import OPSET
 
 SMALLEST = 1024  # bytes; what is smaller stays in the graph
-ALIGNMENT = 4096  # of each tensor in weights.bin, so that a reader can memory-map it
+ALIGNMENT = 4096  # each tensor in weights.bin is aligned, so that a reader can memory-map it
 
 
 def export_graph(

@@ -51,7 +51,7 @@ class Handler(SimpleHTTPRequestHandler):
         match = MODEL_FILE.fullmatch(path.partition("?")[0])
         root, missing = (self.models, self.models / "no such file") if match else (WEB, WEB / "no such file")
         file = self.models.joinpath(*match.groups()) if match else Path(super().translate_path(path))
-        # of /models/ in another writing (/%6dodels/, /./models/) nothing is given: its names were not looked at
+        # /models/ in another writing (/%6dodels/, /./models/) gives nothing: its names were not looked at
         looked_at = match or not file.is_relative_to(WEB / "models")
         there = looked_at and (file.is_file() or file == WEB) and file.resolve().is_relative_to(root.resolve())
         return str(file if there else missing)

@@ -8,7 +8,7 @@ import tempfile
 from cluster.driver import Driver, Spec
 
 QUIET = {
-    "RAY_AUTH_MODE": "token",  # of this run's own; no other user of this machine has it
+    "RAY_AUTH_MODE": "token",  # this run's own; no other user of this machine has it
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's way to stay on 127.0.0.1; on Linux it would take every address
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
@@ -19,7 +19,7 @@ QUIET = {
 def run_alone(spec: Spec, variables: dict[str, str], chips_here: int) -> int:
     """Exit code of the run. chips_here: TPU chips of this machine; 0: as many virtual devices as it asks for."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
-        del os.environ[name]  # of another cluster
+        del os.environ[name]  # it belongs to another cluster
     os.environ |= QUIET | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
 

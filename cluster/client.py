@@ -18,7 +18,7 @@ from pathlib import Path
 from cluster.deciding import Host, Request, candidates
 from cluster.driver import SECRETS_MODULE, Spec
 from cluster.folder import check_folder, digest_of
-from cluster.turns import STATE_FILE, host_of, wish
+from cluster.turns import STATE_FILE, chips_wanted, host_of
 from tpu_utils.base.errors import InputError, PassingError, first_line
 
 REACH_SECONDS = 5.0
@@ -104,7 +104,7 @@ class Cluster:
         except ValueError as error:
             raise PassingError(f"the queue's state cannot be read: {answer.text[:200]!r}; try again") from error
 
-    def check_wish(self, request: Request) -> list[Host]:
+    def check_chips_wanted(self, request: Request) -> list[Host]:
         """The hosts that could hold the request if they were free. Raises InputError if there are none."""
         hosts = self.hosts()
         found = candidates(request, hosts)
@@ -116,7 +116,7 @@ class Cluster:
             shown = ", ".join(f"{count} host{'s' * (count > 1)} with {what}" for what, count in sorted(there.items()))
             more = "" if request.hosts > 1 else "; more chips than a host has are a slice: --slice v5litepod-16"
             raise InputError(
-                f"this cluster has nowhere {wish(request)}, and the run would wait for ever; it has "
+                f"this cluster has nowhere {chips_wanted(request)}, and the run would wait for ever; it has "
                 f"{shown or 'no chips'}{more}"
             )
         return [host for group in found for host in group]

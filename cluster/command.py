@@ -52,18 +52,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     run = commands.add_parser("run", parents=[shared], allow_abbrev=False, help="a script, now or when its turn comes")
     run.add_argument("script")
     size = run.add_mutually_exclusive_group()
-    size.add_argument("--chips", type=int, choices=PARTS, help="of one host; default: 1")
+    size.add_argument("--chips", type=int, choices=PARTS, help="chips of one host; default: 1")
     size.add_argument("--slice", dest="kind", default="", help="a whole slice, as v5litepod-16: a process on each host")
-    run.add_argument("--name", help="of the run and its run directory; default: script, date and time")
+    run.add_argument("--name", help="name of the run and its run directory; default: script, date and time")
     run.add_argument("--user", default=None, help="whom it is counted to; default: the login name")
     run.add_argument("--priority", type=int, default=0, help="higher comes first; default: 0")
-    run.add_argument("--storage", default=os.environ.get(STORAGE_VARIABLE, ""),
-                     help="for run directories: gs://... or a shared folder; default: TPU_CLUSTER_STORAGE")  # fmt: skip
+    run.add_argument(
+        "--storage",
+        default=os.environ.get(STORAGE_VARIABLE, ""),
+        help="for run directories: gs://... or a shared folder; default: TPU_CLUSTER_STORAGE",
+    )
     run.add_argument("--plain", action="store_true", help="the script takes no --run_dir, --resume and --compile_for")
     run.add_argument("--env", action="append", default=[], metavar="NAME", help="a variable to take along, not shown")
     run.add_argument("--retries", type=int, default=3, help="starts after a fault; default: 3")
     run.add_argument("--working_dir", default=".", help="the code to upload; default: this folder")
-    run.add_argument("--most_mib", type=float, default=64, help="of code; default: 64")
+    run.add_argument("--most_mib", type=float, default=64, help="largest upload of code, in MiB; default: 64")
     run.add_argument("--no_check", action="store_true", help="do not ask the TPU compiler whether it fits")
     run.add_argument("--detach", action="store_true", help="return once it is queued")
     listing = commands.add_parser("list", parents=[shared], help="the runs of the cluster")
@@ -170,7 +173,7 @@ def run(arguments: argparse.Namespace, options: list[str]) -> int:
     if alone:
         check_alone(arguments, request, len(chips_here))
     cluster = None if alone else Cluster(arguments.address)
-    hosts = cluster.check_wish(request) if cluster else []
+    hosts = cluster.check_chips_wanted(request) if cluster else []
     storage = arguments.storage or ("runs" if alone else "")
     given = any(option.split("=")[0].replace("-", "_") == "__run_dir" for option in options)
     if not arguments.plain and not storage and not given:

@@ -35,7 +35,7 @@ class Spec:
     request: dict
     script: str
     arguments: list[str]
-    storage: str = ""  # of run directories; empty: the script takes no --run_dir and --resume
+    storage: str = ""  # for run directories; empty: the script takes no --run_dir and --resume
     folder: str = ""  # to run in; empty: a copy of the code uploaded
     retries: int = 3
     versions: dict = dataclasses.field(default_factory=dict)  # the client's package versions, which all hosts must have
@@ -77,7 +77,7 @@ class Driver:
         self.places: list[Place] = []
         self.queue = queue_of_cluster()
 
-    def hear(self, number: int, frame) -> None:
+    def on_signal(self, number: int, frame) -> None:
         self.stop_number = number
 
     def ask(self, places: list[Place] | None = None) -> dict:
@@ -213,7 +213,9 @@ class Driver:
         codes: dict[int, int] = {}
         rest: dict[int, bytes] = {}
         pending = {actor.follow.remote(1.0): index for index, actor in enumerate(self.actors)}
-        beat, told, ended = time.monotonic(), 0, None
+        beat = time.monotonic()
+        told = 0
+        ended = None
         while pending:
             if self.stop_number and not told:
                 told = self.stop_number
@@ -248,7 +250,7 @@ class Driver:
         """The exit code of the run. Raises Lost for a death by a signal, Moved for a notice."""
         for code in codes.values():
             if code > 0 and code != 143:
-                return code  # of the script itself: bad input, or failed
+                return code  # the script's own: bad input, or failed
         if self.stop_number:
             return 128 + self.stop_number if any(codes.values()) else 0
         for index, code in sorted(codes.items()):
@@ -280,7 +282,7 @@ class Driver:
         """Exit code of the run."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, and so do we
-                signal.signal(number, self.hear)
+                signal.signal(number, self.on_signal)
         left_for_good: set[str] = set()
         for number in range(self.spec.retries + 1):
             try:

@@ -104,10 +104,13 @@ def digest_of(folder: Path) -> str:
 def check_folder(folder: Path, most_mib: float = MOST_MIB) -> Code:
     """Raises ValueError as uploaded() does, and where too much would be uploaded, with the largest entries named."""
     folder = folder.resolve()
-    total, kept, by_entry, secrets = 0, list[Path](), dict[str, int](), dict[str, None]()
+    total = 0
+    kept = list[Path]()
+    by_entry = dict[str, int]()
+    secrets = dict[str, None]()
     for path, size in uploaded(folder, [*LEFT_OUT, *ignored_by_git(folder)]):
         inner = path.relative_to(folder)
-        leads_to = path.resolve().relative_to(folder)  # of a link: what it shows may have another name
+        leads_to = path.resolve().relative_to(folder)  # what a link shows may have another name
         places = (inner, *inner.parents, leads_to, *leads_to.parents)
         named = [place for place in places if any(fnmatch(place.name.lower(), name) for name in SECRETS)]
         if named:

@@ -21,9 +21,9 @@ from tpu_utils.base.hardware import attached_chips
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """Chips of one process along each axis. 1 and 2: as Ray's own; 4 and 8: as tpu_utils/remote/hosts.py has them."""
 COMPARED = ("torch", "torch_xla", "libtpu", "jax")
-OF_A_PLACE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS", "TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
-OF_A_PLACE += ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_PORT")
-OF_A_PLACE += ("CLOUD_TPU_TASK_ID",)
+DEVICE_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_VISIBLE_CHIPS", "TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
+DEVICE_VARIABLES += ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_PROCESS_ADDRESSES")
+DEVICE_VARIABLES += ("TPU_PROCESS_PORT", "CLOUD_TPU_TASK_ID")
 """Variables that say which devices a process has: removed before device_variables() sets its own."""
 MOST_BYTES = 8 << 20
 """Most bytes of output that wait for the driver; a script that prints more has to wait until they are read."""
@@ -76,7 +76,7 @@ def clean_environment(parent: int | None = None) -> dict[str, str]:
     """The environment that Ray was started in, without RAY_*. A worker's own has more, such as OMP_NUM_THREADS=1."""
     content = Path(f"/proc/{parent or os.getppid()}/environ").read_bytes()
     pairs = [entry.decode(errors="surrogateescape").partition("=") for entry in content.split(b"\0") if b"=" in entry]
-    return {name: value for name, _, value in pairs if not name.startswith("RAY_") and name not in OF_A_PLACE}
+    return {name: value for name, _, value in pairs if not name.startswith("RAY_") and name not in DEVICE_VARIABLES}
 
 
 class HostProcess:
@@ -85,7 +85,9 @@ class HostProcess:
     def __init__(self):
         self.script: subprocess.Popen | None = None
         self.changed = threading.Condition()
-        self.output, self.size, self.ended = [], 0, False
+        self.output = []
+        self.size = 0
+        self.ended = False
         self.code: int | None = None
 
     def facts(self) -> dict:
@@ -148,7 +150,9 @@ class HostProcess:
         """What it has printed since the last call, and its exit code once it has ended. Waits so long for either."""
         with self.changed:
             self.changed.wait_for(lambda: self.output or self.ended, seconds)
-            text, self.output, self.size = b"".join(self.output), [], 0
+            text = b"".join(self.output)
+            self.output = []
+            self.size = 0
             self.changed.notify_all()
             return text, self.code
 

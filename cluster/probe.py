@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 SECONDS = 60.0
 
 
-def of_rays_folder() -> str:
+def rays_folder_open_to() -> str:
     return open_to_others(Path(ray.get_runtime_context().get_temp_dir()))
 
 
@@ -38,7 +38,7 @@ def open_to_others(place: Path) -> str:
 
 if __name__ == "__main__":
     ray.init(log_to_driver=False, logging_level="ERROR")
-    question, found = ray.remote(num_cpus=0)(of_rays_folder), {}
+    question, found = ray.remote(num_cpus=0)(rays_folder_open_to), {}
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     there = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes}
     asked = {node: question.options(scheduling_strategy=place, max_retries=0).remote() for node, place in there.items()}

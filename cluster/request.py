@@ -42,23 +42,34 @@ class Parser(argparse.ArgumentParser):
 
 def parser(description: str) -> Parser:
     made = Parser(
-        prog="python -m cluster print", description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False, usage=f"python -m cluster print {USAGE}",
-    )  # fmt: skip
+        prog="python -m cluster print",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage=f"python -m cluster print {USAGE}",
+    )
     made.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
     made.add_argument("--slice", required=True, metavar="SLICE", help="v5litepod-16, v6e-8, v5p-128, v5e:4x4")
     made.add_argument("--zone", required=True, help="us-west4-a")
     made.add_argument("--any_zone", action="store_true", help="the zone has it, whatever the table here says")
     made.add_argument("--project", default="", help="default: the one gcloud is set to")
-    made.add_argument("--name", default="", help="of the slice and the run; default: after the script")
+    made.add_argument("--name", default="", help="name of the slice and the run; default: after the script")
     made.add_argument("--num_slices", default="1", metavar="N", help="equal slices; each run uses one of them")
     made.add_argument("--spot", action="store_true", help="a lower price; slices may be taken away at any time")
-    made.add_argument("--service_account", default="", metavar="WHO", help="queued-resource: its e-mail address; "
-                      "jobset and kuberay: the name of a Kubernetes account")  # fmt: skip
+    made.add_argument(
+        "--service_account",
+        default="",
+        metavar="WHO",
+        help="queued-resource: its e-mail address; jobset and kuberay: the name of a Kubernetes account",
+    )
     made.add_argument("--image", default="", help="where the container image is pushed to; not of queued-resource")
-    made.add_argument("--cluster", default="", metavar="NAME", help="of GKE; default: tpu-cluster")
-    made.add_argument("--runtime_version", default="", metavar="VERSION", help="of queued-resource; default: the "
-                      "generation's image")  # fmt: skip
+    made.add_argument("--cluster", default="", metavar="NAME", help="cluster of GKE; default: tpu-cluster")
+    made.add_argument(
+        "--runtime_version",
+        default="",
+        metavar="VERSION",
+        help="version for queued-resource; default: the generation's image",
+    )
     made.add_argument("--git_url", default="", metavar="URL", help="where the hosts of queued-resource clone this from")
     return made
 

@@ -60,7 +60,10 @@ class Turns:
         restarted: bool = False,
         clock: Callable[[], float] = time.time,
     ):
-        self.find_hosts, self.state_file, self.quota_file, self.clock = hosts, state_file, quota_file, clock
+        self.find_hosts = hosts
+        self.state_file = state_file
+        self.quota_file = quota_file
+        self.clock = clock
         self.entries: dict[str, Entry] = {}
         self.events: list[dict] = []
         self.quota: dict[str, int] = {}
@@ -86,7 +89,7 @@ class Turns:
         entry = self.entries.get(request.name)
         if entry is None:
             entry = self.entries[request.name] = Entry(request, now)
-            self.note("runs on" if places else "waits", entry)
+            self.log_event("runs on" if places else "waits", entry)
         entry.asked, entry.request = now, request
         others = {(place.node, chip) for e in self.entries.values() for place in e.places or [] for chip in place.chips}
         if places and not entry.places and any((node, chip) in others for node, chips in places for chip in chips):
@@ -109,7 +112,7 @@ class Turns:
             self.hosts, self.hosts_read = self.find_hosts(), now
         for name, entry in list(self.entries.items()):
             if now - entry.asked > SILENT_SECONDS:
-                self.note("lost", entry)
+                self.log_event("lost", entry)
                 del self.entries[name]
         running = {n: (e.request.user, e.places) for n, e in self.entries.items() if e.places}
         chips = sum(host.chips for host in self.hosts)
@@ -122,7 +125,7 @@ class Turns:
             waiting = [entry.request for entry in self.entries.values() if not entry.places]
             for name, places in decide(self.hosts, running, waiting, self.quota).items():
                 self.entries[name].places, self.entries[name].started = places, now
-                self.note("starts", self.entries[name])
+                self.log_event("starts", self.entries[name])
                 changed = True
         if changed or now - self.written > 0.5:
             self.write(now)
@@ -138,17 +141,17 @@ class Turns:
         if mine + request.all_chips > limit:
             return f"{turn}; {request.user} has {mine} of {limit} chips, and asks for {request.all_chips}"
         if not candidates(request, self.hosts):
-            return f"{turn}; no live host or slice has {wish(request)}"
-        return f"{turn}; for {wish(request)}"
+            return f"{turn}; no live host or slice has {chips_wanted(request)}"
+        return f"{turn}; for {chips_wanted(request)}"
 
     def release(self, name: str) -> None:
         """The run has let its chips go, or given up its turn. Safe to repeat."""
         if entry := self.entries.pop(name, None):
-            self.note("ends" if entry.places else "leaves", entry)
+            self.log_event("ends" if entry.places else "leaves", entry)
             self.update(self.clock())
             self.write(self.clock())
 
-    def note(self, what: str, entry: Entry) -> None:
+    def log_event(self, what: str, entry: Entry) -> None:
         request, places = entry.request, [[place.node, list(place.chips)] for place in entry.places or []]
         event = {"time": self.clock(), "what": what, "name": request.name, "user": request.user, "places": places}
         self.events = [*self.events[1 - MOST_EVENTS :], event]
@@ -198,7 +201,7 @@ class Turns:
         self.written = now
 
 
-def wish(request: Request) -> str:
+def chips_wanted(request: Request) -> str:
     chips = f"{request.chips} chip{'s' * (request.chips > 1)}"
     if request.hosts > 1:
         return f"a whole {request.kind}: {request.hosts} hosts x {chips}"

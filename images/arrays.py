@@ -213,7 +213,10 @@ class ExampleRandom:
     """Random numbers, one for each example of a global batch: they do not depend on how many parts it is read in."""
 
     def __init__(self, seed: list[int], size: int, part: int = 0, num_parts: int = 1):
-        self._rng, self._size, self._part, self._num_parts = np.random.default_rng(seed), size, part, num_parts
+        self._rng = np.random.default_rng(seed)
+        self._size = size
+        self._part = part
+        self._num_parts = num_parts
 
     def integers(self, low: int, high: int) -> np.ndarray:
         """(B,) whole numbers from low to high - 1."""
@@ -357,13 +360,10 @@ def eval_batches(
     size: of a batch over all devices; the next multiple of their number is taken. The last batch is filled up with
     zeros that the mask leaves out. part of num_parts: every num_parts-th row, as in TrainBatches.
     """
-    images, labels, size = dataset.test_images, dataset.test_labels, -(-size // num_devices) * num_devices
-    for start in range(0, len(images), size):
-        end = start + size
-        rows = (
-            sent(images[start:end]),
-            sent(labels[start:end], labels=True),
-            np.ones(len(labels[start:end]), np.float32),
-        )
+    size = -(-size // num_devices) * num_devices
+    for start in range(0, len(dataset.test_images), size):
+        images = sent(dataset.test_images[start : start + size])
+        labels = sent(dataset.test_labels[start : start + size], labels=True)
+        rows = (images, labels, np.ones(len(labels), np.float32))
         whole = (np.concatenate([some, np.zeros((size - len(some), *some.shape[1:]), some.dtype)]) for some in rows)
         yield tuple(some[part::num_parts] for some in whole)

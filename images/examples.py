@@ -66,7 +66,9 @@ class ExampleDataset:
         """Raises InputError for examples without a length or a place, and for a DataLoader that cannot be resumed."""
         if isinstance(train, DataLoader) and train.num_workers:
             num_workers = train.num_workers
-        self.name, self.num_classes, self.num_workers = name, num_classes, num_workers
+        self.name = name
+        self.num_classes = num_classes
+        self.num_workers = num_workers
         self.train, self.test = (
             Examples(f"{name}: {part}", examples_of(f"{name}: {part}", examples), read, num_classes)
             for part, examples in (("train", train), ("test", test))
@@ -153,7 +155,10 @@ class Examples(torch.utils.data.Dataset):
     """[(i, seed)]: example i as arrays, read after torch's, NumPy's and Python's generators are seeded with seed."""
 
     def __init__(self, name: str, examples: Sequence, read: Callable, num_classes: int | None):
-        self.name, self._examples, self._read, self._num_classes = name, examples, read, num_classes
+        self.name = name
+        self._examples = examples
+        self._read = read
+        self._num_classes = num_classes
 
     def __len__(self) -> int:
         return len(self._examples)

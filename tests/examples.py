@@ -28,7 +28,7 @@ class Stream(IterableDataset):
         return iter(Noisy())
 
 
-def of_hugging_face(example):
+def read_hugging_face(example):
     return np.asarray(example["img"], np.uint8), example["label"]
 
 

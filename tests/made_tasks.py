@@ -20,9 +20,13 @@ def hellaswag(draw: random.Random, n: int) -> dict:
         endings[3] = endings[0]
     context = words(draw, 3, 20) if n % 5 else words(draw, 90, 110)
     return dict(
-        activity_label=words(draw, 1, 2), ctx_a=context + " [title]", ctx_b=words(draw, 0, 2).upper(), ctx=context,
-        endings=endings, label=str(draw.randrange(4)),
-    )  # fmt: skip
+        activity_label=words(draw, 1, 2),
+        ctx_a=context + " [title]",
+        ctx_b=words(draw, 0, 2).upper(),
+        ctx=context,
+        endings=endings,
+        label=str(draw.randrange(4)),
+    )
 
 
 def arc(draw: random.Random, n: int) -> dict:

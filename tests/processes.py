@@ -34,7 +34,7 @@ PRELOADED = [
 ]
 os.environ["JAX_PLATFORMS"] = "cpu"  # jax reads it when it is imported, which is before the fork
 # what says which device a process has: a script decides that for itself
-OF_A_DEVICE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "XLA_USE_SPMD")
+DEVICE_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "XLA_USE_SPMD")
 _forking = multiprocessing.get_context("forkserver")
 _forking.set_forkserver_preload(PRELOADED)
 
@@ -54,7 +54,7 @@ QUICKLY_COMPILED = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emit
 
 def environment_with(changes: dict[str, object], arguments: Sequence = ()) -> dict[str, str]:
     """arguments: the command line; a language model's is compiled quickly."""
-    kept = {name: value for name, value in os.environ.items() if name not in OF_A_DEVICE}
+    kept = {name: value for name, value in os.environ.items() if name not in DEVICE_VARIABLES}
     flags = QUICKLY_COMPILED if any("transformer" in str(argument) for argument in arguments) else COMPILED
     return kept | {"XLA_FLAGS": flags} | {name: str(value) for name, value in changes.items()}
 

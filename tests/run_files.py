@@ -23,7 +23,7 @@ def in_process(*argv: object) -> int:
 
 
 def reader_of(checkpoints: Checkpoints) -> CheckpointReader:
-    """Of the checkpoints that it writes, or another process has written."""
+    """A reader of the checkpoints that it writes, or another process has written."""
     return CheckpointReader(checkpoints.folder, checkpoints._peers, checkpoints._mirror, checkpoints.run_id)
 
 

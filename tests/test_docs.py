@@ -17,7 +17,7 @@ SHARED = ROOT.parent / "shared" / "data"
 # A comment behind the command, or one on a line of its own for the rest of the block, or a sentence of the page
 # for all commands of one program ("Commands of `gcloud` need a Google Cloud account").
 REASON = re.compile(r"\b(needs|downloads|takes (\w+ )?(minutes|hours|half an hour)|runs until Ctrl-C)\b")
-OF_A_PROGRAM = re.compile(r"[Cc]ommands of `(\w+)` (?:need )?a ")
+PROGRAM_NOT_RUN = re.compile(r"[Cc]ommands of `(\w+)` (?:need )?a ")
 MADE = ("browser/page/node_modules", "browser/page/models")  # by npm; by the reader
 # so that a training takes seconds; what the reader would wait for is measured in docs/benchmarks.md
 SHORTER = {
@@ -39,7 +39,7 @@ class Command(NamedTuple):
 def blocks_of(page: Path) -> list[list[Command]]:
     """The commands of each bash block."""
     text = page.read_text()
-    programs = {name: f"commands of {name} need an account or a daemon" for name in OF_A_PROGRAM.findall(text)}
+    programs = {name: f"commands of {name} need an account or a daemon" for name in PROGRAM_NOT_RUN.findall(text)}
     blocks = []
     for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S):
         commands, for_the_rest = [Command("", "")], ""
@@ -71,14 +71,14 @@ def words_of(command: str) -> tuple[dict[str, str], list[str]]:
     return variables, words
 
 
-def of_the_first_screen(command: str) -> bool:
+def is_install_command(command: str) -> bool:
     """.ci/run takes README's two commands that install as they stand."""
     return command.startswith("python3 -m venv .venv && ")
 
 
 def test_a_command_is_run_unless_its_page_says_what_it_takes():
     commands = [command for page in PAGES for command in commands_of(page)]
-    to_run = [text for text, reason in commands if not reason and not of_the_first_screen(text)]
+    to_run = [text for text, reason in commands if not reason and not is_install_command(text)]
     assert len(commands) >= 140 and len(to_run) >= 58, (len(commands), len(to_run))
     for text in to_run:
         _, words = words_of(text)
@@ -167,7 +167,7 @@ def test_commands_run(page, checkout, monkeypatch, capsys):
     monkeypatch.setenv("AOT_TPU_CACHE", str(checkout.parent / "cache"))  # many pages ask about the same step
     monkeypatch.chdir(checkout)
     for command, reason in commands_of(page):
-        if reason or of_the_first_screen(command):
+        if reason or is_install_command(command):
             continue
         variables, words = words_of(command)
         if words[1] == "setup_tpu.py" and words[2:]:  # its options are run by tests/scripts/test_setup_tpu.py

@@ -184,7 +184,9 @@ def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: 
     config, saved = read_run(run_dir, checkpoint)
     if not config.lora_rank:
         raise InputError(f"{run_dir} has no adapters; expected a run with --lora_rank; leave `adapter` out")
-    kinds, several, rank = {}, {}, config.lora_rank
+    kinds = {}
+    several = {}
+    rank = config.lora_rank
     for module, parts in adapters(config.shape).items():
         outputs = sum(size[0] for *_, size in parts)
         kinds[f"{module}.lora_A.weight"] = Kind((rank * len(parts), parts[0][2][1]), dtype)

@@ -68,7 +68,9 @@ class Keeper:
     """Starts one script again and again, together with the other hosts."""
 
     def __init__(self, command: list[str], team: Alone, most_failures: int, silent_seconds: float):
-        self.command, self.run_dir, self.team = command, run_dir_of(command), team
+        self.command = command
+        self.run_dir = run_dir_of(command)
+        self.team = team
         options, self.began = options_in(command[1:]), time.monotonic()
         memory = memory_folder(options["run_dir"], options.get("memory_dir") or MEMORY_DIR)
         self.saves = [self.run_dir / "checkpoints", memory]
@@ -84,7 +86,7 @@ class Keeper:
         self.lost: dict[str, float] = {}
         """Seconds by cause."""
 
-    def hear(self, number: int, frame) -> None:
+    def on_signal(self, number: int, frame) -> None:
         """A signal is the script's; where none runs, it is the end."""
         if not self.attempt:
             raise SystemExit(128 + number)
@@ -110,16 +112,16 @@ class Keeper:
             if self.stopping and verdict.code is None:  # told so while it was ended
                 verdict = verdict._replace(code=1)
             lost = attempt.lost_seconds(self.count == 1, verdict.silent)
-            if verdict.code == 0:  # of its end nothing is lost; of its start something, if another was lost before
+            if verdict.code == 0:  # its end loses nothing; its start does, if another was lost before
                 self.add({name: lost[name] for name in ("restart", "recompile") if self.count > 1 and name in lost})
                 self.summarise()
             if verdict.code is None:
                 self.add(lost)
-                self.note(verdict.reason, lost)
+                self.log_restart(verdict.reason, lost)
                 self.pause(verdict)
                 continue
             if self.failures >= self.most_failures:
-                self.note(verdict.reason, lost)
+                self.log_restart(verdict.reason, lost)
                 self.say(f"{verdict.reason}; given up: {self.failures} in a row without a new checkpoint")
             return verdict.code
 
@@ -162,7 +164,7 @@ class Keeper:
         for name, seconds in lost.items():
             self.lost[name] = self.lost.get(name, 0.0) + seconds
 
-    def note(self, reason: str, lost: dict[str, float]) -> None:
+    def log_restart(self, reason: str, lost: dict[str, float]) -> None:
         """A line in metrics.jsonl, after what the script had written whole."""
         path, lock = self.run_dir / "metrics.jsonl", RunLock()
         self.reasons.append(reason)
@@ -259,7 +261,7 @@ def main() -> int:
     keeper = Keeper(command, find_team(given, command), given.most_failures, 60 * given.silent_minutes)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, keeper.hear)
+            signal.signal(number, keeper.on_signal)
     return keeper.run()
 
 

@@ -48,7 +48,7 @@ PHASE_COLOURS = {
     "evaluation": "#2b7bba",
     "checkpoint": "#f0a202",
     "other": "#d9d9d9",
-    # of all attempts, as tools.keep_running counts them
+    # over all attempts, as tools.keep_running counts them
     "kept_work": "#74c476",
     "restart": "#e377c2",
     "recompile": "#54278f",
@@ -58,8 +58,8 @@ PHASE_COLOURS = {
 }
 SUFFIXES = (".png", ".pdf", ".svg")
 MOST_RUNS = 100  # in a picture: its height grows with them
-MOST_ROWS = 128  # of experts: more are too thin to be told apart
-LARGEST = 1e300  # of a value: above it matplotlib's arithmetic overflows
+MOST_ROWS = 128  # experts drawn: more are too thin to be told apart
+LARGEST = 1e300  # value drawn: above it matplotlib's arithmetic overflows
 LOSSES = [("train", "loss", "-"), ("eval", "test_loss", "--"), ("eval", "validation_loss", "--")]
 """(kind of record in metrics.jsonl, field, line style), as in PANELS."""
 ACCURACIES = [("accuracy", "-"), ("hellaswag_accuracy", "-"), ("mmlu_accuracy", "--"), ("core", ":")]
@@ -169,7 +169,10 @@ def read_log(path: Path) -> Log:
         warn(f"{path} is missing: this run has logged nothing yet, or the file was not copied with it")
         return Log({})
     columns = {key: (array("q"), array("d")) for key in DRAWN}
-    damaged, num_lines, last_step, loss_floor = DamagedLines(path), 0, 0, math.nan
+    damaged = DamagedLines(path)
+    num_lines = 0
+    last_step = 0
+    loss_floor = math.nan
     loads, shape = {}, None
     for place, _, record in read_records(path):
         try:
@@ -336,7 +339,9 @@ def draw_experts(axes, run: Run, title: str) -> None:
         for layer in range(1, layers):
             axes.axhline(layer, color="black", linewidth=0.8)
     else:
-        x, y, cells = np.arange(experts + 1), np.arange(layers + 1), loads[-1]
+        x = np.arange(experts + 1)
+        y = np.arange(layers + 1)
+        cells = loads[-1]
         labels = f"expert, at step {steps[-1]:,}", "layer"
     drawn = axes.pcolormesh(x, y, cells, cmap="RdBu_r", vmin=0.0, vmax=2.0, rasterized=True)  # white: the even share
     if is_over_steps(run):

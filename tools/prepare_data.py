@@ -74,7 +74,10 @@ def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shar
     dtype = np.uint16 if tokenizer.vocab_size <= MOST_SHORT_TOKENS else np.uint32
     begin = [] if tokenizer.begin in (None, tokenizer.end) else [tokenizer.begin]
     after = [] if tokenizer.after in (None, tokenizer.end) else [tokenizer.after]
-    first, last, parts, lost = np.array([tokenizer.end, *begin], dtype), np.array(after, dtype), [], Counter()
+    first = np.array([tokenizer.end, *begin], dtype)
+    last = np.array(after, dtype)
+    parts = []
+    lost = Counter()
     for document in documents:
         parts += [first, tokenizer.encode_document(document), last]
         lost += tokenizer.lost(document.decode(), parts[-2])

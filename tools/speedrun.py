@@ -34,7 +34,7 @@ from tools.tokenizer_training import SMALLEST, train_tokenizer
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json, write_atomically
 
-CHAT_BYTES = 400_000  # of the conversations that tools.make_chats makes, at most
+CHAT_BYTES = 400_000  # size of what tools.make_chats makes, at most
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def keep_settings(config: SpeedrunConfig, folder: Path, plan: Plan) -> None:
     own = dict(depth=config.depth, text=str(config.text.resolve()), optimizer=config.optimizer, seed=config.seed)
     own |= dict(chats=config.chats and str(config.chats.resolve()), most_steps=config.most_steps, slice=config.slice)
     own |= dict(tasks=absolute(config.tasks), vocab_size=plan.vocab_size, search_minutes=config.search_minutes)
-    own |= dict(tokens=plan.tokens)  # of another text it would be other tokens
+    own |= dict(tokens=plan.tokens)  # another text would be other tokens
     path = folder / "speedrun.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

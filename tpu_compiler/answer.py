@@ -87,7 +87,9 @@ def ask_compiler(
 
 def _accepted(compiled: Compiled, traced: Traced, topology: Topology, facts: dict, examples: int | None) -> Report:
     """The report when the compiler accepts, read from the compiled program."""
-    hardware, devices, model_flops = topology.hardware, facts["devices"], facts["model_flops"]
+    hardware = topology.hardware
+    devices = facts["devices"]
+    model_flops = facts["model_flops"]
     computations = parse_program(compiled.text)
     memory = read_memory(compiled, computations, traced.roles)
     host = read_host_transfers(computations)

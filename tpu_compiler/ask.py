@@ -43,9 +43,11 @@ def compile_for(
         return 0  # all replicas run the same program; the first one compiles it
     alone = not os.environ.get(OUTPUT_VARIABLE)  # nobody else reads the calibration, and prints the report
     calibration = read_calibration(CALIBRATION) if alone and CALIBRATION.exists() else None
-    everything, settings, mesh = [*args, *kwargs.values()], dict(settings or {}), xs.get_global_mesh()
+    everything = [*args, *kwargs.values()]
+    settings = dict(settings or {})
+    mesh = xs.get_global_mesh()
     if mesh is not None and "mesh" in settings:
-        sizes = list(mesh.mesh_shape)  # of the mesh that auto chose
+        sizes = list(mesh.mesh_shape)  # the mesh that auto chose
         while len(sizes) > 3 and sizes[-1] == 1:  # axes that --mesh may leave out
             sizes.pop()
         settings["mesh"] = "x".join(map(str, sizes))

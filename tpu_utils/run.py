@@ -68,7 +68,7 @@ class Run:
         self._watch = StepWatch(steps, self._goodput)
         self._writers = contextlib.ExitStack()  # closed by finish(), or by an error
         self._dir: RunDir | None = None
-        self._memory: MemoryCheckpoints | None = None  # of --save_memory_every
+        self._memory: MemoryCheckpoints | None = None  # for --save_memory_every
         self._step_in_memory = 0  # the last one that save_due() said so of
         self._speed: Speed | None = None  # while there are steps
         self._unsaved: Unsaved | None = None  # from the first step on
@@ -284,7 +284,7 @@ class Run:
             try:
                 yield
             except Exception:  # whatever it is, it is raised again
-                if self._speed and self.peers.count == 1:  # of several, the others may not come here
+                if self._speed and self.peers.count == 1:  # where there are several, the others may not come here
                     self.print(f"saved      after step {self._under_way}, where the {name} fails")
                     self.save(self._under_way)
                 raise
@@ -417,7 +417,7 @@ class Run:
             "eval_graphs": self._watch.graphs(training=False),
             **self._speed.transfers.per_step,
             "skipped_steps": metrics.skipped_steps if metrics else 0,
-            "hbm_peak_bytes": memory and memory["peak_bytes_used"],  # of one device; None: unknown
+            "hbm_peak_bytes": memory and memory["peak_bytes_used"],  # on one device; None: unknown
             **{named.get(name, name): value for name, value in self.evaluation.items()},
             "loss_floor": self._loss_floor,
             **results,

@@ -27,8 +27,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile_for", required=True, metavar="SLICE", help="aot_tpu.py gives it")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--product", type=int, metavar="N", help="of two N x N matrices of bfloat16")
-    what.add_argument("--copy", type=int, metavar="N", help="of N values of bfloat16")
+    what.add_argument("--product", type=int, metavar="N", help="multiply two N x N matrices of bfloat16")
+    what.add_argument("--copy", type=int, metavar="N", help="copy N values of bfloat16")
     arguments = parser.parse_args()
     from tpu_utils.options.virtual_slice import prepare_environment
 

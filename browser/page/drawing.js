@@ -1,7 +1,7 @@
 // The paper to draw on: pointer and keyboard. Ink is white on black, as in MNIST.
 
-const WIDTH = 22; // of a stroke, of 280: about 2 of MNIST's 28 pixels
-const STEP = 14; // of an arrow key; with Shift a quarter of it
+const WIDTH = 22; // width of a stroke, in a picture of 280: about 2 of MNIST's 28 pixels
+const STEP = 14; // step of an arrow key; with Shift a quarter of it
 
 export class Drawing {
   /** read(): called after each stroke. clear(): by the Delete key. say(text): for screen readers. */

@@ -8,7 +8,7 @@ const LARGEST_WEIGHTS = 2 ** 31 - 1; // Chromium's SHA-256 takes no more at once
 const LARGEST_VOCABULARY = 2 ** 20; // sampling.js sorts so many
 const LARGEST_CACHE = 2 ** 30; // bytes of keys and values
 
-const OF_THE_HOST = ["tokenizer_config.json", "generation_config.json", "config.json"]; // may be named; never read here
+const NEVER_READ = ["tokenizer_config.json", "generation_config.json", "config.json"]; // may be named; never read here
 
 const isWhole = (low, high) => (value) => Number.isSafeInteger(value) && value >= low && value <= high;
 const isOneOf = (...values) => (value) => values.includes(value);
@@ -88,7 +88,7 @@ export function checkModel(text) {
       throw new FolderError(`model.json: sha256 of ${name} is ${found(file.sha256)}; expected 64 hexadecimal digits`);
     }
   }
-  const known = [...expectedFiles(model), ...OF_THE_HOST];
+  const known = [...expectedFiles(model), ...NEVER_READ];
   const foreign = Object.keys(model.files).find((name) => !known.includes(name));
   if (foreign !== undefined) {
     throw new FolderError(`model.json names a file ${found(foreign)}; expected ${expectedFiles(model).join(", ")}`);

@@ -32,7 +32,7 @@ export class LanguageModel {
     this.model = model;
     const { num_layers: layers, context, num_cached_heads: heads, head_dim } = model;
     this.shape = [layers, 1, context, heads, head_dim];
-    this.row = heads * head_dim; // of one token in one layer
+    this.row = heads * head_dim; // values of one token in one layer
   }
 
   async load(ort, files) {
@@ -172,7 +172,7 @@ export class Classifier {
     await this.classify(new Float32Array(this.shape.reduce((product, length) => product * length, 1)));
   }
 
-  /** Of a normalised image: the probability of each class. */
+  /** The probability of each class for a normalised image. */
   async classify(image) {
     const { logits } = await this.session.run({ image: new this.ort.Tensor("float32", image, this.shape) });
     const largest = Math.max(...logits.data);

@@ -198,7 +198,7 @@ PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
 PATTERN += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def of_sentencepiece(folder: Path) -> Path:
+def sentencepiece_tokenizer(folder: Path) -> Path:
     """A tokenizer.json as Llama 2's: no pre-tokenizer, spaces as a letter, bytes of what it has no letter for."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     normal, decode = tokenizers.normalizers, tokenizers.decoders
@@ -219,7 +219,7 @@ def of_sentencepiece(folder: Path) -> Path:
 @pytest.mark.parametrize("kind", ["bytes", "byte-level", "as Llama 3's", "as Llama 2's"])
 def test_tokenizers_are_those_of_the_host(page, address, tmp_path, kind):
     if kind == "as Llama 2's":
-        folder = of_sentencepiece(tmp_path / "tokenizer")
+        folder = sentencepiece_tokenizer(tmp_path / "tokenizer")
     elif kind != "bytes":
         folder = trained(tmp_path / "tokenizer", begins=True)
     if kind == "as Llama 3's":
@@ -241,9 +241,13 @@ def test_tokenizers_are_those_of_the_host(page, address, tmp_path, kind):
           const tokenizer = await makeTokenizer({ tokenizer: kind }, new TextEncoder().encode(content));
           return [texts.map((text) => tokenizer.encode(text)), tokens.map((some) => tokenizer.decode(some))];
         }""",
-        ["bytes" if kind == "bytes" else "tokenizer.json",
-         "" if kind == "bytes" else (folder / "tokenizer.json").read_text(), texts, tokens],
-    )  # fmt: skip
+        [
+            "bytes" if kind == "bytes" else "tokenizer.json",
+            "" if kind == "bytes" else (folder / "tokenizer.json").read_text(),
+            texts,
+            tokens,
+        ],
+    )
     for text, found in zip(texts, encoded, strict=True):
         assert found == ours.encode(text), text
     for some, found in zip(tokens, decoded, strict=True):
@@ -406,9 +410,13 @@ def test_a_form_says_what_it_expects(page, address):
         ("top-k", "1.5", "Top-k is 1.5; expected a whole number"),
         ("top-p", "0", "Top-p is 0; expected above 0, at most 1"),
         ("seed", "4294967296", "Seed is 4294967296; expected a whole number from 0"),
-        ("num-tokens", "251", "the prompt has 7 tokens and 251 are to follow, but the context is 256; shorten the "
-         "prompt, or ask for at most 250 tokens"),
-    ):  # fmt: skip
+        (
+            "num-tokens",
+            "251",
+            "the prompt has 7 tokens and 251 are to follow, but the context is 256; shorten the "
+            "prompt, or ask for at most 250 tokens",
+        ),
+    ):
         before = page.input_value(f"#{name}")
         page.fill(f"#{name}", value)
         page.click("#generate")
@@ -576,11 +584,23 @@ def test_a_damaged_format_is_refused_in_both_places(page, address):
     check = """async (text) => (await import("/folder.js")).checkModel(text)"""
     user = chat["user"]
     for name, value in (
-        ("begin", [257]), ("begin", [-1]), ("begin", ["a" * 101]), ("begin", [1] * 17), ("begin", [1.5]),
-        ("answer", None), ("user", []), ("user", user | {"after": [None]}), ("system", {"before": []}),
-        ("strip", ["toString"]), ("place", "__proto__"), ("lead", 1), ("stops", []), ("stops", [257]), ("words", "a"),
+        ("begin", [257]),
+        ("begin", [-1]),
+        ("begin", ["a" * 101]),
+        ("begin", [1] * 17),
+        ("begin", [1.5]),
+        ("answer", None),
+        ("user", []),
+        ("user", user | {"after": [None]}),
+        ("system", {"before": []}),
+        ("strip", ["toString"]),
+        ("place", "__proto__"),
+        ("lead", 1),
+        ("stops", []),
+        ("stops", [257]),
+        ("words", "a"),
         ("format", "\ud800"),
-    ):  # fmt: skip
+    ):
         broken = chat | {name: value}
         with pytest.raises(ValueError, match=rf"chat\.{name} is .*; expected"):
             check_pieces(broken, 257)
@@ -662,7 +682,7 @@ def test_an_answer_is_stopped_and_the_next_begins_when_it_has_ended(page, addres
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["qwen3", "gemma"])  # of a run; of a folder with its template
+@pytest.mark.parametrize("format", ["qwen3", "gemma"])  # a run has the first, the template of a folder the second
 def test_a_chat_of_two_turns_is_the_same_in_four_places(page, address, models, tmp_path, format):
     """transformers, XLA, onnxruntime on the host, the page: the same tokens, and the same one ends them."""
     transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
@@ -783,8 +803,10 @@ def test_digits_are_read_as_on_the_host(page, address, models):
     page.keyboard.press("Delete")
     assert page.inner_text("#digits-status") == "Cleared" and not any(page.evaluate(SEEN))
     box = page.locator("#pen").bounding_box()
-    at = [(box["x"] + box["width"] * (0.5 + 0.22 * np.cos(a)), box["y"] + box["height"] * (0.5 + 0.35 * np.sin(a)))
-          for a in np.linspace(0, 2 * np.pi, 40)]  # fmt: skip
+    at = [
+        (box["x"] + box["width"] * (0.5 + 0.22 * np.cos(a)), box["y"] + box["height"] * (0.5 + 0.35 * np.sin(a)))
+        for a in np.linspace(0, 2 * np.pi, 40)
+    ]
     page.mouse.move(*at[0])
     page.mouse.down()
     for x, y in at[1:]:

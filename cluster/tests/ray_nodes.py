@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OF_A_DEVICE = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "XLA_USE_SPMD")
+DEVICE_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "XLA_USE_SPMD")
 
 
 def free_port() -> int:
@@ -60,7 +60,9 @@ class Nodes:
         self.folder.chmod(0o755 if is_open else 0o700)
         self.token = secrets.token_hex(32)
         kept = {
-            name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name not in OF_A_DEVICE
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("RAY_") and name not in DEVICE_VARIABLES
         }
         ours = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0"}
         ours |= {

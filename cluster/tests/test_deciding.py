@@ -81,7 +81,7 @@ def test_nodes_to_avoid_are_left_out_while_there_are_others():
 
 
 sizes = st.sampled_from([1, 2, 4, 8])
-wishes = st.builds(
+asked = st.builds(
     lambda chips, user, priority, whole: (chips, user, priority, whole),
     *(sizes, st.sampled_from("abc"), st.integers(0, 2), st.booleans()),
 )
@@ -89,7 +89,7 @@ wishes = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(wishes, max_size=12),
+    st.lists(asked, max_size=12),
     st.lists(sizes, min_size=1, max_size=4),
     st.dictionaries(st.sampled_from("abc*"), st.integers(0, 20)),
     st.randoms(use_true_random=False),
@@ -423,9 +423,12 @@ def test_only_a_folder_of_ones_own_is_closed_to_others():
     place.mkdir(parents=True)
     place.chmod(0o777)
     for outer, inner, expected in (
-        (0o755, 0o700, ""), (0o755, 0o755, place), (0o755, 0o711, place), (0o1777, 0o700, ""),
+        (0o755, 0o700, ""),
+        (0o755, 0o755, place),
+        (0o755, 0o711, place),
+        (0o1777, 0o700, ""),
         (0o777, 0o700, outermost),
-    ):  # fmt: skip
+    ):
         outermost.chmod(outer), place.parent.chmod(inner)
         assert open_to_others(place) == str(expected), (outer, inner)
     (outermost / "link").symlink_to(place)

@@ -92,7 +92,7 @@ def test_a_shell_reads_every_word_back(line):
     assert ran.stdout.decode().split("\0")[:-1] == (line or [""])
 
 
-CORE = {  # of YAML 1.2, which the parsers of Kubernetes follow in part: no plain word of ours may be one of these
+CORE = {  # schema of YAML 1.2, which Kubernetes's parsers follow in part: no plain word of ours may be one of these
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
     "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",

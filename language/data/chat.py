@@ -6,13 +6,14 @@ it, where no "weight": 0 stands beside it. A key that means something elsewhere 
 counted. No template of a tokenizer's file is run, because a template is a program.
 """
 
+import bisect
 import functools
 import json
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,10 +65,27 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "phi4": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
     "olmo2": ("<|endoftext|>", "<|endofprompt|>", "|||IP_ADDRESS|||"),  # the others tell its tokenizer from ChatML's
 }
-# place in FORMATS of the token in front of a conversation and of the one behind a message, text behind that
-AROUND = {
-    **{"chatml": (None, 1, "\n"), "qwen3": (None, 1, "\n"), "llama3": (0, 3, ""), "gemma": (0, 2, "\n")},
-    **{"mistral": (0, 3, ""), "phi4": (None, 3, ""), "olmo2": (0, 0, "\n")},
+
+
+class ChatFormat(NamedTuple):
+    """What every conversation of a format has around and between its messages."""
+
+    begin: str | None
+    """Special token in front of a conversation."""
+    end: str
+    """Special token behind an answer."""
+    separator: str
+    """Text between that token and the next message."""
+
+
+CHAT_FORMATS = {
+    "chatml": ChatFormat(None, "<|im_end|>", "\n"),
+    "qwen3": ChatFormat(None, "<|im_end|>", "\n"),
+    "llama3": ChatFormat("<|begin_of_text|>", "<|eot_id|>", ""),
+    "gemma": ChatFormat("<bos>", "<end_of_turn>", "\n"),
+    "mistral": ChatFormat("<s>", "</s>", ""),
+    "phi4": ChatFormat(None, "<|end|>", ""),
+    "olmo2": ChatFormat("<|endoftext|>", "<|endoftext|>", "\n"),
 }
 ENDED = ("chatml", "qwen3", "llama3", "gemma", "phi4")  # a token stands behind every message, elsewhere behind answers
 STRIPPED = ("llama3", "gemma")
@@ -82,50 +100,49 @@ def fitting(tokenizer) -> list[str]:
     return [name for name, special in FORMATS.items() if None not in map(tokenizer.token, special)]
 
 
-def special_tokens(format: str, tokenizer) -> list[int]:
-    """Those of FORMATS, in its order. Raises InputError for a tokenizer that has not all of them."""
+def special_tokens(format: str, tokenizer) -> dict[str, int]:
+    """Numbers of the tokens in FORMATS by their names. Raises InputError for a tokenizer that has not all of them."""
     if format not in FORMATS:
         raise InputError(f"chat_format is {format!r}; expected auto, or one of {', '.join(FORMATS)}")
     if tokenizer.end is None:
         raise InputError("the tokenizer of the model is unknown, so no token ends an answer; name it with --tokenizer")
-    found = [tokenizer.token(name) for name in FORMATS[format]]
-    if None in found:
+    found = {name: tokenizer.token(name) for name in FORMATS[format]}
+    missing = [name for name, token in found.items() if token is None]
+    if missing:
         raise InputError(
-            f"chat_format is {format}, but the tokenizer has no token {FORMATS[format][found.index(None)]}; choose "
+            f"chat_format is {format}, but the tokenizer has no token {missing[0]}; choose "
             f"{' or '.join(fitting(tokenizer))}, or the tokenizer of the model that the format belongs to"
         )
     return found
 
 
-def header(role: str, format: str, special: list[int], last: bool) -> list[int | str]:
+def header(role: str, format: str, special: dict[str, int], last: bool) -> list[int | str]:
     """What stands before a message: special tokens as numbers, and text. last: whether it is the last message."""
     if format == "plain":
         return ["Assistant:" if role == "assistant" else f"{role.capitalize()}: "]
     if format == "llama3":
-        return [special[1], role, special[2], "\n\n"]
+        return [special["<|start_header_id|>"], role, special["<|end_header_id|>"], "\n\n"]
     if format == "gemma":
-        return [special[1], "model\n" if role == "assistant" else f"{role}\n"]
+        return [special["<start_of_turn>"], "model\n" if role == "assistant" else f"{role}\n"]
     if format == "mistral":
-        return [special[2], ""] if role == "assistant" else [special[1], " "]
+        return [special["[/INST]"], ""] if role == "assistant" else [special["[INST]"], " "]
     if format == "phi4":
-        return [special[("system", "user", "assistant").index(role)], ""]
+        return [special[f"<|{role}|>"], ""]
     if format == "olmo2":
         return [f"<|{role}|>\n"]
     if format == "qwen3" and role == "assistant" and last:
-        return [special[0], "assistant\n", special[2], "\n\n", special[3], "\n\n"]
-    return [special[0], f"{role}\n"]
+        thought = [special["<think>"], "\n\n", special["</think>"], "\n\n"]
+        return [special["<|im_start|>"], "assistant\n", *thought]
+    return [special["<|im_start|>"], f"{role}\n"]
 
 
 def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int | str, bool | None]]:
     """A conversation in order: a special token, or text to encode, and whether it is a target. None: it would be one,
     but the answer is not learnt."""
     special = special_tokens(format, tokenizer)
-    begin = tokenizer.begin
+    begin = begin_of_chat(format, tokenizer)
     end = end_of_answer(format, tokenizer)
-    after = "\n"
-    if format != "plain":
-        first, _, after = AROUND[format]
-        begin = None if first is None else special[first]
+    separator = separator_of(format)
     messages = without_system(messages, format) if format in ("gemma", "mistral") else messages
     if begin is not None:
         yield begin, False
@@ -148,9 +165,9 @@ def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int
         if answers or format in ENDED:
             yield end, answers and learnt
         if format != "olmo2" or not (answers and last):
-            yield after, False
+            yield separator, False
     if format == "phi4":
-        yield special[4], False
+        yield special["<|endoftext|>"], False
 
 
 def without_system(messages: list[dict], format: str) -> list[dict]:
@@ -168,14 +185,27 @@ def without_system(messages: list[dict], format: str) -> list[dict]:
     return [{**message, "system": system} if number == place else message for number, message in enumerate(rest)]
 
 
+def begin_of_chat(format: str, tokenizer) -> int | None:
+    """The token in front of each conversation."""
+    if format == "plain":
+        return tokenizer.begin
+    begin = CHAT_FORMATS[format].begin
+    return None if begin is None else special_tokens(format, tokenizer)[begin]
+
+
 def end_of_answer(format: str, tokenizer) -> int:
     """The token behind each answer in training."""
-    return tokenizer.end if format == "plain" else special_tokens(format, tokenizer)[AROUND[format][1]]
+    return tokenizer.end if format == "plain" else special_tokens(format, tokenizer)[CHAT_FORMATS[format].end]
+
+
+def separator_of(format: str) -> str:
+    """The text between the end of an answer and the next message."""
+    return "\n" if format == "plain" else CHAT_FORMATS[format].separator
 
 
 def encode(parts: Iterator[tuple[int | str, bool | None]], format: str, tokenizer) -> tuple[list[int], list[bool]]:
     """Raises InputError for text in which the tokenizer sees a special token of the format: it could end an answer."""
-    special = {*special_tokens(format, tokenizer), tokenizer.end}
+    special = {*special_tokens(format, tokenizer).values(), tokenizer.end}
     tokens, targets = [], []
     for part, is_target in joined(parts):
         found = [part] if isinstance(part, int) else tokenizer.encode(part)
@@ -387,20 +417,25 @@ def fill_rows(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the room that is left in them
-    present = 0  # bit r is set where with_room[r] is not empty: the fullest row is found in one shift
+    rooms: list[
+        int
+    ] = []  # indices of with_room that have rows, sorted: the fullest row that fits is found by bisection
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
-        fitting = present >> length
-        if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
+        place = bisect.bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms[place]
             row = with_room[room].pop()
-            present ^= (not with_room[room]) << room
+            if not with_room[room]:
+                del rooms[place]
         else:
             room, row = capacity, len(rows)
             rows.append([])
         rows[row].append(index)
-        with_room[room - length].append(row)
-        present |= 1 << (room - length)
+        left = room - length
+        if not with_room[left]:
+            bisect.insort(rooms, left)
+        with_room[left].append(row)
     return rows
 
 
@@ -412,11 +447,20 @@ class ChatPacks:
     """
 
     def __init__(
-        self, conversations: list[np.ndarray], T: int, rows: int, seed: int = 0, shuffle: bool = True,
-        process_index: int = 0, process_count: int = 1,
-    ):  # fmt: skip
+        self,
+        conversations: list[np.ndarray],
+        T: int,
+        rows: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
         """conversations: as encode_chats() gives them."""
-        self.T, self.rows, self.seed, self.shuffle = T, rows, seed, shuffle
+        self.T = T
+        self.rows = rows
+        self.seed = seed
+        self.shuffle = shuffle
         self.process_index, self.process_count = process_index, process_count
         lengths = np.array([len(conversation) for conversation in conversations])
         order = np.random.default_rng(seed).permutation(len(lengths)) if shuffle else np.arange(len(lengths))

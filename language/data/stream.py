@@ -38,7 +38,8 @@ WINDOW_BYTES = 1 << 25  # a window ends earlier once its text is so long: what b
 CHUNK = 64  # documents that a thread tokenizes at a time
 CHUNK_CHARACTERS = 1 << 22  # after which a chunk has no more of them: tokens take 30 times the memory of their text
 CHUNKS_AHEAD = 2  # chunks that each lane tokenizes ahead
-HELD_OUT, OF_THE_FIRST = 10, 1000  # for validation: one of ten, of the first thousand documents of each file
+VALIDATION_EVERY = 10  # one document of so many is for validation,
+VALIDATION_PREFIX = 1000  # among the first so many of each file
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,9 @@ def turns_of(reading: Reading, lane: int) -> Iterator[tuple[int, int, int]]:
 
 def windows_of(reading: Reading, lane: int, start: Position) -> Iterator[Window]:
     """The windows of a lane, from the one that start is in, without end."""
-    first, left_out, without_text = start.first, start.left_out, 0
+    first = start.first
+    left_out = start.left_out
+    without_text = 0
     for epoch, turn, file in turns_of(reading, lane):
         if (epoch, turn) < (start.epoch, start.turn):
             continue
@@ -121,7 +124,9 @@ def windows_of_file(reading: Reading, file: int, position: Position) -> Iterator
     documents = read_documents(reading.files[file], reading.text_field, position.first)
     ended, left_out = False, position.left_out
     while not ended:
-        texts, size, number = [], 0, position.first
+        texts = []
+        size = 0
+        number = position.first
         try:
             for text in documents:
                 number += 1
@@ -147,20 +152,24 @@ def windows_of_file(reading: Reading, file: int, position: Position) -> Iterator
 
 
 def is_held_out(number: int) -> bool:
-    return number < OF_THE_FIRST and number % HELD_OUT == HELD_OUT - 1
+    return number < VALIDATION_PREFIX and number % VALIDATION_EVERY == VALIDATION_EVERY - 1
 
 
 class Lane:
     """The tokens of a lane, read and tokenized ahead by the threads of a pool."""
 
     def __init__(self, reading: Reading, number: int, start: Position, pool: ThreadPoolExecutor):
-        self._reading, self._pool, self._start = reading, pool, start
+        self._reading = reading
+        self._pool = pool
+        self._start = start
         self._windows = windows_of(reading, number, start)
         self._coming = pool.submit(next, self._windows)  # one at a time: a generator is of one thread
         self._waiting: deque[Window] = deque()  # chunks of the window before it
         self._chunks: deque[tuple[Position, Future]] = deque()  # in a thread
         self._documents: deque[tuple[Position, np.ndarray]] = deque()  # tokenized
-        self._place, self._tokens, self._offset = start, np.empty(0, np.int32), 0
+        self._place = start
+        self._tokens = np.empty(0, np.int32)
+        self._offset = 0
 
     def take(self, count: int) -> np.ndarray:
         """The next `count` tokens and the one behind them, which the next call begins with. (count + 1,) int32."""
@@ -192,7 +201,9 @@ class Lane:
                 (place._replace(index=place.index + i), tokens) for i, tokens in enumerate(chunk.result())
             )
         self._place, self._tokens = self._documents.popleft()
-        self._offset, start, self._start = self._start.offset, self._start, Position()
+        self._offset = self._start.offset
+        start = self._start
+        self._start = Position()
         if start != Position() and (self._place[:4] != start[:4] or start.offset >= len(self._tokens)):
             raise CheckpointError(f"the data has no document at {start} of the checkpoint; expected the data it is of")
 
@@ -237,11 +248,20 @@ class StreamRows:
     """Rows of T + 1 tokens of this host, batch after batch; where they stand after each."""
 
     def __init__(
-        self, reading: Reading, T: int, rows: int, kept: int, workers: int,
-        process_index: int = 0, process_count: int = 1,
-    ):  # fmt: skip
+        self,
+        reading: Reading,
+        T: int,
+        rows: int,
+        kept: int,
+        workers: int,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
         """rows: of this host in a batch. kept: for how many batches back position() knows; how far it is read ahead."""
-        self.reading, self.T, self.kept, self.workers = reading, T, kept, workers
+        self.reading = reading
+        self.T = T
+        self.kept = kept
+        self.workers = workers
         self.rows_of_lane = rows * process_count // reading.lanes
         first = process_index * rows
         self.numbers = range(first // self.rows_of_lane, (first + rows - 1) // self.rows_of_lane + 1)
@@ -312,7 +332,7 @@ class StreamData(SequenceData):
             found = {int(name): Position(*place) for host in positions for name, place in host.items()}
             numbers = [number for place in found.values() for number in place]
             if any(type(number) is not int or number < 0 for number in numbers):
-                raise ValueError("it has numbers that are none")
+                raise ValueError("it has invalid numbers")
             if found.keys() != set(range(self.train.reading.lanes)):
                 raise ValueError(f"it has the lanes {sorted(found)}")
             if max(place.epoch for place in found.values()) > step * self.config.global_batch_size * self.train.T:
@@ -410,8 +430,8 @@ def validation_rows(reading: Reading, config: TransformerConfig) -> np.ndarray:
     check_lost(lost, size, "the documents for validation")
     if count < 2:
         raise InputError(
-            f"no text for validation; expected a file of {HELD_OUT} documents or more, of which one is held out; or "
-            "name others with --validation_data"
+            f"no text for validation; expected a file of {VALIDATION_EVERY} documents or more, of which one is "
+            "held out; or name others with --validation_data"
         )
     tokens = np.concatenate(found)[:wanted]
     padded = np.pad(tokens, (0, -(len(tokens) - 1) % T), constant_values=-1)
@@ -422,7 +442,7 @@ def texts_for_validation(reading: Reading, config: TransformerConfig) -> Iterato
     files = list_files(config.validation_data, config.data_dir) if config.validation_data else reading.files
     for file in files:
         documents = read_documents(file, reading.text_field)
-        numbered = enumerate(documents if config.validation_data else itertools.islice(documents, OF_THE_FIRST))
+        numbered = enumerate(documents if config.validation_data else itertools.islice(documents, VALIDATION_PREFIX))
         try:
             for number, text in numbered:
                 if config.validation_data or is_held_out(number):

@@ -253,7 +253,9 @@ REMEDY = "copy it again, or leave out what is damaged with --stream_damaged skip
 
 def lines_of_json(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Iterator[str | InputError]:
     """A document is a line that is not blank."""
-    number, line_number, blank = -1, 0, 0
+    number = -1
+    line_number = 0
+    blank = 0
     with decompressed(opened, file.kind) as lines:
         refuse_other_json(lines, file.name)
         while line := lines.readline(LONGEST + 1):

@@ -50,7 +50,11 @@ class MarkovChain:
         self.successors = np.stack([table.choice(vocab_size, 4, replace=False) for _ in range(vocab_size)]).astype(
             np.int32
         )
-        self.vocab_size, self.T, self.rows, self.seed, self.stream = vocab_size, T, rows, seed, stream
+        self.vocab_size = vocab_size
+        self.T = T
+        self.rows = rows
+        self.seed = seed
+        self.stream = stream
         self.process_index, self.process_count = process_index, process_count
 
     def batch(self, step: int) -> np.ndarray:

@@ -125,18 +125,29 @@ class TextWindows:
     """
 
     def __init__(
-        self, documents: list[bytes], T: int, rows: int, seed: int = 0, shuffle: bool = True, bucketed: bool = False,
-        process_index: int = 0, process_count: int = 1,
-    ):  # fmt: skip
-        self.tokens = np.concatenate([
-            np.concatenate([np.array([END_OF_DOCUMENT_BYTE], np.int32), np.frombuffer(document, np.uint8)])
-            for document in documents
-        ])  # fmt: skip
+        self,
+        documents: list[bytes],
+        T: int,
+        rows: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        bucketed: bool = False,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        self.tokens = np.concatenate(
+            [
+                np.concatenate([np.array([END_OF_DOCUMENT_BYTE], np.int32), np.frombuffer(document, np.uint8)])
+                for document in documents
+            ]
+        )
         if len(self.tokens) < T + 1:
             raise InputError(
                 f"{len(self.tokens)} tokens of text, shorter than one sequence of {T} + 1; shorten --sequence_length"
             )
-        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self.rows = rows
+        self.seed = seed
+        self.shuffle = shuffle
         self.process_index, self.process_count = process_index, process_count
         lengths = np.array([1 + len(document) for document in documents])
         ends = np.cumsum(lengths)

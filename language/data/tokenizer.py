@@ -36,10 +36,15 @@ MOST_SPECIAL = 1000
 """Special tokens that it may put around a text, and times that it may repeat the text."""
 LENGTHENING = {
     "ByteLevel": 2.0,  # a character for each byte
-    "NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0,  # Unicode's own figures for UTF-8 (FAQ, normalization)
-    "Lowercase": 1.5, "BertNormalizer": 8.0,  # its decomposition, its lower case, spaces around a character of Chinese
+    # Unicode's own figures for UTF-8 (FAQ, normalization)
+    "NFC": 3.0,
+    "NFD": 3.0,
+    "NFKC": 11.0,
+    "NFKD": 11.0,
+    "Lowercase": 1.5,
+    "BertNormalizer": 8.0,  # its decomposition, its lower case, spaces around a character of Chinese
     "WordPiece": 2.0,  # a space before a word
-}  # fmt: skip
+}
 """The most by which a step without settings lengthens a text, in bytes of UTF-8; others do not."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 BESIDE = (TOKENIZER_CONFIG, "generation_config.json", "config.json")  # the first that names a token is believed

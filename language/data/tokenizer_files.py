@@ -23,12 +23,12 @@ from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import read_json, read_regular, write_atomically
 
-CONFIG, TOKENIZER_JSON, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
-GENERATION_CONFIG, SPECIAL_TOKENS_MAP, TEMPLATE = (
-    "generation_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+CONFIG = "config.json"
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "added_tokens.json")
 TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", TEMPLATE, GENERATION_CONFIG)
 VOCABULARIES = {TOKENIZER_JSON, "vocab.json", "tokenizer.model"}

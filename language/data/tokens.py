@@ -52,15 +52,24 @@ class TokenShards:
     """
 
     def __init__(
-        self, pattern: str, vocab_size: int, T: int, rows: int, process_index: int = 0, process_count: int = 1,
+        self,
+        pattern: str,
+        vocab_size: int,
+        T: int,
+        rows: int,
+        process_index: int = 0,
+        process_count: int = 1,
         padded: bool = False,
-    ):  # fmt: skip
+    ):
         """padded: a shard shorter than a global batch is one, filled up with ~0; else it is refused."""
         paths = matching(Path(pattern))
         if not paths:
             raise InputError(f"{pattern}: matches no file; expected llm.c token shards; tools.prepare_data writes them")
         check_preparations(Path(pattern), paths)
-        self.paths, self.vocab_size, self.T, self.rows = paths, vocab_size, T, rows
+        self.paths = paths
+        self.vocab_size = vocab_size
+        self.T = T
+        self.rows = rows
         allow_open_files(len(paths), f"the shards that {pattern} matches")
         self.shards = [open_token_shard(path, vocab_size) for path in paths]  # open until the end, as they were
         check_tokens(self.shards[0][: 1 << 26], vocab_size, paths[0])  # further ones as they are read

@@ -155,7 +155,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     sample_prompts: Annotated[tuple[str, ...], FREE, NoEffect("sample_every", 0)] = ("",)
     """Texts to continue; with dataset chat, questions to answer."""
 
-    free_elsewhere = TrainConfig.free_elsewhere | {"hellaswag", "sharding"}  # of older versions
+    free_elsewhere = TrainConfig.free_elsewhere | {"hellaswag", "sharding"}  # options of older versions
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "quick_test": dict(num_steps=200, global_batch_size=32, learning_rate=2e-3, warmup_steps=20),
         # nanoGPT's CPU example: 4 layers, 4 heads, width 128, context 64, batch 12, 2,000 iterations

@@ -43,7 +43,7 @@ class Example:
     lengths: tuple[int, ...] = ()
 
 
-def of_choices(context: str, choices: list[str], answer: int, by_length: bool = True) -> Example:
+def multiple_choice(context: str, choices: list[str], answer: int, by_length: bool = True) -> Example:
     lengths = tuple(map(len, choices)) if by_length else ()
     return Example([(context, f" {c}") for c in choices], answer, f"{context} {choices[answer]}\n\n", lengths)
 
@@ -51,7 +51,7 @@ def of_choices(context: str, choices: list[str], answer: int, by_length: bool = 
 def hellaswag(record: dict) -> Example:
     context = f"{text(record, 'activity_label')}: {text(record, 'ctx_a')} {text(record, 'ctx_b').capitalize()}"
     endings = [tidied(ending) for ending in texts(record, "endings")]
-    return of_choices(tidied(context), endings, member(record, "label", range(len(endings))))
+    return multiple_choice(tidied(context), endings, member(record, "label", range(len(endings))))
 
 
 def arc(record: dict) -> Example:
@@ -60,12 +60,12 @@ def arc(record: dict) -> Example:
     found, labels = texts(choices, "text"), texts(choices, "label")
     if len(found) != len(labels):
         raise ValueError(f"{len(found)} choices with {len(labels)} labels; expected as many")
-    return of_choices(f"Question: {text(record, 'question')}\nAnswer:", found, member(record, "answerKey", labels))
+    return multiple_choice(f"Question: {text(record, 'question')}\nAnswer:", found, member(record, "answerKey", labels))
 
 
 def piqa(record: dict) -> Example:
     choices = [text(record, "sol1"), text(record, "sol2")]
-    return of_choices(f"Question: {text(record, 'goal')}\nAnswer:", choices, member(record, "label", range(2)))
+    return multiple_choice(f"Question: {text(record, 'goal')}\nAnswer:", choices, member(record, "label", range(2)))
 
 
 def winogrande(record: dict) -> Example:
@@ -89,7 +89,7 @@ def mmlu(record: dict) -> Example:
         raise ValueError(f"{len(choices)} choices; expected 4")
     listed = "".join(f"\n{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True))
     context = f"{text(record, 'question').strip()}{listed}\nAnswer:"
-    return of_choices(context, list("ABCD"), member(record, "answer", range(4)), by_length=False)
+    return multiple_choice(context, list("ABCD"), member(record, "answer", range(4)), by_length=False)
 
 
 READERS: dict[str, Callable[[dict], Example]] = {
@@ -167,10 +167,12 @@ def with_examples(name: str, path: Path, num_shots: int = 0, limit: int = 0) -> 
     by_subject: dict[str, list] = {}  # mmlu's examples are of the question's own
     for example in pool:
         by_subject.setdefault(example[1]["subject"] if name == "mmlu" else "", []).append(example)
-    return [(where, one, before(name, record, where, by_subject, num_shots, draw)) for where, record, one in found]
+    return [
+        (where, one, few_shot_prefix(name, record, where, by_subject, num_shots, draw)) for where, record, one in found
+    ]
 
 
-def before(name: str, record: dict, where: str, by_subject: dict, num_shots: int, draw: random.Random) -> str:
+def few_shot_prefix(name: str, record: dict, where: str, by_subject: dict, num_shots: int, draw: random.Random) -> str:
     """What the harness puts in front of a question: mmlu's description, and the examples."""
     description = ""
     more = name in DRAWS_ONE_MORE
@@ -214,7 +216,9 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[
 
 def read_task(name: str, path: Path, tokenizer: Tokenizer, T: int, num_shots: int = 0, limit: int = 0) -> Task:
     """One of READERS for a model that reads T tokens. Raises InputError: which line, and what is wrong."""
-    questions, lost, size = [], Counter(), 0
+    questions = []
+    lost = Counter()
+    size = 0
     for where, example, shots in with_examples(name, path, num_shots, limit):
         pairs = [encode_pair(tokenizer, shots + context, after) for context, after in example.prompts]
         asked = shots + "".join(example.prompts[0])

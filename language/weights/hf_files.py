@@ -27,7 +27,9 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MOST_BYTES = 5 * 10**9
 """Largest file of weights that is written, in bytes, as Hugging Face has it."""
-OF_NO_USE = r"(transformer\.h\.\d+\.attn\.(bias|masked_bias)|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq)"
+UNUSED_TENSORS = (
+    r"(transformer\.h\.\d+\.attn\.(bias|masked_bias)|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq)"
+)
 """Tensors of older files that no model of today reads: masks, and frequencies that follow from the configuration."""
 HEAD = "lm_head.weight"
 
@@ -37,7 +39,9 @@ class HuggingFaceWeights:
 
     def __init__(self, folder: Path, shape: ModelShape, places: dict[str, tuple[Path, str, Kind]]):
         """places: file, name in it and kind of each of their tensors."""
-        self.folder, self.shape, self._places = folder, shape, places
+        self.folder = folder
+        self.shape = shape
+        self._places = places
         self._sources = sources(shape)
 
     @property
@@ -53,7 +57,7 @@ class HuggingFaceWeights:
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One of our parameters by its name, in the type of the file or in dtype, in memory of its own."""
         most = self.shape.sequence_length if name == "position_embedding" else None  # a shorter context
-        return self._sources[name].join(lambda theirs: self.read_hf_tensor(theirs)[:most], dtype)
+        return self._sources[name].join(lambda hf_name: self.read_hf_tensor(hf_name)[:most], dtype)
 
     def read_hf_tensor(self, name: str) -> torch.Tensor:
         """One of their tensors, of mapped memory. The file is opened for it alone, so memory does not add up. Raises
@@ -92,7 +96,7 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
         if kind.shape != wanted[name] or kind.dtype not in FLOATS:
             problems.append(f"{name} is {kind}, expected float32, bfloat16 or float16 {list(wanted[name])}")
     if problems:
-        first = "; ".join([*of_other_experts(own, found), *sorted(problems)][:3])
+        first = "; ".join([*expert_count_problems(own, found), *sorted(problems)][:3])
         raise InputError(
             f"{folder}: {first}{' ...' if problems[3:] else ''}; expected the tensors of the model in {CONFIG}; copy "
             f"the folder again, {CONFIG} too"
@@ -108,7 +112,7 @@ def open_weights(folder: Path, shape: ModelShape | None = None) -> HuggingFaceWe
     return weights
 
 
-def of_other_experts(own: ModelShape, found: dict) -> list[str]:
+def expert_count_problems(own: ModelShape, found: dict) -> list[str]:
     """How many experts the tensors are of, unless it is as many as config.json says."""
     numbers = [int(number) for name in found for number in re.findall(r"\.experts\.(\d{1,9})\.", name)]
     count, said = max(numbers, default=-1) + 1, getattr(own, "num_experts", 0)
@@ -151,7 +155,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str, 
     base = "model." if isinstance(shape, LlamaShape) else "transformer."
     if not any(name.startswith(base) for name in places):  # saved without the head: names begin below the base
         places = {name if name == HEAD else base + name: place for name, place in places.items()}
-    return {name: place for name, place in places.items() if not re.fullmatch(OF_NO_USE, name)}
+    return {name: place for name, place in places.items() if not re.fullmatch(UNUSED_TENSORS, name)}
 
 
 def map_of_files(folder: Path) -> dict[str, str]:

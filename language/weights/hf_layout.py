@@ -93,7 +93,7 @@ def sizes_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return (llama if isinstance(shape, LlamaShape) else gpt).parameter_shapes(shape)
 
 
-def of_experts(shape: LlamaShape) -> dict[str, tuple[str, ...]]:
+def expert_names(shape: LlamaShape) -> dict[str, tuple[str, ...]]:
     """Theirs of a layer's experts: a matrix each has a name of its own."""
     said = shape.of_family.experts
     gate, up, out = said.matrices
@@ -112,7 +112,7 @@ def sources(shape: ModelShape) -> dict[str, Source]:
         table, below = dict(LLAMA), "model.layers"
         table |= NORMS_BEFORE if shape.of_family.norms == "before" else {}
         table |= FUSED if shape.of_family.fused else {}
-        table |= of_experts(shape) if shape.num_experts else {}
+        table |= expert_names(shape) if shape.num_experts else {}
         top = {"token_embedding": "model.embed_tokens.weight", "final_ln_weight": "model.norm.weight"}
         top["head_weight"] = "lm_head.weight"
     else:

@@ -70,9 +70,16 @@ def write_model(path: Path, shape: ModelShape, tensors: dict[str, torch.Tensor],
     version = next(number for number, known in MODEL_VERSIONS.items() if known == dtype)
     with path.open("wb") as file:
         write_header(
-            file, MODEL_MAGIC, version, shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads,
-            shape.embedding_dim, shape.padded_vocab_size,
-        )  # fmt: skip
+            file,
+            MODEL_MAGIC,
+            version,
+            shape.sequence_length,
+            shape.vocab_size,
+            shape.num_layers,
+            shape.num_heads,
+            shape.embedding_dim,
+            shape.padded_vocab_size,
+        )
         write_tensors(file, shape, tensors, dtype)
 
 

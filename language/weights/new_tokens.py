@@ -22,7 +22,7 @@ def new_tokens(config: TransformerConfig, names: list[str], read: Callable) -> t
     """
     tokenizer = tokenizer_of(config)
     format = choose_format(config.chat_format, tokenizer)
-    tokens = sorted({*special_tokens(format, tokenizer), tokenizer.end})
+    tokens = sorted({*special_tokens(format, tokenizer).values(), tokenizer.end})
     untrained: dict[int, str] = {}
     for name in [name for name in TABLES if name in names]:
         for token, what in untrained_rows(read(name)[: config.shape.vocab_size], tokens).items():

@@ -159,9 +159,12 @@ def test_anything_that_is_an_array_of_numbers_is_taken(tmp_path):
         assert batch.flags.writeable and data.first(2)[0].flags.writeable and data.num_classes == 3
 
 
-@pytest.mark.parametrize("kind, as_sent", [(np.bool_, np.bool_), (np.uint8, np.uint8), (np.int8, np.int8)] + [
-    (kind, np.int32) for kind in (np.uint16, np.int32, np.uint32, np.int64, np.uint64)] + [
-    (np.float16, np.float16), (np.float64, np.float32)])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, as_sent",
+    [(np.bool_, np.bool_), (np.uint8, np.uint8), (np.int8, np.int8)]
+    + [(kind, np.int32) for kind in (np.uint16, np.int32, np.uint32, np.int64, np.uint64)]
+    + [(np.float16, np.float16), (np.float64, np.float32)],
+)
 def test_every_kind_of_number_reaches_the_device_as_it_is(kind, as_sent):
     import torch_xla
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from examples import Noisy, Stream, negated, of_hugging_face
+from examples import Noisy, Stream, negated, read_hugging_face
 from processes import ROOT, waits
 from run_files import assert_identical, in_process, state_in, summary_in
 from small_models import Normed
@@ -71,7 +71,7 @@ def test_a_run_on_what_others_read_resumes_bit_identical(tmp_path, monkeypatch, 
             datasets.Dataset.from_dict({"img": [np.asarray(i) for i, _ in d], "label": [t for _, t in d]})
             for d in (train, test)
         ]
-        train, test, read = *columns, of_hugging_face
+        train, test, read = *columns, read_hugging_face
     data = ExampleDataset("fake", train, test, 5, read, num_workers=1)
     monkeypatch.setattr(simple_mnist_tpu, "load_dataset", lambda config: data)
     monkeypatch.setattr(simple_mnist_tpu, "TrainBatches", ExampleBatches)
@@ -104,7 +104,7 @@ def pair(image=None, label=1):
         ([pair(label=1.5)], "labels are float64; expected integers, or num_classes None"),
         ([pair(np.array(["a"]))], "mine: train images is of <U1; expected numbers"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_resumed_or_read_is_refused_at_once(examples, said):
     with pytest.raises(InputError, match=said):
         ExampleDataset("mine", examples, Noisy(), num_classes=5)

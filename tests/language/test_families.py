@@ -31,7 +31,7 @@ from tpu_utils.checkpoint.tensor_files import one_thread
 
 
 @pytest.fixture(scope="module", autouse=True)
-def of_one_thread():
+def use_one_thread():
     """Models so small wait for their threads most of the time, where other tests run beside them."""
     with one_thread():
         yield

@@ -32,7 +32,7 @@ from tpu_utils.step.optim import learning_rates
 
 RUN = dict(dataset="chat", train_data="chats.jsonl", sequence_length=96, num_steps=20, global_batch_size=8)
 RUN |= dict(learning_rate=5e-3, warmup_steps=2, log_every=1, save_every=10, eval_every=10, eval_batches=1)
-COMPARED = 10  # of the steps, with plain PyTorch
+COMPARED = 10  # steps, with plain PyTorch
 LORA = dict(lora_rank=4, lora_alpha=8.0)
 ALL_WAYS = ["--gradient_accumulation_steps=2", "--remat", "--scan_layers"]
 # a rate so small that no weight changes: what goes through the shards comes out as it went in
@@ -158,7 +158,7 @@ def test_a_mixture_of_experts_learns_chats_and_its_export_is_a_mixture(runs, tmp
     transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
     losses, summary = losses_of(runs / "mixture"), json.loads((runs / "mixture" / "summary.json").read_text())
     assert losses[-1] < 0.9 * losses[0] and summary["train_graphs"] == 1
-    first, *others = map(sum, summary["tokens_of_experts"])  # of each layer
+    first, *others = map(sum, summary["tokens_of_experts"])  # one number a layer
     assert others == [first] and first % (2 * RUN["sequence_length"]) == 0, "two experts for each token of whole rows"
     convert_hf.export(runs / "mixture", tmp_path / "out", torch.float32)
     base, found = (json.loads((folder / "config.json").read_text()) for folder in (runs / "experts", tmp_path / "out"))

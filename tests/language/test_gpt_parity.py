@@ -14,18 +14,28 @@ transformers = pytest.importorskip("transformers", reason="pip install -r requir
 
 SHAPE = ModelShape(num_layers=3, num_heads=4, embedding_dim=64, sequence_length=512, vocab_size=300)
 HF_LAYER = {
-    "ln1": "ln_1", "qkv": "attn.c_attn", "attention_out": "attn.c_proj",
-    "ln2": "ln_2", "mlp_in": "mlp.c_fc", "mlp_out": "mlp.c_proj",
-}  # fmt: skip
+    "ln1": "ln_1",
+    "qkv": "attn.c_attn",
+    "attention_out": "attn.c_proj",
+    "ln2": "ln_2",
+    "mlp_in": "mlp.c_fc",
+    "mlp_out": "mlp.c_proj",
+}
 
 
 def hugging_face_model(seed: int = 0, shape=SHAPE):
     """Random weights everywhere: biases and layer norms too, so that no term of the gradient hides behind a zero."""
     config = transformers.GPT2Config(
-        vocab_size=shape.vocab_size, n_positions=shape.sequence_length, n_embd=shape.embedding_dim,
-        n_layer=shape.num_layers, n_head=shape.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=shape.vocab_size,
+        n_positions=shape.sequence_length,
+        n_embd=shape.embedding_dim,
+        n_layer=shape.num_layers,
+        n_head=shape.num_heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     torch.manual_seed(seed)
     model = transformers.GPT2LMHeadModel(config)
     with torch.no_grad():
@@ -108,8 +118,9 @@ def adamw(model, decays):
     parameters = list(model.named_parameters())
     return torch.optim.AdamW(
         [{"params": [p for n, p in parameters if decays(n, p) == on], "weight_decay": wd} for on, wd in groups],
-        lr=1e-3, betas=(0.9, 0.95),
-    )  # fmt: skip
+        lr=1e-3,
+        betas=(0.9, 0.95),
+    )
 
 
 def test_ten_adamw_steps_stay_together():
@@ -138,7 +149,7 @@ def test_ten_adamw_steps_stay_together():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_of_a_bias_is_the_sum_over_positions(dtype):
-    """Of bfloat16 by a product with ones, which adds up in float32 and rounds once."""
+    """bfloat16 is summed by a product with ones, which adds up in float32 and rounds once."""
     values = torch.randn(4, 256, 3, 8, generator=torch.Generator().manual_seed(0)) + 1.0  # sums of about 1,024
     x, bias, grad = torch.zeros(4, 256, 3, 8, dtype=dtype), torch.ones(3, 8, dtype=dtype), values.to(dtype)
     expected = grad.double().sum((0, 1))

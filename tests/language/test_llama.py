@@ -12,7 +12,7 @@ from language.models.layers import find_documents
 from language.models.llama import Llama
 from language.options.shapes import START, ModelShape
 
-LENGTHS = (5, 1, 9, 2)
+DOCUMENT_LENGTHS = (5, 1, 9, 2)
 SHAPES = {"gpt": ModelShape(2, 4, 64, 32, 300), "llama": dataclasses.replace(STRETCHED, sequence_length=32)}
 
 
@@ -37,9 +37,9 @@ def test_documents_of_one_row_do_not_see_each_other(name):
     """Each has the logits, and makes the gradients, that it has and makes alone."""
     shape = SHAPES[name]
     model, alone = random_model(shape, packed=True), random_model(shape)
-    documents = [torch.randint(300, (1, n), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+    documents = [torch.randint(300, (1, n), generator=torch.Generator().manual_seed(n)) for n in DOCUMENT_LENGTHS]
     row = torch.cat(documents, 1)
-    row[:, [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]] += START
+    row[:, [sum(DOCUMENT_LENGTHS[:i]) for i in range(len(DOCUMENT_LENGTHS))]] += START
     found, expected = model(row).logits, torch.cat([alone(document).logits for document in documents], 1)
     assert relative_error(found, expected) < 1e-5
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))

@@ -25,10 +25,18 @@ UNTIED = dataclasses.replace(STRETCHED, rope_scaling=None, norm_eps=1e-6)
 QWEN3 = dataclasses.replace(UNTIED, family="qwen3", head_width=32)
 MISTRAL = dataclasses.replace(UNTIED, family="mistral", window=24, pattern=("local",))
 GEMMA3 = dataclasses.replace(
-    TIED, num_layers=4, family="gemma3_text", head_width=32, norm_eps=1e-6, window=20,
-    pattern=("local", "local", "global"), local_theta=1e4, rope_theta=1e6,
-    rope_scaling=RopeScaling(8.0, kind="linear"), query_scalar=48.0,
-)  # fmt: skip
+    TIED,
+    num_layers=4,
+    family="gemma3_text",
+    head_width=32,
+    norm_eps=1e-6,
+    window=20,
+    pattern=("local", "local", "global"),
+    local_theta=1e4,
+    rope_theta=1e6,
+    rope_scaling=RopeScaling(8.0, kind="linear"),
+    query_scalar=48.0,
+)
 FACTORS = dict(short_factors=(1.0, 1.0, 1.1, 1.2, 1.3, 1.5), long_factors=(1.0, 1.5, 2.5, 5.0, 9.0, 20.0))
 LONGROPE = RopeScaling(2.0, original_context=64, kind="longrope", **FACTORS)
 PHI4 = dataclasses.replace(TIED, family="phi3", rotated_width=12, rope_scaling=LONGROPE)
@@ -44,7 +52,7 @@ SHAPES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def of_one_thread():
+def use_one_thread():
     """Models so small wait for their threads most of the time, where other tests run beside them."""
     with one_thread():
         yield
@@ -55,7 +63,7 @@ def hugging_face_model(shape: LlamaShape, seed: int = 0):
     config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    mean = 1.0 - shape.of_family.norm_offset  # of the weights of norms
+    mean = 1.0 - shape.of_family.norm_offset  # the weights of norms
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.08 + (mean if "norm" in name else 0.0))

@@ -39,9 +39,14 @@ def folder(tmp_path_factory):
 def validated(folder, dataset: str, accumulation: int, hosts: int, batches: int) -> list[bytes]:
     """Every row that has a target, in any order."""
     config = TransformerConfig(
-        dataset=dataset, data_dir=str(folder), global_batch_size=16, sequence_length=32 if dataset == "chat" else T,
-        eval_batches=batches, gradient_accumulation_steps=accumulation, **SOURCES[dataset],
-    )  # fmt: skip
+        dataset=dataset,
+        data_dir=str(folder),
+        global_batch_size=16,
+        sequence_length=32 if dataset == "chat" else T,
+        eval_batches=batches,
+        gradient_accumulation_steps=accumulation,
+        **SOURCES[dataset],
+    )
     rows = []
     for host in range(hosts):
         data = load_sequences(config, host, hosts)
@@ -97,8 +102,9 @@ def test_a_file_for_validation_is_not_trained_on(tmp_path, dataset, how):
     trained = "d" if dataset in ("text", "chat", "stream") else f"d/*.{ENDING[dataset]}"
     config = TransformerConfig(
         **SOURCES[dataset] | dict(dataset=dataset, train_data=trained, validation_data=other, data_dir=str(tmp_path)),
-        global_batch_size=2, sequence_length=64,
-    )  # fmt: skip
+        global_batch_size=2,
+        sequence_length=64,
+    )
     for read in (check_files, load_sequences):
         with pytest.raises(InputError, match=r"in train_data and in validation_data; expected .* --train_data without"):
             read(config)

@@ -220,12 +220,22 @@ GOOD = {"0": [0, 0, 0, 1, 2, 0], "1": [0, 0, 0, 0, 4, 0]}
 @pytest.mark.parametrize(
     "positions",
     [
-        None, [], 7, "x", [None], [GOOD | {"2": [0] * 6}], [{"0": [0] * 6}], [GOOD | {"1": [0] * 7}],
-        [GOOD | {"1": [0, 0, 0, 0, 0.5, 0]}], [GOOD | {"1": [0, 0, -1, 0, 0, 0]}], [GOOD | {"x": [0] * 6}],
-        [GOOD | {"1": "abcdef"}], [GOOD | {"1": None}],
+        None,
+        [],
+        7,
+        "x",
+        [None],
+        [GOOD | {"2": [0] * 6}],
+        [{"0": [0] * 6}],
+        [GOOD | {"1": [0] * 7}],
+        [GOOD | {"1": [0, 0, 0, 0, 0.5, 0]}],
+        [GOOD | {"1": [0, 0, -1, 0, 0, 0]}],
+        [GOOD | {"x": [0] * 6}],
+        [GOOD | {"1": "abcdef"}],
+        [GOOD | {"1": None}],
         [GOOD | {"1": [10**18, 0, 0, 0, 0, 0]}],
     ],
-)  # fmt: skip
+)
 def test_a_position_that_is_none_is_refused(corpus, positions):
     data = load_sequences(config_of(corpus[0], stream_lanes=2))
     with pytest.raises(CheckpointError, match=r"checkpoint of step 3 does not say where the stream stands: .*2 lanes"):

@@ -119,7 +119,7 @@ def test_two_tokens_in_front_of_a_text_are_refused(tmp_path):
 LATIN = "The cat sat on the mat, and the dog sat on the cat. "
 
 
-def of_words(model, trainer, pre_tokenizer=None):
+def word_tokenizer(model, trainer, pre_tokenizer=None):
     """A tokenizer of words or letters of LATIN alone, as tutorials make them."""
     made = tokenizers.Tokenizer(model)
     made.pre_tokenizer = pre_tokenizer or pre_tokenizers.Whitespace()
@@ -128,11 +128,11 @@ def of_words(model, trainer, pre_tokenizer=None):
 
 
 LOSSY = {
-    "BPE without [UNK]": lambda: of_words(models.BPE(), trainers.BpeTrainer),
-    "BPE": lambda: of_words(models.BPE(unk_token="[UNK]"), trainers.BpeTrainer),
-    "words": lambda: of_words(models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer),
-    "WordPiece": lambda: of_words(models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer),
-    "unigram": lambda: of_words(
+    "BPE without [UNK]": lambda: word_tokenizer(models.BPE(), trainers.BpeTrainer),
+    "BPE": lambda: word_tokenizer(models.BPE(unk_token="[UNK]"), trainers.BpeTrainer),
+    "words": lambda: word_tokenizer(models.WordLevel(unk_token="[UNK]"), trainers.WordLevelTrainer),
+    "WordPiece": lambda: word_tokenizer(models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer),
+    "unigram": lambda: word_tokenizer(
         models.Unigram(), lambda **more: trainers.UnigramTrainer(unk_token="[UNK]", **more), pre_tokenizers.Metaspace()
     ),
 }

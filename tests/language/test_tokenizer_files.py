@@ -285,7 +285,7 @@ def save_run(run_dir: Path, config: TransformerConfig, model: dict[str, torch.Te
 
 
 def our_answers(run_dir: Path) -> list[list[int]]:
-    """Of the questions, each with the token that ended it."""
+    """The answers to the questions, each with the token that ended it."""
     source = sources.open_source(run_dir=str(run_dir))
     options = SamplingOptions(prompt=(), chat=tuple(ANSWERS), temperature=0, num_tokens=40)
     asked = ask(options, source.tokenizer, source.start, source.chat_format, set(source.tokenizer.stops))

@@ -89,7 +89,7 @@ def rows_and(targets: Callable):
     return make
 
 
-def of_classes(model, images, labels) -> dict[str, float]:
+def class_metrics(model, images, labels) -> dict[str, float]:
     logits = model(images)
     right, counted = logits.argmax(1) == labels, labels != -100
     return dict(accuracy=right.sum().item() / counted.sum().item(), test_loss=F.cross_entropy(logits, labels).item())
@@ -114,8 +114,8 @@ CLASSES = rows_and(lambda rows: (rows[:, 0] + rows[:, 1] > 0).astype(np.int64))
 PERCEPTRON = "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self, num_classes):\n"
 PERCEPTRON += "        super().__init__(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, num_classes))\n"
 KINDS = {
-    "A class for each pixel, some of them ignored": Kind(pixels, cross_entropy, of_classes),
-    "Sequences": Kind(sequences, cross_entropy, of_classes),
+    "A class for each pixel, some of them ignored": Kind(pixels, cross_entropy, class_metrics),
+    "Sequences": Kind(sequences, cross_entropy, class_metrics),
     "A regression of several values": Kind(
         rows_and(lambda rows: (rows[:, :3] * 2 - rows[:, 3:]).astype(np.float32)),
         lambda model, images, labels, teacher: (model(images) - labels).square().mean(),
@@ -130,7 +130,7 @@ KINDS = {
     "A student of a frozen teacher": Kind(
         CLASSES,
         distilled,
-        of_classes,
+        class_metrics,
         edits=(
             ("import sys\n", "import sys\nfrom pathlib import Path\n"),
             (
@@ -142,12 +142,12 @@ KINDS = {
     "Two inputs": Kind(
         two_inputs,
         lambda model, inputs, labels, teacher: F.cross_entropy(model(*inputs), labels),
-        lambda model, inputs, labels: of_classes(lambda inputs: model(*inputs), inputs, labels),
+        lambda model, inputs, labels: class_metrics(lambda inputs: model(*inputs), inputs, labels),
     ),
     "An optimizer of your own": Kind(
         CLASSES,
         cross_entropy,
-        of_classes,
+        class_metrics,
         lambda model: module_of("my_optimizer").Lion(model.parameters()),
         (
             (

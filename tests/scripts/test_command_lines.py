@@ -28,7 +28,7 @@ TOOLS = [
 WITHOUT_TORCH = """
 import runpy, sys
 HEAVY = "torch", "torch_xla", "jax", "torchvision", "sklearn"
-for name in list(sys.modules):  # of the process that this one was forked from
+for name in list(sys.modules):  # imported by the process that this one was forked from
     if name.split(".")[0] in HEAVY:
         del sys.modules[name]
 class Refuse:

@@ -216,7 +216,7 @@ def test_ddp_step_reduces_each_gradient_once(ladder):
 
 @pytest.mark.parametrize("num_parts", [1, 2, 8, 16])
 def test_parts_are_disjoint_complete_and_make_the_same_batches(num_parts):
-    """Of hosts, of replicas: whatever divides the batch."""
+    """A part belongs to a host or a replica: whatever divides the batch."""
     config = parse_command_line(DistributedMnistConfig, "", [*RECIPE, "--num_epochs", "2"])
     dataset = load_dataset(config)
     whole = TrainBatches(dataset, config)

@@ -24,9 +24,14 @@ from tpu_utils.base.errors import InputError
 from tpu_utils.step.optim import learning_rates
 
 MODEL = dict(
-    model_size="mixtral_tiny", num_heads=4, embedding_dim=64, sequence_length=32, vocab_size=64, balance_loss=0.02,
+    model_size="mixtral_tiny",
+    num_heads=4,
+    embedding_dim=64,
+    sequence_length=32,
+    vocab_size=64,
+    balance_loss=0.02,
     router_z_loss=0.001,
-)  # fmt: skip
+)
 # a small rate: Adam makes a step of rounding errors where a gradient is near 0, and a token whose experts nearly tie
 # then chooses another one
 RUN = USUAL | dict(learning_rate=1e-3)

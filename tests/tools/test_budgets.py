@@ -195,10 +195,13 @@ def test_renewing_with_another_compiler_compares_nothing(command):
         ('{"rows": [{"name": "a", "ask": "a.py", "slice": "v5e-1", "fast": 1}]}', "expected the fields of Row"),
         ('{"rows": [{"name": "a", "ask": "a.py", "slice": "v5e-1", "figures": {"ms": "1"}}]}', "'1' is no"),
         ('{"rows": [{"name": "a", "ask": "\'a.py", "slice": "v5e-1"}]}', "No closing quotation"),
-        ('{"rows": [{"name": "a", "ask": "a.py", "slice": "v5e-1"}, {"name": "a", "ask": "b.py", "slice": "v5e-1"}]}',
-         "two rows are called a"),
+        (
+            '{"rows": [{"name": "a", "ask": "a.py", "slice": "v5e-1"}, '
+            '{"name": "a", "ask": "b.py", "slice": "v5e-1"}]}',
+            "two rows are called a",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_none_is_refused(tmp_path, text, message):
     file = tmp_path / "budgets.json"
     file.write_text(text)

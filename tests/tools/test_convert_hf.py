@@ -49,9 +49,14 @@ def their_model(shape: ModelShape, seed: int = 0):
     if isinstance(shape, LlamaShape):
         return hugging_face_model(shape, seed)
     config = transformers.GPT2Config(
-        n_layer=shape.num_layers, n_head=shape.num_heads, n_embd=shape.embedding_dim, vocab_size=shape.vocab_size,
-        n_positions=shape.sequence_length, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        n_layer=shape.num_layers,
+        n_head=shape.num_heads,
+        n_embd=shape.embedding_dim,
+        vocab_size=shape.vocab_size,
+        n_positions=shape.sequence_length,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     torch.manual_seed(seed)
     return transformers.GPT2LMHeadModel(config)
 
@@ -192,7 +197,7 @@ def test_the_parameter_before_is_let_go(tmp_path, name):
     sizes = {ours: source.size for ours, source in sources(shape).items()}
 
     def ours(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.zeros(sizes[name], np.float32))  # of numpy's memory, which is counted
+        return torch.from_numpy(np.zeros(sizes[name], np.float32))  # in numpy's memory, which is counted
 
     with at_most(int(1.2 * 4 * max(map(math.prod, sizes.values())))):
         write_weights(tmp_path, shape, torch.float32, their_tensors(shape, ours))
@@ -355,7 +360,7 @@ def test_every_published_size_is_a_configuration():
         assert (found.head_dim, found.num_parameters) == (shape.head_dim, shape.num_parameters)
     scaled = hugging_face_config(MODEL_SIZES["llama3_8B"])
     newer = {name: value for name, value in scaled.items() if not name.startswith("rope")}
-    newer["rope_parameters"] = {"rope_theta": scaled["rope_theta"], **scaled["rope_scaling"]}  # of transformers 5
+    newer["rope_parameters"] = {"rope_theta": scaled["rope_theta"], **scaled["rope_scaling"]}  # as transformers 5
     assert shape_of(newer) == shape_of(scaled)
 
 
@@ -385,7 +390,7 @@ REFUSED = [
     (dict(rms_norm_eps=-1.0), "rms_norm_eps is -1.0"),
     (dict(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes'"),
 ]
-OF_FAMILIES = [
+REFUSED_BY_FAMILY = [
     ("qwen2", dict(use_sliding_window=True), "use_sliding_window is True; expected False"),
     ("qwen2", dict(layer_types=["sliding_attention"] * 3), "layer_types is"),
     ("mistral", dict(sliding_window=0), "sliding_window is 0; expected an integer from 1"),
@@ -451,7 +456,7 @@ def test_a_folder_with_other_experts_than_its_configuration_says(folders, tmp_pa
             "in 1,048,576 layers or experts; expected at most",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_configuration_of_a_model_that_nobody_could_list(found, message):
     """Each number is in its bounds: the product is not."""
     with no_hang(), pytest.raises(InputError, match=re.escape(message)):
@@ -464,7 +469,7 @@ def test_a_configuration_of_another_model_is_refused(changed, message):
         shape_of(CONFIG | changed)
 
 
-@pytest.mark.parametrize("name, changed, message", OF_FAMILIES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("name, changed, message", REFUSED_BY_FAMILY, ids=lambda value: str(value)[:40])
 def test_what_a_family_of_this_project_does_not_do_is_refused_by_name(name, changed, message):
     with pytest.raises(InputError, match=re.escape(message)):
         shape_of(hugging_face_config(KINDS[name]) | changed)
@@ -484,7 +489,7 @@ def test_a_key_that_is_absent_means_what_it_means_to_transformers():
     assert shape_of(older | {"sliding_window_pattern": 3}) == shape_of(gemma | {"layer_types": GEMMA_TYPES})
     assert shape_of(older).pattern == ("local",) * 5 + ("global",)
     newer = {key: value for key, value in gemma.items() if not key.startswith("rope")} | {"layer_types": GEMMA_TYPES}
-    newer["rope_parameters"] = {  # of transformers 5
+    newer["rope_parameters"] = {  # as transformers 5 has it
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     }

@@ -33,7 +33,7 @@ LONGEST = 160  # tokens: less than the longest questions
 
 
 @pytest.fixture(scope="module", autouse=True)
-def of_one_thread():
+def use_one_thread():
     with one_thread():
         yield
 
@@ -43,12 +43,14 @@ def folder(request, tmp_path_factory) -> Path:
     """A model of Hugging Face with a tokenizer, which puts a token before a text for the Llama alone. The GPT-2
     finds one word likelier than others, so that it completes some texts."""
     path = trained(
-        tmp_path_factory.mktemp(request.param), begins=request.param == "llama",
+        tmp_path_factory.mktemp(request.param),
+        begins=request.param == "llama",
         tokenizer_config=dict(
-            eos_token="<|end|>", bos_token="<|begin|>" if request.param == "llama" else None,
+            eos_token="<|end|>",
+            bos_token="<|begin|>" if request.param == "llama" else None,
             tokenizer_class="PreTrainedTokenizerFast",
         ),
-    )  # fmt: skip
+    )
     be = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]["\u0120be"]
     torch.manual_seed(0)
     if request.param == "gpt2":
@@ -71,8 +73,10 @@ def harness_of(folder: Path):
     models = pytest.importorskip("lm_eval.models.huggingface", reason="requirements-dev.txt brings lm_eval")
     return models.HFLM(
         pretrained=transformers.AutoModelForCausalLM.from_pretrained(folder).eval(),
-        tokenizer=transformers.AutoTokenizer.from_pretrained(folder), batch_size=8, device="cpu",
-    )  # fmt: skip
+        tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
+        batch_size=8,
+        device="cpu",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +101,12 @@ def their_answers(theirs, name: str, files: dict[str, Path], num_fewshot: int, c
     from lm_eval.tasks._yaml_loader import load_yaml
 
     config = load_yaml(Path(tasks.__file__).parent / f"{YAML[name]}{subject}.yaml") | dict(
-        task=f"made_{name}", dataset_path="json", dataset_name=None, num_fewshot=num_fewshot,
+        task=f"made_{name}",
+        dataset_path="json",
+        dataset_name=None,
+        num_fewshot=num_fewshot,
         dataset_kwargs=dict(data_files={split: str(file) for split, file in files.items()}, cache_dir=str(cache)),
-    )  # fmt: skip
+    )
     task = ConfigurableTask(config={key: value for key, value in config.items() if key not in ("tag", "task_alias")})
     task.set_fewshot_seed(1234)  # as simple_evaluate() does
     task.build_all_requests()
@@ -129,8 +136,10 @@ def scores(ours, task) -> np.ndarray:
     return evaluate.score(model, task.rows, source.shape.sequence_length, 2048, torch_xla.device())
 
 
-@pytest.mark.parametrize("name, num_fewshot", [*((name, 0) for name in MAKERS), ("arc_easy", 2), ("winogrande", 3),
-                                               ("hellaswag", 1), ("mmlu", 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, num_fewshot",
+    [*((name, 0) for name in MAKERS), ("arc_easy", 2), ("winogrande", 3), ("hellaswag", 1), ("mmlu", 2)],
+)
 def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, name, num_fewshot):
     folder = write_task(tmp_path / name, name)
     expected = answers_of_theirs(theirs, name, folder, num_fewshot, tmp_path / "cache")
@@ -275,7 +284,7 @@ def test_bits_per_byte_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path
     from lm_eval.api.instance import Instance
 
     (source, model), path = ours, tmp_path / "text.txt"
-    text = words(random.Random(0), 200, 200) + "\n\n"  # of equal windows the harness mixes up the results
+    text = words(random.Random(0), 200, 200) + "\n\n"  # the harness mixes up the results of equal windows
     path.write_text(text)
     rows, num_bytes = evaluate.rows_of_text(path, source, LONGEST)
     found = evaluate.score(model, rows, LONGEST, 1024, torch_xla.device())
@@ -294,9 +303,10 @@ def test_one_graph_for_each_length_that_occurs(ours, tmp_path):
     assert lengths_of(1000) == [128, 256, 512, 1000] and lengths_of(1024) == [128, 256, 512, 1024]
     assert lengths_of(64) == [64] and lengths_of(1024, 256) == [256, 512, 1024]
     tasks = [
-        task for name in ("hellaswag", "arc_easy", "lambada")
+        task
+        for name in ("hellaswag", "arc_easy", "lambada")
         for task in read_tasks(name, write_task(tmp_path / name, name, 9), source.tokenizer, LONGEST)
-    ]  # fmt: skip
+    ]
     before = graphs_compiled()
     for task in tasks:
         evaluate.score(model, task.rows, LONGEST, 700, torch_xla.device())  # a shape that no other test has

@@ -46,7 +46,7 @@ PROMPTS = [[5, 250, 17], list(range(40, 63)), [299]]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def of_one_thread():
+def use_one_thread():
     """Models so small wait for their threads most of the time, where other tests run beside them."""
     with one_thread():
         yield
@@ -58,10 +58,13 @@ def their_model(shape: ModelShape):
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=shape.vocab_size, n_positions=shape.sequence_length, n_embd=shape.embedding_dim,
-            n_layer=shape.num_layers, n_head=shape.num_heads,
+            vocab_size=shape.vocab_size,
+            n_positions=shape.sequence_length,
+            n_embd=shape.embedding_dim,
+            n_layer=shape.num_layers,
+            n_head=shape.num_heads,
         )
-    )  # fmt: skip
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter + torch.randn_like(parameter) * 0.08)
@@ -93,9 +96,13 @@ def test_greedy_tokens_are_those_of_hugging_face_in_two_graphs(folder, greedy):
     assert isinstance(model, Llama if isinstance(model.shape, LlamaShape) else GPT)
     given = torch.tensor(PROMPTS[:1])
     expected = theirs.generate(
-        given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=200, eos_token_id=None,
+        given,
+        attention_mask=torch.ones_like(given),
+        do_sample=False,
+        max_new_tokens=200,
+        eos_token_id=None,
         pad_token_id=0,
-    )  # fmt: skip
+    )
     assert found[0] == expected[0, len(PROMPTS[0]) :].tolist()
     for prompt, tokens in zip(PROMPTS, found, strict=True):  # the same, by one pass over what was found
         with torch.no_grad():
@@ -105,7 +112,7 @@ def test_greedy_tokens_are_those_of_hugging_face_in_two_graphs(folder, greedy):
     assert graphs == 2
 
 
-def of_quantized_weights(model):
+def with_quantized_weights(model):
     """The model in plain PyTorch, each matrix as its int8 values times the scales of its outputs."""
     model = copy.deepcopy(model)
     with torch.no_grad():
@@ -125,7 +132,7 @@ def test_int8_tokens_are_those_of_plain_pytorch_with_the_same_weights(folder):
     model = sources.load(tool.source_of(config), device, config.int8)
     found = decoding.generate(model, PROMPTS, config, device)
     assert graphs_compiled() - before == 2
-    quantized = of_quantized_weights(theirs)
+    quantized = with_quantized_weights(theirs)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         with torch.no_grad():
             exact, logits = (m(torch.tensor([prompt + tokens])).logits[0] for m in (theirs, quantized))
@@ -442,10 +449,18 @@ def test_a_run_with_adapters_is_read_as_their_sum(tmp_path):
 
 
 CONFIG_OF_LLAMA_TINY = dict(
-    model_type="llama", num_hidden_layers=2, num_attention_heads=4, hidden_size=128, max_position_embeddings=64,
-    vocab_size=257, num_key_value_heads=2, intermediate_size=384, tie_word_embeddings=True, rope_theta=1e4,
+    model_type="llama",
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    hidden_size=128,
+    max_position_embeddings=64,
+    vocab_size=257,
+    num_key_value_heads=2,
+    intermediate_size=384,
+    tie_word_embeddings=True,
+    rope_theta=1e4,
     rms_norm_eps=1e-5,
-)  # fmt: skip
+)
 
 
 def test_weights_of_llmc_are_loaded(tmp_path):

@@ -97,8 +97,10 @@ def test_it_goes_on_from_the_newest_checkpoint_until_it_ends_well(kept, tmp_path
     assert found["seconds"] > sum(found["lost_seconds"].values())
     restarts = [line for line in lines_of(tmp_path / "run") if line["kind"] == "restart"]
     assert [(line["step"], line["attempt"], line["reason"]) for line in restarts] == [
-        (2, 1, "killed by SIGKILL"), (4, 2, "exit code 1"), (6, 3, "exit code 143")
-    ]  # fmt: skip
+        (2, 1, "killed by SIGKILL"),
+        (4, 2, "exit code 1"),
+        (6, 3, "exit code 143"),
+    ]
     assert "kept       killed by SIGKILL; goes on in 1 s, from step 2" in done.stderr
 
 

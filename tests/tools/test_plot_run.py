@@ -253,7 +253,7 @@ def test_as_users_run_it(tmp_path):
 
 
 def test_of_runs_of_a_script_what_they_misread_is_drawn_too(tmp_path, capsys, monkeypatch):
-    """Of one run alone, and of several, where one cannot be drawn; the exit code tells."""
+    """One run alone is drawn; so are several, where one cannot be drawn and the exit code tells."""
     options = ["--device=cpu", "--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=8"]
     assert in_process(*options, "--run_dir", tmp_path / "run") == 0
     capsys.readouterr()

@@ -124,7 +124,7 @@ def replace_shard(folder, number):
     ],
 )
 def test_shards_of_two_preparations_are_told_apart(tmp_path, monkeypatch, change, said):
-    """Of equal size, as full shards are: a copy that stopped half-way, over an older one."""
+    """They have equal sizes, as full shards have: a copy stopped half-way, over an older one."""
     for name in ("t", "o"):
         (tmp_path / f"{name}.txt").write_text(f"{name} words " * 300)
         options = ("--output", tmp_path / name, "--shard_tokens", 200)

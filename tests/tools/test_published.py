@@ -120,7 +120,7 @@ def test_the_newest_compiler_is_asked_alone_and_kept_apart(tmp_path, monkeypatch
     assert not (tmp_path / "results.json").exists() and not (tmp_path / "published.png").exists()
     found = json.loads((tmp_path / "newest" / "results.json").read_text())
     (copy,) = [row for row in rows if row.name.startswith("copy of")]
-    assert found[copy.key]["installed"] == {name: RESULTS[copy.key][name] for name in published.OF_BOTH}
+    assert found[copy.key]["installed"] == {name: RESULTS[copy.key][name] for name in published.PER_COMPILER}
     assert found[copy.key]["newest"]["predicted_ms"] == 0.1
     assert found["product of square matrices, bfloat16, 1024, tpu7x-2"]["installed"] is None
     assert f"| {copy.name}, trace | v6e-1 | 0.0494 | 0.49 | 0.49 |" in capsys.readouterr().out

@@ -130,7 +130,7 @@ def test_another_text_than_a_stage_has_read_is_refused(tmp_path, change, is_refu
     with pytest.raises(InputError, match=r"text is not what stage 1 of 1, good has read: it was .*'bytes': 10"):
         run_stages([stage], tmp_path)
     record = json.loads(marker_of(tmp_path, "good").read_text())
-    del record["read"]  # of an older version
+    del record["read"]  # as an older version wrote it
     marker_of(tmp_path, "good").write_text(json.dumps(record))
     assert run_stages([stage], tmp_path) == 0
 
@@ -224,8 +224,11 @@ def test_what_the_search_found_is_asked_once_kept_and_used(tmp_path, monkeypatch
     assert f"--model_config={tmp_path / 'config.json'}" in tuned and "--mesh=2x4x1" in tuned
     assert found.changes == {"mesh": "2x4x1", "gradient_accumulation_steps": 2, "attention": "flash"}
     assert sorted(options) == [
-        "--attention=flash", "--gradient_accumulation_steps=2", "--mesh=2x4x1", "--precision=bfloat16",
-    ]  # fmt: skip
+        "--attention=flash",
+        "--gradient_accumulation_steps=2",
+        "--mesh=2x4x1",
+        "--precision=bfloat16",
+    ]
     assert found.chips == 8 and found.dollars_of(3600) == 16.0
     assert found.seconds["pretrain"] == pytest.approx(make_plan(12, 4 * 10**10, 10**6).steps * 0.1)
     assert found.steps["finetune"].memory == "2.00 of 32.00 GiB"
@@ -255,7 +258,7 @@ def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_report_has_what_the_stages_left(tmp_path, monkeypatch):
-    """Of runs that a few lines stand for. With a price the picture is wider: dollars beside the seconds."""
+    """A few lines stand for the runs. With a price the picture is wider: dollars beside the seconds."""
     Compiler(monkeypatch)
     text, plan = tmp_path / "text", make_plan(12, 4 * 10**10, 10**6)
     text.write_text("ab" * 5000)

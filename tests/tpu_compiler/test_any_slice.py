@@ -423,7 +423,7 @@ def test_kernels_of_flash_attention_are_the_same_for_every_chip():
         for name in ("v4-8", "v5litepod-1", "v6e-1", "tpu7x-2"):
             compiling.lower_pallas_for(name)
             flash_attention.lower.cache_clear()
-            text = torch_xla._XLAC._get_xla_tensors_hlo([flash_attention.flash_attention(*qkv)])
+            text = torch_xla._XLAC._get_xla_tensors_hlo([flash_attention.flash_attention(*qkv)[0]])
             written.add(re.search(r'custom_call_target="tpu_custom_call".*backend_config=(.*)', text)[1])
     finally:
         jax.config.update("jax_default_device", before)
@@ -513,7 +513,7 @@ def test_a_long_compile_says_what_to_expect_and_then_ever_less(monkeypatch, caps
     waits = []
 
     class Done:
-        """Of a compile of 700 s."""
+        """The event that ends a compile, after 700 s."""
 
         def wait(self, seconds: float) -> bool:
             waits.append(seconds)

@@ -227,7 +227,7 @@ def test_what_runs_in_a_backward_pass_has_its_own_lines(tmp_path):
     )
     scopes = done.stdout.splitlines()
     assert f"net.py_{own} in <layer backward> sin" in scopes, scopes
-    assert f"net.py_{layer} backward in <layer> sin" in scopes, scopes  # of cos
+    assert f"net.py_{layer} backward in <layer> sin" in scopes, scopes  # cos has it as its gradient
     assert f"net.py_{layer} in <layer> tanh" in scopes, scopes  # the second time: nothing needs the first
 
 
@@ -432,10 +432,12 @@ def test_slots_of_a_mixture_change_places_once_there_and_once_back():
     options = ("--model_size=mixtral_tiny", "--mesh=1x1x1x1x8", "--expert_capacity=1.0", "--num_layers=1")
     options += ("--embedding_dim=128", "--num_heads=4", "--sequence_length=128", "--global_batch_size=8")
     r = compiled(ROOT / "transformer_tpu.py", "--compile_for", "v5litepod-8", *options)["report.json"]
-    slots = 8 * (128 * 2 // 8)  # of a device's one sequence: experts, each with its even share of 2 choices a token
+    slots = 8 * (128 * 2 // 8)  # a device has one sequence: experts, each with its even share of 2 choices a token
     assert r.collectives["all-to-all"] | {"sent_bytes": 0} == {
-        "count": 6, "bytes": slots * 128 * (2 + 2 + 4 + 4) + slots * 4 * 2, "sent_bytes": 0
-    }  # fmt: skip
+        "count": 6,
+        "bytes": slots * 128 * (2 + 2 + 4 + 4) + slots * 4 * 2,
+        "sent_bytes": 0,
+    }
     assert set(r.collectives) == {"all-to-all", "all-reduce"}  # no gather of tokens or of experts
 
 

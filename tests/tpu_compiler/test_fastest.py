@@ -49,7 +49,7 @@ def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path):
     kept.write("answer_1", report)
     assert kept.read("answer_1", Report) == report
     assert kept.read("answer_2", Report) is None
-    assert kept.read("answer_1", search.Answer) is None  # of another kind
+    assert kept.read("answer_1", search.Answer) is None  # it is another kind
     path = tmp_path / "answer_1.json.gz"
     shutil.copy(path, tmp_path / "answer_3.json.gz")
     assert kept.read("answer_3", Report) is None  # the name is part of it
@@ -324,8 +324,14 @@ class Compiler:
         self.asked.append(str(options))
         size = int(gib(now) * GIB)
         facts = dict(peak_bytes=size, memory={"parameters": 0, "activations": size}, fits=size <= 15.75 * GIB)
-        return a_report(estimated_ms=milliseconds(now), estimated_per_second=64e3 / milliseconds(now),
-                        settings=now, from_cache=True, asked_seconds=self.seconds, **facts)  # fmt: skip
+        return a_report(
+            estimated_ms=milliseconds(now),
+            estimated_per_second=64e3 / milliseconds(now),
+            settings=now,
+            from_cache=True,
+            asked_seconds=self.seconds,
+            **facts,
+        )
 
 
 def speed(now):
@@ -343,8 +349,13 @@ def test_the_search_finds_the_fastest_that_fits_and_says_how_to_run_it():
     found = Search(compiler, ["--learning_rate=0.1", "--remat"], said.append, 3600)
     compiler.settings = SETTINGS  # --remat is on the command line
     best = found.run()
-    assert best.changes == dict(attention="flash", compiler_options="xla_tpu_scoped_vmem_limit_kib=32768", remat=False,
-                                gradient_accumulation_steps=1, mesh="1x8x1")  # fmt: skip
+    assert best.changes == dict(
+        attention="flash",
+        compiler_options="xla_tpu_scoped_vmem_limit_kib=32768",
+        remat=False,
+        gradient_accumulation_steps=1,
+        mesh="1x8x1",
+    )
     assert parse(best.options, SETTINGS) == SETTINGS | best.changes
     assert "--remat" not in best.options and best.options[0] == "--learning_rate=0.1"
     assert ms_per_example(best.report) <= min(ms_per_example(t.report) for t in found.trials if t.fits) * 1.001

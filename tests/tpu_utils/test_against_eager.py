@@ -87,7 +87,7 @@ def test_averages_of_batch_norm_and_a_result_are_compared():
 
 
 def test_noise_is_no_difference():
-    """Of the second half the gradients are rounding, another one by each compiler."""
+    """Gradients of the second half are rounding errors, which differ between compilers."""
 
     def steps(scale):
         def step(weights):

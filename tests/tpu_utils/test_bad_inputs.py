@@ -189,7 +189,7 @@ damages = st.one_of(
     st.tuples(st.just("drop"), st.sampled_from(PATHS)),
     st.tuples(st.just("value"), st.sampled_from(["config", "evaluation"]), st.sampled_from(OTHERS)),
     st.tuples(st.just("other model"), st.sampled_from([1, 4, 6])),
-)  # fmt: skip
+)
 
 
 def damage(folder: Path, kind: str, *how) -> None:

@@ -29,11 +29,14 @@ def test_ahead_of_time_the_compiler_gets_what_torch_xla_would_add(monkeypatch, g
     assert parse_compiler_options(environment.os.environ[VARIABLE]) == our_table(generation)
 
 
-@pytest.mark.parametrize("words, windowed, expected", [
-    ("", False, f"--{THRESHOLD}=1000000"),
-    ("--a=1", True, "--a=1"),
-    (f"--a=1 --{THRESHOLD}=8", False, f"--a=1 --{THRESHOLD}=8"),  # the user's own
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, windowed, expected",
+    [
+        ("", False, f"--{THRESHOLD}=1000000"),
+        ("--a=1", True, "--a=1"),
+        (f"--a=1 --{THRESHOLD}=8", False, f"--a=1 --{THRESHOLD}=8"),  # the user's own
+    ],
+)
 def test_a_run_on_a_tpu_tells_libtpu_once_and_never_over_the_user(monkeypatch, words, windowed, expected):
     monkeypatch.setattr(environment, "attached_chips", lambda: [GENERATIONS["v5e"]])
     monkeypatch.setattr("tpu_utils.remote.hosts.settle_hosts", lambda chips: None)

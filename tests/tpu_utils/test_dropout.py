@@ -31,7 +31,7 @@ def test_masks_have_their_rate_and_look_independent(p):
     flat = normal.reshape(48, -1)
     between = (flat @ flat.T / np.sqrt(flat.shape[1]))[np.triu_indices(48, 1)]
     assert np.abs(between).max() < 4.8 and between.std() == pytest.approx(1, abs=0.1)
-    spectrum = np.abs(np.fft.rfft2(normal)) ** 2 / flat.shape[1]  # of white noise: exponential with mean 1
+    spectrum = np.abs(np.fft.rfft2(normal)) ** 2 / flat.shape[1]  # that of white noise is exponential with mean 1
     spectrum = spectrum[:, :, 1:48].ravel()
     assert spectrum.max() < np.log(spectrum.size) + 7 and spectrum.std() == pytest.approx(1, abs=0.05)
     words = np.packbits(kept.reshape(48, -1)[:, :6144], axis=1).ravel()  # eight neighbours

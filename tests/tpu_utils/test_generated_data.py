@@ -87,7 +87,7 @@ def data_sets(draw):
     part = draw(st.sampled_from(parts))  # that has it
     shape, dtype = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(NUMBERS))
     counts = {"train": draw(st.sampled_from([8, 20, 23])), "test": draw(st.sampled_from([1, 16, 21]))}
-    classes = draw(st.sampled_from([1, 2, 4]))  # of four outputs
+    classes = draw(st.sampled_from([1, 2, 4]))  # there are four outputs
     label_dtype = draw(st.sampled_from([*INTEGERS, "f4", "?"] if classes < 3 else [*INTEGERS, "f4"]))
     images = {part: random.integers(0, 2 if dtype == "?" else 100, (counts[part], *shape)) for part in parts}
     images = {part: array.astype(dtype) for part, array in images.items()}

@@ -20,7 +20,7 @@ def device():
 
 
 def calls(step, arguments) -> None:
-    """Of a step in a run of its own, one for each tuple of arguments."""
+    """Call a step in a run of its own, once for each tuple of arguments."""
     with Run(MnistConfig(), step):
         for each in arguments:
             step(*each)

@@ -46,7 +46,7 @@ def test_goodput_sums_to_wall_time(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     goodput = Goodput(time.perf_counter() - 6.0)
     clock[0] += 1
-    with goodput.phase("restore"):  # of a resumed run alone
+    with goodput.phase("restore"):  # only a resumed run has it
         clock[0] += 7
     goodput.enter("step")
     clock[0] += 2

@@ -121,9 +121,15 @@ def test_skipping_reads_and_uploads_nothing(bad_gradients):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_transformer_skips_a_step_too(monkeypatch, accumulation):
     config = TransformerConfig(
-        num_layers=1, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=64, optimizer="adamw",
-        gradient_accumulation_steps=accumulation, on_nonfinite="skip",
-    )  # fmt: skip
+        num_layers=1,
+        num_heads=2,
+        embedding_dim=32,
+        sequence_length=16,
+        vocab_size=64,
+        optimizer="adamw",
+        gradient_accumulation_steps=accumulation,
+        on_nonfinite="skip",
+    )
     model = GPT(config.shape)
     model.initialise(0)
     model = model.to(torch_xla.device())

@@ -54,12 +54,12 @@ COMPANIONS = {  # what an option needs to have an effect, or to fit the others
     "download": ["--dataset=mnist"],
     "resume": ["--run_dir=x"],
 }
-OF_CIFAR = COMPANIONS | {
+CIFAR_COMPANIONS = COMPANIONS | {
     "download": ["--dataset=cifar10"],
     "adam_beta1": ["--optimizer=adam"],
     "adam_beta2": ["--optimizer=adam"],
 }
-VALUES = {  # of text with a form of its own, and of numbers that are bound to others
+VALUES = {  # for text with a form of its own, and for numbers that are bound to others
     "profile_steps": "2:5",
     "compile_for": "v5e-8",
     "compiler_options": "xla_a=1",
@@ -85,7 +85,7 @@ def test_every_field_can_be_set_in_both_spellings(kind):
     for name in (field.name for field in dataclasses.fields(kind) if field.name not in of_the_first):
         value = another_value(kind, name)
         assert value != getattr(resolve(kind, "quick_test")[0], name)
-        companions = (OF_CIFAR if kind is CifarConfig else COMPANIONS).get(name, [])
+        companions = (CIFAR_COMPANIONS if kind is CifarConfig else COMPANIONS).get(name, [])
         for spelled in (name, name.replace("_", "-")):
             given = [f"--{spelled}", str(value)]
             if isinstance(value, bool):
@@ -152,7 +152,7 @@ class TunedConfig(MnistConfig):
 
 @dataclasses.dataclass(frozen=True)
 class SmallConfig(TunedConfig):
-    """Of small runs."""
+    """Options for small runs."""
 
     presets: ClassVar = {
         "small": {},

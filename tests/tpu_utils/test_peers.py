@@ -402,7 +402,7 @@ def test_replicas_meet_on_loopback_with_a_secret_of_their_own(monkeypatch):
     """What torchrun's store holds for them is an address, a port and a secret, as JSON."""
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # of this machine for others; nobody else is asked for
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # this machine's for others; nobody else is asked for
     with ThreadPoolExecutor(3) as pool:
         met = list(pool.map(lambda index: meet_replicas(index, 3, 60.0), range(3)))
         assert list(pool.map(lambda peers: peers.largest(peers.index), met)) == [2, 2, 2]

@@ -33,7 +33,7 @@ time.sleep(1000)
 
 
 def alive_in(group: int) -> list[int]:
-    """Of a group, those that are not dead and only not yet waited for."""
+    """Processes of a group, without those that are dead and only not yet waited for."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

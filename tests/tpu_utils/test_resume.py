@@ -26,7 +26,7 @@ from tpu_utils.run import Run
 (THRESHOLD,) = NO_WINDOWED_EINSUM
 TINY = ["--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--learning_rate=3e-3", "--max_shift=0", "--log_every=7"]
 TINY += ["--device=cpu", "--no_tensorboard", "--save_every=10", "--keep_checkpoints=99"]
-LAST = 44  # of 2 epochs, 22 steps each
+LAST = 44  # 2 epochs, 22 steps each
 
 
 def train(run_dir: Path, *options: object) -> Path:
@@ -91,7 +91,7 @@ KNOWN = {**dataclasses.asdict(MnistConfig(num_epochs=7, channels=5)), "run_id": 
 
 def test_what_one_process_was_asked_for_is_not_of_the_run(tmp_path):
     once = dict(profile_steps="3:5", debug=True, compile_for="v5e-8", run_dir="elsewhere", resume="never")
-    once |= dict(download=True)  # of a folder that may come from others
+    once |= dict(download=True)  # the folder may come from others
     former = dict(compile_cache="theirs")  # an option of older code
     argv = stored(tmp_path, KNOWN | once | former)
     found = parse_command_line(MnistConfig, "", argv)
@@ -280,7 +280,7 @@ def test_wsd_can_be_made_longer_before_its_decay(tmp_path, capsys):
 
 
 def test_a_checkpoint_that_does_not_tell_its_number_of_steps_keeps_it(constant, tmp_path, capsys):
-    """Of a version before; and one that tells what cannot be is refused."""
+    """An older version wrote it. One with an impossible number is refused."""
     for name, value, said in [
         ("older", None, "num_epochs is 3, was 2; repeat"),
         ("huge", 10**30, "is of step 20 of 10{30}; expected a number of steps"),
@@ -340,9 +340,9 @@ def test_a_summary_that_a_kill_left_out_is_written(constant, tmp_path, capsys, l
     train(run_dir, "--resume=must")
     assert "nothing to do" not in capsys.readouterr().out
     found, expected = summary_in(run_dir), summary_in(constant)
-    of_the_process = {"seconds", "goodput", "train_graphs", "eval_graphs", *BESIDE}
-    assert {k: v for k, v in found.items() if k not in of_the_process} == {
-        k: v for k, v in expected.items() if k not in of_the_process
+    differ_by_process = {"seconds", "goodput", "train_graphs", "eval_graphs", *BESIDE}
+    assert {k: v for k, v in found.items() if k not in differ_by_process} == {
+        k: v for k, v in expected.items() if k not in differ_by_process
     }
     assert numbers(run_dir) == numbers(constant)
 

@@ -26,7 +26,7 @@ class LineConfig(TrainConfig):
     """What is fitted."""
 
     slope: Annotated[float, Range("(0, inf)")] = 2.0
-    """Of the line."""
+    """Slope of the line."""
     num_steps: Annotated[int, Range("[1, inf)")] = 30
     """Steps of the run."""
     gate: Annotated[str, FREE] = ""

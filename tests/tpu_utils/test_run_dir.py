@@ -69,13 +69,13 @@ def test_where_a_folders_lock_is_this_hosts_alone_or_none_its_file_is_locked(tmp
     """As over NFS."""
     flock = fcntl.flock
 
-    def of_files(file, operation):
+    def flock_files_only(file, operation):
         if not stat.S_ISDIR(os.fstat(file).st_mode):
             flock(file, operation)
         elif answer:
             raise OSError(answer, os.strerror(answer))
 
-    monkeypatch.setattr(tpu_utils.record.run_dir.fcntl, "flock", of_files)
+    monkeypatch.setattr(tpu_utils.record.run_dir.fcntl, "flock", flock_files_only)
     monkeypatch.setattr(RunLock, "patience_seconds", 0.0)
     first = RunLock()
     first.acquire(tmp_path)

@@ -548,7 +548,7 @@ def test_another_number_of_hosts_goes_on_where_the_first_stopped(emulator, proxy
     """Rows of four hosts are read by two; what a host fetched does not stay on its disk."""
 
     def action(count, *steps):
-        def of_host(checkpoints, index):
+        def save_as_host(checkpoints, index):
             size = 8 // count
             rows, found = torch.arange(16.0).reshape(8, 2)[index * size :][:size], None
             if checkpoints.steps() or index:
@@ -566,13 +566,13 @@ def test_another_number_of_hosts_goes_on_where_the_first_stopped(emulator, proxy
                 checkpoints.write(copy)
                 checkpoints.wait()
 
-        return of_host
+        return save_as_host
 
     for number, (count, steps) in enumerate(((4, (3, 6)), (2, (6, 9)), (4, (12,)), (4, ()))):
         machine(f"machine_{number}")
         with together(count) as meet:
-            of_host = action(count, *steps)
-            assert meet(lambda peers, f=of_host: on_host("counts", f, peers)) == [None] * count
+            save_as_host = action(count, *steps)
+            assert meet(lambda peers, f=save_as_host: on_host("counts", f, peers)) == [None] * count
     assert steps_in_bucket("counts") == [9, 12]
 
 

@@ -96,7 +96,7 @@ def trains(model, x, **_):
 STARTED, OWN = Buffer(), np.random.default_rng(0)
 
 
-def of_global(model, x):
+def uses_global(model, x):
     trains(model, x)
     STARTED.add(x)
 
@@ -128,7 +128,7 @@ CASES = {
         r"bank\.draws \(a Generator",
     ),
     "a generator of Python's": (linear, {"bank": Buffer(random.Random(0))}, updates("bank"), (), r"draws \(a Random\)"),
-    "a global": (linear, {}, of_global, (), r"STARTED\.values"),
+    "a global": (linear, {}, uses_global, (), r"STARTED\.values"),
 }
 
 

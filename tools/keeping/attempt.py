@@ -29,7 +29,9 @@ class Attempt:
             env=os.environ | dict(environment),
             **ends_with_this(),  # nothing may hold the chips
         )
-        self.log, self.saves, self.began = run_dir / "metrics.jsonl", saves, time.monotonic()
+        self.log = run_dir / "metrics.jsonl"
+        self.saves = saves
+        self.began = time.monotonic()
         self.newest = {folder: newest_checkpoint(folder) for folder in saves}
         """What was there before."""
         self.logged: float | None = None

@@ -100,7 +100,11 @@ class First(Alone):
     ):
         """wait: seconds for all hosts. elastic: after that an attempt begins with those that are there."""
         super().__init__(silent_seconds)
-        self.addresses, self.port, self.secret, self.wait, self.elastic = addresses, port, secret, wait, elastic
+        self.addresses = addresses
+        self.port = port
+        self.secret = secret
+        self.wait = wait
+        self.elastic = elastic
         self.links: dict[int, Link] = {}
         self.states: dict[int, State | None] = {}
         self.sent = 0.0
@@ -157,7 +161,11 @@ class Other(Alone):
         """elastic: wait without end, since host 0 may go on without this one until the next start."""
         super().__init__(0.0)
         self.elastic = elastic
-        self.index, self.addresses, self.port, self.secret, self.wait = index, addresses, port, secret, wait
+        self.index = index
+        self.addresses = addresses
+        self.port = port
+        self.secret = secret
+        self.wait = wait
         self.decides = False
         self.sent, self.said = 0.0, State()
 

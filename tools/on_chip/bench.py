@@ -115,7 +115,10 @@ class Bench:
 
     def __init__(self, machine: Machine, folder: Path, time_limit: float):
         """Raises InputError when the folder cannot be written, or another calibration works there."""
-        self.machine, self.folder, self.time_limit, self.measurements = machine, folder, time_limit, {}
+        self.machine = machine
+        self.folder = folder
+        self.time_limit = time_limit
+        self.measurements = {}
         self.file, self.runs = folder / CALIBRATION.name, folder / "runs"
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)

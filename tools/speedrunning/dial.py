@@ -14,7 +14,7 @@ from language.options.hf_config import shape_of
 HEAD_WIDTH = 128
 WIDTH_PER_LAYER = 64
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022; nanochat: 8 to 12
-MOST_EPOCHS = 4  # of the text: so many repeats cost little (Muennighoff et al. 2023, arXiv:2305.16264)
+MOST_EPOCHS = 4  # reading the text again: so many repeats cost little (Muennighoff et al. 2023, arXiv:2305.16264)
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 1 << 19  # nanochat: the best batch at depth 12, in tokens
 BATCH_EXPONENT = 0.383  # nanochat: the best batch grows so with the tokens
 FEWEST_STEPS = 300  # a smaller batch instead: matters for models that take a minute
@@ -58,7 +58,7 @@ def power_of_two(value: float, least: int, most: int) -> int:
 def model_of(depth: int, vocab_size: int) -> dict[str, Any]:
     """Qwen3's: rotary positions, RMSNorm, normed queries and keys as in nanochat, a gated MLP of as many weights."""
     width = -(-depth * WIDTH_PER_LAYER // HEAD_WIDTH) * HEAD_WIDTH
-    heads, end = width // HEAD_WIDTH, vocab_size - 3  # of tools.train_tokenizer
+    heads, end = width // HEAD_WIDTH, vocab_size - 3  # the token of tools.train_tokenizer
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -23,7 +23,7 @@ KEPT = ("fits", "reason", "predicted_ms", "predicted_ms_all_hidden", "settings",
 KEPT += ("compiler_peak_bytes",)
 """Fields of a report that are kept."""
 TRAININGS = ("pretrain", "finetune")
-ROWS_OF_A_DEVICE = 16  # of 2,048 tokens, at a time
+ROWS_OF_A_DEVICE = 16  # each 2,048 tokens, at a time
 PUBLISHED = (
     ("nanochat d20, 8 H100", 4.0, 96.0, "its README of January 2026: about 4 hours at $24, the whole speedrun"),
     ("nanochat d24, 8 H100", 3.04, 73.0, "its leaderboard, row 1, 348fbb3: pre-training; $24 an hour"),
@@ -96,7 +96,7 @@ def ask(stage: Stage, question: list[str], folder: Path) -> dict[str, Any]:
         if done.returncode == 2 or not done.stdout.strip():
             raise InputError(f"the compiler cannot be asked about {stage.name}: see what aot_tpu.py says above")
         reports = json.loads(done.stdout)
-        if not reports:  # of a search
+        if not reports:  # as a search may end
             raise InputError(f"no setting of {stage.name} fits that --search tried; choose a larger slice")
         found = {"question": question, **{name: reports[0][name] for name in KEPT}}
         write_atomically(path, json.dumps(kept | {stage.name: found}, indent=1).encode())
@@ -111,7 +111,9 @@ def ask_compiler(
     """
     script = ["aot_tpu.py", "transformer_tpu.py", "--topology", topology, "--json"]
     searched = ["--search", "--minutes", f"{minutes:g}"] if minutes else []
-    asked, changes, steps = parse_topology(topology), {}, {}
+    asked = parse_topology(topology)
+    changes = {}
+    steps = {}
     for name, stage in stages.items():
         if name == "pretrain":
             found = ask(stage, [*script, *question_of(stage), *searched], folder)

@@ -152,7 +152,9 @@ def run_stages(stages: list[Stage], folder: Path) -> int:
             print(f"{title}: done before", flush=True)
             continue
         print(f"\n{title}\n$ {stage.shown}", flush=True)
-        began, spent, printed = time.monotonic(), cpu_seconds(), ""
+        began = time.monotonic()
+        spent = cpu_seconds()
+        printed = ""
         if stage.made is None or not stage.made.exists():
             code, printed = run_stage(stage)
             if code in (129, 130, 143):

@@ -157,7 +157,9 @@ EXPECTED = "GPT-2's 12 layers took two minutes on two quiet cores; --scan_layers
 def _progress(doing: str):
     """Says on stderr what to expect, then that the compiler still works: one moving line on a terminal, else lines,
     each after twice the time of the one before."""
-    done, start, terminal = threading.Event(), time.monotonic(), sys.stderr.isatty()
+    done = threading.Event()
+    start = time.monotonic()
+    terminal = sys.stderr.isatty()
 
     def tell() -> None:
         wait = 1 if terminal else 10

@@ -32,7 +32,9 @@ def create_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     values are zeros, because nothing runs with them; shardings are those of the parameters. Raises ValueError if the
     step reads a value.
     """
-    twin, parameters, created = object.__new__(type(optimizer)), {}, []
+    twin = object.__new__(type(optimizer))
+    parameters = {}
+    created = []
     if any(optimizer.state.values()):
         return []
     with FakeTensorMode():
@@ -113,7 +115,9 @@ def trace_step(step: Callable, *args, owners: Sequence = (), **kwargs) -> Traced
     is an output, as in a real run. owners are modules and optimizers whose tensors the report tells apart, and lists
     of tensors that are marked and neither's. Raises RuntimeError when the step makes no program, or more than one.
     """
-    xlac, programs, start = torch_xla._XLAC, [], time.monotonic()
+    xlac = torch_xla._XLAC
+    programs = []
+    start = time.monotonic()
     settle()
     owned = _owned_tensors(owners)
 

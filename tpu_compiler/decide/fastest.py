@@ -161,7 +161,10 @@ class Search:
     """The trials on one slice. Deterministic, but for the time that compiles take."""
 
     def __init__(self, compile_it: Compile, options: Sequence[str], say: Callable[[str], None], seconds: float):
-        self.compile_it, self.options, self.say, self.seconds = compile_it, list(options), say, seconds
+        self.compile_it = compile_it
+        self.options = list(options)
+        self.say = say
+        self.seconds = seconds
         self.trials: list[Trial] = []
         self.best: Trial | None = None
         self.spent = self.longest = 0.0  # seconds of compiling; a cached answer counts its original time

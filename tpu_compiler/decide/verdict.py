@@ -65,7 +65,7 @@ def parse_only(text: str | None, vary_batch: bool) -> tuple[str, ...]:
 class Terms:
     """What a search may change, how long it may take, and what the run is to see and pay."""
 
-    prices: dict[str, float]  # of a chip for an hour, by generation; empty: not given
+    prices: dict[str, float]  # a chip for an hour, by generation; empty: not given
     tokens: float | None
     only: Sequence[str]  # fields that may change
     vary_batch: bool

@@ -81,7 +81,9 @@ class Operation:
 
 def elements(shape: str) -> list[str]:
     """The types in the type of a tuple, which may be tuples."""
-    found, depth, start = [], 0, 1
+    found = []
+    depth = 0
+    start = 1
     for place, letter in enumerate(shape):
         depth += (letter in "([{") - (letter in ")]}")
         if (letter == "," and depth == 1) or depth == 0:
@@ -289,7 +291,7 @@ def source_of(operation: Operation) -> str:
 
 def module_of(operation: Operation) -> str:
     """layers.3.mlp, or layers.3.mlp backward; "" for what no module's forward caused."""
-    *_, backward, module = _scope(operation)  # of autograd.Function.backward the module is already named so
+    *_, backward, module = _scope(operation)  # autograd.Function.backward has named the module so already
     return module.removesuffix(" backward") + backward if module and backward else module
 
 
@@ -299,7 +301,9 @@ def read_modules(computations: dict[str, list[Operation]]) -> Counter:
     An operation counts for the innermost module that was running. What none caused (the loss, the optimizer, what the
     compiler adds) is left out.
     """
-    times, nested, cycles = _times_run(computations), _nested(computations), Counter()
+    times = _times_run(computations)
+    nested = _nested(computations)
+    cycles = Counter()
     for name, operations in computations.items():
         for operation in operations if name not in nested else ():
             estimate, module = operation.cycles, module_of(operation)
@@ -322,7 +326,9 @@ def read_largest_results(computations: dict[str, list[Operation]], count: int = 
     Not the largest live buffers: which results share memory, and when, is not in the program's text. Inputs are not
     temporaries and are left out, as is what overwrites its operand or is part of another operation.
     """
-    times, nested, found = _times_run(computations), _nested(computations), []
+    times = _times_run(computations)
+    nested = _nested(computations)
+    found = []
     for name, operations in computations.items():
         if name in nested or not times[name]:
             continue
@@ -342,7 +348,10 @@ def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Coun
     inside a fusion belongs to the fusion. A fusion counts for the source line of its last operation. Results of at most
     4 KiB (one register) without estimate are left out.
     """
-    times, cycles, unpriced, nested = _times_run(computations), Counter(), Counter(), _nested(computations)
+    times = _times_run(computations)
+    cycles = Counter()
+    unpriced = Counter()
+    nested = _nested(computations)
 
     def small(operation: Operation) -> bool:  # scalars of the optimizer: nothing beside a priced operation
         return operation.kind not in WEIGHTY and max(shape_bytes(operation.type, padded=False), default=0) <= 4096

@@ -47,16 +47,16 @@ class Report:
     flops: float = 0.0
     traced: str = ""  # a hash of the traced program: answer.traced_hash()
     loops: int = 0  # in the program; flops counts the body of each once
-    model_flops: float | None = None  # of a step, all devices
+    model_flops: float | None = None  # for a step, all devices
     flops_ratio: float | None = None  # compiled over model: above 1 is recomputation and padding; None with loops
     collectives: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     communication_lower_bound_ms: float = 0.0
     communication_label: str = COMMUNICATION_LABEL
     slice_transfers: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # what leaves the slice
-    network_gb_per_s: float | None = None  # of a device, to other slices; None: no figure is published
+    network_gb_per_s: float | None = None  # from a device to other slices; None: no figure is published
     host_transfers: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)  # "to host", "from host"
     host_transfer_ms: float = 0.0  # both directions one after the other, at the published bandwidth of PCIe
-    exposed_ms: float = 0.0  # of communication and host transfers, what the schedule cannot hide at least
+    exposed_ms: float = 0.0  # communication and host transfers that the schedule cannot hide, at least
     predicted_ms: float | None = None  # estimated_ms + ruled_ms
     predicted_ms_all_hidden: float | None = None  # with exposed_ms, and not less than slices need between them
     predicted_ms_nothing_hidden: float | None = None  # with all bounds of communication and host transfers
@@ -81,7 +81,7 @@ class Report:
     decode: dict = dataclasses.field(default_factory=dict)  # what one token costs, and what binds it
     trace_seconds: float = 0.0
     compile_seconds: float = 0.0
-    asked_seconds: float = 0.0  # of the script's whole process, when it was asked by compile_script
+    asked_seconds: float = 0.0  # the script's whole process took, when compile_script asked it
     from_cache: bool = False
     host_peak_gib: float = 0.0
     versions: dict[str, str] = dataclasses.field(default_factory=dict)

@@ -93,7 +93,7 @@ def flash_seconds(operation: Operation, topology: Topology) -> float:
     else:
         block = int(operation.find(rf"_block_q_{phase[1]}_(\d+)") or operation.find(r"_block_q_(\d+)") or 512)
         scores = length**2 * (1 + block / length) / 2  # blocks on or below the diagonal
-        grid = operation.find(r"operand_layout_constraints=\{s8\[\d+,(\d+,\d+)\]")  # of blocks; fewer with a window
+        grid = operation.find(r"operand_layout_constraints=\{s8\[\d+,(\d+,\d+)\]")  # in blocks; fewer with a window
         if grid and (visited := math.prod(map(int, grid.split(",")))) < (length // block) ** 2:
             scores = visited * block**2
     # jax 0.7.1 does not name its fused kernel: it makes one gradient of q for each block of keys, an axis more

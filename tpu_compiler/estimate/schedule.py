@@ -40,7 +40,7 @@ def exposed_ms(computations: dict[str, list[Operation]], topology: Topology, num
 def _step_seconds(computations: dict[str, list[Operation]], topology: Topology, num_devices: int) -> float:
     """Seconds of a step, waiting included; without any transfer where num_devices is 0."""
     hardware = topology.hardware
-    sent = {}  # of each collective
+    sent = {}  # seconds by collective
     for operation, *_, size in list_collectives(computations, num_devices) if num_devices else ():
         sent[channel_of(operation)] = size / hardware.link_gb_per_s / 1e9
     bodies = {name for name, _, _ in scheduled(computations)}
@@ -63,7 +63,10 @@ def _step_seconds(computations: dict[str, list[Operation]], topology: Topology, 
             if operation.kind.endswith(("-done", "-update")) and operation.operands:
                 found[operation.name] = found.get(operation.operands[0], [])
         last = {transfer: o.name for o in operations for transfer, *_ in found[o.name]}  # after it, it has ended
-        now, ends, free, busy = 0.0, {}, Counter(), Counter()
+        now = 0.0
+        ends = {}
+        free = Counter()
+        busy = Counter()
         for operation in operations:
             # TPU7x's compiler starts a collective on the SparseCore with nothing, and hands it the data in an update
             waits_for_data = operation.kind == "async-start" and not operation.operands

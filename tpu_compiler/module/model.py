@@ -20,7 +20,7 @@ from tpu_utils.options.fields import nearest
 from tpu_utils.options.virtual_slice import without_weights
 
 ROOT = Path(__file__).resolve().parents[2]
-OF_A_RUN = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
+NON_SHAPE_FIELDS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path")
 """Fields of a config.json that say nothing of the model's shape."""
 
 
@@ -30,7 +30,7 @@ class NetworkAsked(BaseException):
 
 def build(question: Question, notes: list[str]) -> torch.nn.Module:
     """The module, its parameters without memory (device meta). Raises InputError."""
-    make = of_hugging_face(question, notes) if question.target.startswith("hf:") else of_python(question)
+    make = hugging_face_module(question, notes) if question.target.startswith("hf:") else python_module(question)
     with no_network(question.target):
         try:
             with torch.device("meta"):
@@ -67,7 +67,7 @@ def step_aside() -> None:
     sys.path[0] = str(Path.cwd())
 
 
-def of_python(question: Question) -> Callable[[], torch.nn.Module]:
+def python_module(question: Question) -> Callable[[], torch.nn.Module]:
     """What FILE.py:NAME or package.module:NAME names, with --arguments."""
     place, _, name = question.target.rpartition(":")
     with no_network(question.target):
@@ -116,7 +116,7 @@ def known_modules(place: str) -> set[str]:
     return {f"{package}.{name}" for name in names} if path else names
 
 
-def of_hugging_face(question: Question, notes: list[str]) -> Callable[[], torch.nn.Module]:
+def hugging_face_module(question: Question, notes: list[str]) -> Callable[[], torch.nn.Module]:
     """hf:PLACE or hf:PLACE:CLASS, of a config.json; --arguments replace its fields. No code of the folder is run."""
     place, _, class_name = question.target.removeprefix("hf:").partition(":")
     path = Path(place) / "config.json" if Path(place).is_dir() else Path(place)
@@ -137,7 +137,7 @@ def of_hugging_face(question: Question, notes: list[str]) -> Callable[[], torch.
             f"{path} has the model_type {kind!r}; expected one that transformers {transformers.__version__} knows"
             f"{nearest(str(kind), CONFIG_MAPPING)}"
         )
-    fields = {name: value for name, value in fields.items() if name not in OF_A_RUN}
+    fields = {name: value for name, value in fields.items() if name not in NON_SHAPE_FIELDS}
     architectures = fields.get("architectures")
     class_name = class_name or (architectures[0] if isinstance(architectures, list) and architectures else "")
     if unknown := [name for name in question.arguments if not hasattr(CONFIG_MAPPING[kind](), name)]:

@@ -98,7 +98,7 @@ def option_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--mode", choices=MODES, default="train", help="default: train; decode: one token with its cache"
     )
-    group.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="of optim.py")
+    group.add_argument("--optimizer", choices=("adamw", "adam", "sgd"), default="adamw", help="one of optim.py")
     group.add_argument(
         "--loss",
         choices=("auto", "cross_entropy", "mse", "own"),
@@ -114,7 +114,7 @@ def option_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--precision", choices=tuple(PRECISIONS), help="another name for conservative and balanced")
     group.add_argument(
-        "--arguments", default="", metavar="NAME=VALUE,...", help="of the class, function or config.json"
+        "--arguments", default="", metavar="NAME=VALUE,...", help="arguments of the class, function or config.json"
     )
     group.add_argument(
         "--through",

@@ -94,7 +94,9 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     model = build(question, notes)
     args, kwargs = meta_inputs(question, model)
     model.train(question.mode == "train")
-    mesh, of_cache, length = mesh_sizes(question, topology), {}, 0
+    mesh = mesh_sizes(question, topology)
+    of_cache = {}
+    length = 0
     if question.mode == "decode":
         args, kwargs, length = decode_inputs(question, model, kwargs or dict(enumerate(args)))
     elif getattr(getattr(model, "config", None), "use_cache", None):
@@ -138,7 +140,9 @@ def become_decoding(
     """Make the model's forward its decoding step, (tokens, position) -> tokens, whose cache it has as buffers. Returns
     the axes of each of them, by its name."""
     attend_in_groups(model, notes)
-    cache, forward, tensors = cache_of(model, length), model.forward, {}
+    cache = cache_of(model, length)
+    forward = model.forward
+    tensors = {}
     with FakeTensorMode():  # autocast, which models turn off inside, does not know the device of tensors without memory
         named = (*model.named_parameters(), *model.named_buffers())
         state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in named}

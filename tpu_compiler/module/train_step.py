@@ -83,7 +83,9 @@ def answer(question: Question, level: str, topology: Topology) -> int:
     flops = model_flops(counted, question, notes)
     if question.mode == "forward":
         del output
-        step, arguments, owners = forward_step, (forward, model, args, kwargs), (torch.nn.ModuleList([model]),)
+        step = forward_step
+        arguments = (forward, model, args, kwargs)
+        owners = (torch.nn.ModuleList([model]),)
     else:
         loss, targets = choose_loss(question, output, kwargs, device, notes)
         del output

@@ -49,7 +49,7 @@ def _open_to_read(name: str, flags: int) -> int:
     # O_NONBLOCK has no effect on a regular file; one that became a FIFO just now is not waited for
     descriptor = os.open(name, flags | os.O_NONBLOCK)
     try:
-        os.pread(descriptor, 1, 0)  # of some files in /proc only a read says that they cannot be read
+        os.pread(descriptor, 1, 0)  # only a read says of some files in /proc that they cannot be read
     except OSError:
         os.close(descriptor)
         raise

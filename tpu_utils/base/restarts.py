@@ -36,7 +36,7 @@ def end_with(starter: int | None = None) -> None:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a signal to the group is not for this process
     for descriptor in sorted(Path("/proc/self/fd").iterdir()):  # others wait for the end of a pipe, or for a lock
-        with contextlib.suppress(OSError):  # of what lists them
+        with contextlib.suppress(OSError):  # the one that lists them
             os.close(int(descriptor.name))
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
     while os.getppid() == leader:  # asked first, too: it may have ended before

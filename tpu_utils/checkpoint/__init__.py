@@ -146,7 +146,7 @@ class Checkpoints:
         if failure:
             self._failure = None
             raise failure
-        if said:  # of another process
+        if said:  # by another process
             raise SaveError(str(said[0]))
 
     def wait(self) -> None:

@@ -26,7 +26,10 @@ class CheckpointReader:
 
     def __init__(self, folder: Path, peers: Peers | None = None, mirror: "Mirror | None" = None, run_id: str = ""):
         """run_id: of the run that the checkpoints must belong to, where that is known."""
-        self.folder, self._peers, self._mirror, self.run_id = folder, peers or Peers(), mirror, run_id
+        self.folder = folder
+        self._peers = peers or Peers()
+        self._mirror = mirror
+        self.run_id = run_id
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""

@@ -182,7 +182,9 @@ class MemoryCheckpoints(Checkpoints):
     def _known(self) -> tuple[int, dict[str, str]]:
         """What the first process knows: the newest step on disk, and {step: token} of newer checkpoints in memory. A
         step whose line a run has dropped again, because the checkpoint was damaged, is not on disk."""
-        log, tokens, logged = self._disk.folder.parent / "metrics.jsonl", {}, set()
+        log = self._disk.folder.parent / "metrics.jsonl"
+        tokens = {}
+        logged = set()
         for _, _, line in read_records(log) if log.exists() else ():
             if line and line["kind"] == "checkpoint":
                 tokens[line["step"]] = line.get("memory")
@@ -216,7 +218,9 @@ class MemoryCheckpoints(Checkpoints):
 
     def _put(self, step: int, marker: dict[str, Any], givers: dict[str, int]) -> None:
         """givers: by file, the process that puts it there. The marker comes last, as with every checkpoint."""
-        disk, mirror, index = self._disk, self._disk._mirror, self._peers.index
+        disk = self._disk
+        mirror = self._disk._mirror
+        index = self._peers.index
         target, aside = disk.path(step), disk.folder / f".writing_{step:08d}"
         folder = target if mirror else aside
 
@@ -305,7 +309,7 @@ def _givers(held: list[dict[str, Any]]) -> dict[str, int] | None:
     """{file: which process gives it}, where the processes together have all files of a checkpoint."""
     for index, found in enumerate(held):
         files = found["marker"].get("files", {})
-        whole = {name: index for name in files if not name.startswith("shards_")}  # of one: they say the sums of all
+        whole = {name: index for name in files if not name.startswith("shards_")}  # from one: they say the sums of all
         shards = {name: i for i in reversed(range(len(held))) for name in held[i]["here"] if name.startswith("shards_")}
         if files and whole.keys() <= set(found["here"]) and files.keys() <= whole.keys() | shards.keys():
             return {name: shards[name] for name in files if name in shards} | whole

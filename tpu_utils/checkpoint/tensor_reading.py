@@ -119,7 +119,10 @@ class TensorFiles:
 
     def __init__(self, folder: Path, entries: dict[str, Entry], fetch: Callable[[str], None] | None = None):
         """fetch: brings a file of this name into the folder, before it is mapped."""
-        self._folder, self._entries, self._fetch, self._opened = folder, entries, fetch, {}
+        self._folder = folder
+        self._entries = entries
+        self._fetch = fetch
+        self._opened = {}
 
     def read(self, path: str) -> torch.Tensor:
         """A whole tensor on the CPU, in memory of its own."""
@@ -148,5 +151,5 @@ class TensorFiles:
             if self._fetch:
                 self._fetch(file)
             self._opened[file] = safe_open(self._folder / file, framework="pt")
-        tensor = self._opened[file].get_tensor(name)  # of mapped memory: what is not touched is not read
+        tensor = self._opened[file].get_tensor(name)  # mapped memory: what is not touched is not read
         return tensor[tuple(slice(begin, begin + n) for begin, n in zip(offsets, shape, strict=True))]

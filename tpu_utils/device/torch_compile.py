@@ -197,7 +197,7 @@ class Mesh:
         self.grid = init_device_mesh(DEVICE_TYPE, sizes[:2], mesh_dim_names=axes[:2]) if len(devices) > 1 else None
 
     def __deepcopy__(self, memo: dict) -> "Mesh":
-        return self  # of the process, whatever is copied that knows it
+        return self  # one for the process, whatever is copied that knows it
 
     def size(self) -> int:
         return math.prod(self.mesh_shape)

@@ -64,7 +64,7 @@ TraceMe = torch_xla._XLAC.profiler.TraceMe
 
 if "PT_XLA_DEBUG_LEVEL" not in os.environ:  # else 30 lines on stderr before the one that says what a step reads
     os.environ.setdefault("PT_XLA_DEBUG_FILE", os.devnull)
-# of torch_xla about its own insides, and a save would print it in the middle of the run
+# torch_xla warns of its own insides, and a save would print that in the middle of the run
 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch_xla\.distributed\.spmd")
 
 

@@ -110,7 +110,7 @@ def field_docs(kind: type) -> dict[str, str]:
         return {}
     for body in (node.body for node in classes if node.name == kind.__name__):
         pairs = [(one.target.id, after) for one, after in pairwise([*body, None]) if isinstance(one, ast.AnnAssign)]
-        if [name for name, _ in pairs] == fields:  # of several classes of a name
+        if [name for name, _ in pairs] == fields:  # several classes may have the name
             docs = [(name, after.value) for name, after in pairs if isinstance(after, ast.Expr)]
             return {name: " ".join(doc.value.split()) for name, doc in docs if isinstance(doc, ast.Constant)}
     return {}

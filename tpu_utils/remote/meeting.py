@@ -172,7 +172,10 @@ class LinkedPeers(Peers):
     """Several processes, which agree through the hosts' network and never through the devices."""
 
     def __init__(self, index: int, meeting: Meeting, links: list[Link]):
-        self.index, self.count, self._meeting, self._links = index, len(meeting.addresses), meeting, links
+        self.index = index
+        self.count = len(meeting.addresses)
+        self._meeting = meeting
+        self._links = links
 
     def with_own_links(self) -> "LinkedPeers":
         listener = _listen(self._meeting, self._meeting.port) if self.index == 0 else None

@@ -83,7 +83,9 @@ class Mirror:
         Raises like open_bucket_dir, on all processes, whichever cannot use the bucket.
         """
         peers = peers or Peers()
-        self._url, self.folder, self._index = url, folder, peers.index
+        self._url = url
+        self.folder = folder
+        self._index = peers.index
         self._sent: dict[str, tuple] = {}  # what the log files looked like when they went up
         self._jobs: queue.Queue = queue.Queue()
         self._failure: Exception | None = None

@@ -44,7 +44,9 @@ class Link:
         for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        self._socket, self.name, self.seconds = connection, name, seconds
+        self._socket = connection
+        self.name = name
+        self.seconds = seconds
 
     def close(self) -> None:
         self._socket.close()
@@ -138,7 +140,9 @@ def connect(address: str, port: int, index: int, secret: bytes, name: str, secon
 def _greet(link: Link, secret: bytes, count: int) -> int:
     """Authenticate a caller, and return the index of its process."""
     hello = link.receive(LONGEST_GREETING)
-    index, nonce, own = _field(hello, "index", int), _field(hello, "nonce", str), secrets.token_hex(16)
+    index = _field(hello, "index", int)
+    nonce = _field(hello, "nonce", str)
+    own = secrets.token_hex(16)
     if not 0 < index < count:
         raise WireError(f"process {index} calls, expected 1 to {count - 1}")
     link.send({"nonce": own, "proof": _proof(secret, "listener", index, nonce, own)})
@@ -165,7 +169,10 @@ class Listener:
             self._socket.close()
             raise
         self.port = self._socket.getsockname()[1]
-        self._count, self._secret, self._allowed, self._seconds = count, secret, allowed, seconds
+        self._count = count
+        self._secret = secret
+        self._allowed = allowed
+        self._seconds = seconds
         self._links: dict[int, Link] = {}
         self._lock, self._greetings = threading.Lock(), threading.Semaphore(MOST_GREETINGS)
         self.turned_away: list[str] = []

@@ -129,7 +129,7 @@ class StepWatch:
         if is_training:
             before = graphs_compiled()
             self._before(step, arguments, keywords, named)
-            self.total += graphs_compiled() - before  # of a trial
+            self.total += graphs_compiled() - before  # those that a trial compiled
         number = self._first_step + sum(other.calls for other in self._seen.values() if other.step is step)
         call = f"step {number}" if is_training else f"call {number - self._first_step}"
         around = self._outside.left_out() if self._outside else contextlib.nullcontext()

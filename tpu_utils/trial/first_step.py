@@ -133,7 +133,9 @@ class Trial:
     ):
         """given: positions of the batch among the arguments. others: the arguments without it. model: of check_model(),
         what is evaluated, if it is among them."""
-        self._step, self._given, self.rows = step, given, rows
+        self._step = step
+        self._given = given
+        self.rows = rows
         self._ddp = [isinstance(one, DistributedDataParallel) for one in others]
         others = [one.module if is_ddp else one for one, is_ddp in zip(others, self._ddp, strict=True)]
         self._read = with_tensors([*others, keywords], lambda tensor: tensor.detach().cpu())
@@ -246,7 +248,10 @@ class Replica:
     """One of several replicas that a step is tried as, each in a thread: `with` it, world_size() is their number."""
 
     def __init__(self, ordinal: int, count: int, barrier: threading.Barrier, given: list):
-        self.ordinal, self.count, self._barrier, self._given = ordinal, count, barrier, given
+        self.ordinal = ordinal
+        self.count = count
+        self._barrier = barrier
+        self._given = given
 
     @staticmethod
     def make(count: int) -> list["Replica"]:

@@ -52,7 +52,7 @@ class RowsAlike(TorchDispatchMode):
         self.drawn.add(name)
         with self.lock:
             torch.manual_seed(zlib.crc32(name.encode()))
-            if name == "bernoulli":  # of a probability for each value
+            if name == "bernoulli":  # each value has its probability
                 return (torch.rand_like(arguments[0][:1]) < arguments[0]).to(arguments[0].dtype)
             result = function(*arguments, **(keywords or {}))
         return result.copy_(result[:1].expand_as(result)) if name in self.DRAWN and result.dim() else result

@@ -63,7 +63,9 @@ def items_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def leaves_of(named: dict[str, Any], left_out: set[int]) -> Leaves:
     """All that these values reach, each once. left_out: ids of what is not entered."""
-    found, seen, waiting = {}, set(left_out), [*named.items()]
+    found = {}
+    seen = set(left_out)
+    waiting = [*named.items()]
     while waiting:
         path, value = waiting.pop()
         if (count := written(value)) is None:

@@ -89,8 +89,8 @@ def ask(
 
 
 def print_continuations(config: SamplingOptions, asked: Asked, found: list[list[int]], tokenizer: Tokenizer) -> None:
-    """Each text with what follows it, up to a text of --stop, with a line between two. Of an answer without the space
-    that some formats put before it."""
+    """Each text with what follows it, up to a text of --stop, with a line between two. An answer is printed
+    without the space that some formats put before it."""
     for number, (text, tokens) in enumerate(zip(asked.texts, found, strict=True)):
         kept = tokens[:-1] if tokens[-1] in asked.stops else tokens
         whole, begins = tokenizer.decode(text + kept), len(tokenizer.decode(text))

@@ -110,7 +110,7 @@ class CausalAttention(torch.autograd.Function):
     heads of keys and values serves R heads of queries: it is read once for all of them, and their gradients add up
     inside the product.
 
-    Queries are processed in slices, each with the keys up to its end. Of the scores, e = exp(score - maximum) is saved.
+    Queries are processed in slices, each with the keys up to its end. e = exp(score - maximum) is saved.
     The output is divided by the row sums, and in the backward pass its gradient: K values a row instead of S. The row
     sums of p * dp are equal to those of out * grad, which are used (both: Dao et al. 2022, FlashAttention, section
     3.1), so the gradient of the scores is elementwise, and XLA fuses it into the matrix product before it. einsum keeps
@@ -189,7 +189,7 @@ def window_ends(position_S, window):
 
 
 def in_order(x_CBTGK):
-    """(B, S, G, K) of what devices hold in balanced order, one after the other: context.py."""
+    """(B, S, G, K) of what devices hold in balanced order, one after the other: context_attention.py."""
     early, late = x_CBTGK.unflatten(2, (2, -1)).unbind(2)
     return torch.cat([early, late.flip(0)]).movedim(0, 1).flatten(1, 2)
 
@@ -203,9 +203,9 @@ def causal_attention(
     scores; 8 (9/16) from T 2,048 on; 6 for T 1,024 and heads below 128 lanes, which saves 1 to 3 % of a step of GPT-2
     (libtpu 0.0.21's estimates for v5e); 1 unless 512 divides T. starts_BT: where the document of each position begins;
     None: at the row's first token. saved: what a first run of the layer returned, which is then not computed again;
-    (): this is the first run; None: there is one alone.
-    window: how many positions one sees, itself among them; 0: all before it. An int32 scalar in a scanned layer.
-    here_T: positions of the queries of two pieces of a sequence; keys and values are (C, B, T, G, K) then: context.py.
+    (): this is the first run; None: there is only one. window: how many positions one sees, itself among them; 0: all
+    before it. An int32 scalar in a scanned layer. here_T: positions of the queries of two pieces of a sequence; keys
+    and values are (C, B, T, G, K) then: context_attention.py.
     """
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[-2]
     if here_T is not None:

@@ -50,7 +50,7 @@ def spec(tensor) -> tuple:
 def run(function, window: int, *tensors):
     """The outputs of a jax function, with axes (B, H, ...) like the first tensor. On the global mesh each device runs
     it on its shard. No mesh, or keys of several devices, (C, B, G, K, T): each is traced alone already (loops.py,
-    context.py)."""
+    context_attention.py)."""
     mesh, full = None if tensors[1].dim() == 5 else xs.get_global_mesh(), tensors[0].shape
     if mesh is not None:
         tensors = [xs.enable_manual_sharding(t, spec(t), mesh=mesh).global_tensor for t in tensors]

@@ -6,9 +6,9 @@ Here positions lie along the lanes, in every array: heads of 64 fill them, the r
 made as (keys, queries), so that no product needs them transposed. Scores stay on the chip. The gradient of q stays
 there until its head is done, as a block of keys gives a part of all of it.
 
-On a mesh with a context axis (context.py) a device has the queries of two pieces of the sequence, the keys and values
-of all devices, and the positions at which its pieces begin, in scalar memory. From them the kernels know which blocks
-of keys its queries see, so every device runs the same program.
+On a mesh with a context axis (context_attention.py) a device has the queries of two pieces of the sequence, the keys
+and values of all devices, and the positions at which its pieces begin, in scalar memory. From them the kernels know
+which blocks of keys its queries see, so every device runs the same program.
 
 Shape suffixes: B batch, H heads of queries, G heads of keys and values, R = H / G, K head_dim, T time; C devices along
 the context axis.

@@ -9,13 +9,13 @@ T, D, V = 12, 16, 20
 CASES = {
     "layer_norm": (lambda own, x, w, b: own.layer_norm(x, w, b), [(2, T, D), (D,), (D,)]),
     "rms_norm": (lambda own, x, w: own.rms_norm(x, w, 1e-5), [(2, T, D), (D,)]),
-    "attention": (lambda own, q, k, v: own.causal_attention(q, k, v), [(2, T, 4, 8)] * 3),
+    "attention": (lambda own, q, k, v: own.causal_attention(q, k, v)[0], [(2, T, 4, 8)] * 3),
     "grouped heads, a window": (
-        lambda own, q, k, v: own.causal_attention(q, k, v, window=5),
+        lambda own, q, k, v: own.causal_attention(q, k, v, window=5)[0],
         [(2, T, 4, 8), (2, T, 2, 8), (2, T, 2, 8)],
     ),
     "documents": (
-        lambda own, q, k, v: own.causal_attention(q, k, v, torch.tensor([[0] * 5 + [5] * 7, [0] * T])),
+        lambda own, q, k, v: own.causal_attention(q, k, v, torch.tensor([[0] * 5 + [5] * 7, [0] * T]))[0],
         [(2, T, 4, 8)] * 3,
     ),
     "losses": (

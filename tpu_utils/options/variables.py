@@ -30,6 +30,7 @@ DEVICES = ("", "cpu", "tpu")
 INEXACT = re.compile(r"xla_cpu_enable_fast_\w+")
 """Flags of XLA that let it reorder sums and leave out what is not finite."""
 COMMON_FLAGS = ("xla_backend_optimization_level", "xla_cpu_enable_fast_math", "xla_dump_to", "xla_dump_hlo_as_text")
+COMMON_FLAGS += ("xla_cpu_use_fusion_emitters",)
 """XLA has these: the library, of 300 MB, is not searched for them."""
 
 

@@ -35,6 +35,7 @@ PRELOADED = [
 os.environ["JAX_PLATFORMS"] = "cpu"  # jax reads it when it is imported, which is before the fork
 # what says which device a process has: a script decides that for itself
 DEVICE_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_FLAGS", "XLA_USE_SPMD")
+DEVICE_VARIABLES += ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")  # jax sets these when a test asks the TPU compiler
 _forking = multiprocessing.get_context("forkserver")
 _forking.set_forkserver_preload(PRELOADED)
 

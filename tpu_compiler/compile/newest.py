@@ -153,8 +153,8 @@ def compile_there(
     slices = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
     request |= dict(topology=topology.compiler_name, chips_per_host=topology.chips_per_host, options=options)
     request["slice"] = dict(topology.hardware.compiler_options) | slices
-    # torch_xla's import leaves the path of its own libtpu there
-    ours = ("PYTHON", "TPU_LIBRARY_PATH", "PTXLA_")
+    # torch_xla's import leaves the path of its own libtpu there, and another XLA ends at a flag that it does not have
+    ours = ("PYTHON", "TPU_LIBRARY_PATH", "PTXLA_", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     with tempfile.TemporaryDirectory() as work:
         (Path(work) / "program.pb").write_bytes(hlo)

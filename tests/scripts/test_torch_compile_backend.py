@@ -27,7 +27,7 @@ IMAGES += " --warmup_steps 2"
 LANGUAGE = (
     "--device cpu --num_steps 6 --warmup_steps 2 --log_every 1 --eval_every 6 --save_every 3 --keep_checkpoints 9"
 )
-LANGUAGE += " --num_layers 2 --embedding_dim 64 --global_batch_size 8 --dropout 0.1 --gradient_accumulation_steps 2"
+LANGUAGE += " --num_layers 1 --embedding_dim 64 --global_batch_size 8 --dropout 0.1 --gradient_accumulation_steps 2"
 LANGUAGE += " --optimizer muon --remat --no_tensorboard"
 PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4")
 

@@ -148,7 +148,7 @@ def data_dir(command: str) -> Path:
 
 
 ASKS_THE_COMPILER = ("any_module.md", "any_slice.md", "search.md", "speedrun.md", "published.md", "calibrate.md")
-"""Pages whose commands take minutes each; what they show is tested by itself."""
+"""Pages whose commands compile for minutes; what they show has tests of its own."""
 
 
 def marked(page: Path):

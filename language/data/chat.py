@@ -417,9 +417,7 @@ def fill_rows(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the room that is left in them
-    rooms: list[
-        int
-    ] = []  # indices of with_room that have rows, sorted: the fullest row that fits is found by bisection
+    rooms: list[int] = []  # where with_room has rows, sorted: the fullest one that fits is found by bisection
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
         place = bisect.bisect_left(rooms, length)

@@ -63,9 +63,14 @@ class GPT(Decoder):
     """
 
     def __init__(
-        self, shape: ModelShape, compute_dtype=torch.float32, *, attention: Callable = causal_attention, dropout=0.0,
+        self,
+        shape: ModelShape,
+        compute_dtype=torch.float32,
+        *,
+        attention: Callable = causal_attention,
+        dropout=0.0,
         **options,
-    ):  # fmt: skip
+    ):
         """attention: that, flash_attention(), or one of them by context_parallel(). options: of a Decoder."""
         super().__init__(shape, parameter_shapes(shape), compute_dtype, **options)
         self.attention = attention

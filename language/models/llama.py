@@ -229,9 +229,15 @@ class Llama(Decoder):
         return product("bte,de->btd", activation(gate) * up, w["mlp_out_weight"], adapter(w, "mlp_out")), None
 
     def layer(
-        self, x_BTD, w, kept=SAVE_NOTHING, attention: Callable | None = None, experts: Callable | None = None,
-        rotation=None, window: int | None = None,
-    ):  # fmt: skip
+        self,
+        x_BTD,
+        w,
+        kept=SAVE_NOTHING,
+        attention: Callable | None = None,
+        experts: Callable | None = None,
+        rotation=None,
+        window: int | None = None,
+    ):
         """(x, routing of route(), or None without experts) after one layer. w: its parameters by name, as cast() gives
         them; which norms and biases it has, they tell.
 

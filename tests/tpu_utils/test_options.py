@@ -13,7 +13,7 @@ from processes import ROOT, run
 from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, MnistConfig
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
-from tpu_utils.options.fields import FREE, Range, hints_of, marks, plain  # noqa: F401 - FREE in an annotation as text
+from tpu_utils.options.fields import FREE, Range, field_docs, hints_of, marks, plain  # noqa: F401 - FREE in an annotation as text
 from tpu_utils.options.parsing import free_on_resume, parse_command_line, presets_of, resolve
 from tpu_utils.options.train_config import TrainConfig, parse_profile_steps
 
@@ -77,6 +77,29 @@ def another_value(kind: type, name: str) -> object:
     if get_origin(hint) is Literal:
         return next(choice for choice in get_args(hint) if choice != value)
     return {bool: lambda: not value, int: lambda: value + 1, float: lambda: value / 2 or 0.5, str: lambda: "x"}[hint]()
+
+
+def test_classes_of_one_name_in_a_file_have_docstrings_of_their_own():
+    def wide():
+        @dataclasses.dataclass(frozen=True)
+        class Own(MnistConfig):
+            width: int = 1
+            """Channels."""
+            name: str = "no docstring"
+
+        return Own
+
+    def deep():
+        @dataclasses.dataclass(frozen=True)
+        class Own(MnistConfig):
+            depth: int = 1
+            """Layers of
+            the network."""
+
+        return Own
+
+    assert field_docs(wide()) == {"width": "Channels."}
+    assert field_docs(deep()) == {"depth": "Layers of the network."}
 
 
 @pytest.mark.parametrize("kind", IMAGE_KINDS, ids=lambda kind: kind.__name__)

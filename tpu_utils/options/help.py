@@ -11,7 +11,7 @@ from tpu_utils.base.errors import InputError
 from tpu_utils.options.fields import Seldom, marks, no_effect
 
 HELP = ("-h", "--help")
-MORE = "{} more options: --help all; those of a choice: --optimizer sgd --help"
+MORE = "{} more options: --help all shows every one, --optimizer sgd --help those of that choice"
 
 
 def is_shown(config: Any, name: str) -> bool:

@@ -11,7 +11,7 @@ from tpu_utils.base.errors import InputError
 from tpu_utils.options.fields import Seldom, marks, no_effect
 
 HELP = ("-h", "--help")
-MORE = "{} more options: --help all shows every one, --optimizer sgd --help those of that choice"
+MORE = "{} more options: --help all; those of another choice: --optimizer sgd --help"
 
 
 def is_shown(config: Any, name: str) -> bool:

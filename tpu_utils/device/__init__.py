@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tpu_utils.base.errors import CheckpointError, DeviceError, first_line
-from tpu_utils.base.hardware import attached_chips
+from tpu_utils.base.hardware import attached_chips, gpu_named
 from tpu_utils.options.compiler_flags import flags_in_use
 from tpu_utils.options.environment import choose_device
 
@@ -54,6 +54,7 @@ def start_device(config: "TrainConfig", join: Callable[[], Any] = lambda: None) 
         raise DeviceError(
             f"asked for device {chosen}, the runtime started {started}; unset PJRT_DEVICE or pass --device"
         )
+    choose_compiler(config.compile, config.deterministic)
     torch.manual_seed(config.seed)
     seed_host(config.seed)
     set_rng_state(config.seed)
@@ -76,7 +77,9 @@ def devices_used() -> int:
 
 
 def peak_flops() -> float | None:
-    """Peak dense bf16 FLOP/s of devices_used(), or None where the chip is unknown (CPU)."""
+    """Peak dense bf16 FLOP/s of devices_used(), or None where the chip is unknown (CPU, another GPU)."""
+    if gpu := gpu_named(device_name()):
+        return gpu.bf16_tflops and devices_used() * gpu.bf16_tflops * 1e12
     chips = attached_chips() if device_type() == "TPU" else []
     return devices_used() * chips[0].bf16_tflops * 1e12 / chips[0].devices_per_chip if chips else None
 
@@ -85,7 +88,7 @@ def print_banner(config: "TrainConfig", device: torch.device) -> None:
     """What this run runs on, before anything is compiled."""
     count, kind = device_count(), device_type()
     chips = attached_chips() if kind == "TPU" else []
-    name = f"TPU {chips[0].name}" if chips else f"CPU ({ON_CPU})" if kind == "CPU" else kind
+    name = f"TPU {chips[0].name}" if chips else f"CPU ({ON_CPU})" if kind == "CPU" else f"{kind} {device_name()}"
     used = devices_used()
     memory = device_memory(device)
     matmul = f", float32 matrix products at {config.matmul_precision} precision" if kind == "TPU" else ""
@@ -112,13 +115,16 @@ def seed_host(*seed: int) -> None:
 
 def random_state() -> dict[str, torch.Tensor]:
     """The generators of torch that a script or a layer may draw from, of this host and of the device."""
-    return {"torch": torch.get_rng_state(), "xla": torch.tensor([get_rng_state()], dtype=torch.uint64)}
+    state = {"torch": torch.get_rng_state(), "xla": torch.tensor([get_rng_state()], dtype=torch.uint64)}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if DEVICE_TYPE == "cuda" else {})
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
     """Raises CheckpointError when it is not what random_state() gives."""
     try:
         torch.set_rng_state(state["torch"])
+        if DEVICE_TYPE == "cuda":
+            torch.cuda.set_rng_state(state["cuda"])
     except RuntimeError as error:  # the bytes are no state of the generator
         raise CheckpointError(f"the checkpoint's random state is none: {error}; start in another --run_dir") from error
     set_rng_state(int(state["xla"].numpy()[0]))  # int() of a torch.uint64 overflows

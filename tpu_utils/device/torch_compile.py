@@ -1,9 +1,10 @@
 """The torch.compile backend: the names of tpu_utils.device where torch_xla is not installed.
 
 Dynamo makes one graph of a step, its backward pass and the optimizer's update in it. Where torch_tpu has registered a
-TPU, its backend compiles the graph. Elsewhere torch runs the graph operation by operation on the CPU: that shows that
-a step is one graph and what it computes, and nothing of a speed. A process has one device; of a language model torchrun
-starts several (language/xla/shards.py). docs/torchtpu.md says what was tried.
+TPU, its backend compiles the graph; on an NVIDIA GPU inductor does, and the step is replayed as one CUDA graph
+(gpu.py). On the CPU torch runs the graph operation by operation, unless inductor is asked for: that shows that a step
+is one graph and what it computes, and nothing of a speed. A process has one device; of a language model torchrun starts
+several (language/xla/shards.py). docs/torchtpu.md says what was tried.
 """
 
 import functools
@@ -13,6 +14,7 @@ import math
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -30,15 +32,31 @@ from torch.distributed.tensor import DTensor
 from tpu_utils.base.errors import InputError, RecompileError, first_line, is_own
 
 
-def _has_tpu() -> bool:
-    """Whether torch_tpu has found a chip, and it was asked for."""
-    found = torch.accelerator.current_accelerator()
-    return found is not None and found.type == "tpu" and os.environ.get("PJRT_DEVICE") != "CPU"
+def _device_type() -> str:
+    """As PJRT_DEVICE says, else a TPU that torch_tpu has found, else a GPU, else the CPU."""
+    asked, found = os.environ.get("PJRT_DEVICE", ""), torch.accelerator.current_accelerator()
+    if asked == "CPU" or found is None or not torch.accelerator.is_available():
+        return "cpu"
+    return found.type if found.type in ("tpu", "cuda") else "cpu"
 
 
-DEVICE_TYPE = "tpu" if _has_tpu() else "cpu"
+DEVICE_TYPE = _device_type()
+IS_GPU = DEVICE_TYPE == "cuda"
 READ_ERROR_MARKERS = ()  # compile_step() says it itself
-ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile, run operation by operation; its speed says nothing"
+INDUCTOR = {
+    # numbers drawn in a step are those that eager PyTorch would draw
+    "fallback_random": True,
+    # SDPA without dropout gives its seed as a tensor () of the host, which inductor takes for one of the GPU. In a graph
+    # that holds the backward pass it is free afterwards, and the next () int64 would lie there: Triton refuses it
+    # (torch 2.11; attention_backward.cu of aten, _efficient_attention_forward: at::empty({}, at::dtype(at::kLong)))
+    "allow_buffer_reuse": False,
+    # a row's and a column's sums in one kernel: in a graph with AdamW's update the gradients of GPT-2 124M's layer norms
+    # were 17 times too long (torch 2.11, H200; the comparison of the first call found it)
+    "triton.mix_order_reduction": False,
+}
+NOT_DETERMINISTIC = "does not have a deterministic implementation"
+"""What torch says of an operation that has no such kernel."""
+ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile; its speed says nothing"
 IS_XLA = False
 BACKEND = "torch.compile"
 
@@ -56,8 +74,35 @@ logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
 
 
+if IS_GPU:
+    from tpu_utils.device.gpu import waits
+
+    waits()  # counts from here
+    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions are float32, as products are
+
+_chosen: dict[str, Any] = {"compiler": "auto"}
+"""Also the trace that is taken."""
+
+
+def choose_compiler(name: str, deterministic: bool) -> None:
+    """inductor, eager, or auto, of the steps that this process compiles from now on.
+
+    deterministic: a GPU's kernels give the same bits each time, so that a resumed run ends bit-identical.
+    """
+    _chosen["compiler"] = name
+    if IS_GPU and deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which would cost time
+
+
 def device_type() -> str:
-    return DEVICE_TYPE.upper()
+    return "GPU" if IS_GPU else DEVICE_TYPE.upper()
+
+
+def device_name() -> str:
+    """The model of a GPU, such as "NVIDIA H200"; "" of another device."""
+    return torch.cuda.get_device_name() if IS_GPU else ""
 
 
 def current_device() -> torch.device:
@@ -93,12 +138,19 @@ def use_spmd() -> None:
 
 
 def wait_device_ops() -> None:
-    if DEVICE_TYPE == "tpu":
+    if DEVICE_TYPE != "cpu":
         torch.accelerator.synchronize()
 
 
-def device_memory(device: torch.device) -> None:
-    """torch_tpu 0.2.0 has no public name for what is in use."""
+def device_memory(device: torch.device) -> dict[str, int] | None:
+    """{"bytes_used", "bytes_limit", "peak_bytes_used"} of a GPU. torch_tpu 0.2.0 has no public name for what is in use.
+
+    The comparison of a first call with eager PyTorch is not in the peak.
+    """
+    if not IS_GPU:
+        return None
+    used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return dict(bytes_used=used, bytes_limit=torch.cuda.mem_get_info(device)[1], peak_bytes_used=peak)
 
 
 def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
@@ -141,14 +193,29 @@ def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -
         nonlocal is_first
         for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
             keep_rate_ratios(optimizer)
-            for group in optimizer.param_groups:  # Dynamo sets it in step 1, and step 2 would be another graph
-                group.setdefault("capturable", True)
+            settle(optimizer)
         if not is_first:
             return in_one_graph(*arguments, **keywords)
         is_first = False
-        return first_call(function, in_one_graph, arguments, keywords)
+        try:
+            return first_call(function, in_one_graph, arguments, keywords)
+        except RuntimeError as error:
+            if NOT_DETERMINISTIC not in str(error):
+                raise
+            raise InputError(
+                f"{first_line(error)} With --no_deterministic it runs, and a resumed run may end with other bits"
+            ) from error
 
     return call
+
+
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Make its groups what step 1 makes of them: else step 2 would be another graph."""
+    on_device: dict[int, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        group.setdefault("capturable", True)  # Dynamo sets it
+        if isinstance(rate := group["lr"], torch.Tensor):  # the step puts its own there, one for all groups
+            group["lr"] = on_device.setdefault(id(rate), rate.to(group["params"][0].device))
 
 
 def _last_line(error: Exception) -> str:
@@ -159,11 +226,20 @@ def _last_line(error: Exception) -> str:
 
 
 def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """By torch_tpu, or torch's own that runs it. Raises RecompileError for .item(), which Dynamo takes into a graph."""
+    """By torch_tpu, inductor, or torch's own that runs it. Raises RecompileError for .item(), which Dynamo takes in."""
     for node in graph.graph.nodes:
         if node.target == "item":
             raise RecompileError(f"it reads a tensor\n{node.stack_trace}")
-    return lookup_backend("tpu" if DEVICE_TYPE == "tpu" else "eager")(graph, inputs)
+    if DEVICE_TYPE == "tpu":
+        return lookup_backend("tpu")(graph, inputs)
+    if _chosen["compiler"] == "eager" or (_chosen["compiler"] == "auto" and not IS_GPU):
+        return lookup_backend("eager")(graph, inputs)
+    compiled = lookup_backend("inductor")(graph, inputs, config_patches=dict(INDUCTOR))
+    if not IS_GPU or dist.is_initialized():
+        return compiled
+    from tpu_utils.device.gpu import Replayed
+
+    return Replayed(compiled)
 
 
 def graphs_compiled() -> int:
@@ -181,12 +257,17 @@ def operations_on_host() -> dict[str, int]:
     return {}
 
 
-def transfers_to_device() -> float:
-    """Not counted: nan."""
-    return float("nan")
+_sent = Counter()
 
 
-transfers_from_device = transfers_to_device
+def transfers_to_device() -> int:
+    """Batches that send() has sent so far, of a mesh arrays. torch waits for other uploads: transfers_from_device()."""
+    return _sent["transfers"]
+
+
+def transfers_from_device() -> float:
+    """Calls that waited for the GPU so far; nan where they are not counted."""
+    return waits().count if IS_GPU else float("nan")
 
 
 class Mesh:
@@ -221,6 +302,11 @@ def send(batch, device: torch.device, sharding: BatchSharding | None = None) -> 
     """A batch, a host array or a tuple of them, on the device."""
     arrays = batch if isinstance(batch, tuple | list) else (batch,)
     tensors = [torch.from_numpy(array) if isinstance(array, np.ndarray) else array for array in arrays]
+    _sent["transfers"] += len(tensors) if sharding else 1
+    if IS_GPU:
+        from tpu_utils.device.gpu import upload
+
+        return upload(tensors, device)
     return [tensor.to(device, non_blocking=DEVICE_TYPE == "tpu", copy=True) for tensor in tensors]
 
 
@@ -327,11 +413,16 @@ def TraceMe(name: str, **_: Any) -> AbstractContextManager:
     return torch.profiler.record_function(name)
 
 
+TRACE_VIEWER = "open the newest .json file of {} in ui.perfetto.dev"
+
+
 def start_trace(folder: str) -> None:
-    raise InputError("profile_steps needs torch_xla, which is not installed; leave --profile_steps out")
+    _chosen["trace"] = torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(folder))
+    _chosen["trace"].start()
 
 
-stop_trace = wait_device_ops
+def stop_trace() -> None:
+    _chosen.pop("trace").stop()
 
 
 def init_process_group(*_: Any, **__: Any) -> None:

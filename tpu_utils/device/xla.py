@@ -68,6 +68,18 @@ if "PT_XLA_DEBUG_LEVEL" not in os.environ:  # else 30 lines on stderr before the
 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch_xla\.distributed\.spmd")
 
 
+TRACE_VIEWER = "tensorboard --logdir {} (tab Profile)"
+
+
+def choose_compiler(name: str, deterministic: bool) -> None:
+    """XLA, whose kernels are deterministic: choose_device() has refused another one."""
+
+
+def device_name() -> str:
+    """ "": a TPU is known by its place on the PCI bus (hardware.attached_chips)."""
+    return ""
+
+
 def device_memory(device: torch.device) -> dict[str, int] | None:
     """{"bytes_used", "bytes_limit", "peak_bytes_used"} of one device, or None where the runtime does not tell: on the
     CPU, and under SPMD, where torch_xla raises "MemoryInfo not supported for SPMD virtual device"."""

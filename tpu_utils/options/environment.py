@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 from tpu_utils.base.errors import DeviceError, InputError, run_script
-from tpu_utils.base.hardware import GOOGLE_PCI_VENDOR, attached_chips
+from tpu_utils.base.hardware import GOOGLE_PCI_VENDOR, attached_chips, has_gpu
 from tpu_utils.base.peers import Peers
 from tpu_utils.options.compiler_flags import set_flags
 from tpu_utils.options.parsing import Options, parse_command_line
@@ -58,7 +58,7 @@ def own_name() -> str | None:
 
 
 def choose_device(config: "TrainConfig") -> str:
-    """Settle "tpu" or "cpu", and how many devices, in the environment: it is read once, when a device is first touched.
+    """Settle "tpu", "gpu" or "cpu", and how many devices, in the environment: it is read when a device is touched.
 
     Idempotent, and inherited by child processes. Raises DeviceError instead of falling back, InputError if environment
     and metadata contradict each other about the hosts of this slice.
@@ -71,9 +71,21 @@ def choose_device(config: "TrainConfig") -> str:
 
         pretend_slice(config)
         return "cpu"
-    chosen, chips = config.device, attached_chips()
+    chosen, chips, by_xla = config.device, attached_chips(), find_spec("torch_xla") is not None
     if chosen == "auto":
-        chosen = (os.environ.get("PJRT_DEVICE") or ("TPU" if chips else "CPU")).lower()
+        found = "tpu" if chips else "gpu" if not by_xla and has_gpu(os.environ) else "cpu"
+        chosen = os.environ.get("PJRT_DEVICE", "").lower() or found
+    if by_xla and (chosen == "gpu" or config.compile != "auto"):
+        what = "device is gpu" if chosen == "gpu" else f"compile is {config.compile}"
+        raise InputError(
+            f"{what}, but torch_xla is installed, which runs on TPU and CPU and has its own compiler; take an "
+            "environment of requirements-compile.txt, or leave it out"
+        )
+    if chosen == "gpu" and not has_gpu(os.environ):
+        raise DeviceError(
+            "device is gpu, but no driver shows an NVIDIA GPU (/dev/nvidia0; CUDA_VISIBLE_DEVICES may hide it); run "
+            "nvidia-smi, or add --device cpu"
+        )
     if chosen == "tpu" and not chips:
         raise DeviceError(
             f"preset {config.preset} runs on tpu, but this machine has no TPU chip (PCI vendor {GOOGLE_PCI_VENDOR}); "

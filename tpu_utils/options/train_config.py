@@ -23,8 +23,9 @@ class RunOptions:
 
     preset: Annotated[str, FREE] = "quick_test"
     """Named set of option values; `python config.py` prints all of them."""
-    device: Annotated[Literal["auto", "tpu", "cpu"], FREE] = "auto"
-    """auto uses a TPU if one is attached, else the XLA CPU backend. Presets made for TPU set tpu."""
+    device: Annotated[Literal["auto", "tpu", "gpu", "cpu"], FREE] = "auto"
+    """auto uses a TPU if one is attached, else, without torch_xla, an NVIDIA GPU, else the CPU. Presets made for TPU
+    set tpu."""
     seed: Annotated[int, Range("[0, 4294967295]")] = 0
     """Random seed of the initial weights, the order of the examples and their augmentation."""
     run_dir: Annotated[str, FREE] = ""
@@ -94,6 +95,11 @@ class SpeedOptions:
     """Bfloat16 passes per float32 matrix product on TPU: default one, high three, highest six. No effect on CPU."""
     prefetch_batches: Annotated[int, Range("[1, inf)"), FREE, Seldom()] = 4
     """Number of batches to send to the device ahead of the step."""
+    compile: Annotated[Literal["auto", "inductor", "eager"], FREE, Seldom()] = "auto"
+    """Without torch_xla: inductor compiles the graph of a step, eager runs it operation by operation. auto: inductor on
+    a GPU, eager on the CPU."""
+    deterministic: Annotated[bool, FREE, Seldom()] = True
+    """On a GPU: kernels that give the same bits each time, so that a resumed run ends bit-identical."""
     windowed_einsum: Annotated[bool, FREE, Seldom("compile_for")] = False
     """Let the TPU compiler gather large sharded weights in pieces, between smaller matrix products."""
     compiler_options: Annotated[str, FREE, Seldom("compile_for")] = ""

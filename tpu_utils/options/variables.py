@@ -26,7 +26,7 @@ NUMBERS = {
     **dict.fromkeys(("PJRT_LOCAL_PROCESS_RANK", "RANK", "LOCAL_RANK", "GROUP_RANK"), (0, 1 << 20)),
 }
 """The least and the largest whole number that a variable may have."""
-DEVICES = ("", "cpu", "tpu")
+DEVICES = ("", "cpu", "tpu", "gpu")
 INEXACT = re.compile(r"xla_cpu_enable_fast_\w+")
 """Flags of XLA that let it reorder sums and leave out what is not finite."""
 COMMON_FLAGS = ("xla_backend_optimization_level", "xla_cpu_enable_fast_math", "xla_dump_to", "xla_dump_hlo_as_text")
@@ -52,7 +52,9 @@ def check_variables(environment: Mapping[str, str], device: str, options: Mappin
             )
     named = environment.get("PJRT_DEVICE", "")
     if device == "auto" and named.lower() not in DEVICES:
-        raise InputError(f"the environment has PJRT_DEVICE={named:.50}; expected CPU or TPU; unset it, or correct it")
+        raise InputError(
+            f"the environment has PJRT_DEVICE={named:.50}; expected CPU, TPU or GPU; unset it, or correct it"
+        )
     if cache := environment.get("XLA_PERSISTENT_CACHE_PATH"):
         try:
             Path(cache).mkdir(parents=True, exist_ok=True)  # as torch_xla does

@@ -4,14 +4,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.device import TraceMe, start_trace, stop_trace, wait_device_ops
+from tpu_utils.device import TRACE_VIEWER, TraceMe, start_trace, stop_trace, wait_device_ops
 
 if TYPE_CHECKING:
     from tpu_utils.options.train_config import TrainConfig
 
 
 class Profile:
-    """Traces the steps of config.profile_steps into run_dir/tensorboard (xplane, read by the xprof plugin)."""
+    """Traces the steps of config.profile_steps into run_dir/tensorboard: xplane, read by the xprof plugin, or without
+    torch_xla JSON."""
 
     def __init__(self, config: "TrainConfig", run_dir: Path, first_step: int, num_steps: int):
         self._first, self._last = config.profile_range
@@ -52,6 +53,4 @@ class Profile:
             wait_device_ops()  # the traced steps may still be running
             stop_trace()
             self._running = False
-            print(
-                f"trace of steps {self._first} to {self._last - 1}: tensorboard --logdir {self._folder} (tab Profile)"
-            )
+            print(f"trace of steps {self._first} to {self._last - 1}: {TRACE_VIEWER.format(self._folder)}")

@@ -1,6 +1,6 @@
 """Scripts on both backends, unchanged: torch_xla and torch.compile. The simplest one is a copy.
 
-The environment of the torch.compile backend is made of requirements-torchtpu.txt, once for all tests here, and is then
+The environment of the torch.compile backend is made of requirements-compile.txt, once for all tests here, and is then
 removed. There is no TPU: torch runs the one graph that Dynamo has made.
 """
 
@@ -16,7 +16,7 @@ import torch
 from processes import ROOT, run
 from run_files import assert_identical, losses_in, state_in, summary_in
 
-REQUIREMENTS = ROOT / "requirements-torchtpu.txt"
+REQUIREMENTS = ROOT / "requirements-compile.txt"
 NEEDED_GIB = 10
 """With the libraries of CUDA, which PyTorch's wheels for Linux bring along."""
 OPTIONS = "--device cpu --dataset digits --num_epochs 1 --global_batch_size 70 --warmup_steps 5 --log_every 1"

@@ -135,7 +135,7 @@ def check_same(name: str, found: Tensors, expected: Tensors) -> None:
         return
     _, (kind, tensor), here, there = min(worst)
     what = kind if kind == tensor else f"{kind} of {tensor}"
-    remedy = "another torch (requirements-torchtpu.txt), or operations of torch in place of a torch.autograd.Function"
+    remedy = "another torch (requirements-compile.txt), or operations of torch in place of a torch.autograd.Function"
     if kind == LEFT:
         remedy = "zero_grad(set_to_none=True) of the model or optimizer, which a graph takes in"
     raise InputError(

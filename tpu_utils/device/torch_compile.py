@@ -63,7 +63,7 @@ BACKEND = "torch.compile"
 if not hasattr(dynamo, "trace_autograd_ops"):  # what it computes by it is compared: against_eager.py
     raise ImportError(
         f"torch_xla is not installed, and torch {torch.__version__} takes no backward pass into a graph; expected "
-        "torch_xla, of requirements.txt, or torch 2.13, of requirements-torchtpu.txt, in an environment of its own"
+        "torch_xla, of requirements.txt, or torch 2.13, of requirements-compile.txt, in an environment of its own"
     )
 dynamo.trace_autograd_ops = True  # loss.backward() becomes a part of the graph
 # torch keeps Dynamo out of it; its body, which sets gradients to None, is traced
@@ -171,7 +171,7 @@ def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -
             said = str(error).partition("from user code")[0].strip() or type(error).__name__
             raise InputError(
                 f"torch.compile of torch {torch.__version__} fails at {_last_line(error)}, which PyTorch alone runs: "
-                f"{said}; expected the torch of requirements-torchtpu.txt"
+                f"{said}; expected the torch of requirements-compile.txt"
             ) from error
         except (Unsupported, BackendCompilerFailed) as error:
             cause = getattr(error, "inner_exception", error)

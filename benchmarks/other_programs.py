@@ -70,9 +70,9 @@ class StraightGPT(nn.Module):
 
 
 class HuggingFaceGPT(nn.Module):
-    """transformers.GPT2LMHeadModel without dropout; its vocabulary is not padded."""
+    """transformers.GPT2LMHeadModel without dropout; its vocabulary is not padded. attention: None, what it chooses."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, shape: ModelShape, attention: str | None = None):
         import transformers
 
         super().__init__()
@@ -86,6 +86,7 @@ class HuggingFaceGPT(nn.Module):
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
                 attn_pdrop=0.0,
+                attn_implementation=attention,
             )
         )
 
@@ -97,14 +98,14 @@ class HuggingFaceGPT(nn.Module):
 
 
 class HuggingFaceLlama(nn.Module):
-    """transformers.LlamaForCausalLM with eager attention, what from_pretrained gives without flash attention."""
+    """transformers.LlamaForCausalLM, with eager attention unless another is named."""
 
-    def __init__(self, shape: LlamaShape):
+    def __init__(self, shape: LlamaShape, attention: str = "eager"):
         import transformers
 
         super().__init__()
         config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
-        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
     def tie(self) -> None:
         self.model.tie_weights()
@@ -189,8 +190,20 @@ def jax_gpt_parameters(shape: ModelShape):
     )
 
 
-def jax_gpt_loss(parameters, tokens_BS, num_heads: int, dtype):
-    """Mean loss of a GPT-2 written with jax.numpy alone; products in dtype, softmax and loss in float32."""
+def jax_attention(q_BTHK, k_BSHK, v_BSHK):
+    """Causal attention written with jax.numpy alone; softmax in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    T = q_BTHK.shape[1]
+    mask = jnp.tril(jnp.ones((T, T), bool))
+    scores = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK).astype(jnp.float32) / math.sqrt(q_BTHK.shape[-1])
+    p = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1).astype(q_BTHK.dtype)
+    return jnp.einsum("bhts,bshk->bthk", p, v_BSHK)
+
+
+def jax_gpt_loss(parameters, tokens_BS, num_heads: int, dtype, attention=jax_attention):
+    """Mean loss of a GPT-2 written with jax.numpy; products in dtype, loss in float32."""
     import jax
     import jax.numpy as jnp
 
@@ -201,15 +214,12 @@ def jax_gpt_loss(parameters, tokens_BS, num_heads: int, dtype):
 
     inputs, targets = tokens_BS[:, :-1], tokens_BS[:, 1:]
     B, T = inputs.shape
-    mask = jnp.tril(jnp.ones((T, T), bool))
     x = (parameters["tokens"][inputs] + parameters["positions"][:T]).astype(dtype)
     for layer in parameters["layers"]:
         w = {name: value if "ln" in name else value.astype(dtype) for name, value in layer.items()}
         y = layer_norm(x, w["ln1_weight"], w["ln1_bias"]) @ w["qkv_weight"] + w["qkv_bias"]
         q, k, v = (part.reshape(B, T, num_heads, -1) for part in jnp.split(y, 3, axis=-1))
-        scores = jnp.einsum("bthk,bshk->bhts", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
-        p = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1).astype(dtype)
-        y = jnp.einsum("bhts,bshk->bthk", p, v).reshape(B, T, -1)
+        y = attention(q, k, v).reshape(B, T, -1)
         x = x + y @ w["out_weight"] + w["out_bias"]
         y = layer_norm(x, w["ln2_weight"], w["ln2_bias"]) @ w["mlp_in_weight"] + w["mlp_in_bias"]
         x = x + jax.nn.gelu(y, approximate=True) @ w["mlp_out_weight"] + w["mlp_out_bias"]

@@ -4,17 +4,16 @@ Run:     python benchmarks/gpu.py --out gpu.json
              every row: GPT-2 124M, Llama 3.2 1B with 8 layers, ResNet-50
          python benchmarks/gpu.py --rows 'gpt2_8.*' resnet.ours
              these rows; --list prints all names
-         python benchmarks/gpu.py --alone
-             compiles each program alone too: no number is touched by another
+         python benchmarks/gpu.py --jobs 1
+             compiles each program alone too: then its seconds are its own
          python benchmarks/gpu.py --device cpu --tiny
              a rehearsal; its times say nothing
 Prints:  the card and the versions; a line of JSON for each row; a table.
 Exit:    0; 1 where no row was measured. A row that fails, runs out of memory
          or of time, or lacks a package says so, and the rest go on.
 
-Every program is a process of its own. Phase 1 starts them beside each other for a few steps, which fills the caches of
-the compilers; phase 2 runs each alone, and its times are printed. Triton's choices that were timed in phase 1 are
-forgotten between the two; XLA's, which are a part of its programs, are not.
+Every program is a process of its own. Programs compile beside each other and wait for their turn; each is measured
+alone.
 
 A number is the median of 3 groups of 20 steps, each ended by one wait for the GPU. bfloat16 products, float32 weights,
 random tokens. Language models: AdamW, gradients clipped at norm 1. MFU counts 6 N + 12 L d T FLOPs a token, of the
@@ -25,7 +24,6 @@ import argparse
 import contextlib
 import dataclasses
 import fnmatch
-import itertools
 import json
 import os
 import re
@@ -47,7 +45,7 @@ from tpu_utils.base.files import write_atomically
 TFLOPS = (("H100 PCIe", 756.0), ("H100", 989.0), ("H200", 989.0), ("A100", 312.0))
 """Peak dense bfloat16 TFLOP/s by a part of the card's name. Source: NVIDIA's data sheets."""
 MEMORY_SHARE = 0.9
-"""Phase 1 starts programs until what they need is this share of the card's memory."""
+"""Programs compile beside each other that need at most this share of the card's memory."""
 GIB_OUTSIDE = 0.7
 """Of a process, beside what its framework counts: the driver's context and the libraries."""
 EXCEPTION = re.compile(r"error: |[\w.]+(Error|Exception|Interrupt)\b")
@@ -89,12 +87,11 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a process is asked for. few: only the first steps, in phase 1."""
+    """What a process is asked for."""
 
     row: str
     device: str
     tiny: bool
-    few: bool
     folder: str
     ours: str
 
@@ -105,6 +102,11 @@ class Task:
     @property
     def way(self) -> str:
         return self.row.partition(".")[2]
+
+    @property
+    def options(self) -> str:
+        """Of our script, beside those of the case."""
+        return f"{self.ours} --no_deterministic".strip() if self.way == "ours_any_order" else self.ours
 
     @property
     def steps(self) -> int:
@@ -129,26 +131,28 @@ TINY_CASES = {
 }
 WAYS = {
     "ours": "this project",
+    "ours_any_order": "this project, --no_deterministic",
     "nanogpt": "nanoGPT's way",
     "hugging_face": "Hugging Face",
     "jax": "plain JAX, optax",
     "plain": "torchvision, usual loop",
 }
 ROWS = {
-    "gpt2_8.ours": 14,
-    "gpt2_8.nanogpt": 12,
-    "gpt2_8.hugging_face": 14,
-    "gpt2_8.jax": 14,
-    "gpt2_32.ours": 44,
-    "gpt2_32.nanogpt": 36,
-    "gpt2_32.hugging_face": 44,
-    "gpt2_32.jax": 44,
+    "gpt2_8.ours": 13,
+    "gpt2_8.ours_any_order": 13,
+    "gpt2_8.nanogpt": 8,
+    "gpt2_8.hugging_face": 11,
+    "gpt2_8.jax": 10,
+    "gpt2_32.ours": 40,
+    "gpt2_32.nanogpt": 18,
+    "gpt2_32.hugging_face": 40,
+    "gpt2_32.jax": 40,
     "llama.ours": 50,
     "llama.hugging_face": 36,
-    "resnet.ours": 28,
-    "resnet.plain": 24,
+    "resnet.ours": 24,
+    "resnet.plain": 20,
 }
-"""GiB that each may need, roughly and rather too much: how many fit beside each other in phase 1."""
+"""GiB that each may need, roughly and rather too much: how many fit beside each other."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,9 +198,9 @@ class Child:
     def __init__(self, task: Task, environment: dict[str, str]):
         self.task = task
         self.began = time.monotonic()
-        name = f"{task.row}.{'few' if task.few else 'all'}"
-        self._output = Path(task.folder, f"{name}.stdout")
-        self._errors = Path(task.folder, f"{name}.stderr")
+        self.was_killed = False
+        self._output = Path(task.folder, f"{task.row}.stdout")
+        self._errors = Path(task.folder, f"{task.row}.stderr")
         command = command_of(task)
         with self._output.open("w") as output, self._errors.open("w") as errors:
             self._process = subprocess.Popen(
@@ -206,8 +210,20 @@ class Child:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
+    def is_busy(self) -> bool:
+        """Neither ended nor stopped, which it does when it has compiled (gpu_programs.wait_for_turn)."""
+        if self.has_ended():
+            return False
+        state = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "T"
+
+    def go_on(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """With all that it has started."""
+        self.was_killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -230,53 +246,48 @@ def reason_in(errors: str) -> str:
     return (named or lines or [""])[-1].strip()[:200]
 
 
-def run_all(tasks: list[Task], environment: dict[str, str], jobs: int, limit: float, gib: float) -> Iterator[tuple]:
-    """(task, its result), each when it has ended. limit: seconds of one. gib: that they may need together."""
-    waiting = list(tasks)
-    running: list[Child] = []
+def waves_of(names: list[str], jobs: int, gib: float, tiny: bool) -> list[list[str]]:
+    """Rows that are compiled beside each other: as many as fit into the memory, the largest first."""
+    waves: list[list[str]] = []
+    for name in sorted(names, key=lambda name: -ROWS[name]):
+        for wave in waves:
+            taken = sum(ROWS[other] + GIB_OUTSIDE for other in [*wave, name])
+            if len(wave) < jobs and (taken <= gib or tiny):
+                wave.append(name)
+                break
+        else:
+            waves.append([name])
+    return waves
+
+
+def run_wave(tasks: list[Task], environment: dict[str, str], limit: float) -> Iterator[tuple[Task, dict]]:
+    """(task, its result), each when it has ended. All compile beside each other and stop themselves; when none compiles
+    any more, one after the other goes on and is measured. limit: seconds of one, but for those that it waits."""
+    children = [Child(task, environment) for task in tasks]
     try:
-        while waiting or running:
-            for task in list(waiting):
-                taken = sum(ROWS[child.task.row] + GIB_OUTSIDE for child in running)
-                fits = taken + ROWS[task.row] + GIB_OUTSIDE <= gib or task.tiny
-                if not running or (len(running) < jobs and fits):
-                    waiting.remove(task)
-                    running.append(Child(task, environment))
-            for child in list(running):
-                seconds = time.monotonic() - child.began
-                if not child.has_ended() and seconds < limit:
-                    continue
-                result = {} if child.has_ended() else {"skipped": f"killed after the limit of {limit:g} s"}
-                running.remove(child)
-                child.kill()
-                yield child.task, {"process_seconds": round(seconds, 1)} | (result or child.result())
+        while any(child.is_busy() for child in children) and time.monotonic() < children[0].began + limit:
             time.sleep(0.1)
+        for child in children:
+            if child.is_busy():
+                child.kill()
+                yield child.task, {"skipped": f"not compiled after {limit:g} s"}
+        for child in [child for child in children if not child.was_killed]:
+            child.go_on()
+            began = time.monotonic()
+            while not child.has_ended() and time.monotonic() < began + limit:
+                time.sleep(0.05)
+            is_late = not child.has_ended()
+            child.kill()
+            yield child.task, {"skipped": f"killed after {limit:g} s"} if is_late else child.result()
     finally:
-        for child in running:
+        for child in children:
             child.kill()
 
 
-def fill_caches(tasks: list[Task], environment: dict[str, str], jobs: int, limit: float, gib: float) -> dict[str, dict]:
-    """Phase 1: {row: its result}. The largest programs start first."""
-    threads = max(1, 2 * (os.cpu_count() or 1) // jobs)
-    beside = {"TORCHINDUCTOR_COMPILE_THREADS": f"{threads}", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    largest_first = sorted(tasks, key=lambda task: -ROWS[task.row])
-    found = {}
-    for task, result in run_all(largest_first, environment | beside, jobs, limit, gib):
-        found[task.row] = result
-        said = result.get("skipped") or f"first step after {result['first_step_seconds']:.1f} s"
-        print(f"phase 1: {task.row}: {said}", file=sys.stderr, flush=True)
-    for path in Path(environment["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.best_config"):
-        path.unlink()  # timed while other programs ran
-    return found
-
-
-def row_of(task: Task, card: Card, result: dict, before: dict | None) -> dict:
-    """What is printed of a row. before: its result of phase 1; None: there was none."""
+def row_of(task: Task, card: Card, result: dict) -> dict:
+    """What is printed of a row."""
     case = task.case
     row = {"row": task.row, "model": case.title, "size": case.size, "way": WAYS[task.way]} | result
-    if before is not None:
-        row["first_step_seconds_beside_others"] = before.get("first_step_seconds")
     if "skipped" in result:
         return row
     milliseconds = statistics.median(result["groups_ms"])
@@ -293,7 +304,7 @@ def figure(value: float | None, form: str) -> str:
 
 def table(rows: list[dict]) -> str:
     heads = ["model", "batch", "way", "step, ms (groups)", "a second", "TFLOP/s", "MFU", "peak GiB", "reserved GiB"]
-    heads += ["first step, s: beside others", "alone", "said"]
+    heads += ["first step, s", "said"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         cells = [row["model"], row["size"], row["way"]]
@@ -304,17 +315,15 @@ def table(rows: list[dict]) -> str:
         groups = [f"{value:.1f}" for value in (min(row["groups_ms"]), max(row["groups_ms"]))]
         cells += [f"{row['step_ms']:.1f} ({' to '.join(groups)})", rate, f"{row['tflops']:.1f}"]
         cells += [figure(row["mfu"], ".1%"), figure(row["peak_gib"], ".2f"), figure(row["reserved_gib"], ".2f")]
-        cells += [figure(row.get("first_step_seconds_beside_others"), ".1f"), f"{row['first_step_seconds']:.1f}"]
+        cells += [f"{row['first_step_seconds']:.1f}"]
         lines.append(f"| {' | '.join([*cells, row['said']])} |")
     return "\n".join(lines)
 
 
 def environment_of(device: str, caches: Path) -> dict[str, str]:
     """Of a child: where compilers keep what they have made, and the device that jax takes."""
-    kept = {name: str(caches / name.lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-    kept["JAX_COMPILATION_CACHE_DIR"] = str(caches / "jax")
-    kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    kept["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    kept = {name: str(caches.resolve() / name.lower()) for name in names} | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     # one thread: several are slower on cores that others use too
     on_cpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return os.environ | kept | (on_cpu if device == "cpu" else {})
@@ -322,7 +331,7 @@ def environment_of(device: str, caches: Path) -> dict[str, str]:
 
 def one(task: Task) -> int:
     """Run a program in this process and print its result as JSON."""
-    if task.way == "ours":
+    if task.way.startswith("ours"):
         import gpu_ours  # imports torch where the script does
 
         measured = gpu_ours.run_script(task) if task.case.shape else gpu_ours.run_resnet(task)
@@ -335,27 +344,22 @@ def one(task: Task) -> int:
 
 
 def measure(arguments: argparse.Namespace, names: list[str], card: Card, folder: Path) -> list[dict]:
-    """Both phases. Prints each row, and writes all so far to --out."""
-    caches = arguments.caches or folder / "caches"
-    environment = environment_of(arguments.device, caches.resolve())
-    tasks = [Task(name, arguments.device, arguments.tiny, False, str(folder), arguments.ours) for name in names]
-    before = {}
-    if not arguments.alone:
-        gib = MEMORY_SHARE * card.gib
-        few = [dataclasses.replace(task, few=True) for task in tasks]
-        before = fill_caches(few, environment, arguments.jobs, arguments.limit, gib)
-    # what phase 1 did not find will not be there now
-    missing = [task for task in tasks if before.get(task.row, {}).get("skipped", "").startswith("ModuleNotFoundError")]
-    there = [task for task in tasks if task not in missing]
-    results = [(task, before[task.row]) for task in missing]
+    """Prints each row, and writes all so far to --out."""
+    environment = environment_of(arguments.device, arguments.caches or folder / "caches")
     rows = []
-    for task, result in itertools.chain(results, run_all(there, environment, 1, arguments.limit, 0.0)):
-        row = row_of(task, card, result, None if arguments.alone else before[task.row])
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        if arguments.out:
-            report = {"card": dataclasses.asdict(card), "versions": versions(), "alone": arguments.alone, "rows": rows}
-            write_atomically(arguments.out, (json.dumps(report, indent=1) + "\n").encode())
+    for wave in waves_of(names, arguments.jobs, MEMORY_SHARE * card.gib, arguments.tiny):
+        tasks = [Task(name, arguments.device, arguments.tiny, str(folder), arguments.ours) for name in wave]
+        for task, result in run_wave(tasks, environment, arguments.limit):
+            rows.append(row_of(task, card, result))
+            print(json.dumps(rows[-1]), flush=True)
+            if arguments.out:
+                report = {
+                    "card": dataclasses.asdict(card),
+                    "versions": versions(),
+                    "jobs": arguments.jobs,
+                    "rows": rows,
+                }
+                write_atomically(arguments.out, (json.dumps(report, indent=1) + "\n").encode())
     return rows
 
 
@@ -365,8 +369,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--tiny", action="store_true", help="tiny models and pictures")
-    parser.add_argument("--alone", action="store_true", help="no phase 1")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="programs in phase 1")
+    parser.add_argument(
+        "--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="programs that compile beside each other"
+    )
     parser.add_argument("--limit", type=float, default=180.0, metavar="SECONDS", help="of one program; default 180")
     parser.add_argument("--caches", type=Path, metavar="DIR", help="keep the compilers' caches here")
     parser.add_argument("--ours", default="", metavar="OPTIONS", help="more options for this project's scripts")
@@ -388,8 +393,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(arguments, names, card, Path(folder))
     rows.sort(key=lambda row: names.index(row["row"]))
-    kind = "nothing was compiled before, but for what --caches has" if arguments.alone else "from phase 1's caches"
-    print(f"\n{table(rows)}\n\nThe first step of a program that runs alone: {kind}.", flush=True)
+    print(f"\n{table(rows)}\n\nThe first step compiles, beside up to {arguments.jobs - 1} other programs.", flush=True)
     return int(all("skipped" in row for row in rows))
 
 

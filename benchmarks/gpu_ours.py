@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = 3
-WARM_UP_LINES = 2
-"""Log lines, each of Task.steps steps, that are not counted."""
+MOST_LINES = 60
+"""Log lines of the run, each of Task.steps steps. It is ended before."""
 BATCHES = 4
 GIB = 2**30
 
@@ -46,10 +47,10 @@ def command_of(task: "Task", folder: Path) -> list[str]:
     options |= dict(model_size=size, num_layers=shape.num_layers, num_heads=shape.num_heads)
     options |= dict(embedding_dim=shape.embedding_dim, sequence_length=shape.sequence_length)
     options |= dict(vocab_size=shape.vocab_size, global_batch_size=case.batch, log_every=task.steps)
-    options |= dict(num_steps=(WARM_UP_LINES + GROUPS) * task.steps, warmup_steps=task.steps, learning_rate=6e-4)
+    options |= dict(num_steps=MOST_LINES * task.steps, warmup_steps=task.steps, learning_rate=6e-4)
     options |= dict(eval_every=10**6, eval_batches=1, save_every=10**6)
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [str(ROOT / "transformer_tpu.py"), *words, "--no_tensorboard", *task.ours.split()]
+    return [str(ROOT / "transformer_tpu.py"), *words, "--no_tensorboard", *task.options.split()]
 
 
 def train_lines(path: Path) -> list[dict]:
@@ -68,20 +69,26 @@ def memory_of_torch(forget: bool = False) -> dict[str, float | None]:
     return {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.memory_reserved() / GIB}
 
 
+def wait_for_turn() -> None:
+    """As in gpu_programs.py, which imports torch."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def watch(task: "Task", path: Path) -> None:
     """Reads the run's log beside it. Ends this process once the lines are there: neither the last evaluation nor the
     last checkpoint is measured. The first step is that of `began_with`, the comparison with eager PyTorch in it."""
-    wanted = 1 if task.few else WARM_UP_LINES + GROUPS
-    has_forgotten = False
-    while len(lines := train_lines(path)) < wanted:
-        if lines and not has_forgotten:
-            has_forgotten = True
-            memory_of_torch(forget=True)
-        time.sleep(0.2)
-    groups = [1e3 * line["step_seconds"] for line in lines[WARM_UP_LINES:]]
+    while not (before := train_lines(path)):
+        time.sleep(0.05)
+    memory_of_torch(forget=True)
+    wait_for_turn()
+    left_out = len(before) + 2  # one may have been written meanwhile, and one has the wait in it
+    while len(lines := train_lines(path)) < left_out + GROUPS:
+        time.sleep(0.05)
+    lines = lines[: left_out + GROUPS]
+    groups = [1e3 * line["step_seconds"] for line in lines[left_out:]]
     wait = 1e3 * lines[-1]["data_wait_seconds"]
     found = {"first_step_seconds": lines[0]["began_with"]["compile"], "groups_ms": groups, "loss": lines[-1]["loss"]}
-    options = f" {task.ours}" if task.ours else ""
+    options = f" {task.options}" if task.options else ""
     found["said"] = f"transformer_tpu.py{options}; of a step {wait:.1f} ms wait for data"
     print(json.dumps(found | memory_of_torch()), flush=True)
     os._exit(0)
@@ -89,7 +96,7 @@ def watch(task: "Task", path: Path) -> None:
 
 def run_script(task: "Task") -> dict:
     """transformer_tpu.py in this process, as by its command line. The watch ends it; this returns for an error."""
-    folder = Path(task.folder, f"{task.row}{'.few' if task.few else ''}")
+    folder = Path(task.folder, task.row)
     folder.mkdir()
     write_tokens(folder / "train.bin", task.case, 1)
     write_tokens(folder / "validation.bin", task.case, 2)
@@ -119,7 +126,7 @@ def run_resnet(task: "Task") -> dict:
     from tpu_utils.step.optim import gradient_norm, learning_rates, make_optimizer, step_optimizer
 
     options = f"--device {task.device} --optimizer sgd --learning_rate 0.1 --momentum 0.9 --precision bfloat16"
-    config = parse_command_line(CifarConfig, "", [*options.split(), *task.ours.split()])
+    config = parse_command_line(CifarConfig, "", [*options.split(), *task.options.split()])
 
     @one_graph
     def train_step(model, optimizer, rates, metrics, images, labels, config):
@@ -146,6 +153,6 @@ def run_resnet(task: "Task") -> dict:
         steps = int(metrics.step.item())
         return float(metrics.read(steps - 1, steps)["loss"][0])
 
-    said = " ".join(["@one_graph, autocast, channels_last", *task.ours.split()])
+    said = " ".join(["@one_graph, autocast, channels_last", *task.options.split()])
     program = gpu_programs.torch_program(step, device, said)
     return gpu_programs.measured(dataclasses.replace(program, wait=wait_device_ops, loss=loss), task)

@@ -44,14 +44,15 @@ DEVICE_TYPE = _device_type()
 IS_GPU = DEVICE_TYPE == "cuda"
 READ_ERROR_MARKERS = ()  # compile_step() says it itself
 INDUCTOR = {
+    # of 64: the same kernels of a whole step of GPT-2 124M in a quarter less time (torch 2.11)
+    "max_fusion_buffer_group_pairwise_attempts": 12,
     # numbers drawn in a step are those that eager PyTorch would draw
     "fallback_random": True,
-    # SDPA without dropout gives its seed as a tensor () of the host, which inductor takes for one of the GPU. In a graph
-    # that holds the backward pass it is free afterwards, and the next () int64 would lie there: Triton refuses it
-    # (torch 2.11; attention_backward.cu of aten, _efficient_attention_forward: at::empty({}, at::dtype(at::kLong)))
+    # SDPA without dropout gives its seed as a tensor () of the host; inductor takes it for one of the GPU. In a graph
+    # with a backward pass the next () int64 would lie there, and Triton refuses it (torch 2.11)
     "allow_buffer_reuse": False,
-    # a row's and a column's sums in one kernel: in a graph with AdamW's update the gradients of GPT-2 124M's layer norms
-    # were 17 times too long (torch 2.11, H200; the comparison of the first call found it)
+    # sums over rows and columns in one kernel: gradients of stacked layer norms are not written (issue 193061 of
+    # pytorch/pytorch). Those of GPT-2 124M were 17 times too long: the comparison of the first call found it
     "triton.mix_order_reduction": False,
 }
 NOT_DETERMINISTIC = "does not have a deterministic implementation"

@@ -99,6 +99,26 @@ def test_noise_is_no_difference():
     first_call(steps(1e-9), steps(-2e-9), ([torch.ones(4), torch.ones(4)],), {})
 
 
+def deep_step(model, optimizer, x, exact=False, lost=False):
+    with torch.autocast("cpu", torch.bfloat16, enabled=not exact):
+        hidden = model[0](x)
+        loss = (model[1:](hidden.detach() if lost else hidden).float() - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def test_rounding_to_16_bits_is_let_through_and_a_lost_gradient_is_not():
+    """Through 16 layers of BatchNorm the gradients in bfloat16 are far from those in float32, which is right too."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(16)]
+    model, x = nn.Sequential(*layers), torch.randn(32, 16)
+    moved = make_optimizer(MnistConfig(optimizer="sgd", learning_rate=1e-3), model.parameters())
+    first_call(deep_step, lambda *given: deep_step(*given, exact=True), (*copy.deepcopy((model, moved)), x), {})
+    with pytest.raises(InputError, match=r"of model.0.0.\w+ by 0, expected \d"):
+        first_call(deep_step, lambda *given: deep_step(*given, lost=True), (*copy.deepcopy((model, moved)), x), {})
+
+
 def test_a_model_from_elsewhere_is_not_trained_twice(capsys):
     model, calls = nn.Linear(2, 2), []
 

@@ -535,7 +535,7 @@ def test_options_that_are_no_text_are_refused(name):
         (dict(tensorboard=1), "tensorboard is 1; expected bool"),
         (dict(run_dir=7), "run_dir is 7; expected str"),
         (dict(dataset="other"), "dataset is 'other'; expected one of digits, mnist, synthetic"),
-        (dict(device=[]), "device is .*; expected one of auto, tpu, cpu"),
+        (dict(device=[]), "device is .*; expected one of auto, tpu, gpu, cpu"),
     ],
 )
 def test_values_of_another_type_are_refused(changed, said):

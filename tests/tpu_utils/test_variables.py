@@ -28,7 +28,7 @@ REFUSED = [
     ("WORLD_SIZE", "two", "WORLD_SIZE=two; expected a whole number"),
     ("LOCAL_RANK", "-1", "LOCAL_RANK=-1; expected a whole number from 0 to"),
     ("XLA_PERSISTENT_CACHE_PATH", "/dev/null/cache", "/dev/null/cache: Not a directory; expected a folder"),
-    ("PJRT_DEVICE", "gpu", "PJRT_DEVICE=gpu; expected CPU or TPU"),
+    ("PJRT_DEVICE", "cuda", "PJRT_DEVICE=cuda; expected CPU, TPU or GPU"),
     ("XLA_FLAGS", "--xla_nosuch=1", "XLA_FLAGS has --xla_nosuch=1, which this XLA does not have"),
     ("XLA_FLAGS", "--xla_cpu_enable_fast_math", "which changes numbers behind the precision"),
     ("XLA_FLAGS", "--xla_dump_to=/tmp --xla_cpu_enable_fast_min_max=true", "--xla_cpu_enable_fast_min_max=true, which"),

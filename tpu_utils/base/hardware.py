@@ -1,12 +1,10 @@
-"""TPU generations and the slices they are rented in; GPUs. Imports neither torch, jax nor a module of this project."""
+"""TPU generations and the slices they are rented in. Nothing here imports torch, jax or a module of this project."""
 
 import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 GIB = 2**30
 GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -59,41 +57,6 @@ GENERATIONS = {generation.name: generation for generation in ALL_GENERATIONS}
 SHAPES_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 SHAPES_3D = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
 SHAPES_3D |= {1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16"}
-
-
-class GPU(NamedTuple):
-    """bf16_tflops: dense, NVIDIA's data sheet or architecture paper of the card; where that names the figure with
-    sparsity, half of it. None: it has no bfloat16. pattern: of torch.cuda.get_device_name()."""
-
-    pattern: str
-    memory_gib: int
-    bf16_tflops: float | None
-
-
-GPUS = (
-    GPU("T4", 16, None),  # 65 TFLOP/s of float16
-    GPU("L4", 24, 121),
-    GPU("RTX 4090", 24, 165.2),  # with float32 sums: Ada paper, appendix A
-    GPU("A100.*40GB", 40, 312),
-    GPU("A100", 80, 312),
-    GPU("H100 PCIe", 80, 756),
-    GPU("H100 NVL", 94, 835),
-    GPU("H100", 80, 989),
-    GPU("H200", 141, 989),
-    GPU("B200", 180, 2250),
-)
-"""The first pattern that fits counts."""
-
-
-def gpu_named(name: str) -> GPU | None:
-    """By what the driver calls it. None: not in the table."""
-    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu.pattern}\b", name)), None)
-
-
-def has_gpu(environment: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
-    """Whether a driver of NVIDIA's shows this process a GPU; of Windows' Linux (WSL) it is /dev/dxg."""
-    is_hidden = environment.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-    return not is_hidden and ((devices / "dxg").exists() or any(devices.glob("nvidia[0-9]*")))
 
 
 def attached_chips(pci_root: Path = Path("/sys/bus/pci/devices")) -> list[Generation]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tpu_utils.base.errors import CheckpointError, DeviceError, first_line
-from tpu_utils.base.hardware import attached_chips, gpu_named
+from tpu_utils.base.hardware import attached_chips
 from tpu_utils.options.compiler_flags import flags_in_use
 from tpu_utils.options.environment import choose_device
 
@@ -78,8 +78,11 @@ def devices_used() -> int:
 
 def peak_flops() -> float | None:
     """Peak dense bf16 FLOP/s of devices_used(), or None where the chip is unknown (CPU, another GPU)."""
-    if gpu := gpu_named(device_name()):
-        return gpu.bf16_tflops and devices_used() * gpu.bf16_tflops * 1e12
+    if name := device_name():
+        from tpu_utils.base.gpus import gpu_named  # only on a GPU
+
+        gpu = gpu_named(name)
+        return gpu and gpu.bf16_tflops and devices_used() * gpu.bf16_tflops * 1e12
     chips = attached_chips() if device_type() == "TPU" else []
     return devices_used() * chips[0].bf16_tflops * 1e12 / chips[0].devices_per_chip if chips else None
 

@@ -59,6 +59,11 @@ def first_call(function: Callable, compiled: Callable, arguments: tuple, keyword
     except torch.OutOfMemoryError as error:  # a compiled step needs less
         print(f"check      {function.__name__} is not compared with eager PyTorch: {first_line(error)}", flush=True)
         expected = None
+    except RuntimeError as error:
+        from tpu_utils.device.no_graph import raise_if_not_deterministic  # only for an error
+
+        raise_if_not_deterministic(error)
+        raise
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -4,6 +4,7 @@ A step is replayed as one CUDA graph, uploads go beside the steps, and calls tha
 """
 
 import functools
+import os
 import warnings
 from collections.abc import Callable
 
@@ -11,8 +12,37 @@ import torch
 
 from tpu_utils.base.errors import first_line
 
+INDUCTOR = {
+    # of 64: the same kernels of a whole step of GPT-2 124M in a quarter less time (torch 2.11)
+    "max_fusion_buffer_group_pairwise_attempts": 12,
+    # numbers drawn in a step are those that eager PyTorch would draw
+    "fallback_random": True,
+    # SDPA without dropout gives its seed as a tensor () of the host; inductor takes it for one of the GPU. In a graph
+    # with a backward pass the next () int64 would lie there, and Triton refuses it (torch 2.11)
+    "allow_buffer_reuse": False,
+    # sums over rows and columns in one kernel: gradients of stacked layer norms are not written (issue 193061 of
+    # pytorch/pytorch). Those of GPT-2 124M were 17 times too long: the comparison of the first call found it
+    "triton.mix_order_reduction": False,
+}
+"""Settings of inductor, on the CPU too."""
 WAITS = "called a synchronizing CUDA operation"
 """How torch's warning begins (c10/cuda/CUDAFunctions.cpp)."""
+
+
+def prepare(deterministic: bool) -> None:
+    """Settings of this process. deterministic: kernels give the same bits each time."""
+    waits()  # counts from here
+    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions are float32, as products are
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which would cost time
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """As device_memory()."""
+    used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return dict(bytes_used=used, bytes_limit=torch.cuda.mem_get_info(device)[1], peak_bytes_used=peak)
 
 
 class WaitCount:
@@ -60,6 +90,21 @@ def _memory_pool() -> tuple[int, int]:
     return torch.cuda.graph_pool_handle()
 
 
+def record(run: Callable, inputs: list[torch.Tensor]) -> tuple[Callable[[], None], list]:
+    """(what starts the kernels of run(*inputs) in one call, its outputs, which that call fills). Computes nothing.
+
+    Raises RuntimeError where run does what cannot be recorded, such as a wait for the GPU.
+    """
+    graph, before = torch.cuda.CUDAGraph(), waits().count
+    try:
+        # thread_local: the loader's thread may take memory meanwhile
+        with torch.cuda.graph(graph, pool=_memory_pool(), capture_error_mode="thread_local"):
+            outputs = run(*inputs)
+    finally:
+        waits().count = before
+    return graph.replay, outputs
+
+
 class Replayed:
     """What a compiler made of one graph, with its kernels recorded once and then started by one call.
 
@@ -69,47 +114,38 @@ class Replayed:
     back after it.
     """
 
-    def __init__(self, run: Callable):
-        self._run, self._can_record = run, True
+    def __init__(self, run: Callable, record: Callable = record):
+        self._run = run
+        self._record: Callable | None = record
+        """None: it cannot be recorded."""
         self._places: list[int] = []
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Callable[[], None] | None = None
+        self._outputs: list = []
         self._copies: dict[int, torch.Tensor] = {}
         """By number, of inputs that have moved."""
 
-    def __call__(self, *inputs):
-        if not self._can_record or not all(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs):
+    def __call__(self, *inputs: torch.Tensor) -> list:
+        if self._record is None:
             return self._run(*inputs)
         places = [tensor.data_ptr() for tensor in inputs]
         if not self._places:  # the first call makes and tunes kernels
             self._places = places
             return self._run(*inputs)
         moved = [i for i, place in enumerate(places) if place != self._places[i] and i not in self._copies]
-        if moved or self._graph is None:
+        if moved or self._replay is None:
             self._copies |= {i: inputs[i].detach().clone() for i in moved}
-            self._places = places
-            if not self._record([self._copies.get(i, tensor) for i, tensor in enumerate(inputs)]):
+            self._places, self._replay = places, None
+            try:
+                held = [self._copies.get(i, tensor) for i, tensor in enumerate(inputs)]
+                self._replay, self._outputs = self._record(self._run, held)
+            except RuntimeError as error:
+                print(f"cuda graph none: kernels are started one by one, as {first_line(error)}", flush=True)
+                self._record = None
                 return self._run(*inputs)
         with torch.no_grad():
             for i, copy in self._copies.items():
                 copy.copy_(inputs[i])
-            self._graph.replay()
+            self._replay()
             for i, copy in self._copies.items():
                 inputs[i].copy_(copy)
         return [out.clone() if isinstance(out, torch.Tensor) else out for out in self._outputs]
-
-    def _record(self, inputs: list[torch.Tensor]) -> bool:
-        """Nothing is computed. False where the graph does what cannot be recorded: it then runs kernel by kernel."""
-        self._graph, before = None, waits().count
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # thread_local: the loader's thread may take memory meanwhile
-            with torch.cuda.graph(graph, pool=_memory_pool(), capture_error_mode="thread_local"):
-                self._outputs = self._run(*inputs)
-        except RuntimeError as error:
-            print(f"cuda graph not recorded, kernels are started one by one: {first_line(error)}", flush=True)
-            self._can_record = False
-            return False
-        finally:
-            waits().count = before
-        self._graph = graph
-        return True

@@ -12,24 +12,22 @@ import inspect
 import logging
 import math
 import os
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch._dynamo import config as dynamo
 from torch._dynamo import lookup_backend
-from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, Unsupported
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tpu_utils.base.errors import InputError, RecompileError, first_line, is_own
+from tpu_utils.base.errors import InputError, RecompileError
 
 
 def _device_type() -> str:
@@ -43,20 +41,6 @@ def _device_type() -> str:
 DEVICE_TYPE = _device_type()
 IS_GPU = DEVICE_TYPE == "cuda"
 READ_ERROR_MARKERS = ()  # compile_step() says it itself
-INDUCTOR = {
-    # of 64: the same kernels of a whole step of GPT-2 124M in a quarter less time (torch 2.11)
-    "max_fusion_buffer_group_pairwise_attempts": 12,
-    # numbers drawn in a step are those that eager PyTorch would draw
-    "fallback_random": True,
-    # SDPA without dropout gives its seed as a tensor () of the host; inductor takes it for one of the GPU. In a graph
-    # with a backward pass the next () int64 would lie there, and Triton refuses it (torch 2.11)
-    "allow_buffer_reuse": False,
-    # sums over rows and columns in one kernel: gradients of stacked layer norms are not written (issue 193061 of
-    # pytorch/pytorch). Those of GPT-2 124M were 17 times too long: the comparison of the first call found it
-    "triton.mix_order_reduction": False,
-}
-NOT_DETERMINISTIC = "does not have a deterministic implementation"
-"""What torch says of an operation that has no such kernel."""
 ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile; its speed says nothing"
 IS_XLA = False
 BACKEND = "torch.compile"
@@ -75,12 +59,6 @@ logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
 
 
-if IS_GPU:
-    from tpu_utils.device.gpu import waits
-
-    waits()  # counts from here
-    torch.backends.cudnn.allow_tf32 = False  # float32 convolutions are float32, as products are
-
 _chosen: dict[str, Any] = {"compiler": "auto"}
 """Also the trace that is taken."""
 
@@ -91,10 +69,10 @@ def choose_compiler(name: str, deterministic: bool) -> None:
     deterministic: a GPU's kernels give the same bits each time, so that a resumed run ends bit-identical.
     """
     _chosen["compiler"] = name
-    if IS_GPU and deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses matrix products
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # which would cost time
+    if IS_GPU:
+        from tpu_utils.device.gpu import prepare  # only for a GPU, as below
+
+        prepare(deterministic)
 
 
 def device_type() -> str:
@@ -150,13 +128,14 @@ def device_memory(device: torch.device) -> dict[str, int] | None:
     """
     if not IS_GPU:
         return None
-    used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    return dict(bytes_used=used, bytes_limit=torch.cuda.mem_get_info(device)[1], peak_bytes_used=peak)
+    from tpu_utils.device.gpu import memory
+
+    return memory(device)
 
 
 def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
     """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor."""
-    from tpu_utils.base.param_groups import keep_rate_ratios  # only for a step
+    from tpu_utils.base.param_groups import settle  # only for a step
     from tpu_utils.device.against_eager import first_call
     from tpu_utils.device.batch_norm import average_as_pytorch
 
@@ -168,62 +147,22 @@ def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -
         begin()
         try:
             return compiled(*arguments, **keywords)
-        except (InternalTorchDynamoError, AssertionError) as error:  # 2.11 asserts that no DTensor has a gradient
-            said = str(error).partition("from user code")[0].strip() or type(error).__name__
-            raise InputError(
-                f"torch.compile of torch {torch.__version__} fails at {_last_line(error)}, which PyTorch alone runs: "
-                f"{said}; expected the torch of requirements-compile.txt"
-            ) from error
-        except (Unsupported, BackendCompilerFailed) as error:
-            cause = getattr(error, "inner_exception", error)
-            if not isinstance(cause, Unsupported | RecompileError):
-                raise
-            lines = re.findall(r'File "(.+)", line (\d+)', str(cause))
-            expected = "tensors alone there: no .item(), print(tensor), if on a tensor"
-            if lines and "torch/optim/" in lines[-1][0]:  # it breaks a graph on purpose
-                expected = (
-                    "an optimizer of make_optimizer, of tpu_utils/step/optim.py: torch.optim's step() is in no graph"
-                )
-            raise RecompileError(
-                f"torch.compile makes no one graph of {function.__name__}, at {_last_line(cause)}: "
-                f"{first_line(cause)}; expected {expected}"
-            ) from error
+        except (RuntimeError, AssertionError) as error:
+            from tpu_utils.device.no_graph import raise_explained  # only for an error
+
+            raise_explained(error, function.__name__)
 
     @functools.wraps(function)
     def call(*arguments, **keywords):
         nonlocal is_first
         for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
-            keep_rate_ratios(optimizer)
             settle(optimizer)
         if not is_first:
             return in_one_graph(*arguments, **keywords)
         is_first = False
-        try:
-            return first_call(function, in_one_graph, arguments, keywords)
-        except RuntimeError as error:
-            if NOT_DETERMINISTIC not in str(error):
-                raise
-            raise InputError(
-                f"{first_line(error)} With --no_deterministic it runs, and a resumed run may end with other bits"
-            ) from error
+        return first_call(function, in_one_graph, arguments, keywords)
 
     return call
-
-
-def settle(optimizer: torch.optim.Optimizer) -> None:
-    """Make its groups what step 1 makes of them: else step 2 would be another graph."""
-    on_device: dict[int, torch.Tensor] = {}
-    for group in optimizer.param_groups:
-        group.setdefault("capturable", True)  # Dynamo sets it
-        if isinstance(rate := group["lr"], torch.Tensor):  # the step puts its own there, one for all groups
-            group["lr"] = on_device.setdefault(id(rate), rate.to(group["params"][0].device))
-
-
-def _last_line(error: Exception) -> str:
-    """FILE:LINE of the step, as Dynamo tells it at the end of its message."""
-    lines = re.findall(r'File "(.+)", line (\d+)', str(error))
-    own = [line for line in lines if is_own(line[0])] or lines
-    return ":".join(own[-1]) if own else "?"
 
 
 def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
@@ -235,12 +174,11 @@ def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> C
         return lookup_backend("tpu")(graph, inputs)
     if _chosen["compiler"] == "eager" or (_chosen["compiler"] == "auto" and not IS_GPU):
         return lookup_backend("eager")(graph, inputs)
-    compiled = lookup_backend("inductor")(graph, inputs, config_patches=dict(INDUCTOR))
-    if not IS_GPU or dist.is_initialized():
-        return compiled
-    from tpu_utils.device.gpu import Replayed
+    from tpu_utils.device.gpu import INDUCTOR, Replayed
 
-    return Replayed(compiled)
+    compiled = lookup_backend("inductor")(graph, inputs, config_patches=dict(INDUCTOR))
+    on_gpu = all(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
+    return Replayed(compiled) if on_gpu and not dist.is_initialized() else compiled
 
 
 def graphs_compiled() -> int:
@@ -268,7 +206,11 @@ def transfers_to_device() -> int:
 
 def transfers_from_device() -> float:
     """Calls that waited for the GPU so far; nan where they are not counted."""
-    return waits().count if IS_GPU else float("nan")
+    if not IS_GPU:
+        return float("nan")
+    from tpu_utils.device.gpu import waits
+
+    return waits().count
 
 
 class Mesh:
@@ -354,33 +296,11 @@ def place_to_host(tensor: torch.Tensor) -> torch.Tensor:
 place_to_device = place_to_host
 
 
-class _Shards:
+def wrap_if_sharded(tensor: torch.Tensor) -> Any:
     """A DTensor in the words of checkpoints: those of torch_xla's XLAShardedTensor."""
+    from tpu_utils.device.local_shards import LocalShards  # only for several processes
 
-    class Shard(NamedTuple):
-        data: torch.Tensor
-        indices: tuple[slice, ...]
-        replica_id: int
-
-    def __init__(self, tensor: DTensor):
-        self._local = tensor.detach().to_local()
-        place, replica = [slice(0, n) for n in tensor.shape], 0
-        grid = tensor.device_mesh
-        for axis, placement in enumerate(tensor.placements):
-            here, count = grid.get_local_rank(axis), grid.size(axis)
-            if placement.is_shard():
-                along = tensor.shape[placement.dim]
-                each = -(-along // count)
-                place[placement.dim] = slice(min(along, here * each), min(along, (here + 1) * each))
-            else:
-                replica = replica * count + here
-        self.local_shards = [_Shards.Shard(self._local.to("cpu", copy=True), tuple(place), replica)]
-
-    def load_local_shards_(self, shards: list) -> None:
-        self._local.copy_(shards[0].data)
-
-
-wrap_if_sharded = _Shards
+    return LocalShards(tensor)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -390,7 +310,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def put(target: torch.Tensor, value: torch.Tensor) -> None:
     if is_sharded(target):
-        shards = _Shards(target)
+        shards = wrap_if_sharded(target)
         shards.load_local_shards_([shard._replace(data=value[shard.indices]) for shard in shards.local_shards])
         return
     with torch.no_grad():

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeVar
 
 from tpu_utils.base.errors import DeviceError, InputError, run_script
-from tpu_utils.base.hardware import GOOGLE_PCI_VENDOR, attached_chips, has_gpu
+from tpu_utils.base.hardware import GOOGLE_PCI_VENDOR, attached_chips
 from tpu_utils.base.peers import Peers
 from tpu_utils.options.compiler_flags import set_flags
 from tpu_utils.options.parsing import Options, parse_command_line
@@ -71,21 +71,13 @@ def choose_device(config: "TrainConfig") -> str:
 
         pretend_slice(config)
         return "cpu"
-    chosen, chips, by_xla = config.device, attached_chips(), find_spec("torch_xla") is not None
+    chosen, chips = config.device, attached_chips()
     if chosen == "auto":
-        found = "tpu" if chips else "gpu" if not by_xla and has_gpu(os.environ) else "cpu"
-        chosen = os.environ.get("PJRT_DEVICE", "").lower() or found
-    if by_xla and (chosen == "gpu" or config.compile != "auto"):
-        what = "device is gpu" if chosen == "gpu" else f"compile is {config.compile}"
-        raise InputError(
-            f"{what}, but torch_xla is installed, which runs on TPU and CPU and has its own compiler; take an "
-            "environment of requirements-compile.txt, or leave it out"
-        )
-    if chosen == "gpu" and not has_gpu(os.environ):
-        raise DeviceError(
-            "device is gpu, but no driver shows an NVIDIA GPU (/dev/nvidia0; CUDA_VISIBLE_DEVICES may hide it); run "
-            "nvidia-smi, or add --device cpu"
-        )
+        chosen = os.environ.get("PJRT_DEVICE", "").lower() or ("tpu" if chips else "auto")
+    if chosen in ("auto", "gpu") or config.compile != "auto":
+        from tpu_utils.base.gpus import gpu_or_cpu  # only where it is not settled yet
+
+        chosen = gpu_or_cpu(chosen, config.compile, os.environ)
     if chosen == "tpu" and not chips:
         raise DeviceError(
             f"preset {config.preset} runs on tpu, but this machine has no TPU chip (PCI vendor {GOOGLE_PCI_VENDOR}); "

@@ -1,0 +1,109 @@
+"""What a GPU has of its own, as far as a CPU can show it: the bookkeeping of replayed steps, the table, the choice."""
+
+import pytest
+import torch
+
+from config import MnistConfig
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.gpus import GPUS, gpu_named, has_gpu
+from tpu_utils.device.gpu import Replayed
+from tpu_utils.options.environment import choose_device
+
+
+def record(run, inputs):
+    """As CUDA graphs do: nothing is computed now, and a replay reads and writes where the inputs lay."""
+    outputs = run(*[tensor.clone() for tensor in inputs])
+
+    def replay():
+        for held, new in zip(outputs, run(*inputs), strict=True):
+            held.copy_(new)
+
+    return replay, outputs
+
+
+class Step:
+    """weights += batch; gives their sum."""
+
+    def __init__(self):
+        self.recorded = 0
+        self.call = Replayed(self.run, self.record)
+
+    def run(self, weights, batch):
+        weights += batch
+        return [weights.sum()]
+
+    def record(self, run, inputs):
+        self.recorded += 1
+        return record(run, inputs)
+
+
+def test_replayed_steps_are_those_of_the_step():
+    step, weights = Step(), torch.zeros(3)
+    batches = [torch.full((3,), float(i)) for i in range(1, 6)]  # each lies elsewhere
+    sums = [step.call(weights, batch)[0] for batch in batches]
+    assert torch.stack(sums).tolist() == [3.0, 9.0, 18.0, 30.0, 45.0]  # no output lies where the next one does
+    assert weights.tolist() == [15.0] * 3 and [batch[0].item() for batch in batches] == [1, 2, 3, 4, 5]
+    assert step.recorded == 1
+
+
+def test_what_moves_later_is_still_read_and_written():
+    """A batch may lie where the one before lay, and weights elsewhere after a resumption."""
+    step, weights, batch = Step(), torch.zeros(3), torch.ones(3)
+    for _ in range(3):
+        step.call(weights, batch)
+    elsewhere = weights.clone()
+    for number in range(3):
+        step.call(elsewhere, torch.full((3,), 10.0 * (number + 1)))
+    assert weights.tolist() == [3.0] * 3 and elsewhere.tolist() == [63.0] * 3
+    assert step.recorded <= 3
+
+
+def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel(capsys):
+    def refuses(run, inputs):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    step, weights = Step(), torch.zeros(3)
+    call = Replayed(step.run, refuses)
+    sums = [call(weights, torch.ones(3))[0].item() for _ in range(4)]
+    assert sums == [3.0, 6.0, 9.0, 12.0]
+    assert capsys.readouterr().out.count("cuda graph none: kernels are started one by one, as operation not") == 1
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("Tesla T4", None),
+    ],
+)
+def test_gpus_by_the_name_that_the_driver_gives(name, tflops):
+    assert gpu_named(name).bf16_tflops == tflops
+
+
+def test_another_gpu_has_no_figures():
+    """L40S is no L4, and no GPU has no name."""
+    assert [gpu_named(name) for name in ("NVIDIA L40S", "NVIDIA GeForce GTX 1080", "")] == [None, None, None]
+    assert len({gpu.pattern for gpu in GPUS}) == len(GPUS)
+
+
+def test_a_gpu_is_there_where_its_driver_shows_one(tmp_path):
+    assert not has_gpu({}, tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert not has_gpu({}, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert has_gpu({}, tmp_path) and has_gpu({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path)
+    assert not has_gpu({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) and not has_gpu({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options, said", [(dict(device="gpu"), "device is gpu"), (dict(compile="eager"), "compile is")]
+)
+def test_torch_xla_has_no_gpu_and_its_own_compiler(options, said):
+    with pytest.raises(InputError, match=f"{said}.*, but torch_xla is installed, .* requirements-compile.txt"):
+        choose_device(MnistConfig(**options))

@@ -184,6 +184,35 @@ def fix_elsewhere(version: tuple, installed: Mapping) -> str:
     return check_python(version, installed).fix.partition("  #")[0]
 
 
+def runs_by_torch(installed: Mapping) -> bool:
+    """Whether this is an environment of requirements-compile.txt: scripts are compiled by torch itself."""
+    numbers = re.match(r"(\d+)\.(\d+)", installed.get("torch", ""))
+    return "torch_xla" not in installed and numbers is not None and tuple(map(int, numbers.groups())) >= (2, 11)
+
+
+def check_gpu(dev_root: Path, search_path: list, installed: Mapping, limit: float) -> Check:
+    """The driver of an NVIDIA GPU, the CUDA that torch was built with, and memory that others hold."""
+    if not any(dev_root.glob("nvidia[0-9]*")):
+        return Check("gpu", "skip", "no NVIDIA GPU (/dev/nvidia0)")
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=limit, check=True).stdout
+        name, driver, *mib = answer.splitlines()[0].split(", ")
+        used, total = (float(number) / 1024 for number in mib)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return Check("gpu", "fail", f"its driver does not answer nvidia-smi: {error}", "sudo dmesg | grep -i nvidia")
+    finding = f"{name}, driver {driver}, {used:.1f} of {total:.0f} GiB in use"
+    if not runs_by_torch(installed):
+        return Check("gpu", "ok", f"{finding}; only the torch.compile backend uses it: docs/torchtpu.md")
+    texts = [file.read_text() for path in search_path if (file := Path(path or ".", "torch/version.py")).is_file()]
+    cuda = texts and re.search(r"^cuda.*= '([\d.]+)'", texts[0], re.MULTILINE)
+    if not cuda:
+        fix = f"{PIP} install --force-reinstall torch=={installed['torch'].split('+')[0]}"
+        return Check("gpu", "fail", f"{finding}; torch {installed['torch']} is built without CUDA", fix)
+    finding += f"; torch {installed['torch']} is built with CUDA {cuda[1]}"
+    return judge("gpu", used < 1, finding, "nvidia-smi  # says which process holds its memory", serious=False)
+
+
 def check_tensorflow(installed: Mapping, wants_tpu: bool) -> Check:
     """The full tensorflow brings a TPU runtime of its own, which fights over the chip; tensorflow-cpu does not."""
     fix = f"{PIP} uninstall -y tensorflow && {PIP} install tensorflow-cpu"
@@ -792,10 +821,15 @@ def look(
             usable.update(asked_cloud.result()[1])
         asked_work = pool.submit(check_work, device, usable, installed, limit, chips)
         asked_aot = pool.submit(check_aot, options.aot, usable, installed, limit)
-        needed = ("torch", "torch_xla", "libtpu") if wants_tpu else ("torch", "torch_xla")
-        yield check_python(sys.version_info, installed)
-        for name in ("torch", "torch_xla", "torchvision", "libtpu", "jax"):
-            yield check_package(name, installed, name in needed)
+        if runs_by_torch(installed) and not wants_tpu:
+            finding = f"{installed['torch']}, without torch_xla: the torch.compile backend, docs/torchtpu.md"
+            yield Check("torch", "ok", finding)
+        else:
+            needed = ("torch", "torch_xla", "libtpu") if wants_tpu else ("torch", "torch_xla")
+            yield check_python(sys.version_info, installed)
+            for name in ("torch", "torch_xla", "torchvision", "libtpu", "jax"):
+                yield check_package(name, installed, name in needed)
+        yield check_gpu(dev_root, search_path, installed, limit)
         yield check_tensorflow(installed, wants_tpu)
         yield asked_libtpu.result()
         yield check_pjrt_device(device, environment, chips, libtpu is not None)

@@ -14,8 +14,8 @@ options/      parsing (frozen configurations, presets, the command line, config.
               every script), fields (types, bounds, sentences), environment (what is settled before torch_xla is
               imported), variables, compiler_flags and known_flags (what others may have set), virtual_slice
 device/       the one room that knows the backend: the device started and described, a step compiled and counted,
-              tensors sent, placed on a mesh, read back; torch_compile (the same names where torch_xla is not installed)
-              and against_eager (what it computes); dropout, batch_norm (as PyTorch's), stop (signals, notices)
+              tensors sent, placed on a mesh, read back; torch_compile and gpu (the same names without torch_xla)
+              with local_shards, no_graph (why there is none), against_eager (what it computes); dropout, batch_norm (as PyTorch's), stop (signals, notices)
 record/       metrics (values on the device until a log line), log (metrics.jsonl, progress lines, summary), records,
               events (TensorBoard), speed and lines (throughput, reads and uploads by line), profile, run_dir
 step/         graphs (@one_graph: a second graph is an error), seen and second_graph (why there is one), optim (learning

@@ -124,6 +124,38 @@ def test_mismatched_package(name, changed, words, fix):
     assert_check(setup_tpu.check_package(name, INSTALLED | changed, needed=True), "fail", *words, fix=fix)
 
 
+H200 = "NVIDIA H200, 580.159.04, 512, 143771"
+
+
+@pytest.mark.parametrize(
+    "answer, installed, build, status, said",
+    [
+        (
+            H200,
+            {"torch": "2.11.0+cu130"},
+            "cuda: Optional[str] = '13.0'",
+            "ok",
+            "0.5 of 140 GiB in use; torch 2.11.0+cu",
+        ),
+        (H200, {"torch": "2.11.0+cpu"}, "cuda: Optional[str] = None", "fail", "torch 2.11.0+cpu is built without CUDA"),
+        (H200, INSTALLED, "", "ok", "driver 580.159.04, 0.5 of 140 GiB in use; only the torch.compile backend uses it"),
+        (H200.replace("512", "90000"), {"torch": "2.13.0"}, "cuda: str = '13.0'", "warn", "87.9 of 140 GiB in use"),
+        ("No devices were found", {"torch": "2.13.0"}, "", "fail", "its driver does not answer nvidia-smi"),
+    ],
+)
+def test_a_gpu(answer, installed, build, status, said, tmp_path, monkeypatch):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "version.py").write_text(f"{build}\n")
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert setup_tpu.check_gpu(tmp_path, [str(tmp_path)], installed, 60).status == "skip"
+    (tmp_path / "nvidia0").touch()
+    found = setup_tpu.check_gpu(tmp_path, [str(tmp_path)], installed, 60)
+    assert found.status == status and said in found.finding, found
+
+
 def test_missing_and_matching_packages():
     assert_check(setup_tpu.check_package("torch_xla", {}, needed=True), "fail", "not installed", fix=PIP_29)
     assert_check(setup_tpu.check_package("jax", {}, needed=False), "warn", "not installed", fix=PIP_29)

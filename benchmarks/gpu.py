@@ -41,9 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from language.options.shapes import MODEL_SIZES, ModelShape
 from tpu_utils.base.files import write_atomically
+from tpu_utils.base.gpus import gpu_named
 
-TFLOPS = (("H100 PCIe", 756.0), ("H100", 989.0), ("H200", 989.0), ("A100", 312.0))
-"""Peak dense bfloat16 TFLOP/s by a part of the card's name. Source: NVIDIA's data sheets."""
 MEMORY_SHARE = 0.9
 """Programs compile beside each other that need at most this share of the card's memory."""
 GIB_OUTSIDE = 0.7
@@ -165,7 +164,8 @@ class Card:
 
     @property
     def tflops(self) -> float | None:
-        return next((tflops for part, tflops in TFLOPS if part in self.name), None)
+        known = gpu_named(self.name)
+        return known and known.bf16_tflops
 
 
 def read_card() -> Card:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from language.models.int8 import Int8, quantize, scale_name, scaled, widened
+from language.models.operations import contract
 from language.options.shapes import START, ModelShape
 from language.xla.context import balanced, size_of
 from language.xla.loops import BATCH
@@ -56,7 +57,7 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def product(equation: str, x_BTI, weight, adapter=None):
     """x times a weight, by einsum, plus its adapter. The last axis of x and of the output may be split into two."""
     read = widened(weight, x_BTI.dtype)
-    y = matmul_one_token(x_BTI, read) if is_decode_step(x_BTI) else torch.einsum(equation, x_BTI, read)
+    y = matmul_one_token(x_BTI, read) if is_decode_step(x_BTI) else contract(equation, x_BTI, read)
     return add_adapter(scaled(y, weight), x_BTI, adapter)
 
 

@@ -271,7 +271,10 @@ def losses(logits_BTV, targets_BT, vocab_size: int, mesh=None):
     return CrossEntropy.apply(logits_BTV.flatten(0, -2), targets_BT.flatten(), vocab_size).view(targets_BT.shape)
 
 
+contract = torch.einsum
+
 if not IS_XLA:
+    contract = torch_operations.contract
     causal_attention = torch_operations.causal_attention
     layer_norm = torch_operations.layer_norm
     losses = torch_operations.losses

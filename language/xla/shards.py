@@ -27,9 +27,12 @@ def meet(config: "TransformerConfig") -> Peers | None:
     """Join the processes that torchrun has started. None: there are none."""
     if not dist.is_torchelastic_launched():
         return None
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # one machine: gloo is to listen on no other address
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":  # one machine: they are to listen on no other address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo" if DEVICE_TYPE == "cpu" else "tpu_dist")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group({"cpu": "gloo", "cuda": "nccl"}.get(DEVICE_TYPE, "tpu_dist"))
     from tpu_utils.remote.meeting import meet_replicas  # only where there are several
 
     return meet_replicas(dist.get_rank(), world_size(), config.peers_timeout)

@@ -18,6 +18,15 @@ CASES = {
         lambda own, q, k, v: own.causal_attention(q, k, v, torch.tensor([[0] * 5 + [5] * 7, [0] * T]))[0],
         [(2, T, 4, 8)] * 3,
     ),
+    **{
+        equation: (lambda own, x, w, equation=equation: own.contract(equation, x, w), shapes)
+        for equation, shapes in {
+            "btd,ed->bte": [(2, T, D), (24, D)],
+            "btd,hkd->bthk": [(2, T, D), (4, 8, D)],
+            "btd,cgkd->btcgk": [(2, T, D), (2, 2, 8, D)],
+            "bthk,dhk->btd": [(2, T, 4, 8), (D, 4, 8)],
+        }.items()
+    },
     "losses": (
         lambda own, x: own.losses(
             x, torch.randint(-V, V - 3, (2, T), generator=torch.Generator().manual_seed(1)), V - 3

@@ -168,6 +168,14 @@ def test_twenty_losses_and_one_graph_on_each_backend(torch_compile):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor compiles C++ on the CPU")
+def test_inductor_has_the_same_losses(torch_compile):
+    folder = torch_compile.mine.parent
+    torch_compile.train("torch_compile", folder / "inductor", "--compile", "inductor")
+    assert_alike(folder / "inductor", folder / "torch_xla")
+
+
+@pytest.mark.slow
 def test_a_resumption_on_the_torch_compile_backend_ends_bit_identical(torch_compile):
     whole = torch_compile.mine.parent / "torch_compile"
     again = resumed(torch_compile, "torch_compile", before="torch_compile")

@@ -110,24 +110,23 @@ def print_banner(config: "TrainConfig", device: torch.device) -> None:
 
 
 def seed_host(*seed: int) -> None:
-    """NumPy's and Python's own generators. They stand in no checkpoint, as libraries draw from them in threads: a run
-    seeds them anew for each step."""
+    """NumPy's and Python's own generators, and a GPU's. They stand in no checkpoint, as libraries draw from them in
+    threads, and other devices have no place for a GPU's: a run seeds them anew for each step."""
     np.random.seed(seed)
     random.seed(str(seed))
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.manual_seed(seed[0] << 32 | seed[-1])
 
 
 def random_state() -> dict[str, torch.Tensor]:
     """The generators of torch that a script or a layer may draw from, of this host and of the device."""
-    state = {"torch": torch.get_rng_state(), "xla": torch.tensor([get_rng_state()], dtype=torch.uint64)}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if DEVICE_TYPE == "cuda" else {})
+    return {"torch": torch.get_rng_state(), "xla": torch.tensor([get_rng_state()], dtype=torch.uint64)}
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
     """Raises CheckpointError when it is not what random_state() gives."""
     try:
         torch.set_rng_state(state["torch"])
-        if DEVICE_TYPE == "cuda":
-            torch.cuda.set_rng_state(state["cuda"])
     except RuntimeError as error:  # the bytes are no state of the generator
         raise CheckpointError(f"the checkpoint's random state is none: {error}; start in another --run_dir") from error
     set_rng_state(int(state["xla"].numpy()[0]))  # int() of a torch.uint64 overflows

@@ -49,6 +49,8 @@ def gpu_or_cpu(chosen: str, compiler: str, environment: Mapping[str, str]) -> st
 
     Raises InputError where torch_xla is installed, which has neither, DeviceError for a GPU that is not there.
     """
+    if chosen == "auto" and compiler == "auto" and not has_gpu(environment):
+        return "cpu"
     by_xla = find_spec("torch_xla") is not None
     if by_xla and (chosen == "gpu" or compiler != "auto"):
         what = "device is gpu" if chosen == "gpu" else f"compile is {compiler}"
@@ -57,7 +59,7 @@ def gpu_or_cpu(chosen: str, compiler: str, environment: Mapping[str, str]) -> st
             "environment of requirements-compile.txt, or leave it out"
         )
     if chosen == "auto":
-        return "gpu" if not by_xla and has_gpu(environment) else "cpu"
+        return "gpu" if has_gpu(environment) and not by_xla else "cpu"
     if chosen == "gpu" and not has_gpu(environment):
         raise DeviceError(
             "device is gpu, but no driver shows an NVIDIA GPU (/dev/nvidia0; CUDA_VISIBLE_DEVICES may hide it); run "

@@ -239,13 +239,14 @@ fault = folder / f"fault_{index}"
 here, stop = folder / f"at_{count}_{index}", folder / "stop"
 # the others end at once; this one later, as its checkpoint may take longer
 signal.signal(signal.SIGTERM, lambda *_: (stop.touch(), time.sleep(1.5)))
-def at(other):
+def at(other):  # of those that began where this one did: one of before may not have ended yet
     try:
-        return int((folder / f"at_{count}_{other}").read_text() or 0)
+        began, step = map(int, (folder / f"at_{count}_{other}").read_text().split())
     except FileNotFoundError:
         return 0
+    return step if began == first else 0
 for step in range(first + 1, 11):
-    here.with_suffix(".new").write_text(str(step))
+    here.with_suffix(".new").write_text(f"{first} {step}")
     here.with_suffix(".new").replace(here)
     while min(map(at, range(count))) < step and not stop.exists():
         time.sleep(0.01)

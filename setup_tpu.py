@@ -167,7 +167,7 @@ def check_package(name: str, installed: Mapping, needed: bool) -> Check:
         finding = f"torch_tpu {installed['torch_tpu']} is installed " + (
             "beside torch_xla; the two cannot share an environment"
             if found
-            else f"without torch_xla; these scripts need torch_xla {expected}: docs/torchtpu.md says what carries over"
+            else f"without torch_xla; these scripts need torch_xla {expected}: docs/torchtpu.md says what runs so"
         )
         return Check(name, "fail", finding, fix)
     if not found:

@@ -158,7 +158,14 @@ def difference(found: list[float], expected: list[float]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", nargs="*", default=list(RIGHT), metavar="KIND", help="Kinds to run. Default: all.")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=list(RIGHT),
+        choices=list(RIGHT),
+        metavar="KIND",
+        help="Kinds to run. Default: all.",
+    )
     parser.add_argument("--devices", type=int, default=1, help="Virtual devices; more than one: by SPMD.")
     parser.add_argument("--python", help="Python that runs the copies. Default: this one.")
     arguments = parser.parse_args()

@@ -69,18 +69,13 @@ def memory_of_torch(forget: bool = False) -> dict[str, float | None]:
     return {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.memory_reserved() / GIB}
 
 
-def wait_for_turn() -> None:
-    """As in gpu_programs.py, which imports torch."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def watch(task: "Task", path: Path) -> None:
     """Reads the run's log beside it. Ends this process once the lines are there: neither the last evaluation nor the
     last checkpoint is measured. The first step is that of `began_with`, the comparison with eager PyTorch in it."""
     while not (before := train_lines(path)):
         time.sleep(0.05)
     memory_of_torch(forget=True)
-    wait_for_turn()
+    os.kill(os.getpid(), signal.SIGSTOP)  # waits for its turn, as gpu_programs.py does
     left_out = len(before) + 2  # one may have been written meanwhile, and one has the wait in it
     while len(lines := train_lines(path)) < left_out + GROUPS:
         time.sleep(0.05)

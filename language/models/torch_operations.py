@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 
 def contract(equation: str, x_BTI, weight):
-    """That of layers.product(), as a product of matrices. An einsum is a batch of one product, and cuBLAS has other
-    kernels for a batch: they may not divide the sum over rows, which a weight's gradient is, among multiprocessors."""
+    """What layers.product() computes, as a product of matrices. An einsum is a batch of one product; cuBLAS has other
+    kernels for a batch, which may not divide a sum over all rows, as a weight's gradient is, among multiprocessors."""
     inputs = x_BTI.dim() - 2  # axes that are summed over, the last of both
     y = F.linear(x_BTI.flatten(2), weight.flatten(-inputs).flatten(0, -2))
     return y.view(*x_BTI.shape[:2], *weight.shape[:-inputs])

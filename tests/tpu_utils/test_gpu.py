@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from config import MnistConfig
-from tpu_utils.base.errors import InputError
-from tpu_utils.base.gpus import GPUS, gpu_named, has_gpu
+from tpu_utils.base import gpus
+from tpu_utils.base.errors import DeviceError, InputError
+from tpu_utils.base.gpus import GPUS, gpu_named, gpu_or_cpu, has_gpu
 from tpu_utils.device.gpu import Replayed
 from tpu_utils.options.environment import choose_device
 
@@ -107,3 +108,30 @@ def test_a_gpu_is_there_where_its_driver_shows_one(tmp_path):
 def test_torch_xla_has_no_gpu_and_its_own_compiler(options, said):
     with pytest.raises(InputError, match=f"{said}.*, but torch_xla is installed, .* requirements-compile.txt"):
         choose_device(MnistConfig(**options))
+
+
+@pytest.mark.parametrize(
+    "chosen, gpu, cuda, expected",
+    [
+        ("auto", True, True, "gpu"),
+        ("auto", True, False, "cpu"),  # a machine with a GPU and torch's CPU build
+        ("auto", False, True, "cpu"),
+        ("gpu", True, True, "gpu"),
+        ("gpu", True, False, "built without CUDA"),
+        ("gpu", False, True, "no driver shows an NVIDIA GPU"),
+    ],
+)
+def test_the_gpu_is_taken_where_driver_and_torch_have_it(chosen, gpu, cuda, expected, monkeypatch):
+    monkeypatch.setattr(gpus, "find_spec", lambda name: None)  # no torch_xla
+    monkeypatch.setattr(gpus, "has_gpu", lambda environment: gpu)
+    monkeypatch.setattr(gpus, "has_cuda", lambda: cuda)
+    if expected in ("gpu", "cpu"):
+        assert gpu_or_cpu(chosen, "auto", {}) == expected
+        return
+    with pytest.raises(DeviceError, match=expected):
+        gpu_or_cpu(chosen, "auto", {})
+
+
+def test_whether_torch_was_built_for_gpus():
+    """That of requirements.txt is, on Linux."""
+    assert gpus.has_cuda() == (torch.version.cuda is not None)

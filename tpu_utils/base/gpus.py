@@ -44,6 +44,13 @@ def has_gpu(environment: Mapping[str, str], devices: Path = Path("/dev")) -> boo
     return not is_hidden and ((devices / "dxg").exists() or any(devices.glob("nvidia[0-9]*")))
 
 
+def has_cuda() -> bool:
+    """Whether the torch that is installed was built for NVIDIA's GPUs."""
+    torch = find_spec("torch")
+    folders = (torch and torch.submodule_search_locations) or []
+    return any(Path(folder, "lib", "libtorch_cuda.so").exists() for folder in folders)
+
+
 def gpu_or_cpu(chosen: str, compiler: str, environment: Mapping[str, str]) -> str:
     """The device where there is no TPU: "gpu" or "cpu" of "auto", and what else was chosen. compiler: of --compile.
 
@@ -59,10 +66,15 @@ def gpu_or_cpu(chosen: str, compiler: str, environment: Mapping[str, str]) -> st
             "environment of requirements-compile.txt, or leave it out"
         )
     if chosen == "auto":
-        return "gpu" if has_gpu(environment) and not by_xla else "cpu"
+        return "gpu" if not by_xla and has_cuda() else "cpu"
     if chosen == "gpu" and not has_gpu(environment):
         raise DeviceError(
             "device is gpu, but no driver shows an NVIDIA GPU (/dev/nvidia0; CUDA_VISIBLE_DEVICES may hide it); run "
             "nvidia-smi, or add --device cpu"
+        )
+    if chosen == "gpu" and not has_cuda():
+        raise DeviceError(
+            "device is gpu, but the torch that is installed is built without CUDA; install that of "
+            "requirements-compile.txt from PyPI, or add --device cpu"
         )
     return chosen

@@ -80,7 +80,7 @@ def device_type() -> str:
 
 
 def device_name() -> str:
-    """The model of a GPU, such as "NVIDIA H200"; "" of another device."""
+    """The model of a GPU, such as "NVIDIA H200"; empty for another device."""
     return torch.cuda.get_device_name() if IS_GPU else ""
 
 

@@ -51,7 +51,10 @@ IN_A_RUN = [
     ("import sys\n", "import os\nimport sys\n\nfrom safetensors.torch import save_model\n"),
     (
         "            if run.log_due(step):",
-        '            if step == 13 and "KILLED_IN_13" in os.environ:\n                os.kill(os.getpid(), 9)\n'
+        '            if step == 13 and "KILLED_IN_13" in os.environ:\n'
+        '                while not os.path.exists(f"{config.run_dir}/checkpoints/step_00000009"):\n'
+        "                    pass  # it is written behind the steps\n"
+        "                os.kill(os.getpid(), 9)\n"
         "            if run.log_due(step):",
     ),
 ]
@@ -113,7 +116,7 @@ def metrics_of(run_dir: Path, kind: str) -> dict[int, dict[str, float]]:
     """{step: fields} of metrics.jsonl; fields that tell the time are left out. kind: train or eval."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     fields = {line["step"]: line for line in lines if line["kind"] == kind}
-    timed = ("time", "seconds", "per_second", "step_seconds", "mfu")
+    timed = ("time", "seconds", "per_second", "step_seconds", "mfu", "per_step")  # uploads are counted from step 2 on
     return {
         step: {name: value for name, value in line.items() if isinstance(value, float) and not name.endswith(timed)}
         for step, line in fields.items()

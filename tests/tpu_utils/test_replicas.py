@@ -66,21 +66,20 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_parts_of_a_batch_give_the_gradients_of_the_whole(name, capsys):
-    ignored, loss_of, said = LOSSES[name]
+def finish(replica, optimizer, rates, metrics, loss):
+    """A step after its forward pass."""
+    loss.backward()
+    mean_loss, norm = mean_over_replicas(loss.detach()), gradient_norm(replica.parameters())
+    step_optimizer(optimizer, rates, torch.isfinite(mean_loss + norm), "stop")
+    optimizer.zero_grad(set_to_none=True)
+    metrics.record(mean_loss, norm)
 
-    @one_graph
-    def train_step(replica, optimizer, rates, metrics, images, labels, config):
-        loss = loss_of(replica(images.float()), labels.long())
-        loss.backward()
-        mean_loss, norm = mean_over_replicas(loss.detach()), gradient_norm(replica.parameters())
-        step_optimizer(optimizer, rates, torch.isfinite(mean_loss + norm), "stop")
-        optimizer.zero_grad(set_to_none=True)
-        metrics.record(mean_loss, norm)
 
+def try_step(train_step, ignored=False, body=None, **more):
+    """What a script does with a step of DDP before it compiles it. more: modules that the step is given too."""
     torch.manual_seed(0)
-    config, model, host = MnistConfig(optimizer="sgd"), nn.Sequential(nn.Linear(6, 5)), torch.device("cpu")
+    config, model = MnistConfig(optimizer="sgd"), nn.Sequential(body or nn.Linear(6, 5))
+    host = torch.device("cpu")
     images, labels = torch.randn(12, 6), torch.randint(5, (12,))
     if ignored:
         labels[[1, 3, 5, 8]] = -100
@@ -92,15 +91,73 @@ def test_parts_of_a_batch_give_the_gradients_of_the_whole(name, capsys):
             losses = F.cross_entropy(model(images.float()), labels.long(), reduction="none")
             counted = labels_that_count(labels, mask)
             sums += torch.stack([(losses * counted).sum(), counted.sum()])
-        return {"score": float(sums[0] / sums[1])}
+        return {"score": (sums[0] / sums[1]).item()}
 
     plain = SimpleNamespace(config=config, device=host, in_plain_pytorch=contextlib.nullcontext)
     plain.examples = (images[:11], labels[:11]), evaluate, model
     batch, rates = [images, labels], torch.tensor([0.1])
-    arguments = (DistributedDataParallel(model), optimizer, rates, metrics, *batch, config)
-    unsaved = Unsaved(Tracked(dict(model=model, optimizer=optimizer, metrics=metrics)))
-    refused = pytest.raises(InputError, match=said) if said else contextlib.nullcontext()
-    with refused:
-        check_training(plain, train_step, arguments, {}, batch, unsaved)
+    arguments = (DistributedDataParallel(model), optimizer, rates, metrics, *batch, config, *more.values())
+    unsaved = Unsaved(Tracked(dict(model=model, optimizer=optimizer, metrics=metrics, **more)))
+    check_training(plain, train_step, arguments, {}, batch, unsaved)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_parts_of_a_batch_give_the_gradients_of_the_whole(name, capsys):
+    ignored, loss_of, said = LOSSES[name]
+
+    @one_graph
+    def train_step(replica, optimizer, rates, metrics, images, labels, config):
+        finish(replica, optimizer, rates, metrics, loss_of(replica(images.float()), labels.long()))
+
+    with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
+        try_step(train_step, ignored)
     assert said or "check" not in capsys.readouterr().out
     assert device.replica_tried.get() is None and world_size() == 1
+
+
+def test_a_second_network_that_ddp_does_not_have_is_refused():
+    """Its gradients would be those of a replica's part, and each replica would have another one."""
+
+    @one_graph(couples_examples=True)
+    def train_step(replica, optimizer, rates, metrics, images, labels, config, critic):
+        F.cross_entropy(critic(images), labels).backward()
+        with torch.no_grad():
+            for parameter in critic.parameters():
+                parameter.sub_(0.1 * parameter.grad)
+        critic.zero_grad(set_to_none=True)
+        finish(replica, optimizer, rates, metrics, F.cross_entropy(replica(images), labels))
+
+    with pytest.raises(InputError, match=r"leaves critic.weight, critic.bias unlike on two replicas"):
+        try_step(train_step, critic=nn.Linear(6, 5))
+
+
+class Queue(nn.Linear):
+    """Keeps the images of its last batch."""
+
+    def __init__(self):
+        super().__init__(6, 5)
+        self.register_buffer("last", torch.zeros(6))
+
+    def forward(self, images):
+        if self.training:
+            self.last.copy_(images.mean(0))
+        return super().forward(images)
+
+
+def test_a_buffer_of_each_replica_alone_is_refused():
+    @one_graph
+    def train_step(replica, optimizer, rates, metrics, images, labels, config):
+        finish(replica, optimizer, rates, metrics, F.cross_entropy(replica(images), labels))
+
+    with pytest.raises(InputError, match=r"leaves replica\.0\.last unlike on two replicas"):
+        try_step(train_step, body=Queue())
+
+
+def test_examples_coupled_within_a_part_are_said(capsys):
+    @one_graph(couples_examples=True)
+    def train_step(replica, optimizer, rates, metrics, images, labels, config):
+        logits = replica(images)
+        finish(replica, optimizer, rates, metrics, F.cross_entropy(logits @ logits.T, torch.arange(len(logits))))
+
+    try_step(train_step)
+    assert "so the run depends on how many there are; distributed_mnist_tpu.py" in capsys.readouterr().out

@@ -1,0 +1,179 @@
+"""The training step on copies of what it was given, on the host: alone, or as one of several replicas."""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tpu_utils.base.errors import InputError
+from tpu_utils.device import IS_XLA, replica_tried
+from tpu_utils.record.metrics import DeviceMetrics
+from tpu_utils.trial.checks import with_tensors
+from tpu_utils.trial.trials import RowsAlike, TriedRun, in_batches, place_of, values_by
+from tpu_utils.trial.unsaved import Unsaved, drawing_from, host_generators
+
+if TYPE_CHECKING:
+    from tpu_utils.step.graphs import OneGraph
+
+
+class Replica:
+    """One of several replicas that a step is tried as, each in a thread: `with` it, world_size() is their number."""
+
+    def __init__(self, ordinal: int, count: int, barrier: threading.Barrier, given: list):
+        self.ordinal = ordinal
+        self.count = count
+        self._barrier = barrier
+        self._given = given
+
+    @staticmethod
+    def make(count: int) -> list["Replica"]:
+        barrier, given = threading.Barrier(count, timeout=60), [None] * count  # the rest failed: BrokenBarrierError
+        return [Replica(ordinal, count, barrier, given) for ordinal in range(count)]
+
+    def __enter__(self) -> None:
+        self._token = replica_tried.set(self)
+
+    def __exit__(self, error, *_) -> None:
+        replica_tried.reset(self._token)
+        if error:
+            self._barrier.abort()
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Over the replicas, in one order."""
+        self._given[self.ordinal] = value.detach().clone()
+        self._barrier.wait()
+        total = torch.stack(self._given).sum(0)
+        self._barrier.wait()
+        return total
+
+
+@dataclass
+class Tried:
+    """What a training step has done on the host."""
+
+    loss: float
+    left_behind: bool
+    """Whether gradients are still there."""
+    changed: bool
+    """Whether any parameter is another."""
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The last ones of each backward pass, of what DDP has; over the mean of the replicas."""
+    models: dict[str, nn.Module] = field(default_factory=dict)
+    """After the step, by the names of the step's parameters."""
+
+
+class Trial:
+    """The training step on copies of what it was given, on the host."""
+
+    def __init__(
+        self,
+        step: "OneGraph",
+        given: list[int],
+        rows: Sequence[torch.Tensor],
+        others: list,
+        keywords: dict[str, Any],
+        model: nn.Module,
+    ):
+        """given: positions of the batch among the arguments. others: the arguments without it. model: of check_model(),
+        what is evaluated, if it is among them."""
+        self._step = step
+        self._given = given
+        self.rows = rows
+        self._ddp = [isinstance(one, DistributedDataParallel) for one in others]
+        others = [one.module if is_ddp else one for one, is_ddp in zip(others, self._ddp, strict=True)]
+        self._read = with_tensors([*others, keywords], lambda tensor: tensor.detach().cpu())
+        (metrics,) = [one for one in others if isinstance(one, DeviceMetrics)]
+        self._count = int(metrics.step)
+        self.is_first = self._count == 0
+        place = next((i for i, one in enumerate(others) if one is model), None)
+        self._model = None if place is None else with_tensors(self._read[place], torch.clone)
+
+    def loss_by(self, evaluate: Callable, run: TriedRun, chosen: Sequence[int]) -> float | None:
+        """The loss that the script's evaluation gives of these rows, where it gives one."""
+        if self._model is None:
+            return None
+        rows = [array[list(chosen)] for array in self.rows]
+        try:
+            found = values_by(evaluate, self._model, in_batches(rows, len(chosen)), run)
+        except InputError:  # on all of them it does not fail: one class alone may have no AUC
+            return None
+        return next((value for name, value in found.items() if name.endswith("loss")), None)
+
+    def check_saved(self, unsaved: Unsaved, arguments: tuple, batch: Sequence[torch.Tensor]) -> bool:
+        """Whether the step draws on the host. Raises InputError for what one step in training changes and no checkpoint
+        holds."""
+        *inputs, options = self.copies(range(4))
+        named, real = (self._step.signature.bind(*given, **options).arguments for given in (inputs, arguments))
+        real = unsaved.given(real, batch)
+        named = {name: named[name] for name in real}
+        with drawing_from(0), RowsAlike():
+            drawn = host_generators()
+            unsaved.check_copies(self._step, real, named, lambda: self._step.__wrapped__(*inputs, **options))
+            drawn = [name for name, state in host_generators().items() if state != drawn[name]]
+        if drawn:
+            said = (
+                f"{place_of(self._step.__wrapped__)} draws from {drawn[0]}'s generator: on the host, so the number "
+                "goes up in each step, or is a constant of the program; torch.rand draws on the device, batch() ahead "
+                "of it"
+            )
+            if not IS_XLA:  # Dynamo makes it a constant
+                raise InputError(said)
+            print(f"check      {said}")
+        return bool(drawn)
+
+    def copies(self, chosen: Sequence[int]) -> list:
+        """What the step is given, with the rows chosen in place of the batch; the last one: by keyword."""
+        inputs = with_tensors(self._read, torch.clone)
+        for position, array in zip(self._given, self.rows, strict=True):
+            inputs[position] = array[list(chosen)]
+        return inputs
+
+    def four_rows(self) -> tuple[list[int], list[float]]:
+        """Four rows whose loss is a number, and it: a row alone may have no label that counts. There are always four
+        rows in a trial, as a step may slice its batch."""
+        losses = {}
+        for row in range(len(self.rows[0])):
+            losses[row] = self.tried([row] * 4).loss
+            finite = [one for one in losses if math.isfinite(losses[one])]
+            if len(finite) == 4:
+                return finite, [losses[one] for one in finite]
+        return [0, 1, 2, 3], [losses[one] for one in (0, 1, 2, 3)]
+
+    def tried(self, chosen: Sequence[int], replica: Replica | None = None, training: bool = False) -> Tried:
+        """On the rows chosen. replica: as one of several, with the gradients' mean over them, as DDP computes it.
+        training: modules stay in their own modes."""
+        *inputs, options = self.copies(chosen)
+        (metrics,) = [one for one in inputs if isinstance(one, DeviceMetrics)]
+        named = zip(self._step.signature.parameters, inputs, strict=False)
+        models = {name: one for name, one in named if isinstance(one, nn.Module)}
+        parameters = [one for model in models.values() for one in model.parameters()]
+        before, gradients = [one.detach().clone() for one in parameters], {}
+        for is_ddp, model in zip(self._ddp, inputs, strict=False):
+            for name, parameter in model.named_parameters() if is_ddp else ():
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, name=name: gradients.update({name: average(p, replica)})
+                )
+        for model in models.values():
+            if not training:
+                model.eval()
+        with replica or drawing_from(0), RowsAlike():
+            self._step.__wrapped__(*inputs, **options)
+        values = metrics.read(self._count, self._count + 1)
+        return Tried(
+            float(values["loss" if "loss" in values else metrics.names[0]][0]),
+            any(one.grad is not None and bool(one.grad.any()) for one in parameters),
+            not all(map(torch.equal, before, parameters)),
+            gradients,
+            models,
+        )
+
+
+def average(parameter: nn.Parameter, replica: Replica | None) -> torch.Tensor:
+    if replica:
+        parameter.grad = replica.sum(parameter.grad) / replica.count
+    return parameter.grad.clone()

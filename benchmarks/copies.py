@@ -2,6 +2,7 @@
 
 Run:     python benchmarks/copies.py                        # all kinds, one device of torch_xla
          python benchmarks/copies.py --devices 4            # copies of distributed_mnist_tpu.py instead
+         python benchmarks/copies.py --replicas 4           # of ddp_mnist_tpu.py
          python benchmarks/copies.py --python VENV/bin/python   # a Python without torch_xla: torch.compile
 
 A kind is an entry of RIGHT in tests/scripts/test_wrong_copies.py. Each is written to a folder as a script of its own
@@ -28,7 +29,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from processes import Script  # noqa: E402
 from safetensors.torch import load_model  # noqa: E402
-from test_wrong_copies import RIGHT, dataset_of  # noqa: E402
+from test_wrong_copies import COUNTS, RIGHT, TRAINED, dataset_of  # noqa: E402
 
 from images.arrays import ImageDataset, TrainBatches, sent  # noqa: E402
 from tpu_utils.options.parsing import parse_command_line  # noqa: E402
@@ -64,20 +65,40 @@ CRITIC = [
         f"{OPTIMIZER}        critic = more_of_the_step(config)[0].to(run.device)\n"
         "        of_critic = make_optimizer(config, critic.parameters())\n",
     ),
+    ("train_step(replica, optimizer", "train_step(replica, critic, of_critic, optimizer"),
     (TRACKED, f"critic=critic, of_critic=of_critic, {TRACKED}"),
 ]
+
+
+AS_ONE_REPLICA = [  # ddp_mnist_tpu.py in the words of simple_mnist_tpu.py, which the edits are of
+    ("def train_step(replica, ", "def train_step(model, "),
+    ("        logits = replica(images)\n", "        logits = model(images)\n"),
+    ("gradient_norm(replica.parameters())", "gradient_norm(model.parameters())"),
+    ("    loss.backward()  # DDP's hooks average the gradients over the replicas\n", "    loss.backward()\n"),
+]
+MEAN_OF_LABELS = """\
+    losses = F.cross_entropy(logits.float(), labels.long(), reduction="none")
+    # over the labels of a replica on average: its own count would weigh them otherwise where some are ignored
+    loss = losses.sum() / mean_over_replicas(labels_that_count(labels).sum())
+"""
+OVER_REPLICAS = f"        return over_replicas({COUNTS.strip().removeprefix('return ')})\n"
 
 
 def copy_of(kind: str, script: Path, in_a_run: bool) -> str:
     """The text of a script with the edits of a kind."""
     text, edits = script.read_text(), [*RIGHT[kind][1]]
+    if script.name.startswith("ddp"):
+        changed = {old for old, _ in edits}
+        first = AS_ONE_REPLICA + [(MEAN_OF_LABELS, TRAINED)] * (TRAINED in changed)
+        first += [(OVER_REPLICAS, COUNTS)] * (COUNTS in changed)
+        edits = [*first, *edits]
     for old, new in edits + (IN_A_RUN if in_a_run else []):
         assert old in text, (kind, old)
         text = text.replace(old, new)
     if in_a_run and "optimizer_of" in text:
         text = text.replace("make_optimizer(config, model.parameters())", "optimizer_of(config, model)")
     if in_a_run and "more_of_the_step" in text:
-        for old, new in CRITIC:
+        for old, new in CRITIC:  # train() of one script has no replica
             text = text.replace(old, new)
     return text
 
@@ -97,6 +118,12 @@ def rate_options(kind: str) -> list[str]:
     return ["--learning_rate=3e-3"] if kind == ADAM else ["--optimizer=sgd", "--learning_rate=0.02"]
 
 
+def start_forked(*command, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    script = Script(*command, folder=folder, PYTHONPATH=ROOT, **environment)
+    out, err = script.communicate()
+    return subprocess.CompletedProcess(command, script.returncode, out, err)
+
+
 def run_copy(
     kind: str, folder: Path, arguments: argparse.Namespace, *more: str, **environment: str
 ) -> subprocess.CompletedProcess:
@@ -105,9 +132,7 @@ def run_copy(
     options += [f"--num_virtual_devices={arguments.devices}"] * (arguments.devices > 1)
     command = [folder / "mine.py", f"--data_dir={folder}", *options, *more]
     if arguments.python is None:
-        script = Script(*command, folder=folder, PYTHONPATH=ROOT, **environment)
-        out, err = script.communicate()
-        return subprocess.CompletedProcess(command, script.returncode, out, err)
+        return start_forked(*command, folder=folder, **environment)
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run([arguments.python, *command], env=variables, capture_output=True, text=True, cwd=folder)
 
@@ -153,6 +178,21 @@ def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[li
     return metrics.read(0, batches.num_steps)["loss"].tolist(), evaluations
 
 
+def on_replicas(kind: str, folder: Path, num_replicas: int) -> list[float] | str:
+    """Losses of the steps of a copy of ddp_mnist_tpu.py on several replicas, which have the same weights at the end;
+    or why it is refused."""
+    program, steps = ROOT / "tests" / "distributed_replicas.py", 2 * (165 // 16)
+    options = [option for option in OPTIONS if "shard" not in option] + rate_options(kind)
+    trace = ("trace", folder, num_replicas, steps, folder / "mine.py", f"--data_dir={folder}", *options)
+    for arguments in (trace, ("run", folder)):
+        done = start_forked(program, *arguments, folder=folder)
+        if done.returncode:
+            return f"refused: {done.stderr.strip().splitlines()[-1][:300]}"
+    found = json.loads((folder / "curve.json").read_text())
+    assert found["weights_apart"] == 0 and all(losses == found["losses"][0] for losses in found["losses"]), found
+    return found["losses"][0]
+
+
 def difference(found: list[float], expected: list[float]) -> float:
     """The largest one, relative to the expected value or to 1e-3."""
     assert len(found) == len(expected), (found, expected)
@@ -170,10 +210,19 @@ def main() -> int:
         help="Kinds to run. Default: all.",
     )
     parser.add_argument("--devices", type=int, default=1, help="Virtual devices; more than one: by SPMD.")
+    parser.add_argument("--replicas", type=int, default=1, help="Virtual replicas; more than one: by DDP.")
     parser.add_argument("--python", help="Python that runs the copies. Default: this one.")
     arguments = parser.parse_args()
-    script = ROOT / ("distributed_mnist_tpu.py" if arguments.devices > 1 else "simple_mnist_tpu.py")
-    print("| kind | largest relative difference of a loss | of an evaluation | killed and resumed |\n|---|---|---|---|")
+    script = ROOT / "simple_mnist_tpu.py"
+    if arguments.devices > 1:
+        script = ROOT / "distributed_mnist_tpu.py"
+    elif arguments.replicas > 1:
+        script = ROOT / "ddp_mnist_tpu.py"
+    print(
+        f"""| kind | largest relative difference of a loss{" on one replica" * (arguments.replicas > 1)}\
+{f" | on {arguments.replicas}" * (arguments.replicas > 1)} | of an evaluation | killed and resumed |"""
+    )
+    print("|" + "---|" * (4 + (arguments.replicas > 1)))
     failed = 0
     with tempfile.TemporaryDirectory() as base:
         for number, kind in enumerate(arguments.only):
@@ -202,7 +251,11 @@ def main() -> int:
             pairs = [(one[name], other[name]) for one, other in zip(found, evaluations, strict=True) for name in other]
             apart.append(difference(*zip(*pairs, strict=True)))
             shown = ["draws" if kind in DRAWS else f"{one:.1e}" for one in apart]
-            print(f"| {kind} | {shown[0]} | {shown[1]} | {ended} |", flush=True)
+            if arguments.replicas > 1:
+                found = on_replicas(kind, folder, arguments.replicas)
+                known = isinstance(found, str) or kind in DRAWS
+                shown.insert(1, str(found)[:300] if known else f"{difference(found, losses):.1e}")
+            print(f"| {' | '.join([kind, *shown, ended])} |", flush=True)
     return int(failed > 0)
 
 

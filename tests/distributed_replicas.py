@@ -6,8 +6,11 @@ a process of its own, executes that one program on N CPU replicas through jax's 
 
     python tests/distributed_replicas.py trace FOLDER NUM_REPLICAS NUM_STEPS MODEL [options of ddp_mnist_tpu.py]
     python tests/distributed_replicas.py run FOLDER
+
+MODEL: a class of ddp_mnist_tpu.py or small_models.py, or a copy of the script, mine.py, with arrays in --data_dir.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -16,6 +19,13 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def dataset_of(name: str, config):
+    from images.arrays import load_arrays
+    from images.mnist import load_dataset
+
+    return load_arrays("mine", config.data_dir) if name.endswith(".py") else load_dataset(config)
 
 
 def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: list[str]) -> None:
@@ -30,7 +40,6 @@ def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: l
     import ddp_mnist_tpu as script
     from config import DdpMnistConfig
     from images.arrays import TrainBatches
-    from images.mnist import load_dataset
     from tpu_compiler.compile.tracing import alias_id
     from tpu_utils.device import send
     from tpu_utils.options.parsing import parse_command_line
@@ -38,16 +47,22 @@ def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: l
     from tpu_utils.step.optim import learning_rates, make_optimizer
 
     config = parse_command_line(DdpMnistConfig, "", options)
-    dataset = load_dataset(config)
+    dataset = dataset_of(name, config)
     pjrt.initialize_multiprocess(0, 1)  # what torch_xla.launch does first: this process is replica 0 of num_replicas
     dist.init_process_group("xla", store=dist.HashStore(), rank=0, world_size=num_replicas)
     assert dist.get_world_size() == num_replicas
     device = torch_xla.device()
     torch.manual_seed(config.seed)
-    model = getattr(script if name == "ConvNet" else small_models, name)(
-        dataset.image_size, config.channels, config.hidden_dim
-    ).to(device)
-    optimizer = make_optimizer(config, model.parameters())
+    if name.endswith(".py"):
+        found = importlib.util.spec_from_file_location("mine", name)
+        script = importlib.util.module_from_spec(found)
+        found.loader.exec_module(script)
+        model = script.build_model(config, dataset).to(device)
+    else:
+        kind = getattr(script if name == "ConvNet" else small_models, name)
+        model = kind(dataset.image_size, config.channels, config.hidden_dim).to(device)
+    groups = getattr(script, "optimizer_of", lambda config, model: make_optimizer(config, model.parameters()))
+    optimizer = groups(config, model)
     rates = learning_rates(config, num_steps).to(device)
     metrics = DeviceMetrics(["loss", "gradient_norm"], num_steps, device)
     images, labels = send(TrainBatches(dataset, config, 0, num_replicas).batch(0), device, None)
@@ -74,6 +89,7 @@ def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: l
         "losses": len(list(model.parameters())),  # index of metrics.values among the outputs
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "replicas": num_replicas,
+        "model": name,
         "options": options,
         "num_steps": num_steps,
     }
@@ -88,7 +104,6 @@ def run(folder: Path) -> None:
 
     from config import DdpMnistConfig
     from images.arrays import TrainBatches
-    from images.mnist import load_dataset
     from tpu_utils.options.parsing import parse_command_line
 
     described = json.loads((folder / "state.json").read_text())
@@ -114,7 +129,7 @@ def run(folder: Path) -> None:
         module = ir.Module.parse(hlo_to_stablehlo((folder / "program.hlo").read_bytes()))
         program = compiler.backend_compile_and_load(devices[0].client, module, DeviceList(tuple(devices)), options, [])
 
-    dataset = load_dataset(config)
+    dataset = dataset_of(described["model"], config)
     parts = [TrainBatches(dataset, config, replica, n) for replica in range(n)]
     buffers = [[jax.device_put(value, device) for device in devices] for value in values]
     for step in range(num_steps):

@@ -267,6 +267,31 @@ def test_a_buffer_that_grows_is_named(device):
         steps_with(Growing(28).to(device))
 
 
+def test_a_layer_that_is_frozen_or_put_into_eval_mode_later_is_named(device):
+    model = torch.nn.Sequential(torch.nn.Linear(29, 3), torch.nn.BatchNorm1d(3)).to(device)
+    Tracked({"model": model}).make_scalars_data()
+    x = torch.ones(4, 29).to(device)
+
+    @one_graph
+    def step(model, x):
+        loss = model(x).square().sum()
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = None
+        return loss, gradients
+
+    with Run(MnistConfig(), step):
+        step(model, x)
+        model[1].eval()
+        model[0].weight.requires_grad_(False)
+        with pytest.raises(
+            RecompileError,
+            match=r"model\.0\.weight was in training, is in eval mode or frozen, model\.1 was in training, is in",
+        ):
+            step(model, x)
+
+
 # --------------------------------------------------------------------------------- a function by itself, without a run
 
 

@@ -1,5 +1,6 @@
 """What a step changes and no checkpoint holds is named; what is saved, derived or handed over anew is let through."""
 
+import contextlib
 import copy
 import random
 from types import SimpleNamespace
@@ -186,6 +187,22 @@ def test_a_number_that_the_loop_computes_is_no_state():
         unsaved.before(step, {"beta": beta, "weights": weights})
         unsaved.after(step, {"beta": beta, "weights": weights}, None, True, [])
     unsaved.check()
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_rate_that_the_loop_sets_and_the_step_overwrites_is_named(is_used):
+    optimizer = make_optimizer(MnistConfig(), nn.Linear(2, 2).parameters())
+    (group,) = optimizer.param_groups
+    unsaved, step = Unsaved(Tracked({})), SimpleNamespace(__wrapped__=trains, __name__="train_step")
+    refused = pytest.raises(InputError, match=r'optimizer\.param_groups\[0\]\["lr"\], which the loop has set, has no')
+    with contextlib.nullcontext() if is_used else refused:
+        for number in range(4):
+            unsaved.before(step, {"optimizer": optimizer})
+            if not is_used or number == 0:
+                group["lr"] = torch.ones(1)  # by the step
+            unsaved.after(step, {"optimizer": optimizer}, None, True, [])
+            if number == 2:
+                group["lr"] = torch.zeros(1)  # by the loop
 
 
 @pytest.mark.parametrize(

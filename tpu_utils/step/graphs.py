@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tpu_utils.base.clock import Goodput
-from tpu_utils.base.errors import RecompileError
 from tpu_utils.device import IS_XLA, compile_step, graphs_compiled, operations_on_host
 from tpu_utils.step.seen import Seen, held_by_modules, numbers_in, shape_of, state_sizes
 
@@ -145,13 +144,9 @@ class StepWatch:
         new, outside, self.total = total - step.graphs_before, step.graphs_before - self.total, total
         seen.graphs += new
         if seen.graphs > 1:
-            from tpu_utils.step.second_graph import new_on_host, reasons  # only for a step that has one
+            from tpu_utils.step.second_graph import raise_why  # only for a step that has one
 
-            host = new_on_host(step.on_host)
-            why = [host] if host else reasons(seen, held_by_modules(named), state_sizes(named), shapes, numbers)
-            raise RecompileError(
-                f"{call} compiled graph {seen.graphs} of {step.__name__}, expected 1: {'; '.join(why)}"
-            )
+            raise_why(call, seen, named, shapes, numbers)
         if outside and self._in_run and IS_XLA and not self._outside:
             from tpu_utils.step.second_graph import GraphsOutside  # only for a run that has one
 

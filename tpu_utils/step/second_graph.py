@@ -1,30 +1,33 @@
 """Why there is a second graph, or a step that reads, in words: imported once there is one."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from tpu_utils.base.errors import InputError, RecompileError, first_line, line_of
 from tpu_utils.device import DEVICE_TYPE, READ_ERROR_MARKERS, operations_on_host, operations_traced
 from tpu_utils.record.lines import LineWatch
-from tpu_utils.step.seen import Held, Seen
+from tpu_utils.step.seen import Held, Seen, held_by_modules, state_sizes
 
 
-def reasons(
-    seen: Seen,
-    held: dict[str, Held],
-    state: dict[str, int],
-    shapes: dict[str, str],
-    numbers: dict[tuple, Any],
-) -> list[str]:
-    """What differs between this call of the step and those before, each with a remedy.
+def raise_why(
+    call: str, seen: Seen, named: dict[str, Any], shapes: dict[str, str], numbers: dict[tuple, Any]
+) -> NoReturn:
+    """Raises RecompileError for a second graph of a step, with what differs between this call of it and those before.
 
-    held, state, shapes, numbers: of this call, as seen has them of earlier ones.
+    named: arguments of this call. shapes, numbers: of it, as seen has them of earlier ones.
     """
+    host = new_on_host(seen.step.on_host)
+    why = [host] if host else reasons(seen, named, shapes, numbers)
+    raise RecompileError(f"{call} compiled graph {seen.graphs} of {seen.step.__name__}, expected 1: {'; '.join(why)}")
+
+
+def reasons(seen: Seen, named: dict[str, Any], shapes: dict[str, str], numbers: dict[tuple, Any]) -> list[str]:
+    """What differs between this call of the step and those before, each with a remedy."""
     reasons = [f"{name} was {seen.shapes[name]}, is {s}" for name, s in shapes.items() if seen.shapes.get(name, s) != s]
-    reasons += _reasons_in_modules(seen.calls, seen.held, held)
-    if born := {n: size for n, size in state.items() if size > seen.state.get(n, size)}:
+    reasons += _reasons_in_modules(seen.calls, seen.held, held_by_modules(named))
+    if born := {n: size for n, size in state_sizes(named).items() if size > seen.state.get(n, size)}:
         return [
             f"{name} has {size} tensors of state and had {seen.state[name]} before its first step: state that is "
             "created inside a step makes the next one another program; create it before, as make_optimizer of "
@@ -146,7 +149,8 @@ def _reasons_in_modules(calls: int, before: list[dict[str, Held]], now: dict[str
     if calls > 1:
         old, new = (before[0], before[1]) if calls == 2 else (before[1], now)
         common = [path for path in new if path in old]
-        found[CREATED] = [f"{new[p].kind} {p} ({new[p].shape})" for p in new if p not in old]
+        found[CREATED] = [f"{new[p].kind} {p} ({new[p].shape})" for p in new if p not in old and new[p].shape]
+        found[CHANGED] = [f"{p} was {old[p].mode}, is {new[p].mode}" for p in common if old[p].mode != new[p].mode]
         found[RESHAPED] = [f"{p} was {old[p].shape}, is {new[p].shape}" for p in common if old[p].shape != new[p].shape]
     texts = {remedy: names[:5] + [f"{len(names) - 5} more"] * (len(names) > 5) for remedy, names in found.items()}
     return [f"{', '.join(names)} {remedy}" for remedy, names in texts.items() if names]
@@ -157,6 +161,10 @@ PENDING = (
     "or inside the step, or call torch_xla.sync() before the loop"
 )
 CREATED = "was created in a step, so the next one has an input more: register it in __init__, in its final shape"
+CHANGED = (
+    "in the step after: that is another program; expected it as it is later from step 1 on, or two runs, the second "
+    "one from the checkpoint of the first"
+)
 RESHAPED = "in the step after: give it its final shape and dtype in __init__, and write into it"
 CONSTANT = (
     "is a scalar, and of 0 or 1 torch_xla makes a constant instead of sending it: give its module to run.track(), "

@@ -8,15 +8,18 @@ import torch
 
 from tpu_utils.device import DEVICE_TYPE, pending_operation
 
+MODES = ("in eval mode or frozen", "in training")
+
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter or buffer on the device."""
+    """A parameter or buffer on the device, or a module."""
 
     kind: str
     shape: str
     operation: str
     """What pending_operation() returns for it."""
+    mode: str
 
 
 @dataclass
@@ -38,17 +41,19 @@ class Seen:
 
 
 def held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
-    """Parameters and buffers of the modules among a step's arguments, by path, each once."""
+    """Modules, parameters and buffers of the modules among a step's arguments, by path, each once."""
     found, seen = {}, set()
     for name, module in named.items():
         if not isinstance(module, torch.nn.Module):
             continue
-        named = [("buffer", *pair) for pair in module.named_buffers(name)]
-        named += [("parameter", *pair) for pair in module.named_parameters(name)]
-        for kind, path, tensor in named:
-            if tensor.device.type == DEVICE_TYPE and id(tensor) not in seen:
-                seen.add(id(tensor))
-                found[path] = Held(kind, shape_of(tensor), pending_operation(tensor))
+        tensors = [("buffer", *pair) for pair in module.named_buffers(name)]
+        tensors += [("parameter", *pair) for pair in module.named_parameters(name)]
+        for kind, path, one in tensors:
+            if one.device.type == DEVICE_TYPE and id(one) not in seen:
+                seen.add(id(one))
+                found[path] = Held(kind, shape_of(one), pending_operation(one), MODES[one.requires_grad])
+        for path, one in module.named_modules(prefix=name) if found else ():
+            found[path] = Held("module", "", "", MODES[one.training])
     return found
 
 

@@ -147,6 +147,8 @@ class Unsaved:
         self._calls: dict[int, int] = {}
         self._seen: dict[int, tuple[str, Callable[[], Leaves], Leaves]] = {}
         self._results: dict[int, torch.Tensor] = {}
+        self._rates: dict[str, Any] = {}
+        """Rates of optimizers' groups as the last step left them, then those that the loop has put there since."""
         self._constant: set[str] = set()
         """Paths of tensors that a step writes to without changing them."""
 
@@ -159,12 +161,23 @@ class Unsaved:
                 f"{step.__name__} gets {name} from its last call, and no checkpoint holds it; expected one tensor that "
                 f"the step writes to, {name}.copy_(...), and run.track({name}={name}, ...)"
             )
+        left = self._rates
+        self._rates = {path: rate for path, rate in rates_in(named).items() if rate is not left.get(path, rate)}
         if self._calls.get(id(step)) == 1:
             _, look, before = self._seen[id(step)]
             before |= {path: leaf for path, leaf in look().items() if not isinstance(leaf[0], torch.Tensor)}
 
     def after(self, step, named: dict[str, Any], result: Any, is_training: bool, batch: list[torch.Tensor]) -> None:
         """Call it after each call of a step. batch: what goes up in each step."""
+        if is_training:
+            rates = rates_in(named)
+            if unused := [path for path, rate in self._rates.items() if rate is not rates[path]]:
+                raise InputError(
+                    f"{step.__name__} computes with a rate of its own, so {unused[0]}, which the loop has set, has no "
+                    "effect; expected another schedule, such as learning_rates(config, num_steps) times a factor of "
+                    "each step, made before step 1"
+                )
+            self._rates = rates
         calls = self._calls[id(step)] = self._calls.get(id(step), 0) + 1
         if is_training:
             given = (one for one, _ in leaves_of({"": result}, set()).values())
@@ -215,6 +228,16 @@ class Unsaved:
         # what was not there before may be a cache
         if found := [change for change in found if change[0] not in self._constant]:
             raise InputError(says(step.__name__, found))
+
+
+def rates_in(named: dict[str, Any]) -> dict[str, Any]:
+    """Learning rates of the groups of optimizers among these values, by path."""
+    return {
+        f'{name}.param_groups[{number}]["lr"]': group["lr"]
+        for name, one in named.items()
+        if isinstance(one, torch.optim.Optimizer)
+        for number, group in enumerate(one.param_groups)
+    }
 
 
 def is_same(one: torch.Tensor, other: Any) -> bool:

@@ -208,7 +208,7 @@ class Decoder(torch.nn.Module):
                 torch.nn.init.normal_(parameter, 0.0, residual_std if "_out_" in name else 0.02, generator=generator)
             else:
                 is_norm = name.endswith("_weight")
-                torch.nn.init.constant_(parameter, 1.0 - self.shape.of_family.norm_offset if is_norm else 0.0)
+                torch.nn.init.constant_(parameter, 1.0 - self.shape.conventions.norm_offset if is_norm else 0.0)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if name in ("token_embedding", "head_weight"):

@@ -33,7 +33,7 @@ from language.xla.remat import SAVE_NOTHING
 def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
     """Every parameter, those of the L layers stacked. Norms have ln in their names, as those of the GPT: ln1 and ln2 of
     what attention and MLP read, ln1_after and ln2_after of what they give."""
-    family, per_head = shape.of_family, shape.of_family.qk_norm == "head"
+    family, per_head = shape.conventions, shape.conventions.qk_norm == "head"
     L, D, V = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size
     K = shape.head_dim
     queries = shape.num_heads * shape.head_dim
@@ -123,7 +123,7 @@ def angles(positions_T, frequencies, shape: LlamaShape):
 
 
 class Llama(Decoder):
-    """RMSNorm, rotary positions, a gated MLP, grouped queries; the rest as shape and shape.of_family say.
+    """RMSNorm, rotary positions, a gated MLP, grouped queries; the rest as shape and shape.conventions say.
 
     A tied head reads `token_embedding` itself, so there is no second weight that a move to the device could untie.
     """
@@ -152,7 +152,7 @@ class Llama(Decoder):
 
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         """All parameters in the compute dtype, once a step, and those of each layer. Norms stay float32."""
-        cast, offset = {}, self.shape.of_family.norm_offset
+        cast, offset = {}, self.shape.conventions.norm_offset
         for name, p in self.weights().items():
             p = p * self.adapter_scale if "_lora_b" in name else p
             cast[name] = p.float() + offset if "ln" in name else self.in_compute_dtype(name, p)
@@ -166,7 +166,7 @@ class Llama(Decoder):
         """(B, T, D) in the compute dtype."""
         x = self.rows_of_tokens(tokens_BT).to(self.compute_dtype)
         scale = torch.tensor(self.shape.embedding_dim**0.5, device="cpu").to(self.compute_dtype)  # rounded, as Gemma's
-        return x * scale.item() if self.shape.of_family.scaled_embedding else x
+        return x * scale.item() if self.shape.conventions.scaled_embedding else x
 
     def frequencies_by_kind(self, length: int) -> dict[str, torch.Tensor]:
         """Rotary frequencies by kind of layer. length: of the longest text, which decides with longrope."""
@@ -218,7 +218,7 @@ class Llama(Decoder):
 
     def mlp(self, y_BTD, w, kept, experts: Callable | None):
         """(what the MLP gives, None), or of experts (what they give, routing of route())."""
-        activation = F.silu if self.shape.of_family.activation == "silu" else partial(F.gelu, approximate="tanh")
+        activation = F.silu if self.shape.conventions.activation == "silu" else partial(F.gelu, approximate="tanh")
         if "router_weight" in w:
             experts = experts or partial(mixture, capacity=self.expert_capacity, kernels=self.expert_kernels)
             return experts(y_BTD, w, self.shape, activation)

@@ -26,7 +26,7 @@ class ModelShape:
         return -(-self.vocab_size // 128) * 128
 
     @property
-    def of_family(self) -> Family:
+    def conventions(self) -> Family:
         return FAMILIES["gpt2"]
 
     @property
@@ -120,7 +120,7 @@ class LlamaShape(ModelShape):
     """Whether the weights of a token's experts add up to 1."""
 
     @property
-    def of_family(self) -> Family:
+    def conventions(self) -> Family:
         return FAMILIES[self.family]
 
     @property
@@ -146,7 +146,7 @@ class LlamaShape(ModelShape):
     def num_parameters(self) -> int:
         """Padded vocabulary included. Per layer: q and out 2DHK, k and v 2DGK, MLP 3DE, or of experts X (3DE + D);
         norms 2D or 4D; of queries and keys 2K or HK + GK; biases HK + 2GK."""
-        D, K, family = self.embedding_dim, self.head_dim, self.of_family
+        D, K, family = self.embedding_dim, self.head_dim, self.conventions
         queries, keys = K * self.num_heads, K * self.num_kv_heads
         per_layer = 2 * D * (queries + keys) + (4 if family.norms == "both" else 2) * D
         per_layer += 3 * D * self.mlp_dim * (self.num_experts or 1) + self.num_experts * D

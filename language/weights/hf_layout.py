@@ -95,7 +95,7 @@ def sizes_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def expert_names(shape: LlamaShape) -> dict[str, tuple[str, ...]]:
     """Theirs of a layer's experts: a matrix each has a name of its own."""
-    said = shape.of_family.experts
+    said = shape.conventions.experts
     gate, up, out = said.matrices
     experts = [f"{said.below}.experts.{number}" for number in range(shape.num_experts)]
     return {
@@ -110,8 +110,8 @@ def sources(shape: ModelShape) -> dict[str, Source]:
     transposed = not isinstance(shape, LlamaShape)
     if isinstance(shape, LlamaShape):
         table, below = dict(LLAMA), "model.layers"
-        table |= NORMS_BEFORE if shape.of_family.norms == "before" else {}
-        table |= FUSED if shape.of_family.fused else {}
+        table |= NORMS_BEFORE if shape.conventions.norms == "before" else {}
+        table |= FUSED if shape.conventions.fused else {}
         table |= expert_names(shape) if shape.num_experts else {}
         top = {"token_embedding": "model.embed_tokens.weight", "final_ln_weight": "model.norm.weight"}
         top["head_weight"] = "lm_head.weight"

@@ -63,7 +63,7 @@ def hugging_face_model(shape: LlamaShape, seed: int = 0):
     config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    mean = 1.0 - shape.of_family.norm_offset  # the weights of norms
+    mean = 1.0 - shape.conventions.norm_offset  # the weights of norms
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.08 + (mean if "norm" in name else 0.0))

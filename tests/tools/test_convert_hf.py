@@ -479,10 +479,10 @@ def test_a_key_that_is_absent_means_what_it_means_to_transformers():
     for name, shape in KINDS.items():
         said = hugging_face_config(shape)
         theirs = transformers.AutoConfig.for_model(model_type=said["model_type"])  # all its own defaults
-        for key, value in shape.of_family.defaults.items():
+        for key, value in shape.conventions.defaults.items():
             if hasattr(theirs, key) and value is not None:
                 assert getattr(theirs, key) == value, (name, key)
-        for key, values in shape.of_family.expected.items():
+        for key, values in shape.conventions.expected.items():
             assert getattr(theirs, key, values[0]) in values or name == "gpt2", (name, key)
     gemma = hugging_face_config(KINDS["gemma3"]) | {"num_hidden_layers": 12}
     older = {key: value for key, value in gemma.items() if key not in ("layer_types", "rope_local_base_freq")}

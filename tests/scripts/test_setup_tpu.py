@@ -22,6 +22,8 @@ from tpu_utils.base import hardware
 
 SCRIPT = Path(setup_tpu.__file__)
 INSTALLED = {"torch": "2.9.0", "torch_xla": "2.9.0", "torchvision": "0.24.0", "libtpu": "0.0.21", "jax": "0.7.1"}
+PATIENT = 600
+"""Seconds for a child that is to answer: only a hang meets them, however busy the machine is."""
 PIP_29 = f"{setup_tpu.PIP} install torch==2.9.0 'torch_xla[tpu,pallas]==2.9.0' torchvision==0.24.0"
 PIP_28 = f"{setup_tpu.PIP} install torch==2.8.0 'torch_xla[tpu,pallas]==2.8.1' torchvision==0.23.0"
 NO_TORCH_TPU = f"{setup_tpu.PIP} uninstall -y torch_tpu"
@@ -150,9 +152,9 @@ def test_a_gpu(answer, installed, build, status, said, tmp_path, monkeypatch):
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert setup_tpu.check_gpu(tmp_path, [str(tmp_path)], installed, 60).status == "skip"
+    assert setup_tpu.check_gpu(tmp_path, [str(tmp_path)], installed, PATIENT).status == "skip"
     (tmp_path / "nvidia0").touch()
-    found = setup_tpu.check_gpu(tmp_path, [str(tmp_path)], installed, 60)
+    found = setup_tpu.check_gpu(tmp_path, [str(tmp_path)], installed, PATIENT)
     assert found.status == status and said in found.finding, found
 
 
@@ -179,15 +181,15 @@ def test_broken_libtpu(tmp_path):
     library = package(tmp_path, libtpu="") / "libtpu" / "libtpu.so"
     library.write_bytes(b"half a download")
     assert setup_tpu.find_libtpu({}, [str(tmp_path)]) == library
-    check = setup_tpu.check_libtpu(library, {}, INSTALLED, False, 20)
+    check = setup_tpu.check_libtpu(library, {}, INSTALLED, False, PATIENT)
     assert_check(check, "fail", f"{library} cannot be loaded", fix=reinstall)
 
-    check = setup_tpu.check_libtpu(None, {}, {}, True, 20)
+    check = setup_tpu.check_libtpu(None, {}, {}, True, PATIENT)
     assert_check(check, "fail", "no libtpu.so found", fix=reinstall)
 
     environment = {"TPU_LIBRARY_PATH": str(tmp_path / "gone.so")}
     gone = setup_tpu.find_libtpu(environment, [str(tmp_path)])
-    check = setup_tpu.check_libtpu(gone, environment, INSTALLED, False, 20)
+    check = setup_tpu.check_libtpu(gone, environment, INSTALLED, False, PATIENT)
     assert_check(check, "fail", "TPU_LIBRARY_PATH says", "not a file", fix="unset TPU_LIBRARY_PATH")
 
 
@@ -444,12 +446,12 @@ class Client:
 def test_bucket(tmp_path, body, status, words, fix):
     fake = package(tmp_path, google="", google__cloud="", google__cloud__storage=FAKE_STORAGE.format(body=body))
     have = {"google_cloud_storage": "3"}
-    check = setup_tpu.check_bucket("gs://b/runs", have, clean_environment(fake), 20)
+    check = setup_tpu.check_bucket("gs://b/runs", have, clean_environment(fake), PATIENT)
     assert_check(check, status, "gs://b", words, fix=fix)
 
 
 def test_bucket_without_the_library():
-    check = setup_tpu.check_bucket("gs://b", {}, {}, 20)
+    check = setup_tpu.check_bucket("gs://b", {}, {}, PATIENT)
     assert_check(check, "fail", "not installed", fix=f"{setup_tpu.PIP} install google-cloud-storage")
 
 
@@ -559,14 +561,14 @@ def abort_with(*lines: str) -> str:
 def test_xla_flags_that_would_abort(tmp_path, flags, lines, words, fix):
     fake = package(tmp_path, torch="", _XLAC=abort_with(*lines))
     environment = clean_environment(fake, XLA_FLAGS=flags, LIBTPU_INIT_ARGS="--a=1")
-    assert_check(setup_tpu.check_xla_flags(environment, INSTALLED, 20), "fail", words, fix=fix)
+    assert_check(setup_tpu.check_xla_flags(environment, INSTALLED, PATIENT), "fail", words, fix=fix)
 
 
 def test_xla_flags_that_cannot_be_tried(tmp_path):
     fake = package(tmp_path, torch="raise ImportError('no libtorch')")
-    check = setup_tpu.check_xla_flags(clean_environment(fake, XLA_FLAGS="--a"), INSTALLED, 20)
+    check = setup_tpu.check_xla_flags(clean_environment(fake, XLA_FLAGS="--a"), INSTALLED, PATIENT)
     assert_check(check, "skip", "cannot be tried", "no libtorch")
-    assert setup_tpu.check_xla_flags({"XLA_FLAGS": "--a"}, {}, 20).status == "skip"
+    assert setup_tpu.check_xla_flags({"XLA_FLAGS": "--a"}, {}, PATIENT).status == "skip"
 
 
 # ---------------------------------------------------------------- real work, on backends that are broken
@@ -577,7 +579,7 @@ REINSTALL = PIP_29.replace(" install ", " install --force-reinstall ", 1)
 def test_work_that_aborts_or_hangs(tmp_path):
     fatal = "import os\nos.write(2, b'2026-01-01 0:0:0.1: F a.cc:1] Check failed: chip'); os.abort()"
     fake = package(tmp_path / "abort", torch="", torch_xla=fatal)
-    first, *rest = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 20, ["v5e"])
+    first, *rest = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, PATIENT, ["v5e"])
     assert_check(first, "fail", "Check failed: chip", fix=REINSTALL)
     assert [(c.status, c.finding) for c in rest] == [("skip", "not reached")] * 3
 
@@ -592,7 +594,7 @@ def test_work_that_aborts_or_hangs(tmp_path):
 def test_debian_python_without_its_shared_library(tmp_path):
     message = "libpython3.11.so.1.0: cannot open shared object file: No such file or directory"
     fake = package(tmp_path, torch="", torch_xla=f"raise ImportError({message!r})")
-    first, *_ = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 20, ["v5e"])
+    first, *_ = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, PATIENT, ["v5e"])
     assert_check(first, "fail", message, fix="sudo apt-get install -y libpython3.11")
 
 
@@ -611,7 +613,7 @@ def test_work_on_a_backend_that_computes_wrongly(tmp_path):
         torch_xla__debug="",
         torch_xla__debug__metrics="import torch_xla\nmetric_data = lambda name: (torch_xla.graphs,)\n",
     )
-    checks = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, 60, ["v5e"])
+    checks = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, PATIENT, ["v5e"])
     assert checks[0].status == "ok"
     assert_check(checks[1], "fail", "differs from numpy by", "expected at most 1e-05", fix=REINSTALL)
     assert_check(checks[2], "fail", "3 training steps compiled 3 graphs, expected 1", fix=REINSTALL)
@@ -619,7 +621,7 @@ def test_work_on_a_backend_that_computes_wrongly(tmp_path):
 
 
 def test_aot_without_its_packages():
-    check = setup_tpu.check_aot("v5litepod-8", {}, {"torch_xla": "2.9.0"}, 20)
+    check = setup_tpu.check_aot("v5litepod-8", {}, {"torch_xla": "2.9.0"}, PATIENT)
     assert_check(check, "fail", "needs libtpu, jax, not installed", fix=PIP_29)
 
 
@@ -633,13 +635,13 @@ def test_doctor_copied_alone(tmp_path):
 
 def test_aot_that_dies(tmp_path):
     fake = package(tmp_path, torch="raise ImportError('undefined symbol: x')")
-    check = setup_tpu.check_aot("v5litepod-8", clean_environment(fake), INSTALLED, 20)
+    check = setup_tpu.check_aot("v5litepod-8", clean_environment(fake), INSTALLED, PATIENT)
     assert_check(check, "fail", "v5litepod-8: ", "undefined symbol: x", fix=PIP_29)
 
 
 def test_what_a_child_reported_survives_its_death():
     source = 'import os; print(\'@@ ["a", "ok", "fine", ""]\', flush=True); os.abort()'
-    child = setup_tpu.run_child(["-c", source], os.environ, 20)
+    child = setup_tpu.run_child(["-c", source], os.environ, PATIENT)
     assert child == ({"a": Check("a", "ok", "fine")}, "killed by SIGABRT")
 
 
@@ -933,8 +935,9 @@ def test_surroundings_are_named_and_a_host_alone_goes_on(tmp_path, monkeypatch, 
 
 
 def run_doctor(*arguments: str, environment: dict, python: tuple = (sys.executable,)):
-    command = [*python, str(SCRIPT), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    patient = [f"--time_limit={PATIENT}"] if "--json" in arguments else []
+    command = [*python, str(SCRIPT), *arguments, *patient]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * PATIENT)
     assert "Traceback" not in done.stdout + done.stderr
     return done
 

@@ -328,7 +328,7 @@ def num_steps_of(config: "ImageConfig", num_examples: int, name: str) -> tuple[i
         )
     if config.warmup_steps >= num_steps:
         raise InputError(
-            f"warmup_steps is {config.warmup_steps} but the run has {num_steps} steps; choose fewer, or more epochs"
+            f"warmup_steps is {config.warmup_steps} but the run has {num_steps} steps; choose less, or more epochs"
         )
     return steps_per_epoch, num_steps
 

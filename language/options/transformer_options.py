@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from language.options.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape
 from tpu_utils.base.errors import InputError
@@ -18,12 +18,13 @@ from tpu_utils.base.files import parse_object, read_json
 from tpu_utils.options.fields import FREE, NoEffect, Range, Seldom
 from tpu_utils.options.train_config import ON_TPU, HostOptions, TrainConfig
 
-SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE, "tokens": 1, "chat": 1, "stream": 1}
+Dataset = Literal["synthetic", "text", "tokens", "chat", "stream"]
+SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE}  # others: 1
 DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # others: of the model's size
-NOT_TEXT = NoEffect("dataset", "synthetic", "tokens", "chat", "stream")
+NOT_TEXT, NOT_CHAT, NOT_STREAM = (
+    NoEffect("dataset", *(other for other in get_args(Dataset) if other != own)) for own in ("text", "chat", "stream")
+)
 NO_EXPERTS = NoEffect("num_experts", 0)
-NOT_CHAT = NoEffect("dataset", "synthetic", "text", "tokens", "stream")
-NOT_STREAM = NoEffect("dataset", "synthetic", "text", "tokens", "chat")
 WITH_REMAT = NoEffect("remat", False)
 Kept = Literal["inputs", "attention", "projections", "residual", "products"]
 HUGGING_FACE_CONFIG = "a model's config.json in a local folder (hf download NAME --local-dir DIR)"
@@ -44,7 +45,7 @@ FINEWEB_10B = ON_TPU | dict(
 class TransformerConfig(HostOptions, TrainConfig):
     """What transformer_tpu.py trains, and on which mesh."""
 
-    dataset: Literal["synthetic", "text", "tokens", "chat", "stream"] = "synthetic"
+    dataset: Dataset = "synthetic"
     """synthetic: a Markov chain of known entropy. text: UTF-8 bytes. tokens: llm.c shards. chat: conversations in JSON
     lines, with loss on the answers alone. stream: documents in parquet or JSON lines, tokenized as the run goes."""
     train_data: Annotated[str, NoEffect("dataset", "synthetic")] = ""
@@ -375,7 +376,7 @@ def check_llama(config: TransformerConfig, shape: LlamaShape) -> list[str]:
 def check_data(config: TransformerConfig) -> list[str]:
     """What stands against the data source and its options."""
     problems = []
-    smallest = SMALLEST_VOCAB_SIZE[config.dataset]
+    smallest = SMALLEST_VOCAB_SIZE.get(config.dataset, 1)
     if config.vocab_size and config.vocab_size < smallest:
         problems.append(f"vocab_size is {config.vocab_size}; {config.dataset} needs {smallest} or more")
     if config.stream_lanes and config.global_batch_size % config.stream_lanes:
@@ -395,7 +396,9 @@ def check_steps(config: TransformerConfig) -> list[str]:
             f"({config.gradient_accumulation_steps})"
         )
     if config.warmup_steps >= config.num_steps:
-        problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose fewer")
+        problems.append(
+            f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose a smaller one"
+        )
     if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):
         problems.append(
             f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSORxCONTEXTxEXPERT such as "

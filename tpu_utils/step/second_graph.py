@@ -162,8 +162,8 @@ PENDING = (
 )
 CREATED = "was created in a step, so the next one has an input more: register it in __init__, in its final shape"
 CHANGED = (
-    "in the step after: that is another program; expected it as it is later from step 1 on, or two runs, the second "
-    "one from the checkpoint of the first"
+    "in the step after: that is another program; expected it as it is later from step 1 on (in place of a list that "
+    "grows a buffer of one size), or two runs, the second one from the checkpoint of the first"
 )
 RESHAPED = "in the step after: give it its final shape and dtype in __init__, and write into it"
 CONSTANT = (

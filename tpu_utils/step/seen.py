@@ -54,6 +54,8 @@ def held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
                 found[path] = Held(kind, shape_of(one), pending_operation(one), MODES[one.requires_grad])
         for path, one in module.named_modules(prefix=name) if found else ():
             found[path] = Held("module", "", "", MODES[one.training])
+            own = {key: value for key, value in vars(one).items() if isinstance(value, (list, dict)) and key[0] != "_"}
+            found |= {f"{path}.{key}": Held("", "", "", f"of {len(value)} items") for key, value in own.items()}
     return found
 
 

@@ -162,7 +162,7 @@ class Unsaved:
                 f"the step writes to, {name}.copy_(...), and run.track({name}={name}, ...)"
             )
         left = self._rates
-        self._rates = {path: rate for path, rate in rates_in(named).items() if rate is not left.get(path, rate)}
+        self._rates = {path: rate for path, rate in rates_in(named).items() if is_other(rate, left.get(path, rate))}
         if self._calls.get(id(step)) == 1:
             _, look, before = self._seen[id(step)]
             before |= {path: leaf for path, leaf in look().items() if not isinstance(leaf[0], torch.Tensor)}
@@ -171,7 +171,7 @@ class Unsaved:
         """Call it after each call of a step. batch: what goes up in each step."""
         if is_training:
             rates = rates_in(named)
-            if unused := [path for path, rate in self._rates.items() if rate is not rates[path]]:
+            if unused := [path for path, rate in self._rates.items() if is_other(rate, rates[path])]:
                 raise InputError(
                     f"{step.__name__} computes with a rate of its own, so {unused[0]}, which the loop has set, has no "
                     "effect; expected another schedule, such as learning_rates(config, num_steps) times a factor of "
@@ -230,10 +230,15 @@ class Unsaved:
             raise InputError(says(step.__name__, found))
 
 
-def rates_in(named: dict[str, Any]) -> dict[str, Any]:
-    """Learning rates of the groups of optimizers among these values, by path."""
+def is_other(rate: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
+    """Whether it is another tensor, or was written to."""
+    return rate[0] is not before[0] or rate[1] != before[1]
+
+
+def rates_in(named: dict[str, Any]) -> Leaves:
+    """Learning rates of the groups of optimizers among these values, by path, as leaves_of() gives values."""
     return {
-        f'{name}.param_groups[{number}]["lr"]': group["lr"]
+        f'{name}.param_groups[{number}]["lr"]': (group["lr"], written(group["lr"]))
         for name, one in named.items()
         if isinstance(one, torch.optim.Optimizer)
         for number, group in enumerate(one.param_groups)

@@ -267,6 +267,26 @@ def test_a_buffer_that_grows_is_named(device):
         steps_with(Growing(28).to(device))
 
 
+class Remembering(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(30, 2)
+        self.means = []
+
+    def forward(self, x):
+        y = super().forward(x) + sum(self.means)
+        self.means = [*self.means, y.detach().mean()]
+        return y
+
+
+def test_a_list_that_grows_is_named(device):
+    @one_graph
+    def step(model, x):
+        return model(x)
+
+    with pytest.raises(RecompileError, match=r"model\.means was of 0 items, is of 1 items in the step after: that is"):
+        calls(step, [(Remembering().to(device), torch.ones(4, 30).to(device))] * 2)
+
+
 def test_a_layer_that_is_frozen_or_put_into_eval_mode_later_is_named(device):
     model = torch.nn.Sequential(torch.nn.Linear(29, 3), torch.nn.BatchNorm1d(3)).to(device)
     Tracked({"model": model}).make_scalars_data()

@@ -189,8 +189,9 @@ def test_a_number_that_the_loop_computes_is_no_state():
     unsaved.check()
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("is_used", [True, False])
-def test_a_rate_that_the_loop_sets_and_the_step_overwrites_is_named(is_used):
+def test_a_rate_that_the_loop_sets_and_the_step_overwrites_is_named(is_used, in_place):
     optimizer = make_optimizer(MnistConfig(), nn.Linear(2, 2).parameters())
     (group,) = optimizer.param_groups
     unsaved, step = Unsaved(Tracked({})), SimpleNamespace(__wrapped__=trains, __name__="train_step")
@@ -202,7 +203,7 @@ def test_a_rate_that_the_loop_sets_and_the_step_overwrites_is_named(is_used):
                 group["lr"] = torch.ones(1)  # by the step
             unsaved.after(step, {"optimizer": optimizer}, None, True, [])
             if number == 2:
-                group["lr"] = torch.zeros(1)  # by the loop
+                group["lr"] = group["lr"].mul_(0.1) if in_place else torch.zeros(1)  # by the loop
 
 
 @pytest.mark.parametrize(

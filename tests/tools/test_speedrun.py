@@ -114,6 +114,7 @@ def changed(path):
         (lambda folder: (folder / "two.txt").write_text("new"), True),
         (lambda folder: (folder / "one.txt").rename(folder / "another.txt"), True),
         (lambda folder: (folder / ".hidden").write_text("no part of the text"), False),
+        (lambda folder: (folder / "one.txt~").write_text("as an editor keeps it"), False),
         (lambda folder: (folder / "one.txt").touch(), False),
     ],
 )

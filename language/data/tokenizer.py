@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 from tokenizers import pre_tokenizers
 
+from language.data.entries import tell_once
 from language.data.llmc_files import GPT2_VOCAB_SIZE, other_vocabulary
 from language.options.shapes import BYTE_VOCAB_SIZE, START
 from language.options.transformer_options import TransformerConfig
@@ -270,10 +271,10 @@ def letters(text: str) -> Counter[str]:
     return Counter(unicodedata.normalize("NFKC", text).casefold())
 
 
-def check_lost(lost: Counter[str], num_characters: int, what: str) -> str:
-    """A line about what a tokenizer lost of a text; "" where that is nothing. Raises InputError for too much of it."""
+def check_lost(lost: Counter[str], num_characters: int, what: str) -> None:
+    """Says what a tokenizer lost of a text, if anything. Raises InputError for too much of it."""
     if not lost:
-        return ""
+        return
     named = ", ".join(repr(letter) for letter, _ in lost.most_common(3))
     found = f"{what}: the tokenizer loses {lost.total():,} of {num_characters:,} characters, such as {named}"
     if lost.total() > max(2, MOST_LOST * num_characters):
@@ -281,7 +282,7 @@ def check_lost(lost: Counter[str], num_characters: int, what: str) -> str:
             f"{found}; expected {MOST_LOST:.0%} at most; choose a tokenizer that has them, such as bytes, or make one "
             "with tools.train_tokenizer"
         )
-    return found
+    tell_once(found)
 
 
 def check_texts(tokenizer: Tokenizer, texts: Iterable[str], what: str) -> None:

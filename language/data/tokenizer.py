@@ -53,6 +53,8 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # where no file beside the 
 ADDS_BEGIN = {"Llama": True, "CodeLlama": True, "Gemma": True, "Cohere": True, "GPTNeoX": False}
 """Tokenizer classes of transformers 4 that put around a text what tokenizer_config.json says, whatever tokenizer.json
 does; and whether that is a begin token where it does not say."""
+BEGINS = {"Llama": "<s>", "CodeLlama": "<s>", "Gemma": "<bos>", "Cohere": "<BOS_TOKEN>", "GPTNeoX": "<|endoftext|>"}
+"""Their begin token, where tokenizer_config.json has no bos_token."""
 CLASS_OF_MODEL = dict.fromkeys(("llama", "mistral", "mixtral", "phi3"), "Llama")
 CLASS_OF_MODEL |= {"gemma3_text": "Gemma", "olmo2": "GPTNeoX"}
 """By the model_type of config.json, where no file names a class."""
@@ -190,9 +192,10 @@ class FromFile(Tokenizer):
         model = says.get("config.json", {})
         path = self.path.parent
         kind = config.get("tokenizer_class") or model.get("tokenizer_class")
-        kind = str(kind or CLASS_OF_MODEL.get(str(model.get("model_type")))).removesuffix("Fast")
-        adds_begin = ADDS_BEGIN.get(kind.removesuffix("Tokenizer"))
-        bos, eos = (self.numbers_of(config.get(name)) for name in ("bos_token", "eos_token"))
+        kind = str(kind or CLASS_OF_MODEL.get(str(model.get("model_type"))))
+        kind = kind.removesuffix("Fast").removesuffix("Tokenizer")
+        adds_begin = ADDS_BEGIN.get(kind)
+        bos, eos = self.numbers_of(config.get("bos_token", BEGINS.get(kind))), self.numbers_of(config.get("eos_token"))
         if adds_begin is not None:
             for wanted, token, found in (("add_bos_token", "bos_token", bos), ("add_eos_token", "eos_token", eos)):
                 if config.get(wanted) and not found:

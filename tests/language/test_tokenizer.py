@@ -89,6 +89,18 @@ def test_what_stands_around_a_text_is_what_transformers_puts_there(tmp_path, con
         assert ours.prefix == theirs.bos_token_id
 
 
+@pytest.mark.parametrize("kind, begin", [("Llama", "<s>"), ("Gemma", "<bos>"), ("Cohere", "<BOS_TOKEN>")])
+def test_a_class_has_a_begin_token_where_no_file_names_one(tmp_path, kind, begin):
+    transformers = pytest.importorskip("transformers", reason="requirements-dev.txt brings transformers")
+    folder = trained(tmp_path, tokenizer_config={"tokenizer_class": f"{kind}TokenizerFast", "eos_token": "<|end|>"})
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.add_special_tokens([begin])
+    made.save(str(folder / "tokenizer.json"))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(str(folder))
+    assert ours.encode_around("to be") == theirs.encode("to be", truncation=False)
+    assert ours.prefix == ours.begin == theirs.bos_token_id == made.token_to_id(begin)
+
+
 @pytest.mark.parametrize("model, begin", [("llama", 1), ("gemma3_text", 1), ("olmo2", None), ("qwen3", None)])
 def test_the_class_of_a_tokenizer_follows_from_the_model(tmp_path, model, begin):
     folder = trained(tmp_path, tokenizer_config=BOTH, config={"model_type": model})

@@ -73,6 +73,9 @@ STALE_VARIABLES = (  # (pattern, does it change or end what is computed, why)
     ),
     ("XLA_*_BF16", True, "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"),
     ("XLA_USE_32BIT_LONG", True, "makes 32 bits of whole numbers of 64, which ends a run in a crash"),
+    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", True, "multiplies float32 less exactly than a run says"),
+    ("*DNN*_DEFAULT_FPMATH_MODE", True, "multiplies float32 less exactly than a run says"),
+    ("TORCHINDUCTOR_*_MATH*", True, "makes compiled code reorder sums and leave out what is not finite"),
     (
         "PYTHONSAFEPATH",
         True,
@@ -537,7 +540,7 @@ def check_environment(environment: Mapping) -> Check:
     count = environment.get("CPU_NUM_DEVICES", "1")
     for name, value in sorted(environment.items()):
         for pattern, changes_numbers, why in STALE_VARIABLES:
-            if fnmatch(name, pattern) and not (changes_numbers and value.lower() in ("", "0", "false")):
+            if fnmatch(name, pattern) and not (changes_numbers and value.lower() in ("", "0", "false", "strict")):
                 stale[name], harmful = f"{name}={value} ({why})", harmful or changes_numbers
     if not re.fullmatch("[0-9]{1,3}", count) or not 0 < int(count) < 128:
         stale["CPU_NUM_DEVICES"], harmful = f"CPU_NUM_DEVICES={count} (expected a number of devices, 1 to 127)", True

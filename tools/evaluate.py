@@ -185,8 +185,7 @@ def rows_of_text(path: Path, source: Source, T: int) -> tuple[list[Row], int]:
         raise InputError(f"{path}: {error}; expected {TEXT}") from error
     if not tokens:
         raise InputError(f"{path}: empty; expected {TEXT}")
-    if said := check_lost(source.tokenizer.lost(text, tokens), len(text), str(path)):
-        print(said, file=sys.stderr)
+    check_lost(source.tokenizer.lost(text, tokens), len(text), str(path))
     tokens = np.array([source.tokenizer.prefix if source.start is None else source.start, *tokens], np.int32)
     ends = [*range(T + 1, len(tokens), T), len(tokens)]
     rows = [Row(tokens[max(0, end - T - 1) : end], end - start) for start, end in zip([1, *ends], ends, strict=False)]

@@ -73,6 +73,7 @@ def main() -> int:
         raise InputError(f"{config.text}: no such file or folder")
     found = chats_of_parts(config.text, read_documents(config.text), config.most, config.seed)
     config.output.mkdir(parents=True, exist_ok=True)
+    (config.output / "held_out.jsonl").unlink(missing_ok=True)  # stopped before the last file, no earlier one is there
     for name, chats in zip(("train", "held_out"), found, strict=True):
         path = config.output / f"{name}.jsonl"
         write_atomically(path, "".join(json.dumps(chat) + "\n" for chat in chats).encode())

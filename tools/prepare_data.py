@@ -16,7 +16,6 @@ Then:    python transformer_tpu.py --dataset tokens --data_dir datasets \\
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +34,7 @@ from language.data.llmc_files import (
 )
 from language.data.preparations import begin_preparation, end_preparation
 from language.data.text import read_documents, split_documents
-from language.data.tokenizer import Tokenizer, check_lost, load_tokenizer
+from language.data.tokenizer import Tokenizer, check_lost, check_texts, load_tokenizer
 from language.data.tokenizer_files import keep_with_shards
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import lines_of, open_regular, parse_json
@@ -81,8 +80,7 @@ def write_shards(prefix: str, documents: list[bytes], tokenizer: Tokenizer, shar
     for document in documents:
         parts += [first, tokenizer.encode_document(document), last]
         lost += tokenizer.lost(document.decode(), parts[-2])
-    if lost:
-        print(check_lost(lost, sum(len(document.decode()) for document in documents), prefix))
+    check_lost(lost, sum(len(document.decode()) for document in documents), prefix)
     tokens = np.concatenate(parts, dtype=dtype, casting="unsafe")  # every token is below the vocabulary
     paths = []
     for number, (start, end) in enumerate(pairwise([0, *shard_ends(len(tokens), shard_tokens)])):
@@ -102,24 +100,28 @@ def shard_ends(tokens: int, most: int) -> list[int]:
     return ends
 
 
-def read_questions(path: Path, encode: Callable) -> list[MultipleChoice]:
+def read_questions(path: Path, tokenizer: Tokenizer) -> list[MultipleChoice]:
     """HellaSwag's JSON lines (ctx, label, endings) as tokens. Raises InputError: which line, and what it lacks."""
     questions = []
+    texts = []
     with open_regular(path, "HellaSwag's JSON lines") as file:
         for line in lines_of(file, LONGEST_LINE):
             try:
-                questions.append(question_of(line, len(questions), encode))
+                label, asked = texts_of(line)
+                questions.append(question_of(asked, label, len(questions), tokenizer))
+                texts += asked
             except ValueError as error:
                 raise InputError(f"{path}, line {len(questions) + 1}: not a HellaSwag question: {error}") from error
             if len(questions) > MOST_QUESTIONS:
                 break
     if not 1 <= len(questions) <= MOST_QUESTIONS:
         raise InputError(f"{path}: {len(questions)} questions; expected 1 to {MOST_QUESTIONS}, one a line")
+    check_texts(tokenizer, texts, str(path))
     return questions
 
 
-def question_of(line: bytes, index: int, encode: Callable) -> MultipleChoice:
-    """An ending is encoded with the space before it. Raises ValueError for a line that is no question."""
+def texts_of(line: bytes) -> tuple[int, list[str]]:
+    """The label of a question; its context, and its endings with the space before each. Raises ValueError."""
     record = parse_json(line)
     record = record if isinstance(record, dict) else {}
     context, label, endings = (record.get(name) for name in ("ctx", "label", "endings"))
@@ -127,11 +129,16 @@ def question_of(line: bytes, index: int, encode: Callable) -> MultipleChoice:
         raise ValueError("expected endings, four texts")
     if not isinstance(context, str) or not context or str(label) not in ("0", "1", "2", "3"):
         raise ValueError("expected ctx, a text, and label, 0 to 3")
-    parts = [encode(text.encode()) for text in (context, *(" " + ending for ending in endings))]
+    return int(label), [context, *(" " + ending for ending in endings)]
+
+
+def question_of(texts: list[str], label: int, index: int, tokenizer: Tokenizer) -> MultipleChoice:
+    """Raises ValueError for one that is too long."""
+    parts = [tokenizer.encode_document(text.encode()) for text in texts]
     num_bytes = 2 * (5 + sum(1 + len(part) for part in parts))
     if num_bytes > MOST_QUESTION_BYTES:
         raise ValueError(f"it takes {num_bytes} bytes as tokens, expected at most {MOST_QUESTION_BYTES}")
-    return MultipleChoice(index, int(label), parts[0], parts[1:])
+    return MultipleChoice(index, label, parts[0], parts[1:])
 
 
 def main() -> int:
@@ -148,7 +155,7 @@ def main() -> int:
                 f"tokenizer {config.tokenizer} has a vocabulary of {tokenizer.vocab_size}, but a HellaSwag file of "
                 f"llm.c holds tokens of 16 bits; expected at most {MOST_SHORT_TOKENS}; use --tokenizer gpt2"
             )
-        questions = read_questions(config.input, tokenizer.encode_document)
+        questions = read_questions(config.input, tokenizer)
         config.output.mkdir(parents=True, exist_ok=True)
         write_hellaswag(config.output / "hellaswag_val.bin", questions, tokenizer.vocab_size)
         print(f"{config.output / 'hellaswag_val.bin'}: {len(questions):,} questions")

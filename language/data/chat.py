@@ -30,12 +30,12 @@ LONGEST_LINE = 1 << 24  # bytes
 SAMPLED_CHATS = 1000  # from which follows whether the tokenizer has their letters
 MOST_PROBLEMS = 10  # that one message lists
 ROLES = ("system", "user", "assistant")
-WHETHER_LEARNT = ("weight", "train", "training", "loss")
-"""Beside an answer: 1 or true, 0 or false. Of OpenAI and mistral-finetune, axolotl (two names), ms-swift."""
+WHETHER_LEARNT = ("weight", "train", "training", "loss", "loss_scale", "trainable")
+"""Beside an answer: 1 or true, 0 or false. Names of OpenAI, mistral-finetune, axolotl, ms-swift and Tinker."""
 NOT_READ = ("tool_calls", "function_call", "tool_call_id", "tools", "functions", "documents", "system", "history")
 NOT_READ += ("thinking", "thought", "thoughts", "reasoning", "reasoning_content", "refusal", "prefix", "audio")
 NOT_READ += ("image", "images", "video", "videos", "audios", "mask", "masked", "loss_mask", "train_detail")
-NOT_READ += ("chat_template", "chat_template_kwargs")
+NOT_READ += ("chat_template", "chat_template_kwargs", "channel", "recipient")
 """Elsewhere they change what the model reads or learns. A value of none of it, such as null or [], is as no key."""
 
 # Special tokens that a format is made of, and whose it is (auto takes qwen3 for Qwen3-Instruct-2507 too: name chatml):
@@ -280,6 +280,8 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(messages, list):
         raise ValueError(f"messages is {type(messages).__name__}, expected a list")
     check_keys(record, "it", (None, 1))
+    if record.get("label") is False:  # of data for KTO
+        raise ValueError("its label is false, which marks an answer that is not wanted, expected answers to learn")
     for number, message in enumerate(messages, 1):
         if isinstance(message, dict):
             check_keys(message, f"message {number}", (None, 0, 1) if message.get("role") == "assistant" else (None, 0))

@@ -66,8 +66,8 @@ def entries_of(folder: Path, paths: Iterable[Path]) -> list[Path]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a path within a folder has a part that begins with a dot."""
-    return any(part.startswith(".") for part in name.split("/"))
+    """Whether a path within a folder has a part that begins with a dot, or is an editor's copy: NAME~ or #NAME#."""
+    return any(re.fullmatch(r"(?s)\..*|.+~|#.+#", part) for part in name.split("/"))
 
 
 @functools.cache  # a run looks at its files when its options are checked, and again when it begins

@@ -28,7 +28,7 @@ import numpy as np
 from language.data.entries import allow_open_files
 from language.data.sequence_data import SequenceData
 from language.data.stream_files import StreamFile, check_no_overlap, fingerprint_of, list_files, read_documents
-from language.data.tokenizer import Tokenizer, check_lost, check_tokenizer, tokenizer_of
+from language.data.tokenizer import Tokenizer, check_lost, check_texts, check_tokenizer, tokenizer_of
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import CheckpointError, InputError
 
@@ -38,6 +38,7 @@ WINDOW_BYTES = 1 << 25  # a window ends earlier once its text is so long: what b
 CHUNK = 64  # documents that a thread tokenizes at a time
 CHUNK_CHARACTERS = 1 << 22  # after which a chunk has no more of them: tokens take 30 times the memory of their text
 CHUNKS_AHEAD = 2  # chunks that each lane tokenizes ahead
+CHECKED_FILES = 8  # at most, and a chunk of each, from which follows whether the tokenizer has their letters
 VALIDATION_EVERY = 10  # one document of so many is for validation,
 VALIDATION_PREFIX = 1000  # among the first so many of each file
 
@@ -388,6 +389,9 @@ def load(config: TransformerConfig, process_index: int = 0, process_count: int =
     reading = reading_of(config)
     T = config.shape.sequence_length
     rows = config.global_batch_size // process_count
+    some = reading.files[:: -(-len(reading.files) // CHECKED_FILES)]
+    texts = (text for file in some for chunk in first_chunks(file, reading, 1) for text in chunk)
+    check_texts(reading.tokenizer, texts, "the documents to train on")
     fixed = validation_rows(reading, config)
     workers = config.stream_workers or min(MOST_WORKERS, os.cpu_count() or 1)
     ahead = config.prefetch_batches + 4  # what is in the loader's queue, on its way there, and made
@@ -455,11 +459,16 @@ def texts_for_validation(reading: Reading, config: TransformerConfig) -> Iterato
                 raise
 
 
+def first_chunks(file: StreamFile, reading: Reading, most: int) -> Iterator[list[str]]:
+    """At most so many chunks of the first documents, as far as they can be read."""
+    with contextlib.suppress(InputError):  # whoever needs these documents says so
+        found = itertools.islice(read_documents(file, reading.text_field), most * CHUNK)
+        yield from itertools.islice(chunks_of(text for text in found if isinstance(text, str)), most)
+
+
 def speed_of(reading: Reading) -> float:
     """Tokens that a thread reads and tokenizes in a second of its own, by the first documents."""
     began, tokens = time.thread_time(), []
-    with contextlib.suppress(InputError):  # whoever needs these documents says so
-        found = itertools.islice(read_documents(reading.files[0], reading.text_field), 4 * CHUNK)
-        for texts in itertools.islice(chunks_of(text for text in found if isinstance(text, str)), 4):
-            tokens += encode(reading.tokenizer, texts)
+    for texts in first_chunks(reading.files[0], reading, 4):
+        tokens += encode(reading.tokenizer, texts)
     return sum(map(len, tokens)) / max(time.thread_time() - began, 1e-9)

@@ -81,7 +81,7 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
         raise InputError(f"{path}: empty; expected UTF-8 text")
     if not divided:
         raise InputError(
-            f"{path}: document_separator {separator!r} stands nowhere in it; expected it between documents; give "
+            f"{path}: document_separator {separator!r:.60} stands nowhere in it; expected it between documents; give "
             "what stands there (of bash, a blank line is $'\\n\\n'), or leave it out: a file is one document"
         )
     return documents

@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 from tokenizers import pre_tokenizers
 
+from language.data.entries import tell_once
 from language.data.llmc_files import GPT2_VOCAB_SIZE, other_vocabulary
 from language.options.shapes import BYTE_VOCAB_SIZE, START
 from language.options.transformer_options import TransformerConfig
@@ -52,6 +53,8 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # where no file beside the 
 ADDS_BEGIN = {"Llama": True, "CodeLlama": True, "Gemma": True, "Cohere": True, "GPTNeoX": False}
 """Tokenizer classes of transformers 4 that put around a text what tokenizer_config.json says, whatever tokenizer.json
 does; and whether that is a begin token where it does not say."""
+BEGINS = {"Llama": "<s>", "CodeLlama": "<s>", "Gemma": "<bos>", "Cohere": "<BOS_TOKEN>", "GPTNeoX": "<|endoftext|>"}
+"""Their begin token, where tokenizer_config.json has no bos_token."""
 CLASS_OF_MODEL = dict.fromkeys(("llama", "mistral", "mixtral", "phi3"), "Llama")
 CLASS_OF_MODEL |= {"gemma3_text": "Gemma", "olmo2": "GPTNeoX"}
 """By the model_type of config.json, where no file names a class."""
@@ -189,9 +192,10 @@ class FromFile(Tokenizer):
         model = says.get("config.json", {})
         path = self.path.parent
         kind = config.get("tokenizer_class") or model.get("tokenizer_class")
-        kind = str(kind or CLASS_OF_MODEL.get(str(model.get("model_type")))).removesuffix("Fast")
-        adds_begin = ADDS_BEGIN.get(kind.removesuffix("Tokenizer"))
-        bos, eos = (self.numbers_of(config.get(name)) for name in ("bos_token", "eos_token"))
+        kind = str(kind or CLASS_OF_MODEL.get(str(model.get("model_type"))))
+        kind = kind.removesuffix("Fast").removesuffix("Tokenizer")
+        adds_begin = ADDS_BEGIN.get(kind)
+        bos, eos = self.numbers_of(config.get("bos_token", BEGINS.get(kind))), self.numbers_of(config.get("eos_token"))
         if adds_begin is not None:
             for wanted, token, found in (("add_bos_token", "bos_token", bos), ("add_eos_token", "eos_token", eos)):
                 if config.get(wanted) and not found:
@@ -270,10 +274,10 @@ def letters(text: str) -> Counter[str]:
     return Counter(unicodedata.normalize("NFKC", text).casefold())
 
 
-def check_lost(lost: Counter[str], num_characters: int, what: str) -> str:
-    """A line about what a tokenizer lost of a text; "" where that is nothing. Raises InputError for too much of it."""
+def check_lost(lost: Counter[str], num_characters: int, what: str) -> None:
+    """Says what a tokenizer lost of a text, if anything. Raises InputError for too much of it."""
     if not lost:
-        return ""
+        return
     named = ", ".join(repr(letter) for letter, _ in lost.most_common(3))
     found = f"{what}: the tokenizer loses {lost.total():,} of {num_characters:,} characters, such as {named}"
     if lost.total() > max(2, MOST_LOST * num_characters):
@@ -281,7 +285,7 @@ def check_lost(lost: Counter[str], num_characters: int, what: str) -> str:
             f"{found}; expected {MOST_LOST:.0%} at most; choose a tokenizer that has them, such as bytes, or make one "
             "with tools.train_tokenizer"
         )
-    return found
+    tell_once(found)
 
 
 def check_texts(tokenizer: Tokenizer, texts: Iterable[str], what: str) -> None:

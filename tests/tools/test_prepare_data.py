@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import tokenizers
 from mutations import DEEP, at_most, make_irregular, mutated_json, no_hang
 from test_tokenizer import trained
 
@@ -262,6 +263,19 @@ def test_a_question_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys, cha
     assert prepare(monkeypatch, tmp_path / "q.jsonl", "--output", tmp_path / "out", "--hellaswag") == 2
     assert "q.jsonl, line 2: not a HellaSwag question" in capsys.readouterr().err
     assert not (tmp_path / "out" / "hellaswag_val.bin").exists()
+
+
+def test_questions_that_a_tokenizer_loses_are_refused(tmp_path, monkeypatch, capsys):
+    """They were written, each with the same tokens."""
+    trained(tmp_path)
+    words = {"<|end|>": 0, "[UNK]": 1, "A": 2, "man": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "q.jsonl").write_text(json.dumps(QUESTION) + "\n")
+    options = ["--output", tmp_path / "out", "--tokenizer", tmp_path, "--hellaswag"]
+    assert prepare(monkeypatch, tmp_path / "q.jsonl", *options) == 2
+    assert "q.jsonl: the tokenizer loses " in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_no_damage_of_questions_is_a_crash(tmp_path, monkeypatch, capsys):

@@ -19,6 +19,7 @@ from benchmarks import speedrun_kills
 from language.data.llmc_files import write_token_shard
 from language.data.tokenizer import load_tokenizer
 from language.options.hf_config import shape_of
+from tools import make_chats
 from tools.make_chats import chats_of
 from tools.speedrun import check_text
 from tools.speedrunning import price, stages
@@ -78,6 +79,19 @@ def test_chats_are_lines_that_follow_each_other():
     assert found == ["What comes after: One line of it.", "Another line."]
 
 
+def test_chats_that_were_stopped_keep_no_earlier_part(tmp_path, monkeypatch):
+    """A run would train on the new text and be validated on the former one."""
+    monkeypatch.setattr("sys.argv", ["tools.make_chats", str(tmp_path / "in.txt"), "--output", str(tmp_path / "chats")])
+    (tmp_path / "in.txt").write_text("One line of it.\n" * 99)
+    assert make_chats.main() == 0
+    files = [tmp_path / "chats" / "train.jsonl", tmp_path / "chats" / "held_out.jsonl"]
+    (tmp_path / "in.txt").write_text("Another line.\n" * 99)
+    monkeypatch.setattr(make_chats, "write_atomically", lambda path, content: path.write_bytes(content) and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make_chats.main()
+    assert "Another line" in files[0].read_text() and not files[1].exists()
+
+
 def test_stages_go_on_where_they_were(tmp_path, capfd):
     (tmp_path / "hello.py").write_text("print('it runs')")
     good = Stage("good", [str(tmp_path / "hello.py")], kept=True)
@@ -114,6 +128,7 @@ def changed(path):
         (lambda folder: (folder / "two.txt").write_text("new"), True),
         (lambda folder: (folder / "one.txt").rename(folder / "another.txt"), True),
         (lambda folder: (folder / ".hidden").write_text("no part of the text"), False),
+        (lambda folder: (folder / "one.txt~").write_text("as an editor keeps it"), False),
         (lambda folder: (folder / "one.txt").touch(), False),
     ],
 )

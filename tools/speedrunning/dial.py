@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from language.data.entries import is_hidden
 from language.options.hf_config import shape_of
 
 HEAD_WIDTH = 128
@@ -112,8 +113,7 @@ def files_of(path: Path) -> list[Path]:
     """The file, or those in a folder, without hidden ones."""
     if not path.is_dir():
         return [path]
-    shown = (f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts))
-    return sorted(file for file in shown if file.is_file())
+    return sorted(f for f in path.rglob("*") if f.is_file() and not is_hidden(str(f.relative_to(path))))
 
 
 def bytes_of(paths: list[Path]) -> int:

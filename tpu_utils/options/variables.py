@@ -11,12 +11,20 @@ from tpu_utils.options.known_flags import check_known, xla_has
 
 MOST_DEVICES = 127
 """Most devices of one process: autograd counts them in 8 bits."""
-OFF = ("", "0", "false")
+OFF = ("", "0", "false", "strict")
 SWITCHES = {
     "XLA_USE_BF16": "makes bfloat16 of what the run calls float32; unset it, or choose --precision bfloat16",
     "XLA_USE_32BIT_LONG": "makes 32 bits of whole numbers of 64, which ends a run in a crash; unset it",
     "XLA_USE_SPMD": "makes other programs of the steps; unset it: scripts start SPMD themselves",
 }
+SWITCHES |= dict.fromkeys(
+    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
+    "makes products of float32 less exact than the run says; unset it, or choose --matmul_precision or --precision",
+)
+SWITCHES |= dict.fromkeys(
+    ("TORCHINDUCTOR_USE_FAST_MATH", "TORCHINDUCTOR_CPP_ENABLE_UNSAFE_MATH_OPT_FLAG"),
+    "makes compiled code reorder sums and leave out what is not finite; unset it",
+)
 SWITCHES["XLA_DOWNCAST_BF16"] = SWITCHES["XLA_USE_BF16"]
 SWITCHES["XLA_AUTO_SPMD"] = SWITCHES["XLA_USE_SPMD"]
 """What a variable does, and what to do about it, where it is set to anything but OFF."""
@@ -70,7 +78,12 @@ def check_variables(environment: Mapping[str, str], device: str, options: Mappin
 @functools.cache
 def check_flags(text: str) -> None:
     """Raises InputError for flags of XLA that it does not have, which would abort the process, and inexact ones."""
-    for word in (word for word in text.split() if word.startswith("--")):  # others name a file of flags
+    if text.split() and not text.lstrip().startswith("--"):
+        raise InputError(
+            f"XLA_FLAGS begins with {text:.80}, which XLA takes for the name of a file; with what torch_xla adds "
+            "behind it XLA would abort; expected flags, the first with -- in front"
+        )
+    for word in (word for word in text.split() if word.startswith("--")):  # XLA passes over others
         name, _, value = word[2:].partition("=")
         if INEXACT.fullmatch(name) and value.lower() not in ("0", "false"):
             raise InputError(

@@ -316,6 +316,15 @@ def said(content="4", **keys) -> bytes:
         (said(weight=0), "it has no answer to learn"),
         (said(train=False), "it has no answer to learn"),
         (said(loss=False, weight=1), "it has no answer to learn"),
+        (said(trainable=False), "it has no answer to learn"),
+        (said(loss_scale=0.3), "message 2 has loss_scale 0.3, expected 0 or 1 beside an answer"),
+        (said(channel="analysis"), "message 2 has channel, which is not read here"),
+        (said(recipient="functions.add"), "message 2 has recipient"),
+        (
+            b'{"prompt": "x", "completion": "y", "label": false}',
+            "its label is false, which marks an answer that is not",
+        ),
+        (said()[:-1] + b', "label": false}', "its label is false, which marks an answer that is not wanted"),
         (
             b'{"messages": [{"role": "user", "content": "x", "train": true}, {"role": "assistant", "content": "y"}]}',
             "message 1 has train True, expected 0 or 1 beside an answer",
@@ -344,7 +353,9 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 
 @pytest.mark.parametrize("format", EXPECTED)
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0}, {"training": False, "weight": 1}])
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"train": False}, {"loss": 0.0}, {"training": False, "weight": 1}, {"trainable": False}]
+)
 def test_an_answer_of_weight_0_is_read_and_not_learnt(tmp_path, format, mark):
     messages = [message | (mark if number == 2 else {"weight": None}) for number, message in enumerate(MESSAGES)]
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": messages}))
@@ -369,10 +380,10 @@ def test_a_key_without_a_value_is_as_no_key(tmp_path, capsys, value):
 
 
 def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys):
-    lines = [said(name="Ann", id=1), said(content=" "), b'{"prompt": "a", "completion": "b", "id": 3, "source": "c"}']
+    lines = [said(name="Ann", id=1), said(content=" "), b'{"prompt": "a", "completion": "b", "id": 3, "label": true}']
     (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines * 3))
     for told in (
-        f"no effect  keys of conversations in {tmp_path}: 'id' in 6, 'name' in 3, 'source' in 3\n"
+        f"no effect  keys of conversations in {tmp_path}: 'id' in 6, 'name' in 3, 'label' in 3\n"
         f"empty      answers in 3 conversations of {tmp_path}: they are learnt as answers of no text\n",
         "",
     ):

@@ -303,6 +303,25 @@ def test_tokens_are_those_of_the_tokenizer_document_by_document(tmp_path, corpus
     assert re.search(r"stream     each thread [\d,]+ tokens/s", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("place", [0, 20])
+def test_a_tokenizer_that_loses_what_is_trained_on_is_refused(tmp_path, place):
+    """Also in a file that is not the first, and where documents for validation are others, which it has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    latin = ["the cat sat on the mat"] * 40
+    for number in range(21):
+        foreign = abs(number - place) < 5
+        write_documents(tmp_path / f"part_{number:02}.jsonl", ["\u65e5\u672c\u8a9e" * 9] * 40 if foreign else latin)
+    write_documents(tmp_path / "val.jsonl", latin[1:])
+    made = Tokenizer(models.BPE(unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.train_from_iterator(latin, trainers.BpeTrainer(special_tokens=["<|endoftext|>", "[UNK]"]))
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = config_of(tmp_path, tokenizer=str(tmp_path), vocab_size=300, stream_lanes=1, validation_data="val.jsonl")
+    with pytest.raises(InputError, match=r"documents to train on: the tokenizer loses [\d,]+ of [\d,]+ characters"):
+        load_sequences(config)
+
+
 def word_tokenizer(folder):
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 

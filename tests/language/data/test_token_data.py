@@ -344,6 +344,7 @@ SEPARATED = b"A story.\n\nAnother.\n\n"
         ([SEPARATED], r"\n\n", r"'\\\\n\\\\n' stands nowhere in it; .*of bash, a blank line is \$'\\n\\n'"),
         ([SEPARATED], "<|endoftext|>", r"'<\|endoftext\|>' stands nowhere in it; expected it between documents"),
         ([b"one document", b"and another"], "\n\n", "stands nowhere in it"),
+        ([b"one document"], "x" * 1000, "document_separator 'x{59} stands nowhere in it"),
     ],
 )
 def test_a_separator_divides_or_is_refused(tmp_path, files, separator, expected):
@@ -358,7 +359,15 @@ def test_a_separator_divides_or_is_refused(tmp_path, files, separator, expected)
 
 
 @pytest.mark.parametrize(
-    "hidden", [".ipynb_checkpoints/a-checkpoint.txt", ".cache/huggingface/.gitignore", ".gitattributes", "sub/.a.swp"]
+    "hidden",
+    [
+        ".ipynb_checkpoints/a-checkpoint.txt",
+        ".cache/huggingface/.gitignore",
+        ".gitattributes",
+        "sub/.a.swp",
+        "a.txt~",
+        "#a.txt#",
+    ],
 )
 def test_hidden_files_are_no_text(tmp_path, capsys, hidden):
     folder = tmp_path / ".data"

@@ -10,7 +10,7 @@ from mutations import make_irregular, mutated, mutated_json, no_hang
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from language.data import tokenizer
-from language.data.tokenizer import check_lost, check_texts, growth, load_tokenizer
+from language.data.tokenizer import check_texts, growth, load_tokenizer
 from tpu_utils.base.errors import InputError
 
 TEXT = "To be, or not to be. \N{SNOWMAN} ünïcode\n\n  spaces  <|end|> <|im_end|>"
@@ -89,6 +89,18 @@ def test_what_stands_around_a_text_is_what_transformers_puts_there(tmp_path, con
         assert ours.prefix == theirs.bos_token_id
 
 
+@pytest.mark.parametrize("kind, begin", [("Llama", "<s>"), ("Gemma", "<bos>"), ("Cohere", "<BOS_TOKEN>")])
+def test_a_class_has_a_begin_token_where_no_file_names_one(tmp_path, kind, begin):
+    transformers = pytest.importorskip("transformers", reason="requirements-dev.txt brings transformers")
+    folder = trained(tmp_path, tokenizer_config={"tokenizer_class": f"{kind}TokenizerFast", "eos_token": "<|end|>"})
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.add_special_tokens([begin])
+    made.save(str(folder / "tokenizer.json"))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(str(folder))
+    assert ours.encode_around("to be") == theirs.encode("to be", truncation=False)
+    assert ours.prefix == ours.begin == theirs.bos_token_id == made.token_to_id(begin)
+
+
 @pytest.mark.parametrize("model, begin", [("llama", 1), ("gemma3_text", 1), ("olmo2", None), ("qwen3", None)])
 def test_the_class_of_a_tokenizer_follows_from_the_model(tmp_path, model, begin):
     folder = trained(tmp_path, tokenizer_config=BOTH, config={"model_type": model})
@@ -142,7 +154,7 @@ LOSSY = {
 @pytest.mark.parametrize(
     "text", ["\u65e5\u672c\u8a9e\u306e" * 50, "\u041f\u0440\u0438\u0432\u0435\u0442 " * 50, "<> {} ## " * 50]
 )
-def test_a_tokenizer_that_loses_a_text_is_refused(tmp_path, kind, text):
+def test_a_tokenizer_that_loses_a_text_is_refused(tmp_path, capsys, kind, text):
     LOSSY[kind]().save(str(trained(tmp_path) / "tokenizer.json"))
     found = load_tokenizer(str(tmp_path))
     with pytest.raises(
@@ -151,7 +163,8 @@ def test_a_tokenizer_that_loses_a_text_is_refused(tmp_path, kind, text):
         check_texts(found, [LATIN, text], "a text")
     check_texts(found, [LATIN], "a text")
     some = LATIN * 9 + text[:5]
-    assert "characters, such as" in check_lost(found.lost(some, found.encode(some)), len(some), "a text")
+    check_texts(found, [some], f"some text of {tmp_path}")
+    assert f"some text of {tmp_path}: the tokenizer loses " in capsys.readouterr().err, "counted"
 
 
 def test_a_tokenizer_that_keeps_a_text_has_lost_nothing(tmp_path):

@@ -29,6 +29,9 @@ REFUSED = [
     ("LOCAL_RANK", "-1", "LOCAL_RANK=-1; expected a whole number from 0 to"),
     ("XLA_PERSISTENT_CACHE_PATH", "/dev/null/cache", "/dev/null/cache: Not a directory; expected a folder"),
     ("PJRT_DEVICE", "cuda", "PJRT_DEVICE=cuda; expected CPU, TPU or GPU"),
+    ("XLA_FLAGS", "xla_dump_to=/tmp", "XLA_FLAGS begins with xla_dump_to=/tmp, which XLA takes for the name of a file"),
+    ("XLA_FLAGS", "/etc/hostname", "expected flags, the first with -- in front"),
+    ("DNNL_DEFAULT_FPMATH_MODE", "BF16", "DNNL_DEFAULT_FPMATH_MODE=BF16, which makes products of float32 less exact"),
     ("XLA_FLAGS", "--xla_nosuch=1", "XLA_FLAGS has --xla_nosuch=1, which this XLA does not have"),
     ("XLA_FLAGS", "--xla_cpu_enable_fast_math", "which changes numbers behind the precision"),
     ("XLA_FLAGS", "--xla_dump_to=/tmp --xla_cpu_enable_fast_min_max=true", "--xla_cpu_enable_fast_min_max=true, which"),
@@ -49,6 +52,7 @@ def test_what_is_refused_before_torch_xla_reads_it(monkeypatch, name, value, sai
     [
         {},
         dict.fromkeys(SWITCHES, "0") | {"PJRT_DEVICE": ""},
+        {"ONEDNN_DEFAULT_FPMATH_MODE": "STRICT", "XLA_FLAGS": " --xla_dump_to=/tmp"},
         {"CPU_NUM_DEVICES": "127", "PJRT_DEVICE": "cpu", "WORLD_SIZE": "4", "RANK": "3"},
         {"XLA_FLAGS": "--xla_cpu_enable_fast_math=false --xla_backend_optimization_level=0 flags_in_a_file"},
         {"XLA_FLAGS": "--xla_allow_excess_precision=false --xla_force_host_platform_device_count=2"},

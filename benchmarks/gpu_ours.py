@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from language.data.llmc_files import GPT2_TOKENS, LLAMA3_TOKENS, MOST_SHORT_TOKENS, TOKEN_FORMATS, write_header
+from language.data.llmc_files import GPT2_TOKENS, LLAMA3_TOKENS, MOST_SHORT_TOKENS, TOKEN_FORMATS, header_of
 
 if TYPE_CHECKING:
     from gpu import Case, Task
@@ -32,7 +32,7 @@ def write_tokens(path: Path, case: "Case", seed: int) -> None:
     version, kind, *_ = TOKEN_FORMATS[magic]
     tokens = np.random.default_rng(seed).integers(case.shape.vocab_size, size=BATCHES * case.count + 1, dtype=kind)
     with path.open("wb") as file:
-        write_header(file, magic, version, len(tokens))
+        file.write(header_of(magic, version, len(tokens)))
         file.write(tokens.tobytes())
 
 

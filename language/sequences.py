@@ -1,8 +1,7 @@
 """The data and the tasks that the options of transformer_tpu.py name, checked. Imports no torch.
 
-A source is a module of language/data with the name of its --dataset: check(config) reads little, before torch is
-imported; load(config, process_index, process_count) gives a SequenceData, of several processes each its rows. To add
-one: its name in Dataset of language/options/transformer_options.py, and its module; synthetic.py is the shortest.
+A source is a module of language/data with the name of its --dataset, which Dataset of transformer_options.py lists:
+check(config) reads little, before torch is imported; load(config, process_index, process_count) gives its rows.
 """
 
 import dataclasses

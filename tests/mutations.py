@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import os
+import resource
 import signal
 import tracemalloc
 from collections.abc import Iterator
@@ -110,3 +111,14 @@ def make_irregular(path: Path, kind: str) -> Path:
     else:
         path.symlink_to({"character device": "/dev/null", "nothing": path.parent / "nothing"}[kind])
     return path
+
+
+@contextlib.contextmanager
+def a_full_disk():
+    """No file of this process grows beyond 100 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

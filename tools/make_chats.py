@@ -19,7 +19,7 @@ import tyro
 
 from language.data.text import read_documents, split_documents
 from tpu_utils.base.errors import InputError, run_script
-from tpu_utils.base.files import write_atomically
+from tpu_utils.base.new_folder import write_together
 
 SHORTEST, LONGEST = 8, 80  # characters of a line
 ASKED = "What comes after: {line}"
@@ -72,12 +72,11 @@ def main() -> int:
     if not config.text.exists():
         raise InputError(f"{config.text}: no such file or folder")
     found = chats_of_parts(config.text, read_documents(config.text), config.most, config.seed)
-    config.output.mkdir(parents=True, exist_ok=True)
-    (config.output / "held_out.jsonl").unlink(missing_ok=True)  # stopped before the last file, no earlier one is there
-    for name, chats in zip(("train", "held_out"), found, strict=True):
-        path = config.output / f"{name}.jsonl"
-        write_atomically(path, "".join(json.dumps(chat) + "\n" for chat in chats).encode())
-        print(f"{path}: {len(chats):,} conversations")
+    named = dict(zip(("train.jsonl", "held_out.jsonl"), found, strict=True))
+    lines = {name: "".join(json.dumps(chat) + "\n" for chat in chats) for name, chats in named.items()}
+    write_together(config.output, {name: text.encode() for name, text in lines.items()})
+    for name, chats in named.items():
+        print(f"{config.output / name}: {len(chats):,} conversations")
     return 0
 
 

@@ -32,7 +32,7 @@ from language.data.llmc_files import (
     write_hellaswag,
     write_token_shard,
 )
-from language.data.preparations import begin_preparation, end_preparation
+from language.data.preparations import abandon_preparation, begin_preparation, end_preparation
 from language.data.text import read_documents, split_documents
 from language.data.tokenizer import Tokenizer, check_lost, check_texts, load_tokenizer
 from language.data.tokenizer_files import keep_with_shards
@@ -170,12 +170,16 @@ def main() -> int:
     print(f"{config.input}: {facts['documents']:,} document{'s' * (len(documents) > 1)}, {facts['bytes']:,} bytes")
     begin_preparation(str(config.output))
     paths = []
-    for kind, part in zip(("train", "val"), split_documents(documents, config.validation_fraction), strict=True):
-        if part:
-            paths += write_shards(f"{config.output}_{kind}", part, tokenizer, config.shard_tokens)
-    if folder := keep_with_shards(tokenizer, str(config.output)):
-        print(f"{folder}: the tokenizer of these shards, for samples and exports of what is trained on them")
-    end_preparation(str(config.output), paths, facts)
+    try:
+        for kind, part in zip(("train", "val"), split_documents(documents, config.validation_fraction), strict=True):
+            if part:
+                paths += write_shards(f"{config.output}_{kind}", part, tokenizer, config.shard_tokens)
+        if folder := keep_with_shards(tokenizer, str(config.output)):
+            print(f"{folder}: the tokenizer of these shards, for samples and exports of what is trained on them")
+        end_preparation(str(config.output), paths, facts)
+    except Exception:  # a full disk, a text that the tokenizer loses
+        abandon_preparation(str(config.output))
+        raise
     return 0
 
 

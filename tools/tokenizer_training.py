@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from language.data.chat import FORMATS
 from language.data.tokenizer_files import END, TOKENIZER_CONFIG, TOKENIZER_JSON
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import write_atomically
+from tpu_utils.base.new_folder import write_together
 
 SPECIAL = (END, *FORMATS["chatml"])
 """Behind the trained tokens, in this order."""
@@ -53,7 +53,6 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> tokenizers.Tok
 def write_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
     """The files that load_tokenizer and transformers read, in place of earlier ones."""
     named = {"bos_token": END, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
-    folder.mkdir(parents=True, exist_ok=True)
     settings = json.dumps(named | {"clean_up_tokenization_spaces": False}, indent=2)
-    write_atomically(folder / TOKENIZER_CONFIG, settings.encode())
-    write_atomically(folder / TOKENIZER_JSON, tokenizer.to_str(pretty=True).encode())
+    made = tokenizer.to_str(pretty=True)
+    write_together(folder, {TOKENIZER_JSON: made.encode(), TOKENIZER_CONFIG: settings.encode()})

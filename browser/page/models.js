@@ -1,7 +1,7 @@
 // The models that a worker runs: a language model with its cache of keys and values, and a classifier of images.
 
 import { promptOf } from "./format.js";
-import { choose, Random } from "./sampling.js";
+import { checkFinite, choose, Random } from "./sampling.js";
 import { makeTokenizer } from "./tokenizer.js";
 
 /** An onnxruntime session. expected: {inputs: {name: [type, shape]}, outputs: ...}. Raises Error when it is another graph. */
@@ -109,6 +109,7 @@ export class LanguageModel {
       logits = await this.run(this.prefill, given.slice(at, at + chunk), at);
     }
     while (true) {
+      checkFinite(logits, `the logits behind ${given.length + tokens.length} tokens`);
       const token = choose(logits, options, options.temperature === 0 ? 0 : random.next());
       first ||= performance.now();
       if (stops.includes(token)) {
@@ -175,8 +176,8 @@ export class Classifier {
   /** The probability of each class for a normalised image. */
   async classify(image) {
     const { logits } = await this.session.run({ image: new this.ort.Tensor("float32", image, this.shape) });
+    checkFinite(logits.data, "the logits of the image");
     const largest = Math.max(...logits.data);
-    if (!Number.isFinite(largest)) throw new Error(`the model gave ${largest}; expected finite numbers`);
     const weights = Array.from(logits.data, (logit) => Math.exp(logit - largest));
     const total = weights.reduce((sum, weight) => sum + weight, 0);
     return weights.map((weight) => weight / total);

@@ -26,14 +26,16 @@ export function sorted(logits) {
   return Array.from(keys, (key) => key % 2 ** 20);
 }
 
-/** The next token. uniform: a number from 0 up to 1. Raises Error for logits that are no numbers. */
+/** Raises Error unless all logits are finite: what follows from others is no answer. where: which logits they are. */
+export function checkFinite(logits, where) {
+  if (logits.every(Number.isFinite)) return;
+  throw new Error(`${where} are infinite or not a number; expected numbers; export the model again`);
+}
+
+/** The next token. uniform: a number from 0 up to 1. */
 export function choose(logits, { temperature, topK, topP }, uniform) {
   let best = 0;
-  for (let index = 0; index < logits.length; index++) {
-    if (!(logits[index] < Infinity)) throw new Error(`the model gave ${logits[index]} for token ${index}`);
-    if (logits[index] > logits[best]) best = index;
-  }
-  if (logits[best] === -Infinity) throw new Error("the model gave -Infinity for every token");
+  for (let index = 0; index < logits.length; index++) if (logits[index] > logits[best]) best = index;
   if (temperature === 0) return best;
   let candidates = sorted(logits);
   if (topK > 0) candidates = candidates.slice(0, topK);

@@ -14,8 +14,9 @@ SHAPE = dict(num_layers=2, num_cached_heads=2, head_dim=4)
 
 
 def write_language_model(folder: Path, kind: str = "good", context: int = 256, chunk: int = 8, opset: int = 18) -> Path:
-    """A model of bytes whose logits hang on the last token and its place alone. kind: good; nan; slow (a tenth of a
-    second a token); endless (a loop without end); endless_later (one that the first token does not run)."""
+    """A model of bytes whose logits hang on the last token and its place alone. kind: good; nan; infinite and
+    minus_infinite (one of the logits, from the third token on); slow (a tenth of a second a token); endless (a loop
+    without end); endless_later (one that the first token does not run)."""
     folder.mkdir()
     table = np.random.default_rng(0).normal(size=(257, 257)).astype(np.float32)
     (folder / "weights.bin").write_bytes(table.tobytes())
@@ -77,6 +78,10 @@ def loop(kind: str, constants: list) -> list:
     make = helper.make_node
     if kind == "nan":
         return [make("Div", ["nothing", "nothing"], ["none"]), make("Add", ["bent", "none"], ["logits"])]
+    if kind.endswith("infinite"):
+        far = np.eye(1, 257, dtype=np.float32) * (-3e38 if kind.startswith("minus") else 3e38)
+        constants.append(numpy_helper.from_array(far.astype(np.float32), "far"))
+        return [make("Mul", ["far", "place"], ["farther"]), make("Add", ["bent", "farther"], ["logits"])]
     if kind == "good":
         return [make("Identity", ["bent"], ["logits"])]
     info = helper.make_tensor_value_info

@@ -20,15 +20,17 @@ from test_tokenizer import trained
 
 from browser import onnx_generate
 from browser.chat_pieces import check_pieces, pieces_of, prompt_of
+from browser.onnx_files import OPSET
 from images.mnist import load_digits, load_mnist
 from language.data.chat import FORMATS, prompt_of_chat
 from language.data.tokenizer import Bytes, load_tokenizer
 from language.generation import decoding
+from language.generation.sampling import SamplingOptions
 from language.weights import sources
 from simple_mnist_tpu import ConvNet
 from tools import convert_hf, generate
 from tools.generate import GenerateConfig
-from tpu_utils.base.errors import InputError
+from tpu_utils.base.errors import InputError, NonFiniteError
 from tpu_utils.checkpoint.saved import read_checkpoint
 
 needs = pytest.mark.skipif(bool(missing()), reason=f"THE PAGE IN browser/page/ WAS NOT TESTED: {missing()}")
@@ -52,8 +54,10 @@ def browser():
 def models(tmp_path_factory):
     """The folder that the isolated server has for models."""
     folder = tmp_path_factory.mktemp("models")
-    for kind in ("good", "nan", "slow", "endless", "endless_later"):
+    for kind in ("good", "slow", "endless", "endless_later"):
         write_language_model(folder / kind, kind)
+    for kind in ("nan", "infinite", "minus_infinite"):
+        write_language_model(folder / kind, kind, opset=OPSET)  # onnx_generate has these too
     for kind in ("good", "slow"):
         talks = shutil.copytree(folder / kind, folder / f"{kind}_chat")
         model = json.loads((talks / "model.json").read_text()) | dict(chat=pieces_of("plain", Bytes()))
@@ -191,6 +195,27 @@ def test_sampling_is_that_of_the_host(page, address):
     for seed, numbers in zip((0, 1, 2**32 - 1), draws, strict=True):
         random = Random(seed)
         assert numbers == [random.next() for _ in range(50)] and min(numbers) >= 0 and max(numbers) < 1
+
+
+@pytest.mark.parametrize("kind", ["nan", "infinite", "minus_infinite"])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED[1]], ids=["greedy", "sampled"])
+def test_logits_that_are_not_finite_are_no_answer_as_on_the_host(page, address, models, kind, options):
+    page.goto(address)
+    config = SamplingOptions(num_tokens=options["numTokens"], temperature=options["temperature"])
+    with pytest.raises(NonFiniteError, match="infinite or not a number") as on_host:
+        onnx_generate.generate(onnx_generate.OnnxModel(models / kind), [256, *b"To be"], config)
+    with pytest.raises(Exception, match=re.escape(str(on_host.value))):  # playwright's, of the page's
+        in_page(page, kind, "To be", [options])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_digit_of_logits_that_are_not_finite_is_no_answer(page, address, models, value):
+    offset = np.zeros(10, np.float32)
+    offset[3] = value
+    folder = models / f"digits_{value}"
+    write_classifier(folder, np.zeros((64, 10), np.float32), offset, 8, 0.3, 0.35, "NHWC")
+    page.goto(f"{address}?model=models/{folder.name}")
+    assert "the logits of the image are infinite or not a number; expected numbers" in loaded(page)
 
 
 # how Llama 3 and Qwen3 split a text into words
@@ -910,7 +935,7 @@ def test_an_address_leads_to_models_alone_and_numbers_are_looked_at(page, addres
     page.goto(f"{address}?model=models/nan")
     assert "ready" in loaded(page)
     page.click("#generate")
-    assert finished(page) == "the model gave NaN for token 0"
+    assert re.match(r"the logits behind \d+ tokens are infinite or not a number; expected numbers", finished(page))
     page.route("**/*.wasm", lambda route: route.fulfill(status=404))
     page.goto(f"{address}?model=models/good")
     assert "onnxruntime-web is not beside the page: run npm ci --ignore-scripts --prefix browser/page" in loaded(page)

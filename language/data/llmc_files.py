@@ -8,7 +8,7 @@ import numpy as np
 
 from language.options.shapes import BYTE_VOCAB_SIZE
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import file_size, open_regular
+from tpu_utils.base.files import file_size, open_regular, write_atomically
 
 HEADER_WORDS = 256  # int32; every llm.c file starts with 1,024 bytes of header
 GPT2_TOKENS, LLAMA3_TOKENS = 20240520, 20240801  # magic numbers
@@ -36,10 +36,10 @@ def read_header(file: BinaryIO, kind: str) -> np.ndarray:
     return np.frombuffer(content, "<i4")
 
 
-def write_header(file, *words: int) -> None:
+def header_of(*words: int) -> bytes:
     header = np.zeros(HEADER_WORDS, "<i4")
     header[: len(words)] = words
-    file.write(header.tobytes())
+    return header.tobytes()
 
 
 def check_size(file: BinaryIO, expected: int, what: str) -> None:
@@ -107,9 +107,8 @@ def write_token_shard(path: Path, tokens: np.ndarray, vocab_size: int = 0) -> No
     version, dtype, _, name = TOKEN_FORMATS[magic]
     if len(tokens) and (tokens.min() < 0 or tokens.max() > np.iinfo(dtype).max):
         raise InputError(f"token {tokens.max()} does not fit the {8 * np.dtype(dtype).itemsize} bits of a {name} shard")
-    with path.open("wb") as file:
-        write_header(file, magic, version, len(tokens), vocab_size)
-        file.write(np.asarray(tokens, np.dtype(dtype).newbyteorder("<")).tobytes())
+    content = np.asarray(tokens, np.dtype(dtype).newbyteorder("<")).tobytes()
+    write_atomically(path, [header_of(magic, version, len(tokens), vocab_size), content])
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
@@ -189,7 +188,6 @@ def write_hellaswag(path: Path, questions: list[MultipleChoice], vocab_size: int
         parts = [np.r_[len(part), part.astype(int)] for part in (question.context, *question.endings)]
         body = np.concatenate([[question.index, question.label, len(question.endings)], *parts])
         streams.append(np.concatenate([[START_OF_EXAMPLE, 2 * (len(body) + 2)], body]).astype("<u2"))
-    with path.open("wb") as file:
-        longest = max(2 * len(s) for s in streams)
-        write_header(file, HELLASWAG_MAGIC, HELLASWAG_VERSION, len(streams), longest, vocab_size)
-        file.write(np.concatenate(streams).tobytes())
+    longest = max(2 * len(s) for s in streams)
+    header = header_of(HELLASWAG_MAGIC, HELLASWAG_VERSION, len(streams), longest, vocab_size)
+    write_atomically(path, [header, np.concatenate(streams).tobytes()])

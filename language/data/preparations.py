@@ -20,14 +20,17 @@ LARGEST = 1 << 26  # bytes of it
 ENDS = 1 << 12  # bytes at each end of a shard that identify it, beside its size
 
 
+def shards_with(prefix: str) -> list[Path]:
+    names = ((path, SHARD.fullmatch(path.name)) for path in sorted(Path(prefix).parent.iterdir()))
+    return [path for path, found in names if found and found[1] == Path(prefix).name]
+
+
 def begin_preparation(prefix: str) -> None:
     """Say that shards are being written, and remove those of an earlier preparation with this prefix.
 
     Raises InputError for shards that came from elsewhere.
     """
-    list_of_shards, name = path_of(prefix), Path(prefix).name
-    names = ((path, SHARD.fullmatch(path.name)) for path in sorted(list_of_shards.parent.iterdir()))
-    earlier = [path for path, found in names if found and found[1] == name]
+    list_of_shards, earlier = path_of(prefix), shards_with(prefix)
     if earlier and not list_of_shards.exists():
         raise InputError(
             f"{earlier[0]} is there without {list_of_shards.name}, {len(earlier)} such shards; expected none, or those "
@@ -35,6 +38,12 @@ def begin_preparation(prefix: str) -> None:
         )
     write_atomically(list_of_shards, json.dumps({"complete": False}).encode())
     for path in earlier:
+        path.unlink()
+
+
+def abandon_preparation(prefix: str) -> None:
+    """Remove all of a preparation that cannot be ended: it would take the room that the next one needs."""
+    for path in (*shards_with(prefix), path_of(prefix)):
         path.unlink()
 
 

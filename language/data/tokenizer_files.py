@@ -21,7 +21,8 @@ from language.data.tokenizer import GPT2, FromFile, Tokenizer, load_tokenizer
 from language.options.shapes import BYTE_VOCAB_SIZE
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import read_json, read_regular, write_atomically
+from tpu_utils.base.files import read_json, read_regular
+from tpu_utils.base.new_folder import write_together
 
 CONFIG = "config.json"
 TOKENIZER_JSON = "tokenizer.json"
@@ -74,12 +75,9 @@ def keep_with_shards(tokenizer: Tokenizer, prefix: str) -> Path | None:
         beside = [name for name in (*TOKENIZER_FILES, CONFIG) if (tokenizer.path.parent / name).exists()]
         paths = {name: tokenizer.path.parent / name for name in beside} | {TOKENIZER_JSON: tokenizer.path}
         contents = {name: read_regular(path, EXPECTED, LARGEST_TOKENIZER_FILE) for name, path in paths.items()}
-        folder.mkdir(exist_ok=True)
-    for name in (*TOKENIZER_FILES, CONFIG):
-        if name in contents:
-            write_atomically(folder / name, contents[name])
-        else:
-            (folder / name).unlink(missing_ok=True)
+        write_together(folder, contents)
+    for name in {*TOKENIZER_FILES, CONFIG} - contents.keys():
+        (folder / name).unlink(missing_ok=True)
     return folder if contents else None
 
 

@@ -21,9 +21,7 @@ from tpu_utils.options.train_config import ON_TPU, HostOptions, TrainConfig
 Dataset = Literal["synthetic", "text", "tokens", "chat", "stream"]
 SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE}  # others: 1
 DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # others: of the model's size
-NOT_TEXT, NOT_CHAT, NOT_STREAM = (
-    NoEffect("dataset", *(other for other in get_args(Dataset) if other != own)) for own in ("text", "chat", "stream")
-)
+ONLY = {own: NoEffect("dataset", *(n for n in get_args(Dataset) if n != own)) for own in get_args(Dataset)}
 NO_EXPERTS = NoEffect("num_experts", 0)
 WITH_REMAT = NoEffect("remat", False)
 Kept = Literal["inputs", "attention", "projections", "residual", "products"]
@@ -58,23 +56,23 @@ class TransformerConfig(HostOptions, TrainConfig):
     """tokenizer.json or its folder. Empty: that of initial_weights; without these bytes (chat, stream), or that of the
     shards (tokens), which samples and exports need."""
     chat_format: Annotated[
-        Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"], NOT_CHAT
+        Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"], ONLY["chat"]
     ] = "auto"
     """chat: how a conversation becomes text. auto: by the special tokens that the tokenizer has, else plain."""
-    document_separator: Annotated[str, NOT_TEXT] = ""
+    document_separator: Annotated[str, ONLY["text"]] = ""
     """text: what divides documents inside a file, for example a blank line. Empty: a file is one document."""
-    text_field: Annotated[str, NOT_STREAM] = "text"
+    text_field: Annotated[str, ONLY["stream"]] = "text"
     """stream: the column, or the key of a line, that holds the text of a document. 16 MiB at most."""
-    stream_lanes: Annotated[int, Range("[0, 4096]"), NOT_STREAM] = 0
+    stream_lanes: Annotated[int, Range("[0, 4096]"), ONLY["stream"]] = 0
     """stream: files read at a time, over all hosts; must divide global_batch_size. 0: as many as do, up to 64,
     that have equally many files, or four or more each."""
-    stream_window: Annotated[int, Range("[1, 1000000]"), NOT_STREAM] = 512
+    stream_window: Annotated[int, Range("[1, 1000000]"), ONLY["stream"]] = 512
     """stream: documents that are shuffled among themselves. Two windows of each lane are in memory."""
-    stream_workers: Annotated[int, Range("[0, 4096]"), FREE, NOT_STREAM] = 0
+    stream_workers: Annotated[int, Range("[0, 4096]"), FREE, ONLY["stream"]] = 0
     """stream: threads of a host that read and tokenize. 0: one for each core, at most 16."""
-    stream_damaged: Annotated[Literal["refuse", "skip"], FREE, NOT_STREAM] = "refuse"
+    stream_damaged: Annotated[Literal["refuse", "skip"], FREE, ONLY["stream"]] = "refuse"
     """stream: documents and files that cannot be read. skip: leave them out, and say how many."""
-    bucketed: Annotated[bool, NOT_TEXT] = False
+    bucketed: Annotated[bool, ONLY["text"]] = False
     """text: pad short documents to the next multiple of 128 only; one graph for each length that occurs."""
     tasks: Annotated[tuple[str, ...], FREE, NoEffect("dataset", "synthetic")] = ()
     """NAME=PATH of files with questions of hellaswag (llm.c's file too), arc_easy, arc_challenge, piqa, winogrande,
@@ -93,7 +91,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_base: Annotated[Literal["auto", "float32", "bfloat16"], FREE, NoEffect("lora_rank", 0)] = "auto"
     """Type of LoRA's frozen weights. auto: bfloat16 where config.json says so, else float32, so none is rounded."""
-    initialise_new_tokens: Annotated[Literal["as_they_are", "mean"], FREE, NOT_CHAT] = "as_they_are"
+    initialise_new_tokens: Annotated[Literal["as_they_are", "mean"], FREE, ONLY["chat"]] = "as_they_are"
     """chat: rows of the format's tokens that initial_weights left untrained. mean: start at the mean of the others."""
     num_layers: Annotated[int, Range("[0, inf)")] = 0
     """Number of layers. 0: that of model_size, as in the next three."""

@@ -1,19 +1,21 @@
 """llm.c's GPT-2 weights and debug states: read, written, compared with this project's model."""
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from language.data.llmc_files import HEADER_WORDS, check_size, read_header, write_header
+from language.data.llmc_files import HEADER_WORDS, check_size, header_of, read_header
 from language.models.gpt import GPT, parameter_shapes
 from language.models.layers import check_finite, split_layers, stack_layers
 from language.models.operations import losses
 from language.options.shapes import ModelShape
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import open_regular
+from tpu_utils.base.files import open_regular, write_atomically
 
 MODEL_MAGIC = 20240326
 STATE_MAGIC = 20240327
@@ -35,12 +37,12 @@ def read_tensors(file, shape: ModelShape, dtype: torch.dtype) -> dict[str, torch
     return tensors
 
 
-def write_tensors(file, shape: ModelShape, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+def bytes_of(shape: ModelShape, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Iterator[bytes]:
     for name, size in parameter_shapes(shape).items():
         if tuple(tensors[name].shape) != size:
             raise InputError(f"{name}: shape {tuple(tensors[name].shape)}; expected {size} for {shape}")
         values = tensors[name].detach().cpu().to(dtype).contiguous()
-        file.write((values if dtype == torch.float32 else values.view(torch.int16)).numpy().tobytes())
+        yield (values if dtype == torch.float32 else values.view(torch.int16)).numpy().tobytes()
 
 
 def read_model(path: Path) -> tuple[ModelShape, dict[str, torch.Tensor]]:
@@ -68,19 +70,17 @@ def read_model(path: Path) -> tuple[ModelShape, dict[str, torch.Tensor]]:
 def write_model(path: Path, shape: ModelShape, tensors: dict[str, torch.Tensor], dtype=torch.float32) -> None:
     """Write weights llm.c can train from. bfloat16 rounds to nearest even."""
     version = next(number for number, known in MODEL_VERSIONS.items() if known == dtype)
-    with path.open("wb") as file:
-        write_header(
-            file,
-            MODEL_MAGIC,
-            version,
-            shape.sequence_length,
-            shape.vocab_size,
-            shape.num_layers,
-            shape.num_heads,
-            shape.embedding_dim,
-            shape.padded_vocab_size,
-        )
-        write_tensors(file, shape, tensors, dtype)
+    header = header_of(
+        MODEL_MAGIC,
+        version,
+        shape.sequence_length,
+        shape.vocab_size,
+        shape.num_layers,
+        shape.num_heads,
+        shape.embedding_dim,
+        shape.padded_vocab_size,
+    )
+    write_atomically(path, itertools.chain([header], bytes_of(shape, tensors, dtype)))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from mutations import at_most, make_irregular, mutated, no_hang
+from mutations import a_full_disk, at_most, make_irregular, mutated, no_hang
 
 from language.models.gpt import GPT, parameter_shapes
 from language.models.layers import split_layers, stack_layers
@@ -120,6 +120,10 @@ def test_checkpoint_of_a_run_is_exported(tmp_path, tensors):
         assert convert_llmc.main(arguments) == 0
         _, found = llmc_weights.read_model(tmp_path / "out.bin")
         assert all(torch.equal(found[name], tensor + expected) for name, tensor in tensors.items())
+    whole = (tmp_path / "out.bin").read_bytes()
+    with a_full_disk(), pytest.raises(OSError, match=r"File too large: '.*/out\.bin'"):
+        convert_llmc.main(["export", str(tmp_path / "run"), str(tmp_path / "out.bin")])
+    assert (tmp_path / "out.bin").read_bytes() == whole and len([*tmp_path.iterdir()]) == 2
     (tmp_path / "empty").mkdir()
     assert run_script(lambda: convert_llmc.main(["export", str(tmp_path / "empty"), str(tmp_path / "x.bin")])) == 2
 
@@ -172,7 +176,7 @@ def test_a_header_whose_sizes_wrap_around_is_refused(tmp_path):
     path = tmp_path / "model.bin"
     with path.open("wb") as file:
         words = 2**31 - 2, 2**30, 2**30, 1, 2**30, 2**30  # context, vocabulary, layers, heads, width, padded
-        llmc_weights.write_header(file, llmc_weights.MODEL_MAGIC, 3, *words)
+        file.write(llmc_weights.header_of(llmc_weights.MODEL_MAGIC, 3, *words))
     with at_most(1 << 20), pytest.raises(InputError, match="truncated: 1024 bytes, expected"):
         llmc_weights.read_model(path)
 

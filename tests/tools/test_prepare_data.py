@@ -1,12 +1,13 @@
 """Text to shards: what was written is what the training script reads."""
 
 import json
+import re
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import tokenizers
-from mutations import DEEP, at_most, make_irregular, mutated_json, no_hang
+from mutations import DEEP, a_full_disk, at_most, make_irregular, mutated_json, no_hang
 from test_tokenizer import trained
 
 from language.data import llmc_files, tokenizer
@@ -14,6 +15,7 @@ from language.data.text import END_OF_DOCUMENT_BYTE
 from language.data.tokens import TokenShards
 from tools import prepare_data
 from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import write_atomically
 
 
 def prepare(monkeypatch, *arguments) -> int:
@@ -96,6 +98,27 @@ def test_a_preparation_that_was_killed_is_not_trained_on(tmp_path, monkeypatch, 
         shards_of(tmp_path)
     assert prepare(monkeypatch, tmp_path / "in.txt", *options) == 0
     assert sum(map(len, shards_of(tmp_path).shards)) == 2701
+
+
+@pytest.mark.parametrize("full_at", ["a shard", "the list"])
+def test_a_full_disk_leaves_no_shards(tmp_path, monkeypatch, capsys, full_at):
+    (tmp_path / "in.txt").write_text("words " * 30_000)
+    options = ("--output", tmp_path / "out" / "t", "--shard_tokens", 40_000, "--validation_fraction", 0.4)
+    with monkeypatch.context() as patch, a_full_disk():
+        if full_at == "a shard":  # behind shards that fit
+            written = []
+            shard_ends = prepare_data.shard_ends
+            patch.setattr(
+                prepare_data, "shard_ends", lambda *a: [72_000] if written else written.append(0) or shard_ends(*a)
+            )
+        else:
+            patch.setattr(prepare_data, "end_preparation", lambda *_: write_atomically(tmp_path / "t", b"." * 200_000))
+        assert prepare(patch, tmp_path / "in.txt", *options) == 1
+    said = capsys.readouterr()
+    assert "t_train_000001.bin: " in said.out and said.err.count("\n") == 1
+    assert re.search("File too large: '.*/t(_val_000000.bin)?'", said.err)
+    assert not [*(tmp_path / "out").iterdir()]
+    assert prepare(monkeypatch, tmp_path / "in.txt", *options) == 0
 
 
 def raise_interrupt(*_):

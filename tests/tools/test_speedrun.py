@@ -19,7 +19,6 @@ from benchmarks import speedrun_kills
 from language.data.llmc_files import write_token_shard
 from language.data.tokenizer import load_tokenizer
 from language.options.hf_config import shape_of
-from tools import make_chats
 from tools.make_chats import chats_of
 from tools.speedrun import check_text
 from tools.speedrunning import price, stages
@@ -77,19 +76,6 @@ def test_chats_are_lines_that_follow_each_other():
     chats = chats_of([b"One line of it.\nAnother line.\n\nSPEAKER NAME:\nThe third one.\n"], 10, 0)
     (found,) = [[message["content"] for message in chat["messages"]] for chat in chats]
     assert found == ["What comes after: One line of it.", "Another line."]
-
-
-def test_chats_that_were_stopped_keep_no_earlier_part(tmp_path, monkeypatch):
-    """A run would train on the new text and be validated on the former one."""
-    monkeypatch.setattr("sys.argv", ["tools.make_chats", str(tmp_path / "in.txt"), "--output", str(tmp_path / "chats")])
-    (tmp_path / "in.txt").write_text("One line of it.\n" * 99)
-    assert make_chats.main() == 0
-    files = [tmp_path / "chats" / "train.jsonl", tmp_path / "chats" / "held_out.jsonl"]
-    (tmp_path / "in.txt").write_text("Another line.\n" * 99)
-    monkeypatch.setattr(make_chats, "write_atomically", lambda path, content: path.write_bytes(content) and 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        make_chats.main()
-    assert "Another line" in files[0].read_text() and not files[1].exists()
 
 
 def test_stages_go_on_where_they_were(tmp_path, capfd):

@@ -1,5 +1,6 @@
 """report.md and report.png of a speedrun, from what its stages left on disk."""
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,9 @@ def draw(folder: Path, runs: dict, losses: dict, share: float, seconds: dict[str
             title = "where the money went"
         title += f"\n{price.chips} chips of {price.topology}, ${price.dollars:g} an hour each"
         draw_bars(axes[3], dollars, "${:.2f}", title, "dollars")
-    aside = folder / "report.writing.png"
-    figure.savefig(aside, dpi=110)
-    aside.replace(folder / "report.png")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write_atomically(folder / "report.png", picture.getvalue())
 
 
 def draw_bars(axes, values: dict[str, float], label: str, title: str, unit: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tpu_compiler.compile.cache import cache_of_environment, question_key, state_of, watched
 from tpu_compiler.estimate.report import Report
+from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import GIB, parse_topology
 
 OUTPUT_VARIABLE = "AOT_TPU_OUTPUT"  # a folder: compile_for writes its files there and prints nothing
@@ -131,7 +132,8 @@ def compile_afresh(
         text = Path(folder, "program.txt").read_text()
         if program_dir and text:
             Path(program_dir).mkdir(parents=True, exist_ok=True)
-            Path(program_dir, f"{Path(script).stem}_{topology.replace(':', '_')}.txt").write_text(text)
+            name = f"{Path(script).stem}_{topology.replace(':', '_')}.txt"
+            write_atomically(Path(program_dir, name), text.encode())
         return report
 
 

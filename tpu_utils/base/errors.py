@@ -58,10 +58,8 @@ class Output(io.FileIO):
     def write(self, data) -> int:
         try:
             return super().write(data) or len(data)  # None: a full non-blocking pipe; drop it, do not wait
-        except BrokenPipeError:
-            return len(data)
         except OSError as error:
-            self.lost = error
+            self.lost = self.lost if isinstance(error, BrokenPipeError) else error
             return len(data)
 
 
@@ -118,18 +116,15 @@ def run_script(main: Callable[[], int], answers: bool = False) -> int:
         if answers and isinstance(output, Output) and output.lost:
             raise output.lost
         return code
-    except (InputError, TrainingError, OSError) as error:  # OSError: the disk or the network gave up
-        if "--debug" in sys.argv:
+    except (InputError, OSError, RuntimeError) as error:  # OSError: the disk or the network gave up
+        is_loop = "Symlink loop from" in str(error)  # Path.resolve(), until Python 3.13
+        if "--debug" in sys.argv or not (is_loop or isinstance(error, InputError | TrainingError | OSError)):
             raise
         what = f", at {line_of(error)}" if isinstance(error, FileNotFoundError) else ""  # by whom else is not known
         kind = error.errno if isinstance(error, OSError) else None
         if kind in (errno.ENOSPC, errno.EDQUOT):
             what = "; make room there, or write elsewhere, and repeat the command"
+        what = ": it leads to itself; expected a file or a folder; check it" if is_loop else what
         print(f"error: {error}{what}", file=sys.stderr)
         of_a_path = kind in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST)  # that the user gave
-        return 2 if isinstance(error, InputError) or of_a_path else 1
-    except RuntimeError as error:
-        if "--debug" in sys.argv or "Symlink loop from" not in str(error):  # Path.resolve(), until Python 3.13
-            raise
-        print(f"error: {error}: it leads to itself; expected a file or a folder; check it", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, InputError) or of_a_path or is_loop else 1

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,9 +40,8 @@ def open_regular(path: Path, expected: str, follow: bool = True) -> BinaryIO:
             )
         return open(path, "rb", opener=lambda name, flags: _open_to_read(name, flags | never))
     except OSError as error:
-        if error.errno == errno.ENOENT:
-            raise InputError(f"{path}: no such file; expected {expected}") from error
-        raise InputError(f"{path} cannot be read: {error.strerror}; expected {expected}") from error
+        found = ": no such file" if error.errno == errno.ENOENT else f" cannot be read: {error.strerror}"
+        raise InputError(f"{path}{found}; expected {expected}") from error
 
 
 def _open_to_read(name: str, flags: int) -> int:
@@ -125,15 +124,21 @@ def parse_object(content: bytes, name: str, expected: str) -> dict[str, Any]:
     return value
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file has the old content or the new one, never a part, whenever the machine stops."""
+def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """The file has the old content or the new one, never a part, whenever the machine stops or the disk is full."""
     aside = path.with_name(path.name + ".writing")
     aside.unlink(missing_ok=True)  # left by a kill; or put there by whoever made the folder: a link would be followed
-    with aside.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("xb") as file:
+            file.writelines([content] if isinstance(content, bytes) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write does not say of what
+        raise
+    finally:
+        aside.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

@@ -1,4 +1,4 @@
-"""A new folder that is there whole or not at all. Imports errors.py and files.py of ours."""
+"""A new folder, or several files of one, that is there whole or not at all. Imports errors.py and files.py of ours."""
 
 import contextlib
 import errno
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import sync_folder
+from tpu_utils.base.files import sync_folder, write_atomically
 
 
 @contextlib.contextmanager
@@ -54,6 +54,24 @@ def written_aside(target: Path) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
+
+
+def write_together(folder: Path, contents: dict[str, bytes]) -> None:
+    """Files of a folder, in place of earlier ones: all, or none where the disk lacks room. The first one comes last."""
+    is_new, aside = not folder.exists(), folder / ".writing"
+    shutil.rmtree(aside, ignore_errors=True)  # left by a kill
+    aside.mkdir(parents=True)
+    try:
+        for name, content in contents.items():
+            write_atomically(aside / name, content)
+        (folder / next(iter(contents))).unlink(missing_ok=True)  # a kill in between leaves no mixture of two
+        for name in reversed(contents):
+            (aside / name).replace(folder / name)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(aside)
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def remove_leftovers(target: Path) -> None:

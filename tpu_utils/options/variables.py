@@ -17,14 +17,9 @@ SWITCHES = {
     "XLA_USE_32BIT_LONG": "makes 32 bits of whole numbers of 64, which ends a run in a crash; unset it",
     "XLA_USE_SPMD": "makes other programs of the steps; unset it: scripts start SPMD themselves",
 }
-SWITCHES |= dict.fromkeys(
-    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"),
-    "makes products of float32 less exact than the run says; unset it, or choose --matmul_precision or --precision",
-)
-SWITCHES |= dict.fromkeys(
-    ("TORCHINDUCTOR_USE_FAST_MATH", "TORCHINDUCTOR_CPP_ENABLE_UNSAFE_MATH_OPT_FLAG"),
-    "makes compiled code reorder sums and leave out what is not finite; unset it",
-)
+INEXACT_MATH = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
+INEXACT_MATH += ("TORCHINDUCTOR_USE_FAST_MATH", "TORCHINDUCTOR_CPP_ENABLE_UNSAFE_MATH_OPT_FLAG")
+SWITCHES |= dict.fromkeys(INEXACT_MATH, "makes products and sums less exact than the run says; unset it")
 SWITCHES["XLA_DOWNCAST_BF16"] = SWITCHES["XLA_USE_BF16"]
 SWITCHES["XLA_AUTO_SPMD"] = SWITCHES["XLA_USE_SPMD"]
 """What a variable does, and what to do about it, where it is set to anything but OFF."""

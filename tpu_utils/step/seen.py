@@ -8,8 +8,6 @@ import torch
 
 from tpu_utils.device import DEVICE_TYPE, pending_operation
 
-MODES = ("in eval mode or frozen", "in training")
-
 
 @dataclass(frozen=True)
 class Held:
@@ -20,6 +18,7 @@ class Held:
     operation: str
     """What pending_operation() returns for it."""
     mode: str
+    MODES = ("in eval mode or frozen", "in training")
 
 
 @dataclass
@@ -51,9 +50,9 @@ def held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
         for kind, path, one in tensors:
             if one.device.type == DEVICE_TYPE and id(one) not in seen:
                 seen.add(id(one))
-                found[path] = Held(kind, shape_of(one), pending_operation(one), MODES[one.requires_grad])
+                found[path] = Held(kind, shape_of(one), pending_operation(one), Held.MODES[one.requires_grad])
         for path, one in module.named_modules(prefix=name) if found else ():
-            found[path] = Held("module", "", "", MODES[one.training])
+            found[path] = Held("module", "", "", Held.MODES[one.training])
             own = {key: value for key, value in vars(one).items() if isinstance(value, (list, dict)) and key[0] != "_"}
             found |= {f"{path}.{key}": Held("", "", "", f"of {len(value)} items") for key, value in own.items()}
     return found

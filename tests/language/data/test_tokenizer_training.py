@@ -1,9 +1,10 @@
 """A tokenizer of one's own: the same file from the same text, read by us, by transformers and by a chat."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
-from mutations import no_hang
+from mutations import a_full_disk, no_hang
 
 from language.data.chat import choose_format, format_chat
 from language.data.tokenizer import load_tokenizer
@@ -32,6 +33,15 @@ def test_the_same_text_gives_the_same_bytes(folder, tmp_path, monkeypatch, capsy
     assert train(monkeypatch, tmp_path / "in.txt", "--vocab_size", 300, "--output", folder) == 0  # again, in its place
     assert (folder / "tokenizer.json").read_bytes() == before
     assert "held-out" in capsys.readouterr().out
+
+
+def test_a_full_disk_leaves_the_earlier_one(folder, tmp_path):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    large = SimpleNamespace(to_str=lambda pretty: "." * 200_000)
+    for output in (folder, tmp_path / "new"):
+        with a_full_disk(), pytest.raises(OSError, match=r"File too large: '.*/tokenizer\.json'"):
+            tokenizer_training.write_tokenizer(large, output)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before and not (tmp_path / "new").exists()
 
 
 def test_text_comes_back_and_numbers_are_pairs_of_digits(folder):

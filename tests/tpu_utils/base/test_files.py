@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated_json, no_hang
+from mutations import NO_OBJECT, NOT_JSON, a_full_disk, at_most, make_irregular, mutated_json, no_hang
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import lines_of, open_regular, parse_json, read_json, write_atomically
@@ -106,3 +106,23 @@ def test_a_byte_order_mark_is_passed_over():
     for content in (mark * 2 + b"{}", b"{}" + mark, mark):
         with pytest.raises(ValueError):
             parse_json(content)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_write_without_room_leaves_nothing_and_says_of_what(tmp_path, in_parts):
+    path = tmp_path / "x"
+    write_atomically(path, b"old")
+    parts = [b"." * 2**18] * 8
+    with a_full_disk(), pytest.raises(OSError, match=r"File too large: '.*/x'"):
+        write_atomically(path, parts if in_parts else b"".join(parts))
+    assert [each.name for each in tmp_path.iterdir()] == ["x"] and path.read_bytes() == b"old"
+
+
+def test_parts_that_end_in_an_error_leave_nothing(tmp_path):
+    def parts():
+        yield b"first"
+        raise InputError("the second one is wrong")
+
+    with pytest.raises(InputError):
+        write_atomically(tmp_path / "x", parts())
+    assert not [*tmp_path.iterdir()]

@@ -5,9 +5,11 @@ import re
 import shutil
 
 import pytest
+from mutations import a_full_disk
 
+from tpu_utils.base import new_folder
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.new_folder import written_aside
+from tpu_utils.base.new_folder import write_together, written_aside
 
 
 def names_in(folder):
@@ -80,8 +82,29 @@ ALONE = OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("error", [ALONE, shutil.Error([("a", "b", str(ALONE))]), OSError(122, "Disk quota exceeded")])
-def test_a_full_disk_is_named_with_the_target(tmp_path, error):
+def test_a_tmp_path_is_named_with_the_target(tmp_path, error):
     said = "mine cannot be written: (No space left on device|Disk quota exceeded); nothing is left of it; make room"
     with pytest.raises(SaveError, match=said), written_aside(tmp_path / "mine"):
         raise error
     assert not names_in(tmp_path)
+
+
+def test_files_of_a_folder_that_a_kill_parts_are_no_mixture(tmp_path, monkeypatch):
+    write_together(tmp_path / "mine", {"a": b"old", "b": b"old"})
+    monkeypatch.setattr(new_folder.Path, "replace", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_together(tmp_path / "mine", {"a": b"new", "b": b"new"})
+    assert names_in(tmp_path / "mine") == ["b"]
+
+
+def test_files_of_a_folder_are_all_written_or_none(tmp_path):
+    folder, new = tmp_path / "mine", {"a": b"new", "b": b"new"}
+    write_together(folder, {"a": b"old", "c": b"stays"})
+    write_together(folder, new)
+    for name in ("a", "b"):
+        with a_full_disk(), pytest.raises(OSError, match=f"File too large: '.*/{name}'"):
+            write_together(folder, {"a": b"newer", "b": b"newer"} | {name: b"." * 2**20})
+        with a_full_disk(), pytest.raises(OSError):
+            write_together(tmp_path / "other", {"a": b"newer", "b": b"newer"} | {name: b"." * 2**20})
+    assert names_in(tmp_path) == ["mine"] and names_in(folder) == ["a", "b", "c"]
+    assert {name: (folder / name).read_bytes() for name in new} == new

@@ -1,10 +1,8 @@
 """Checkpoints on their own: atomic, checked, behind the steps, nothing but data."""
 
-import contextlib
 import itertools
 import math
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -13,6 +11,7 @@ import threading
 import pytest
 import torch
 import torch_xla
+from mutations import a_full_disk
 from run_files import reader_of
 
 import tpu_utils.checkpoint
@@ -185,17 +184,6 @@ def test_links_and_odd_names_are_neither_read_nor_removed(tmp_path):
     checkpoints.save(20, STATE)
     assert checkpoints.steps() == [20] and reader_of(checkpoints).load_for_resume("must").step == 20
     assert sorted(path.name for path in precious.iterdir()) == FILES and all(path.is_dir() for path in odd)
-
-
-@contextlib.contextmanager
-def a_full_disk():
-    """No file of this process grows beyond 100 kB."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 BIG = {"big": torch.zeros(100_000)}

@@ -31,7 +31,7 @@ REFUSED = [
     ("PJRT_DEVICE", "cuda", "PJRT_DEVICE=cuda; expected CPU, TPU or GPU"),
     ("XLA_FLAGS", "xla_dump_to=/tmp", "XLA_FLAGS begins with xla_dump_to=/tmp, which XLA takes for the name of a file"),
     ("XLA_FLAGS", "/etc/hostname", "expected flags, the first with -- in front"),
-    ("DNNL_DEFAULT_FPMATH_MODE", "BF16", "DNNL_DEFAULT_FPMATH_MODE=BF16, which makes products of float32 less exact"),
+    ("DNNL_DEFAULT_FPMATH_MODE", "BF16", "DNNL_DEFAULT_FPMATH_MODE=BF16, which makes products and sums less exact"),
     ("XLA_FLAGS", "--xla_nosuch=1", "XLA_FLAGS has --xla_nosuch=1, which this XLA does not have"),
     ("XLA_FLAGS", "--xla_cpu_enable_fast_math", "which changes numbers behind the precision"),
     ("XLA_FLAGS", "--xla_dump_to=/tmp --xla_cpu_enable_fast_min_max=true", "--xla_cpu_enable_fast_min_max=true, which"),

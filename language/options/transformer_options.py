@@ -394,9 +394,7 @@ def check_steps(config: TransformerConfig) -> list[str]:
             f"({config.gradient_accumulation_steps})"
         )
     if config.warmup_steps >= config.num_steps:
-        problems.append(
-            f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose a smaller one"
-        )
+        problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose less")
     if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):
         problems.append(
             f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSORxCONTEXTxEXPERT such as "

@@ -130,7 +130,7 @@ def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
     aside.unlink(missing_ok=True)  # left by a kill; or put there by whoever made the folder: a link would be followed
     try:
         with aside.open("xb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
+            file.writelines([content] if isinstance(content, bytes | bytearray) else content)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)

@@ -42,9 +42,7 @@ class Seen:
 def held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
     """Modules, parameters and buffers of the modules among a step's arguments, by path, each once."""
     found, seen = {}, set()
-    for name, module in named.items():
-        if not isinstance(module, torch.nn.Module):
-            continue
+    for name, module in ((name, one) for name, one in named.items() if isinstance(one, torch.nn.Module)):
         tensors = [("buffer", *pair) for pair in module.named_buffers(name)]
         tensors += [("parameter", *pair) for pair in module.named_parameters(name)]
         for kind, path, one in tensors:

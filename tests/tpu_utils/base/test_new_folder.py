@@ -91,7 +91,9 @@ def test_a_tmp_path_is_named_with_the_target(tmp_path, error):
 
 def test_files_of_a_folder_that_a_kill_parts_are_no_mixture(tmp_path, monkeypatch):
     write_together(tmp_path / "mine", {"a": b"old", "b": b"old"})
-    monkeypatch.setattr(new_folder.Path, "replace", lambda *_: 1 / 0)
+    moved = new_folder.Path.replace
+    dies = lambda path, to: 1 / 0 if to.parent == tmp_path / "mine" else moved(path, to)  # noqa: E731
+    monkeypatch.setattr(new_folder.Path, "replace", dies)
     with pytest.raises(ZeroDivisionError):
         write_together(tmp_path / "mine", {"a": b"new", "b": b"new"})
     assert names_in(tmp_path / "mine") == ["b"]

@@ -28,7 +28,7 @@ def keep_rate_ratios(optimizer: torch.optim.Optimizer) -> None:
                 raise InputError(
                     f"parameter group {number} has lr {own:g}, its optimizer {base:g}; expected numbers, not below 0"
                 )
-            group["lr_ratio"] = own / base
+            group |= dict(lr_ratio=own / base, lr=torch.full((1,), own))  # a tensor, as the step puts there
 
 
 def settle(optimizer: torch.optim.Optimizer) -> None:

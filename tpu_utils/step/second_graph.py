@@ -165,7 +165,7 @@ CHANGED = (
     "in the step after: that is another program; expected it as it is later from step 1 on (in place of a list that "
     "grows a buffer of one size), or two runs, the second one from the checkpoint of the first"
 )
-RESHAPED = "in the step after: give it its final shape and dtype in __init__, and write into it"
+RESHAPED = "in the step after: give it its final shape, dtype and sharding before step 1, and write into it"
 CONSTANT = (
     "is a scalar, and of 0 or 1 torch_xla makes a constant instead of sending it: give its module to run.track(), "
     "which sends it, or give it the shape (1,)"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tpu_utils.device import DEVICE_TYPE, pending_operation
+from tpu_utils.device import DEVICE_TYPE, pending_operation, sharding_spec
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ def held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
     """Modules, parameters and buffers of the modules among a step's arguments, by path, each once."""
     found, seen = {}, set()
     for name, module in ((name, one) for name, one in named.items() if isinstance(one, torch.nn.Module)):
-        tensors = [("buffer", *pair) for pair in module.named_buffers(name)]
-        tensors += [("parameter", *pair) for pair in module.named_parameters(name)]
-        for kind, path, one in tensors:
+        for path, one in (*module.named_buffers(name), *module.named_parameters(name)):
             if one.device.type == DEVICE_TYPE and id(one) not in seen:
                 seen.add(id(one))
-                found[path] = Held(kind, shape_of(one), pending_operation(one), Held.MODES[one.requires_grad])
+                kind = "parameter" if isinstance(one, torch.nn.Parameter) else "buffer"
+                shape = f"{shape_of(one)} {sharding_spec(one)}".rstrip()
+                found[path] = Held(kind, shape, pending_operation(one), Held.MODES[one.requires_grad])
         for path, one in module.named_modules(prefix=name) if found else ():
             found[path] = Held("module", "", "", Held.MODES[one.training])
             own = {key: value for key, value in vars(one).items() if isinstance(value, (list, dict)) and key[0] != "_"}

@@ -13,6 +13,7 @@ from run_files import assert_identical, state_in, summary_in
 
 from config import MnistConfig
 from tpu_utils.base.errors import InputError
+from tpu_utils.base.param_groups import settle
 from tpu_utils.step.average import update_average
 from tpu_utils.step.optim import check_length, learning_rates, make_optimizer, step_optimizer
 
@@ -211,3 +212,17 @@ def test_an_average_that_is_no_copy_is_refused():
         update_average(model, model, 0.9, step)
     with pytest.raises(ValueError, match="has other parameters or buffers than model"):
         update_average(torch.nn.Linear(4, 2), model, 0.9, step)
+
+
+def test_before_step_1_groups_have_what_a_step_leaves_there():
+    """A tensor for each rate of its own, one for all others: else torch.compile's second step is another graph."""
+    parameters = [[torch.nn.Parameter(torch.zeros(2))] for _ in range(4)]
+    groups = [
+        dict(params=one, **own) for one, own in zip(parameters, ({}, {"lr": 1e-4}, {"lr": 1e-4}, {}), strict=True)
+    ]
+    optimizer = make_optimizer(MnistConfig(learning_rate=1e-2), groups)
+    settle(optimizer)
+    first, own, other, last = (group["lr"] for group in optimizer.param_groups)
+    assert first is last and own is not other and own is not first
+    assert [group["lr_ratio"] for group in optimizer.param_groups] == pytest.approx([1, 1e-2, 1e-2, 1])
+    assert [rate.tolist() for rate in (first, own, other)] == [[pytest.approx(x)] for x in (1e-2, 1e-4, 1e-4)]

@@ -145,10 +145,7 @@ def main() -> int:
     config = tyro.cli(PrepareConfig, prog="python -m tools.prepare_data", description=__doc__, use_underscores=True)
     if not 0 <= config.validation_fraction < 1 or not 2 <= config.shard_tokens < 2**31:
         raise InputError("expected 0 <= validation_fraction < 1, and a shard of at least 2, at most 2147483647 tokens")
-    if not config.input.exists():
-        raise InputError(f"{config.input}: no such file or folder")
     tokenizer = load_tokenizer(config.tokenizer)
-    config.output.parent.mkdir(parents=True, exist_ok=True)
     if config.hellaswag:
         if tokenizer.vocab_size > MOST_SHORT_TOKENS:
             raise InputError(
@@ -168,6 +165,7 @@ def main() -> int:
     documents = read_documents(config.input, config.document_separator)
     facts = {"documents": len(documents), "bytes": sum(map(len, documents)), "tokenizer": config.tokenizer}
     print(f"{config.input}: {facts['documents']:,} document{'s' * (len(documents) > 1)}, {facts['bytes']:,} bytes")
+    config.output.parent.mkdir(parents=True, exist_ok=True)
     begin_preparation(str(config.output))
     paths = []
     try:

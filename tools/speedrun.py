@@ -14,6 +14,7 @@ Stages:  each is a command of the scripts, which is printed. Killed anywhere,
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,7 @@ def check(config: SpeedrunConfig) -> None:
         raise InputError("price and cost_only have no effect without --slice; name one, such as --slice v6e-8")
     for name, path in parse_tasks(config.tasks).items():
         check_file(name, path)
-    if not config.text.exists():
+    if not os.path.lexists(config.text):
         raise InputError(f"text is {config.text}: no such file or folder")
     if not bytes_of([config.text]):
         raise InputError(f"text is {config.text}: found nothing in it; expected UTF-8 text")

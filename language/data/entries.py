@@ -4,6 +4,7 @@ import codecs
 import filecmp
 import functools
 import io
+import os
 import re
 import resource
 import sys
@@ -35,7 +36,7 @@ def allow_open_files(count: int, what: str) -> None:
 
 def matching(pattern: Path) -> list[Path]:
     """The file of this name; or those that its last part matches as a pattern, sorted."""
-    if pattern.exists():
+    if os.path.lexists(pattern):
         return [pattern]
     try:
         found = list(pattern.parent.glob(pattern.name))

@@ -7,6 +7,7 @@ stands in it is taken apart like any other word, so no document and no question 
 import base64
 import itertools
 import math
+import os
 import unicodedata
 import zlib
 from collections import Counter
@@ -381,7 +382,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     if path == "gpt2":
         return GPT2()
     found = Path(path)
-    if not found.exists():
+    if not os.path.lexists(found):
         raise InputError(f"tokenizer {path}: no such file or folder; expected bytes, gpt2, or {EXPECTED} or its folder")
     return FromFile(found / "tokenizer.json" if found.is_dir() else found)
 

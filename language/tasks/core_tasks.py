@@ -50,13 +50,21 @@ class Item:
         return [query + delimiter + answer for query in self.queries for answer in self.answers]
 
 
+class Loader(yaml.BaseLoader):
+    """Makes texts, lists and mappings alone. An alias is refused: a few lines of them are a list without end."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias (*); expected what it stands for")
+        return super().compose_node(parent, index)
+
+
 def read_entries(bundle: Path) -> list[Entry]:
     """Raises InputError for a bundle that is none."""
     path = bundle / "core.yaml"
     content = read_regular(path, "core.yaml of an evaluation bundle of nanochat", LARGEST_LIST)
     try:
-        # BaseLoader makes texts, lists and mappings alone, and expands no merged keys
-        found = yaml.load(content.decode(), yaml.BaseLoader)
+        found = yaml.load(content.decode(), Loader)
         listed = found["icl_tasks"]
         if not isinstance(listed, list) or not listed:
             raise ValueError("icl_tasks is no list of tasks")

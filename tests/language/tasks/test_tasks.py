@@ -144,11 +144,11 @@ def test_a_wrong_parquet_file_is_one_message(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"a.parquet, row 1: no question of arc_easy: expected text, a list"):
         read_task("arc_easy", path, BYTES, 999)
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
-    with pytest.raises(InputError, match=r"a.parquet: 0 rows; expected 1 to 1,048,576 questions"):
+    with pytest.raises(InputError, match=r"a.parquet: no question; expected lambada's questions"):
         read_task("lambada", path, BYTES, 999)
     write_parquet(path, [dict(text="a b " * 2000)] * 99)  # a dictionary makes it small
     monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 18)
-    with pytest.raises(InputError, match=r"a.parquet: more than 262,144 bytes or .* rows when it is unpacked"):
+    with pytest.raises(InputError, match=r"a.parquet: more than 262,144 bytes or .* questions when it is unpacked"):
         read_task("lambada", path, BYTES, 9999)
 
 
@@ -207,13 +207,14 @@ def test_numbers_and_quoted_lines_are_read_as_nanochat_does(tmp_path):
     assert all(bytes(row.tokens[-3:].astype(np.uint8)) == b" 42" for row in task.rows)
 
 
-def test_merged_keys_of_yaml_do_not_multiply(tmp_path):
-    """A safe loader of PyYAML would make 2 ** 40 of these."""
+@pytest.mark.parametrize("level", ["\n  <<: [*a{0}, *a{0}]", " [*a{0}, *a{0}]"])
+def test_aliases_of_yaml_do_not_multiply(tmp_path, level):
+    """A safe loader of PyYAML would make 2 ** 40 of these, and so would a message that shows a list of lists."""
     path, levels = write_bundle(tmp_path) / "core.yaml", "a0: &a0 {x: 1}\n"
-    levels += "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
-    path.write_text(levels + path.read_text())
-    with no_hang(), at_most(1 << 24):
-        assert len(read_bundle(tmp_path, BYTES, 4000)) == len(BUNDLE)
+    levels += "".join(f"a{n}: &a{n}{level.format(n - 1)}\n" for n in range(1, 40))
+    path.write_text(levels + path.read_text().replace("schema", "*a39"))
+    with no_hang(), at_most(1 << 24), pytest.raises(InputError, match=r"core.yaml: it has an alias"):
+        read_bundle(tmp_path, BYTES, 4000)
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing"])
@@ -347,5 +348,21 @@ def test_a_value_that_many_rows_share_counts_as_often(tmp_path, monkeypatch):
     monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 20)
     texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), ["a" * (1 << 17)])
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"more than 1,048,576 bytes or .* rows when it is unpacked"):
+    with pytest.raises(InputError, match=r"more than 1,048,576 bytes or .* questions when it is unpacked"):
         task_files.read_records(tmp_path / "a.parquet", "questions")
+
+
+def test_lists_take_more_memory_than_their_letters(tmp_path, monkeypatch):
+    """40 million [], a file of 120 MB, were 3 GB; so were 80 million lines that are no question."""
+    monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 20)
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n" + ('{"choices": [' + "[]," * 1000 + "[]]}\n") * 80)
+    with pytest.raises(InputError, match=r"a.jsonl: more than 1,048,576 bytes or .* questions when it is unpacked"):
+        task_files.read_records(path, "questions")
+    path.write_bytes(b"ab\n" * (1 << 18))
+    with at_most(1 << 20), pytest.raises(InputError, match=r"a.jsonl, line 1: Expecting value"):
+        task_files.read_records(path, "questions")
+    monkeypatch.setattr(task_files, "LONGEST_LINE", 1 << 16)
+    path.write_bytes(b'{"q": "' + b"a" * (1 << 16) + b'"}')
+    with pytest.raises(InputError, match=r"a.jsonl, line 1: it is empty, or longer than 65,536 bytes"):
+        task_files.read_records(path, "questions")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from language.data.entries import refuse_other_json
 from language.data.stream_files import open_parquet
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import file_size, lines_of, open_regular, parse_json
@@ -69,6 +70,7 @@ def size_of(value) -> int:
 
 def lines_of_json(file: BinaryIO, path: Path, size: int, expected: str) -> Iterator[tuple[str, dict]]:
     """The JSON object of each line."""
+    refuse_other_json(file, str(path))
     for number, line in enumerate(lines_of(file, LONGEST_LINE), 1):
         try:
             if not line.strip():

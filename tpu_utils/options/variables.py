@@ -2,6 +2,7 @@
 
 import functools
 import re
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,12 +31,23 @@ NUMBERS = {
 }
 """The least and the largest whole number that a variable may have."""
 DEVICES = ("", "cpu", "tpu", "gpu")
+LEAST_MAPPED = 7 << 30
+"""Bytes: the smallest run here maps 6.4 GiB, and has 1 GiB in memory."""
 INEXACT = re.compile(r"xla_cpu_enable_fast_\w+")
 """Flags of XLA that let it reorder sums and leave out what is not finite."""
 COMMON = re.compile(
     r"--xla_(backend_optimization_level=[0-3]|cpu_(enable_fast_math|use_fusion_emitters)=(true|false)|dump_to=\S+)"
 )
 """Flags that XLA has, with values that it takes: it is not asked for them, which takes seconds."""
+
+
+def check_address_space(limit: int) -> None:
+    """Raises InputError where a process may map less than torch and torch_xla do. limit: of RLIMIT_AS."""
+    if limit != resource.RLIM_INFINITY and limit < LEAST_MAPPED:
+        raise InputError(
+            f"this process may map {limit:,} bytes of memory, and torch would not load, or XLA abort; expected "
+            f"{LEAST_MAPPED:,} or more, most of which is never used; run ulimit -v unlimited first, or ask who set it"
+        )
 
 
 def check_variables(environment: Mapping[str, str], device: str, options: Mapping[str, str] | None = None) -> None:

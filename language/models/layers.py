@@ -13,15 +13,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from language.models.int8 import Int8, quantize, scale_name, scaled, widened
+from language.models.int8 import Int8, scale_name, scaled, widened
 from language.models.operations import contract
 from language.options.shapes import START, ModelShape
 from language.xla.context import balanced, size_of
 from language.xla.loops import BATCH
 from language.xla.remat import SAVE_NOTHING, LayerExecution, run_again
 from language.xla.shards import gathered
-from tpu_utils.base.errors import InputError
-from tpu_utils.device import DEVICE_TYPE, mark_sharding, mark_sharding_with_gradients, wait_device_ops
+from tpu_utils.device import DEVICE_TYPE, mark_sharding_with_gradients
 
 # One parameter per layer and matrix (`qkv_weight.0`): slices of a stacked parameter need an extra pass over memory to
 # cast, and another to collect gradients; with separate ones XLA fuses both into the matrix product. The vectors stay
@@ -208,7 +207,7 @@ class Decoder(torch.nn.Module):
                 torch.nn.init.normal_(parameter, 0.0, residual_std if "_out_" in name else 0.02, generator=generator)
             else:
                 is_norm = name.endswith("_weight")
-                torch.nn.init.constant_(parameter, 1.0 - self.shape.conventions.norm_offset if is_norm else 0.0)
+                torch.nn.init.constant_(parameter, 1.0 - self.shape.norm_offset if is_norm else 0.0)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if name in ("token_embedding", "head_weight"):
@@ -279,46 +278,3 @@ def initialise_adapter(name: str, parameter, generator) -> None:
     """As the peft library does: a uniform within 1 / sqrt(in), b zero, so that training begins at the base."""
     bound = parameter.shape[-1] ** -0.5 if "_lora_a" in name else 0.0
     torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
-
-
-def check_finite(value, where: str):
-    """value, on the host. Raises InputError where some of it is no number. where: the file, and the tensor in it."""
-    if value.is_floating_point() and value.numel() and not all(map(math.isfinite, map(float, value.aminmax()))):
-        wrong = sum(int((~torch.isfinite(rows)).sum()) for rows in value.reshape(-1).split(1 << 24))
-        raise InputError(
-            f"{where}: {wrong:,} of {value.numel():,} values are infinite or not a number; expected numbers; copy the "
-            "file again, or take an earlier checkpoint"
-        )
-    return value
-
-
-def load_weights(build: Callable, read: Callable, device, partition_spec: Callable | None = None, seed=0) -> Decoder:
-    """build() on the device with weights from elsewhere; adapters begin as in a new run. read: by a parameter's name.
-    partition_spec: of a name and its parameter, on a mesh.
-
-    Tensor by tensor, each to its shards at once: the host holds one at a time, in its file's dtype and in the model's.
-    A parameter that build() made int8 is quantized, and its scales become a buffer.
-    """
-    with torch.device("meta"):
-        model = build()
-
-    def placed(value, spec: tuple | None):
-        if model.mesh is not None:
-            mark_sharding(value, model.mesh, spec)
-        return value
-
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in list(model.named_parameters()):
-        spec = None if model.mesh is None else partition_spec(name, parameter)
-        if "_lora_" in name:
-            initialise_adapter(name, value := torch.empty(parameter.shape), generator)
-        else:
-            value = read(name)
-        if parameter.dtype == torch.int8:
-            value, scale = quantize(value)
-            model.register_buffer(scale_name(name), placed(scale.to(device), spec and spec[:-1]), persistent=False)
-        value = value.to(parameter.dtype).to(device)
-        value = placed(torch.nn.Parameter(value, requires_grad=parameter.requires_grad), spec)
-        model.load_state_dict({name: value}, strict=False, assign=True)
-        wait_device_ops()  # or the host would hold all that has not been sent yet
-    return model.to(device)

@@ -10,7 +10,7 @@ from language.models.operations import causal_attention
 from language.options.shapes import ModelShape
 from language.options.transformer_options import TransformerConfig
 from language.xla.context import pieces_of, size_of
-from language.xla.remat import LEVELS, LayerExecution
+from language.xla.saved_activations import LEVELS, LayerExecution
 from language.xla.shards import distribute
 from tpu_utils.device import Mesh, device_type
 from tpu_utils.step.optim import make_optimizer

@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from language.models.int8 import Int8, scale_name, scaled, widened
 from language.models.operations import contract
 from language.options.shapes import START, ModelShape
 from language.xla.context import balanced, size_of
 from language.xla.loops import BATCH
-from language.xla.remat import SAVE_NOTHING, LayerExecution, run_again
+from language.xla.saved_activations import SAVE_NOTHING, LayerExecution
 from language.xla.shards import gathered
 from tpu_utils.device import DEVICE_TYPE, mark_sharding_with_gradients
 
@@ -55,17 +54,23 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def product(equation: str, x_BTI, weight, adapter=None):
     """x times a weight, by einsum, plus its adapter. The last axis of x and of the output may be split into two."""
-    read = widened(weight, x_BTI.dtype)
+    read = weight if isinstance(weight, torch.Tensor) else weight.widened(x_BTI.dtype)  # else Int8
     y = matmul_one_token(x_BTI, read) if is_decode_step(x_BTI) else contract(equation, x_BTI, read)
-    return add_adapter(scaled(y, weight), x_BTI, adapter)
+    return add_adapter(y if read is weight else weight.scaled(y), x_BTI, adapter)
 
 
 def head_product(x_BTD, weight_VD, mesh=None):
     """Logits. F.linear makes one axis of batch and time, for which see losses() of operations.py."""
-    read = widened(weight_VD, x_BTD.dtype)
+    read = weight_VD if isinstance(weight_VD, torch.Tensor) else weight_VD.widened(x_BTD.dtype)
     if is_decode_step(x_BTD):
-        return scaled(matmul_one_token(x_BTD, read), weight_VD)
-    return scaled(torch.einsum("btd,vd->btv", x_BTD, read) if size_of(mesh) > 1 else F.linear(x_BTD, read), weight_VD)
+        y = matmul_one_token(x_BTD, read)
+    else:
+        y = torch.einsum("btd,vd->btv", x_BTD, read) if size_of(mesh) > 1 else F.linear(x_BTD, read)
+    return y if read is weight_VD else weight_VD.scaled(y)
+
+
+def divided(weight, by: float):
+    return (weight.float() / by).to(weight.dtype) if isinstance(weight, torch.Tensor) else weight.divided(by)
 
 
 def is_decode_step(x_BTI) -> bool:
@@ -174,6 +179,8 @@ class Decoder(torch.nn.Module):
 
     def in_compute_dtype(self, name: str, parameter):
         if parameter.dtype == torch.int8:
+            from language.models.int8 import Int8, scale_name  # only for a model with such weights
+
             return Int8(parameter, self.get_buffer(scale_name(name)))
         return parameter.to(self.compute_dtype)
 
@@ -184,6 +191,8 @@ class Decoder(torch.nn.Module):
         rows = F.embedding(tokens_BT, gathered(self.token_embedding))
         if rows.dtype != torch.int8:
             return rows
+        from language.models.int8 import scale_name
+
         return rows * F.embedding(tokens_BT, self.get_buffer(scale_name("token_embedding"))[:, None])
 
     def columns_of_tokens(self, tokens_BT):
@@ -254,6 +263,8 @@ def apply_layers(layer: Callable, execution: LayerExecution, x_BTD, layers: list
         stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
         x_BTD, *routing = ScannedLayers.apply(run, execution, x_BTD, *stacked)
         return x_BTD, routing[0] if routing else None
+    if execution.points is not None:
+        from language.xla.remat import run_again  # likewise
     routings = []
     for w, own in zip(layers, options, strict=True):
         if execution.points is None:

@@ -27,7 +27,7 @@ from language.models.layers import (
 from language.models.operations import causal_attention, rms_norm, rms_scale
 from language.models.routing import REPORTED
 from language.options.llama_shape import LlamaShape
-from language.xla.remat import SAVE_NOTHING
+from language.xla.saved_activations import SAVE_NOTHING
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:

@@ -26,7 +26,7 @@ from language.options.llama_shape import LlamaShape
 from language.options.shapes import START, ModelShape
 from language.options.transformer_options import TransformerConfig
 from language.weights.weight_loading import load_weights
-from language.xla.remat import LEVELS, LayerExecution
+from language.xla.saved_activations import LEVELS, LayerExecution
 from tools.convert_hf import adapter_names, adapters
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.tensor_files import one_thread

@@ -20,7 +20,7 @@ export async function openFormat(chat, tokenizer) {
 
 class Format {
   constructor(template, chat, tokenizer) {
-    const named = chat.words.map((token) => [tokenizer.names.get(token), token]).filter(([name]) => name);
+    const named = chat.words.map((token) => [tokenizer.names.get(token), token]).filter(([name]) => [...(name ?? "")].length > 1);
     Object.assign(this, { template, chat, tokenizer });
     this.first = new Set(named.map(([name]) => [...name][0])); // letters that could begin a special token
     this.tokens = new Map([...named, [BEGIN, chat.begin[0]], [END, chat.words[0]]]);

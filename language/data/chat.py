@@ -53,8 +53,8 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "phi4": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
     "olmo2": ("<|endoftext|>", "<|endofprompt|>", "|||IP_ADDRESS|||"),  # the others tell its tokenizer from ChatML's
 }
-"""The special tokens of each format; all else of it is in its template, chat_templates/NAME.jinja. Source: chat_template
-of HuggingFaceTB/SmolLM2-135M-Instruct, Qwen/Qwen3-0.6B, meta-llama/Meta-Llama-3-8B-Instruct, google/gemma-3-1b-it,
+"""Special tokens of each format; all else of it is in its template, chat_templates/NAME.jinja. Source: chat_template of
+HuggingFaceTB/SmolLM2-135M-Instruct, Qwen/Qwen3-0.6B, meta-llama/Meta-Llama-3-8B-Instruct, google/gemma-3-1b-it,
 mistralai/Mistral-7B-Instruct-v0.3, microsoft/Phi-4-mini-instruct and allenai/OLMo-2-1124-7B-Instruct."""
 TEMPLATES = Path(__file__).with_name("chat_templates")
 TYPED, BEGIN, END, ANSWER, ANSWERED = map(chr, range(0xD800, 0xD805))
@@ -199,30 +199,27 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
         if not {"prompt", "completion"} <= record.keys():
             keys = ", ".join(repr(key)[:40] for key in [*record][:5])
             raise ValueError(f"it has {keys or 'no key'}, expected messages, or prompt and completion")
-        messages = [
-            {"role": "user", "content": record["prompt"]},
-            {"role": "assistant", "content": record["completion"]},
-        ]
+        said = ("user", record["prompt"]), ("assistant", record["completion"])
+        messages = [{"role": role, "content": content} for role, content in said]
     if not isinstance(messages, list):
         raise ValueError(f"messages is {type(messages).__name__}, expected a list")
     check_keys(record, "it", (None, 1))
     if record.get("label") is False:  # of data for KTO
         raise ValueError("its label is false, which marks an answer that is not wanted, expected answers to learn")
+    found = []
     for number, message in enumerate(messages, 1):
-        if isinstance(message, dict):
-            check_keys(message, f"message {number}", (None, 0, 1) if message.get("role") == "assistant" else (None, 0))
-        role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, dict) else (None, None)
+        message = message if isinstance(message, dict) else {}
+        role, content = message.get("role"), message.get("content")
+        check_keys(message, f"message {number}", (None, 0, 1) if role == "assistant" else (None, 0))
         if role not in ROLES:
             raise ValueError(f"the role of message {number} is {role!r:.40}, expected {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise ValueError(f"the content of message {number} is {type(content).__name__}, expected a text")
         content.encode()  # half of a surrogate pair is no text: UnicodeEncodeError is a ValueError
-    if not any(message["role"] == "assistant" for message in messages):
+        is_learnt = all(message.get(key) in (None, 1) for key in WHETHER_LEARNT)
+        found.append({"role": role, "content": content} | ({} if is_learnt else {"learnt": False}))
+    if not any(message["role"] == "assistant" for message in found):
         raise ValueError("it has no message of the assistant, so there is nothing to learn")
-    found = [
-        {key: message[key] for key in ("role", "content")} | ({} if is_learnt(message) else {"learnt": False})
-        for message in messages
-    ]
     if not any(is_answer(message) for message in found):
         raise ValueError("it has no answer to learn: each is marked as not learnt")
     return found
@@ -243,10 +240,6 @@ def check_keys(place: dict[str, Any], name: str, marks: tuple) -> None:
         if place.get(key) not in marks:
             expected = "0 or 1 beside an answer; no other text is learnt, and each line counts alike"
             raise ValueError(f"{name} has {key} {place[key]!r:.40}, expected {expected}")
-
-
-def is_learnt(message: dict[str, Any]) -> bool:
-    return all(message.get(key) in (None, 1) for key in WHETHER_LEARNT)
 
 
 def keys_without_effect(record: dict[str, Any]) -> set[str]:

@@ -9,20 +9,20 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from language.models.int8 import divided
 from language.models.layers import (
     Decoder,
     ModelOutput,
     adapter,
     add_adapter,
     apply_layers,
+    divided,
     find_documents,
     head_product,
     product,
 )
 from language.models.operations import add_bias, causal_attention, layer_norm
 from language.options.shapes import ModelShape
-from language.xla.remat import SAVE_NOTHING
+from language.xla.saved_activations import SAVE_NOTHING
 from language.xla.shards import gathered
 from tpu_utils.device.dropout import dropout, layer_keys, positions
 

@@ -37,7 +37,6 @@ BUILT_IN = ("bytes", "gpt2", "numbers")
 LARGEST_TOKENIZER_FILE = 1 << 28
 LINKS = "(a snapshot in Hugging Face's cache is made of links: copy it with `cp -rL`)"
 EXPECTED = f"a file of a tokenizer {LINKS}"
-TEMPLATES = Path(__file__).with_name("chat_templates")
 END = "<|endoftext|>"
 """How the end token of bytes is written. GPT-2's is called so too."""
 RUN_TOKENIZER = "tokenizer"
@@ -145,7 +144,7 @@ def name_format(
         known = {key: value for key, value in named.items() if value is not None}
         rewrite(target / SPECIAL_TOKENS_MAP, known, {}, tuple(named.keys() - known.keys()))
     rewrite(target / GENERATION_CONFIG, end, {}, ())
-    (target / TEMPLATE).write_bytes((TEMPLATES / f"{format}.jinja").read_bytes())
+    (target / TEMPLATE).write_bytes((chat_data.TEMPLATES / f"{format}.jinja").read_bytes())
     names = (*written, TOKENIZER_CONFIG, GENERATION_CONFIG, TEMPLATE)
     return list(dict.fromkeys(names)), end
 

@@ -13,10 +13,9 @@ import torch_xla
 from test_chat_data import MESSAGES, SPLIT
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from language.data.chat import FORMATS, format_chat, prompt_of_chat, stop_tokens
+from language.data.chat import FORMATS, TEMPLATES, format_chat, prompt_of_chat, stop_tokens
 from language.data.tokenizer import Bytes, check_tokenizer, load_tokenizer
 from language.data.tokenizer_files import (
-    TEMPLATES,
     byte_level_bpe,
     export_tokenizer,
     keep_with_shards,
@@ -123,7 +122,7 @@ def test_a_templated_conversation_has_the_tokens_of_training(base, olmo2, tmp_pa
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(written) >= {"chat_template.jinja"}
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.get_chat_template() == (TEMPLATES / f"{config.chat_format}.jinja").read_text()
-    for messages in conversations(60):
+    for messages in conversations(60 if begins else 500):
         expected, targets = format_chat(messages, config.chat_format, ours)
         said = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         assert said["input_ids"] == expected and said["assistant_masks"] == [int(one) for one in targets], messages

@@ -193,7 +193,8 @@ class Tracked:
         a constant (torch_xla/csrc/tensor.cpp, GetIrValueForTensor), a pending operation and a graph before step 1. On a
         mesh what has no sharding is replicated: for an output without one XLA chooses it.
         """
-        mesh = device.Mesh(np.arange(device.device_count()), (device.device_count(),), ("all",)) if device.is_spmd() else None
+        count = device.device_count() if device.is_spmd() else 0
+        mesh = device.Mesh(np.arange(count), (count,), ("all",)) if count else None
         for part in self.parts.values():
             tensors = list(tensors_by_path(_tensors_of(part)).values())
             if isinstance(part, torch.nn.Module):

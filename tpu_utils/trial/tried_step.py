@@ -70,9 +70,7 @@ class Tried:
 class Trial:
     """The training step on copies of what it was given, on the host."""
 
-    def __init__(
-        self, step: "OneGraph", arguments: tuple, keywords: dict, given: list[int], rows: Sequence, model: Any
-    ):
+    def __init__(self, step: "OneGraph", arguments: tuple, keywords: dict, given: list[int], rows: tuple, model: Any):
         """given: positions of the batch among the arguments. rows: in its place. model: of check_model(), what is
         evaluated, if it is among them."""
         self._step = step
@@ -85,8 +83,7 @@ class Trial:
         (metrics,) = [one for one in others if isinstance(one, DeviceMetrics)]
         self._count = int(metrics.step)
         self.is_first, self.is_ddp = self._count == 0, any(self._ddp)
-        place = next((i for i, one in enumerate(others) if one is model), None)
-        self._model = None if place is None else with_tensors(self._read[place], torch.clone)
+        self._model = next((copied for copied, one in zip(self._read, others, strict=False) if one is model), None)
 
     def loss_by(self, evaluate: Callable, run: TriedRun, row: int) -> float | None:
         """The loss that the script's evaluation gives of this row, where it gives one."""

@@ -1,7 +1,6 @@
 """What must be settled before torch_xla is imported: the options, the data files, the device. Imports no torch."""
 
 import os
-import resource
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -64,9 +63,8 @@ def choose_device(config: "TrainConfig") -> str:
     Idempotent, and inherited by child processes. Raises DeviceError instead of falling back, InputError if environment
     and metadata contradict each other about the hosts of this slice.
     """
-    from tpu_utils.options.variables import check_address_space, check_variables  # only here: needed once
+    from tpu_utils.options.variables import check_variables  # only here: once read, it is needed no more
 
-    check_address_space(resource.getrlimit(resource.RLIMIT_AS)[0])
     check_variables(os.environ, config.device, config.tpu_options if config.compiler_options else {})
     if config.compile_for:
         from tpu_utils.options.virtual_slice import pretend_slice

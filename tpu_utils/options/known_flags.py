@@ -18,12 +18,12 @@ def refusal_of_xla(flags: str) -> str:
 
     Only the library knows its flags and their values: a child is asked, which takes the seconds of torch's import.
     """
-    library = find_spec("_XLAC")
+    library = find_spec("torch_xla")
     if not library:
         return ""
-    source = "import os, torch, _XLAC; _XLAC._init_computation_client(); os._exit(0)"  # what `import torch_xla` does
+    source = "import os, torch_xla; torch_xla.devices(); os._exit(0)"
     tried = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": flags}
-    there = Path(library.origin).parent  # the first folder that the child imports from
+    there = Path(library.origin).parent.parent  # the first folder that the child imports from
     done = subprocess.run([sys.executable, "-c", source], cwd=there, env=tried, capture_output=True, errors="replace")
     said = re.search(r"(Couldn't interpret|Unknown flag|Flag parsing)[^\n]*", done.stderr)
     return said[0] if said and done.returncode else ""

@@ -41,8 +41,9 @@ COMMON = re.compile(
 """Flags that XLA has, with values that it takes: it is not asked for them, which takes seconds."""
 
 
-def check_address_space(limit: int) -> None:
-    """Raises InputError where a process may map less than torch and torch_xla do. limit: of RLIMIT_AS."""
+def check_address_space() -> None:
+    """Raises InputError where this process may map less than torch and torch_xla do."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < LEAST_MAPPED:
         raise InputError(
             f"this process may map {limit:,} bytes of memory, and torch would not load, or XLA abort; expected "
@@ -55,6 +56,7 @@ def check_variables(environment: Mapping[str, str], device: str, options: Mappin
 
     device: as --device has it; "auto" asks PJRT_DEVICE. options: of the TPU's compiler, which libtpu must have.
     """
+    check_address_space()
     for name, effect in SWITCHES.items():
         own = name.endswith("_SPMD") and "torch_xla" in sys.modules  # whose use_spmd() sets it
         if (value := environment.get(name, "")).lower() not in OFF and not own:

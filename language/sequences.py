@@ -68,7 +68,7 @@ def check_files(config: TransformerConfig) -> None:
 
         check_samples(config)
     if config.tasks:
-        from language.tasks.scores import check_tasks  # only for a run that is asked questions
+        from language.tasks.scores import check_tasks_of_run  # only for a run that is asked questions
 
-        check_tasks(config)
+        check_tasks_of_run(config)
     source_of(config).check(config)

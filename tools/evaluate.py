@@ -187,11 +187,6 @@ def rows_of_text(path: Path, source: Source, T: int) -> tuple[list[Row], int]:
     return windows([source.tokenizer.prefix if source.start is None else source.start, *tokens], T), len(content)
 
 
-def plain(value) -> Any:
-    """JSON of a number of numpy; of anything else in lm_eval's results, a function, its name."""
-    return value.item() if isinstance(value, np.generic) else str(value)
-
-
 def main(config: EvaluateConfig) -> int:
     named = ("run_dir", "hf", "llmc", "checkpoint", "tokenizer", "precision")
     source = open_source(**{name: getattr(config, name) for name in named})
@@ -221,7 +216,7 @@ def main(config: EvaluateConfig) -> int:
     record["graphs"] = graphs_compiled() - before
     print(f"{record['graphs']} graphs", file=sys.stderr)
     if config.json:
-        write_atomically(Path(config.json), json.dumps(record, indent=1, default=plain).encode())
+        write_atomically(Path(config.json), json.dumps(record, indent=1, default=str).encode())
     return 0
 
 

@@ -66,7 +66,7 @@ def read_entries(bundle: Path) -> list[Entry]:
         return [read_entry(bundle, one, guessing) for one in yaml.load(content.decode(), yaml.BaseLoader)["icl_tasks"]]
     except InputError:
         raise
-    except (yaml.YAMLError, AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (yaml.YAMLError, AttributeError, LookupError, ValueError, TypeError, RecursionError) as error:
         said = " ".join(str(error).split())
         raise InputError(
             f"{bundle / 'core.yaml'}: {said:.300}; expected icl_tasks, as nanochat's evaluation bundle has it"
@@ -88,7 +88,8 @@ def read_entry(bundle: Path, task: dict[str, str], guessing: dict[str, float]) -
         except (KeyError, ValueError) as error:
             raise InputError(f"{where}: no {kind} question: {error}") from error
     random.Random(ORDER_SEED).shuffle(items)
-    return Entry(label, path, kind, int(shots), task.get("continuation_delimiter", " "), guessing[label], items)
+    delimiter = text(task.get("continuation_delimiter", " "))
+    return Entry(label, path, kind, int(shots), delimiter, guessing[label], items)
 
 
 def read_item(record: dict, kind: str, where: str) -> Item:

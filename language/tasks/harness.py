@@ -190,13 +190,20 @@ class TokenTask(ConfigurableTask):
 # ------------------------------------------------------------------------------------------------------- by their names
 
 
+class PlainLoader(yaml.SafeLoader):
+    """Without aliases, which could stand for 2 ** 40 values."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias")
+        return super().compose_node(parent, index)
+
+
 def read_yaml(path: Path) -> dict:
     """The task that a file describes. Raises InputError for one that names code or other files."""
     content = read_regular(path, "a task of lm_eval in YAML", LARGEST_YAML)
     try:
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(content.decode())):
-            raise ValueError("it has an alias")  # which may stand for 2 ** 40 values
-        found = yaml.safe_load(content)
+        found = yaml.load(content.decode(), PlainLoader)
         if not isinstance(found, dict) or not isinstance(found.get("task"), str):
             raise ValueError("it has no text with the name `task`")
         if wrong := [key for key in REFUSED if key in found]:

@@ -31,7 +31,7 @@ def write_texts(
         for number in members:
             begin = [] if tokenizer.begin is None else [tokenizer.begin]
             prompt = begin + tokenizer.encode(prompts[number][0]) or [tokenizer.prefix]
-            encoded[number] = prompt[-(T + 1 - sampling.num_tokens) :]
+            encoded[number] = prompt[-(T - sampling.num_tokens) :]
         members.sort(key=lambda number: len(encoded[number]))
 
         def ends(written: list[int], until=until) -> bool:

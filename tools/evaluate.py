@@ -1,4 +1,4 @@
-"""Score a language model on tasks that others report: HellaSwag, ARC, MMLU, CORE.
+"""Score a language model on tasks that others report: those of lm_eval, CORE.
 
 Run:     python -m tools.evaluate RUN --tasks hellaswag=hellaswag.jsonl
              the newest checkpoint of a run of transformer_tpu.py, or the best
@@ -6,13 +6,15 @@ Run:     python -m tools.evaluate RUN --tasks hellaswag=hellaswag.jsonl
          python -m tools.evaluate --hf Qwen3-0.6B/ --tasks mmlu=mmlu/ \\
              --num_fewshot 5
              a folder of Hugging Face; mmlu/ has test.jsonl and dev.jsonl
+         python -m tools.evaluate RUN --tasks my_task.yaml=questions.jsonl
+             a task of one's own, as lm_eval describes them
          python -m tools.evaluate RUN --tasks core=eval_bundle/ --limit 500
              nanochat's CORE
          python -m tools.evaluate RUN --text book.txt
              bits per byte of a text, which models of any tokenizer share
 
-Expect:  the answers of lm-evaluation-harness and nanochat, and a graph for each
-         length of a row that occurs: docs/evaluation.md
+Expect:  the answers of lm_eval (pip install -r requirements-evaluate.txt) and
+         nanochat, and a graph for each length of a row: docs/evaluation.md
 """
 
 import json

@@ -158,9 +158,11 @@ class TokenTask(ConfigurableTask):
     def __init__(self, task: Task):
         self._config = TaskConfig(task=task.name, output_type=self.OUTPUT_TYPE, num_fewshot=0)
         self._filters = [build_filter_ensemble("none", [["take_first", None]])]
-        centered = lambda right: (metrics.mean(right) - task.guessing) / (1 - task.guessing)  # noqa: E731
-        self._aggregation_list = dict(acc=metrics.mean, centered=centered)
-        self._higher_is_better = dict(acc=True, centered=True)
+        self._aggregation_list = dict(acc=metrics.mean)
+        if task.name.startswith("core/"):
+            guessing = task.guessing
+            self._aggregation_list["centered"] = lambda right: (metrics.mean(right) - guessing) / (1 - guessing)
+        self._higher_is_better = dict.fromkeys(self._aggregation_list, True)
         self.path, self.how = Path(task.name), task.how
         self.eval_docs = [dict(answer=question.answer) for question in task.questions]
         self.rows = [question.rows for question in task.questions]
@@ -184,7 +186,7 @@ class TokenTask(ConfigurableTask):
             is_right = results[0][1] and not math.isnan(means[0])
         else:  # one that is nan is chosen if it comes first, as nanochat does
             is_right = max(range(len(means)), key=means.__getitem__) == doc["answer"]
-        return dict(acc=float(is_right), centered=float(is_right))
+        return dict.fromkeys(self._aggregation_list, float(is_right))
 
 
 # ------------------------------------------------------------------------------------------------------- by their names

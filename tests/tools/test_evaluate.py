@@ -23,7 +23,7 @@ from language.tasks.questions import encode_pair, lengths_of
 from language.tasks.scores import read_tasks
 from language.tasks.texts import write_texts
 from language.weights.sources import load, open_source
-from tools import convert_hf, evaluate
+from tools import evaluate
 from tools.evaluate import EvaluateConfig
 from tpu_utils.checkpoint.tensor_files import one_thread
 from tpu_utils.device import graphs_compiled

@@ -10,15 +10,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from made_tasks import BUNDLE, MAKERS, write_bundle, write_lines, write_task
-from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated, mutated_json, no_hang
+from mutations import at_most, make_irregular, mutated, mutated_json, no_hang
 
 from language.data.llmc_files import MultipleChoice, write_hellaswag
 from language.data.tokenizer import Bytes
 from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from language.tasks import task_files
-from language.tasks.core_tasks import read_bundle, read_entries
-from language.tasks.questions import Question, Row, Task, batched, encode_pair
+from language.tasks.core_tasks import read_bundle
+from language.tasks.questions import Question, Row, Task, batched
 from language.tasks.scores import check_tasks, check_tasks_of_run, load_tasks, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError
 
@@ -35,14 +35,11 @@ def rows_of(name: str, path: Path, T: int = 999, shots: int | None = None, limit
     "name, change, message",
     [
         ("hellaswag", {"label": "4"}, "question 2 of hellaswag: .* answer is 4, which is none of its 4 choices"),
-        ("hellaswag", {"label": ""}, "invalid literal for int"),
         ("hellaswag", {"endings": []}, "question 2 of hellaswag"),
-        ("hellaswag", {"ctx_b": None}, "'NoneType' object has no attribute"),
         ("arc_easy", {"answerKey": "Z"}, "question 2 of arc_easy: ValueError: 'Z' is not in list"),
         ("piqa", {"label": True}, "Expected integer, got bool"),
         ("piqa", {"label": -1}, "question 2 of piqa: .* answer is -1, which is none of its 2 choices"),
         ("piqa", {"sol2": "\ud800"}, "surrogates not allowed"),
-        ("winogrande", {"sentence": "no gap"}, "question 2 of winogrande: ValueError: substring not found"),
         ("winogrande", {"answer": "3"}, "question 2 of winogrande: KeyError: '3'"),
         ("lambada", {"text": ["a"]}, "Could not convert|Expected bytes"),
     ],
@@ -57,19 +54,8 @@ def test_a_line_that_is_no_question_is_named(tmp_path, name, change, message):
         rows_of(name, path)
 
 
-@pytest.mark.parametrize("line", [*NOT_JSON, *NO_OBJECT])
-def test_a_line_that_is_no_object_is_named(tmp_path, line):
-    if b"\n" in line:
-        return
-    path = write_lines(tmp_path / "test.jsonl", [MAKERS["lambada"](random.Random(0), 0)])
-    path.write_bytes(path.read_bytes() + line + b"\n")
-    with pytest.raises(InputError, match=r"test.jsonl, line 2: .*JSON object a line"):
-        rows_of("lambada", path)
-
-
-def write_parquet(path, records: list[dict], **schema):
-    columns = {name: pyarrow.array([record[name] for record in records], schema.get(name)) for name in records[0]}
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+def write_parquet(path: Path, records: list[dict]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=7)
     return path
 
 
@@ -102,35 +88,30 @@ def test_rows_of_parquet_are_the_questions_of_json_lines(tmp_path, name):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         write_parquet(rows / f"{path.stem}-00000-of-00001.parquet", records)
     asked, expected = (rows_of(NAMES[name], folder, 999, shots) for folder in (rows, lines))
-    assert len(asked) >= 10
-    for one, other in zip(asked, expected, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        assert one.num_targets == other.num_targets
-    tested = next(path.stem for path in lines.glob("*.jsonl") if path.stem in ("test", "validation"))
-    (rows / f"{tested}.parquet").touch(), (rows / f"{tested}.jsonl").touch()
-    with pytest.raises(InputError, match=rf"has {tested}.jsonl and {tested}.*.parquet; expected one file of {tested}"):
+    assert [(row.tokens.tolist(), row.num_targets) for row in asked] == [
+        (row.tokens.tolist(), row.num_targets) for row in expected
+    ]
+    for split in ("test", "validation"):
+        (rows / f"{split}.parquet").touch(), (rows / f"{split}.jsonl").touch()
+    with pytest.raises(InputError, match=r"has (\w*).jsonl and \1.*.parquet; expected one file of \1"):
         rows_of(NAMES[name], rows)
 
 
-def test_a_wrong_parquet_file_is_one_message(tmp_path, monkeypatch):
-    good = [MAKERS["arc_easy"](random.Random(n), n) for n in range(9)]
-    path = write_parquet(tmp_path / "a.parquet", good)
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(InputError, match=r"a.parquet: ends without the footer of parquet; expected questions of arc"):
-        rows_of("arc_easy", path)
-    write_lines(path, good)
-    with pytest.raises(InputError, match=r"a.parquet: .* begins with no parquet; expected questions of arc_easy"):
-        rows_of("arc_easy", path)
-    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
-    with pytest.raises(InputError, match=r"a.parquet: 0 rows; expected 1 to 1,048,576 questions"):
+def test_a_wrong_file_is_one_message(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "test.jsonl", [MAKERS["lambada"](random.Random(0), 0)])
+    path.write_bytes(path.read_bytes() + b"[]\n")
+    with pytest.raises(InputError, match=r"test.jsonl, line 2: .*JSON object a line"):
         rows_of("lambada", path)
+    path = write_parquet(tmp_path / "a.parquet", [dict(text="a b")])
+    good = path.read_bytes()
+    for content, message in ((good[:-9], "ends without the footer"), (b"{" + good, "begins with no parquet")):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"a.parquet: .*{message}.*; expected questions of lambada"):
+            rows_of("lambada", path)
     monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 18)
     shared = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), ["a" * (1 << 14)])
-    for written in ([dict(text="a b " * 2000)] * 99, pyarrow.table({"text": shared})):  # a dictionary makes it small
-        if isinstance(written, list):
-            write_parquet(path, written)
-        else:
-            pyarrow.parquet.write_table(written, path)
+    for texts in (["a b " * 2000] * 99, shared):  # a dictionary makes it small
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
         with pytest.raises(InputError, match=r"a.parquet: more than 262,144 bytes or .* rows when it is unpacked"):
             rows_of("lambada", path, 9999)
 
@@ -168,11 +149,6 @@ def test_an_answer_longer_than_the_model_reads_is_refused(tmp_path):
     assert [(len(row.tokens), row.num_targets) for row in rows_of("piqa", path, 51)] == [(26, 6), (52, 51)]
 
 
-def test_pairs_are_encoded_as_the_harness_does():
-    assert encode_pair(BYTES, "a  ", " b") == ([256, *b"a   b"], 4), "spaces go to what follows"
-    assert encode_pair(BYTES, "", " b") == ([256, *b" b"], 2)
-
-
 # ---------------------------------------------------------------------------------------------- a YAML file of the user
 
 
@@ -189,7 +165,9 @@ metric_list:
 QUESTION = dict(question="one", right="a", wrong="b")
 
 
-def test_a_task_in_yaml_asks_its_templates(tmp_path):
+def test_a_task_in_yaml_asks_its_templates_and_downloads_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.load_dataset", None)
+    monkeypatch.setattr("socket.socket.connect", None)
     (tmp_path / "mine.yaml").write_text(TASK)
     path = write_lines(tmp_path / "q.jsonl", [QUESTION, QUESTION | dict(question="two")])
     (name,) = parse_tasks(["mine.yaml=q.jsonl"], tmp_path)
@@ -243,14 +221,6 @@ def test_no_code_of_a_yaml_file_is_run(tmp_path, monkeypatch, change, message):
     with no_hang(), pytest.raises(InputError, match=rf"(?s){message}"):
         rows_of(str(tmp_path / "mine.yaml"), path)
     assert not (tmp_path / "ran").exists()
-
-
-def test_nothing_is_downloaded(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", None)
-    monkeypatch.setattr("socket.socket.connect", None)
-    assert rows_of("piqa", write_task(tmp_path / "piqa", "piqa"))
 
 
 def test_without_lm_eval_it_says_what_to_install(tmp_path, monkeypatch):
@@ -328,7 +298,7 @@ def test_how_answers_of_tokens_are_chosen():
     tasks = [Task("core/a", "per_token", two, 0.5), Task("b", "greedy", [Question([row], 0)] * 3, 0.0)]
     harness = Harness({"tasks": {task.name: TokenTask(task) for task in tasks}}, None, 9)
     found = np.array([[4.0, 1, 0], [3.0, 1, 0], [5.0, 2, 0], [5.0, 2, 0], [1, 2, 2], [1, 2, 1], [0, 0, 0]], float)
-    expected = {"core_centered": [1.0], "core": 1.0, "b_accuracy": 1 / 3, "b_centered": 1 / 3}
+    expected = {"core_centered": [1.0], "core": 1.0, "b_accuracy": 1 / 3}
     assert harness.results(found)["fields"] == expected, "of equal ones the first"
     found[0] = 0.0, 0, 0  # no target: nan in nanochat, which is chosen if it comes first
     assert harness.results(found)["fields"]["core_centered"] == [0.0]
@@ -387,8 +357,7 @@ def test_llmc_questions_are_known_by_their_first_bytes_and_need_no_tokenizer(tmp
     for config, expected in ((alone, {"hellaswag": 6}), (both, {"piqa": 4, "hellaswag": 4})):
         check_tasks_of_run(config)
         harness = load_tasks(config).harness
-        sizes = {name: len({one.doc_id for one in task.instances}) for name, task in harness.tasks["tasks"].items()}
-        assert sizes == expected
+        assert {name: task.instances[-1].doc_id + 1 for name, task in harness.tasks["tasks"].items()} == expected
     rows = load_tasks(alone).harness.rows
     assert [row.num_targets for row in rows[:4]] == [2, 3, 4, 5]
     (tmp_path / "q.bin").write_bytes((tmp_path / "q.bin").read_bytes()[:-4])
@@ -408,4 +377,3 @@ def test_what_a_run_cannot_ask_is_refused(tmp_path):
     check_tasks_of_run(config)
     with pytest.raises(InputError, match="tasks ask for texts, which no run writes; ask them of a checkpoint"):
         load_tasks(config)
-    assert read_entries(write_bundle(tmp_path / "core"))

@@ -129,10 +129,10 @@ from browser.onnx_graphs import export_graph, quantize, share_weights, store_hal
 from language.data.tokenizer import Bytes, FromFile, Numbers
 from language.data.tokenizer_files import RUN_TOKENIZER, TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
 from language.models import gpt, llama
-from language.models.layers import check_finite
-from language.options.shapes import LlamaShape
+from language.options.llama_shape import LlamaShape
 from language.weights.run_weights import read_run
 from language.weights.sources import Source, open_source
+from language.weights.weight_loading import check_finite
 from tpu_utils.base.files import read_json, read_regular
 from tpu_utils.base.new_folder import written_aside
 from tpu_utils.checkpoint.loading import CheckpointReader

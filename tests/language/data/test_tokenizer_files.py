@@ -28,7 +28,7 @@ from language.generation.sampling import SamplingOptions, ask
 from language.models.layers import adapter_sizes
 from language.models.llama import Llama, parameter_shapes
 from language.options.hf_config import hugging_face_config
-from language.options.shapes import LlamaShape
+from language.options.llama_shape import LlamaShape
 from language.options.transformer_options import TransformerConfig
 from language.sequences import check_files
 from language.weights import sources

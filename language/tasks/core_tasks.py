@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 
 from language.data.tokenizer import Tokenizer
-from language.tasks.questions import Question, Row, Task, fit
+from language.tasks.questions import Row, Task, fit
 from language.tasks.task_files import read_records
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import inside, read_regular
@@ -130,7 +130,7 @@ def read_bundle(bundle: Path, tokenizer: Tokenizer, T: int, limit: int = 0) -> l
                 f"{entry.path}: {len(items)} questions, each after {entry.num_shots} others; expected "
                 f"{entry.num_shots + 1} or more"
             )
-        questions = [Question(rows_of(entry, items, n, tokenizer, T), items[n].gold) for n in range(len(items))]
+        questions = [(rows_of(entry, items, n, tokenizer, T), item.gold) for n, item in enumerate(items)]
         how = "greedy" if entry.kind == "language_modeling" else "per_token"
         tasks.append(Task(f"core/{entry.label}", how, questions, entry.guessing))
     return tasks

@@ -164,18 +164,19 @@ class TokenTask(ConfigurableTask):
             self._aggregation_list["centered"] = lambda right: (metrics.mean(right) - guessing) / (1 - guessing)
         self._higher_is_better = dict.fromkeys(self._aggregation_list, True)
         self.path, self.how = Path(task.name), task.how
-        self.eval_docs = [dict(answer=question.answer) for question in task.questions]
-        self.rows = [question.rows for question in task.questions]
+        self.questions = task.questions
 
-    eval_docs = None  # the base class computes it
+    @property
+    def eval_docs(self) -> list[dict]:
+        return [dict(answer=answer) for _, answer in self.questions]
 
     def doc_to_target(self, doc: dict) -> int:
         return doc["answer"]
 
     def build_all_requests(self, **_) -> None:
         self._instances = [
-            Instance("loglikelihood", doc, ("", row), idx, (self.task_name, number, 1))
-            for number, (doc, rows) in enumerate(zip(self.eval_docs, self.rows, strict=True))
+            Instance("loglikelihood", dict(answer=answer), ("", row), idx, (self.task_name, number, 1))
+            for number, (rows, answer) in enumerate(self.questions)
             for idx, row in enumerate(rows)
         ]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,23 +21,14 @@ class Row:
     num_targets: int
 
 
-@dataclass(frozen=True)
-class Question:
-    """A row for each choice. answer: the right one."""
-
-    rows: list[Row]
-    answer: int
-
-
-@dataclass(frozen=True)
-class Task:
-    """Questions that are tokens: CORE's, and llm.c's HellaSwag. how a choice is made: per_token, the smallest mean
-    loss; greedy: there is one row, and it is right where every target is the token that the model finds likeliest.
-    guessing: share of right answers of who guesses."""
+class Task(NamedTuple):
+    """Questions that are tokens: CORE's, and llm.c's HellaSwag, each as its rows and which of them is right. how that is
+    chosen: per_token, the smallest mean loss; greedy: there is one row, and it is right where every target is the token
+    that the model finds likeliest. guessing: share of right answers of who guesses."""
 
     name: str
     how: Literal["per_token", "greedy"]
-    questions: list[Question]
+    questions: list[tuple[list[Row], int]]
     guessing: float
 
 

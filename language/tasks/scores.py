@@ -18,7 +18,7 @@ from language.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from language.data.tokenizer_files import tokenizer_of_run
 from language.options.transformer_options import TransformerConfig
 from language.tasks.core_tasks import read_bundle, read_entries
-from language.tasks.questions import SHORTEST, Question, Row, Task, batched, fit
+from language.tasks.questions import SHORTEST, Row, Task, batched, fit
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular
 
@@ -153,5 +153,5 @@ def read_llmc(path: Path, vocab_size: int, T: int, limit: int = 0) -> Task:
     for number, found in enumerate(read_hellaswag(path, vocab_size)[: limit or None]):
         pairs = [(np.concatenate([found.context, ending]), len(ending)) for ending in found.endings]
         rows: list[Row] = [fit(tokens, count, T + 1, f"{path}: example {number}") for tokens, count in pairs]
-        questions.append(Question(rows, found.label))
+        questions.append((rows, found.label))
     return Task("hellaswag", "per_token", questions, 0.25)

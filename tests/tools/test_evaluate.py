@@ -222,8 +222,8 @@ def common_length(sequences: list[list[int]], from_the_right=False) -> int:
     return shortest
 
 
-def is_right(number: int, data: list[dict], task: dict, encode, model, longest: int) -> tuple[bool, list[float]]:
-    """nanochat's evaluate_example(), with its way of truncation: (right, the mean loss of each choice)."""
+def is_right(number: int, data: list[dict], task: dict, encode, model, longest: int) -> bool:
+    """nanochat's evaluate_example(), with its way of truncation."""
     rng, item, kind = random.Random(1234 + number), data[number], task["kind"]
     shots = rng.sample([i for i in range(len(data)) if i != number], task["shots"]) if task["shots"] else []
     tokens = [encode(prompt) for prompt in rendered(item, kind, task["delimiter"], [data[i] for i in shots])]
@@ -243,7 +243,7 @@ def is_right(number: int, data: list[dict], task: dict, encode, model, longest: 
         losses = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
         means.append(losses[start - dropped - 1 :].mean().item())
         greedy = torch.equal(logits[start - dropped - 1 : -1].argmax(-1), ids[0, start - dropped :])
-    return (greedy if kind == "language_modeling" else means.index(min(means)) == item["gold"]), means
+    return greedy if kind == "language_modeling" else means.index(min(means)) == item["gold"]
 
 
 @pytest.mark.parametrize("limit", [0, 5])
@@ -257,7 +257,7 @@ def test_core_is_nanochats(theirs, ours, tmp_path, limit):
         data = data[:limit] if limit else data
         meta = dict(kind=kind, shots=shots, delimiter=delimiter)
         encode = lambda text: [source.tokenizer.prefix, *source.tokenizer.encode(text)]  # noqa: E731
-        right = [is_right(i, data, meta, encode, theirs.model, LONGEST)[0] for i in range(len(data))]
+        right = [is_right(i, data, meta, encode, theirs.model, LONGEST) for i in range(len(data))]
         assert [one["acc"] for one in said["samples"][f"core/{label}"]] == right
         centered.append((np.mean(right) - 0.01 * guessing) / (1.0 - 0.01 * guessing))
     assert said["fields"]["core_centered"] == pytest.approx(centered)

@@ -18,7 +18,7 @@ from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from language.tasks import task_files
 from language.tasks.core_tasks import read_bundle
-from language.tasks.questions import Question, Row, Task, batched
+from language.tasks.questions import Row, Task, batched
 from language.tasks.scores import check_tasks, check_tasks_of_run, load_tasks, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError
 
@@ -287,15 +287,15 @@ def test_numbers_quoted_lines_and_merged_keys_are_read_as_nanochat_does(tmp_path
     with no_hang(), at_most(1 << 24):
         task = read_bundle(bundle, BYTES, 4000)[1]
     assert task.guessing == 0.5
-    assert all(bytes(row.tokens[-3:].tolist()) == b" 42" for question in task.questions for row in question.rows)
+    assert all(bytes(row.tokens[-3:].tolist()) == b" 42" for rows, _ in task.questions for row in rows)
 
 
 def test_how_answers_of_tokens_are_chosen():
     from language.tasks.harness import Harness, TokenTask
 
     row = Row(np.arange(3, dtype=np.int32), 2)
-    two = [Question([row] * 2, 1), Question([row] * 2, 0)]
-    tasks = [Task("core/a", "per_token", two, 0.5), Task("b", "greedy", [Question([row], 0)] * 3, 0.0)]
+    two = [([row] * 2, 1), ([row] * 2, 0)]
+    tasks = [Task("core/a", "per_token", two, 0.5), Task("b", "greedy", [([row], 0)] * 3, 0.0)]
     harness = Harness({"tasks": {task.name: TokenTask(task) for task in tasks}}, None, 9)
     found = np.array([[4.0, 1, 0], [3.0, 1, 0], [5.0, 2, 0], [5.0, 2, 0], [1, 2, 2], [1, 2, 1], [0, 0, 0]], float)
     expected = {"core_centered": [1.0], "core": 1.0, "b_accuracy": 1 / 3}

@@ -44,14 +44,14 @@ class SameBatch:
 
 
 class NoTasks:
-    """In place of an Evaluation, where no option names a task."""
+    """In place of a Harness, where no option names a task."""
 
     batches: tuple[np.ndarray, ...] = ()
 
 
 def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> Any:
-    """The Evaluation of --tasks, or NoTasks. part: of num_parts hosts. Raises InputError."""
-    if not config.tasks:
+    """The Harness of --tasks, or NoTasks. part: of num_parts hosts. Raises InputError."""
+    if not config.tasks or config.compile_for:
         return NoTasks()
     from language.tasks import scores  # only for a run that is asked questions
 

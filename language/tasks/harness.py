@@ -256,8 +256,12 @@ class Harness(LM):
     """lm_eval's view of a model: requests become rows of tokens and texts to continue, all at once, and lm_eval reads
     its answers from what the model made of them.
 
-    tasks: as load_all() has them. rows: of all requests for likelihoods. prompts: (text, options of generation).
+    tasks: as load_all() has them. rows: of all requests for likelihoods. prompts: (text, options of generation). In a
+    run: batches, those of this host, (rows, T + 1) int32 as in training; and which result of all batches is a row's.
     """
+
+    batches: list[np.ndarray]
+    result_of_row: np.ndarray
 
     def __init__(self, tasks: dict, tokenizer: Tokenizer | None, T: int, limit: int = 0):
         super().__init__()
@@ -309,6 +313,12 @@ class Harness(LM):
         with naming("lm_eval"):
             said = evaluate(self, self.tasks, self.limit, log_samples=with_samples)
             return said | dict(fields=fields_of(said)) | (dict(table=utils.make_table(said)) if with_samples else {})
+
+    def fields(self, result: np.ndarray) -> dict[str, Any]:
+        """Fields of an eval line of a run. result: what the evaluation step gives for all batches, (rows, 3 or more). A
+        model whose losses are no numbers has no answers."""
+        found = result[self.result_of_row]
+        return self.results(found)["fields"] if np.isfinite(found[:, 0]).all() else {}
 
 
 def place_of(request: Instance) -> tuple:

@@ -22,9 +22,9 @@ class Row:
 
 
 class Task(NamedTuple):
-    """Questions that are tokens: CORE's, and llm.c's HellaSwag, each as its rows and which of them is right. how that is
-    chosen: per_token, the smallest mean loss; greedy: there is one row, and it is right where every target is the token
-    that the model finds likeliest. guessing: share of right answers of who guesses."""
+    """Questions that are tokens: CORE's, and llm.c's HellaSwag, each as its rows and which of them is right. how that
+    is chosen: per_token, the smallest mean loss; greedy: there is one row, and it is right where every target is the
+    token that the model finds likeliest. guessing: share of right answers of who guesses."""
 
     name: str
     how: Literal["per_token", "greedy"]

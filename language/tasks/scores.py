@@ -7,7 +7,6 @@ of nanochat: core_tasks.py. In a run hellaswag may be llm.c's file, whose questi
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +72,6 @@ def read_tasks(named: dict[str, Path], tokenizer: Tokenizer, T: int, shots: int 
 # ------------------------------------------------------------------------------------------------------------- in a run
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """batches: of this host, (rows, T + 1) int32 as in training, of a few lengths. places: of each row that is asked
-    among the results of all batches."""
-
-    harness: Any
-    batches: list[np.ndarray]
-    places: np.ndarray
-
-    def fields(self, result: np.ndarray) -> dict[str, Any]:
-        """Fields of an eval line. result: what the evaluation step gives for all rows, (rows, 3 or more). A model whose
-        losses are no numbers has no answers."""
-        found = result[self.places]
-        if not np.isfinite(found[:, 0]).all():
-            return {}
-        return self.harness.results(found)["fields"]
-
-
 def split_tasks(config: TransformerConfig) -> tuple[dict[str, Path], Path | None]:
     """(tasks that are text, llm.c's HellaSwag)."""
     named = parse_tasks(config.tasks, Path(config.data_dir))
@@ -121,22 +102,22 @@ def tokenizer_for(config: TransformerConfig) -> Tokenizer:
     return tokenizer
 
 
-def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> Evaluation:
-    """What the option tasks names, for the evaluations of a run; part: of num_parts hosts. Raises InputError for a
-    damaged file."""
-    T, limit, harness = config.shape.sequence_length, config.task_questions, None
-    if not config.compile_for:
-        named, llmc = split_tasks(config)
-        own = [read_llmc(llmc, config.shape.vocab_size, T, limit)] if llmc else []
-        harness = read_tasks(named, tokenizer_for(config) if named else None, T, limit=limit, own=own)
-        if harness.prompts:
-            raise InputError("tasks ask for texts, which no run writes; ask them of a checkpoint, with tools.evaluate")
+def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1):
+    """A Harness of what the option tasks names, with its batches for the evaluations of a run; part: of num_parts
+    hosts. Raises InputError for a damaged file."""
+    T, limit = config.shape.sequence_length, config.task_questions
+    named, llmc = split_tasks(config)
+    own = [read_llmc(llmc, config.shape.vocab_size, T, limit)] if llmc else []
+    harness = read_tasks(named, tokenizer_for(config) if named else None, T, limit=limit, own=own)
+    if harness.prompts:
+        raise InputError("tasks ask for texts, which no run writes; ask them of a checkpoint, with tools.evaluate")
     size = config.global_batch_size // config.gradient_accumulation_steps  # no more at a time than in training
     sizes = [int(number) for number in config.mesh.split("x")] if config.mesh != "auto" else []
     shared = sizes[3] if len(sizes) > 3 else 1  # devices that share a sequence, each of two pieces
     unit = (2 * shared if shared > 1 else 1) * (SHORTEST if config.attention == "flash" else 1)
-    batches, places = batched(harness.rows if harness else [], T, size * T, size, unit, config.dataset == "chat")
-    return Evaluation(harness, [batch.reshape(num_parts, -1, batch.shape[1])[part] for batch in batches], places)
+    batches, harness.result_of_row = batched(harness.rows, T, size * T, size, unit, config.dataset == "chat")
+    harness.batches = [batch.reshape(num_parts, -1, batch.shape[1])[part] for batch in batches]
+    return harness
 
 
 def is_llmc(path: Path | None) -> bool:

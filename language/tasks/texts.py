@@ -27,11 +27,9 @@ def write_texts(
         groups.setdefault(json.dumps(options, sort_keys=True), []).append(number)
     for members in groups.values():
         until, sampling = sampling_of(prompts[members[0]][1], T)
-        encoded = {}
-        for number in members:
-            begin = [] if tokenizer.begin is None else [tokenizer.begin]
-            prompt = begin + tokenizer.encode(prompts[number][0]) or [tokenizer.prefix]
-            encoded[number] = prompt[-(T - sampling.num_tokens) :]
+        begin = [] if tokenizer.begin is None else [tokenizer.begin]
+        asked = {number: begin + tokenizer.encode(prompts[number][0]) or [tokenizer.prefix] for number in members}
+        encoded = {number: prompt[-(T - sampling.num_tokens) :] for number, prompt in asked.items()}
         members.sort(key=lambda number: len(encoded[number]))
 
         def ends(written: list[int], until=until) -> bool:
@@ -39,8 +37,8 @@ def write_texts(
 
         for first in tqdm(range(0, len(members), size), "texts", leave=False, disable=None):
             some = members[first : first + size]
-            asked = [encoded[number] for number in some] + [encoded[some[0]]] * (size - len(some))
-            found = generate(model, asked, sampling, device, ends, T, tokenizer.stops)
+            batch = [encoded[number] for number in some] + [encoded[some[0]]] * (size - len(some))
+            found = generate(model, batch, sampling, device, ends, T, tokenizer.stops)
             for number, written in zip(some, found, strict=False):
                 text = tokenizer.decode([token for token in written if token not in tokenizer.stops])
                 texts[number] = text[: min((text.find(stop) for stop in until if stop in text), default=None)]

@@ -330,7 +330,7 @@ def test_hosts_get_their_rows_of_the_tasks(tmp_path):
     options = dict(dataset="text", data_dir=str(tmp_path), train_data="x", tasks=("piqa=piqa",), global_batch_size=4)
     config = TransformerConfig(**options, sequence_length=128, task_questions=10)
     whole, halves = load_tasks(config), [load_tasks(config, part, 2) for part in (0, 1)]
-    assert len(whole.places) == 20 and len(whole.batches) == 5
+    assert len(whole.result_of_row) == 20 and len(whole.batches) == 5
     for batch, *parts in zip(whole.batches, *(half.batches for half in halves), strict=True):
         np.testing.assert_array_equal(np.concatenate(parts), batch)
 
@@ -342,7 +342,7 @@ def test_a_model_whose_losses_are_no_numbers_has_no_answers(tmp_path, wrong):
     evaluation = load_tasks(TransformerConfig(**options, sequence_length=128))
     result = np.ones((sum(map(len, evaluation.batches)), 3))
     assert set(evaluation.fields(result)) == {"piqa_accuracy", "piqa_accuracy_norm"}
-    result[evaluation.places[3], 0] = wrong
+    result[evaluation.result_of_row[3], 0] = wrong
     assert evaluation.fields(result) == {}
 
 
@@ -356,10 +356,9 @@ def test_llmc_questions_are_known_by_their_first_bytes_and_need_no_tokenizer(tmp
     both = TransformerConfig(**options, dataset="text", tasks=("piqa=piqa", "hellaswag=q.bin"), task_questions=4)
     for config, expected in ((alone, {"hellaswag": 6}), (both, {"piqa": 4, "hellaswag": 4})):
         check_tasks_of_run(config)
-        harness = load_tasks(config).harness
+        harness = load_tasks(config)
         assert {name: task.instances[-1].doc_id + 1 for name, task in harness.tasks["tasks"].items()} == expected
-    rows = load_tasks(alone).harness.rows
-    assert [row.num_targets for row in rows[:4]] == [2, 3, 4, 5]
+    assert [row.num_targets for row in load_tasks(alone).rows[:4]] == [2, 3, 4, 5]
     (tmp_path / "q.bin").write_bytes((tmp_path / "q.bin").read_bytes()[:-4])
     for read in (check_tasks_of_run, load_tasks):
         with pytest.raises(InputError, match=r"q.bin: example 5 of 6, byte .*copy the file again"):

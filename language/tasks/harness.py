@@ -17,17 +17,17 @@ from typing import Any
 os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
 
 import datasets
+import evaluate
 import numpy as np
 import yaml
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
-from lm_eval import utils
+from lm_eval import evaluator, utils
 from lm_eval.api import metrics
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import metric_registry
 from lm_eval.api.task import ConfigurableTask, TaskConfig
-from lm_eval.evaluator import evaluate
 from lm_eval.filters import build_filter_ensemble
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
@@ -53,6 +53,14 @@ utils.env = sandbox  # lm_eval's own lets a template reach Python's builtins
 metrics.bootstrap_stderr = lambda *_, **__: "N/A"  # would fork a process for each core, of one that holds a TPU
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 datasets.disable_progress_bars()
+
+
+def refuse_script(name: str, *_, **__) -> None:
+    """In place of evaluate.load(), which would run a script of the current folder or of the hub."""
+    raise InputError(f"metric {name!r:.60} is a script, and no script is run; choose another, or another task")
+
+
+evaluate.load = refuse_script
 
 
 @contextlib.contextmanager
@@ -82,12 +90,8 @@ class LocalTask(ConfigurableTask):
         if config.get("repeats", 1) != 1:
             raise InputError(f"{config.get('task')} asks each question {config['repeats']} times; expected once")
         for one in config.get("metric_list") or () if config.get("process_results") is None else ():
-            metric = one["metric"]
-            if not callable(metric) and (one.get("hf_evaluate") or metric not in metric_registry):
-                raise InputError(
-                    f"metric {metric!r:.60} is none of lm_eval's own but a script, and no script is run; choose "
-                    "another, such as acc, exact_match or perplexity"
-                )
+            if not callable(one["metric"]) and (one.get("hf_evaluate") or one["metric"] not in metric_registry):
+                refuse_script(one["metric"])
         self._instances = None
         super().__init__(config=config)
         self.set_fewshot_seed(SEED)
@@ -311,7 +315,7 @@ class Harness(LM):
         and lm_eval's table."""
         self.found, self.texts = found, texts
         with naming("lm_eval"):
-            said = evaluate(self, self.tasks, self.limit, log_samples=with_samples)
+            said = evaluator.evaluate(self, self.tasks, self.limit, log_samples=with_samples)
             return said | dict(fields=fields_of(said)) | (dict(table=utils.make_table(said)) if with_samples else {})
 
     def fields(self, result: np.ndarray) -> dict[str, Any]:

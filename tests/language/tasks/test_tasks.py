@@ -27,6 +27,12 @@ BYTES = Bytes()
 NAMES = {name: "mmlu_anatomy" if name == "mmlu" else name for name in MAKERS}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def import_harness():
+    """Seconds that no test's limit is for."""
+    import language.tasks.harness  # noqa: F401
+
+
 def rows_of(name: str, path: Path, T: int = 999, shots: int | None = None, limit: int = 0) -> list[Row]:
     return read_tasks({name: path}, BYTES, T, shots, limit).rows
 
@@ -195,9 +201,9 @@ BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\
         (lambda text: "a: " + "[" * 30000, "no code that a YAML file names|recursion"),
         (
             lambda text: text.replace("metric: acc", "metric: code.py"),
-            "'code.py' is none of lm_eval's own but a script",
+            "'code.py' is a script, and no script is run",
         ),
-        (lambda text: text + "    hf_evaluate: true\n", "'acc' is none of lm_eval's own but a script"),
+        (lambda text: text + "    hf_evaluate: true\n", "'acc' is a script, and no script is run"),
         (lambda text: text + "unsafe_code: true\n", "marked as unsafe"),
         (lambda text: text + "repeats: 4\n", "asks each question 4 times"),
         (lambda text: text.replace("{{question}}", "{{''.__class__.__mro__}}"), "SecurityError: access to attribute"),
@@ -220,6 +226,17 @@ def test_no_code_of_a_yaml_file_is_run(tmp_path, monkeypatch, change, message):
     path = write_lines(tmp_path / "q.jsonl", [QUESTION])
     with no_hang(), pytest.raises(InputError, match=rf"(?s){message}"):
         rows_of(str(tmp_path / "mine.yaml"), path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_script_beside_the_user_is_a_metric(tmp_path, monkeypatch):
+    """lm_eval's own humaneval asks Hugging Face's evaluate for code_eval, which looks for it here first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code_eval").mkdir()
+    (tmp_path / "code_eval" / "code_eval.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    path = write_lines(tmp_path / "q.jsonl", [dict(task_id="a", prompt="", test="", entry_point="f")])
+    with pytest.raises(InputError, match="metric 'code_eval' is a script, and no script is run"):
+        rows_of("humaneval", path)
     assert not (tmp_path / "ran").exists()
 
 

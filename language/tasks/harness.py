@@ -45,6 +45,7 @@ ALIASES = {"lambada": "lambada_openai"}
 COLUMNS = {"cais/mmlu": "subject"}  # data sets whose parts may stand in one file, and the column that tells them apart
 NAMES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
 LARGEST_YAML = 1 << 16  # bytes
+MOST_BRACKETS = 1000  # in a text: HellaSwag's own code takes time with the square of those that are not closed
 REFUSED = ("class", "custom_dataset", "group", "include", "use_prompt")  # keys by which a YAML file names code or files
 
 sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
@@ -118,7 +119,11 @@ class LocalTask(ConfigurableTask):
         if path.is_dir():
             own = inside(path, part) if part else path
             path = file_of(own if own.is_dir() else path, split)
-        records = [record for _, record in read_records(path, f"questions of {self.config.task}")]
+        records = []
+        for where, record in read_records(path, f"questions of {self.config.task}"):
+            if (count := max((str(value).count("[") for value in record.values()), default=0)) > MOST_BRACKETS:
+                raise InputError(f"{where}: a value has {count:,} brackets [; expected at most {MOST_BRACKETS:,}")
+            records.append(record)
         if column := COLUMNS.get(self.DATASET_PATH):
             records = [record for record in records if record.get(column) == part]
             if not records:

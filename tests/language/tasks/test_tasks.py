@@ -42,6 +42,7 @@ def rows_of(name: str, path: Path, T: int = 999, shots: int | None = None, limit
     [
         ("hellaswag", {"label": "4"}, "question 2 of hellaswag: .* answer is 4, which is none of its 4 choices"),
         ("hellaswag", {"endings": []}, "question 2 of hellaswag"),
+        ("hellaswag", {"ctx_b": "[" * 1001}, "line 2: a value has 1,001 brackets"),
         ("arc_easy", {"answerKey": "Z"}, "question 2 of arc_easy: ValueError: 'Z' is not in list"),
         ("piqa", {"label": True}, "Expected integer, got bool"),
         ("piqa", {"label": -1}, "question 2 of piqa: .* answer is -1, which is none of its 2 choices"),

@@ -1,7 +1,6 @@
 """Questions as JSON lines or parquet, and what stands in them. Imports no torch."""
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +13,19 @@ LARGEST_FILE = 1 << 28  # bytes, of parquet unpacked too; MMLU has 7 million, th
 LONGEST_LINE = 1 << 24
 MOST_QUESTIONS = 1 << 20
 REMEDY = "download it again"
+
+
+def file_of(folder: Path, split: str) -> Path:
+    """The file of a split, with any of the names that the hub has. Raises InputError for none, and for several."""
+    named = [file for file in (folder / f"{split}.jsonl", folder / f"{split}.parquet") if file.exists()]
+    found = [*named, *sorted(folder.glob(f"{split}-*.parquet"))]
+    if len(found) > 1:
+        raise InputError(
+            f"{folder} has {found[0].name} and {found[1].name}; expected one file of {split}; move one away"
+        )
+    if not found:
+        raise InputError(f"{folder} has no {split}.jsonl, nor .parquet; expected one of them")
+    return found[0]
 
 
 def read_records(path: Path, expected: str) -> list[tuple[str, dict]]:
@@ -81,35 +93,3 @@ def lines_of_json(file: BinaryIO, path: Path, size: int, expected: str) -> Itera
         except ValueError as error:
             raise InputError(f"{path}, line {number}: {error}; expected {expected}, a JSON object a line") from error
         yield f"{path}, line {number}", record
-
-
-def text(record: dict, name: str) -> str:
-    """A field that is text. Raises ValueError for another one."""
-    value = record.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"expected {name}, a text")
-    value.encode()  # raises for a lone surrogate, a ValueError too
-    return value
-
-
-def texts(record: dict, name: str) -> list[str]:
-    """A field that is a list of one text or more."""
-    values = record.get(name)
-    if not isinstance(values, list) or not 1 <= len(values) <= 64:
-        raise ValueError(f"expected {name}, a list of 1 to 64 texts")
-    return [text({name: value}, name) for value in values]
-
-
-def member(record: dict, name: str, allowed: Sequence) -> int:
-    """Where the value of a field, a text or a whole number, stands among those allowed."""
-    names, value = list(map(str, allowed)), record.get(name)
-    if type(value) not in (str, int) or str(value) not in names:
-        raise ValueError(f"{name} is {value!r:.60}; expected {' or '.join(names)}")
-    return names.index(str(value))
-
-
-def tidied(written: str) -> str:
-    """HellaSwag's texts without WikiHow's marks in brackets: preprocess() of lm-evaluation-harness."""
-    lines = [line.rpartition("]") for line in written.strip().replace(" [title]", ". ").split("\n")]
-    # behind the last ] of a line none is closed: each of a million [ would be looked through to its end
-    return "\n".join(re.sub(r"\[.*?\]", "", head + end) + rest for head, end, rest in lines).replace("  ", " ")

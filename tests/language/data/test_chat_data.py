@@ -429,6 +429,7 @@ def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys
     ("content", "message"),
     [
         (b'[{"prompt": "a", "completion": "b"}]', "x.jsonl is one JSON array; expected one JSON object a line; jq"),
+        ('{"prompt": "a", "completion": "b"}'.encode("utf-16"), "x.jsonl is UTF-16"),
         (b'[\n {"prompt": "a", "completion": "b"}\n]\n', "x.jsonl is one JSON array"),
         (b"[" + b" " * (1 << 24) + b"]", "x.jsonl is one JSON array"),
         (

@@ -172,12 +172,13 @@ def test_another_schema_is_named(tmp_path, columns):
 @pytest.mark.parametrize(
     "content, said",
     [
+        ('{"text": "a"}'.encode("utf-16"), "is UTF-16; expected one JSON object a line; iconv --from-code UTF-16"),
         (b'[{"text": "a"}]', "is one JSON array; expected one JSON object a line; jq --compact-output '.[]' FILE"),
         (b' \n[\n{"text": "a"}\n]', "is one JSON array"),
         (codecs.BOM_UTF8 + b'[{"text": "' + b"a" * (1 << 24), "is one JSON array"),
         (b'{ \r\n "text": "a"}', "has objects of several lines; expected one JSON object a line; jq"),
     ],
-    ids=range(4),
+    ids=range(5),
 )
 @pytest.mark.parametrize("ending", ["json", "json.gz", "json.zst"])
 def test_json_of_another_form_is_named(tmp_path, content, said, ending):

@@ -126,7 +126,7 @@ import torch
 from browser.onnx_cached import CachedModel
 from browser.onnx_files import is_count, open_export, open_session
 from browser.onnx_graphs import export_graph, quantize, share_weights, store_half
-from language.data.tokenizer import Bytes, FromFile, Numbers, Tokenizer
+from language.data.tokenizer import Bytes, Numbers, Tokenizer
 from language.data.tokenizer_files import RUN_TOKENIZER, TEMPLATE, TOKENIZER_CONFIG
 from language.models import gpt, llama
 from language.options.llama_shape import LlamaShape
@@ -258,8 +258,6 @@ def write_tokenizer(source: Source, given: argparse.Namespace, folder: Path) -> 
         return "bytes"
     if isinstance(source.tokenizer, Numbers):
         return "numbers"
-    if not isinstance(source.tokenizer, FromFile):
-        raise InputError("the tokenizer is tiktoken's gpt2, which has no file to take along; give a --tokenizer file")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (path := source.tokenizer.path.parent / name).is_file():
             shutil.copyfile(path, folder / name)

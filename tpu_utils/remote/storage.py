@@ -191,11 +191,13 @@ class Mirror:
     def upload_logs(self) -> None:
         """Every file outside checkpoints/ that has changed, now. Raises SaveError."""
         with self._saving("its log files"):
-            files = [path for path in self.folder.rglob("*") if path.is_file() and path.suffix != ".writing"]
-            for path in sorted(files):
+            # checkpoints are not even listed: another thread writes and removes them
+            tops = [path for path in self.folder.iterdir() if path.name not in NOT_UPLOADED]
+            files = [path for top in tops for path in ([top] if top.is_file() else top.rglob("*")) if path.is_file()]
+            for path in sorted(path for path in files if path.suffix != ".writing"):
                 name, found = self._name(path), path.stat()
                 state = (found.st_ino, found.st_size, found.st_mtime_ns)
-                if name.partition("/")[0] not in NOT_UPLOADED and self._sent.get(name) != state:
+                if self._sent.get(name) != state:
                     self._upload(path)
                     self._sent[name] = state
 

@@ -119,7 +119,7 @@ def draw_misread(script: Path, folder: Path) -> "Figure":
     import torch  # only here, as in the script
 
     from tpu_utils.checkpoint.loading import CheckpointReader
-    from tpu_utils.options.parsing import resolve_stored
+    from tpu_utils.options.stored import resolve_stored
 
     spec = util.spec_from_file_location("drawn_script", script)
     if spec is None or not script.is_file():

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from language.data.sequence_data import MicroBatches, SequenceData
-from language.options.transformer_options import TransformerConfig, check_initial_weights
+from language.options.transformer_options import TransformerConfig
 
 
 def source_of(config: TransformerConfig) -> Any:
@@ -60,7 +60,12 @@ def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> 
 
 def check_files(config: TransformerConfig) -> None:
     """Raises InputError when the files that config names are missing or damaged. Reads little, and imports no torch."""
-    check_initial_weights(config)
+    if config.initial_weights:
+        from language.options.model_config import (
+            check_initial_weights,  # only for a run that begins with others' weights
+        )
+
+        check_initial_weights(config)
     if config.compile_for:
         return
     if config.sample_every:

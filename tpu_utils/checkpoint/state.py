@@ -85,7 +85,8 @@ def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, 
         shards = device.wrap_if_sharded(tensor).local_shards if device.is_sharded(tensor) else []
         if shards and shards[0].data.shape != tensor.shape:
             copy.sharded[path] = kind_of(tensor)
-            copy.shards[path] = dict(_unpadded(shard) for shard in shards if _is_mine(shard))
+            own = (_unpadded(shard) for shard in shards if _is_mine(shard))
+            copy.shards[path] = {offsets: values.contiguous() for offsets, values in own}
         elif first and shards:  # a mesh of one device
             copy.whole[path] = shards[0].data.contiguous()
         elif first:
@@ -101,9 +102,9 @@ def _is_mine(shard) -> bool:
 
 
 def _unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
-    """(offsets, values) of a shard. Only the last one along an axis has padding, behind its values."""
-    data = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
-    return tuple(along.start for along in shard.indices), data.contiguous()
+    """(offsets, view of the values) of a shard. Only the last one along an axis has padding, behind its values."""
+    values = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
+    return tuple(along.start for along in shard.indices), values
 
 
 def shards_by_path(copy: HostCopy, file: str) -> dict[str, list[dict[str, Any]]]:
@@ -132,9 +133,7 @@ def put_sharded(target: torch.Tensor, read_into: Callable[[torch.Tensor, tuple[i
     wrapped = device.wrap_if_sharded(target)
     shards = wrapped.local_shards
     read: dict[tuple[int, ...], torch.Tensor] = {}  # devices that hold equal shards read them once
-    for shard in shards:
-        piece = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]  # without padding
-        offsets = tuple(indices.start for indices in shard.indices)
+    for offsets, piece in map(_unpadded, shards):
         if offsets in read:
             piece.copy_(read[offsets])
         elif piece.numel():

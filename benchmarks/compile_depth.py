@@ -26,7 +26,7 @@ def measure(layers: int, scan_layers: bool) -> None:
     from language.models.gpt import GPT
     from language.options.shapes import ModelShape
     from language.options.transformer_options import TransformerConfig
-    from language.xla.remat import LayerExecution
+    from language.xla.saved_activations import LayerExecution
     from transformer_tpu import summed_loss
 
     device = torch_xla.device()

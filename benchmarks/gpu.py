@@ -39,7 +39,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from language.options.shapes import MODEL_SIZES, ModelShape
+from language.options.llama_shape import MODEL_SIZES
+from language.options.shapes import ModelShape
 from tpu_utils.base.files import write_atomically
 from tpu_utils.base.gpus import gpu_named
 

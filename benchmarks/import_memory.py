@@ -44,7 +44,8 @@ import torch_xla.runtime as xr  # noqa: E402
 from language.build import build_model  # noqa: E402
 from language.mesh import start_mesh  # noqa: E402
 from language.options.hf_config import hugging_face_config  # noqa: E402
-from language.options.shapes import MODEL_SIZES, ModelShape  # noqa: E402
+from language.options.llama_shape import MODEL_SIZES  # noqa: E402
+from language.options.shapes import ModelShape  # noqa: E402
 from language.options.transformer_options import TransformerConfig  # noqa: E402
 from language.weights.hf_files import open_weights, write_json, write_weights  # noqa: E402
 from language.weights.hf_layout import sources  # noqa: E402

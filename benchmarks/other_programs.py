@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from language.options.hf_config import hugging_face_config
-from language.options.shapes import LlamaShape, ModelShape
+from language.options.llama_shape import LlamaShape
+from language.options.shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from language.options.shapes import MODEL_SIZES, LlamaShape, ModelShape
+from language.options.llama_shape import MODEL_SIZES, LlamaShape
+from language.options.shapes import ModelShape
 from language.options.transformer_options import TransformerConfig
 from tpu_compiler.estimate.reading import parse_program, read_cycles
 from tpu_compiler.estimate.rules import ruled_ms

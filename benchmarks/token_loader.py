@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from language.data.llmc_files import write_token_shard
 from language.data.tokens import TokenShards
-from language.options.shapes import MODEL_SIZES
+from language.options.llama_shape import MODEL_SIZES
 
 T, ROWS, SHARDS, SHARD_TOKENS = 1024, 512, 4, 20_000_000
 

@@ -2,24 +2,18 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from language.models.layers import Decoder, LoRA, is_matrix, load_weights
+from language.models.layers import Decoder, LoRA, is_matrix
 from language.models.operations import causal_attention
-from language.options.shapes import LlamaShape
+from language.options.shapes import ModelShape
 from language.options.transformer_options import TransformerConfig
 from language.xla.context import pieces_of, size_of
-from language.xla.remat import LEVELS, LayerExecution
+from language.xla.saved_activations import LEVELS, LayerExecution
 from language.xla.shards import distribute
-from tpu_utils.base.errors import InputError
 from tpu_utils.device import Mesh, device_type
 from tpu_utils.step.optim import make_optimizer
-
-if TYPE_CHECKING:
-    from language.weights.hf_files import HuggingFaceWeights
 
 
 def build_model(
@@ -44,30 +38,23 @@ def build_model(
     options |= dict(mesh=mesh, pieces=pieces_of(mesh, config.context_attention), packed=config.dataset == "chat")
     if config.lora_rank:
         options |= dict(lora=LoRA(config.lora_rank, config.lora_alpha, getattr(torch, config.base_precision)))
-    if isinstance(config.shape, LlamaShape):
-        from language.models.llama import Llama  # only here, as GPT below: a run has one of them
+    if type(config.shape) is ModelShape:
+        from language.models.gpt import GPT  # only here, as Llama below: a run has one of them
+
+        build = partial(GPT, config.shape, dtype, dropout=config.dropout, **options)
+    else:
+        from language.models.llama import Llama
 
         options |= dict(expert_capacity=config.expert_capacity, expert_kernels=config.attention == "flash")
         build = partial(Llama, config.shape, dtype, **options)
-    else:
-        from language.models.gpt import GPT
-
-        build = partial(GPT, config.shape, dtype, dropout=config.dropout, **options)
     if config.compile_for:
         from tpu_utils.options.virtual_slice import without_weights  # only for the compiler
 
         return without_weights(build, device)
     if initialised and config.initial_weights:
-        from language.weights.hf_files import open_weights  # only for a run that begins with others' weights
+        from language.weights.initial_weights import begin_with  # only for a run that begins with others' weights
 
-        weights = open_weights(Path(config.initial_weights), config.shape)
-        check_base(config, weights)
-        read = weights.read
-        if config.dataset == "chat":
-            from language.weights.new_tokens import with_new_tokens
-
-            read = with_new_tokens(config, weights.names, read, say)
-        model = load_weights(build, read, device, partition_spec, config.seed)
+        model = begin_with(config, build, device, partition_spec, say)
     else:
         model = build()
         if initialised:
@@ -88,16 +75,6 @@ def choose_attention(config: TransformerConfig, mesh: Mesh | None) -> Callable:
     from language.xla.context_attention import context_parallel  # only for devices that share sequences
 
     return context_parallel(attention, mesh, config.context_attention)
-
-
-def check_base(config: TransformerConfig, weights: "HuggingFaceWeights") -> None:
-    """Raises InputError where LoRA would round the weights of a folder, and nobody asked for it."""
-    found = weights.kind("token_embedding").dtype
-    if config.lora_rank and config.lora_base == "auto" and config.base_precision == "bfloat16" != str(found)[6:]:
-        raise InputError(
-            f"{config.initial_weights}: config.json says bfloat16, but the tensors are {str(found)[6:]}; expected one "
-            "type; give --lora_base float32, or bfloat16 to round them"
-        )
 
 
 def build_optimizer(config: TransformerConfig, model: Decoder) -> torch.optim.Optimizer:

@@ -22,7 +22,7 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 from images.arrays import ImageDataset
-from tpu_utils.device.dropout import Dropout, replace_dropout
+from tpu_utils.device.dropout_module import Dropout, replace_dropout
 
 CLASSES = 5
 

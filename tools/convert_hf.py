@@ -23,8 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from language.options.hf_config import SPECIAL_TOKENS, hugging_face_config, shape_of
-from language.options.shapes import LlamaShape, ModelShape
-from language.options.transformer_options import TransformerConfig, precision_of
+from language.options.llama_shape import LlamaShape
+from language.options.model_config import precision_of
+from language.options.shapes import ModelShape
+from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError, SaveError, run_script
 from tpu_utils.base.files import read_json
 from tpu_utils.options.fields import nearest

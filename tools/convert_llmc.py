@@ -12,7 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-from language.options.shapes import LlamaShape, ModelShape
+from language.options.llama_shape import LlamaShape
+from language.options.shapes import ModelShape
 from tpu_utils.base.errors import InputError, run_script
 
 
@@ -42,7 +43,7 @@ if __name__ == "__main__":  # a wrong option or file is answered before the seco
 
 import torch
 
-from language.models.layers import check_finite, stack_layers
+from language.models.layers import stack_layers
 from language.weights.llmc_weights import (
     DebugState,
     compute_debug_state,
@@ -53,6 +54,7 @@ from language.weights.llmc_weights import (
     write_model,
 )
 from language.weights.run_weights import read_run
+from language.weights.weight_loading import check_finite
 
 
 def export(run_dir: Path, path: Path, dtype: torch.dtype, checkpoint: str = "newest") -> None:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from language.models.routing import arange_like, full_like_scalar, one_hot_mask, route, slots_of_capacity
+from language.models.routers import arange_like, full_like_scalar, one_hot_mask, route
+from language.models.routing import slots_of_capacity
 from language.xla.loops import BATCH, from_local, loop_in_graph, sum_over, to_local
 from tpu_utils.device import DEVICE_TYPE, IS_XLA, get_global_mesh, mark_sharding_with_gradients, register
 

@@ -24,6 +24,17 @@ class Int8:
         """Along the first axis, which is of the outputs."""
         return map(Int8, self.values, self.scale.reshape(len(self.values), -1))
 
+    def widened(self, dtype: torch.dtype) -> torch.Tensor:
+        """What a product reads."""
+        return self.values.to(dtype)
+
+    def scaled(self, y_BTO: torch.Tensor) -> torch.Tensor:
+        """What a product with widened() means. The axes of the outputs may be several."""
+        return (y_BTO * self.scale.view(y_BTO.shape[2:])).to(y_BTO.dtype)
+
+    def divided(self, by: float) -> "Int8":
+        return Int8(self.values, self.scale / by)
+
 
 def scale_name(name: str) -> str:
     """Name of the buffer that holds the scales of a parameter."""
@@ -34,19 +45,3 @@ def quantize(matrix) -> tuple[torch.Tensor, torch.Tensor]:
     """(int8, scales (..., O)) of a matrix (..., O, I). The largest value of a column becomes 127."""
     scale = (matrix.float().abs().amax(-1) / 127).clamp_min(1e-30)
     return (matrix.float() / scale[..., None]).round().to(torch.int8), scale
-
-
-def widened(weight, dtype: torch.dtype):
-    """What a product reads of a weight."""
-    return weight.values.to(dtype) if isinstance(weight, Int8) else weight
-
-
-def scaled(y_BTO, weight):
-    """What a product with widened(weight) means. The axes of the outputs may be several."""
-    return (y_BTO * weight.scale.view(y_BTO.shape[2:])).to(y_BTO.dtype) if isinstance(weight, Int8) else y_BTO
-
-
-def divided(weight, by: float):
-    if isinstance(weight, Int8):
-        return Int8(weight.values, weight.scale / by)
-    return (weight.float() / by).to(weight.dtype)

@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from language.models.int8 import Int8, quantize, scale_name, scaled, widened
 from language.models.operations import contract
 from language.options.shapes import START, ModelShape
 from language.xla.context import balanced, size_of
 from language.xla.loops import BATCH
-from language.xla.remat import SAVE_NOTHING, LayerExecution, run_again
+from language.xla.saved_activations import SAVE_NOTHING, LayerExecution
 from language.xla.shards import gathered
-from tpu_utils.base.errors import InputError
-from tpu_utils.device import DEVICE_TYPE, mark_sharding, mark_sharding_with_gradients, wait_device_ops
+from tpu_utils.device import DEVICE_TYPE, mark_sharding_with_gradients
 
 # One parameter per layer and matrix (`qkv_weight.0`): slices of a stacked parameter need an extra pass over memory to
 # cast, and another to collect gradients; with separate ones XLA fuses both into the matrix product. The vectors stay
@@ -56,17 +54,23 @@ def stack_layers(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def product(equation: str, x_BTI, weight, adapter=None):
     """x times a weight, by einsum, plus its adapter. The last axis of x and of the output may be split into two."""
-    read = widened(weight, x_BTI.dtype)
+    read = weight if isinstance(weight, torch.Tensor) else weight.widened(x_BTI.dtype)  # else Int8
     y = matmul_one_token(x_BTI, read) if is_decode_step(x_BTI) else contract(equation, x_BTI, read)
-    return add_adapter(scaled(y, weight), x_BTI, adapter)
+    return add_adapter(y if read is weight else weight.scaled(y), x_BTI, adapter)
 
 
 def head_product(x_BTD, weight_VD, mesh=None):
     """Logits. F.linear makes one axis of batch and time, for which see losses() of operations.py."""
-    read = widened(weight_VD, x_BTD.dtype)
+    read = weight_VD if isinstance(weight_VD, torch.Tensor) else weight_VD.widened(x_BTD.dtype)
     if is_decode_step(x_BTD):
-        return scaled(matmul_one_token(x_BTD, read), weight_VD)
-    return scaled(torch.einsum("btd,vd->btv", x_BTD, read) if size_of(mesh) > 1 else F.linear(x_BTD, read), weight_VD)
+        y = matmul_one_token(x_BTD, read)
+    else:
+        y = torch.einsum("btd,vd->btv", x_BTD, read) if size_of(mesh) > 1 else F.linear(x_BTD, read)
+    return y if read is weight_VD else weight_VD.scaled(y)
+
+
+def divided(weight, by: float):
+    return (weight.float() / by).to(weight.dtype) if isinstance(weight, torch.Tensor) else weight.divided(by)
 
 
 def is_decode_step(x_BTI) -> bool:
@@ -175,6 +179,8 @@ class Decoder(torch.nn.Module):
 
     def in_compute_dtype(self, name: str, parameter):
         if parameter.dtype == torch.int8:
+            from language.models.int8 import Int8, scale_name  # only for a model with such weights
+
             return Int8(parameter, self.get_buffer(scale_name(name)))
         return parameter.to(self.compute_dtype)
 
@@ -185,6 +191,8 @@ class Decoder(torch.nn.Module):
         rows = F.embedding(tokens_BT, gathered(self.token_embedding))
         if rows.dtype != torch.int8:
             return rows
+        from language.models.int8 import scale_name
+
         return rows * F.embedding(tokens_BT, self.get_buffer(scale_name("token_embedding"))[:, None])
 
     def columns_of_tokens(self, tokens_BT):
@@ -208,7 +216,7 @@ class Decoder(torch.nn.Module):
                 torch.nn.init.normal_(parameter, 0.0, residual_std if "_out_" in name else 0.02, generator=generator)
             else:
                 is_norm = name.endswith("_weight")
-                torch.nn.init.constant_(parameter, 1.0 - self.shape.conventions.norm_offset if is_norm else 0.0)
+                torch.nn.init.constant_(parameter, 1.0 - self.shape.norm_offset if is_norm else 0.0)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if name in ("token_embedding", "head_weight"):
@@ -255,6 +263,8 @@ def apply_layers(layer: Callable, execution: LayerExecution, x_BTD, layers: list
         stacked = [torch.stack([w[name] for w in layers]) for name in layers[0]]
         x_BTD, *routing = ScannedLayers.apply(run, execution, x_BTD, *stacked)
         return x_BTD, routing[0] if routing else None
+    if execution.points is not None:
+        from language.xla.remat import run_again  # likewise
     routings = []
     for w, own in zip(layers, options, strict=True):
         if execution.points is None:
@@ -279,46 +289,3 @@ def initialise_adapter(name: str, parameter, generator) -> None:
     """As the peft library does: a uniform within 1 / sqrt(in), b zero, so that training begins at the base."""
     bound = parameter.shape[-1] ** -0.5 if "_lora_a" in name else 0.0
     torch.nn.init.uniform_(parameter, -bound, bound, generator=generator)
-
-
-def check_finite(value, where: str):
-    """value, on the host. Raises InputError where some of it is no number. where: the file, and the tensor in it."""
-    if value.is_floating_point() and value.numel() and not all(map(math.isfinite, map(float, value.aminmax()))):
-        wrong = sum(int((~torch.isfinite(rows)).sum()) for rows in value.reshape(-1).split(1 << 24))
-        raise InputError(
-            f"{where}: {wrong:,} of {value.numel():,} values are infinite or not a number; expected numbers; copy the "
-            "file again, or take an earlier checkpoint"
-        )
-    return value
-
-
-def load_weights(build: Callable, read: Callable, device, partition_spec: Callable | None = None, seed=0) -> Decoder:
-    """build() on the device with weights from elsewhere; adapters begin as in a new run. read: by a parameter's name.
-    partition_spec: of a name and its parameter, on a mesh.
-
-    Tensor by tensor, each to its shards at once: the host holds one at a time, in its file's dtype and in the model's.
-    A parameter that build() made int8 is quantized, and its scales become a buffer.
-    """
-    with torch.device("meta"):
-        model = build()
-
-    def placed(value, spec: tuple | None):
-        if model.mesh is not None:
-            mark_sharding(value, model.mesh, spec)
-        return value
-
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in list(model.named_parameters()):
-        spec = None if model.mesh is None else partition_spec(name, parameter)
-        if "_lora_" in name:
-            initialise_adapter(name, value := torch.empty(parameter.shape), generator)
-        else:
-            value = read(name)
-        if parameter.dtype == torch.int8:
-            value, scale = quantize(value)
-            model.register_buffer(scale_name(name), placed(scale.to(device), spec and spec[:-1]), persistent=False)
-        value = value.to(parameter.dtype).to(device)
-        value = placed(torch.nn.Parameter(value, requires_grad=parameter.requires_grad), spec)
-        model.load_state_dict({name: value}, strict=False, assign=True)
-        wait_device_ops()  # or the host would hold all that has not been sent yet
-    return model.to(device)

@@ -26,8 +26,8 @@ from language.models.layers import (
 )
 from language.models.operations import causal_attention, rms_norm, rms_scale
 from language.models.routing import REPORTED
-from language.options.shapes import LlamaShape
-from language.xla.remat import SAVE_NOTHING
+from language.options.llama_shape import LlamaShape
+from language.xla.saved_activations import SAVE_NOTHING
 
 
 def parameter_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
@@ -152,7 +152,7 @@ class Llama(Decoder):
 
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         """All parameters in the compute dtype, once a step, and those of each layer. Norms stay float32."""
-        cast, offset = {}, self.shape.conventions.norm_offset
+        cast, offset = {}, self.shape.norm_offset
         for name, p in self.weights().items():
             p = p * self.adapter_scale if "_lora_b" in name else p
             cast[name] = p.float() + offset if "ln" in name else self.in_compute_dtype(name, p)

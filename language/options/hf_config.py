@@ -4,7 +4,8 @@ What it says and this project does not compute is refused by name: expected in f
 """
 
 from language.options.families import FAMILIES, Experts
-from language.options.shapes import LlamaShape, ModelShape, RopeScaling
+from language.options.llama_shape import LlamaShape, RopeScaling
+from language.options.shapes import ModelShape
 from tpu_utils.base.errors import InputError
 
 MOST = {"layers": 1024, "heads": 4096, "experts": 1024, "width": 1 << 20, "tokens": 1 << 24}

@@ -5,27 +5,25 @@ python config.py            # prints these presets too
 
 import dataclasses
 import functools
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from language.options.shapes import BYTE_VOCAB_SIZE, MODEL_SIZES, LlamaShape, ModelShape
+from language.options.shapes import BYTE_VOCAB_SIZE, GPT_SIZES, LLAMA_SIZES, ModelShape
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import parse_object, read_json
 from tpu_utils.options.fields import FREE, NoEffect, Range, Seldom
 from tpu_utils.options.train_config import ON_TPU, HostOptions, TrainConfig
 
 Dataset = Literal["synthetic", "text", "tokens", "chat", "stream"]
+ChatFormat = Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"]
 SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE}  # others: 1
 DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # others: of the model's size
 ONLY = {own: NoEffect("dataset", *(n for n in get_args(Dataset) if n != own)) for own in get_args(Dataset)}
 NO_EXPERTS = NoEffect("num_experts", 0)
 WITH_REMAT = NoEffect("remat", False)
 Kept = Literal["inputs", "attention", "projections", "residual", "products"]
-HUGGING_FACE_CONFIG = "a model's config.json in a local folder (hf download NAME --local-dir DIR)"
 
 FINEWEB_10B = ON_TPU | dict(
     optimization_level="aggressive",
@@ -55,9 +53,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     tokenizer: Annotated[str, FREE, NoEffect("dataset", "synthetic", "text")] = ""
     """tokenizer.json or its folder. Empty: that of initial_weights; without these bytes (chat, stream), or that of the
     shards (tokens), which samples and exports need."""
-    chat_format: Annotated[
-        Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"], ONLY["chat"]
-    ] = "auto"
+    chat_format: Annotated[ChatFormat, ONLY["chat"]] = "auto"
     """chat: how a conversation becomes text. auto: by the special tokens that the tokenizer has, else plain."""
     document_separator: Annotated[str, ONLY["text"]] = ""
     """text: what divides documents inside a file, for example a blank line. Empty: a file is one document."""
@@ -75,11 +71,11 @@ class TransformerConfig(HostOptions, TrainConfig):
     bucketed: Annotated[bool, ONLY["text"]] = False
     """text: pad short documents to the next multiple of 128 only; one graph for each length that occurs."""
     tasks: Annotated[tuple[str, ...], FREE, NoEffect("dataset", "synthetic")] = ()
-    """NAME=PATH of files with questions of hellaswag (llm.c's file too), arc_easy, arc_challenge, piqa, winogrande,
-    lambada, mmlu or core, scored at every evaluation."""
+    """NAME=PATH, scored at every evaluation: a task of lm_eval (requirements-evaluate.txt) or its YAML file, or core,
+    and the file or folder with its questions; hellaswag may be llm.c's file."""
     task_questions: Annotated[int, Range("[0, inf)"), FREE, NoEffect("tasks", ())] = 0
     """Score only the first N questions of each task; 0 scores all."""
-    model_size: Annotated[Literal[tuple(MODEL_SIZES)], NoEffect("model_config")] = "tiny"
+    model_size: Annotated[Literal[(*GPT_SIZES, *LLAMA_SIZES)], NoEffect("model_config")] = "tiny"
     """Layers, heads, width and context of a published model; each can be set by itself below."""
     initial_weights: Annotated[str, FREE] = ""
     """Hugging Face folder, config.json and safetensors, whose weights training starts from. Models: families.py."""
@@ -202,6 +198,8 @@ class TransformerConfig(HostOptions, TrainConfig):
         for option, path in (("model_config", self.model_config), ("initial_weights", self.initial_weights)):
             if path and not self.model_config.startswith("{"):  # in a run it is the text
                 path = Path(path) if option == "model_config" else Path(path, "config.json")
+                from language.options.model_config import read_model_config  # only for a model of Hugging Face
+
                 object.__setattr__(self, "model_config", read_model_config(option, path))
         super().__post_init__()
 
@@ -220,12 +218,17 @@ class TransformerConfig(HostOptions, TrainConfig):
         own = ("num_layers", "num_heads", "embedding_dim", "sequence_length")
         changes = {name: getattr(self, name) for name in own if getattr(self, name)}
         if self.model_config:
-            from language.options.hf_config import shape_of  # only for a model of Hugging Face
+            from language.options.model_config import shape_in
 
-            published = shape_of(parse_object(self.model_config.encode(), "model_config", HUGGING_FACE_CONFIG))
+            published = shape_in(self.model_config)
             changes.setdefault("sequence_length", min(published.sequence_length, 4096))
             return dataclasses.replace(published, **changes)
-        published = MODEL_SIZES[self.model_size]
+        if self.model_size in LLAMA_SIZES:
+            from language.options.llama_shape import MODEL_SIZES  # only for a run that has one of them
+
+            published = MODEL_SIZES[self.model_size]
+        else:
+            published = GPT_SIZES[self.model_size]
         dataset = "text" if self.dataset == "stream" and not self.tokenizer else self.dataset  # tokens are bytes
         vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(dataset, published.vocab_size)
         return dataclasses.replace(published, **changes, vocab_size=vocab_size)
@@ -247,7 +250,11 @@ class TransformerConfig(HostOptions, TrainConfig):
         """Type of LoRA's frozen weights. Without a config.json: bfloat16, the type of published weights."""
         if self.lora_base != "auto":
             return self.lora_base
-        return precision_of(self.model_config) if self.model_config else "bfloat16"
+        if not self.model_config:
+            return "bfloat16"
+        from language.options.model_config import precision_of
+
+        return precision_of(self.model_config)
 
     @property
     def flops_per_token(self) -> int:
@@ -256,52 +263,21 @@ class TransformerConfig(HostOptions, TrainConfig):
         return self.shape.flops_per_token - (2 * self.shape.num_multiplied if self.lora_rank else 0)
 
 
-def precision_of(model_config: str) -> str:
-    """bfloat16 or float32: the narrower one that holds the weights exactly, by the text of their config.json."""
-    found = json.loads(model_config)
-    return "bfloat16" if "bfloat16" in (found.get("dtype"), found.get("torch_dtype")) else "float32"
-
-
-def read_model_config(option: str, path: Path) -> str:
-    """The text of a Hugging Face config.json, on one line. Raises InputError for a model that is not one of ours."""
-    from language.options.hf_config import shape_of  # only for a model of Hugging Face
-
-    try:
-        found = read_json(path, HUGGING_FACE_CONFIG)
-        shape_of(found, str(path))
-    except InputError as error:
-        raise InputError(f"{option}: {error}") from error
-    return json.dumps(found, sort_keys=True)
-
-
-def check_initial_weights(config: TransformerConfig) -> None:
-    """Raises InputError where the folder is of another model than model_config, or a new run finds no weights in it.
-    A run goes on without its folder."""
-    path = Path(config.initial_weights, "config.json")
-    known = not config.initial_weights or not path.exists()
-    if not known and read_model_config("initial_weights", path) != config.model_config:
-        raise InputError(
-            f"initial_weights is {config.initial_weights}, but its config.json is not that of the run or of "
-            "--model_config; expected the same model"
-        )
-    if known or config.compile_for or config.resume != "never":
-        return
-    if not any((path.parent / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
-        raise InputError(
-            f"initial_weights is {config.initial_weights}, which has no model.safetensors and no index; only "
-            "safetensors are read; transformers writes them: from_pretrained(DIR).save_pretrained(OTHER)"
-        )
-
-
 def check_transformer(config: TransformerConfig) -> list[str]:
     """What does not go together in a transformer's configuration, whatever the devices and the data."""
     try:
         shape = config.shape
     except InputError as error:
         return [str(error)]
-    problems = check_model_config(config) if config.model_config else []
+    problems = []
+    if config.model_config:
+        from language.options.model_config import check_model_config
+
+        problems += check_model_config(config)
     problems += [*check_adapters(config), *check_shape(config, shape)]
-    if isinstance(shape, LlamaShape):
+    if type(shape) is not ModelShape:
+        from language.options.llama_shape import check_llama
+
         problems += check_llama(config, shape)
     return [*problems, *check_data(config), *check_steps(config)]
 
@@ -347,30 +323,6 @@ def check_shape(config: TransformerConfig, shape: ModelShape) -> list[str]:
     return problems
 
 
-def check_llama(config: TransformerConfig, shape: LlamaShape) -> list[str]:
-    """What a model like Llama, layers of several kinds, or rotations that depend on the length of a text cannot do."""
-    problems, scaling = [], shape.rope_scaling
-    if shape.num_heads % shape.num_kv_heads:
-        problems.append(
-            f"num_heads ({shape.num_heads}) must be divisible by the {shape.num_kv_heads} heads of keys and values "
-            f"of {config.model_size}"
-        )
-    if config.dropout:
-        problems.append(f"dropout is {config.dropout}, but {config.model_size} has none; leave it out")
-    if config.attention == "flash" and config.scan_layers and len(set(shape.windows)) > 1:
-        problems.append(
-            f"attention is flash and scan_layers is on, but the layers of {shape.family} have different windows, and a "
-            "loop has one kernel; leave --scan_layers out, or choose --attention plain"
-        )
-    is_long = scaling is not None and scaling.kind == "longrope" and shape.sequence_length > scaling.original_context
-    if is_long and config.dataset == "chat":
-        problems.append(
-            f"sequence_length is {shape.sequence_length}, but a row holds conversations of all lengths, and longrope "
-            f"turns those above {scaling.original_context} otherwise; choose {scaling.original_context} or less"
-        )
-    return problems
-
-
 def check_data(config: TransformerConfig) -> list[str]:
     """What stands against the data source and its options."""
     problems = []
@@ -399,33 +351,5 @@ def check_steps(config: TransformerConfig) -> list[str]:
         problems.append(
             f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSORxCONTEXTxEXPERT such as "
             "2x4x1, of which the last two may be left out"
-        )
-    return problems
-
-
-def check_model_config(config: TransformerConfig) -> list[str]:
-    """What stands against the config.json that says what the model is."""
-    from language.options.hf_config import shape_of  # only for a model of Hugging Face
-
-    own = ("num_layers", "num_heads", "embedding_dim", "vocab_size")
-    problems = [
-        f"{name} is {getattr(config, name)}, but config.json says what the model is; leave --{name} out"
-        for name in own
-        if getattr(config, name)
-    ]
-    longest = shape_of(json.loads(config.model_config)).sequence_length
-    if config.initial_weights and config.sequence_length > longest:
-        problems.append(
-            f"sequence_length is {config.sequence_length}, but {config.initial_weights} reads {longest}; choose "
-            f"{longest} or less"
-        )
-    if config.initial_weights and config.dataset == "synthetic" and not config.compile_for:
-        problems.append(
-            "initial_weights is given, but dataset is synthetic: random tokens; choose --dataset chat or tokens"
-        )
-    if config.dataset == "text" and config.shape.vocab_size != BYTE_VOCAB_SIZE:
-        problems.append(
-            f"dataset text is bytes, and the model has a vocabulary of {config.shape.vocab_size}; make tokens with "
-            "tools.prepare_data --tokenizer, and give --dataset tokens"
         )
     return problems

@@ -13,10 +13,11 @@ import torch
 from safetensors import safe_open
 
 from language.data.tokenizer_files import CONFIG, LINKS, write_json
-from language.models.layers import check_finite
 from language.options.hf_config import shape_of
-from language.options.shapes import LlamaShape, ModelShape
+from language.options.llama_shape import LlamaShape
+from language.options.shapes import ModelShape
 from language.weights.hf_layout import Source, sources
+from language.weights.weight_loading import check_finite
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import read_json
 from tpu_utils.checkpoint.streaming import stream_tensors

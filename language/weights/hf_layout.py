@@ -9,7 +9,8 @@ import torch
 
 from language.models import gpt, llama
 from language.models.layers import LAYER_MATRICES
-from language.options.shapes import LlamaShape, ModelShape
+from language.options.llama_shape import LlamaShape
+from language.options.shapes import ModelShape
 
 GPT2 = {  # ours: theirs, below transformer.h.N
     **{"ln1_weight": "ln_1.weight", "ln1_bias": "ln_1.bias", "ln2_weight": "ln_2.weight", "ln2_bias": "ln_2.bias"},

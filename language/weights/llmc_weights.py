@@ -11,9 +11,10 @@ import torch
 
 from language.data.llmc_files import HEADER_WORDS, check_size, header_of, read_header
 from language.models.gpt import GPT, parameter_shapes
-from language.models.layers import check_finite, split_layers, stack_layers
+from language.models.layers import split_layers, stack_layers
 from language.models.operations import losses
 from language.options.shapes import ModelShape
+from language.weights.weight_loading import check_finite
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular, write_atomically
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 
-from language.models.layers import adapter_sizes, check_finite
+from language.models.layers import adapter_sizes
 from language.options.hf_config import shape_of
-from language.options.shapes import LlamaShape, ModelShape
+from language.options.llama_shape import LlamaShape
+from language.options.shapes import ModelShape
 from language.options.transformer_options import TransformerConfig
 from language.weights.hf_layout import sizes_of, sources
+from language.weights.weight_loading import check_finite
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import Saved, check_alike

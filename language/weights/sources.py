@@ -13,11 +13,13 @@ from language.data.tokenizer import Numbers, Tokenizer, load_tokenizer
 from language.data.tokenizer_files import tokenizer_of_run
 from language.models import gpt, llama
 from language.models.int8 import scale_name
-from language.models.layers import Decoder, is_matrix, load_weights, split_layers
-from language.options.shapes import BYTE_VOCAB_SIZE, LlamaShape, ModelShape
+from language.models.layers import Decoder, is_matrix, split_layers
+from language.options.llama_shape import LlamaShape
+from language.options.shapes import BYTE_VOCAB_SIZE, ModelShape
 from language.weights.hf_files import open_weights
 from language.weights.llmc_weights import read_model
 from language.weights.run_weights import longest_context, read_merged, read_run
+from language.weights.weight_loading import load_weights
 from language.xla.loops import AXES
 from tpu_utils.base.errors import InputError
 from tpu_utils.device import Mesh, device_count, mark_sharding, set_global_mesh, use_spmd

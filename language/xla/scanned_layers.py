@@ -6,7 +6,8 @@ Shape suffixes: B batch, T time, D embedding width; L layers.
 import torch
 
 from language.xla.loops import loop_in_graph
-from language.xla.remat import SavedActivations, backward_layer, forward_layer, on_device
+from language.xla.remat import backward_layer, forward_layer, on_device
+from language.xla.saved_activations import SavedActivations
 
 
 class ScannedLayers(torch.autograd.Function):

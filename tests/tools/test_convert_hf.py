@@ -22,7 +22,8 @@ from language.models.gpt import GPT
 from language.models.layers import adapter_sizes
 from language.models.llama import Llama
 from language.options.hf_config import hugging_face_config, shape_of
-from language.options.shapes import MODEL_SIZES, LlamaShape, ModelShape
+from language.options.llama_shape import MODEL_SIZES, LlamaShape
+from language.options.shapes import GPT_SIZES, LLAMA_SIZES, ModelShape
 from language.options.transformer_options import TransformerConfig
 from language.weights.hf_files import HEAD, INDEX, WHOLE, open_weights, write_weights
 from language.weights.hf_layout import sizes_of, sources, their_tensors
@@ -352,6 +353,7 @@ def test_an_imported_run_is_not_resumed(folder, tmp_path, capsys):
 
 
 def test_every_published_size_is_a_configuration():
+    assert tuple(MODEL_SIZES) == (*GPT_SIZES, *LLAMA_SIZES)
     for name, shape in MODEL_SIZES.items():
         said = hugging_face_config(shape)
         found = shape_of(json.loads(json.dumps(said)))

@@ -21,7 +21,8 @@ from language.generation.sampling import SamplingOptions
 from language.models.gpt import GPT
 from language.models.layers import LoRA, stack_layers
 from language.models.llama import Llama
-from language.options.shapes import LlamaShape, ModelShape
+from language.options.llama_shape import LlamaShape
+from language.options.shapes import ModelShape
 from language.options.transformer_options import TransformerConfig
 from language.weights import llmc_weights, sources
 from tools import generate as tool

@@ -26,11 +26,12 @@ from language.mesh import choose_mesh
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError, TrainingError
 from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.checkpoint.resume import check_same_run
 from tpu_utils.checkpoint.state import tensors_by_path
 from tpu_utils.device import random_state, set_random_state
-from tpu_utils.options.parsing import free_on_resume, parse_command_line
+from tpu_utils.options.parsing import parse_command_line
+from tpu_utils.options.stored import free_on_resume
 from tpu_utils.record.metrics import DeviceMetrics
-from tpu_utils.record.run_dir import check_same_run
 from tpu_utils.step.optim import learning_rates, make_optimizer
 
 

@@ -19,7 +19,8 @@ from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM
 from tpu_utils.options.fields import FREE, Range
-from tpu_utils.options.parsing import parse_command_line, resolve_stored
+from tpu_utils.options.parsing import parse_command_line
+from tpu_utils.options.stored import resolve_stored
 from tpu_utils.record.log import BESIDE
 from tpu_utils.run import Run
 

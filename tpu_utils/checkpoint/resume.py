@@ -1,15 +1,19 @@
 """Where a resumed run begins: after the step of a checkpoint, which must be of the same run."""
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_utils.base.errors import CheckpointError
+import numpy as np
+
+from tpu_utils.base.errors import CheckpointError, InputError
+from tpu_utils.base.files import read_json
 from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.state import Beginning
-from tpu_utils.options.parsing import RUN_LENGTH_FIELDS, defaults_of, free_on_resume
-from tpu_utils.record.run_dir import RunDir, check_same_run, is_finished
-from tpu_utils.step.optim import check_length
+from tpu_utils.options.stored import RUN_LENGTH_FIELDS, defaults_of, free_on_resume
+from tpu_utils.record.run_dir import RunDir
+from tpu_utils.step.optim import rates_of
 
 if TYPE_CHECKING:
     from tpu_utils.options.train_config import TrainConfig
@@ -54,3 +58,52 @@ def find_beginning(
     if hasattr(batches, "seek"):
         batches.seek(saved.step, saved.values.get("position"))
     return Beginning(before or num_steps, saved.step, saved.run_id, evaluation, best, finished, restore)
+
+
+def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]) -> None:
+    """Raises InputError if a field that shapes the computation is not what the checkpoint was made with.
+
+    free: names of the fields that may differ.
+    """
+    names = sorted((config.keys() | saved.keys()) - free)
+    changed = [f"{n} is {config.get(n)!r}, was {saved.get(n)!r}" for n in names if config.get(n) != saved.get(n)]
+    if changed:
+        raise InputError(
+            f"this is not the run the checkpoint belongs to: {'; '.join(changed)}; repeat the old values, "
+            "or start anew in another --run_dir"
+        )
+
+
+def check_length(config: "TrainConfig", num_steps: int, before: int, done: int) -> None:
+    """Raises InputError unless a run planned for `before` steps, of which `done` are done, may go on to num_steps.
+
+    It may if learning_rates() gives every step already done the rate that it had: the run then ends bit-identical to
+    one that was started with num_steps.
+    """
+    option = next((f"--{name}" for name in RUN_LENGTH_FIELDS if hasattr(config, name)), "number of steps")
+    if num_steps == before:
+        return
+    if num_steps < done:
+        raise InputError(
+            f"the run has done {done} steps and is now to have {num_steps}; expected {done} or more; choose a larger "
+            f"{option}, or start anew in another --run_dir"
+        )
+    steps = np.arange(done, dtype=np.float64)
+    others = np.flatnonzero(rates_of(steps, config, num_steps) != rates_of(steps, config, before))
+    if len(others):
+        first = others[0] + 1
+        here = f"; a checkpoint of step {first - 1} or before could go on" if config.scheduler == "wsd" else ""
+        raise InputError(
+            f"the run was to have {before} steps and is now to have {num_steps}, but it has done {done}, and with "
+            f"scheduler {config.scheduler} the learning rates from step {first} on would have been others; repeat the "
+            f"old {option}, or start anew in another --run_dir; runs with scheduler constant or step, or with wsd "
+            f"before its decay, can be made longer{here}"
+        )
+
+
+def is_finished(run_dir: Path, num_steps: int) -> bool:
+    """Whether a run of so many steps has come to its end: the last thing it writes is summary.json."""
+    try:
+        return read_json(run_dir / "summary.json", "the summary of a run").get("steps") == num_steps
+    except InputError:  # absent, or damaged: it is written again
+        return False

@@ -8,10 +8,10 @@ import sys
 import time
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import write_atomically
 from tpu_utils.base.peers import Peers
 from tpu_utils.options.parsing import run_id_in
 from tpu_utils.options.train_config import TrainConfig
@@ -182,25 +182,3 @@ def check_same_options(config: TrainConfig, peers: Peers) -> None:
             f"process {found.index(False)} finds none there; give a folder that all hosts share, or gs://, or the "
             "same options with --preset on all of them"
         )
-
-
-def check_same_run(config: dict[str, Any], saved: dict[str, Any], free: set[str]) -> None:
-    """Raises InputError if a field that shapes the computation is not what the checkpoint was made with.
-
-    free: names of the fields that may differ.
-    """
-    names = sorted((config.keys() | saved.keys()) - free)
-    changed = [f"{n} is {config.get(n)!r}, was {saved.get(n)!r}" for n in names if config.get(n) != saved.get(n)]
-    if changed:
-        raise InputError(
-            f"this is not the run the checkpoint belongs to: {'; '.join(changed)}; repeat the old values, "
-            "or start anew in another --run_dir"
-        )
-
-
-def is_finished(run_dir: Path, num_steps: int) -> bool:
-    """Whether a run of so many steps has come to its end: the last thing it writes is summary.json."""
-    try:
-        return read_json(run_dir / "summary.json", "the summary of a run").get("steps") == num_steps
-    except InputError:  # absent, or damaged: it is written again
-        return False

@@ -9,7 +9,6 @@ import torch
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.param_groups import keep_rate_ratios
-from tpu_utils.options.parsing import RUN_LENGTH_FIELDS
 
 if TYPE_CHECKING:
     from tpu_utils.options.train_config import TrainConfig
@@ -23,10 +22,10 @@ def learning_rates(config: "TrainConfig", num_steps: int) -> torch.Tensor:
     Warm-up counts from (s + 1) / warmup_steps; the decay runs over the steps that are left and would reach 0 one step
     after the last.
     """
-    return torch.from_numpy(_rates_of(np.arange(num_steps, dtype=np.float64), config, num_steps))
+    return torch.from_numpy(rates_of(np.arange(num_steps, dtype=np.float64), config, num_steps))
 
 
-def _rates_of(step: np.ndarray, config: "TrainConfig", num_steps: int) -> np.ndarray:
+def rates_of(step: np.ndarray, config: "TrainConfig", num_steps: int) -> np.ndarray:
     """The learning rates, float32, of some of the steps 0, 1, ... of a run of num_steps."""
     after = step - config.warmup_steps
     progress = np.clip(after / max(1, num_steps - config.warmup_steps), 0, 1)
@@ -49,33 +48,6 @@ def _rates_of(step: np.ndarray, config: "TrainConfig", num_steps: int) -> np.nda
             f"most {limits.max:g}, the largest float32"
         )
     return rates.astype(np.float32)
-
-
-def check_length(config: "TrainConfig", num_steps: int, before: int, done: int) -> None:
-    """Raises InputError unless a run planned for `before` steps, of which `done` are done, may go on to num_steps.
-
-    It may if learning_rates() gives every step already done the rate that it had: the run then ends bit-identical to
-    one that was started with num_steps.
-    """
-    option = next((f"--{name}" for name in RUN_LENGTH_FIELDS if hasattr(config, name)), "number of steps")
-    if num_steps == before:
-        return
-    if num_steps < done:
-        raise InputError(
-            f"the run has done {done} steps and is now to have {num_steps}; expected {done} or more; choose a larger "
-            f"{option}, or start anew in another --run_dir"
-        )
-    steps = np.arange(done, dtype=np.float64)
-    others = np.flatnonzero(_rates_of(steps, config, num_steps) != _rates_of(steps, config, before))
-    if len(others):
-        first = others[0] + 1
-        here = f"; a checkpoint of step {first - 1} or before could go on" if config.scheduler == "wsd" else ""
-        raise InputError(
-            f"the run was to have {before} steps and is now to have {num_steps}, but it has done {done}, and with "
-            f"scheduler {config.scheduler} the learning rates from step {first} on would have been others; repeat the "
-            f"old {option}, or start anew in another --run_dir; runs with scheduler constant or step, or with wsd "
-            f"before its decay, can be made longer{here}"
-        )
 
 
 class SGD(torch.optim.Optimizer):

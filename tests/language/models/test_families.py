@@ -18,13 +18,15 @@ from test_llama_parity import our_loss as loss_of
 from test_transformer_tpu import losses_of, train_all
 
 from language.models.gpt import GPT
-from language.models.layers import LoRA, find_documents, load_weights
+from language.models.layers import LoRA, find_documents
 from language.models.llama import Llama
 from language.models.operations import causal_attention
 from language.options.hf_config import hugging_face_config
-from language.options.shapes import START, LlamaShape, ModelShape
+from language.options.llama_shape import LlamaShape
+from language.options.shapes import START, ModelShape
 from language.options.transformer_options import TransformerConfig
-from language.xla.remat import LEVELS, LayerExecution
+from language.weights.weight_loading import load_weights
+from language.xla.saved_activations import LEVELS, LayerExecution
 from tools.convert_hf import adapter_names, adapters
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.tensor_files import one_thread

@@ -13,7 +13,7 @@ from language.models.layers import is_matrix
 from language.models.llama import Llama
 from language.models.operations import losses
 from language.options.hf_config import hugging_face_config
-from language.options.shapes import LlamaShape, RopeScaling
+from language.options.llama_shape import LlamaShape, RopeScaling
 from language.weights.hf_layout import sources, their_tensors
 from tpu_utils.checkpoint.tensor_files import one_thread
 

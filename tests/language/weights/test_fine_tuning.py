@@ -17,13 +17,14 @@ from test_transformer_tpu import losses_of, train_all
 from language.build import build_model
 from language.data.chat import read_chats
 from language.data.tokenizer import tokenizer_of
-from language.models.layers import LoRA, is_matrix, load_weights
+from language.models.layers import LoRA, is_matrix
 from language.models.llama import Llama
 from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from language.sequences import load_sequences
 from language.weights.hf_files import open_weights
 from language.weights.run_weights import read_run
+from language.weights.weight_loading import load_weights
 from tools import convert_hf
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint import Checkpoints

@@ -10,7 +10,7 @@ from test_llama_parity import QWEN3
 from language.models.gpt import GPT
 from language.models.llama import Llama
 from language.options.shapes import ModelShape
-from language.xla.remat import LEVELS, LayerExecution
+from language.xla.saved_activations import LEVELS, LayerExecution
 
 SHAPES = {"gpt": ModelShape(2, 4, 64, 32, 300), "llama": dataclasses.replace(QWEN3, sequence_length=32)}
 AGAIN = {"inputs": 7, "attention": 6, "projections": 3, "residual": 2, "products": 1}

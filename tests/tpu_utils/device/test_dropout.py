@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from tpu_utils.base.errors import InputError, TrainingError
-from tpu_utils.device.dropout import Dropout, dropout, layer_keys, replace_dropout, row_keys
+from tpu_utils.device.dropout import dropout, layer_keys, row_keys
+from tpu_utils.device.dropout_module import Dropout, replace_dropout
 
 
 def masks(steps: int, rows: int, places: int, shape: tuple[int, ...], p: float) -> np.ndarray:

@@ -14,7 +14,8 @@ from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, MnistCon
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.options.fields import FREE, Range, field_docs, hints_of, marks, plain  # noqa: F401 - FREE in an annotation as text
-from tpu_utils.options.parsing import free_on_resume, parse_command_line, presets_of, resolve
+from tpu_utils.options.parsing import parse_command_line, presets_of, resolve
+from tpu_utils.options.stored import free_on_resume
 from tpu_utils.options.train_config import TrainConfig, parse_profile_steps
 
 IMAGE_KINDS = (MnistConfig, DistributedMnistConfig, DdpMnistConfig, CifarConfig)

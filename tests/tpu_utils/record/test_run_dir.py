@@ -16,8 +16,9 @@ import tpu_utils.record.run_dir
 from config import MnistConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import write_atomically
-from tpu_utils.options.parsing import free_on_resume
-from tpu_utils.record.run_dir import RunLock, check_same_run, open_run_dir
+from tpu_utils.checkpoint.resume import check_same_run
+from tpu_utils.options.stored import free_on_resume
+from tpu_utils.record.run_dir import RunLock, open_run_dir
 from tpu_utils.run import Run
 
 TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from tpu_utils import device
@@ -186,25 +185,22 @@ class Tracked:
         return [one for part in self.parts.values() for one in tensors_by_path(_tensors_of(part)).values()]
 
     def make_inputs(self) -> None:
-        """What steps write to is an input of their program in the form of its output, or step 2 would be another graph.
+        """What steps write to comes in as it goes out, or step 2 would be another graph.
 
         Scalar tensors (), such as BatchNorm's num_batches_tracked, are sent: of a host scalar of 0 or 1 torch_xla makes
         a constant (torch_xla/csrc/tensor.cpp, GetIrValueForTensor), a pending operation and a graph before step 1. On a
         mesh what has no sharding is replicated: for an output without one XLA chooses it.
         """
         count = device.device_count() if device.is_spmd() else 0
-        mesh = device.Mesh(np.arange(count), (count,), ("all",)) if count else None
-        for part in self.parts.values():
-            tensors = list(tensors_by_path(_tensors_of(part)).values())
-            if isinstance(part, torch.nn.Module):
-                tensors += part.buffers()  # also those that are not saved
-            for tensor in tensors:
-                if tensor.device.type != device.DEVICE_TYPE:
-                    continue
-                if tensor.dim() == 0:
-                    tensor.data = device.send(tensor.detach().cpu(), tensor.device)[0]
-                if mesh and not device.sharding_spec(tensor):
-                    device.mark_sharding(tensor, mesh, (None,) * tensor.dim())
+        mesh = device.Mesh(range(count), (count,), ("all",)) if count else None
+        modules = [part for part in self.parts.values() if isinstance(part, torch.nn.Module)]
+        buffers = [one for module in modules for one in module.buffers()]  # also those that are not saved
+        for tensor in {id(one): one for one in (*self.tensors(), *buffers)}.values():
+            is_there = tensor.device.type == device.DEVICE_TYPE
+            if is_there and tensor.dim() == 0:
+                tensor.data = device.send(tensor.detach().cpu(), tensor.device)[0]
+            if is_there and mesh and not device.sharding_spec(tensor):
+                device.mark_sharding(tensor, mesh, (None,) * tensor.dim())
 
 
 def _tensors_of(part: Any) -> Any:

@@ -316,6 +316,22 @@ def test_aliases_of_yaml_do_not_multiply(tmp_path, level):
         read_bundle(tmp_path, BYTES, 4000)
 
 
+def test_lists_take_more_memory_than_their_letters(tmp_path, monkeypatch):
+    """40 million [], a file of 120 MB, were 3 GB; so were 80 million lines that are no question."""
+    monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 20)
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n" + ('{"choices": [' + "[]," * 1000 + "[]]}\n") * 80)
+    with pytest.raises(InputError, match=r"a.jsonl: more than 1,048,576 bytes or .* questions when it is unpacked"):
+        task_files.read_records(path, "questions")
+    path.write_bytes(b"ab\n" * (1 << 18))
+    with at_most(1 << 20), pytest.raises(InputError, match=r"a.jsonl, line 1: Expecting value"):
+        task_files.read_records(path, "questions")
+    monkeypatch.setattr(task_files, "LONGEST_LINE", 1 << 16)
+    path.write_bytes(b'{"q": "' + b"a" * (1 << 16) + b'"}')
+    with pytest.raises(InputError, match=r"a.jsonl, line 1: it is empty, or longer than 65,536 bytes"):
+        task_files.read_records(path, "questions")
+
+
 def test_how_answers_of_tokens_are_chosen():
     from language.tasks.harness import Harness, TokenTask
 
@@ -402,19 +418,3 @@ def test_what_a_run_cannot_ask_is_refused(tmp_path):
     check_tasks_of_run(config)
     with pytest.raises(InputError, match="tasks ask for texts, which no run writes; ask them of a checkpoint"):
         load_tasks(config)
-
-
-def test_lists_take_more_memory_than_their_letters(tmp_path, monkeypatch):
-    """40 million [], a file of 120 MB, were 3 GB; so were 80 million lines that are no question."""
-    monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 20)
-    path = tmp_path / "a.jsonl"
-    path.write_text("{}\n" + ('{"choices": [' + "[]," * 1000 + "[]]}\n") * 80)
-    with pytest.raises(InputError, match=r"a.jsonl: more than 1,048,576 bytes or .* questions when it is unpacked"):
-        task_files.read_records(path, "questions")
-    path.write_bytes(b"ab\n" * (1 << 18))
-    with at_most(1 << 20), pytest.raises(InputError, match=r"a.jsonl, line 1: Expecting value"):
-        task_files.read_records(path, "questions")
-    monkeypatch.setattr(task_files, "LONGEST_LINE", 1 << 16)
-    path.write_bytes(b'{"q": "' + b"a" * (1 << 16) + b'"}')
-    with pytest.raises(InputError, match=r"a.jsonl, line 1: it is empty, or longer than 65,536 bytes"):
-        task_files.read_records(path, "questions")

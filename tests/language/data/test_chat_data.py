@@ -407,7 +407,7 @@ def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys
         ),
         (b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n', None),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_json_of_another_form_is_named(tmp_path, content, message):
     (tmp_path / "x.jsonl").write_bytes(content)

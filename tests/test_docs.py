@@ -19,7 +19,7 @@ SHARED = ROOT.parent / "shared" / "data"
 REASON = re.compile(r"\b(needs|downloads|takes (\w+ )?(minutes|hours|half an hour)|runs until Ctrl-C)\b")
 PROGRAM_NOT_RUN = re.compile(r"[Cc]ommands of `(\w+)` (?:need )?a ")
 MADE = ("browser/page/node_modules", "browser/page/models")  # by npm; by the reader
-# so that a training takes seconds; what the reader would wait for is measured in docs/benchmarks.md
+# so that a training takes seconds; what the reader would wait for is measured in docs/results
 SHORTER = {
     "simple_mnist_tpu.py": ["--num_epochs=1", "--warmup_steps=2"],
     "distributed_mnist_tpu.py": ["--num_epochs=1", "--warmup_steps=2"],
@@ -117,12 +117,10 @@ def test_links_lead_somewhere_and_readme_fits():
 
 
 def test_pages_name_only_files_that_exist():
-    """A path in backticks, from the top or from the page's own folder. docs/moved.md names the old ones."""
+    """A path in backticks, from the top or from the page's own folder."""
     folders = "images|language|tpu_utils|tpu_compiler|tools|cluster|browser|tests|benchmarks|docs"
     path = re.compile(rf"`((?:(?:{folders})/[\w/.-]+)|[a-z_]+_tpu\.py|config\.py)`")
     for page in [*PAGES, ROOT / "CLAUDE.md", ROOT / "CONTRIBUTING.md"]:
-        if page.name == "moved.md":
-            continue
         named = [name for name in path.findall(page.read_text()) if name not in MADE]
         missing = [name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()]
         assert not missing, f"{page.name}: {missing}"

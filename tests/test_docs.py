@@ -1,5 +1,6 @@
 """README and docs: every fenced command is run here, or the page itself says why a reader may not be able to run it."""
 
+import csv
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from tpu_compiler.decide import search
 
 FOLDERS = ("docs", "cluster", "browser")
 PAGES = [ROOT / "README.md", *(page for name in FOLDERS for page in sorted((ROOT / name).glob("*.md")))]
+RESULTS = ROOT / "docs" / "results"
 SHARED = ROOT.parent / "shared" / "data"
 # A comment behind the command, or one on a line of its own for the rest of the block, or a sentence of the page
 # for all commands of one program ("Commands of `gcloud` need a Google Cloud account").
@@ -106,14 +108,43 @@ def test_what_counts_as_a_reason(block, expected, tmp_path):
     assert all(reason for text, reason in commands_of(page) if text.startswith("a"))
 
 
-def test_links_lead_somewhere_and_readme_fits():
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def anchors_of(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def test_links_lead_somewhere():
+    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", RESULTS / "README.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+            file = page.parent / target if target else page
+            assert file.exists() and (not anchor or anchor in anchors_of(file)), f"{page.name}: {target}#{anchor}"
+
+
+def test_readme_fits_and_says_of_each_page_what_kind_it_is():
     readme = PAGES[0].read_text()
     assert len(readme.splitlines()) <= 200
+    table = readme[readme.index("| I want to | kind | page |") :].split("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) <= 20 and {kind for _, kind, _ in rows} == {"learn", "do", "look up"}
     for page in PAGES[1:]:
-        assert f"]({page.relative_to(ROOT)})" in readme, f"{page.name} is not found from README"
+        assert sum(f"]({page.relative_to(ROOT)})" in found for *_, found in rows) == 1, (
+            f"{page.name} is in no row, or two"
+        )
+
+
+def test_a_table_of_results_is_one_and_a_page_leads_to_it():
+    pages = [*PAGES, RESULTS / "README.md"]
+    linked = {
+        (page.parent / target).resolve()
+        for page in pages
+        for target in re.findall(r"\]\(([^)]+csv)\)", page.read_text())
+    }
+    tables = sorted(RESULTS.glob("*.csv"))
+    assert len(tables) >= 24
+    for path in tables:
+        assert path in linked, f"no page leads to {path.name}"
+        head, *rows = csv.reader(path.open(newline=""))
+        assert all(head) and rows and {len(row) for row in rows} == {len(head)}, path.name
 
 
 def test_pages_name_only_files_that_exist():

@@ -36,12 +36,15 @@ def test_the_error_that_a_report_prints_is_that_of_the_steps():
         ratios.setdefault(row.generation, []).append(published.ratio(row, RESULTS[row.key]))
     every = [value for values in ratios.values() for value in values]
 
-    def ends(values):
-        return " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(values), max(values))))
+    def percent(value):
+        return round(100 * (value - 1))
 
     generations = [name for name in ("v4", "v5e", "v5p", "v6e", "TPU7x") if name in ratios]
-    said = ", ".join(f"{generation} {ends(ratios[generation])}" for generation in generations)
-    expected = f"of {len(every)} published steps the clock was {ends(every)} x the prediction for that shape: {said};"
+    said = ", ".join(
+        f"{name} {percent(min(ratios[name])):+d} to {percent(max(ratios[name])):+d} %" for name in generations
+    )
+    span = f"{-percent(min(every))} % below to {percent(max(every))} % above"
+    expected = f"real time of {len(every)} published steps was {span} the prediction: {said};"
     assert ERROR.startswith(expected) and len(ratios) == len(generations) >= 4
 
 

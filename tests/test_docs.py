@@ -14,7 +14,6 @@ from tpu_compiler.decide import search
 
 FOLDERS = ("docs", "cluster", "browser")
 PAGES = [ROOT / "README.md", *(page for name in FOLDERS for page in sorted((ROOT / name).glob("*.md")))]
-RESULTS = ROOT / "docs" / "results"
 SHARED = ROOT.parent / "shared" / "data"
 # A comment behind the command, or one on a line of its own for the rest of the block, or a sentence of the page
 # for all commands of one program ("Commands of `gcloud` need a Google Cloud account").
@@ -108,43 +107,23 @@ def test_what_counts_as_a_reason(block, expected, tmp_path):
     assert all(reason for text, reason in commands_of(page) if text.startswith("a"))
 
 
-def anchors_of(page: Path) -> set[str]:
-    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
-
-
-def test_links_lead_somewhere():
-    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", RESULTS / "README.md"]:
-        for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
-            file = page.parent / target if target else page
-            assert file.exists() and (not anchor or anchor in anchors_of(file)), f"{page.name}: {target}#{anchor}"
-
-
-def test_readme_fits_and_says_of_each_page_what_kind_it_is():
+def test_links_lead_somewhere_and_readme_fits():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
     readme = PAGES[0].read_text()
     assert len(readme.splitlines()) <= 200
-    table = readme[readme.index("| I want to | kind | page |") :].split("\n\n")[0]
-    rows = [line.split(" | ") for line in table.splitlines()[2:]]
-    assert len(rows) <= 20 and {kind for _, kind, _ in rows} == {"learn", "do", "look up"}
     for page in PAGES[1:]:
-        assert sum(f"]({page.relative_to(ROOT)})" in found for *_, found in rows) == 1, (
-            f"{page.name} is in no row, or two"
-        )
+        assert f"]({page.relative_to(ROOT)})" in readme, f"{page.name} is not found from README"
 
 
-def test_a_table_of_results_is_one_and_a_page_leads_to_it():
-    pages = [*PAGES, RESULTS / "README.md"]
-    linked = {
-        (page.parent / target).resolve()
-        for page in pages
-        for target in re.findall(r"\]\(([^)]+csv)\)", page.read_text())
-    }
-    tables = sorted(RESULTS.glob("*.csv"))
-    assert len(tables) >= 24
-    for path in tables:
-        assert path in linked, f"no page leads to {path.name}"
-        head, *rows = csv.reader(path.open(newline=""))
-        assert all(head) and rows and {len(row) for row in rows} == {len(head)}, path.name
+def test_a_table_of_results_is_whole_and_linked():
+    folder = ROOT / "docs" / "results"
+    linked = "".join(page.read_text() for page in [*PAGES, *folder.glob("*.md")])
+    for path in folder.glob("*.csv"):
+        assert f"{path.name})" in linked, f"{path.name} is not found from a page"
+        header, *rows = csv.reader(path.open())
+        assert rows and {len(row) for row in rows} == {len(header)}, path.name
 
 
 def test_pages_name_only_files_that_exist():
@@ -155,6 +134,26 @@ def test_pages_name_only_files_that_exist():
         named = [name for name in path.findall(page.read_text()) if name not in MADE]
         missing = [name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()]
         assert not missing, f"{page.name}: {missing}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def test_anchors_are_headings():
+    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "docs" / "results" / "README.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+            assert anchor in anchors_of(page.parent / target if target else page), f"{page.name}: {target}#{anchor}"
+
+
+def test_readme_says_of_each_page_what_kind_it_is():
+    readme = PAGES[0].read_text()
+    table = readme[readme.index("| I want to | kind | page |") :].split("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) <= 20 and {kind for _, kind, _ in rows} == {"learn", "do", "look up"}
+    for page in PAGES[1:]:
+        assert sum(f"]({page.relative_to(ROOT)})" in found for *_, found in rows) == 1, f"{page.name}: in one row"
 
 
 @pytest.fixture(scope="module")

@@ -72,10 +72,10 @@ def build_model(config: DistributedMnistConfig, dataset) -> nn.Module:
     return ConvNet(dataset.image_size, config.channels, config.hidden_dim)
 
 
-def shard(tensors, mesh: Mesh, over_devices: bool) -> None:
-    """Replicate each tensor; with over_devices, shard it along its first axis that the devices divide evenly."""
+def shard(tensors, mesh: Mesh) -> None:
+    """Shard each tensor along its first axis that the devices divide evenly."""
     for tensor in tensors:
-        fitting = [axis for axis, size in enumerate(tensor.shape) if size % mesh.size() == 0] if over_devices else []
+        fitting = [axis for axis, size in enumerate(tensor.shape) if size % mesh.size() == 0]
         sharded = min(fitting, default=None)  # None: replicated
         mark_sharding(tensor, mesh, tuple("data" if axis == sharded else None for axis in range(tensor.dim())))
 
@@ -143,9 +143,9 @@ def train(config: DistributedMnistConfig, hosts: Peers | None = None) -> int:
         schedule = learning_rates(config, batches.num_steps)
         rates = schedule.to(run.device)
         metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, run.device)
-        for parameter in model.parameters():  # its optimizer state is sharded the same way
-            shard([parameter, *optimizer.state[parameter].values()], mesh, config.shard_parameters)
-        shard([rates, *model.buffers(), *metrics.state_dict().values()], mesh, over_devices=False)
+        if config.shard_parameters:  # run.track() replicates what is not sharded
+            for parameter in model.parameters():  # its optimizer state is sharded the same way
+                shard([parameter, *optimizer.state[parameter].values()], mesh)
         run.track(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled when resuming
         test_set = eval_batches(dataset, config.eval_batch_size, num_devices, *part)
         test_batches = [send(batch, run.device, sharding) for batch in test_set]

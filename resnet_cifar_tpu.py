@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tpu_utils.base.peers import Peers
-from tpu_utils.device import DEVICE_TYPE, BatchSharding, Mesh, device_count, mark_sharding, send, use_spmd
+from tpu_utils.device import DEVICE_TYPE, BatchSharding, Mesh, device_count, send, use_spmd
 from tpu_utils.record.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.run import Run
 from tpu_utils.step.graphs import one_graph
@@ -151,10 +151,8 @@ def train(config: CifarConfig, hosts: Peers | None = None) -> int:
         schedule = learning_rates(config, batches.num_steps)
         rates = schedule.to(run.device)
         metrics = DeviceMetrics(["loss", "gradient_norm"], config.log_every, run.device)
-        states = [value for state in optimizer.state.values() for value in state.values()]
-        for tensor in (*model.parameters(), *model.buffers(), *states, rates, *metrics.state_dict().values()):
-            mark_sharding(tensor, mesh, (None,) * tensor.dim())  # whole on every device
-        run.track(model=model, optimizer=optimizer, metrics=metrics)  # what checkpoints hold; filled when resuming
+        # what checkpoints hold, whole on every device; filled when resuming
+        run.track(model=model, optimizer=optimizer, metrics=metrics)
         test_set = eval_batches(dataset, config.eval_batch_size, num_devices, *part)
         test_batches = [send(batch, run.device, sharding) for batch in test_set]
 

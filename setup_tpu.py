@@ -9,22 +9,21 @@ Expect:  one line per check (ok, warn, fail, skip) and, below a problem, the
          command that fixes it; --json for machines.
 Exit:    0 nothing failed, 1 something failed, 2 wrong usage.
 
-Only the standard library is imported here: this runs where nothing is
-installed, on any Python from 3.8 on. torch_xla is tried in child processes with
-a time limit: a wrong flag aborts the child, never the report. No process is
-killed, no lock file deleted, nothing installed.
+Imports the standard library alone, here and in what it takes of tpu_utils/: it
+runs where nothing is installed, on Python 3.10 or newer; an older one is told
+what to install. torch_xla is tried in child processes with a time limit: a wrong
+flag aborts the child, never the report. Nothing is killed, deleted or installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import gc
 import importlib.metadata
+import io
 import json
 import os
-import pwd
 import re
 import resource
 import shutil
@@ -34,83 +33,40 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
-# Releases that work together: five fnmatch patterns, the first and last Python, what `pip install` is given.
-VersionPair = namedtuple("VersionPair", "torch torch_xla torchvision libtpu jax python pip")
 PYTHON = os.path.relpath(sys.executable) if Path.cwd() in Path(sys.executable).parents else sys.executable
 PIP = f"{PYTHON} -m pip"  # the pip of this very Python: a bare `pip` may belong to another one than the .venv's
-SET = "torch=={} 'torch_xla[tpu,pallas]=={}' torchvision=={}"
 # A Python that fits, where the machine has none: of Ubuntu 22.04 and Debian 12. torch_xla wants its shared library too.
 NEW_PYTHON = "sudo apt-get install -y python3.11-venv libpython3.11 && python3.11 -m venv .venv"
 INSTALL = ".venv/bin/python -m pip install -r requirements.txt"
-# THE table of supported versions, newest first; the tests hold requirements.txt to it.
-SUPPORTED_PAIRS = (
-    VersionPair(
-        "2.9.0", "2.9.0", "0.24.*", "0.0.21*", "0.7.1", ((3, 11), (3, 12)), SET.format("2.9.0", "2.9.0", "0.24.0")
-    ),
-    VersionPair(
-        "2.8.*", "2.8.*", "0.23.*", "0.0.17", "0.6.2", ((3, 11), (3, 13)), SET.format("2.8.0", "2.8.1", "0.23.0")
-    ),
-)
-TPU_VENDOR = "0x1ae0"  # Google; its devices that are not in the next table are network cards and disks
-TPU_PCI_IDS = {"0x0027": "v2/v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "TPU7x"}
-STALE_VARIABLES = (  # (pattern, does it change or end what is computed, why)
-    ("XRT_*", False, "read by nobody: XRT is gone"),
-    ("TPU_NUM_DEVICES", False, "read by nobody since 2.5; TPU_VISIBLE_CHIPS selects chips"),
-    ("XLA_*_FP16", False, "read by nobody"),
-    ("PT_XLA_DEBUG", False, "deprecated; use PT_XLA_DEBUG_LEVEL"),
-    (
-        "XLA_PERSISTENT_CACHE_PATH",
-        False,
-        "torch_xla 2.8 and 2.9 write each program there, fail to load it and compile it again: time and disk for "
-        "nothing, pytorch/xla#9094",
-    ),
-    ("XLA_*_BF16", True, "turns float32 into bfloat16 behind torch's back; use torch.autocast('xla')"),
-    ("XLA_USE_32BIT_LONG", True, "makes 32 bits of whole numbers of 64, which ends a run in a crash"),
-    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", True, "multiplies float32 less exactly than a run says"),
-    ("*DNN*_DEFAULT_FPMATH_MODE", True, "multiplies float32 less exactly than a run says"),
-    ("TORCHINDUCTOR_*_MATH*", True, "makes compiled code reorder sums and leave out what is not finite"),
-    (
-        "PYTHONSAFEPATH",
-        True,
-        "Python does not find what lies beside a script: No module named 'config'",
-    ),
-    ("XLA_*_SPMD", True, "puts every process into SPMD mode; scripts call torch_xla.runtime.use_spmd()"),
-)
-METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance/"
-METADATA_KEYS = ("tpu-env", "worker-network-endpoints")  # what torch_xla asks for
-NOTICES = (  # (key of the metadata, its values that mean that this machine is about to go, what to do)
-    (
-        "preempted",
-        ("TRUE",),
-        "gcloud compute tpus queued-resources delete REQUEST --zone ZONE --force"
-        "  # then create it again; a run goes on with --resume auto",
-    ),
-    (
-        "maintenance-event",
-        ("TERMINATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"),
-        "gcloud compute tpus tpu-vm describe NAME --zone ZONE"
-        "  # until it is READY again; a run saves at the notice, and goes on with --resume auto",
-    ),
-)
+STALE_VARIABLES = {  # beside those that tpu_utils/options/variables.py refuses
+    "XRT_*": "read by nobody: XRT is gone",
+    "TPU_NUM_DEVICES": "read by nobody since 2.5; TPU_VISIBLE_CHIPS selects chips",
+    "XLA_*_FP16": "read by nobody",
+    "PT_XLA_DEBUG": "deprecated; use PT_XLA_DEBUG_LEVEL",
+    "XLA_PERSISTENT_CACHE_PATH": "torch_xla writes programs there, and compiles them again: pytorch/xla#9094",
+}
 SSH = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE"
 GO_TO_TPU = f"{SSH}  # creating one: docs/tpu_vm.md"
+NOTICES = {  # key of the VM's metadata: what to do once it has another value than NONE or FALSE
+    "preempted": "gcloud compute tpus queued-resources delete REQUEST --zone ZONE --force  # then create it again",
+    "maintenance-event": "gcloud compute tpus tpu-vm describe NAME --zone ZONE  # until it is READY again",
+}
 DOCKER_RUN = "docker run --privileged --net=host --shm-size=16G --ulimit memlock=-1 IMAGE"
 SURROUNDINGS = {  # name: variables of which one says so. Kaggle first: its image is made from Colab's
     "Kaggle": ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_DATA_PROXY_TOKEN"),
     "Colab": ("COLAB_RELEASE_TAG", "COLAB_BACKEND_VERSION"),
-    "GKE": ("KUBERNETES_SERVICE_HOST",),
+    "Kubernetes": ("KUBERNETES_SERVICE_HOST",),
 }
 GET_TPU = {  # how a program gets the chip where somebody else starts the machine
     "Kaggle": "in the notebook's menu: Settings > Accelerator > TPU",
     "Colab": "in the notebook's menu: Runtime > Change runtime type > TPU",
-    "GKE": "in the pod's YAML: resources: {limits: {google.com/tpu: CHIPS}}, securityContext: {privileged: true}",
+    "Kubernetes": "in the pod's YAML: resources: {limits: {google.com/tpu: 4}}, securityContext: {privileged: true}",
     "container": DOCKER_RUN,
 }
 GIB = 2**30
@@ -138,40 +94,36 @@ def installed_versions(search_path: list) -> dict:
     return versions
 
 
-def nearest_pair(installed: Mapping) -> VersionPair:
-    """The row to compare with: the one torch_xla belongs to, else the one torch belongs to, else the newest."""
+def nearest_versions(installed: Mapping):
+    """The set to compare with: the one torch_xla belongs to, else the one torch belongs to, else the newest."""
+    from tpu_utils.base.versions import SUPPORTED_VERSIONS
+
     for name in ("torch_xla", "torch"):
-        for pair in SUPPORTED_PAIRS:
-            if fnmatch(installed.get(name, "").split("+")[0], getattr(pair, name)):
-                return pair
-    return SUPPORTED_PAIRS[0]
+        for versions in SUPPORTED_VERSIONS:
+            if fnmatch(installed.get(name, "").split("+")[0], getattr(versions, name)):
+                return versions
+    return SUPPORTED_VERSIONS[0]
 
 
 def check_python(version: tuple, installed: Mapping) -> Check:
-    """3.10 has a torch_xla 2.9.0, but no jax 0.7.1, without which there are no Pallas kernels and no --aot.
-
-    3.13 has no libtpu 0.0.21, which torch_xla 2.9.0 asks for; it has 0.0.21.1, and Colab has that.
-    """
-    pair, found = nearest_pair(installed), ".".join(map(str, version[:3]))
-    limits = pair.python[0], (3, 13) if installed.get("libtpu") == "0.0.21.1" else pair.python[1]
+    """3.10 has a torch_xla 2.9.0, but no jax 0.7.1, without which there are no Pallas kernels and no --aot. 3.13 has no
+    libtpu 0.0.21, which torch_xla 2.9.0 asks for; it has 0.0.21.1, and Colab has that."""
+    expected, found = nearest_versions(installed), ".".join(map(str, version[:3]))
+    limits = expected.python[0], (3, 13) if installed.get("libtpu") == "0.0.21.1" else expected.python[1]
     first, last = (".".join(map(str, limit)) for limit in limits)
-    fits = limits[0] <= tuple(version[:2]) <= limits[1]
-    finding = f"found {found}, torch_xla {pair.torch_xla} with its jax and libtpu needs {first} to {last}"
-    beside = "  # or Docker, or uv: docs/tpu_vm.md"
-    return judge("python", fits, finding, f"{NEW_PYTHON} && {INSTALL}{beside}")
+    finding = f"found {found}; torch_xla {expected.torch_xla}, jax and libtpu need {first} to {last}: docs/tpu_vm.md"
+    return judge("python", limits[0] <= tuple(version[:2]) <= limits[1], finding, f"{NEW_PYTHON} && {INSTALL}")
 
 
 def check_package(name: str, installed: Mapping, needed: bool) -> Check:
     """One of torch, torch_xla, torchvision, libtpu, jax. One that is not `needed` may be missing, never mismatched."""
-    pair, found = nearest_pair(installed), installed.get(name)
-    expected, fix = getattr(pair, name), f"{PIP} install {pair.pip}"
+    versions, found = nearest_versions(installed), installed.get(name)
+    expected, fix = getattr(versions, name), f"{PIP} install {versions.requirements}"
     if name == "torch_xla" and "torch_tpu" in installed:
         fix = f"{PIP} uninstall -y torch_tpu && {fix}"
-        finding = f"torch_tpu {installed['torch_tpu']} is installed " + (
-            "beside torch_xla; the two cannot share an environment"
-            if found
-            else f"without torch_xla; these scripts need torch_xla {expected}: docs/torchtpu.md says what runs so"
-        )
+        what = f"without torch_xla {expected}, which these scripts need: docs/torchtpu.md says what runs so"
+        what = "beside torch_xla; the two cannot share an environment" if found else what
+        finding = f"torch_tpu {installed['torch_tpu']} is installed {what}"
         return Check(name, "fail", finding, fix)
     if not found:
         return judge(name, False, f"not installed, expected {expected}", fix, needed)
@@ -180,21 +132,16 @@ def check_package(name: str, installed: Mapping, needed: bool) -> Check:
     return judge(name, fits, f"found {found}{beside}, expected {expected}", fix)
 
 
-def fix_elsewhere(version: tuple, installed: Mapping) -> str:
-    """What to do instead of installing into this Python, where that cannot work; "" where it can."""
-    if "torch_tpu" in installed and "torch_xla" not in installed:  # it needs another torch: leave it alone
-        return f"{PYTHON} -m venv .venv_xla && {INSTALL.replace('.venv', '.venv_xla')}"
-    return check_python(version, installed).fix.partition("  #")[0]
-
-
 def runs_by_torch(installed: Mapping) -> bool:
     """Whether this is an environment of requirements-compile.txt: scripts are compiled by torch itself."""
     numbers = re.match(r"(\d+)\.(\d+)", installed.get("torch", ""))
     return "torch_xla" not in installed and numbers is not None and tuple(map(int, numbers.groups())) >= (2, 11)
 
 
-def check_gpu(dev_root: Path, search_path: list, installed: Mapping, limit: float) -> Check:
-    """The driver of an NVIDIA GPU, the CUDA that torch was built with, and memory that others hold."""
+def check_gpu(dev_root: Path, installed: Mapping, limit: float) -> Check:
+    """The driver of an NVIDIA GPU, whether torch was built for it, and memory that others hold."""
+    from tpu_utils.base.gpus import has_cuda
+
     if not any(dev_root.glob("nvidia[0-9]*")):
         return Check("gpu", "skip", "no NVIDIA GPU (/dev/nvidia0)")
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.used,memory.total", "--format=csv,noheader,nounits"]
@@ -207,12 +154,9 @@ def check_gpu(dev_root: Path, search_path: list, installed: Mapping, limit: floa
     finding = f"{name}, driver {driver}, {used:.1f} of {total:.0f} GiB in use"
     if not runs_by_torch(installed):
         return Check("gpu", "ok", f"{finding}; only the torch.compile backend uses it: docs/torchtpu.md")
-    texts = [file.read_text() for path in search_path if (file := Path(path or ".", "torch/version.py")).is_file()]
-    cuda = texts and re.search(r"^cuda.*= '([\d.]+)'", texts[0], re.MULTILINE)
-    if not cuda:
+    if not has_cuda():
         fix = f"{PIP} install --force-reinstall torch=={installed['torch'].split('+')[0]}"
         return Check("gpu", "fail", f"{finding}; torch {installed['torch']} is built without CUDA", fix)
-    finding += f"; torch {installed['torch']} is built with CUDA {cuda[1]}"
     return judge("gpu", used < 1, finding, "nvidia-smi  # says which process holds its memory", serious=False)
 
 
@@ -225,24 +169,16 @@ def check_tensorflow(installed: Mapping, wants_tpu: bool) -> Check:
     return judge("tensorflow", False, finding, fix, wants_tpu)
 
 
-def find_libtpu(environment: Mapping, search_path: list) -> Path | None:
-    """The libtpu.so torch_xla would load: TPU_LIBRARY_PATH, else the one inside torch_xla, else package libtpu."""
-    if environment.get("TPU_LIBRARY_PATH"):
-        return Path(environment["TPU_LIBRARY_PATH"])
-    places = (Path(p or ".") / i for i in ("torch_xla/lib/libtpu.so", "libtpu/libtpu.so") for p in search_path)
-    return next((place for place in places if place.is_file()), None)
-
-
-def check_libtpu(library: Path, environment: Mapping, installed: Mapping, wants_tpu: bool, limit: float) -> Check:
-    """Open the library in a child process: a truncated file kills the process that opens it."""
-    fix = f"{PIP} install --force-reinstall --no-deps libtpu=={nearest_pair(installed).libtpu.rstrip('*')}"
-    if environment.get("TPU_LIBRARY_PATH"):
-        fix = "unset TPU_LIBRARY_PATH"
+def check_libtpu(environment: Mapping, search_path: list, installed: Mapping, wants_tpu: bool, limit: float) -> Check:
+    """Open what torch_xla would load in a child process: a truncated file kills the process that opens it."""
+    places = [Path(p or ".") / name for name in ("torch_xla/lib", "libtpu") for p in search_path]
+    library = next((place / "libtpu.so" for place in places if (place / "libtpu.so").is_file()), None)
+    fix = f"{PIP} install --force-reinstall --no-deps libtpu=={nearest_versions(installed).libtpu.rstrip('*')}"
+    if named := environment.get("TPU_LIBRARY_PATH"):
+        library, fix = Path(named), "unset TPU_LIBRARY_PATH"
     if library is None:
         finding = "no libtpu.so found; without it neither a TPU nor --aot works"
         return judge("libtpu.so", False, finding, fix, wants_tpu or "libtpu" in installed)
-    if not library.is_file():
-        return Check("libtpu.so", "fail", f"TPU_LIBRARY_PATH says {library}, which is not a file", fix)
     source = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).GetPjrtApi"
     _, died = run_child(["-I", "-c", source, str(library)], environment, limit)
     return judge("libtpu.so", not died, f"{library} " + (f"cannot be loaded: {died}" if died else "loads"), fix)
@@ -251,58 +187,17 @@ def check_libtpu(library: Path, environment: Mapping, installed: Mapping, wants_
 # ---------------------------------------------------------------- the chip and the cloud: bus, nodes, holder, hosts
 
 
-def find_chips(sys_root: Path) -> list:
-    """Kinds of the TPU chips on the PCI bus, e.g. ["v5e", "v5e"]; the rule by which torch_xla picks its device."""
-    folders = sorted(sys_root.glob("bus/pci/devices/*"))
-    ids = [[(folder / name).read_text().strip() for name in ("vendor", "device")] for folder in folders]
-    return [TPU_PCI_IDS[device] for vendor, device in ids if vendor == TPU_VENDOR and device in TPU_PCI_IDS]
+def check_chips(chips: list, device: str, where: str) -> Check:
+    """chips: those on the PCI bus that these scripts know. Others of Google's are network cards, disks, older TPUs."""
+    from tpu_utils.base.hardware import GENERATIONS, GOOGLE_PCI_VENDOR
 
-
-def accelerator_type(chips: list) -> str:
-    """The TPU_ACCELERATOR_TYPE of one host with these chips: ["v5e"] is v5litepod-1; other generations count cores."""
-    if not chips:
-        return ""
-    name = {"v2/v3": "v3", "v5e": "v5litepod", "TPU7x": "tpu7x"}.get(chips[0], chips[0])
-    return f"{name}-{len(chips) * (1 if chips[0] in ('v5e', 'v6e') else 2)}"
-
-
-def check_chips(chips: list, wants_tpu: bool, where: str) -> Check:
-    if chips or wants_tpu:
-        kinds = ", ".join(sorted(set(chips))) or "no TPU is attached"
-        found = f"{len(chips) or 'none'} on the PCI bus (vendor {TPU_VENDOR}): {kinds}"
-        fix = GO_TO_TPU if where == "container" else GET_TPU.get(where, GO_TO_TPU)
-        if "v2/v3" in chips:
-            newer = "gcloud compute tpus accelerator-types list --zone ZONE  # what else there is: docs/tpu_vm.md"
-            return judge("tpu chips", False, f"{found}; these scripts know v4 and later", newer, wants_tpu)
-        return judge("tpu chips", bool(chips), found, fix)
-    return Check("tpu chips", "skip", f"none on the PCI bus (vendor {TPU_VENDOR})")
-
-
-def check_pjrt_device(device: str, environment: Mapping, chips: list, libtpu_found: bool) -> Check:
-    """Which device torch_xla will choose in a program started from this shell, and why."""
-    chosen, fix = environment.get("PJRT_DEVICE"), f"export PJRT_DEVICE={'TPU' if chips else 'CPU'}"
-    if chosen is not None:
-        why = f"PJRT_DEVICE={chosen} is set"
-    elif environment.get("PJRT_SELECT_DEFAULT_DEVICE") == "0":
-        chosen, why = "none", "PJRT_DEVICE is not set and PJRT_SELECT_DEFAULT_DEVICE=0 forbids choosing one"
-    elif chips and libtpu_found:
-        chosen, why = "TPU", "a TPU chip and libtpu were found"
-    else:
-        chosen, why = "CPU", "libtpu was not found" if chips else "no TPU chip was found"
-        fix = f"{PIP} install {SUPPORTED_PAIRS[0].pip}"
-    if device == "cpu":
-        return Check("pjrt device", "ok", f"CPU as asked for (without --device cpu {chosen}: {why})")
-    if device == "tpu" and not chips:
-        return Check("pjrt device", "skip", "no TPU chip was found: see tpu chips")
-    if chosen == "TPU":
-        why = f"TPU: {why}" if chips else f"{why}, but this machine has no TPU chip"
-        return judge("pjrt device", bool(chips), why, fix)
-    if chosen != "CPU":
-        return Check("pjrt device", "fail", f"{why}; expected TPU or CPU", fix)
     if chips:
-        return Check("pjrt device", "fail", f"programs would silently run on the CPU: {why}", fix)
+        return Check("tpu chips", "ok", f"{len(chips)} on the PCI bus: {', '.join({chip.name for chip in chips})}")
+    finding = f"none of {', '.join(GENERATIONS)} on the PCI bus (vendor {GOOGLE_PCI_VENDOR})"
+    if device == "tpu":
+        return Check("tpu chips", "fail", finding, GET_TPU[where] if where in SURROUNDINGS else GO_TO_TPU)
     fix = f"{PYTHON} setup_tpu.py --device cpu  # if the CPU is what you want"
-    return Check("pjrt device", "warn", f"programs will run on the CPU: {why}", fix)
+    return judge("tpu chips", device == "cpu", f"{finding}: programs will run on the CPU", fix, serious=False)
 
 
 def may_open(path: Path, uid: int) -> bool:
@@ -324,22 +219,18 @@ def check_device_nodes(dev_root: Path, chips: list, uid: int, where: str) -> Che
     nodes += dev_root.glob("vfio/vfio") if vfio else ()  # the control node of them all
     closed = [str(node) for node in nodes if not may_open(node, uid)]
     fix = GET_TPU.get(where, f"sudo chmod a+rw {' '.join(closed)}").replace("IMAGE", "--user root IMAGE")
-    names = ", ".join(closed or map(str, nodes))
-    finding = f"user {uid} may not open {names}" if closed else f"{names} open to user {uid}"
+    finding = f"user {uid} may not open {', '.join(closed)}" if closed else f"{len(nodes)}, open to user {uid}"
     return judge("device nodes", not closed, finding, fix)
 
 
 def check_locked_memory(dev_root: Path, chips: list, allowed: int, where: str) -> Check:
-    """libtpu locks the memory that it gives to chips behind /dev/vfio (Google's documentation of GKE; not tried).
-
-    allowed: bytes, of RLIMIT_MEMLOCK; -1 is any number of them. A login and a systemd service often have a few MiB.
-    """
+    """libtpu locks memory for chips behind /dev/vfio (Google's documentation of GKE; not tried); a login often may lock
+    a few MiB. allowed: bytes, of RLIMIT_MEMLOCK; -1 is any number of them."""
     if not chips or not list(dev_root.glob("vfio/[0-9]*")):
         return Check("locked memory", "skip", "no TPU chip behind /dev/vfio")
-    found = "without limit" if allowed == resource.RLIM_INFINITY else f"up to {allowed / 2**20:,.4g} MiB"
-    finding = f"programs may lock memory {found}, expected at least 1 GiB"
-    shell = "sudo prlimit --memlock=unlimited:unlimited --pid $$  # in a systemd unit: LimitMEMLOCK=infinity"
     good = allowed == resource.RLIM_INFINITY or allowed >= GIB
+    finding = "enough" if good else f"programs may lock up to {allowed / 2**20:,.4g} MiB, expected at least 1 GiB"
+    shell = "sudo prlimit --memlock=unlimited:unlimited --pid $$  # in a systemd unit: LimitMEMLOCK=infinity"
     return judge("locked memory", good, finding, GET_TPU.get(where, shell), serious=False)
 
 
@@ -350,7 +241,7 @@ def check_holder(proc_root: Path, lock_file: Path, chips: list, uid: int, wants_
     holders, hidden = {}, "; processes outside the container are not visible" if where else ""
     for folder in proc_root.glob("[0-9]*"):
         try:
-            targets = [os.readlink(link) for link in (folder / "fd").iterdir()]  # noqa: PTH115, readlink() is new in 3.9
+            targets = [str(link.readlink()) for link in (folder / "fd").iterdir()]
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except PermissionError:
             hidden = "; processes of other users can only be looked into with sudo"
@@ -370,91 +261,41 @@ def check_holder(proc_root: Path, lock_file: Path, chips: list, uid: int, wants_
 
 
 def find_surroundings(root: Path, environment: Mapping) -> str:
-    """ "Kaggle", "Colab", "GKE", "container", or "" for a machine of one's own."""
+    """ "Kaggle", "Colab", "Kubernetes", "container", or "" for a machine of one's own."""
     named = (name for name, variables in SURROUNDINGS.items() if any(environment.get(v) for v in variables))
     marked = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
     return next(named, "container" if marked else "")
 
 
-def ask_metadata(url: str) -> str:
-    """Raises OSError, which URLError and HTTPError are, for a server that is absent, silent, or has no such key."""
-    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on the VM's own link
-    with direct.open(request, timeout=2) as reply:
-        return reply.read().decode(errors="replace")
+def check_hosts(chips: list, environment: MutableMapping, where: str) -> Check:
+    """How many hosts there are and which one this is, as a run finds it; and which of the others is silent. Sets in
+    `environment` what a run sets there for torch_xla, which would ask the metadata server again."""
+    from tpu_utils.base.errors import DeviceError, InputError
+    from tpu_utils.remote.hosts import settle_hosts
 
-
-def check_cloud(environment: Mapping, base_url: str, chips: list, where: str, wants_tpu: bool) -> tuple:
-    """(four checks, variables that a host without metadata adds to the environment of its programs).
-
-    On a TPU VM `import torch_xla` asks the metadata server what TPU this is. Colab, Kaggle and GKE say it in variables.
-    One host without a word about others is one host.
-    """
-    names = [name for name in environment.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
-    index = environment.get("CLOUD_TPU_TASK_ID", environment.get("TPU_WORKER_ID", ""))
-    said = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": accelerator_type(chips * (len(names) or 1))}
-    said.update({} if len(names) > 1 else {"TPU_WORKER_ID": "0"})
-    lacking = {name: value for name, value in said.items() if value and not environment.get(name)}
-    finding, fix = "not asked: TPU_SKIP_MDS_QUERY is set", "unset TPU_SKIP_MDS_QUERY"
-    finding += f", but not {' and '.join(lacking)}" if lacking else ""
-    knows_tpu = knows_no_other = False
-    if not environment.get("TPU_SKIP_MDS_QUERY"):
-        try:
-            tpu_env, hosts = (ask_metadata(base_url + f"attributes/{key}") for key in METADATA_KEYS)
-        except OSError as error:
-            finding, fix = f"the metadata server gave no TPU attributes ({error})", GET_TPU.get(where, GO_TO_TPU)
-            knows_no_other = getattr(error, "code", 0) == 404  # it answers, and tells of none
-        else:
-            names = [host.split(":")[-1] for host in hosts.split(",") if host]
-            lacking = {}
-            knows_tpu = True
-            index = re.search(r"WORKER_ID:\s*'?(\w*)|$", tpu_env)[1] or ""
-            kind = re.search(r"ACCELERATOR_TYPE:\s*'?([^'\n]+)|$", tpu_env)[1] or "not named"
-            finding = f"reachable, accelerator {kind}"
-    needed = " ".join(f"{name}={value}" for name, value in lacking.items())
-    is_alone = len(names) <= 1 and (where in SURROUNDINGS or knows_no_other)
-    if lacking and is_alone:
-        finding += f"; one host without word of others needs {needed}, which our scripts set"
-    elif where in SURROUNDINGS:
-        fix = f"export {needed}"
-    metadata = judge("metadata", not lacking or is_alone, finding, fix)
-    if not knows_tpu and not (wants_tpu and chips):
-        why = "not needed without a TPU" if chips else "no TPU chip on the PCI bus"
-        metadata = Check("metadata", "skip", why)
-    place = where or ("TPU VM" if knows_tpu else "a plain machine")
-    place = "Kubernetes" if place == "GKE" and not names and not index else place
-    notices = check_notices(base_url if wants_tpu else "")
-    checks = [Check("surroundings", "ok", place), metadata, check_hosts(names, index, where), notices]
-    return checks, lacking if is_alone else {}
-
-
-def check_hosts(names: list, index: str, where: str) -> Check:
-    """How many hosts there are, which one this is, and which of the others is silent. names: or addresses, in order."""
-    if not names and not index:
-        return Check("hosts", "skip", "nothing says there is more than this one")
-    hosts = len(names) or 1
-    index = index or ("0" if hosts == 1 else "")
-    if not index.isdigit() or int(index) >= hosts:
-        finding = f"host index {index!r}, expected a number from 0 to {hosts - 1}, one for each of {hosts} hosts"
-        return Check("hosts", "fail", finding, "export TPU_WORKER_ID=0  # the position in TPU_WORKER_HOSTNAMES")
-    if hosts == 1:
-        return Check("hosts", "ok", "1, this is index 0")
-    silent = find_silent([name for i, name in enumerate(names) if i != int(index)])
+    if not chips:
+        return Check("hosts", "skip", "no TPU chip on the PCI bus")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            index, names = settle_hosts(chips, environment)
+    except (DeviceError, InputError) as error:
+        finding, _, fix = str(error).partition("; ")
+        return Check("hosts", "fail", finding, fix)
+    if len(names) == 1:
+        return Check("hosts", "ok", said.getvalue().strip().partition(" ")[2].strip() or "1, this is index 0")
+    silent = find_silent([name for i, name in enumerate(names) if i != index])
+    finding = f"{len(names)}, this is index {index}; "
     if not silent:
-        finding = f"{hosts}, this is index {index}; start programs on all hosts at once (gcloud ... ssh --worker=all)"
-        return Check("hosts", "ok", finding)
-    said = ", ".join(f"index {names.index(name)}, {name} ({why})" for name, why in silent.items())
-    finding = f"{hosts}, this is index {index}; silent, or behind a firewall: {said}"
-    fix = "kubectl get pods -o wide" if where == "GKE" else f"{SSH} --worker={names.index(next(iter(silent)))}"
-    return Check("hosts", "warn", finding, fix)
+        return Check("hosts", "ok", f"{finding}start programs on all hosts at once (gcloud ... ssh --worker=all)")
+    finding += "silent, or behind a firewall: "
+    finding += ", ".join(f"index {names.index(name)}, {name} ({why})" for name, why in silent.items())
+    fix = f"{SSH} --worker={names.index(next(iter(silent)))}"
+    return Check("hosts", "warn", finding, "kubectl get pods -o wide" if where == "Kubernetes" else fix)
 
 
 def find_silent(names: list, port: int = 22, limit: float = 2.0) -> dict:
-    """{host: why} of those that do not answer, all asked at once. A refused connection is an answer.
-
-    None of our programs listens before a run; ssh does on a TPU VM. A name that takes a second more than the limit to
-    resolve counts as silent, and its thread is left behind.
-    """
+    """{host: why} of those that do not answer at ssh's port, all asked at once. A refused connection is an answer. A
+    name that takes a second more than the limit to resolve counts as silent; its thread is left behind."""
     said = dict.fromkeys(names, f"does not resolve within {limit + 1:g} s")
 
     def ask(name: str) -> None:
@@ -473,23 +314,19 @@ def find_silent(names: list, port: int = 22, limit: float = 2.0) -> dict:
     return {name: said[name] for name in names if said[name]}
 
 
-def check_notices(base_url: str) -> Check:
+def check_notices(wants_tpu: bool) -> Check:
     """Is this machine about to go? The keys that a run watches too."""
+    from tpu_utils.remote.hosts import SILENT_SECONDS, ask_server
+
     answered = False
-    for key, values, fix in NOTICES if base_url else ():
-        try:
-            value = ask_metadata(base_url + key).strip().upper()
-        except OSError as error:
-            if hasattr(error, "code"):  # there is a server, without this key
-                continue
-            break
-        if value in values:
-            return Check("notices", "warn", f"{key} = {value}: this machine is about to go", fix)
-        answered = True
+    for key, fix in NOTICES.items() if wants_tpu else ():
+        reply = ask_server(key, SILENT_SECONDS)
+        value = reply.value.decode(errors="replace").strip().upper()
+        if reply.code == 200 and value not in ("NONE", "FALSE"):
+            finding = f"{key} = {value:.80}: this machine is about to go; a run saves, and goes on with --resume auto"
+            return Check("notices", "warn", finding, fix)
+        answered = answered or reply.code == 200
     return Check("notices", *(("ok", "no preemption, no maintenance") if answered else ("skip", "nobody to ask")))
-
-
-# ---------------------------------------------------------------- memory, container, environment
 
 
 def check_memory(proc_root: Path, sys_root: Path, least_gib: float) -> Check:
@@ -503,19 +340,13 @@ def check_memory(proc_root: Path, sys_root: Path, least_gib: float) -> Check:
 
 
 def check_shared_memory(dev_root: Path, least_gib: float, where: str) -> Check:
-    """Data-loader workers hand over batches through /dev/shm; docker's default of 64 MB ends them with a bus error.
-
-    A warning: of these scripts only a copy with the workers of images.examples has any.
-    """
+    """Data-loader workers (of images.examples alone) hand over batches there; docker's 64 MB end them by a signal."""
     folder = dev_root / "shm"
     size = shutil.disk_usage(folder).total / GIB if folder.is_dir() else 0
-    found = (
-        f"is {size:.2f} GiB" if size else "does not exist"
-    ) + f", expected at least {least_gib:g} for data-loader workers"
-    fix = DOCKER_RUN if where == "container" else f"sudo mount -o remount,size=16G {folder}"
-    if where == "GKE":
-        fix = f"in the pod's YAML: a volume emptyDir: {{medium: Memory}}, mounted at {folder}"
-    return judge("shared memory", size >= least_gib, f"{folder} {found}", fix, serious=False)
+    pod = f"in the pod's YAML: a volume emptyDir: {{medium: Memory}}, mounted at {folder}"
+    fix = {"container": DOCKER_RUN, "Kubernetes": pod}.get(where, f"sudo mount -o remount,size=16G {folder}")
+    finding = f"{folder} has {size:.2f} GiB, expected at least {least_gib:g} for data-loader workers"
+    return judge("shared memory", size >= least_gib, finding, fix, serious=False)
 
 
 def check_container(proc_root: Path, sys_root: Path, where: str, wants_tpu: bool) -> Check:
@@ -533,52 +364,27 @@ def check_container(proc_root: Path, sys_root: Path, where: str, wants_tpu: bool
     return judge("container", not faults, finding, DOCKER_RUN)
 
 
-def check_environment(environment: Mapping) -> Check:
-    """Variables from older releases: dead ones mislead the reader, live ones change the numbers."""
-    stale = {}
-    harmful = False
-    count = environment.get("CPU_NUM_DEVICES", "1")
-    for name, value in sorted(environment.items()):
-        for pattern, changes_numbers, why in STALE_VARIABLES:
-            if fnmatch(name, pattern) and not (changes_numbers and value.lower() in ("", "0", "false", "strict")):
-                stale[name], harmful = f"{name}={value} ({why})", harmful or changes_numbers
-    if not re.fullmatch("[0-9]{1,3}", count) or not 0 < int(count) < 128:
-        stale["CPU_NUM_DEVICES"], harmful = f"CPU_NUM_DEVICES={count} (expected a number of devices, 1 to 127)", True
-    finding = "; ".join(stale.values()) or "no stale variable set"
-    return judge("environment", not stale, finding, f"unset {' '.join(stale)}", harmful)
+def check_environment(environment: Mapping, device: str, chips: list) -> tuple:
+    """(check, names that a run refuses: with them it would not start, compute other numbers, or not use the TPU)."""
+    from tpu_utils.base.errors import InputError
+    from tpu_utils.options.variables import check_variables
 
-
-def check_user(uid: int, environment: Mapping) -> Check:
-    """torch asks for the user's name when it is imported, and raises where there is none."""
-    try:
-        name = next((environment[v] for v in ("LOGNAME", "USER", "LNAME", "USERNAME") if environment.get(v)), "")
-        return Check("user", "ok", name or pwd.getpwuid(uid).pw_name)
-    except KeyError:
-        finding = f"user id {uid} has no name, as in some containers: `import torch` fails; the scripts here set USER"
-        return Check("user", "warn", finding, f"export USER=uid_{uid}")
-
-
-def check_xla_flags(environment: Mapping, installed: Mapping, limit: float) -> Check:
-    """XLA aborts the process at an unknown flag. Only the library knows its flags: a child is asked."""
-    flags = environment.get("XLA_FLAGS", "").split()
-    if not flags or "torch_xla" not in installed:
-        reason = f"XLA_FLAGS={' '.join(flags)} cannot be tried: torch_xla is not installed"
-        return Check("xla flags", "skip", reason) if flags else Check("xla flags", "ok", "XLA_FLAGS is not set")
-    # What `import torch_xla` makes of the variable, without the seconds the rest of the import takes. The CPU
-    # client reads the same flags, so the TPU stays untouched. _exit: no client to shut down in good order.
-    source = "import os, torch, _XLAC; _XLAC._init_computation_client(); os._exit(0)"
-    tried = {**environment, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}
-    tried["XLA_FLAGS"] = " ".join([*flags, "--xla_cpu_enable_fast_math=false"])  # which torch_xla adds
-    _, died = run_child(["-c", source], tried, limit)
-    if died and not re.search("XLA_FLAGS|Flag parsing", died):  # torch does not load: not the fault of the flags
-        return Check("xla flags", "skip", f"XLA_FLAGS={' '.join(flags)} cannot be tried: {died}")
-    unknown = died.partition("Unknown flag in XLA_FLAGS:")[2].split()  # XLA names them all
-    kept = " ".join(f for f in flags if unknown and f not in unknown)
-    fix = f"export XLA_FLAGS='{kept}'" if kept else "unset XLA_FLAGS"
-    moved = [f for f in unknown if f.startswith("--xla_tpu")]  # those have a variable of their own
-    if moved:
-        fix += f" && export LIBTPU_INIT_ARGS='{' '.join([*environment.get('LIBTPU_INIT_ARGS', '').split(), *moved])}'"
-    return judge("xla flags", not died, f"would abort every program: {died}" if died else " ".join(flags), fix)
+    refused, stale, has = {}, {}, "TPU" if chips else "CPU"
+    if device != "cpu" and environment.get("PJRT_DEVICE", has).upper() not in ("", has):
+        refused["PJRT_DEVICE"] = f"PJRT_DEVICE={environment['PJRT_DEVICE']}, but this machine has a {has}"
+    if environment.get("PYTHONSAFEPATH"):
+        refused["PYTHONSAFEPATH"] = "PYTHONSAFEPATH hides what lies beside a script: No module named 'config'"
+    for name, value in environment.items():
+        if whys := [why for pattern, why in STALE_VARIABLES.items() if fnmatch(name, pattern)]:
+            stale[name] = f"{name}={value} ({whys[0]})"
+            continue
+        try:
+            check_variables({name: value}, "cpu")
+        except InputError as error:
+            refused[name] = str(error)
+    finding = "; ".join([*refused.values(), *stale.values()]) or "none that a run refuses, none that is stale"
+    fix = f"unset {' '.join([*refused, *stale])}"
+    return judge("environment", not (refused or stale), finding, fix, bool(refused)), refused
 
 
 # ---------------------------------------------------------------- child processes, as the parent sees them
@@ -586,9 +392,8 @@ def check_xla_flags(environment: Mapping, installed: Mapping, limit: float) -> C
 
 def run_child(arguments: list, environment: Mapping, limit: float) -> tuple:
     """Run Python: ({name: Check} it reported in lines "@@ [name, status, finding, fix]", why it died or "")."""
-    command = [sys.executable, *arguments]
     try:
-        done = subprocess.run(command, env=dict(environment), capture_output=True, timeout=limit)
+        done = subprocess.run([sys.executable, *arguments], env=dict(environment), capture_output=True, timeout=limit)
         code, stdout, stderr = done.returncode, done.stdout, done.stderr.decode(errors="replace")
     except subprocess.TimeoutExpired as error:
         code, stdout, stderr = None, error.stdout or b"", f"no answer within {limit:g} s"
@@ -608,6 +413,8 @@ def ask_child(function: str, argument: str, names: list, environment: Mapping, l
         results[name] = Check(name, "skip", "not reached") if i else failed
     if lacking := re.search(r"libpython(3\.\d+)\.so", died):  # Debian's python3 runs without it, torch_xla does not
         fix = f"sudo apt-get install -y libpython{lacking[1]}"
+    elif re.search("XLA_FLAGS|Flag parsing", died):
+        fix = "unset XLA_FLAGS"
     elif died.startswith("no answer"):
         fix = f"{PYTHON} setup_tpu.py --time_limit {4 * limit:g}  # several hosts: start it on all of them at once"
     return [c._replace(fix=c.fix or fix) if c.status == "fail" else c for c in map(results.get, names)]
@@ -615,25 +422,20 @@ def ask_child(function: str, argument: str, names: list, environment: Mapping, l
 
 def check_work(device: str, environment: Mapping, installed: Mapping, limit: float, chips: list) -> list:
     names = ["import", "matrix product", "training step", "all-reduce"]
-    reason = "" if "torch_xla" in installed else "torch_xla is not installed"
+    if "torch_xla" not in installed:
+        return [Check(name, "skip", "torch_xla is not installed") for name in names]
     if device == "tpu" and not chips:  # libtpu would look for one until the time limit
-        reason = reason or "no TPU chip on the PCI bus"
-    if reason:
-        return [Check(name, "skip", reason) for name in names]
+        return [Check(name, "skip", "no TPU chip on the PCI bus") for name in names]
     tried = environment if device == "auto" else {**environment, "PJRT_DEVICE": device.upper()}
-    reinstall = f"{PIP} install --force-reinstall {nearest_pair(installed).pip}"
+    reinstall = f"{PIP} install --force-reinstall {nearest_versions(installed).requirements}"
     return ask_child("child_work", "", names, tried, limit, reinstall)
 
 
-def check_aot(target: str, environment: Mapping, installed: Mapping, limit: float) -> Check:
+def check_aot(target: str, environment: Mapping, limit: float) -> Check:
     """The same training step through the compiler in libtpu, with no TPU attached."""
-    if not target or not Path(__file__).with_name("tpu_compiler").is_dir():
-        reason = "tpu_compiler/, which asks the compiler, is not beside setup_tpu.py"
-        return Check("aot", "skip", reason if target else "not asked for (--aot v5litepod-8)")
-    fix = f"{PIP} install {SUPPORTED_PAIRS[0].pip}"  # the pair tpu_compiler is written for
-    missing = [name for name in ("torch_xla", "libtpu", "jax") if name not in installed]
-    if missing:
-        return Check("aot", "fail", f"needs {', '.join(missing)}, not installed", fix)
+    if not target:
+        return Check("aot", "skip", "not asked for (--aot v5litepod-8)")
+    fix = f"{PIP} install {nearest_versions({}).requirements}"  # the set tpu_compiler is written for
     (check,) = ask_child("child_aot", target, ["aot"], environment, limit, fix)
     return check._replace(finding=f"{target}: {check.finding}")
 
@@ -649,9 +451,6 @@ def check_bucket(bucket: str, installed: Mapping, environment: Mapping, limit: f
     if "NotFound" in check.finding:
         return Check("bucket", "fail", f"gs://{name} does not exist", f"gcloud storage buckets create gs://{name}")
     return check._replace(finding=f"gs://{name}: {check.finding}")
-
-
-# ---------------------------------------------------------------- what runs inside a child process
 
 
 def tell(check: Check) -> None:
@@ -715,7 +514,6 @@ def child_work(_: str) -> None:
     if devices > 1:
         xr.use_spmd()  # one program for all of them
     device = torch_xla.device()
-
     with piece("matrix product"):
         left, right = np.random.default_rng(0).standard_normal((2, 256, 256)).astype(np.float32)
         found = (torch.from_numpy(left).to(device) @ torch.from_numpy(right).to(device)).cpu().numpy()
@@ -723,7 +521,6 @@ def child_work(_: str) -> None:
         allowed = 1e-5 if kind == "CPU" else 2e-2  # a TPU multiplies float32 in one bfloat16 pass by default
         finding = f"256 x 256 differs from numpy by {error:.1e}, expected at most {allowed:.0e}"
         tell(judge("matrix product", error <= allowed, finding, ""))
-
     with piece("training step"):
         step, _ = tiny_step(devices)
         before, losses = metrics.metric_data("CompileTime") or (0,), []
@@ -736,7 +533,6 @@ def child_work(_: str) -> None:
             raise RuntimeError(f"3 training steps compiled {graphs} graphs, expected 1")
         finding = f"3 steps, 1 compile, loss {first:.4f} -> {last:.4f}"
         tell(judge("training step", last < first, finding if last < first else f"{finding}, expected to fall", ""))
-
     with piece("all-reduce"):
         if devices == 1:
             tell(Check("all-reduce", "skip", "one device"))
@@ -746,7 +542,6 @@ def child_work(_: str) -> None:
             found, expected = values.sum().item(), devices * (devices - 1) / 2
             finding = "right" if found == expected else f"{found}, expected {expected}"
             tell(judge("all-reduce", found == expected, f"the sum over {devices} devices is {finding}", ""))
-
     if kind == "CPU":  # a TPU is released in good order; here that would only cost seconds
         os._exit(0)
 
@@ -790,9 +585,11 @@ def child_bucket(name: str) -> None:
 
 
 def diagnose(options: argparse.Namespace, environment: Mapping, root: Path, search_path: list) -> Iterator[Check]:
-    """Every check, in the order of the report."""
+    """Every check, in the order of the report. Where installing into this Python cannot help, the fix is another."""
     installed = installed_versions(search_path)
-    elsewhere = fix_elsewhere(sys.version_info, installed)
+    elsewhere = check_python(sys.version_info, installed).fix
+    if "torch_tpu" in installed and "torch_xla" not in installed:  # it needs another torch: leave it alone
+        elsewhere = f"{PYTHON} -m venv .venv_xla && {INSTALL.replace('.venv', '.venv_xla')}"
     for check in look(options, environment, root, search_path, installed):
         yield check._replace(fix=elsewhere) if elsewhere and PIP in check.fix else check
 
@@ -801,29 +598,23 @@ def look(
     options: argparse.Namespace, environment: Mapping, root: Path, search_path: list, installed: Mapping
 ) -> Iterator[Check]:
     """What waits for a network or a child process waits at the same time."""
-    sys_root = root / "sys"
-    dev_root = root / "dev"
-    proc_root = root / "proc"
-    lock_file = root / "tmp/libtpu_lockfile"
-    limit = options.time_limit
-    uid = os.getuid()
-    device = options.device
-    chips, libtpu = find_chips(sys_root), find_libtpu(environment, search_path)
-    wants_tpu, where = device == "tpu" or (device == "auto" and bool(chips)), find_surroundings(root, environment)
+    from tpu_utils.base.hardware import attached_chips
+
+    sys_root, dev_root, proc_root = (root / name for name in ("sys", "dev", "proc"))
+    limit, uid, device = options.time_limit, os.getuid(), options.device
+    chips, where = attached_chips(sys_root / "bus/pci/devices"), find_surroundings(root, environment)
+    wants_tpu = device == "tpu" or (device == "auto" and bool(chips))
+    variables, refused = check_environment(environment, device, chips)
+    usable = {name: value for name, value in environment.items() if name not in refused}
     # before any child of ours may open the chip
-    holder = check_holder(proc_root, lock_file, chips, uid, wants_tpu, where)
+    holder = check_holder(proc_root, root / "tmp/libtpu_lockfile", chips, uid, wants_tpu, where)
+    hosts = check_hosts(chips, usable, where)
     with ThreadPoolExecutor() as pool:
-        asked_cloud = pool.submit(check_cloud, environment, METADATA_URL, chips, where, wants_tpu)
-        asked_libtpu = pool.submit(check_libtpu, libtpu, environment, installed, wants_tpu, limit)
+        asked_notices = pool.submit(check_notices, wants_tpu)
+        asked_libtpu = pool.submit(check_libtpu, environment, search_path, installed, wants_tpu, limit)
         asked_bucket = pool.submit(check_bucket, options.bucket, installed, environment, limit)
-        flags, user = check_xla_flags(environment, installed, limit), check_user(uid, environment)
-        usable = {k: v for k, v in environment.items() if k != "XLA_FLAGS" or flags.status == "ok"}
-        if user.status != "ok":
-            usable["USER"] = f"uid_{uid}"
-        if chips:  # torch_xla's import asks for the slice wherever there are some
-            usable.update(asked_cloud.result()[1])
         asked_work = pool.submit(check_work, device, usable, installed, limit, chips)
-        asked_aot = pool.submit(check_aot, options.aot, usable, installed, limit)
+        asked_aot = pool.submit(check_aot, options.aot, usable, limit)
         if runs_by_torch(installed) and not wants_tpu:
             finding = f"{installed['torch']}, without torch_xla: the torch.compile backend, docs/torchtpu.md"
             yield Check("torch", "ok", finding)
@@ -832,28 +623,30 @@ def look(
             yield check_python(sys.version_info, installed)
             for name in ("torch", "torch_xla", "torchvision", "libtpu", "jax"):
                 yield check_package(name, installed, name in needed)
-        yield check_gpu(dev_root, search_path, installed, limit)
+        yield check_gpu(dev_root, installed, limit)
         yield check_tensorflow(installed, wants_tpu)
         yield asked_libtpu.result()
-        yield check_pjrt_device(device, environment, chips, libtpu is not None)
-        yield check_chips(chips, wants_tpu, where)
+        yield check_chips(chips, device, where)
         yield check_device_nodes(dev_root, chips, uid, where)
         yield check_locked_memory(dev_root, chips, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], where)
         yield holder
-        yield from asked_cloud.result()[0]
+        yield Check("surroundings", "ok", where or ("TPU VM" if chips else "a plain machine"))
+        yield hosts
+        yield asked_notices.result()
         yield check_memory(proc_root, sys_root, least_gib=2)
         yield check_shared_memory(dev_root, 1, where)
         yield check_container(proc_root, sys_root, where, wants_tpu)
-        yield check_environment(environment)
-        yield user
-        yield flags
+        yield variables
         yield asked_bucket.result()
         yield from asked_work.result()
         yield asked_aot.result()
 
 
-def parse_arguments(arguments: list) -> argparse.Namespace:
+def read_options(arguments: list) -> argparse.Namespace:
     """Both --snake_case and --kebab-case; anything unknown ends with exit code 2 and the nearest name."""
+    from tpu_utils.options.tool_arguments import parse_arguments
+    from tpu_utils.options.virtual_slice import traceable_topology
+
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", choices=("auto", "cpu", "tpu"), default="auto", help="what programs should run on")
@@ -863,27 +656,27 @@ def parse_arguments(arguments: list) -> argparse.Namespace:
     parser.add_argument("--time_limit", type=float, default=60.0, metavar="SECONDS", help="for a child (default 60)")
     parts = [argument.partition("=") for argument in arguments]  # --time-limit=5 is --time_limit=5
     plain = [("--" + n[2:].replace("-", "_") if n[:2] == "--" else n) + e + v for n, e, v in parts]
-    options, unknown = parser.parse_known_args(plain)
-    if unknown:
-        names = ["--help", *(f"--{name}" for name in vars(options))]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1)
-        parser.error(f"unknown option {unknown[0]}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+    options = parse_arguments(parser, plain)
     if options.bucket and not re.match(r"gs://[a-z0-9][\w.-]+(/|$)", options.bucket):
         parser.error(f"--bucket {options.bucket}: expected gs://NAME or gs://NAME/FOLDER")
     if options.time_limit <= 0:
         parser.error(f"--time_limit {options.time_limit:g}: expected more than 0 seconds")
-    if options.aot:
-        look_up = "import sys; sys.path.insert(0, sys.argv[1]); from tpu_utils.options.virtual_slice import *; "
-        look_up += "prepare_environment(sys.argv[2])"
-        _, died = run_child(["-c", look_up, HERE, options.aot], os.environ, options.time_limit)
-        near = difflib.get_close_matches(options.aot, re.split("[ ,]+", died.partition(";")[2]), n=1)
-        if died.startswith("ValueError"):
-            parser.error(f"--aot: {died}" + (f"; did you mean {near[0]}?" if near else ""))
+    try:
+        traceable_topology(options.aot or "v4-8")
+    except ValueError as error:
+        parser.error(f"--aot: {error}")
     return options
 
 
 def main() -> int:
-    options = parse_arguments(sys.argv[1:])
+    if not Path(HERE, "tpu_utils").is_dir():
+        print("error: tpu_utils/, which setup_tpu.py reads, is not beside it; run it in the clone", file=sys.stderr)
+        return 2
+    sys.path += [] if HERE in sys.path else [HERE]  # python -I, and PYTHONSAFEPATH, leave it out
+    if sys.version_info < (3, 10):  # noqa: UP036, it does not read the rest of tpu_utils
+        print(*check_python(sys.version_info, {})[1:], sep="\n", file=sys.stderr)
+        return 1
+    options = read_options(sys.argv[1:])
     began = time.monotonic()
     checks = []
     for check in diagnose(options, os.environ, Path("/"), sys.path):

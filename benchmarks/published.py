@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json, write_atomically
 from tpu_utils.base.hardware import GIB, parse_topology
-from tpu_utils.options.virtual_slice import TESTED_VERSIONS
+from tpu_utils.base.versions import TESTED_VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "published" / "rows.json"

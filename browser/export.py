@@ -23,9 +23,8 @@ from importlib import util
 from importlib.metadata import version
 from pathlib import Path
 
-from browser.chat_pieces import pieces_of
 from browser.onnx_files import FORMAT, MODEL_JSON, OPSET, needed
-from language.data.chat import FORMATS, choose_format
+from language.data.chat import FORMATS, TEMPLATES, choose_format, special_tokens, stop_tokens
 from tpu_utils.base.errors import InputError, TrainingError, run_script
 from tpu_utils.options.tool_arguments import parse_arguments
 
@@ -36,8 +35,9 @@ LARGEST_TEMPLATE = 1 << 20  # bytes
 EARLIER_TEMPLATES = {
     **{0xC1966534: "chatml", 0x4992B91D: "gemma", 0x4EB24508: "llama3", 0xA47C1BD9: "mistral"},
     **{0xC6F3A29E: "olmo2", 0x8F9499B3: "phi4", 0xF8007751: "plain", 0x05A2436D: "qwen3"},
+    **{0xA44D6B3A: "gemma", 0x23F356B4: "mistral"},
 }
-"""By their CRC-32: those that exports had before an answer was marked in them."""
+"""By their CRC-32: those that exports had once."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -126,8 +126,8 @@ import torch
 from browser.onnx_cached import CachedModel
 from browser.onnx_files import is_count, open_export, open_session
 from browser.onnx_graphs import export_graph, quantize, share_weights, store_half
-from language.data.tokenizer import Bytes, FromFile, Numbers
-from language.data.tokenizer_files import RUN_TOKENIZER, TEMPLATE, TEMPLATES, TOKENIZER_CONFIG
+from language.data.tokenizer import Bytes, Numbers, Tokenizer
+from language.data.tokenizer_files import RUN_TOKENIZER, TEMPLATE, TOKENIZER_CONFIG
 from language.models import gpt, llama
 from language.options.llama_shape import LlamaShape
 from language.weights.run_weights import read_run
@@ -216,7 +216,7 @@ def export_language_model(given: argparse.Namespace, folder: Path) -> dict:
         start=source.start,
         stops=sorted(source.tokenizer.stops),
         tokenizer=tokenizer,
-        chat=pieces_of(format, source.tokenizer) if format else None,
+        chat=chat_of(format, source.tokenizer) if format else None,
     )
 
 
@@ -231,12 +231,25 @@ def chat_format_of(source: Source, given: argparse.Namespace, is_run: bool) -> s
         template = read_regular(folder / TEMPLATE, "a template", LARGEST_TEMPLATE).decode(errors="replace")
     elif (folder / TOKENIZER_CONFIG).exists():
         template = read_json(folder / TOKENIZER_CONFIG, TOKENIZER_CONFIG).get("chat_template")
-    known = [path.stem for path in TEMPLATES.glob("*.jinja") if path.read_text() == template]
-    if isinstance(template, str) and (earlier := EARLIER_TEMPLATES.get(zlib.crc32(template.encode()))):
-        known = [earlier]
-    if template and not known:
-        print("chat       the folder's template is none of language/data/chat_templates; --chat_format names a format")
-    return known[0] if known else ""
+    ours = EARLIER_TEMPLATES | {zlib.crc32(path.read_bytes()): path.stem for path in TEMPLATES.glob("*.jinja")}
+    format = ours.get(zlib.crc32(str(template).encode()), "")
+    if template and not format:
+        print(f"chat       the template in {folder} is none of ours, and is not run; --chat_format names a format")
+    return format
+
+
+def chat_of(format: str, tokenizer: Tokenizer) -> dict:
+    """What model.json says of a chat. The page has the template of the format itself.
+
+    begin: the token in front of a text, or none. stops: tokens that end an answer. words: tokens that no text may hold,
+    those of the format and the end of a document; plain has that one alone. Raises InputError.
+    """
+    return dict(
+        format=format,
+        begin=[] if tokenizer.begin is None else [tokenizer.begin],
+        stops=sorted(tokenizer.stops | stop_tokens(format, tokenizer)),
+        words=sorted({*special_tokens(format, tokenizer).values(), tokenizer.end}),
+    )
 
 
 def write_tokenizer(source: Source, given: argparse.Namespace, folder: Path) -> str:
@@ -245,8 +258,6 @@ def write_tokenizer(source: Source, given: argparse.Namespace, folder: Path) -> 
         return "bytes"
     if isinstance(source.tokenizer, Numbers):
         return "numbers"
-    if not isinstance(source.tokenizer, FromFile):
-        raise InputError("the tokenizer is tiktoken's gpt2, which has no file to take along; give a --tokenizer file")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (path := source.tokenizer.path.parent / name).is_file():
             shutil.copyfile(path, folder / name)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from browser.chat_pieces import check_pieces
+from language.data.chat import FORMATS
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular, read_json, read_regular
 
@@ -20,6 +20,7 @@ OPSET = 20
 EXPECTED = "a folder of browser.export"
 LARGEST_GRAPH = 1 << 28  # bytes
 MOST_NUMBERS = 1 << 31  # in a cache
+MOST_STOPS = 1000
 INSTALL = "pip install -r browser/requirements.txt"
 
 
@@ -66,10 +67,7 @@ def open_export(folder: Path) -> dict[str, Any]:
         check(model["tokenizer"] != "tokenizer.json" or "tokenizer.json" in files, "files", "a tokenizer.json too")
         check(model["tokenizer"] != "bytes" or vocabulary == 257, "vocab_size", "257 with bytes")
         if model.get("chat") is not None:
-            try:
-                check_pieces(model["chat"], vocabulary)
-            except ValueError as error:
-                raise InputError(f"{path}: {error}; export it again") from error
+            check_chat(path, model["chat"], vocabulary)
     else:
         size = model.get("image_size")
         check(
@@ -86,6 +84,20 @@ def open_export(folder: Path) -> dict[str, Any]:
         if name.endswith(".onnx"):
             check_graph(folder / name, model)
     return model
+
+
+def check_chat(path: Path, chat: Any, vocab_size: int) -> None:
+    """Raises InputError unless it has a format and tokens, as browser.export names them."""
+    chat = chat if isinstance(chat, dict) else {}
+    if chat.get("format") not in list(FORMATS):
+        expected = f"one of {', '.join(FORMATS)}"
+        raise InputError(f"{path}: chat.format is {chat.get('format')!r:.80}; expected {expected}; export it again")
+    for name, least, most in (("begin", 0, 1), ("stops", 1, MOST_STOPS), ("words", 1, MOST_STOPS)):
+        tokens = chat.get(name)
+        is_list = isinstance(tokens, list) and least <= len(tokens) <= most
+        if not is_list or not all(is_count(token, 0, vocab_size - 1) for token in tokens):
+            expected = f"{least} to {most} tokens of the vocabulary"
+            raise InputError(f"{path}: chat.{name} is {tokens!r:.80}; expected {expected}; export it again")
 
 
 def check_file(folder: Path, name: str, told: Any) -> None:

@@ -10,12 +10,11 @@ Expect:  the text that the page in a browser gives: sampling is that of
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from browser.chat_pieces import prompt_of
 from browser.onnx_files import needed, open_export, open_session, run_session
 from language.data.tokenizer import Numbers, Tokenizer, load_tokenizer
 from language.generation.sampling import Asked, SamplingOptions, ask, print_continuations
@@ -132,12 +131,10 @@ def tokenizer_of(facts: dict, folder: Path) -> Tokenizer:
 
 def asked_of(config: SamplingOptions, facts: dict, tokenizer: Tokenizer) -> Asked:
     """What the model reads. A question is asked in the format that model.json has, unless --chat_format names one."""
-    chat, stops = facts.get("chat"), set(facts["stops"])
+    chat = facts.get("chat")
     if not config.chat or chat is None or config.chat_format != "auto":
-        return ask(config, tokenizer, facts["start"], config.chat_format, stops)
-    asked = ask(replace(config, chat=()), tokenizer, facts["start"], "auto", set(chat["stops"]))
-    prompts = [prompt_of(chat, [{"role": "user", "content": text}], tokenizer) for text in config.chat]
-    return replace(asked, texts=[[] for _ in prompts], prompts=prompts)
+        return ask(config, tokenizer, facts["start"], config.chat_format, set(facts["stops"]))
+    return ask(config, tokenizer, facts["start"], chat["format"], set(chat["stops"]))
 
 
 def check_folder(config: OnnxConfig) -> None:

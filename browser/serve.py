@@ -18,6 +18,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 WEB = Path(__file__).resolve().parent / "page"
+TEMPLATES = WEB.parent.parent / "language" / "data" / "chat_templates"  # a link in the page leads there
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; connect-src 'self'; "
     "worker-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -49,12 +50,12 @@ class Handler(SimpleHTTPRequestHandler):
 
     def translate_path(self, path: str) -> str:
         match = MODEL_FILE.fullmatch(path.partition("?")[0])
-        root, missing = (self.models, self.models / "no such file") if match else (WEB, WEB / "no such file")
+        roots = (self.models,) if match else (WEB, TEMPLATES)
         file = self.models.joinpath(*match.groups()) if match else Path(super().translate_path(path))
         # /models/ in another writing (/%6dodels/, /./models/) gives nothing: its names were not looked at
         looked_at = match or not file.is_relative_to(WEB / "models")
-        there = looked_at and (file.is_file() or file == WEB) and file.resolve().is_relative_to(root.resolve())
-        return str(file if there else missing)
+        inside = any(file.resolve().is_relative_to(root.resolve()) for root in roots)
+        return str(file if looked_at and inside and (file.is_file() or file == WEB) else WEB / "no such file")
 
     def send_head(self):
         host = self.headers.get("Host", "").rpartition(":")[0]

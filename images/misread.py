@@ -1,7 +1,12 @@
 """The test images that a trained model misreads, counted and drawn. Imports torch only where a model is run."""
 
 import math
+import os
+import sys
 from dataclasses import dataclass
+from importlib import util
+from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,3 +110,36 @@ def misread_figure(found: Misread) -> "Figure":
             axes.imshow(image if image.ndim == 2 else image.transpose(1, 2, 0), cmap="gray_r", vmin=0, vmax=255)
             axes.set_title(f"{found.labels[place]} -> {found.predictions[place]}", fontsize=9, color="#b30000", pad=2)
     return figure
+
+
+def draw_misread(script: Path, folder: Path) -> "Figure":
+    """The test images that the last checkpoint of a run misreads. script: what has trained it, with its build_model()
+    and load_dataset(). Raises InputError for a run of another script, and for images that cannot be drawn."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")  # nothing runs on a device; left unset, torch_xla warns
+    import torch  # only here, as in the script
+
+    from tpu_utils.checkpoint.loading import CheckpointReader
+    from tpu_utils.options.stored import resolve_stored
+
+    spec = util.spec_from_file_location("drawn_script", script)
+    if spec is None or not script.is_file():
+        raise InputError(f"{script}: no such script; expected the one that trained {folder}")
+    module = util.module_from_spec(spec)
+    sys.path.insert(0, str(script.resolve().parent))
+    spec.loader.exec_module(module)
+    if not all(hasattr(module, name) for name in ("train", "build_model", "load_dataset")):
+        raise InputError(f"{script} has no train(), build_model() and load_dataset(); expected a script for images")
+    config = resolve_stored(signature(module.train).parameters["config"].annotation, str(folder), "must")
+    saved = CheckpointReader(folder / "checkpoints").load("must")
+    dataset = module.load_dataset(config)
+    torch.manual_seed(config.seed)
+    model = module.build_model(config, dataset)
+    model.load_state_dict(saved.part("model"))
+    found = find_misread(model, dataset, saved.step)
+    print(f"{folder}: {found}")
+    if found.images is None:
+        raise InputError(
+            f"images are {dataset.test_images.shape[1:]}; expected grey (H, W), or of three colours (3, H, W); floats "
+            "(H, W) beyond 0 to 1 may be sequences: give pictures as (1, H, W)"
+        )
+    return misread_figure(found)

@@ -73,14 +73,11 @@ def train(run_dir, resume: str, seen: list | None = None) -> int:
         optimizer = make_optimizer(config, model.parameters())
         rates = learning_rates(config, STEPS).to(device)
         metrics = DeviceMetrics(["loss"], config.log_every, device)
-        if mesh:
+        if mesh:  # all that has no sharding track() replicates, the average too
             state = [value for p in model.parameters() for value in optimizer.state[p].values()]
-            tensors = [*model.parameters(), *model.buffers(), *average.parameters(), *average.buffers(), *state]
-            for tensor in (*tensors, rates, *metrics.state_dict().values()):
-                over = bool(tensor.dim()) and len(tensor) % num_devices == 0 and tensor is not metrics.values
-                xs.mark_sharding(
-                    tensor, mesh, ("data" if over else None,)[: tensor.dim()] + (None,) * (tensor.dim() - 1)
-                )
+            for tensor in (*model.parameters(), *state):
+                if tensor.dim() and len(tensor) % num_devices == 0:
+                    xs.mark_sharding(tensor, mesh, ("data",) + (None,) * (tensor.dim() - 1))
         run.track(model=model, average=average, optimizer=optimizer, metrics=metrics)
         for step, (x,) in run.steps(Data()):
             train_step(model, average, optimizer, rates, metrics, x)

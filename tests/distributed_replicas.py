@@ -41,7 +41,7 @@ def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: l
     from config import DdpMnistConfig
     from images.arrays import TrainBatches
     from tpu_compiler.compile.tracing import alias_id
-    from tpu_utils.device import send
+    from tpu_utils.device import init_process_group, send
     from tpu_utils.options.parsing import parse_command_line
     from tpu_utils.record.metrics import DeviceMetrics
     from tpu_utils.step.optim import learning_rates, make_optimizer
@@ -49,7 +49,7 @@ def trace(folder: Path, num_replicas: int, num_steps: int, name: str, options: l
     config = parse_command_line(DdpMnistConfig, "", options)
     dataset = dataset_of(name, config)
     pjrt.initialize_multiprocess(0, 1)  # what torch_xla.launch does first: this process is replica 0 of num_replicas
-    dist.init_process_group("xla", store=dist.HashStore(), rank=0, world_size=num_replicas)
+    init_process_group(tracing=True)
     assert dist.get_world_size() == num_replicas
     device = torch_xla.device()
     torch.manual_seed(config.seed)

@@ -169,7 +169,7 @@ def test_a_copy_is_two_files_and_two_folders(script):
     assert sum(len(OURS[name].read_text().splitlines()) for name in found) <= lines
 
 
-LEAVES = [f"base.{name}" for name in ("clock", "errors", "hardware", "peers", "restarts")]
+LEAVES = [f"base.{name}" for name in ("clock", "errors", "hardware", "peers", "restarts", "versions")]
 LEAVES += ["options.compiler_flags", "options.fields"]
 
 

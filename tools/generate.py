@@ -8,7 +8,7 @@ Run:     python -m tools.generate --run_dir RUN --prompt "ROMEO:"
          python -m tools.generate --hf Qwen3-0.6B/ --chat "Who are you?"
              a question to a model that was trained on conversations
          python -m tools.generate --llmc gpt2_124M.bin --prompt "Hello"
-             from llm.c weights; needs tiktoken and its GPT-2 vocabulary
+             from llm.c weights
          python -m tools.generate --hf benchmarks/models/llama_3_2_1b.json
              --compile_for v5litepod-1 --num_prompts 8 --context 2048
              what a token costs on a slice, by its compiler, without weights

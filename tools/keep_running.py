@@ -24,6 +24,7 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from tools.keeping.attempt import Attempt
@@ -39,8 +40,12 @@ from tpu_utils.record.run_dir import RunLock
 LOOK_SECONDS = 0.2
 LONGEST_WAIT = 60.0
 MEMORY_DIR = "/dev/shm"  # the scripts' default too
-PORT = 12357
-"""Port that host 0 listens on; the scripts themselves meet at port 12356."""
+NUMBERS = (  # name, type, default, least and most of an option, and its help
+    ("most_failures", int, 5, 1, 10**6, "ends after so many attempts in a row without a new checkpoint"),
+    ("silent_minutes", float, 30, 1e-3, 1e6, "more than compiling, evaluating, the steps between two log lines take"),
+    ("wait_seconds", float, 300, 1e-3, 1e9, "for the other hosts, before each attempt"),
+    ("port", int, 12357, 1, 65535, "where host 0 listens, to the slice's hosts alone; the scripts meet at 12356"),
+)
 
 
 def run_dir_of(command: list[str]) -> Path:
@@ -83,7 +88,7 @@ class Keeper:
         self.stopping = False
         self.count, self.failures = 0, 0
         self.reasons: list[str] = []
-        self.lost: dict[str, float] = {}
+        self.lost: Counter[str] = Counter()
         """Seconds by cause."""
 
     def on_signal(self, number: int, frame) -> None:
@@ -99,7 +104,7 @@ class Keeper:
             began = time.monotonic()
             variables = self.team.meet()
             if self.count:
-                self.add({"waiting": time.monotonic() - began})
+                self.lost.update({"waiting": time.monotonic() - began})
             script, *options = self.command
             if self.count or "resume" not in options_in(options):  # also after this command itself was lost
                 options = to_go_on(options)
@@ -113,10 +118,12 @@ class Keeper:
                 verdict = verdict._replace(code=1)
             lost = attempt.lost_seconds(self.count == 1, verdict.silent)
             if verdict.code == 0:  # its end loses nothing; its start does, if another was lost before
-                self.add({name: lost[name] for name in ("restart", "recompile") if self.count > 1 and name in lost})
+                self.lost.update(
+                    {name: lost[name] for name in ("restart", "recompile") if self.count > 1 and name in lost}
+                )
                 self.summarise()
             if verdict.code is None:
-                self.add(lost)
+                self.lost.update(lost)
                 self.log_restart(verdict.reason, lost)
                 self.pause(verdict)
                 continue
@@ -152,17 +159,12 @@ class Keeper:
     def pause(self, verdict: Verdict) -> None:
         wait, began = min(LONGEST_WAIT, 2.0**self.failures), time.monotonic()
         self.say(f"{verdict.reason}; goes on in {wait:.0f} s, from step {newest_checkpoint(*self.saves)}")
-        while time.monotonic() < began + wait:
-            time.sleep(LOOK_SECONDS)
-        self.add({"waiting": time.monotonic() - began})
+        time.sleep(wait)
+        self.lost.update({"waiting": time.monotonic() - began})
 
     def say(self, what: str) -> None:
         if self.team.decides:
             print(f"kept       {what}", file=sys.stderr, flush=True)
-
-    def add(self, lost: dict[str, float]) -> None:
-        for name, seconds in lost.items():
-            self.lost[name] = self.lost.get(name, 0.0) + seconds
 
     def log_restart(self, reason: str, lost: dict[str, float]) -> None:
         """A line in metrics.jsonl, after what the script had written whole."""
@@ -233,12 +235,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    for name, kind, default, text in (
-        ("most_failures", int, 5, "ends after so many attempts in a row without a new checkpoint"),
-        ("silent_minutes", float, 30.0, "more than a compile, an evaluation and the steps between two log lines take"),
-        ("wait_seconds", float, 300.0, "for the other hosts, before each attempt"),
-        ("port", int, PORT, "where host 0 listens, to the slice's hosts alone"),
-    ):
+    for name, kind, default, _, _, text in NUMBERS:
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default {default:g})")
     parser.add_argument(
         "--elastic",
@@ -248,12 +245,7 @@ def main() -> int:
     arguments = sys.argv[1:]
     at = arguments.index("--") if "--" in arguments else len(arguments)
     given, command = parse_arguments(parser, arguments[:at]), arguments[at + 1 :]
-    for name, least, most in (
-        ("most_failures", 1, 10**6),
-        ("silent_minutes", 1e-3, 1e6),
-        ("wait_seconds", 1e-3, 1e9),
-        ("port", 1, 65535),
-    ):
+    for name, _, _, least, most, _ in NUMBERS:
         if not least <= getattr(given, name) <= most:
             raise InputError(f"--{name} is {getattr(given, name):g}; expected a number from {least:g} to {most:g}")
     run_dir_of(command)

@@ -3,7 +3,7 @@
 Run:     python -m tools.prepare_data input.txt --output datasets/shakespeare
              bytes, no download
          python -m tools.prepare_data corpus/ --output data/c --tokenizer gpt2
-             GPT-2 BPE through tiktoken
+             GPT-2's vocabulary
          python -m tools.prepare_data corpus/ --output data/c --tokenizer Qwen3/
              the tokenizer.json of a model from Hugging Face
          python -m tools.prepare_data hellaswag_val.jsonl --output datasets/ \\
@@ -52,9 +52,8 @@ class PrepareConfig:
     """Shards become OUTPUT_train_000000.bin, ... and OUTPUT_val_000000.bin, ... in place of those of an earlier run.
     OUTPUT_shards.json lists them, once all are written."""
     tokenizer: str = "bytes"
-    """bytes: vocabulary 257. gpt2: vocabulary 50257; tiktoken downloads its files once. Else a tokenizer.json, or the
-    folder that has it and the files which name its end token, which are copied to OUTPUT_tokenizer. The shards record
-    the vocabulary."""
+    """bytes: vocabulary 257. gpt2: vocabulary 50257. Else a tokenizer.json, or the folder that has it and the files
+    which name its end token. They are copied to OUTPUT_tokenizer; the shards record the vocabulary."""
     document_separator: str = ""
     """What divides documents inside a file. Empty: a file is one document."""
     validation_fraction: float = 0.1

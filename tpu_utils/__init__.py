@@ -5,9 +5,9 @@ run           Run: run directory, log, checkpoints, stop signals, behind a scrip
 Rooms, from the ground up; none imports from one further down this list:
 
 base/         errors (what can end a run, and its exit code), files (read with limits, written atomically), clock (where
-              the seconds go, the watchdog), hardware (the one table of TPU generations), peers (the processes of a
-              run), restarts (what a program that starts a script again has to know), new_folder (whole or not at all),
-              param_groups, gpus (which there are)
+              the seconds go, the watchdog), hardware (the one table of TPU generations), versions (of other packages),
+              peers (the processes of a run), restarts (what a program that starts a script again has to know),
+              new_folder (whole or not at all), param_groups, gpus (which there are)
 remote/       pods and gs:// alone: hosts (which the slice has), meeting (how they agree), wire (proved connections),
               secret (what proves them), storage (a run directory in a bucket)
 options/      parsing (frozen configurations, presets, the command line, config.json), train_config (the options of

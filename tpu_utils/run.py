@@ -163,7 +163,8 @@ class Run:
         tensor that steps write to.
 
         Where there is a checkpoint to go on from, the tensors are filled in place, each device its shard, whatever mesh
-        or single device it was saved from. So they must be on their device, and sharded, before.
+        or single device it was saved from. So they must be on their device, and sharded, before. What has no sharding
+        is replicated on a mesh.
         metrics=: a DeviceMetrics, which log() and save() read.
         """
         self._tracked = Tracked(parts)
@@ -173,7 +174,7 @@ class Run:
             self.evaluation = self._begun.evaluation
             if self._tracked.metrics:
                 self._tracked.metrics.read(self.first_step, self.first_step)  # how many updates were skipped before
-        self._tracked.make_scalars_data()
+        self._tracked.make_inputs()
 
     # ------------------------------------------------------------------------------------------------- around the loop
 

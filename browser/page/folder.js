@@ -115,20 +115,11 @@ function checkLanguageModel(model) {
   }
 }
 
-/** The pieces of a format, as browser/chat_pieces.py has them. */
+/** As browser/export.py has it. */
 function checkChat(chat, vocabulary) {
-  const isToken = isWhole(0, vocabulary - 1), isShort = (value) => isText(value) && value.length <= 100 && value.isWellFormed();
-  const arePieces = isListOf((piece) => isToken(piece) || isShort(piece), 0, 16);
-  const pieces = [arePieces, "at most 16 texts and tokens of the vocabulary"], text = [isShort, "a text of at most 100 characters"];
-  const tokens = [isListOf(isToken, 1, 1000), "1 to 1000 tokens of the vocabulary"], roles = ["system", "user", "assistant"];
-  const isAround = (value) => isObject(value) && arePieces(value.before) && arePieces(value.after);
-  const around = [isAround, "before and after, at most 16 texts and tokens of the vocabulary"];
-  const fields = {
-    begin: pieces, answer: pieces, system: around, user: around, assistant: around,
-    strip: [isListOf(isOneOf(...roles), 0, 3), "names of roles"],
-    place: [isOneOf("own", "first", "last"), "own, first or last"],
-    format: text, lead: text, stops: tokens, words: tokens,
-  };
+  const tokens = (low, high) => [isListOf(isWhole(0, vocabulary - 1), low, high), `${low} to ${high} tokens of the vocabulary`];
+  const isName = (value) => isText(value) && /^[a-z0-9]+$/.test(value);
+  const fields = { format: [isName, "the name of a format"], begin: tokens(0, 1), stops: tokens(1, 1000), words: tokens(1, 1000) };
   for (const [name, [isRight, expected]] of Object.entries(fields)) {
     const value = Object.hasOwn(chat, name) ? chat[name] : undefined;
     if (!isRight(value)) throw new FolderError(`model.json: chat.${name} is ${found(value)}; expected ${expected}`);

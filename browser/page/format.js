@@ -1,46 +1,62 @@
-// A conversation as tokens, by the pieces of its format in model.json: the same as browser/chat_pieces.py makes of them.
+// A conversation as tokens, by the template of its format. chat_templates/ is language/data/chat_templates, and the marks
+// are those of language/data/chat.py, which renders the same templates.
 
 const SPACE = "[\\t-\\r\\x1c-\\x20\\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]+"; // as Python strips
 const ENDS = new RegExp(`^${SPACE}|${SPACE}$`, "g");
+const [TYPED, BEGIN, END, ANSWER, ANSWERED] = [0, 1, 2, 3, 4].map((number) => String.fromCharCode(0xd800 + number));
+const ALL_TYPED = /\ud800/gu; // by itself, not as half of a letter
 
-/**
- * The tokens that an answer follows. messages: [{role, content}], one of the system or none, then user and assistant in turn.
- * Raises Error for text in which the tokenizer sees a token of the format.
- */
-export function promptOf(chat, messages, tokenizer) {
-  const merged = chat.place !== "own" && messages[0].role === "system";
-  const system = merged ? [...chat.system.before, messages[0].content, ...chat.system.after] : [];
-  const rest = messages.slice(merged ? 1 : 0), isUser = ({ role }) => role === "user";
-  const at = chat.place === "first" ? rest.findIndex(isUser) : rest.findLastIndex(isUser);
-  const tokens = [];
-  let text = "";
-  const encode = (words) => {
-    const found = tokenizer.encode(words), wrong = found.find((token) => chat.words.includes(token));
-    if (wrong !== undefined) {
-      throw new Error(`a text holds ${tokenizer.decode([wrong])}, which is a token of the format; take it out of the text`);
+/** chat: of a checked model.json. Raises Error. */
+export async function openFormat(chat, tokenizer) {
+  const { Template } = await import("./node_modules/@huggingface/jinja/dist/index.js");
+  const response = await fetch(new URL(`chat_templates/${chat.format}.jinja`, import.meta.url));
+  if (!response.ok) throw new Error(`this page has no format ${chat.format}; export the model with another --chat_format`);
+  const source = (await response.text())
+    .replaceAll("{%- generation %}", "{{- answer }}")
+    .replaceAll("{%- endgeneration %}", "{{- answered }}")
+    .replaceAll("message['content'] | trim", "strip(message['content'])"); // JavaScript's trim takes other letters
+  return new Format(new Template(source), chat, tokenizer);
+}
+
+class Format {
+  constructor(template, chat, tokenizer) {
+    const named = chat.words.map((token) => [tokenizer.names.get(token), token]).filter(([name]) => [...(name ?? "")].length > 1);
+    Object.assign(this, { template, chat, tokenizer });
+    this.first = new Set(named.map(([name]) => [...name][0])); // letters that could begin a special token
+    this.tokens = new Map([...named, [BEGIN, chat.begin[0]], [END, chat.words[0]]]);
+    const all = [...this.tokens.keys(), ANSWER, ANSWERED].map((name) => name.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"));
+    this.border = new RegExp(`(${all.join("|")})`, "u");
+    this.lead = /\ud803([^]*?)x/u.exec(this.render([{ role: "user", content: "x" }, { role: "assistant", content: "x" }]))[1];
+  }
+
+  /** The tokens that an answer follows. messages: [{role, content}]. Raises Error for text that holds a token of the format. */
+  prompt(messages) {
+    const tokens = [];
+    for (const part of this.render(messages, true).split(this.border)) {
+      if (!part || part === ANSWER || part === ANSWERED) continue;
+      for (const token of this.tokens.has(part) ? [this.tokens.get(part)] : this.encode(part.replace(ALL_TYPED, ""))) {
+        tokens.push(token);
+      }
     }
-    for (const token of found) tokens.push(token);
-  };
-  const flush = () => {
-    if (text) encode(text);
-    text = "";
-  };
-  const put = (pieces) => {
-    for (const piece of pieces) {
-      if (typeof piece === "string") text += piece; // texts that follow each other are encoded as one
-      else flush(), tokens.push(piece);
-    }
-  };
-  put(chat.begin);
-  rest.forEach(({ role, content }, number) => {
-    put(chat[role].before);
-    if (number === at) put(system);
-    const words = chat.strip.includes(role) ? content.replace(ENDS, "") : content;
-    if (role === "assistant") flush(), encode(chat.lead + words); // as the model wrote it: by itself
-    else put([words]);
-    put(chat[role].after);
-  });
-  put(chat.answer);
-  flush();
-  return tokens;
+    return tokens;
+  }
+
+  render(messages, add_generation_prompt = false) {
+    const items = { bos_token: this.chat.begin.length ? BEGIN : "", eos_token: END, answer: ANSWER, answered: ANSWERED };
+    const strip = (text) => text.replace(ENDS, "");
+    const typed = messages.map(({ role, content }) => ({ role, content: this.typed(content) }));
+    return this.template.render({ ...items, strip, messages: typed, add_generation_prompt });
+  }
+
+  typed(text) {
+    if (!text.isWellFormed()) throw new Error("a message holds half of a letter; expected text");
+    for (const letter of this.first) text = text.replaceAll(letter, letter + TYPED);
+    return text;
+  }
+
+  encode(text) {
+    const found = this.tokenizer.encode(text), wrong = found.find((token) => this.chat.words.includes(token));
+    if (wrong === undefined) return found;
+    throw new Error(`a text holds ${this.tokenizer.decode([wrong])}, which is a token of the format; take it out of the text`);
+  }
 }

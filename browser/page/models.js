@@ -1,6 +1,6 @@
 // The models that a worker runs: a language model with its cache of keys and values, and a classifier of images.
 
-import { promptOf } from "./format.js";
+import { openFormat } from "./format.js";
 import { checkFinite, choose, Random } from "./sampling.js";
 import { makeTokenizer } from "./tokenizer.js";
 
@@ -46,6 +46,7 @@ export class LanguageModel {
     };
     const open = (name, tokens) => openSession(ort, name, files[name], files["weights.bin"], graphOf(tokens));
     this.tokenizer = await makeTokenizer(this.model, files["tokenizer.json"]);
+    this.format = this.model.chat && (await openFormat(this.model.chat, this.tokenizer));
     this.prefill = await open("prefill.onnx", this.model.chunk);
     this.decode = await open("decode.onnx", 1);
     const size = this.shape.reduce((product, length) => product * length, 1);
@@ -86,7 +87,7 @@ export class LanguageModel {
   async generate(prompt, options, report, isStopped) {
     const { context, chunk, vocab_size, start, chat } = this.model, isChat = Array.isArray(prompt);
     const words = isChat ? [] : this.tokenizer.encode(prompt), { stops } = isChat ? chat : this.model;
-    const given = isChat ? promptOf(chat, prompt, this.tokenizer) : (start === null ? [] : [start]).concat(words);
+    const given = isChat ? this.format.prompt(prompt) : (start === null ? [] : [start]).concat(words);
     const room = context + 1 - given.length; // the last token needs no place in the context
     if (isChat && room < 1) {
       throw new Error(`the context is full: the conversation has ${given.length} tokens, the model reads ${context}; start a new chat`);
@@ -99,7 +100,7 @@ export class LanguageModel {
     let logits, first = 0, ended = "length", end = null; // the token that ended it
     const told = () => {
       const whole = this.tokenizer.decode(words.concat(tokens));
-      const start = isChat ? chat.lead : before, text = whole.startsWith(start) ? whole.slice(start.length) : whole;
+      const start = isChat ? this.format.lead : before, text = whole.startsWith(start) ? whole.slice(start.length) : whole;
       const seconds = tokens.length ? (performance.now() - first) / 1000 : 0;
       return { text, count: tokens.length, seconds, read: given.length - known, prefillSeconds: ((first || performance.now()) - began) / 1000 };
     };

@@ -1,6 +1,8 @@
 // Text to tokens and back: bytes, numbers, or a tokenizer.json. Runs in the worker: a pattern of a tokenizer.json may be slow.
 
 class Bytes {
+  names = new Map(); // of special tokens
+
   encode(text) {
     return Array.from(new TextEncoder().encode(text));
   }
@@ -12,6 +14,8 @@ class Bytes {
 }
 
 class Numbers {
+  names = new Map();
+
   encode(text) {
     const words = text.split(/\s+/).filter(Boolean);
     const wrong = words.find((word) => !/^\d{1,9}$/.test(word));
@@ -32,6 +36,7 @@ class FromFile {
     const make = (tokens) => new Tokenizer({ ...json, added_tokens: tokens }, { clean_up_tokenization_spaces: false });
     this.encoder = make(added.filter((token) => !token.special));
     this.decoder = make(added);
+    this.names = new Map(added.map((token) => [token.id, token.content]));
     for (const part of this.decoder.decoder?.decoders ?? [this.decoder.decoder]) {
       if (part?.text_decoder && part.config?.type === "ByteFallback") part.text_decoder = { decode: fallback };
     }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 WEB = Path(__file__).resolve().parent.parent / "page"
-PACKAGES = ("onnxruntime-web", "@huggingface/tokenizers")
+PACKAGES = ("onnxruntime-web", "@huggingface/tokenizers", "@huggingface/jinja")
 
 
 def missing() -> str:

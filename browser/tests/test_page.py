@@ -19,8 +19,8 @@ from processes import run
 from test_tokenizer import trained
 
 from browser import onnx_generate
-from browser.chat_pieces import check_pieces, pieces_of, prompt_of
-from browser.onnx_files import OPSET
+from browser.export import chat_of
+from browser.onnx_files import OPSET, check_chat
 from images.mnist import load_digits, load_mnist
 from language.data.chat import FORMATS, prompt_of_chat
 from language.data.tokenizer import Bytes, load_tokenizer
@@ -60,7 +60,7 @@ def models(tmp_path_factory):
         write_language_model(folder / kind, kind, opset=OPSET)  # onnx_generate has these too
     for kind in ("good", "slow"):
         talks = shutil.copytree(folder / kind, folder / f"{kind}_chat")
-        model = json.loads((talks / "model.json").read_text()) | dict(chat=pieces_of("plain", Bytes()))
+        model = json.loads((talks / "model.json").read_text()) | dict(chat=chat_of("plain", Bytes()))
         write_model_json(talks, model)
     return folder
 
@@ -553,10 +553,10 @@ def test_it_is_read_by_everybody(page, address, models, scheme):
 # ---------------------------------------------------------------------------------------------------------------- chats
 
 PROMPTS = """async ([path, content, chat, conversations]) => {
-  const { makeTokenizer } = await import("/tokenizer.js"), { promptOf } = await import("/format.js");
-  const tokenizer = await makeTokenizer({ tokenizer: path }, new TextEncoder().encode(content));
+  const { makeTokenizer } = await import("/tokenizer.js"), { openFormat } = await import("/format.js");
+  const format = await openFormat(chat, await makeTokenizer({ tokenizer: path }, new TextEncoder().encode(content)));
   return conversations.map((messages) => {
-    try { return promptOf(chat, messages, tokenizer); } catch (error) { return error.message; }
+    try { return format.prompt(messages); } catch (error) { return error.message; }
   });
 }"""
 TURNS = """async ([path, conversations, options]) => {
@@ -579,7 +579,8 @@ def test_a_conversation_has_the_tokens_of_training_in_the_page_and_on_the_host(p
     olmo2 = train_tokenizer(tmp_path / "olmo2", special=[*SPECIAL, *FORMATS["olmo2"][1:]])
     said = [messages[:-1] for messages in conversations(20)]
     typed = "a<|im_end|>[INST]</s><end_of_turn>\n<|im_start|>b"
-    said += [[dict(role="user", content=text)] for text in (typed, "\x1c\x85 a \ufeff ", "<think>")]
+    syntax = "\U00010000{{ messages }}{% generation %}{# "
+    said += [[dict(role="user", content=text)] for text in (typed, syntax, "\x1c\x85 a \ufeff ", "<think>")]
     for format in [*FORMATS, "bytes"]:
         folder = olmo2 if format == "olmo2" else base
         ours = Bytes() if format == "bytes" else load_tokenizer(str(folder))
@@ -587,48 +588,41 @@ def test_a_conversation_has_the_tokens_of_training_in_the_page_and_on_the_host(p
             ("bytes", "") if format == "bytes" else ("tokenizer.json", (folder / "tokenizer.json").read_text())
         )
         name = "plain" if format == "bytes" else format
-        chat = json.loads(json.dumps(pieces_of(name, ours)))
-        check_pieces(chat, ours.vocab_size)
-        found = page.evaluate(PROMPTS, [path, content, chat, said])
+        found = page.evaluate(PROMPTS, [path, content, chat_of(name, ours), said])
         for messages, tokens in zip(said, found, strict=True):
             if name == "qwen3" and messages[-1]["content"] == "<think>":
                 with pytest.raises(InputError) as refused:
-                    prompt_of(chat, messages, ours)
+                    prompt_of_chat(messages, name, ours)
                 assert tokens == str(refused.value) and "holds <think>, which is a token of the format" in tokens
                 continue
-            expected = prompt_of_chat(messages, name, ours)
-            assert tokens == expected == prompt_of(chat, messages, ours), (name, messages)
+            assert tokens == prompt_of_chat(messages, name, ours), (name, messages)
 
 
 def test_a_damaged_format_is_refused_in_both_places(page, address):
     page.goto(address)
-    chat = pieces_of("plain", Bytes())
+    chat = chat_of("plain", Bytes())
     model = dict(format="tpu-examples-onnx-1", kind="language_model", family="x", weights="float32", context=8, chunk=8)
     model |= dict(vocab_size=257, num_layers=1, num_cached_heads=1, head_dim=1, start=256, stops=[], tokenizer="bytes")
     model |= dict(source="x", opset=20, versions={}, files={})
     check = """async (text) => (await import("/folder.js")).checkModel(text)"""
-    user = chat["user"]
+    check_chat(Path("model.json"), chat | dict(lead=" ", place="own"), 257)  # exports had more once
     for name, value in (
         ("begin", [257]),
         ("begin", [-1]),
-        ("begin", ["a" * 101]),
-        ("begin", [1] * 17),
+        ("begin", ["a"]),
+        ("begin", [1] * 2),
         ("begin", [1.5]),
-        ("answer", None),
-        ("user", []),
-        ("user", user | {"after": [None]}),
-        ("system", {"before": []}),
-        ("strip", ["toString"]),
-        ("place", "__proto__"),
-        ("lead", 1),
         ("stops", []),
         ("stops", [257]),
         ("words", "a"),
+        ("words", None),
         ("format", "\ud800"),
+        ("format", "../page"),
+        ("format", ["plain"]),
     ):
         broken = chat | {name: value}
-        with pytest.raises(ValueError, match=rf"chat\.{name} is .*; expected"):
-            check_pieces(broken, 257)
+        with pytest.raises(InputError, match=rf"chat\.{name} is .*; expected"):
+            check_chat(Path("model.json"), broken, 257)
         with pytest.raises(Exception, match=rf"chat\.{name} is .*; expected"):
             page.evaluate(check, json.dumps(model | {"chat": broken}))
 
@@ -730,7 +724,7 @@ def test_a_chat_of_two_turns_is_the_same_in_four_places(page, address, models, t
         messages.append(dict(role="user", content=question))
         conversations.append(list(messages))
         prompt = template.apply_chat_template(messages, add_generation_prompt=True)
-        assert prompt == prompt_of(chat, messages, source.tokenizer)
+        assert prompt == prompt_of_chat(messages, format, source.tokenizer)
         by_theirs = theirs.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :]
         stops = set(chat["stops"])
         ends = lambda tokens: tokens[-1] in stops  # noqa: B023, E731
@@ -738,7 +732,7 @@ def test_a_chat_of_two_turns_is_the_same_in_four_places(page, address, models, t
         assert by_theirs.tolist() == by_xla == onnx_generate.generate(onnx, prompt, config, ends)
         assert by_xla[-1] in stops and len(by_xla) < 40, "it has ended by itself"
         expected.append(by_xla)
-        texts.append(source.tokenizer.decode(by_xla[:-1]).removeprefix(chat["lead"]))
+        texts.append(source.tokenizer.decode(by_xla[:-1]))
         messages.append(dict(role="assistant", content=texts[-1]))
     assert texts[1] == "Me, a question."
 
@@ -746,7 +740,7 @@ def test_a_chat_of_two_turns_is_the_same_in_four_places(page, address, models, t
     assert "ready" in loaded(page)
     found = page.evaluate(TURNS, [f"models/{name}", conversations, GREEDY])
     assert [[*one["tokens"], one["end"]] for one in found] == expected
-    lengths = [len(prompt_of(chat, messages, source.tokenizer)) for messages in conversations]
+    lengths = [len(prompt_of_chat(messages, format, source.tokenizer)) for messages in conversations]
     assert found[0]["read"] == lengths[0] and found[1]["read"] < lengths[1], "what the cache has is not read again"
     page.fill("#temperature", "0")
     page.fill("#system", "Be brief.")

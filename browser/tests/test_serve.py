@@ -41,6 +41,8 @@ def test_only_regular_files_that_lie_below_the_models(server, tmp_path):
     (models / "good" / "same").symlink_to("model.json")
     os.mkfifo(models / "good" / "fifo")
     assert [status(server, f"/models/good/{name}") for name in ("model.json", "same")] == [200, 200]
+    assert status(server, "/chat_templates/chatml.jinja") == 200, "a link of the page's own"
+    assert status(server, "/chat_templates/../chat.py") == status(server, "/chat_templates/") == 404
     for name in ("linked/secret", "good/secret", "good/fifo", "good", "good/..", "none/model.json"):
         assert status(server, f"/models/{name}") == 404, name
 

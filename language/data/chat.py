@@ -3,23 +3,28 @@
 A line is {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, or
 {"prompt": "Hi", "completion": "Hello"}. The loss counts answers alone: what the assistant says and the token that ends
 it, where no "weight": 0 stands beside it. A key that means something elsewhere and nothing here is refused, others are
-counted. No template of a tokenizer's file is run, because a template is a program.
+counted. A template is a program: only those of chat_templates/ are rendered, none that comes with a tokenizer.
 """
 
 import bisect
 import functools
 import json
+import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import jinja2
 import numpy as np
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from language.data.entries import check_apart, entries_of, refuse_other_json, tell_once
 from language.data.sequence_data import SequenceData
-from language.data.tokenizer import check_texts, check_tokenizer, tokenizer_of
+from language.data.tokenizer import check_texts, check_tokenizer, text_in, tokenizer_of
 from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
@@ -38,23 +43,6 @@ NOT_READ += ("image", "images", "video", "videos", "audios", "mask", "masked", "
 NOT_READ += ("chat_template", "chat_template_kwargs", "channel", "recipient")
 """Elsewhere they change what the model reads or learns. A value of none of it, such as null or [], is as no key."""
 
-# Special tokens that a format is made of, and whose it is (auto takes qwen3 for Qwen3-Instruct-2507 too: name chatml):
-#   plain   any tokenizer, of bytes too: "User: Hi\nAssistant: Hello", then the token that ends a document.
-#   chatml  SmolLM2-Instruct, Qwen2.5, Qwen3-Instruct-2507. As their chat_template, but where there is no system message
-#           SmolLM2 adds "You are a helpful AI assistant named SmolLM, trained by Hugging Face", Qwen2.5 its own.
-#   qwen3   Qwen3 (2025-04) with enable_thinking false: chatml, and an empty thought before the last answer. Its
-#           template takes thoughts out of earlier answers; here a text that holds one is refused.
-#   gemma   Gemma 2 and 3. No role of the system: such a message stands in front of the first user's text.
-#   mistral Mistral's with [INST] as a token (7B v0.3 and later). A message of the system goes to the last user's text.
-#   phi4    Phi-4-mini. olmo2: OLMo 2; its roles are plain text.
-#   llama3  Llama 3. The templates of Llama 3.1 and 3.2 put "Cutting Knowledge Date: December 2023\nToday Date: ...\n\n"
-#           into the system message, 3.2 with the day on which it runs; here a message says what the file says.
-# Source: chat_template in tokenizer_config.json of HuggingFaceTB/SmolLM2-135M-Instruct, Qwen/Qwen3-0.6B,
-# meta-llama/Meta-Llama-3-8B-Instruct, google/gemma-3-1b-it, mistralai/Mistral-7B-Instruct-v0.3,
-# microsoft/Phi-4-mini-instruct and allenai/OLMo-2-1124-7B-Instruct.
-# Text between two special tokens is encoded whole, as there; but the header of an
-# answer and the answer are encoded apart, because a prompt ends between them. chat_templates/ has each of them for
-# other programs.
 FORMATS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "chatml": ("<|im_start|>", "<|im_end|>"),
@@ -65,30 +53,32 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "phi4": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
     "olmo2": ("<|endoftext|>", "<|endofprompt|>", "|||IP_ADDRESS|||"),  # the others tell its tokenizer from ChatML's
 }
+"""Special tokens of each format; all else of it is in its template, chat_templates/NAME.jinja. Source: chat_template of
+HuggingFaceTB/SmolLM2-135M-Instruct, Qwen/Qwen3-0.6B, meta-llama/Meta-Llama-3-8B-Instruct, google/gemma-3-1b-it,
+mistralai/Mistral-7B-Instruct-v0.3, microsoft/Phi-4-mini-instruct and allenai/OLMo-2-1124-7B-Instruct."""
+TEMPLATES = Path(__file__).with_name("chat_templates")
+TYPED, BEGIN, END, ANSWER, ANSWERED = map(chr, range(0xD800, 0xD805))
+"""Marks in a rendered conversation: halves of surrogate pairs, which no text holds. TYPED follows each letter of a
+message that could begin a special token, so only the template's own text has special tokens. BEGIN and END are the
+tokenizer's own tokens, which may have no text; ANSWER and ANSWERED are both ends of an answer."""
 
 
-class ChatFormat(NamedTuple):
-    """What every conversation of a format has around and between its messages."""
+class Answers(Extension):
+    """{% generation %}, which transformers and TRL know too: an answer, with a mark at both ends."""
 
-    begin: str | None
-    """Special token in front of a conversation."""
-    end: str
-    """Special token behind an answer."""
-    separator: str
-    """Text between that token and the next message."""
+    tags = frozenset(["generation"])
+
+    def parse(self, parser):
+        next(parser.stream)
+        answer = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (ANSWER, ANSWERED))
+        return [begin, *answer, end]
 
 
-CHAT_FORMATS = {
-    "chatml": ChatFormat(None, "<|im_end|>", "\n"),
-    "qwen3": ChatFormat(None, "<|im_end|>", "\n"),
-    "llama3": ChatFormat("<|begin_of_text|>", "<|eot_id|>", ""),
-    "gemma": ChatFormat("<bos>", "<end_of_turn>", "\n"),
-    "mistral": ChatFormat("<s>", "</s>", ""),
-    "phi4": ChatFormat(None, "<|end|>", ""),
-    "olmo2": ChatFormat("<|endoftext|>", "<|endoftext|>", "\n"),
-}
-ENDED = ("chatml", "qwen3", "llama3", "gemma", "phi4")  # a token stands behind every message, elsewhere behind answers
-STRIPPED = ("llama3", "gemma")
+@functools.cache
+def template_of(format: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Answers])
+    return environment.from_string((TEMPLATES / f"{format}.jinja").read_text())
 
 
 def choose_format(format: str, tokenizer) -> str:
@@ -116,120 +106,59 @@ def special_tokens(format: str, tokenizer) -> dict[str, int]:
     return found
 
 
-def header(role: str, format: str, special: dict[str, int], last: bool) -> list[int | str]:
-    """What stands before a message: special tokens as numbers, and text. last: whether it is the last message."""
-    if format == "plain":
-        return ["Assistant:" if role == "assistant" else f"{role.capitalize()}: "]
-    if format == "llama3":
-        return [special["<|start_header_id|>"], role, special["<|end_header_id|>"], "\n\n"]
-    if format == "gemma":
-        return [special["<start_of_turn>"], "model\n" if role == "assistant" else f"{role}\n"]
-    if format == "mistral":
-        return [special["[/INST]"], ""] if role == "assistant" else [special["[INST]"], " "]
-    if format == "phi4":
-        return [special[f"<|{role}|>"], ""]
-    if format == "olmo2":
-        return [f"<|{role}|>\n"]
-    if format == "qwen3" and role == "assistant" and last:
-        thought = [special["<think>"], "\n\n", special["</think>"], "\n\n"]
-        return [special["<|im_start|>"], "assistant\n", *thought]
-    return [special["<|im_start|>"], f"{role}\n"]
+def parts_of(messages: list[dict], format: str, tokenizer, asks: bool = False) -> Iterator[tuple[int | str, bool]]:
+    """A conversation in order: a special token, or text to encode, and whether it is a target. asks: with the header of
+    an answer that is to come. That an answer is a text of its own is on purpose: a prompt ends before it."""
+    tokens = special_tokens(format, tokenizer)
+
+    def refuse(expected: str) -> None:
+        roles = ", ".join(message["role"] for message in messages)
+        raise InputError(f"the roles are {roles[:200]}; chat_format is {format}: {expected}")
+
+    rendered = template_of(format).render(
+        messages=[{"role": one["role"], "content": typed(one["content"], tokens)} for one in messages],
+        add_generation_prompt=asks,
+        bos_token="" if tokenizer.begin is None else BEGIN,
+        eos_token=END,
+        raise_exception=refuse,
+    )
+    tokens |= {BEGIN: tokenizer.begin, END: tokenizer.end}
+    learnt = (one.get("learnt", True) for one in messages if one["role"] == "assistant")
+    is_target = False
+    for part in re.split(f"({'|'.join(map(re.escape, [*tokens, ANSWER, ANSWERED]))})", rendered):
+        if part in (ANSWER, ANSWERED):
+            is_target = part == ANSWER and next(learnt)
+        elif part:
+            yield tokens[part] if part in tokens else part.replace(TYPED, ""), is_target
 
 
-def parts_of(messages: list[dict], format: str, tokenizer) -> Iterator[tuple[int | str, bool | None]]:
-    """A conversation in order: a special token, or text to encode, and whether it is a target. None: it would be one,
-    but the answer is not learnt."""
-    special = special_tokens(format, tokenizer)
-    begin = begin_of_chat(format, tokenizer)
-    end = end_of_answer(format, tokenizer)
-    separator = separator_of(format)
-    messages = without_system(messages, format) if format in ("gemma", "mistral") else messages
-    if begin is not None:
-        yield begin, False
-    for number, message in enumerate(messages, 1):
-        answers, learnt = message["role"] == "assistant", message.get("learnt", True) or None
-        content, last = message["content"], number == len(messages)
-        if format in STRIPPED:
-            content = content.strip()
-        elif format == "mistral" and answers:
-            content = f" {content.strip()}"
-        elif format == "qwen3" and answers and last:
-            content = content.lstrip("\n")
-        *before, text = header(message["role"], format, special, last)
-        yield from ((part, False) for part in before)
-        if answers:
-            yield text, False
-            yield (f" {content}" if format == "plain" else content), learnt
-        else:
-            yield text + message.get("system", "") + content, False
-        if answers or format in ENDED:
-            yield end, answers and learnt
-        if format != "olmo2" or not (answers and last):
-            yield separator, False
-    if format == "phi4":
-        yield special["<|endoftext|>"], False
-
-
-def without_system(messages: list[dict], format: str) -> list[dict]:
-    """A first message of the system with the first user's, or the last one's. Raises InputError for roles that do not
-    take turns: these formats have no other."""
-    has_system = messages[0]["role"] == "system"
-    system, rest = messages[0]["content"] + "\n\n" if has_system else "", messages[has_system:]
-    roles = [message["role"] for message in rest]
-    if roles != [("user", "assistant")[number % 2] for number in range(len(roles))] or len(roles) < 2:
-        raise InputError(
-            f"the roles are {', '.join(message['role'] for message in messages)[:200]}; {format} has user and "
-            "assistant in turn, behind at most one of the system"
-        )
-    place = 0 if format == "gemma" else len(roles) - 1 - roles[::-1].index("user")
-    return [{**message, "system": system} if number == place else message for number, message in enumerate(rest)]
-
-
-def begin_of_chat(format: str, tokenizer) -> int | None:
-    """The token in front of each conversation."""
-    if format == "plain":
-        return tokenizer.begin
-    begin = CHAT_FORMATS[format].begin
-    return None if begin is None else special_tokens(format, tokenizer)[begin]
+def typed(text: str, names: Iterable[str]) -> str:
+    """A text of a message that cannot begin one of these special tokens. Raises InputError for what is no text."""
+    with text_in(text):
+        text.encode(errors="surrogateescape")  # Python's form of non-UTF-8 arguments
+    for letter in {name[0] for name in names}:
+        text = text.replace(letter, letter + TYPED)
+    return text
 
 
 def end_of_answer(format: str, tokenizer) -> int:
     """The token behind each answer in training."""
-    return tokenizer.end if format == "plain" else special_tokens(format, tokenizer)[CHAT_FORMATS[format].end]
+    messages = [{"role": role, "content": ""} for role in ("user", "assistant")]
+    return [part for part, is_target in parts_of(messages, format, tokenizer) if is_target][-1]
 
 
-def separator_of(format: str) -> str:
-    """The text between the end of an answer and the next message."""
-    return "\n" if format == "plain" else CHAT_FORMATS[format].separator
-
-
-def encode(parts: Iterator[tuple[int | str, bool | None]], format: str, tokenizer) -> tuple[list[int], list[bool]]:
+def encode(parts: Iterator[tuple[int | str, bool]], format: str, tokenizer) -> tuple[list[int], list[bool]]:
     """Raises InputError for text in which the tokenizer sees a special token of the format: it could end an answer."""
     special = {*special_tokens(format, tokenizer).values(), tokenizer.end}
     tokens, targets = [], []
-    for part, is_target in joined(parts):
+    for part, is_target in parts:
         found = [part] if isinstance(part, int) else tokenizer.encode(part)
         if isinstance(part, str) and not special.isdisjoint(found):
             name = tokenizer.decode([next(token for token in found if token in special)])
             raise InputError(f"a text holds {name}, which is a token of the format; take it out of the text")
         tokens += found
-        targets += [bool(is_target)] * len(found)
+        targets += [is_target] * len(found)
     return tokens, targets
-
-
-def joined(parts: Iterator[tuple[int | str, bool | None]]) -> Iterator[tuple[int | str, bool | None]]:
-    """The parts with texts that follow each other as one, as a template has them; an answer stays apart."""
-    before = ""
-    for part, is_target in parts:
-        if isinstance(part, str) and is_target is False:
-            before += part
-            continue
-        if before:
-            yield before, False
-        yield part, is_target
-        before = ""
-    if before:
-        yield before, False
 
 
 def format_chat(messages: list[dict], format: str, tokenizer) -> tuple[list[int], list[bool]]:
@@ -244,10 +173,7 @@ def format_chat(messages: list[dict], format: str, tokenizer) -> tuple[list[int]
 def prompt_of_chat(messages: list[dict], format: str, tokenizer) -> list[int]:
     """The tokens that an answer follows: the conversation and the header of the answer. Raises InputError."""
     format = choose_format(format, tokenizer)
-    empty = [*messages, {"role": "assistant", "content": ""}]
-    parts = list(parts_of(empty, format, tokenizer))
-    first = next(number for number in reversed(range(len(parts))) if parts[number][1]) - 1  # before the end token
-    return encode(parts[:first], format, tokenizer)[0]
+    return encode(parts_of(messages, format, tokenizer, asks=True), format, tokenizer)[0]
 
 
 def stop_tokens(format: str, tokenizer) -> set[int]:
@@ -273,30 +199,27 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
         if not {"prompt", "completion"} <= record.keys():
             keys = ", ".join(repr(key)[:40] for key in [*record][:5])
             raise ValueError(f"it has {keys or 'no key'}, expected messages, or prompt and completion")
-        messages = [
-            {"role": "user", "content": record["prompt"]},
-            {"role": "assistant", "content": record["completion"]},
-        ]
+        said = ("user", record["prompt"]), ("assistant", record["completion"])
+        messages = [{"role": role, "content": content} for role, content in said]
     if not isinstance(messages, list):
         raise ValueError(f"messages is {type(messages).__name__}, expected a list")
     check_keys(record, "it", (None, 1))
     if record.get("label") is False:  # of data for KTO
         raise ValueError("its label is false, which marks an answer that is not wanted, expected answers to learn")
+    found = []
     for number, message in enumerate(messages, 1):
-        if isinstance(message, dict):
-            check_keys(message, f"message {number}", (None, 0, 1) if message.get("role") == "assistant" else (None, 0))
-        role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, dict) else (None, None)
+        message = message if isinstance(message, dict) else {}
+        role, content = message.get("role"), message.get("content")
+        check_keys(message, f"message {number}", (None, 0, 1) if role == "assistant" else (None, 0))
         if role not in ROLES:
             raise ValueError(f"the role of message {number} is {role!r:.40}, expected {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise ValueError(f"the content of message {number} is {type(content).__name__}, expected a text")
         content.encode()  # half of a surrogate pair is no text: UnicodeEncodeError is a ValueError
-    if not any(message["role"] == "assistant" for message in messages):
+        is_learnt = all(message.get(key) in (None, 1) for key in WHETHER_LEARNT)
+        found.append({"role": role, "content": content} | ({} if is_learnt else {"learnt": False}))
+    if not any(message["role"] == "assistant" for message in found):
         raise ValueError("it has no message of the assistant, so there is nothing to learn")
-    found = [
-        {key: message[key] for key in ("role", "content")} | ({} if is_learnt(message) else {"learnt": False})
-        for message in messages
-    ]
     if not any(is_answer(message) for message in found):
         raise ValueError("it has no answer to learn: each is marked as not learnt")
     return found
@@ -317,10 +240,6 @@ def check_keys(place: dict[str, Any], name: str, marks: tuple) -> None:
         if place.get(key) not in marks:
             expected = "0 or 1 beside an answer; no other text is learnt, and each line counts alike"
             raise ValueError(f"{name} has {key} {place[key]!r:.40}, expected {expected}")
-
-
-def is_learnt(message: dict[str, Any]) -> bool:
-    return all(message.get(key) in (None, 1) for key in WHETHER_LEARNT)
 
 
 def keys_without_effect(record: dict[str, Any]) -> set[str]:

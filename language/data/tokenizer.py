@@ -19,12 +19,14 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from language.data.entries import tell_once
-from language.data.llmc_files import GPT2_VOCAB_SIZE, other_vocabulary
+from language.data.llmc_files import other_vocabulary
 from language.options.shapes import BYTE_VOCAB_SIZE, START
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import parse_json, read_json, read_regular
 
+VOCABULARY_FOLDERS = Path(__file__).with_name("vocabularies")
+"""A folder each for bytes and GPT-2: the files that go out with a model. GPT-2's are made of OpenAI's (MIT licence)."""
 EXPECTED = "a tokenizer.json of Hugging Face's tokenizers library"
 LARGEST_FILE = 1 << 26  # bytes; those of Llama 3 and Qwen3 have 9 to 17 MiB
 LARGEST_VOCAB_SIZE = 1 << 20
@@ -123,29 +125,6 @@ class Bytes(Tokenizer):
 
     def encode_document(self, content: bytes) -> np.ndarray:
         return np.frombuffer(content, np.uint8)
-
-
-class GPT2(Tokenizer):
-    """GPT-2's, through tiktoken."""
-
-    vocab_size = GPT2_VOCAB_SIZE
-    end = begin = prefix = GPT2_VOCAB_SIZE - 1
-    stops = frozenset([end])
-    fingerprint = zlib.crc32(b"gpt2")
-
-    def __init__(self):
-        self.encoding = gpt2_encoding()
-
-    def encode(self, text: str) -> list[int]:
-        with text_in(text):
-            text.encode()  # raises for a lone surrogate, which tiktoken would replace
-            return self.encoding.encode_ordinary(text)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.encoding.decode(tokens)
-
-    def token(self, name: str) -> int | None:
-        return self.end if name == "<|endoftext|>" else None
 
 
 class FromFile(Tokenizer):
@@ -307,7 +286,8 @@ def put_around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def check_growth(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
-    """Raises InputError for a tokenizer that would make gigabytes of a short text, before it gets any."""
+    """Raises InputError for a tokenizer that would make gigabytes of a short text, before it gets any. A trial in a
+    child process proves less: 2 KB that lengthen "zq" alone pass one on every letter of Unicode, then take 4 GiB."""
     parts = [tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder, tokenizer.post_processor]
     text, words, decoded, around = [parse_json(part.__getstate__()) if part else {} for part in parts]
     unknown = getattr(tokenizer.model, "unk_token", None) or ""  # may stand for each letter
@@ -379,7 +359,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     if path in ("", "bytes"):
         return Bytes()
     if path == "gpt2":
-        return GPT2()
+        found = FromFile(VOCABULARY_FOLDERS / "gpt2" / "tokenizer.json")
+        found.fingerprint = zlib.crc32(b"gpt2")  # as streams have it that read GPT-2's through tiktoken
+        return found
     found = Path(path)
     if not found.exists():
         raise InputError(f"tokenizer {path}: no such file or folder; expected bytes, gpt2, or {EXPECTED} or its folder")
@@ -407,21 +389,6 @@ def panics_told(problem: str) -> Iterator[None]:
             raise
         said = " ".join(str(error).split())
         raise InputError(f"{problem}: {said:.200}; expected {EXPECTED}; copy it again") from error
-
-
-def gpt2_encoding():
-    """tiktoken's GPT-2 tokenizer. Raises InputError where the package or its vocabulary cannot be had."""
-    try:
-        import tiktoken
-
-        return tiktoken.get_encoding("gpt2")
-    except ImportError as error:
-        raise InputError("the GPT-2 tokenizer needs tiktoken; pip install tiktoken, or use bytes") from error
-    except OSError as error:  # requests' errors are OSErrors
-        raise InputError(
-            f"tiktoken could not download the GPT-2 vocabulary ({type(error).__name__}); fetch it on a machine with "
-            "internet and set TIKTOKEN_CACHE_DIR to that folder, or use bytes"
-        ) from error
 
 
 def tokenizer_of(config: TransformerConfig) -> Tokenizer:

@@ -1,26 +1,22 @@
 """The files of a tokenizer that go out with a model, so that text, chats and their end are the same elsewhere.
 
 A run on conversations writes what it was trained on: the template of its format, a file in chat_templates/, and the
-tokens that end an answer. A model of bytes, or of GPT-2's tokens, gets a tokenizer.json. Templates that a folder brings
-are copied, never run. Imports no torch.
+tokens that end an answer. A model of bytes, or of GPT-2's tokens, gets that of vocabularies/. Templates that a
+folder brings are copied, never run. Imports no torch.
 """
 
-import itertools
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
-
 from language.data import chat as chat_data
 from language.data.entries import matching
-from language.data.tokenizer import GPT2, FromFile, Tokenizer, load_tokenizer
+from language.data.llmc_files import GPT2_VOCAB_SIZE
+from language.data.tokenizer import VOCABULARY_FOLDERS, FromFile, Tokenizer, load_tokenizer
 from language.options.shapes import BYTE_VOCAB_SIZE
 from language.options.transformer_options import TransformerConfig
-from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import read_json, read_regular
 from tpu_utils.base.new_folder import write_together
 
@@ -37,7 +33,6 @@ BUILT_IN = ("bytes", "gpt2", "numbers")
 LARGEST_TOKENIZER_FILE = 1 << 28
 LINKS = "(a snapshot in Hugging Face's cache is made of links: copy it with `cp -rL`)"
 EXPECTED = f"a file of a tokenizer {LINKS}"
-TEMPLATES = Path(__file__).with_name("chat_templates")
 END = "<|endoftext|>"
 """How the end token of bytes is written. GPT-2's is called so too."""
 RUN_TOKENIZER = "tokenizer"
@@ -102,7 +97,7 @@ def tokenizer_of_run(run_dir: Path, config: TransformerConfig) -> str:
         return config.tokenizer
     if config.dataset == "synthetic" and not config.model_config:
         return "numbers"
-    return {BYTE_VOCAB_SIZE: "bytes", GPT2.vocab_size: "gpt2"}.get(config.shape.vocab_size, "")
+    return {BYTE_VOCAB_SIZE: "bytes", GPT2_VOCAB_SIZE: "gpt2"}.get(config.shape.vocab_size, "")
 
 
 # ------------------------------------------------------------------------------------------------------ what is written
@@ -120,7 +115,7 @@ def export_tokenizer(run_dir: Path, config: TransformerConfig, target: Path) -> 
     elif config.tokenizer not in BUILT_IN:  # older folders have other files instead, which are copied unread
         written = next(filter(None, (copy_tokenizer(place, target) for place in places_of(run_dir, config))), [])
     if name in ("bytes", "gpt2") and not VOCABULARIES & set(written):
-        written = [*make_files(name, target), *written]
+        written = [*copy_tokenizer(VOCABULARY_FOLDERS / name, target), *written]
     if config.dataset != "chat" or TOKENIZER_JSON not in written:
         return written, {}
     return name_format(target, written, config.chat_format, load_tokenizer(name))
@@ -145,7 +140,7 @@ def name_format(
         known = {key: value for key, value in named.items() if value is not None}
         rewrite(target / SPECIAL_TOKENS_MAP, known, {}, tuple(named.keys() - known.keys()))
     rewrite(target / GENERATION_CONFIG, end, {}, ())
-    (target / TEMPLATE).write_bytes((TEMPLATES / f"{format}.jinja").read_bytes())
+    (target / TEMPLATE).write_bytes((chat_data.TEMPLATES / f"{format}.jinja").read_bytes())
     names = (*written, TOKENIZER_CONFIG, GENERATION_CONFIG, TEMPLATE)
     return list(dict.fromkeys(names)), end
 
@@ -165,43 +160,3 @@ def rewrite(path: Path, changes: dict[str, Any], defaults: dict[str, Any], remov
     found = read_json(path, EXPECTED, LARGEST_TOKENIZER_FILE) if path.exists() else {}
     path.unlink(missing_ok=True)
     write_json(path, {k: v for k, v in (defaults | found | changes).items() if k not in removed})
-
-
-def make_files(name: str, target: Path) -> list[str]:
-    """tokenizer.json and tokenizer_config.json of bytes, or of GPT-2 where tiktoken has it: else nothing."""
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    if name == "gpt2":
-        try:
-            encoding = GPT2().encoding
-        except InputError:
-            return []
-        ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
-    byte_level_bpe(ranks, by_words=name == "gpt2").save(str(target / TOKENIZER_JSON))
-    named = {"bos_token": END, "eos_token": END, "tokenizer_class": "PreTrainedTokenizerFast"}
-    rewrite(target / TOKENIZER_CONFIG, named | {"clean_up_tokenization_spaces": False}, {}, ())
-    return [TOKENIZER_JSON, TOKENIZER_CONFIG]
-
-
-def byte_level_bpe(ranks: dict[bytes, int], by_words: bool) -> tokenizers.Tokenizer:
-    """The tokenizer with these tokens, and behind them an end token, which it puts before every text. A long token is
-    made of the two that merging smaller ones makes of it. by_words: text is first split as GPT-2 does."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that are written as the letter of this number
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    written = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    merges = []
-    for token in sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__):
-        parts = [token[n : n + 1] for n in range(len(token))]
-        while len(parts) > 2:
-            pairs = [ranks.get(a + b, len(ranks)) for a, b in itertools.pairwise(parts)]
-            at = pairs.index(min(pairs))
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        merges.append((written[parts[0]], written[parts[1]]))
-    made = tokenizers.Tokenizer(models.BPE({written[token]: rank for token, rank in ranks.items()}, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_words)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([tokenizers.AddedToken(END, special=True, normalized=False)])
-    made.post_processor = processors.TemplateProcessing(
-        f"{END} $A", f"{END} $A {END} $B", special_tokens=[(END, len(ranks))]
-    )
-    return made

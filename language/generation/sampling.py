@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from language.data import chat as chat_data
 from language.data.tokenizer import Tokenizer, check_texts
+from language.options.transformer_options import ChatFormat
 from tpu_utils.base.errors import InputError
 
 
@@ -18,7 +18,7 @@ class SamplingOptions:
     """One text or several, which are continued together."""
     chat: tuple[str, ...] = ()
     """Questions instead, each a conversation of its own; the answers are printed."""
-    chat_format: Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"] = "auto"
+    chat_format: ChatFormat = "auto"
     """How a question becomes text. auto: as the run was trained, else by the special tokens of the tokenizer."""
     num_tokens: int | None = None
     """At most so many tokens follow. None: 100, or as many as the context has room for."""

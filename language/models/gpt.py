@@ -74,16 +74,17 @@ class GPT(Decoder):
         """attention: that, flash_attention(), or one of them by context_parallel(). options: of a Decoder."""
         super().__init__(shape, parameter_shapes(shape), compute_dtype, **options)
         self.attention = attention
+        self.query_divisor = math.sqrt(shape.head_dim)
         self.dropout = dropout
 
     def cast(self) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
         """All parameters in the compute dtype, once a step, and those of each layer.
 
         Layer norms stay float32: they compute in it anyway. The biases of q, and b of its adapters, are divided by
-        sqrt(K) here; layer() divides its weights, which XLA fuses into the matrix product.
+        query_divisor here; layer() divides its weights, which XLA fuses into the matrix product.
         """
         cast = self.weights()
-        scale = F.pad(torch.ones(2, 1, device=self.qkv_bias.device), (0, 0, 1, 0), value=self.shape.head_dim**-0.5)
+        scale = F.pad(torch.ones(2, 1, device=self.qkv_bias.device), (0, 0, 1, 0), value=1 / self.query_divisor)
         cast["qkv_bias"] = cast["qkv_bias"] * scale
         for name in (name for name in cast if "_lora_b" in name):
             cast[name] = cast[name] * (self.adapter_scale * (scale[..., None] if "qkv" in name else 1.0))
@@ -105,7 +106,7 @@ class GPT(Decoder):
         y = layer_norm(x_BTD, w["ln1_weight"], w["ln1_bias"])
         # (H, K, D) keeps the head axis apart, so that it can be sharded over the mesh
         q, k, v = zip(w["qkv_weight"].view(3, H, -1, D), w["qkv_bias"].view(3, H, -1), strict=True)
-        q = divided(q[0], math.sqrt(D // H)), q[1]  # fused with the product; cast() does the bias
+        q = divided(q[0], self.query_divisor), q[1]  # fused with the product; cast() does the bias
         add = torch.add if attention is causal_attention else add_bias  # XLA cannot fuse a bias gradient into a kernel
         qkv = [add(product("btd,hkd->bthk", y, weight), bias) for weight, bias in (q, k, v)]
         qkv = [add_adapter(x, y, adapter(w, "qkv", part)) for part, x in enumerate(qkv)]

@@ -17,6 +17,7 @@ from tpu_utils.options.fields import FREE, NoEffect, Range, Seldom
 from tpu_utils.options.train_config import ON_TPU, HostOptions, TrainConfig
 
 Dataset = Literal["synthetic", "text", "tokens", "chat", "stream"]
+ChatFormat = Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"]
 SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE}  # others: 1
 DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # others: of the model's size
 ONLY = {own: NoEffect("dataset", *(n for n in get_args(Dataset) if n != own)) for own in get_args(Dataset)}
@@ -52,9 +53,7 @@ class TransformerConfig(HostOptions, TrainConfig):
     tokenizer: Annotated[str, FREE, NoEffect("dataset", "synthetic", "text")] = ""
     """tokenizer.json or its folder. Empty: that of initial_weights; without these bytes (chat, stream), or that of the
     shards (tokens), which samples and exports need."""
-    chat_format: Annotated[
-        Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"], ONLY["chat"]
-    ] = "auto"
+    chat_format: Annotated[ChatFormat, ONLY["chat"]] = "auto"
     """chat: how a conversation becomes text. auto: by the special tokens that the tokenizer has, else plain."""
     document_separator: Annotated[str, ONLY["text"]] = ""
     """text: what divides documents inside a file, for example a blank line. Empty: a file is one document."""

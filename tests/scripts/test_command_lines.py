@@ -103,7 +103,7 @@ def test_every_option_has_a_sentence(script):
         (["browser.export", "tests", "docs"], 2, "docs is there already and is no export"),
         (["browser.onnx_generate", "--onnx", "no"], 2, "no/model.json: no such file"),
         (["tools.prepare_data", "no.txt", "--output", "x"], 2, "no.txt: no such file"),
-        (["tools.plot_run", "no"], 2, "no is not there"),
+        (["tools.plot_run", "no"], 2, "no is no folder with a config.json"),
         (["tools.calibrate", "--device", "tpu"], 1, "found no TPU chip on this machine"),
         (["aot_tpu.py", "no.py", "--topology", "v5litepod-1"], 2, "no such script: no.py"),
         (

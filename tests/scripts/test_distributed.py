@@ -141,6 +141,24 @@ def test_replicas_of_ddp_drop_what_one_device_would_drop(tmp_path):
         np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
 
 
+def test_a_step_with_two_backward_passes_is_one_program_of_the_replicas(tmp_path):
+    """DDP's second forward pass would agree on buckets with replicas that are not there while a step is traced."""
+    text = (ROOT / "ddp_mnist_tpu.py").read_text()
+    twice = "    loss.backward()\n    (0 * replica(images)).sum().backward()"
+    (tmp_path / "mine.py").write_text(text.replace("    loss.backward()", twice))
+    draw = np.random.default_rng(0)
+    for name in ("train", "test"):
+        np.save(tmp_path / f"{name}_images.npy", draw.integers(0, 255, (64, 8, 8), np.uint8))
+        np.save(tmp_path / f"{name}_labels.npy", draw.integers(0, 10, 64))
+    options = ("--device=cpu", f"--data_dir={tmp_path}", "--global_batch_size=16", "--warmup_steps=1")
+    program = "tests/distributed_replicas.py"
+    for arguments in (("trace", tmp_path, 4, 3, tmp_path / "mine.py", *options), ("run", tmp_path)):
+        done = run(program, *arguments)
+        assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "curve.json").read_text())
+    assert found["weights_apart"] == 0 and np.isfinite(found["losses"]).all()
+
+
 def test_batch_norm_over_several_replicas_is_refused(monkeypatch):
     monkeypatch.setattr(replicas, "world_size", lambda: 8)
     message = (

@@ -1,4 +1,7 @@
-"""The doctor: every check made to fail by the roots and environment it is given, then the script as users run it."""
+"""The doctor: every check made to fail by the roots and environment it is given, then the script as users run it.
+
+A fix is tried where a test can try it: the check is ok after it. Of others the words are held that make them work.
+"""
 
 import ast
 import contextlib
@@ -6,40 +9,59 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import threading
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from metadata_server import metadata_server
 
 import setup_tpu
-from setup_tpu import SUPPORTED_PAIRS, Check, VersionPair
-from tpu_utils.base import hardware
+from setup_tpu import Check
+from tpu_utils.base.hardware import GENERATIONS, GOOGLE_PCI_VENDOR, attached_chips
+from tpu_utils.base.versions import SUPPORTED_VERSIONS
+from tpu_utils.options.variables import SWITCHES
 
 SCRIPT = Path(setup_tpu.__file__)
 INSTALLED = {"torch": "2.9.0", "torch_xla": "2.9.0", "torchvision": "0.24.0", "libtpu": "0.0.21", "jax": "0.7.1"}
 PATIENT = 600
 """Seconds for a child that is to answer: only a hang meets them, however busy the machine is."""
-PIP_29 = f"{setup_tpu.PIP} install torch==2.9.0 'torch_xla[tpu,pallas]==2.9.0' torchvision==0.24.0"
-PIP_28 = f"{setup_tpu.PIP} install torch==2.8.0 'torch_xla[tpu,pallas]==2.8.1' torchvision==0.23.0"
-NO_TORCH_TPU = f"{setup_tpu.PIP} uninstall -y torch_tpu"
-NEW_PYTHON = (
-    "sudo apt-get install -y python3.11-venv libpython3.11 && python3.11 -m venv .venv "
-    "&& .venv/bin/python -m pip install -r requirements.txt"
-)
-DOCKER = "docker run --privileged --net=host --shm-size=16G --ulimit memlock=-1 IMAGE"
-GO_TO_TPU = "gcloud compute tpus tpu-vm ssh NAME --zone ZONE  # creating one: docs/tpu_vm.md"
+V5E, V6E = GENERATIONS["v5e"], GENERATIONS["v6e"]
 
 
 def assert_check(check: Check, status: str, *words: str, fix: str = "") -> None:
+    """words: in its finding; fix: in its fix, which a check has where something is wrong."""
     assert check.status == status, check
     for word in words:
         assert word in check.finding, check
-    assert check.fix == fix
+    assert fix in check.fix and bool(check.fix) == (status in ("warn", "fail")), check
+
+
+def shell(fix: str, environment: dict | None = None) -> dict:
+    """What is in the environment after the command, run without sudo."""
+    script = f"{fix.replace('sudo ', '')} && env -0"
+    done = subprocess.run(["bash", "-ec", script], env=environment, capture_output=True, text=True, check=True)
+    return dict(line.split("=", 1) for line in done.stdout.split("\0")[:-1])
+
+
+def after_pip(installed: dict, fix: str) -> dict:
+    """What the pip commands of a fix leave installed; with torch_xla the libtpu and jax that it asks for."""
+    installed = dict(installed)
+    for words in map(shlex.split, fix.split(" && ")):
+        assert words[1:3] == ["-m", "pip"], fix
+        for word in words[4:]:
+            name, _, version = re.sub(r"\[.*\]", "", word).partition("==")
+            if "uninstall" in words:
+                installed.pop(name, None)
+            elif version:
+                installed[name] = version.replace("*", "0")
+    (row,) = (row for row in SUPPORTED_VERSIONS if fnmatch(installed["torch_xla"], row.torch_xla))
+    return installed | {"libtpu": row.libtpu.rstrip("*"), "jax": row.jax}
 
 
 def clean_environment(*python_path: Path, **variables: str) -> dict:
@@ -66,39 +88,53 @@ def dist_info(folder: Path, name: str, version: str) -> Path:
 # ---------------------------------------------------------------- Python and packages
 
 
-def test_the_table_is_what_requirements_pin():
-    lines = SCRIPT.with_name("requirements.txt").read_text().splitlines()
-    pinned = {line.partition("#")[0].strip() for line in lines}
-    assert set(SUPPORTED_PAIRS[0].pip.replace("'", "").split()) <= pinned
-    second = next(line for line in lines if "second supported pair" in line)
-    assert SUPPORTED_PAIRS[1].pip.replace("'", "") in second
-    assert SUPPORTED_PAIRS[0].torch == "2.9.0" and isinstance(SUPPORTED_PAIRS[1], VersionPair)
-
-
-def test_the_other_tables_agree():
-    """The doctor runs alone, so it holds a copy of what it needs of the one table of generations."""
-    known = {generation.pci_id: generation.name for generation in hardware.GENERATIONS.values()}
-    assert {i: kind for i, kind in setup_tpu.TPU_PCI_IDS.items() if kind != "v2/v3"} == known
-    assert setup_tpu.TPU_VENDOR == hardware.GOOGLE_PCI_VENDOR
+def test_requirements_pin_the_first_supported_set():
+    lines = [line.partition("#")[0].strip() for line in SCRIPT.with_name("requirements.txt").read_text().splitlines()]
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    for name, word in (("torch", "torch"), ("torch_xla", "torch_xla[tpu,pallas]"), ("torchvision", "torchvision")):
+        assert fnmatch(pinned[word], getattr(SUPPORTED_VERSIONS[0], name))
 
 
 def test_only_the_standard_library_at_module_level_and_syntax_of_old_pythons():
-    tree = ast.parse(SCRIPT.read_text(), feature_version=(3, 8))
-    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-    roots = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in imports}
-    assert roots <= sys.stdlib_module_names
+    """An old Python reads the doctor, and of tpu_utils what says which Python to install; 3.10 reads the rest."""
+    for name in ("setup_tpu.py", "tpu_utils/__init__.py", "tpu_utils/base/versions.py"):
+        tree = ast.parse((SCRIPT.parent / name).read_text(), feature_version=(3, 8))
+        imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+        roots = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0] for n in imports}
+        assert roots <= sys.stdlib_module_names
+    source = f"import sys; sys.path.append({str(SCRIPT.parent)!r}); import setup_tpu; setup_tpu.read_options([]);"
+    source += "from tpu_utils.remote import hosts; from tpu_utils.options import variables; import tpu_utils.base.gpus"
+    subprocess.run([sys.executable, "-ISc", source], check=True)
 
 
-def test_python_version():
-    assert_check(setup_tpu.check_python((3, 11, 7), {}), "ok", "3.11.7")
-    fix = NEW_PYTHON + "  # or Docker, or uv: docs/tpu_vm.md"
-    assert_check(
-        setup_tpu.check_python((3, 10, 13), {}), "fail", "3.10.13", "2.9.0 with", "needs 3.11 to 3.12", fix=fix
-    )
-    assert_check(setup_tpu.check_python((3, 13, 0), {}), "fail", "found 3.13.0", fix=fix)
-    assert_check(setup_tpu.check_python((3, 13, 0), {"libtpu": "0.0.21.1"}), "ok", "3.11 to 3.13")  # as Colab has it
-    older = {"torch_xla": "2.8.1"}
-    assert_check(setup_tpu.check_python((3, 10, 1), older), "fail", "2.8.* with its jax and libtpu needs 3.11", fix=fix)
+def test_a_python_that_does_not_read_tpu_utils_is_told_which_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "version_info", (3, 8, 10))
+    assert setup_tpu.main() == 1
+    said = capsys.readouterr().err
+    assert "found 3.8.10" in said and "need 3.11 to 3.12" in said and "python3.11 -m venv" in said
+
+
+def test_doctor_copied_alone(tmp_path):
+    shutil.copy(SCRIPT, tmp_path)
+    command = [sys.executable, tmp_path / SCRIPT.name, "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("error: tpu_utils/, which setup_tpu.py reads") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "installed", "status", "words"),
+    [
+        ((3, 11, 7), {}, "ok", "3.11.7"),
+        ((3, 10, 13), {}, "fail", "found 3.10.13; torch_xla 2.9.0, jax and libtpu need 3.11 to 3.12"),
+        ((3, 13, 0), {}, "fail", "found 3.13.0"),
+        ((3, 13, 0), {"libtpu": "0.0.21.1"}, "ok", "3.11 to 3.13"),  # as Colab has it
+        ((3, 10, 1), {"torch_xla": "2.8.1"}, "fail", "torch_xla 2.8.*, jax and libtpu need 3.11"),
+    ],
+)
+def test_python_version(version, installed, status, words):
+    fix = "python3.11 -m venv .venv && .venv/bin/python -m pip install -r requirements.txt" if status == "fail" else ""
+    assert_check(setup_tpu.check_python(version, installed), status, words, fix=fix)
 
 
 def test_versions_come_from_metadata_even_of_broken_installs(tmp_path):
@@ -110,87 +146,76 @@ def test_versions_come_from_metadata_even_of_broken_installs(tmp_path):
     assert found == {"torch": "2.8.0", "torch_xla": "2.9.0"}
 
 
+OLDER = {"torch": "2.8.0", "torch_xla": "2.8.1", "torchvision": "0.23.0"}
+
+
 @pytest.mark.parametrize(
-    ("name", "changed", "words", "fix"),
+    ("name", "installed", "words"),
     [
-        ("torch", {"torch": "2.8.0"}, ("found 2.8.0 beside torch_xla 2.9.0", "expected 2.9.0"), PIP_29),
-        ("torch_xla", {"torch_xla": "2.7.0"}, ("found 2.7.0", "expected 2.9.0"), PIP_29),
-        ("torch_xla", {"torch_tpu": "0.1"}, ("torch_tpu 0.1 is installed beside",), f"{NO_TORCH_TPU} && {PIP_29}"),
-        ("torchvision", {"torchvision": "0.19.0"}, ("found 0.19.0", "expected 0.24.*"), PIP_29),
-        ("libtpu", {"libtpu": "0.0.17"}, ("found 0.0.17", "expected 0.0.21"), PIP_29),
-        ("jax", {"jax": "0.8.0"}, ("found 0.8.0", "expected 0.7.1"), PIP_29),
-        ("jax", {"torch": "2.8.0", "torch_xla": "2.8.1"}, ("found 0.7.1", "expected 0.6.2"), PIP_28),
+        ("torch", INSTALLED | {"torch": "2.8.0"}, ("found 2.8.0 beside torch_xla 2.9.0", "expected 2.9.0")),
+        ("torch_xla", INSTALLED | {"torch_xla": "2.7.0"}, ("found 2.7.0", "expected 2.9.0")),
+        ("torch_xla", INSTALLED | {"torch_tpu": "0.1"}, ("torch_tpu 0.1 is installed beside",)),
+        ("torch_xla", {}, ("not installed",)),
+        ("torchvision", INSTALLED | {"torchvision": "0.19.0"}, ("found 0.19.0", "expected 0.24.*")),
+        ("libtpu", INSTALLED | {"libtpu": "0.0.17"}, ("found 0.0.17", "expected 0.0.21")),
+        ("jax", INSTALLED | {"jax": "0.8.0"}, ("found 0.8.0", "expected 0.7.1")),
+        ("jax", INSTALLED | OLDER, ("found 0.7.1", "expected 0.6.2")),
     ],
 )
-def test_mismatched_package(name, changed, words, fix):
-    assert_check(setup_tpu.check_package(name, INSTALLED | changed, needed=True), "fail", *words, fix=fix)
+def test_a_package_that_does_not_fit_and_what_its_fix_installs(name, installed, words):
+    check = setup_tpu.check_package(name, installed, needed=True)
+    assert_check(check, "fail", *words)
+    cured = after_pip(installed, check.fix)
+    assert [setup_tpu.check_package(name, cured, needed=True).status for name in INSTALLED] == ["ok"] * 5
+
+
+def test_missing_and_matching_packages():
+    assert_check(setup_tpu.check_package("jax", {}, needed=False), "warn", "not installed")
+    assert_check(setup_tpu.check_package("torch", INSTALLED | {"torch": "2.9.0+cpu"}, needed=True), "ok", "2.9.0+cpu")
+    assert_check(setup_tpu.check_package("torch_xla", OLDER, needed=True), "ok", "2.8.1")
+
+
+def test_full_tensorflow():
+    for wants_tpu, status in ((True, "fail"), (False, "warn")):
+        check = setup_tpu.check_tensorflow({"tensorflow": "2.19.0"}, wants_tpu)
+        assert_check(check, status, "tensorflow 2.19.0 is installed beside")
+        cured = after_pip(INSTALLED | {"tensorflow": "2.19.0"}, check.fix)
+        assert setup_tpu.check_tensorflow(cured, wants_tpu).status == "ok"
 
 
 H200 = "NVIDIA H200, 580.159.04, 512, 143771"
 
 
 @pytest.mark.parametrize(
-    "answer, installed, build, status, said",
+    ("answer", "installed", "has_cuda", "status", "said"),
     [
-        (
-            H200,
-            {"torch": "2.11.0+cu130"},
-            "cuda: Optional[str] = '13.0'",
-            "ok",
-            "0.5 of 140 GiB in use; torch 2.11.0+cu",
-        ),
-        (H200, {"torch": "2.11.0+cpu"}, "cuda: Optional[str] = None", "fail", "torch 2.11.0+cpu is built without CUDA"),
-        (H200, INSTALLED, "", "ok", "driver 580.159.04, 0.5 of 140 GiB in use; only the torch.compile backend uses it"),
-        (H200.replace("512", "90000"), {"torch": "2.13.0"}, "cuda: str = '13.0'", "warn", "87.9 of 140 GiB in use"),
-        ("No devices were found", {"torch": "2.13.0"}, "", "fail", "its driver does not answer nvidia-smi"),
+        (H200, {"torch": "2.11.0+cu130"}, True, "ok", "0.5 of 140 GiB in use"),
+        (H200, {"torch": "2.11.0+cpu"}, False, "fail", "torch 2.11.0+cpu is built without CUDA"),
+        (H200, INSTALLED, False, "ok", "driver 580.159.04, 0.5 of 140 GiB in use; only the torch.compile backend uses"),
+        (H200.replace("512", "90000"), {"torch": "2.13.0"}, True, "warn", "87.9 of 140 GiB in use"),
+        ("No devices were found", {"torch": "2.13.0"}, True, "fail", "its driver does not answer nvidia-smi"),
     ],
 )
-def test_a_gpu(answer, installed, build, status, said, tmp_path, monkeypatch):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "version.py").write_text(f"{build}\n")
+def test_a_gpu(answer, installed, has_cuda, status, said, tmp_path, monkeypatch):
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho '{answer}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert setup_tpu.check_gpu(tmp_path, [str(tmp_path)], installed, PATIENT).status == "skip"
+    monkeypatch.setattr("tpu_utils.base.gpus.has_cuda", lambda: has_cuda)
+    assert setup_tpu.check_gpu(tmp_path, installed, PATIENT).status == "skip"
     (tmp_path / "nvidia0").touch()
-    found = setup_tpu.check_gpu(tmp_path, [str(tmp_path)], installed, PATIENT)
-    assert found.status == status and said in found.finding, found
-
-
-def test_missing_and_matching_packages():
-    assert_check(setup_tpu.check_package("torch_xla", {}, needed=True), "fail", "not installed", fix=PIP_29)
-    assert_check(setup_tpu.check_package("jax", {}, needed=False), "warn", "not installed", fix=PIP_29)
-    assert_check(setup_tpu.check_package("torch", INSTALLED | {"torch": "2.9.0+cpu"}, needed=True), "ok", "2.9.0+cpu")
-    older = {"torch": "2.8.0", "torch_xla": "2.8.1"}
-    assert_check(setup_tpu.check_package("torch_xla", older, needed=True), "ok", "2.8.1")
-
-
-def test_full_tensorflow():
-    fix = f"{setup_tpu.PIP} uninstall -y tensorflow && {setup_tpu.PIP} install tensorflow-cpu"
-    found = {"tensorflow": "2.19.0"}
-    assert_check(
-        setup_tpu.check_tensorflow(found, wants_tpu=True), "fail", "tensorflow 2.19.0 is installed beside", fix=fix
-    )
-    assert setup_tpu.check_tensorflow(found, wants_tpu=False).status == "warn"
-    assert setup_tpu.check_tensorflow({"tensorflow_cpu": "2.19.0"}, wants_tpu=True).status == "ok"
+    assert_check(setup_tpu.check_gpu(tmp_path, installed, PATIENT), status, said)
 
 
 def test_broken_libtpu(tmp_path):
-    reinstall = f"{setup_tpu.PIP} install --force-reinstall --no-deps libtpu==0.0.21"
     library = package(tmp_path, libtpu="") / "libtpu" / "libtpu.so"
     library.write_bytes(b"half a download")
-    assert setup_tpu.find_libtpu({}, [str(tmp_path)]) == library
-    check = setup_tpu.check_libtpu(library, {}, INSTALLED, False, PATIENT)
-    assert_check(check, "fail", f"{library} cannot be loaded", fix=reinstall)
-
-    check = setup_tpu.check_libtpu(None, {}, {}, True, PATIENT)
-    assert_check(check, "fail", "no libtpu.so found", fix=reinstall)
-
+    check = setup_tpu.check_libtpu({}, [str(tmp_path)], INSTALLED, False, PATIENT)
+    assert_check(check, "fail", f"{library} cannot be loaded", fix="libtpu==0.0.21")
+    assert_check(setup_tpu.check_libtpu({}, [], {}, True, PATIENT), "fail", "no libtpu.so found", fix="libtpu==0.0.21")
     environment = {"TPU_LIBRARY_PATH": str(tmp_path / "gone.so")}
-    gone = setup_tpu.find_libtpu(environment, [str(tmp_path)])
-    check = setup_tpu.check_libtpu(gone, environment, INSTALLED, False, PATIENT)
-    assert_check(check, "fail", "TPU_LIBRARY_PATH says", "not a file", fix="unset TPU_LIBRARY_PATH")
+    check = setup_tpu.check_libtpu(environment, [str(tmp_path)], INSTALLED, False, PATIENT)
+    assert_check(check, "fail", "gone.so cannot be loaded", "No such file", fix="unset TPU_LIBRARY_PATH")
 
 
 # ---------------------------------------------------------------- the chip
@@ -204,77 +229,46 @@ def pci_device(sys_root: Path, slot: str, vendor: str, device: str) -> None:
 
 
 def test_chips_on_the_bus(tmp_path):
-    pci_device(tmp_path, "0000:00:04.0", "0x1ae0", "0x0042")  # Google's network card
+    """A TPU that the scripts do not know (v2 and v3 are 0x0027) is none of those that they know."""
+    pci_device(tmp_path, "0000:00:04.0", GOOGLE_PCI_VENDOR, "0x0042")  # Google's network card
     pci_device(tmp_path, "0000:00:05.0", "0x8086", "0x0063")
-    check = setup_tpu.check_chips(setup_tpu.find_chips(tmp_path), True, "")
-    assert_check(check, "fail", "none on the PCI bus (vendor 0x1ae0)", fix=GO_TO_TPU)
-    pci_device(tmp_path, "0000:00:06.0", "0x1ae0", "0x0063")
-    pci_device(tmp_path, "0000:00:07.0", "0x1ae0", "0x0063")
-    check = setup_tpu.check_chips(setup_tpu.find_chips(tmp_path), True, "")
-    assert_check(check, "ok", "2 on the PCI bus (vendor 0x1ae0): v5e")
-
-
-def test_chips_that_the_scripts_do_not_know_are_named(tmp_path):
-    pci_device(tmp_path, "0000:00:06.0", "0x1ae0", "0x0027")
-    chips = setup_tpu.find_chips(tmp_path)
-    check = setup_tpu.check_chips(chips, True, "")
-    fix = "gcloud compute tpus accelerator-types list --zone ZONE  # what else there is: docs/tpu_vm.md"
-    assert_check(check, "fail", "v2/v3; these scripts know v4 and later", fix=fix)
-    assert setup_tpu.check_chips(chips, False, "").status == "warn"
-
-
-@pytest.mark.parametrize(
-    ("device", "environment", "chips", "libtpu", "words", "fix"),
-    [
-        ("auto", {"PJRT_DEVICE": "CPU"}, ["v5e"], True, "PJRT_DEVICE=CPU is set", "export PJRT_DEVICE=TPU"),
-        ("tpu", {"PJRT_DEVICE": "CPU"}, ["v5e"], True, "silently run on the CPU", "export PJRT_DEVICE=TPU"),
-        ("auto", {}, ["v5e"], False, "libtpu was not found", PIP_29),
-        ("auto", {"PJRT_DEVICE": "TPU"}, [], True, "this machine has no TPU chip", "export PJRT_DEVICE=CPU"),
-        ("auto", {"PJRT_DEVICE": "GPU"}, [], True, "PJRT_DEVICE=GPU is set; expected", "export PJRT_DEVICE=CPU"),
-        ("auto", {"PJRT_SELECT_DEFAULT_DEVICE": "0"}, ["v4"], True, "forbids choosing", "export PJRT_DEVICE=TPU"),
-    ],
-)
-def test_pjrt_device_refused(device, environment, chips, libtpu, words, fix):
-    assert_check(setup_tpu.check_pjrt_device(device, environment, chips, libtpu), "fail", words, fix=fix)
-
-
-def test_pjrt_device_chosen():
-    assert_check(setup_tpu.check_pjrt_device("auto", {}, ["v5e"], True), "ok", "TPU: a TPU chip and libtpu were found")
-    assert setup_tpu.check_pjrt_device("auto", {}, [], True).status == "warn"
-    assert setup_tpu.check_pjrt_device("cpu", {}, ["v5e"], True).status == "ok"
-    assert_check(setup_tpu.check_pjrt_device("tpu", {}, [], True), "skip", "see tpu chips")  # which fails, once
+    pci_device(tmp_path, "0000:00:06.0", GOOGLE_PCI_VENDOR, "0x0027")
+    assert not attached_chips(tmp_path / "bus/pci/devices")
+    for where, fix in (("", "gcloud"), ("container", "gcloud"), ("Colab", "Change runtime type")):
+        check = setup_tpu.check_chips([], "tpu", where)
+        assert_check(check, "fail", *GENERATIONS, "on the PCI bus (vendor 0x1ae0)", fix=fix)
+    assert_check(setup_tpu.check_chips([], "auto", ""), "warn", "programs will run on the CPU", fix="--device cpu")
+    assert_check(setup_tpu.check_chips([], "cpu", ""), "ok", "none of v4")
+    assert_check(setup_tpu.check_chips([V5E, V5E], "tpu", ""), "ok", "2 on the PCI bus: v5e")
 
 
 def test_device_nodes(tmp_path):
-    def check(container=""):
-        return setup_tpu.check_device_nodes(tmp_path, ["v5e", "v5e"], os.getuid() + 1, container)
+    def check(where=""):
+        return setup_tpu.check_device_nodes(tmp_path, [V5E, V5E], os.getuid() + 1, where)
 
-    assert_check(check(), "fail", "2 chips but 0 nodes", fix="sudo reboot")
-    assert_check(check("container"), "fail", "2 chips but 0 nodes", fix=DOCKER)
+    assert_check(check(), "fail", "2 chips but 0 nodes", fix="reboot")
+    assert_check(check("container"), "fail", "2 chips but 0 nodes", fix="docker run --privileged")
     for i in range(2):
         (tmp_path / f"accel{i}").touch(0o600)
-    names = f"{tmp_path}/accel0 {tmp_path}/accel1"
-    assert_check(check(), "fail", "may not open", names.replace(" ", ", "), fix=f"sudo chmod a+rw {names}")
-    assert (
-        check("container").fix
-        == "docker run --privileged --net=host --shm-size=16G --ulimit memlock=-1 --user root IMAGE"
-    )
-    for i in range(2):
-        (tmp_path / f"accel{i}").chmod(0o666)
-    assert_check(check(), "ok", "accel0", "open to user")
+    assert "--user root IMAGE" in check("container").fix
+    assert_check(check(), "fail", "may not open", f"{tmp_path}/accel0, {tmp_path}/accel1")
+    shell(check().fix)
+    assert_check(check(), "ok", "2, open to user")
 
 
 def test_vfio_nodes_need_the_control_node_too(tmp_path):
     (tmp_path / "vfio").mkdir()
-    (tmp_path / "vfio" / "0").touch(0o666)
-    (tmp_path / "vfio" / "0").chmod(0o666)
-    (tmp_path / "vfio" / "vfio").touch(0o600)
-    check = setup_tpu.check_device_nodes(tmp_path, ["v6e"], os.getuid() + 1, "")
-    assert_check(check, "fail", "vfio/vfio", fix=f"sudo chmod a+rw {tmp_path}/vfio/vfio")
+    for name, mode in (("0", 0o666), ("vfio", 0o600)):
+        (tmp_path / "vfio" / name).touch()
+        (tmp_path / "vfio" / name).chmod(mode)
+    check = setup_tpu.check_device_nodes(tmp_path, [V6E], os.getuid() + 1, "")
+    assert_check(check, "fail", "vfio/vfio")
+    shell(check.fix)
+    assert setup_tpu.check_device_nodes(tmp_path, [V6E], os.getuid() + 1, "").status == "ok"
 
 
 def test_locked_memory(tmp_path):
-    def check(allowed: int, where: str = "", chips: tuple = ("v6e",)) -> Check:
+    def check(allowed: int, where: str = "", chips: tuple = (V6E,)) -> Check:
         return setup_tpu.check_locked_memory(tmp_path, list(chips), allowed, where)
 
     (tmp_path / "accel0").touch()
@@ -282,11 +276,9 @@ def test_locked_memory(tmp_path):
     (tmp_path / "vfio").mkdir()
     (tmp_path / "vfio" / "0").touch()
     assert check(0, chips=()).status == "skip"
-    fix = "sudo prlimit --memlock=unlimited:unlimited --pid $$  # in a systemd unit: LimitMEMLOCK=infinity"
-    assert_check(check(2**23), "warn", "up to 8 MiB, expected at least 1 GiB", fix=fix)
-    assert "--ulimit memlock=-1" in check(2**23, "container").fix and "privileged: true" in check(2**23, "GKE").fix
-    assert check(2**30).status == "ok"
-    assert_check(check(resource.RLIM_INFINITY), "ok", "without limit")
+    assert_check(check(2**23), "warn", "up to 8 MiB, expected at least 1 GiB", fix="prlimit --memlock=unlimited")
+    assert "--ulimit memlock=-1" in check(2**23, "container").fix and "privileged: true" in check(1, "Kubernetes").fix
+    assert check(2**30).status == check(resource.RLIM_INFINITY).status == "ok"
 
 
 @pytest.mark.parametrize("node", ["/dev/accel0", "/dev/vfio/1", "LOCK"])
@@ -296,30 +288,30 @@ def test_process_that_holds_the_tpu_is_named(tmp_path, node):
     (tmp_path / "proc" / "4242" / "fd").mkdir(parents=True)
     (tmp_path / "proc" / "4242" / "cmdline").write_bytes(b"python\0train.py\0--steps=9\0")
     (tmp_path / "proc" / "4242" / "fd" / "7").symlink_to(lock if node == "LOCK" else node)
-    check = setup_tpu.check_holder(tmp_path / "proc", lock, ["v5e"], os.getuid(), True, "")
-    fix = "kill 4242  # once you know whose work it is"
-    assert_check(check, "fail", "pid 4242 (python train.py --steps=9)", "open", fix=fix)
+    check = setup_tpu.check_holder(tmp_path / "proc", lock, [V5E], os.getuid(), True, "")
+    assert_check(check, "fail", "pid 4242 (python train.py --steps=9)", "open", fix="kill 4242 ")
     assert lock.exists()
 
 
 def test_lock_file_of_another_user(tmp_path):
     lock = tmp_path / "libtpu_lockfile"
     lock.touch(0o600)
-    check = setup_tpu.check_holder(tmp_path / "proc", lock, ["v5e"], os.getuid() + 1, True, "")
-    assert_check(check, "fail", f"belongs to user {os.getuid()}", fix=f"sudo chmod a+rw {lock}")
-    lock.chmod(0o666)
-    check = setup_tpu.check_holder(tmp_path / "proc", lock, ["v5e"], os.getuid() + 1, True, "")
-    assert_check(check, "ok", "no process seen to hold the TPU")
+    arguments = tmp_path / "proc", lock, [V5E], os.getuid() + 1, True, ""
+    check = setup_tpu.check_holder(*arguments)
+    assert_check(check, "fail", f"belongs to user {os.getuid()}")
+    shell(check.fix)
+    assert_check(setup_tpu.check_holder(*arguments), "ok", "no process seen to hold the TPU")
 
 
 # ---------------------------------------------------------------- the cloud
 
 
 @pytest.fixture
-def metadata():
-    """The pages of a metadata server, and its address."""
+def metadata(monkeypatch):
+    """The pages of a metadata server."""
     with metadata_server() as server:
-        yield server.pages, server.url
+        monkeypatch.setenv("GCE_METADATA_HOST", server.host)
+        yield server.pages
 
 
 def four_hosts(pages: dict, index: object = 1) -> None:
@@ -327,48 +319,18 @@ def four_hosts(pages: dict, index: object = 1) -> None:
     pages["worker-network-endpoints"] = ",".join(f"host-{i}:uid:10.0.0.{i}" for i in range(4))
 
 
-def cloud(environment: dict, url: str, where: str = "", wants_tpu: bool = True) -> tuple[dict[str, Check], dict]:
-    checks, added = setup_tpu.check_cloud(environment, url, ["v5e"] * 8, where, wants_tpu)
-    return {check.name: check for check in checks}, added
-
-
-def test_metadata_that_is_not_there(metadata):
-    _, url = metadata
+def test_hosts_are_those_that_a_run_finds(metadata, capsys):
+    """tests/tpu_utils/remote/test_hosts.py has every case; here, that its answers are the doctor's."""
+    environment = {}
+    check = setup_tpu.check_hosts([V5E] * 8, environment, "")
+    assert_check(check, "ok", "0 of 1: neither the environment nor a metadata server names others")
     alone = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
-    words = "one host without word of others needs "
-    words += "TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE=v5litepod-8 TPU_WORKER_ID=0"
-    checks, added = cloud({}, url)
-    assert_check(checks["metadata"], "ok", "404", words)
-    assert checks["hosts"].status == "skip" and added == alone
-    for where in ("Colab", "Kaggle", "GKE"):
-        checks, added = cloud({}, "http://127.0.0.1:9/", where)
-        assert_check(checks["metadata"], "ok", "refused", words)
-        assert checks["surroundings"].finding == ("Kubernetes" if where == "GKE" else where) and added == alone
-
-    checks, added = cloud({}, "http://127.0.0.1:9/")  # a TPU VM has one: nobody knows whether there are other hosts
-    assert_check(checks["metadata"], "fail", "refused", fix=GO_TO_TPU)
-    assert not added
-    assert_check(cloud({}, "http://127.0.0.1:9/", "container")[0]["metadata"], "fail", "refused", fix=DOCKER)
-    assert cloud({}, "http://127.0.0.1:9/", wants_tpu=False)[0]["metadata"].status == "skip"
-    several = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2", "TPU_ACCELERATOR_TYPE": "v5litepod-16"}
-    checks, added = cloud(several, url, "GKE")
-    assert_check(checks["metadata"], "fail", "404", fix="export TPU_SKIP_MDS_QUERY=1")
-    assert not added
-
-
-def test_metadata_replaced_by_variables():
-    checks, _ = cloud({"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_ID": "0"}, "http://127.0.0.1:9/")
-    words = ("not asked", "but not TPU_ACCELERATOR_TYPE")
-    assert_check(checks["metadata"], "fail", *words, fix="unset TPU_SKIP_MDS_QUERY")
-
-
-def test_host_index_out_of_range(metadata):
-    pages, url = metadata
-    fix = "export TPU_WORKER_ID=0  # the position in TPU_WORKER_HOSTNAMES"
-    for variables in ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}, {"TPU_WORKER_HOSTNAMES": "a,b"}):
-        assert_check(cloud(variables, url)[0]["hosts"], "fail", "expected a number from 0 to 1", fix=fix)
-    four_hosts(pages, index=7)
-    assert_check(cloud({}, url)[0]["hosts"], "fail", "host index '7'", "0 to 3", fix=fix)
+    assert alone.items() <= environment.items() and not capsys.readouterr().out
+    check = setup_tpu.check_hosts([V5E] * 4, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "2"}, "Kubernetes")
+    assert_check(check, "fail", "this host has index 2", "an index from 0 to 1", fix="set TPU_WORKER_ID")
+    four_hosts(metadata, index=7)
+    check = setup_tpu.check_hosts([V5E] * 4, {}, "")
+    assert_check(check, "fail", "index 7, but the VM's metadata names 4", fix="set TPU_WORKER_ID")
 
 
 def test_silent_hosts():
@@ -405,7 +367,7 @@ def test_a_name_that_takes_long_to_resolve_is_not_waited_for(monkeypatch):
         ({}, True, "container"),
         ({"COLAB_RELEASE_TAG": "release-colab_20261101"}, True, "Colab"),
         ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "COLAB_RELEASE_TAG": "made from"}, True, "Kaggle"),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False, "GKE"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False, "Kubernetes"),
     ],
 )
 def test_surroundings(tmp_path, variables, marked, where):
@@ -422,25 +384,17 @@ class Client:
     def bucket(self, name): return self
     def test_iam_permissions(self, wanted, timeout): {body}
 """
+LACKING = "return [w for w in wanted if 'create' not in w]"
+NO_CREDENTIALS = "raise DefaultCredentialsError('no credentials were found')"
 
 
 @pytest.mark.parametrize(
     ("body", "status", "words", "fix"),
     [
         ("return wanted", "ok", "may be read and written", ""),
-        (
-            "return [w for w in wanted if 'create' not in w]",
-            "fail",
-            "lack storage.objects.create",
-            "gcloud storage buckets add-iam-policy-binding gs://b --role=roles/storage.objectAdmin --member=YOU",
-        ),
-        ("raise NotFound('404 POST b')", "fail", "gs://b does not exist", "gcloud storage buckets create gs://b"),
-        (
-            "raise DefaultCredentialsError('no credentials were found')",
-            "fail",
-            "no credentials were found",
-            "gcloud auth application-default login",
-        ),
+        (LACKING, "fail", "lack storage.objects.create", "buckets add-iam-policy-binding gs://b "),
+        ("raise NotFound('404 POST b')", "fail", "gs://b does not exist", "buckets create gs://b"),
+        (NO_CREDENTIALS, "fail", "no credentials were found", "application-default login"),
     ],
 )
 def test_bucket(tmp_path, body, status, words, fix):
@@ -452,14 +406,13 @@ def test_bucket(tmp_path, body, status, words, fix):
 
 def test_bucket_without_the_library():
     check = setup_tpu.check_bucket("gs://b", {}, {}, PATIENT)
-    assert_check(check, "fail", "not installed", fix=f"{setup_tpu.PIP} install google-cloud-storage")
+    assert_check(check, "fail", "not installed", fix="install google-cloud-storage")
 
 
 def test_bucket_with_the_real_library_and_no_credentials():
     environment = clean_environment(GOOGLE_APPLICATION_CREDENTIALS="/nonexistent/key.json")
     check = setup_tpu.check_bucket("gs://some-bucket", {"google_cloud_storage": "3"}, environment, 40)
-    fix = "gcloud auth application-default login"
-    assert_check(check, "fail", "DefaultCredentialsError", "/nonexistent/key.json", fix=fix)
+    assert_check(check, "fail", "DefaultCredentialsError", "/nonexistent/key.json", fix="application-default login")
 
 
 # ---------------------------------------------------------------- memory, environment, container
@@ -468,134 +421,109 @@ def test_bucket_with_the_real_library_and_no_credentials():
 def test_memory(tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal:       16777216 kB\nMemAvailable:   8388608 kB\n")
     assert_check(setup_tpu.check_memory(tmp_path, tmp_path, 2), "ok", "16.0 GiB, 8.0 available")
-    fix = "ps aux --sort=-rss | head"
-    assert_check(setup_tpu.check_memory(tmp_path, tmp_path, 9), "fail", "expected 9 free", fix=fix)
+    assert_check(setup_tpu.check_memory(tmp_path, tmp_path, 9), "fail", "expected 9 free", fix="ps aux")
     (tmp_path / "fs" / "cgroup").mkdir(parents=True)
     (tmp_path / "fs" / "cgroup" / "memory.max").write_text(f"{2**30}\n")
-    assert_check(setup_tpu.check_memory(tmp_path, tmp_path, 2), "fail", "limited to 1.0 by cgroup", fix=fix)
+    assert_check(setup_tpu.check_memory(tmp_path, tmp_path, 2), "fail", "limited to 1.0 by cgroup", fix="ps aux")
 
 
 def test_shared_memory(tmp_path):
-    mount = f"sudo mount -o remount,size=16G {tmp_path}/shm"
-    check = setup_tpu.check_shared_memory(tmp_path, 1, "")
-    assert_check(check, "warn", "does not exist", fix=mount)
+    mount = f"mount -o remount,size=16G {tmp_path}/shm"
+    assert_check(setup_tpu.check_shared_memory(tmp_path, 1, ""), "warn", "has 0.00 GiB", fix=mount)
     (tmp_path / "shm").mkdir()
-    check = setup_tpu.check_shared_memory(tmp_path, 1e6, "")
-    assert_check(check, "warn", "expected at least 1e+06", fix=mount)
-    assert setup_tpu.check_shared_memory(tmp_path, 1e6, "container").fix == DOCKER
+    assert_check(setup_tpu.check_shared_memory(tmp_path, 1e6, ""), "warn", "expected at least 1e+06", fix=mount)
+    for where, fix in (("container", "docker run"), ("Kubernetes", "emptyDir")):
+        assert_check(setup_tpu.check_shared_memory(tmp_path, 1e6, where), "warn", fix=fix)
+    assert setup_tpu.check_shared_memory(tmp_path, 0, "").status == "ok"
 
 
 def test_container(tmp_path):
+    def check(wants_tpu: bool = True) -> Check:
+        return setup_tpu.check_container(tmp_path, tmp_path, "container", wants_tpu)
+
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "status").write_text("CapBnd:\t00000000a80425fb\n")  # docker's default
     (tmp_path / "class" / "net" / "eth0").mkdir(parents=True)
-    check = setup_tpu.check_container(tmp_path, tmp_path, "container", wants_tpu=True)
-    assert_check(check, "fail", "not privileged", "not on the network of the host", fix=DOCKER)
-    assert setup_tpu.check_container(tmp_path, tmp_path, "container", wants_tpu=False).status == "skip"
+    assert_check(check(), "fail", "not privileged", "not on the network of the host", fix="--privileged --net=host")
+    assert check(wants_tpu=False).status == "skip"
     (tmp_path / "self" / "status").write_text("CapBnd:\t000001ffffffffff\n")
-    check = setup_tpu.check_container(tmp_path, tmp_path, "container", wants_tpu=True)
-    assert_check(check, "fail", "not on the network of the host", fix=DOCKER)
-    assert "privileged" not in check.finding
+    assert_check(check(), "fail", "not on the network of the host", fix="--net=host")
+    assert "privileged" not in check().finding
     (tmp_path / "class" / "net" / "eth0" / "device").mkdir()
-    check = setup_tpu.check_container(tmp_path, tmp_path, "container", wants_tpu=True)
-    assert_check(check, "ok", "privileged, on the network of the host")
+    assert_check(check(), "ok", "privileged, on the network of the host")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "status", "words"),
-    [
-        ("XRT_TPU_CONFIG", "localservice;0", "warn", "XRT is gone"),
-        ("TPU_NUM_DEVICES", "4", "warn", "TPU_VISIBLE_CHIPS selects chips"),
-        ("XLA_USE_FP16", "1", "warn", "read by nobody"),
-        ("XLA_DOWNCAST_FP16", "1", "warn", "read by nobody"),
-        ("PT_XLA_DEBUG", "1", "warn", "use PT_XLA_DEBUG_LEVEL"),
-        ("XLA_PERSISTENT_CACHE_PATH", "/tmp/cache", "warn", "fail to load it and compile it again: time and disk"),
-        ("XLA_USE_BF16", "1", "fail", "behind torch's back"),
-        ("XLA_DOWNCAST_BF16", "1", "fail", "behind torch's back"),
-        ("XLA_USE_SPMD", "1", "fail", "use_spmd()"),
-        ("PYTHONSAFEPATH", "1", "fail", "No module named 'config'"),
-        ("CPU_NUM_DEVICES", "four", "fail", "expected a number of devices"),
-    ],
-)
-def test_stale_variable(name, value, status, words):
-    check = setup_tpu.check_environment({"HOME": "/", name: value})
-    assert_check(check, status, f"{name}={value}", words, fix=f"unset {name}")
+VARIABLES = [
+    ("XRT_TPU_CONFIG", "localservice;0", "warn", "XRT is gone"),
+    ("TPU_NUM_DEVICES", "4", "warn", "TPU_VISIBLE_CHIPS selects chips"),
+    ("XLA_USE_FP16", "1", "warn", "read by nobody"),
+    ("XLA_DOWNCAST_FP16", "1", "warn", "read by nobody"),
+    ("PT_XLA_DEBUG", "1", "warn", "use PT_XLA_DEBUG_LEVEL"),
+    ("XLA_PERSISTENT_CACHE_PATH", "/nonexistent/cache", "warn", "and compiles them again"),
+    ("PYTHONSAFEPATH", "1", "fail", "No module named 'config'"),
+    ("CPU_NUM_DEVICES", "four", "fail", "expected a whole number"),
+    ("XLA_FLAGS", "--nonsense", "fail", "XLA_FLAGS has --nonsense, which this XLA does not have"),
+    ("XLA_FLAGS", "--xla_tpu_x=1", "fail", "belong in --compiler_options"),
+    ("PJRT_DEVICE", "TPU", "fail", "PJRT_DEVICE=TPU, but this machine has a CPU"),
+    ("PJRT_DEVICE", "GPU", "fail", "PJRT_DEVICE=GPU, but this machine has a CPU"),
+    *((name, "1", "fail", f"{name}=1, which makes") for name in SWITCHES if not name.endswith("SPMD")),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "status", "words"), VARIABLES)
+def test_a_variable_that_is_refused_or_stale(name, value, status, words):
+    """What tpu_utils/options/variables.py refuses, and more. The fix leaves it out; so does what is tried."""
+    check, refused = setup_tpu.check_environment({"HOME": "/", name: value}, "auto", [])
+    assert_check(check, status, value, words) if name != "PYTHONSAFEPATH" else assert_check(check, status, words)
+    assert set(refused) == ({name} if status == "fail" else set())
+    cured = shell(check.fix, {"HOME": "/", name: value, "PATH": os.environ["PATH"]})
+    assert setup_tpu.check_environment(cured, "auto", [])[0].status == "ok"
+
+
+def test_silent_runs_on_the_cpu_of_a_machine_with_a_tpu():
+    for device, status in (("auto", "fail"), ("tpu", "fail"), ("cpu", "ok")):
+        assert setup_tpu.check_environment({"PJRT_DEVICE": "CPU"}, device, [V5E])[0].status == status
 
 
 def test_harmless_variables():
     live = {"XLA_USE_BF16": "0", "TPU_VISIBLE_CHIPS": "0", "TPU_PROCESS_BOUNDS": "1,1,1", "CPU_NUM_DEVICES": "4"}
-    assert setup_tpu.check_environment(live).status == "ok"
-
-
-def abort_with(*lines: str) -> str:
-    return f"import os\ndef _init_computation_client():\n    os.write(2, {chr(10).join(lines).encode()!r}); os.abort()"
-
-
-@pytest.mark.parametrize(
-    ("flags", "lines", "words", "fix"),
-    [
-        (
-            "--xla_dump_to=/d --nonsense",
-            ["2026-01-01 00:00:00.1: F external/x.cc:234] Unknown flag in XLA_FLAGS: --nonsense"],
-            "would abort every program: Unknown flag in XLA_FLAGS: --nonsense",
-            "export XLA_FLAGS='--xla_dump_to=/d'",
-        ),
-        (
-            "--xla_tpu_x=1",
-            ["2026-01-01 00:00:00.1: F external/x.cc:234] Unknown flag in XLA_FLAGS: --xla_tpu_x=1"],
-            "--xla_tpu_x=1",
-            "unset XLA_FLAGS && export LIBTPU_INIT_ARGS='--a=1 --xla_tpu_x=1'",
-        ),
-        (
-            "--xla_known=maybe",
-            [
-                "2026-01-01 00:00:00.1: E external/f.cc:109] Couldn't interpret value maybe for flag xla_known.",
-                "2026-01-01 00:00:00.1: F external/x.cc:220] Check failed: Flag parsing failed.",
-                "usage: --xla_known=maybe",
-            ],
-            "Couldn't interpret value maybe for flag xla_known.",
-            "unset XLA_FLAGS",
-        ),
-    ],
-)
-def test_xla_flags_that_would_abort(tmp_path, flags, lines, words, fix):
-    fake = package(tmp_path, torch="", _XLAC=abort_with(*lines))
-    environment = clean_environment(fake, XLA_FLAGS=flags, LIBTPU_INIT_ARGS="--a=1")
-    assert_check(setup_tpu.check_xla_flags(environment, INSTALLED, PATIENT), "fail", words, fix=fix)
-
-
-def test_xla_flags_that_cannot_be_tried(tmp_path):
-    fake = package(tmp_path, torch="raise ImportError('no libtorch')")
-    check = setup_tpu.check_xla_flags(clean_environment(fake, XLA_FLAGS="--a"), INSTALLED, PATIENT)
-    assert_check(check, "skip", "cannot be tried", "no libtorch")
-    assert setup_tpu.check_xla_flags({"XLA_FLAGS": "--a"}, {}, PATIENT).status == "skip"
+    live |= {"PJRT_DEVICE": "cpu", "XLA_FLAGS": "--xla_dump_to=/d"}
+    assert setup_tpu.check_environment(live, "auto", [])[0].status == "ok"
 
 
 # ---------------------------------------------------------------- real work, on backends that are broken
 
-REINSTALL = PIP_29.replace(" install ", " install --force-reinstall ", 1)
+
+def work(*python_path: Path, device: str = "cpu", limit: float = PATIENT, chips: tuple = (V5E,)) -> list[Check]:
+    return setup_tpu.check_work(device, clean_environment(*python_path), INSTALLED, limit, list(chips))
 
 
-def test_work_that_aborts_or_hangs(tmp_path):
-    fatal = "import os\nos.write(2, b'2026-01-01 0:0:0.1: F a.cc:1] Check failed: chip'); os.abort()"
-    fake = package(tmp_path / "abort", torch="", torch_xla=fatal)
-    first, *rest = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, PATIENT, ["v5e"])
-    assert_check(first, "fail", "Check failed: chip", fix=REINSTALL)
+FLAG_REFUSED = """2026-01-01 00:00:00.1: E external/f.cc:109] Couldn't interpret value maybe for flag xla_known.
+2026-01-01 00:00:00.1: F external/x.cc:220] Check failed: Flag parsing failed.
+usage: --xla_known=maybe
+"""
+NO_PYTHON = "libpython3.11.so.1.0: cannot open shared object file: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "fix"),
+    [
+        ("os.write(2, b'2026-01-01 0:0:0.1: F a.cc:1] Check failed: chip'); os.abort()", "chip", "--force-reinstall"),
+        (f"os.write(2, {FLAG_REFUSED.encode()!r}); os.abort()", "Couldn't interpret value maybe", "unset XLA_FLAGS"),
+        (f"raise ImportError({NO_PYTHON!r})", NO_PYTHON, "apt-get install -y libpython3.11"),  # Debian's python3
+    ],
+)
+def test_an_import_that_aborts(tmp_path, source, words, fix):
+    first, *rest = work(package(tmp_path, torch="", torch_xla=f"import os\n{source}"))
+    assert_check(first, "fail", words, fix=fix)
     assert [(c.status, c.finding) for c in rest] == [("skip", "not reached")] * 3
 
-    fake = package(tmp_path / "hang", torch="import time; time.sleep(60)", torch_xla="")
-    first, *_ = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 1, ["v5e"])
-    fix = f"{setup_tpu.PYTHON} setup_tpu.py --time_limit 4  # several hosts: start it on all of them at once"
-    assert_check(first, "fail", "no answer within 1 s", fix=fix)
-    checks = setup_tpu.check_work("tpu", clean_environment(fake), INSTALLED, 1, [])
+
+def test_an_import_that_hangs(tmp_path):
+    fake = package(tmp_path, torch="import time; time.sleep(60)", torch_xla="")
+    assert_check(work(fake, limit=1)[0], "fail", "no answer within 1 s", fix="--time_limit 4 ")
+    checks = work(fake, device="tpu", limit=1, chips=())
     assert {(check.status, check.finding) for check in checks} == {("skip", "no TPU chip on the PCI bus")}
-
-
-def test_debian_python_without_its_shared_library(tmp_path):
-    message = "libpython3.11.so.1.0: cannot open shared object file: No such file or directory"
-    fake = package(tmp_path, torch="", torch_xla=f"raise ImportError({message!r})")
-    first, *_ = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, PATIENT, ["v5e"])
-    assert_check(first, "fail", message, fix="sudo apt-get install -y libpython3.11")
 
 
 def test_work_on_a_backend_that_computes_wrongly(tmp_path):
@@ -613,30 +541,18 @@ def test_work_on_a_backend_that_computes_wrongly(tmp_path):
         torch_xla__debug="",
         torch_xla__debug__metrics="import torch_xla\nmetric_data = lambda name: (torch_xla.graphs,)\n",
     )
-    checks = setup_tpu.check_work("cpu", clean_environment(fake), INSTALLED, PATIENT, ["v5e"])
+    checks = work(fake)
     assert checks[0].status == "ok"
-    assert_check(checks[1], "fail", "differs from numpy by", "expected at most 1e-05", fix=REINSTALL)
-    assert_check(checks[2], "fail", "3 training steps compiled 3 graphs, expected 1", fix=REINSTALL)
-    assert_check(checks[3], "fail", "the sum over 2 devices is 3.0, expected 1.0", fix=REINSTALL)
-
-
-def test_aot_without_its_packages():
-    check = setup_tpu.check_aot("v5litepod-8", {}, {"torch_xla": "2.9.0"}, PATIENT)
-    assert_check(check, "fail", "needs libtpu, jax, not installed", fix=PIP_29)
-
-
-def test_doctor_copied_alone(tmp_path):
-    (tmp_path / "setup_tpu.py").write_text(SCRIPT.read_text())
-    source = "import setup_tpu; print(*setup_tpu.check_aot('v5litepod-8', {}, {}, 20))"
-    command = [sys.executable, "-c", source]
-    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
-    assert done.stdout.startswith("aot skip tpu_compiler/, which asks the compiler, is not beside setup_tpu.py")
+    assert_check(checks[1], "fail", "differs from numpy by", "expected at most 1e-05", fix="--force-reinstall")
+    assert_check(checks[2], "fail", "3 training steps compiled 3 graphs, expected 1", fix="--force-reinstall")
+    assert_check(checks[3], "fail", "the sum over 2 devices is 3.0, expected 1.0", fix="--force-reinstall")
 
 
 def test_aot_that_dies(tmp_path):
     fake = package(tmp_path, torch="raise ImportError('undefined symbol: x')")
-    check = setup_tpu.check_aot("v5litepod-8", clean_environment(fake), INSTALLED, PATIENT)
-    assert_check(check, "fail", "v5litepod-8: ", "undefined symbol: x", fix=PIP_29)
+    check = setup_tpu.check_aot("v5litepod-8", clean_environment(fake), PATIENT)
+    assert_check(check, "fail", "v5litepod-8: ", "undefined symbol: x")
+    assert after_pip({}, check.fix) == INSTALLED
 
 
 def test_what_a_child_reported_survives_its_death():
@@ -647,18 +563,8 @@ def test_what_a_child_reported_survives_its_death():
 
 # ---------------------------------------------------------------- whole machines, pretended
 
-GCLOUD = "gcloud compute tpus"
-DELETE = f"{GCLOUD} queued-resources delete REQUEST --zone ZONE --force  # then create it again"
-NOTICE_FIXES = {
-    "preempted": f"{DELETE}; a run goes on with --resume auto",
-    "maintenance-event": f"{GCLOUD} tpu-vm describe NAME --zone ZONE"
-    "  # until it is READY again; a run saves at the notice, and goes on with --resume auto",
-}
-COLAB, KAGGLE = {"COLAB_RELEASE_TAG": "release-colab_20261101-060000_RC00"}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
-GKE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "TPU_SKIP_MDS_QUERY": "true", "TPU_ACCELERATOR_TYPE": "v5litepod-32"}
-GKE["TPU_WORKER_HOSTNAMES"] = ",".join(f"job-0-{i}.svc" for i in range(4))
-ELSEWHERE = f"{setup_tpu.PYTHON} -m venv .venv_xla && .venv_xla/bin/python -m pip install -r requirements.txt"
-COLAB_MENU = "in the notebook's menu: Runtime > Change runtime type > TPU"
+KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "TPU_SKIP_MDS_QUERY": "true"}
+KUBERNETES |= {"TPU_ACCELERATOR_TYPE": "v5litepod-32", "TPU_WORKER_HOSTNAMES": ",".join(f"pod-{i}" for i in range(4))}
 
 
 class Machine:
@@ -667,12 +573,12 @@ class Machine:
     def __init__(self, root: Path, pages: dict):
         self.root, self.pages, self.environment = root, pages, {}
         self.installed, self.version, self.uid, self.device = dict(INSTALLED), (3, 11, 7), 1000, "auto"
-        self.silent, self.reports = set(), {}
+        self.silent = set()
         pages["tpu-env"] = "ACCELERATOR_TYPE: 'v5litepod-8'\nWORKER_ID: '0'\n"
         pages["worker-network-endpoints"] = "t1v-n-0:uid:10.0.0.1"
         pages |= {"preempted": "FALSE", "maintenance-event": "NONE"}
         for i in range(8):
-            pci_device(root / "sys", f"0000:00:0{i}.0", "0x1ae0", "0x0063")
+            pci_device(root / "sys", f"0000:00:0{i}.0", GOOGLE_PCI_VENDOR, V5E.pci_id)
         (root / "sys/class/net/ens8/device").mkdir(parents=True)
         (root / "dev/shm").mkdir(parents=True)
         self.nodes = [root / f"dev/accel{i}" for i in range(8)]
@@ -683,20 +589,48 @@ class Machine:
         (root / "proc/meminfo").write_text("MemTotal: 200000000 kB\nMemAvailable: 190000000 kB\n")
         (root / "proc/self/status").write_text("CapBnd:\t000001ffffffffff\n")
 
-    def no_metadata(self) -> None:
-        self.pages.clear()
-
-    def no_chips(self) -> None:
-        shutil.rmtree(self.root / "sys/bus")
-
-    def in_container(self, privileged: bool = True) -> None:
+    def in_container(self, **environment: str) -> None:
+        """With variables of the environment it is somebody's, without metadata."""
         (self.root / ".dockerenv").touch()
-        if not privileged:
-            (self.root / "proc/self/status").write_text("CapBnd:\t00000000a80425fb\n")
-            for node in self.nodes:
-                node.unlink()
+        self.environment |= environment
+        if environment:
+            self.pages.clear()
 
-    def doctor(self, monkeypatch, url: str) -> dict[str, Check]:
+    def unprivileged(self) -> None:
+        self.in_container()
+        (self.root / "proc/self/status").write_text("CapBnd:\t00000000a80425fb\n")
+        for node in self.nodes:
+            node.unlink()
+
+    def without_chips(self) -> None:
+        shutil.rmtree(self.root / "sys/bus")
+        self.device = "tpu"
+
+    def busy(self) -> None:
+        (self.root / "proc/4242/fd").mkdir(parents=True)
+        (self.root / "proc/4242/cmdline").write_bytes(b"python\0train.py\0")
+        (self.root / "proc/4242/fd/7").symlink_to("/dev/accel0")
+
+    def close_nodes(self) -> None:
+        for node in self.nodes:
+            node.chmod(0o600)
+
+    def lose_host(self) -> None:
+        four_hosts(self.pages)
+        shutil.rmtree(self.root / "sys/bus/pci/devices/0000:00:07.0")
+        for i in range(4, 7):  # a host of several has 4 chips
+            shutil.rmtree(self.root / f"sys/bus/pci/devices/0000:00:0{i}.0")
+        self.silent = {"10.0.0.3"}
+
+    def as_pod(self, index: int, silent: str = "") -> None:
+        self.in_container(**KUBERNETES, TPU_WORKER_ID=str(index))
+        self.silent = {silent}
+
+    def install(self, version: tuple = (3, 11, 7), **installed: str) -> None:
+        """Only these, into this Python."""
+        self.version, self.installed = version, installed
+
+    def doctor(self, monkeypatch) -> dict[str, Check]:
         """The whole report. No child is started: this machine computes rightly once the doctor lets it."""
         packages = self.root / "packages"
         for name, version in self.installed.items():
@@ -713,221 +647,127 @@ class Machine:
             return connect(address, timeout, *rest, **named)
 
         def child(arguments, environment, limit):
-            self.child_environment = environment
+            if "child_work" in arguments:
+                self.child_environment = environment
             names = ("import", "matrix product", "training step", "all-reduce")
             return {name: Check(name, "ok", "") for name in names}, ""
 
-        monkeypatch.setattr(setup_tpu, "METADATA_URL", url)
+        options = setup_tpu.read_options(["--device", self.device])
         monkeypatch.setattr(setup_tpu, "run_child", child)
         monkeypatch.setattr(socket, "create_connection", connect_or_not)
         monkeypatch.setattr(os, "getuid", lambda: self.uid)
         monkeypatch.setattr(sys, "version_info", self.version)
-        options = setup_tpu.parse_arguments(["--device", self.device])
         checks = list(setup_tpu.diagnose(options, self.environment, self.root, [str(packages)]))
         return {check.name: check for check in checks}
 
 
-def break_busy(machine: Machine) -> None:
-    (machine.root / "proc/4242/fd").mkdir(parents=True)
-    (machine.root / "proc/4242/cmdline").write_bytes(b"python\0train.py\0")
-    (machine.root / "proc/4242/fd/7").symlink_to("/dev/accel0")
-
-
-def break_nodes(machine: Machine) -> None:
-    for node in machine.nodes:
-        node.chmod(0o600)
-
-
-def break_host(machine: Machine) -> None:
-    four_hosts(machine.pages)
-    machine.silent = {"10.0.0.3"}
-
-
-def python_310(machine: Machine) -> None:
-    machine.version, machine.installed = (3, 10, 13), {}
-
-
-def only_torch_tpu(machine: Machine) -> None:
-    machine.installed = {"torch": "2.11.0", "torch_tpu": "0.2.0", "libtpu": "0.0.21"}
-
-
-def colab(machine: Machine) -> None:
-    machine.environment = dict(COLAB)
-    machine.no_metadata()
-    machine.in_container()
-
-
-def colab_without_tpu(machine: Machine) -> None:
-    colab(machine)
-    machine.no_chips()
-    machine.device = "tpu"
-
-
-def container_without_tpu(machine: Machine) -> None:
-    machine.in_container()
-    machine.no_metadata()
-    machine.no_chips()
-    machine.device = "tpu"
-
-
-def kaggle(machine: Machine) -> None:
-    machine.environment = {**KAGGLE, "TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"}
-    machine.no_metadata()
-    machine.in_container()
-    machine.installed["tensorflow"] = "2.19.0"
-
-
-def gke(machine: Machine, index: int = 4) -> None:
-    machine.environment = {**GKE, "TPU_WORKER_ID": str(index)}
-    machine.no_metadata()
-    machine.in_container()
-
-
-def silent_pod(machine: Machine) -> None:
-    gke(machine, index=0)
-    machine.silent = {"job-0-2.svc"}
-
-
-MACHINES = [  # what is broken -> every check that is no "ok": (status, words of its finding, its fix)
-    ("healthy v5litepod-8", lambda m: None, {}),
-    (
-        "Python 3.10, as the VM's image brings it",
-        python_310,
-        {"python": ("fail", "found 3.10.13, torch_xla 2.9.0 with its jax and libtpu needs 3.11 to 3.12", NEW_PYTHON)}
+COLAB, KAGGLE = {"COLAB_RELEASE_TAG": "release-colab_2026"}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}
+KAGGLE |= {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_SKIP_MDS_QUERY": "1"}
+NEW_PYTHON = "python3.11 -m venv .venv && .venv/bin/python -m pip install -r requirements.txt"
+ELSEWHERE = "-m venv .venv_xla && .venv_xla/bin/python -m pip install -r requirements.txt"
+MACHINES = {  # what is broken -> every check that is no "ok": (status, words of its finding, and of its fix)
+    "healthy v5litepod-8": (lambda m: None, {}),
+    "Python 3.10, as the VM's image brings it": (
+        lambda m: m.install((3, 10, 13)),
+        {"python": ("fail", "found 3.10.13; torch_xla 2.9.0, jax and libtpu need 3.11 to 3.12", NEW_PYTHON)}
         | dict.fromkeys(("torch", "torch_xla", "libtpu"), ("fail", "not installed", NEW_PYTHON))
         | dict.fromkeys(("torchvision", "jax"), ("warn", "not installed", NEW_PYTHON))
-        | {"libtpu.so": ("fail", "no libtpu.so found", NEW_PYTHON)}
-        | {"pjrt device": ("fail", "libtpu was not found", NEW_PYTHON)},
+        | {"libtpu.so": ("fail", "no libtpu.so found", NEW_PYTHON)},
     ),
-    (
-        "chips busy",
-        break_busy,
-        {"tpu holder": ("fail", "pid 4242 (python train.py) has /dev/accel0 open", "kill 4242  # once you know")},
+    "chips busy": (Machine.busy, {"tpu holder": ("fail", "pid 4242 (python train.py) has /dev/accel0", "kill 4242 ")}),
+    "no permission": (Machine.close_nodes, {"device nodes": ("fail", "user 1000 may not open", "chmod a+rw")}),
+    "4 hosts with one silent": (
+        Machine.lose_host,
+        {"hosts": ("warn", "4, this is index 1; silent, or behind a firewall: index 3, 10.0.0.3", "ssh NAME")},
     ),
-    (
-        "no permission",
-        break_nodes,
-        {"device nodes": ("fail", "user 1000 may not open", "sudo chmod a+rw {root}/dev/accel0 {root}/dev/accel1 ")},
-    ),
-    (
-        "4 hosts with one silent",
-        break_host,
-        {
-            "hosts": (
-                "warn",
-                "4, this is index 1; silent, or behind a firewall: index 3, 10.0.0.3 (timed out)",
-                f"{GCLOUD} tpu-vm ssh NAME --zone ZONE --worker=3",
-            )
-        },
-    ),
-    (
-        "a spot VM that is taken back",
+    "a spot VM that is taken back": (
         lambda m: m.pages.update(preempted="TRUE"),
-        {"notices": ("warn", "preempted = TRUE: this machine is about to go", NOTICE_FIXES["preempted"])},
+        {"notices": ("warn", "preempted = TRUE: this machine is about to go", "queued-resources delete")},
     ),
-    (
-        "maintenance announced",
+    "maintenance announced": (
         lambda m: m.pages.update({"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}),
-        {"notices": ("warn", "maintenance-event = TERMINATE_ON", NOTICE_FIXES["maintenance-event"])},
+        {"notices": ("warn", "maintenance-event = TERMINATE_ON", "tpu-vm describe")},
     ),
-    (
-        "compile cache set",
+    "compile cache set": (
         lambda m: m.environment.update(XLA_PERSISTENT_CACHE_PATH="/tmp/cache"),
-        {"environment": ("warn", "fail to load it and compile it again", "unset XLA_PERSISTENT_CACHE_PATH")},
+        {"environment": ("warn", "and compiles them again", "unset XLA_PERSISTENT_CACHE_PATH")},
     ),
-    (
-        "torch_tpu beside torch_xla",
+    "torch_tpu beside torch_xla": (
         lambda m: m.installed.update(torch_tpu="0.2.0"),
-        {"torch_xla": ("fail", "torch_tpu 0.2.0 is installed beside torch_xla", f"{NO_TORCH_TPU} && {PIP_29}")},
+        {"torch_xla": ("fail", "torch_tpu 0.2.0 is installed beside torch_xla", "uninstall -y torch_tpu &&")},
     ),
-    (
-        "torch_tpu alone",
-        only_torch_tpu,
-        {"torch_xla": ("fail", "without torch_xla; these scripts need torch_xla 2.9.0: docs/torchtpu.md", ELSEWHERE)}
+    "torch_tpu alone": (
+        lambda m: m.install(torch="2.11.0", torch_tpu="0.2.0", libtpu="0.0.21"),
+        {"torch_xla": ("fail", "without torch_xla 2.9.0, which these scripts need: docs/torchtpu.md", ELSEWHERE)}
         | {"torch": ("fail", "found 2.11.0", ELSEWHERE)}
         | dict.fromkeys(("torchvision", "jax"), ("warn", "not installed", ELSEWHERE)),
     ),
-    ("Colab", colab, {}),
-    (
-        "container on a machine without chips",
-        container_without_tpu,
-        {"tpu chips": ("fail", "no TPU is attached", GO_TO_TPU)},
+    "Colab": (lambda m: m.in_container(**COLAB), {}),
+    "container on a machine without chips": (
+        lambda m: (m.in_container(), m.without_chips()),
+        {"tpu chips": ("fail", "none of v4", "gcloud")},
     ),
-    (
-        "Colab, with no TPU chosen",
-        colab_without_tpu,
-        {"tpu chips": ("fail", "no TPU is attached", COLAB_MENU)},
+    "Colab, with no TPU chosen": (
+        lambda m: (m.in_container(**COLAB), m.without_chips()),
+        {"tpu chips": ("fail", "none of v4", "Runtime > Change runtime type > TPU")},
     ),
-    (
-        "Kaggle, with its tensorflow",
-        kaggle,
+    "Kaggle, with its tensorflow": (
+        lambda m: (m.in_container(**KAGGLE), m.installed.update(tensorflow="2.19.0")),
+        {"tensorflow": ("fail", "tensorflow 2.19.0 is installed beside torch_xla", "uninstall -y tensorflow")},
+    ),
+    "GKE pod": (lambda m: m.as_pod(index=3), {}),
+    "GKE pod, another is silent": (
+        lambda m: m.as_pod(index=0, silent="pod-2"),
+        {"hosts": ("warn", "index 2, pod-2 (timed out)", "kubectl get pods")},
+    ),
+    "GKE pod, index outside the list of hosts": (
+        lambda m: m.as_pod(index=4),
+        {"hosts": ("fail", "this host has index 4", "set TPU_WORKER_ID")},
+    ),
+    "container without --privileged": (
+        Machine.unprivileged,
         {
-            "tensorflow": (
-                "fail",
-                "tensorflow 2.19.0 is installed beside torch_xla",
-                f"{setup_tpu.PIP} uninstall -y tensorflow && {setup_tpu.PIP} install tensorflow-cpu",
-            )
+            "device nodes": ("fail", "8 chips but 0 nodes", "docker run --privileged"),
+            "container": ("fail", "not privileged", "docker run --privileged"),
         },
     ),
-    ("GKE pod", lambda m: gke(m, index=3), {}),
-    (
-        "GKE pod, another is silent",
-        silent_pod,
-        {"hosts": ("warn", "index 2, job-0-2.svc (timed out)", "kubectl get pods -o wide")},
-    ),
-    (
-        "GKE pod, index outside the list of hosts",
-        gke,
-        {"hosts": ("fail", "host index '4', expected a number from 0 to 3", "export TPU_WORKER_ID=0  # the position")},
-    ),
-    (
-        "container without --privileged",
-        lambda m: m.in_container(privileged=False),
-        {
-            "device nodes": ("fail", "8 chips but 0 nodes", DOCKER),
-            "container": ("fail", "not privileged", DOCKER),
-        },
-    ),
-    (
-        "libtpu of another release",
+    "libtpu of another release": (
         lambda m: m.installed.update(libtpu="0.0.17"),
-        {"libtpu": ("fail", "found 0.0.17 beside torch_xla 2.9.0, expected 0.0.21", PIP_29)},
+        {"libtpu": ("fail", "found 0.0.17 beside torch_xla 2.9.0, expected 0.0.21", "torch_xla[tpu,pallas]==2.9.0")},
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("broken", "expected"), [m[1:] for m in MACHINES], ids=[m[0] for m in MACHINES])
+@pytest.mark.parametrize(("broken", "expected"), MACHINES.values(), ids=MACHINES)
 def test_machine(tmp_path, monkeypatch, metadata, broken, expected):
-    """The finding and the fix of what is broken, and nothing else is complained of."""
-    pages, url = metadata
-    machine = Machine(tmp_path, pages)
+    """The finding and the fix of what is broken, and nothing else is complained of. A fix is a command of a shell."""
+    machine = Machine(tmp_path, metadata)
     broken(machine)
-    checks = machine.doctor(monkeypatch, url)
+    checks = machine.doctor(monkeypatch)
     found = {name: check for name, check in checks.items() if check.status in ("warn", "fail")}
     assert found.keys() == expected.keys(), found
     for name, (status, words, fix) in expected.items():
-        assert found[name].status == status and words in found[name].finding, found[name]
-        assert found[name].fix.startswith(fix.format(root=tmp_path)), found[name].fix
+        assert_check(found[name], status, words, fix=fix)
+        if not found[name].fix.startswith(("in the ", "name all")):
+            subprocess.run(["bash", "-nc", found[name].fix], check=True)
 
 
 @pytest.mark.parametrize(
-    ("broken", "name", "index"),
+    ("broken", "name", "hosts"),
     [
-        (lambda m: None, "TPU VM", "0"),
-        (colab, "Colab", None),
-        (kaggle, "Kaggle", "0"),
-        (lambda m: gke(m, 3), "GKE", "3"),
+        (lambda m: None, "TPU VM", "1, this is index 0"),
+        (lambda m: m.in_container(**COLAB), "Colab", "0 of 1: neither"),
+        (lambda m: m.in_container(**KAGGLE), "Kaggle", "1, this is index 0"),
+        (lambda m: m.as_pod(3), "Kubernetes", "4, this is index 3"),
     ],
 )
-def test_surroundings_are_named_and_a_host_alone_goes_on(tmp_path, monkeypatch, metadata, broken, name, index):
-    pages, url = metadata
-    machine = Machine(tmp_path, pages)
+def test_surroundings_are_named_and_a_host_alone_goes_on(tmp_path, monkeypatch, metadata, broken, name, hosts):
+    machine = Machine(tmp_path, metadata)
     broken(machine)
-    checks = machine.doctor(monkeypatch, url)
+    checks = machine.doctor(monkeypatch)
     assert_check(checks["surroundings"], "ok", name)
-    assert_check(checks["hosts"], "ok" if index else "skip", f"index {index}" if index else "nothing says")
+    assert_check(checks["hosts"], "ok", hosts)
     if name in ("Colab", "Kaggle"):  # what `import torch_xla` would ask the metadata server for
-        assert_check(checks["metadata"], "ok", "one host without word of others", "TPU_ACCELERATOR_TYPE=v5litepod-8")
         assert machine.child_environment["TPU_ACCELERATOR_TYPE"] == "v5litepod-8"
 
 
@@ -966,9 +806,7 @@ def test_healthy_machine_as_json():
 def test_nothing_installed():
     done = run_doctor("--device", "cpu", environment={}, python=(sys.executable, "-I", "-S"))
     assert done.returncode == 1 and not done.stderr
-    assert re.search(
-        rf"^fail  torch_xla +not installed, expected 2.9.0\n +fix: {re.escape(PIP_29)}$", done.stdout, re.M
-    )
+    assert re.search(r"^fail  torch_xla +not installed, expected 2.9.0\n +fix: .* install ", done.stdout, re.M)
     assert re.search(r"^skip  training step +torch_xla is not installed$", done.stdout, re.M)
 
 
@@ -978,8 +816,8 @@ def test_torch_28_beside_torch_xla_29(tmp_path):
     done = run_doctor("--device=cpu", "--json", environment=clean_environment(tmp_path))
     assert done.returncode == 1
     checks = report(done)
-    assert_check(checks["torch"], "fail", "found 2.8.0 beside torch_xla 2.9.0", fix=PIP_29)
-    assert_check(checks["import"], "fail", "undefined symbol", fix=REINSTALL)
+    assert_check(checks["torch"], "fail", "found 2.8.0 beside torch_xla 2.9.0", fix="torch==2.9.0")
+    assert_check(checks["import"], "fail", "undefined symbol", fix="--force-reinstall")
     assert checks["training step"].status == "skip"
 
 
@@ -1000,17 +838,17 @@ def test_nonsense_xla_flags_end_to_end():
     done = run_doctor("--device=cpu", "--json", environment=clean_environment(XLA_FLAGS="--nonsense"))
     assert done.returncode == 1
     checks = report(done)
-    assert_check(checks["xla flags"], "fail", "Unknown flag in XLA_FLAGS: --nonsense", fix="unset XLA_FLAGS")
+    assert_check(checks["environment"], "fail", "XLA_FLAGS has --nonsense", fix="unset XLA_FLAGS")
     assert checks["training step"].status == "ok"  # tried without the flags
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--devcie", "cpu"], "unknown option --devcie; did you mean --device?"),
+        (["--devcie", "cpu"], "unknown argument --devcie; did you mean --device?"),
         (["--time-limti=5"], "did you mean --time_limit?"),
         (["--device", "gpu"], "invalid choice: 'gpu'"),
-        (["--aot", "v5litepod8"], "did you mean v5litepod-8?"),
+        (["--aot", "v5litepod8"], "expected a TPU slice such as v5litepod-8"),
         (["--aot", "v5litepod-7"], "nearest is v5litepod-8"),
         (["--bucket", "my-bucket"], "expected gs://NAME"),
         (["--time-limit=0"], "expected more than 0 seconds"),
@@ -1041,10 +879,3 @@ def test_build_stage_says_loudly_that_it_cannot_build(tmp_path):
     done = subprocess.run([str(stage)], env=environment, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0 and not done.stdout
     assert "*** THE IMAGE WAS NOT BUILT: it needs root ***" in done.stderr
-
-
-def test_a_user_without_a_name(tmp_path):
-    """torch raises there when it is imported; the children of the doctor are told a name."""
-    assert_check(setup_tpu.check_user(0, {}), "ok", "root")
-    assert_check(setup_tpu.check_user(54321, {"USER": "me"}), "ok", "me")
-    assert_check(setup_tpu.check_user(54321, {"USER": ""}), "warn", "54321 has no name", fix="export USER=uid_54321")

@@ -29,8 +29,8 @@ from tools.on_chip.steps import STEPS
 from tpu_compiler.estimate.calibration import read_calibration
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import DeviceError, InputError, run_script
+from tpu_utils.base.versions import TESTED_VERSIONS
 from tpu_utils.options.parsing import presets_of, resolve, without_effect
-from tpu_utils.options.virtual_slice import TESTED_VERSIONS
 
 GIB = 2**30
 # what a pretended v5litepod-8 answers: (predicted ms, measured ms) by a word of the options; nothing here was measured

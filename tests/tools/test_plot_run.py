@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import sys
 import warnings
 
@@ -60,7 +59,7 @@ def test_every_value_of_the_files_is_in_the_figure(tmp_path):
     loss = panel(figure, "loss")
     np.testing.assert_allclose(curves(loss, "loss"), [np.c_[steps, 10 / steps]])
     np.testing.assert_allclose(curves(loss, "test_loss"), [np.c_[steps, 12 / steps]])
-    assert set(curves(loss, "loss_floor")[0][:, 1]) == {0.2}
+    assert set(curves(loss, "floor 0.2000: no model can do better")[0][:, 1]) == {0.2}
     np.testing.assert_allclose(curves(panel(figure, "accuracy (%)"), "accuracy"), [np.c_[steps, [90] * 4]])
     np.testing.assert_allclose(curves(panel(figure, "learning"), "learning_rate"), [np.c_[steps, 1e-3 * steps]])
     speed = panel(figure, "throughput (examples per second)")
@@ -75,11 +74,11 @@ def test_the_load_of_each_expert_is_a_row_and_each_evaluation_a_column(tmp_path,
     even, uneven = [[30, 30, 30], [30, 30, 30]], [[90, 0, 0], [15, 30, 45]]
     folder = make_run(tmp_path / "a", experts=even, finished=False)
     add_line(folder, kind="eval", step=50, test_loss=0.2, tokens_of_experts=uneven)
-    for bad in ([[1, 2], [3]], [[90, -1, 1], [1, 1, 1]], [[30, 30], [30, 30]], [[None]], "none", []):
+    for bad in ([[1, 2], [3]], [[90, {}, 1], [1, 1, 1]], [[30, 30], [30, 30]], [[None]], "none", []):
         add_line(folder, kind="eval", step=60, test_loss=0.2, tokens_of_experts=bad)
     found = plot_run.read_run(folder)
     assert "6 damaged lines are left out (lines 14, 15, 16, 17, 18, 19)" in capsys.readouterr().err
-    axes = panel(plot_run.plot([found]), "tokens of experts (1: even share)")
+    axes = panel(plot_run.plot([found]), "tokens of experts (1: even share), a")
     (drawn,) = axes.collections
     np.testing.assert_allclose(drawn.get_array(), np.c_[np.ones((6, 4)), [3, 0, 0, 0.5, 1, 1.5]])
     np.testing.assert_allclose(drawn.get_coordinates()[0, :, 0], [0, 10, 20, 30, 40, 50])
@@ -87,10 +86,6 @@ def test_the_load_of_each_expert_is_a_row_and_each_evaluation_a_column(tmp_path,
     runs = [found, *(plot_run.read_run(make_run(tmp_path / n, experts=e)) for n, e in (("b", uneven), ("dense", None)))]
     titles = {axes.get_title(loc="left") for axes in plot_run.plot(runs).axes if axes.collections}
     assert titles - {""} == {f"tokens of experts (1: even share), {name}" for name in ("a", "b")}
-    many = plot_run.read_run(make_run(tmp_path / "many", experts=[[*range(65)], [7] * 65]))
-    axes = panel(plot_run.plot([many]), "tokens of experts")
-    np.testing.assert_allclose(axes.collections[0].get_array(), [np.arange(65) / 32, np.ones(65)])
-    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_ylim()) == ("expert, at step 40", "layer", (2, 0))
 
 
 def kept_running(folder):
@@ -122,14 +117,16 @@ def test_several_runs_of_different_kinds_share_a_figure(tmp_path):
     figure = plot_run.plot([plot_run.read_run(folder) for folder in folders])
     named = texts(figure)
     assert {"a/run", "b/run", "c/third (unfinished, step 40)"} <= set(named)
-    assert len(curves(panel(figure, "loss"), "loss")) == 3
-    assert sorted({line[0, 1] for line in curves(panel(figure, "loss"), "loss_floor")}) == [0.2, 1.2]
+    loss = panel(figure, "loss")
+    assert len(curves(loss, "loss")) == 3
+    floors = [text.get_text() for text in loss.get_legend().texts if text.get_text().startswith("floor")]
+    assert floors == ["floor 0.2000: no model can do better", "floor 1.2000: no model can do better"]
     assert len(curves(panel(figure, "throughput (tokens"), "tokens_per_second")) == 1
     assert len(curves(panel(figure, "throughput (examples"), "examples_per_second")) == 2
     goodput = panel(figure, "where the time")
     assert [label.get_text() for label in goodput.get_yticklabels()] == ["a/run", "b/run", "c/third"]
-    assert "known when the run has ended" in [text.get_text() for text in goodput.texts]
-    colours = [line.get_color() for line in panel(figure, "loss").lines if line.get_label() == "loss"]
+    assert "goes on" in [text.get_text() for text in goodput.texts]
+    colours = [line.get_color() for line in loss.lines if line.get_label() == "loss"]
     assert len(set(colours)) == 3
 
 
@@ -170,7 +167,7 @@ def test_panels_have_the_same_steps_and_a_loss_over_many_decades_has_labels(tmp_
         file.write(json.dumps(dict(kind="eval", step=40, test_loss=7e30, accuracy=1.0)))
     figure = plot_run.plot([plot_run.read_run(folder)])
     loss, accuracy = panel(figure, "loss"), panel(figure, "accuracy")
-    assert loss.get_xlim() == accuracy.get_xlim() and 100 <= accuracy.get_ylim()[1] <= 100.5
+    assert loss.get_xlim() == accuracy.get_xlim()
     figure.canvas.draw()
     low, high = loss.get_ylim()
     labels = [t for t, y in zip(loss.get_yticklabels(), loss.get_yticks(), strict=True) if low <= y <= high]
@@ -187,14 +184,13 @@ def test_a_single_evaluation_is_told_from_the_training(tmp_path):
     legend = loss.get_legend()
     markers = dict(zip([text.get_text() for text in legend.texts], legend.legend_handles, strict=True))
     assert single.get_marker() == markers["evaluation"].get_marker() != markers["training"].get_marker()
-    assert [text.get_text() for text in loss.texts] == ["0.6"]
 
 
 def test_lines_that_a_resumed_run_wrote_again_count_once(tmp_path):
     folder = make_run(tmp_path / "a", finished=False)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(dict(kind="train", step=20, loss=7.0, learning_rate=0.1)) + "\n")
-    steps, values = plot_run.read_run(folder).curve("train", "loss")
+    steps, values = plot_run.read_run(folder).curves["train", "loss"]
     assert list(steps) == [10, 20, 30, 40] and values[1] == 7.0
 
 
@@ -207,29 +203,32 @@ def test_a_truncated_a_missing_and_an_empty_file_are_named(tmp_path, capsys):
     assert call(cut, missing, empty, "--output", tmp_path / "x.png") == 0
     said = capsys.readouterr()
     assert f"{cut}/metrics.jsonl: 1 damaged line is left out (line 12)" in said.err
-    assert f"{missing}/metrics.jsonl is missing" in said.err
-    assert f"{empty}/metrics.jsonl holds no lines" in said.err
+    for folder in (missing, empty):
+        assert f"{folder}/metrics.jsonl is missing or holds no lines to draw" in said.err
     assert said.out == f"{tmp_path}/x.png\n" and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_summary_older_than_the_run_is_left_out(tmp_path, capsys):
     folder = make_run(tmp_path / "a")
     (folder / "summary.json").write_text(json.dumps({"steps": 20, "goodput": {"step": 1.0}}))
-    assert plot_run.read_run(folder).summary is None
+    assert plot_run.read_run(folder).bars == {"": {}}
     assert "is of step 20, but the run is at 40" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["absent"], r"absent is not there, or no folder; expected a run directory; runs in .*: empty, good"),
-        (["."], r"holds no config.json; expected a run directory; there are runs in it: .*good"),
+        (["absent"], "absent is no folder with a config.json; expected a run directory; there are empty, good"),
+        (["."], "is no folder with a config.json; expected a run directory; there are empty, good"),
         (["gs://bucket/run"], "is in a bucket; fetch it first: gcloud storage cp"),
         (["empty"], "there is nothing to draw"),
         (["good", "--output", "x.gif"], "expected a name that ends with one of .png, .pdf, .svg"),
         (["good", "--output", "no/x.png"], "the folder of output no/x.png is not there; make it first: mkdir -p no"),
         (["broken"], "broken/config.json cannot be read as JSON"),
         (["n" * 300], "File name too long"),
+        ([], "0 runs were named; expected 1 to 100 in one picture"),
+        ([*map(str, range(101))], "101 runs were named; expected 1 to 100 in one picture"),
+        (["good", "empty", "--script", "x.py"], "2 runs were named; expected 1 to 1"),
     ],
 )
 def test_bad_input_gives_one_message_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, said):
@@ -252,8 +251,7 @@ def test_as_users_run_it(tmp_path):
     assert run("tools.plot_run").returncode == 2
 
 
-def test_of_runs_of_a_script_what_they_misread_is_drawn_too(tmp_path, capsys, monkeypatch):
-    """One run alone is drawn; so are several, where one cannot be drawn and the exit code tells."""
+def test_with_its_script_what_a_run_misreads_is_drawn_too(tmp_path, capsys):
     options = ["--device=cpu", "--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=8"]
     assert in_process(*options, "--run_dir", tmp_path / "run") == 0
     capsys.readouterr()
@@ -263,11 +261,6 @@ def test_of_runs_of_a_script_what_they_misread_is_drawn_too(tmp_path, capsys, mo
     wrong = round((1 - summary_in(tmp_path / "run")["test_accuracy"]) * 360)
     assert f"{tmp_path}/run: {wrong} of 360 test images misread after step 22\n" in said
     assert (tmp_path / "run" / "plot_misread.png").read_bytes()[:4] == b"\x89PNG"
-    other = make_run(tmp_path / "other")
-    assert call(tmp_path / "run", other, "--output", tmp_path / "x.png", "--script", script) == 2
-    said = capsys.readouterr()
-    assert str(tmp_path / "x_misread_run.png") in said.out and (tmp_path / "x.png").exists(), "the others are drawn"
-    assert re.search(r"error: .*x_misread_other.png is not drawn", said.err), said.err
     for wrong, expected in ((tmp_path / "no.py", "no such script"), (ROOT / "aot_tpu.py", "has no train")):
         assert call(tmp_path / "run", "--script", wrong) == 2 and expected in capsys.readouterr().err
 
@@ -312,13 +305,13 @@ def add_line(folder, **fields):
         ("config.json", b"[]", "holds list; expected a JSON object"),
         ("config.json", b" " * (2 << 20), "2,097,152 bytes; expected 1,048,576 at most"),
         ("summary.json", b"7", "holds int"),
-        ("summary.json", b'{"steps": "40"}', "steps is '40', no whole number"),
+        ("summary.json", b'{"steps": "forty"}', "'forty' is no number"),
         ("summary.json", b'{"steps": 40, "loss_floor": []}', "[] is no number"),
-        ("summary.json", b'{"steps": 40, "goodput": [1]}', "goodput is [1], no object"),
-        ("summary.json", b'{"steps": 40, "goodput": {"step": -1}}', "seconds below 0, or not finite"),
-        ("summary.json", b'{"steps": 40, "keep_running": [1]}', "keep_running is [1], no object with attempts"),
-        ("summary.json", b'{"steps": 40, "keep_running": {"lost_seconds": 7}}', "lost_seconds is 7, no object"),
-        ("summary.json", b'{"steps": 40, "goodput": {"step": 1e999}}', "seconds below 0, or not finite"),
+        ("summary.json", b'{"steps": 40, "goodput": [1]}', "goodput is [1], not the seconds of each phase"),
+        ("summary.json", b'{"steps": 40, "goodput": {"step": -1}}', "goodput is {'step': -1}, not the seconds"),
+        ("summary.json", b'{"steps": 40, "keep_running": [1]}', "lost_seconds is [1], not the seconds of each phase"),
+        ("summary.json", b'{"steps": 40, "keep_running": {"lost_seconds": 7}}', "lost_seconds is 7, not the seconds"),
+        ("summary.json", b'{"steps": 40, "goodput": {"step": 1e999}}', "[inf] is no number, or too large"),
     ],
 )
 def test_files_that_no_run_writes_are_refused(tmp_path, capsys, name, content, said):
@@ -342,16 +335,13 @@ def test_what_is_no_file_is_refused_by_name(tmp_path, capsys, name, kind):
 
 def test_lines_with_values_of_another_kind_are_left_out_and_named(tmp_path, capsys):
     folder = make_run(tmp_path / "a", finished=False)
-    for bad in ("1.5", True, [], {}):
+    for bad in ("high", 10**400, [], {}):
         add_line(folder, kind="train", step=40, loss=bad)
     add_line(folder, kind="eval", step=40, test_loss=1.0, loss_floor="low")
-    add_line(folder, kind="train", step=50, loss=10**400, examples_per_second=-1e308)
+    add_line(folder, kind="train", step=50, loss=None, examples_per_second=-1e308)
     found = plot_run.read_run(folder)
-    assert "5 damaged lines are left out (lines 13, 14, 15, 16, 17)" in capsys.readouterr().err
-    assert np.isnan(found.curve("train", "loss")[1][-1]) and np.isnan(
-        found.curve("train", "examples_per_second")[1][-1]
-    )
-    plot_run.plot([found]).savefig(io.BytesIO(), dpi=20)
+    assert "6 damaged lines are left out (lines 13, 14, 15, 16, 17, 18)" in capsys.readouterr().err
+    assert found.last_step == 40
 
 
 def test_a_line_without_end_and_a_long_log_take_little_memory(tmp_path):
@@ -361,24 +351,14 @@ def test_a_line_without_end_and_a_long_log_take_little_memory(tmp_path):
         file.seek(100 << 20, os.SEEK_END)
         file.write(b"\n")
     with at_most(8 << 20):
-        assert plot_run.read_run(folder).log.num_lines == 12
+        assert plot_run.read_run(folder).last_step == 40
     line = '{"kind":"train","step":%d,"loss":1.5,"learning_rate":0.001,"examples_per_second":100.5}\n'
     path.write_text("".join(line % step for step in range(30_000)))
     with at_most(2 * path.stat().st_size):
-        assert len(plot_run.read_run(folder).curve("train", "loss")[0]) == 30_000
+        assert len(plot_run.read_run(folder).curves["train", "loss"][0]) == 30_000
 
 
 def test_names_that_are_no_text_are_drawn(tmp_path):
     folders = [make_run(tmp_path / os.fsdecode(name)) for name in (b"\xff$x_{$", b"a (1)", b"a (2)", b"new\nline")]
     assert run("tools.plot_run", *folders, "--output", tmp_path / "x.png").returncode == 0
-    assert {"?$x_{$", "a (1)", "a (2)", "new?line"} == {
-        text.replace(r"\$", "$")
-        for text in texts(plot_run.plot([plot_run.read_run(f) for f in folders]))
-        if text != "step"
-    } & {"?$x_{$", "a (1)", "a (2)", "new?line"}
-
-
-def test_too_many_runs_are_refused(tmp_path, capsys):
-    folders = [make_run(tmp_path / str(number), steps=10) for number in range(101)]
-    assert call(*folders) == 2
-    assert "101 runs were named; expected at most 100 in one picture" in capsys.readouterr().err
+    assert {"?$x_{$", "a (1)", "a (2)", "new?line"} <= set(texts(plot_run.plot([*map(plot_run.read_run, folders)])))

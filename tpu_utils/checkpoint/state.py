@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from tpu_utils import device
@@ -185,19 +186,26 @@ class Tracked:
         """All that are saved, themselves."""
         return [one for part in self.parts.values() for one in tensors_by_path(_tensors_of(part)).values()]
 
-    def make_scalars_data(self) -> None:
-        """Scalar tensors (), such as BatchNorm's num_batches_tracked, become inputs of the step's program.
+    def make_inputs(self) -> None:
+        """What steps write to is an input of their program in the form of its output, or step 2 would be another graph.
 
-        torch_xla makes a constant of a host scalar of 0 or 1 (torch_xla/csrc/tensor.cpp, GetIrValueForTensor). That is
-        a pending operation: it would be a graph before step 1, and step 2 would be another graph.
+        Scalar tensors (), such as BatchNorm's num_batches_tracked, are sent: of a host scalar of 0 or 1 torch_xla makes
+        a constant (torch_xla/csrc/tensor.cpp, GetIrValueForTensor), a pending operation and a graph before step 1. On a
+        mesh what has no sharding is replicated: for an output without one XLA chooses it.
         """
+        count = device.device_count() if device.is_spmd() else 0
+        mesh = device.Mesh(np.arange(count), (count,), ("all",)) if count else None
         for part in self.parts.values():
             tensors = list(tensors_by_path(_tensors_of(part)).values())
             if isinstance(part, torch.nn.Module):
                 tensors += part.buffers()  # also those that are not saved
             for tensor in tensors:
-                if tensor.dim() == 0 and tensor.device.type == device.DEVICE_TYPE:
+                if tensor.device.type != device.DEVICE_TYPE:
+                    continue
+                if tensor.dim() == 0:
                     tensor.data = device.send(tensor.detach().cpu(), tensor.device)[0]
+                if mesh and not device.sharding_spec(tensor):
+                    device.mark_sharding(tensor, mesh, (None,) * tensor.dim())
 
 
 def _tensors_of(part: Any) -> Any:

@@ -190,7 +190,7 @@ def put(target: torch.Tensor, value: torch.Tensor) -> None:
 
 def init_process_group(tracing: bool) -> None:
     """This process among those that torchrun has started. tracing: as replica 0 of all devices of a slice."""
-    import torch_xla.distributed.xla_backend  # registers the process group "xla" and init_method "xla://"
+    from torch_xla.distributed import xla_backend  # registers the process group "xla" and init_method "xla://"
 
     if tracing:
         xm.set_replication(current_device(), xm.get_xla_supported_devices())
@@ -198,3 +198,5 @@ def init_process_group(tracing: bool) -> None:
         dist.init_process_group("xla", init_method="xla://")
     else:  # a replica alone: xla:// would listen on all addresses for others
         dist.init_process_group("xla", store=dist.HashStore(), rank=global_ordinal(), world_size=replica_count())
+    if tracing:  # no other replica runs: what replica 0 broadcasts, it has
+        dist.group.WORLD.broadcast = lambda tensors, options: xla_backend._ret_work(tensors)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import Topology, parse_topology
+from tpu_utils.base.versions import SUPPORTED_VERSIONS, TESTED_VERSIONS
 from tpu_utils.options.compiler_flags import set_flags, torch_xla_flags
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from tpu_utils.options.train_config import TrainConfig
 
-TESTED_VERSIONS = {"torch_xla": "2.9.0", "jax": "0.7.1", "libtpu": "0.0.21"}
 MOST_VIRTUAL_DEVICES = 64
 """A slice of up to so many devices is traced with as many virtual CPU devices, a larger one with VIRTUAL_DEVICES."""
 VIRTUAL_DEVICES = 8
@@ -137,7 +137,7 @@ def check_private_interfaces() -> dict[str, str]:
         raise VersionError(
             "compiling ahead of time uses private interfaces of "
             + ", ".join(f"{name} {expected} (found {found[name]})" for name, expected in TESTED_VERSIONS.items())
-            + "; install the tested set: pip install torch==2.9.0 'torch_xla[tpu,pallas]==2.9.0'"
+            + f"; install the tested set: pip install {SUPPORTED_VERSIONS[0].requirements}"
         )
     return found
 

@@ -129,14 +129,14 @@ class Reply(NamedTuple):
 
 
 def ask_server(key: str, seconds: float) -> Reply:
-    """An attribute of the VM. By the server's address: looking up a name has no timeout of its own."""
+    """A page below instance/. By the server's address: looking up a name has no timeout of its own."""
     host = os.environ.get("GCE_METADATA_HOST") or "169.254.169.254"  # metadata.google.internal
     link, there = http.client.HTTPConnection(host, timeout=SILENT_SECONDS), False  # it knows no proxies
     try:
         link.connect()
         there = True
         link.sock.settimeout(seconds)
-        link.request("GET", f"/computeMetadata/v1/instance/attributes/{key}", headers={"Metadata-Flavor": "Google"})
+        link.request("GET", f"/computeMetadata/v1/instance/{key}", headers={"Metadata-Flavor": "Google"})
         answer = link.getresponse()
         google, value = answer.headers.get("Metadata-Flavor") == "Google", answer.read(2**20)
         if answer.status == 200 and not google:  # a portal's page
@@ -155,7 +155,7 @@ def ask_metadata(key: str, alone: bool) -> str | None:
 
     alone: silence too means that there is none. Else, and for a server that fails, raises DeviceError.
     """
-    reply = ask_server(key, SILENT_SECONDS if alone else KNOWN_SECONDS)
+    reply = ask_server(f"attributes/{key}", SILENT_SECONDS if alone else KNOWN_SECONDS)
     if reply.code == 200:
         return reply.value.decode(errors="replace")
     if reply.nobody or reply.code == 404 or (alone and reply.code < 429):

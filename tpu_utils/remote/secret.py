@@ -38,7 +38,7 @@ def _long_enough(secret: bytes, where: str) -> bytes:
 def _secret_in_metadata() -> bytes:
     if os.environ.get("TPU_SKIP_MDS_QUERY"):
         return b""
-    reply = ask_server(SECRET_ATTRIBUTE, KNOWN_SECONDS)
+    reply = ask_server(f"attributes/{SECRET_ATTRIBUTE}", KNOWN_SECONDS)
     if reply.code == 404:  # the slice was made without one
         return b""
     if reply.code != 200:  # without the others' secret it could not meet them

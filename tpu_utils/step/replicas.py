@@ -86,11 +86,10 @@ def replicate(model: nn.Module, tracing: bool) -> DistributedDataParallel:
         broadcast_master_param(model)
     # init_sync would compare shapes through the host; views of the buckets would be other graphs in steps 1 and 2
     replica = DistributedDataParallel(model, init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=False)
-    # DDP's lazy set-up talks to the host inside steps 1 and 2: do it here
+    # after one backward pass the reducer would agree on new buckets through the host, in the middle of a compiled step
+    replica.reducer._push_all_rebuilt_params()
+    replica.reducer._rebuild_buckets()
     if not tracing:
-        # after one step the reducer would agree on new buckets through the host, in the middle of the compiled step 2
-        replica.reducer._push_all_rebuilt_params()
-        replica.reducer._rebuild_buckets()
         sync()  # the buckets exist now, for step 1 as for all others
     return replica
 

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpu_utils.base.errors import OTHERS, InputError, first_line, line_of
+from tpu_utils.step.graphs import OneGraph
 from tpu_utils.trial.unsaved import changes, drawing_from, leaves_of
 
 TOLERANCE = 1e-4
@@ -59,7 +61,17 @@ class RowsAlike(TorchDispatchMode):
 
 
 def place_of(function: Callable) -> str:
-    return f"{function.__name__} ({inspect.getsourcefile(function)}:{function.__code__.co_firstlineno})"
+    """Where a function stands, and the steps that it calls: the mistake may be theirs."""
+    place = f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"
+    called = [function.__globals__.get(name) for name in names_in(function.__code__)]
+    steps = [f" and {place_of(one.__wrapped__)}" for one in called if isinstance(one, OneGraph)]
+    return f"{function.__name__} ({place}{''.join(steps)})"
+
+
+def names_in(code: CodeType) -> list[str]:
+    """Names that code asks for, in its comprehensions too."""
+    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in names_in(one)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
 
 
 def values_by(
@@ -151,7 +163,6 @@ def compare(where: str, values: Callable[[Batches], dict[str, float]], together:
     """Raises InputError unless the same rows give the same values in other batches, another order, other padding."""
     order = torch.randperm(len(rows[0]), generator=torch.Generator().manual_seed(1))
     others = {
-        "once more": in_batches(rows, len(rows[0])),
         "in batches of 4, the last one padded": in_batches(rows, 4),
         "in another order, beside other padding": in_batches([array[order] for array in rows], 16, rows),
     }
@@ -165,7 +176,9 @@ def compare(where: str, values: Callable[[Batches], dict[str, float]], together:
                 "a value for each label, nothing over the batch; times the mask, summed; and one division at the end, "
                 "by how many there were"
             )
-            if how == "once more":
+            again = values(in_batches(rows, len(rows[0]))).get(name, math.nan)
+            if not is_close(value, again):
+                how, other = "once more", again
                 remedy = "a function of the model and the batches, without a generator or a count of its own"
             elif math.isnan(other):
                 remedy = (

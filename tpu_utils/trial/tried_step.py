@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,36 +70,28 @@ class Tried:
 class Trial:
     """The training step on copies of what it was given, on the host."""
 
-    def __init__(
-        self,
-        step: "OneGraph",
-        given: list[int],
-        rows: Sequence[torch.Tensor],
-        others: list,
-        keywords: dict[str, Any],
-        model: nn.Module,
-    ):
-        """given: positions of the batch among the arguments. others: the arguments without it. model: of check_model(),
-        what is evaluated, if it is among them."""
+    def __init__(self, step: "OneGraph", arguments: tuple, keywords: dict, given: list[int], rows: tuple, model: Any):
+        """given: positions of the batch among the arguments. rows: in its place. model: of check_model(), what is
+        evaluated, if it is among them."""
         self._step = step
         self._given = given
         self.rows = rows
-        self._ddp = [isinstance(one, DistributedDataParallel) for one in others]
-        others = [one.module if is_ddp else one for one, is_ddp in zip(others, self._ddp, strict=True)]
+        self._ddp = [isinstance(one, DistributedDataParallel) for one in arguments]
+        others = [one.module if is_ddp else one for one, is_ddp in zip(arguments, self._ddp, strict=True)]
+        others = [None if i in given else one for i, one in enumerate(others)]
         self._read = with_tensors([*others, keywords], lambda tensor: tensor.detach().cpu())
         (metrics,) = [one for one in others if isinstance(one, DeviceMetrics)]
         self._count = int(metrics.step)
-        self.is_first = self._count == 0
-        place = next((i for i, one in enumerate(others) if one is model), None)
-        self._model = None if place is None else with_tensors(self._read[place], torch.clone)
+        self.is_first, self.is_ddp = self._count == 0, any(self._ddp)
+        self._model = next((copied for copied, one in zip(self._read, others, strict=False) if one is model), None)
 
-    def loss_by(self, evaluate: Callable, run: TriedRun, chosen: Sequence[int]) -> float | None:
-        """The loss that the script's evaluation gives of these rows, where it gives one."""
+    def loss_by(self, evaluate: Callable, run: TriedRun, row: int) -> float | None:
+        """The loss that the script's evaluation gives of this row, where it gives one."""
         if self._model is None:
             return None
-        rows = [array[list(chosen)] for array in self.rows]
+        rows = [array[[row, row]] for array in self.rows]
         try:
-            found = values_by(evaluate, self._model, in_batches(rows, len(chosen)), run)
+            found = values_by(evaluate, self._model, in_batches(rows, 2), run)
         except InputError:  # on all of them it does not fail: one class alone may have no AUC
             return None
         return next((value for name, value in found.items() if name.endswith("loss")), None)
@@ -126,25 +118,25 @@ class Trial:
             print(f"check      {said}")
         return bool(drawn)
 
-    def copies(self, chosen: Sequence[int]) -> list:
+    def copies(self, chosen: Iterable[int]) -> list:
         """What the step is given, with the rows chosen in place of the batch; the last one: by keyword."""
         inputs = with_tensors(self._read, torch.clone)
         for position, array in zip(self._given, self.rows, strict=True):
             inputs[position] = array[list(chosen)]
         return inputs
 
-    def four_rows(self) -> tuple[list[int], list[float]]:
-        """Four rows whose loss is a number, and it: a row alone may have no label that counts. There are always four
-        rows in a trial, as a step may slice its batch."""
+    def four_rows(self) -> dict[int, float]:
+        """The loss of four rows for which it is a number: a row alone may have no label that counts. There are always
+        four rows in a trial, as a step may slice its batch."""
         losses = {}
         for row in range(len(self.rows[0])):
             losses[row] = self.tried([row] * 4).loss
-            finite = [one for one in losses if math.isfinite(losses[one])]
+            finite = {one: loss for one, loss in losses.items() if math.isfinite(loss)}
             if len(finite) == 4:
-                return finite, [losses[one] for one in finite]
-        return [0, 1, 2, 3], [losses[one] for one in (0, 1, 2, 3)]
+                return finite
+        return {row: losses[row] for row in range(4)}
 
-    def tried(self, chosen: Sequence[int], replica: Replica | None = None, training: bool = False) -> Tried:
+    def tried(self, chosen: Iterable[int], replica: Replica | None = None, training: bool = False) -> Tried:
         """On the rows chosen. replica: as one of several, with the gradients' mean over them, as DDP computes it.
         training: modules stay in their own modes."""
         *inputs, options = self.copies(chosen)

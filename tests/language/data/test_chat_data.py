@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import random
 import re
 from collections import Counter
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,10 +15,19 @@ from hypothesis import strategies as st
 from mutations import at_most, make_irregular, mutated, no_hang
 
 from language.data import chat as chat_data
-from language.data.chat import ChatPacks, encode_chats, format_chat, prompt_of_chat, read_chats, stop_tokens
+from language.data.chat import (
+    FORMATS,
+    TEMPLATES,
+    ChatPacks,
+    encode_chats,
+    format_chat,
+    prompt_of_chat,
+    read_chats,
+    stop_tokens,
+)
 from language.data.tokenizer import load_tokenizer
 from language.options.shapes import START
-from language.options.transformer_options import TransformerConfig
+from language.options.transformer_options import ChatFormat, TransformerConfig
 from tpu_utils.base.errors import InputError
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|begin_of_text|>", "<|start_header_id|>"]
@@ -110,10 +121,33 @@ def test_a_prompt_is_what_stood_before_the_answer_in_training(format):
         assert not stop_tokens(format, EVERY) & set(tokens[len(prompt) : last])
 
 
+@pytest.mark.parametrize("format", EXPECTED)
+def test_special_tokens_are_those_of_the_template_whatever_a_text_holds(format):
+    draw = random.Random(0)
+    pieces = [*SPECIAL, *MORE, "<", "<|im_", "end|>", "[", "/INST]", "|||", "{{ messages }}", "{% generation %}", "{# "]
+    special = lambda tokens: [token for token in tokens if token >= 256]  # noqa: E731
+    for _ in range(100):
+        texts = ["".join(draw.choices([*pieces, "\U00010000", "\ufdd0", "\x00", " ", "\n"], k=5)) for _ in MESSAGES]
+        chat = [message | {"content": text} for message, text in zip(MESSAGES, texts, strict=True)]
+        tokens, targets = format_chat(chat, format, EVERY)
+        assert special(tokens) == special(format_chat(MESSAGES, format, EVERY)[0])
+        assert all(text.strip() in EVERY.decode(tokens) for text in texts)
+        learnt = EVERY.decode([token for token, target in zip(tokens, targets, strict=True) if target])
+        assert all(text.strip() in learnt for text in texts[2::2])
+    for mark in map(chr, range(0xD800, 0xD805)):
+        with pytest.raises(InputError, match="expected UTF-8 text"):
+            format_chat([MESSAGES[1], MESSAGES[2] | {"content": f"a{mark}"}], format, EVERY)
+
+
+def test_the_formats_stand_once():
+    assert get_args(ChatFormat) == ("auto", *FORMATS)
+    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == {*FORMATS} == {*EXPECTED}
+
+
 @pytest.mark.parametrize("format", ["gemma", "mistral"])
 def test_a_format_of_two_roles_refuses_others(format):
     for messages in (MESSAGES[1:2] * 2 + MESSAGES[2:3], MESSAGES[2:], [*MESSAGES[1:3], *MESSAGES[:3]], MESSAGES[:1]):
-        with pytest.raises(InputError, match=f"^the roles are .*; {format} has user and assistant in turn, behind"):
+        with pytest.raises(InputError, match=f"^the roles are .*; chat_format is {format}: expected user and"):
             format_chat(messages, format, EVERY)
 
 

@@ -1,6 +1,7 @@
 """Tokenizers: what they encode they decode, which tokens they name, and what no damage may do."""
 
 import base64
+import hashlib
 import json
 import zlib
 
@@ -188,12 +189,20 @@ def test_bytes_and_gpt2():
     assert load_tokenizer("").fingerprint == found.fingerprint == zlib.crc32(b"bytes")
     with pytest.raises(InputError, match="expected UTF-8 text"):
         found.encode("\ud800")
-    try:
-        gpt2 = load_tokenizer("gpt2")
-    except InputError as error:
-        pytest.skip(str(error))
+    gpt2 = load_tokenizer("gpt2")
     assert gpt2.encode("Hello world") == [15496, 995] and gpt2.decode([15496, 995]) == "Hello world"
     assert gpt2.end == gpt2.token("<|endoftext|>") == 50256 not in gpt2.encode("<|endoftext|>")
+    assert (gpt2.vocab_size, gpt2.begin, gpt2.prefix, gpt2.stops) == (50257, 50256, 50256, {50256})
+    assert gpt2.fingerprint == zlib.crc32(b"gpt2"), "a stream that was read through tiktoken resumes"
+
+
+def test_the_vocabulary_of_gpt2_is_openais():
+    """The sums that tiktoken has of vocab.bpe and encoder.json, made again from our file."""
+    model = json.loads((tokenizer.VOCABULARY_FOLDERS / "gpt2" / "tokenizer.json").read_text())["model"]
+    merges = "".join(f"{' '.join(pair)}\n" for pair in model["merges"])
+    vocab = json.dumps(dict(sorted(model["vocab"].items(), key=lambda item: item[1])) | {"<|endoftext|>": 50256})
+    found = [hashlib.sha256(text.encode()).hexdigest() for text in (f"#version: 0.2\n{merges}", vocab)]
+    assert [text[:16] for text in found] == ["1ce1664773c50f3e", "196139668be63f3b"]
 
 
 @pytest.mark.parametrize(

@@ -634,14 +634,6 @@ def test_options_are_replaced():
     assert search.with_option(options, "width", None) == ["--global-batch-size=8", "--flag"]
 
 
-def test_the_tested_versions_are_a_supported_set():
-    from setup_tpu import SUPPORTED_PAIRS
-
-    pair = SUPPORTED_PAIRS[0]
-    supported = {name: getattr(pair, name).rstrip("*") for name in virtual_slice.TESTED_VERSIONS}
-    assert supported == virtual_slice.TESTED_VERSIONS
-
-
 def test_another_set_of_versions_is_named_before_anything_is_imported(monkeypatch, capsys):
     monkeypatch.setattr(virtual_slice, "TESTED_VERSIONS", {"torch_xla": "2.9.0", "jax": "0.9.9", "libtpu": "0.0.21"})
     with pytest.raises(RuntimeError, match=r"jax 0\.9\.9 \(found 0\.7\.1\)"):

@@ -49,7 +49,7 @@ def train(model, batch):
 def trained(model, batches, device, step):
     """(outputs in eval mode and state, on the host; graphs and uploads of each step) after a step for each batch."""
     model, counts = copy.deepcopy(model).to(device), []
-    Tracked({"model": model}).make_scalars_data()
+    Tracked({"model": model}).make_inputs()
     for batch in (batch.to(device) for batch in batches):
         before = graphs_compiled(), transfers_to_device()
         step(model, batch)

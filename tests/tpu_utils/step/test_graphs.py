@@ -199,7 +199,7 @@ class Scaled(torch.nn.Module):
 def steps_with(model, tracked=True) -> torch.nn.Module:
     """Four steps of a model on the device, as a script calls them. tracked: what run.track() does for its modules."""
     if tracked:
-        Tracked({"model": model}).make_scalars_data()
+        Tracked({"model": model}).make_inputs()
     x = torch.ones(len(model.scale)).to(torch_xla.device())
 
     @one_graph
@@ -289,7 +289,7 @@ def test_a_list_that_grows_is_named(device):
 
 def test_a_layer_that_is_frozen_or_put_into_eval_mode_later_is_named(device):
     model = torch.nn.Sequential(torch.nn.Linear(29, 3), torch.nn.BatchNorm1d(3)).to(device)
-    Tracked({"model": model}).make_scalars_data()
+    Tracked({"model": model}).make_inputs()
     x = torch.ones(4, 29).to(device)
 
     @one_graph

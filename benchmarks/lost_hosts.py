@@ -3,7 +3,8 @@
 Run:     python benchmarks/lost_hosts.py --losses 100     # 12 kinds in turn; about 30 s each on two cores
          python benchmarks/lost_hosts.py --elastic 5      # a machine that stays away: on with three, then four again
 Prints:  docs/results/lost_machines.csv: the kind of loss, how often, seconds until the next checkpoint, and by cause
-         what tools.keep_running counted (medians); then whether the last checkpoint and all losses have the bits of a run that lost nothing.
+         what tools.keep_running counted (medians); then whether the last checkpoint and all losses have the bits of a
+         run that lost nothing.
          With --elastic the mesh changes: how far the losses are from that run's.
          Exit code 1 if they differ (by more than 1e-5 with --elastic), or the run ended by itself.
 

@@ -147,6 +147,14 @@ def test_anchors_are_headings():
             assert anchor in anchors_of(page.parent / target if target else page), f"{page.name}: {target}#{anchor}"
 
 
+def test_pages_are_short():
+    """Words of a page, and of all pages together: who adds says what went."""
+    pages = [*PAGES, ROOT / "CLAUDE.md", ROOT / "CONTRIBUTING.md"]
+    words = {page.relative_to(ROOT): len(page.read_text().split()) for page in pages}
+    assert max(words.values()) <= 1800, max(words, key=words.get)
+    assert sum(words.values()) <= 28_000
+
+
 def test_readme_says_of_each_page_what_kind_it_is():
     readme = PAGES[0].read_text()
     table = readme[readme.index("| I want to | kind | page |") :].split("\n\n")[0]

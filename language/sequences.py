@@ -44,14 +44,14 @@ class SameBatch:
 
 
 class NoTasks:
-    """In place of an Evaluation, where no option names a task."""
+    """In place of a Harness, where no option names a task."""
 
     batches: tuple[np.ndarray, ...] = ()
 
 
 def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> Any:
-    """The Evaluation of --tasks, or NoTasks. part: of num_parts hosts. Raises InputError."""
-    if not config.tasks:
+    """The Harness of --tasks, or NoTasks. part: of num_parts hosts. Raises InputError."""
+    if not config.tasks or config.compile_for:
         return NoTasks()
     from language.tasks import scores  # only for a run that is asked questions
 
@@ -73,7 +73,7 @@ def check_files(config: TransformerConfig) -> None:
 
         check_samples(config)
     if config.tasks:
-        from language.tasks.scores import check_tasks  # only for a run that is asked questions
+        from language.tasks.scores import check_tasks_of_run  # only for a run that is asked questions
 
-        check_tasks(config)
+        check_tasks_of_run(config)
     source_of(config).check(config)

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "tools": TOOLS,
     "cluster": {"config", "language", "tpu_compiler", "tpu_utils"},
     "browser": {"language", "tpu_utils"},
+    "lessons": set(),
     **{script: IMAGE_SCRIPT for script in MOST_LINES if script != "transformer_tpu"},
     "transformer_tpu": {"language", "tpu_utils"},
     "aot_tpu": {"tpu_compiler", "tpu_utils"},
@@ -101,7 +102,7 @@ def closure_of(name: str) -> set[str]:
 
 def test_eight_files_on_the_top_level_and_no_street_that_is_not_named():
     assert sorted(path.stem for path in ROOT.glob("*.py")) == sorted(
-        name for name in OURS if name.endswith("_tpu") or name == "config"
+        name for name in OURS if "." not in name and (name.endswith("_tpu") or name == "config")
     )
     assert len(list(ROOT.glob("*.py"))) == 8
     folders = {path.parent.relative_to(ROOT).parts[0] for path in ROOT.glob("*/*.py")}
@@ -163,8 +164,8 @@ def test_a_copy_is_two_files_and_two_folders(script):
     beside = {street_of(name) for name in found} - {script}
     data = "language" if script == "transformer_tpu" else "images"
     assert beside == {"tpu_utils", data, *(["config"] if data == "images" else [])}
-    limits = {"simple_mnist_tpu": (33, 5284), "transformer_tpu": (45, 6668)}
-    modules, lines = limits.get(script, (34, 5416))
+    limits = {"simple_mnist_tpu": (33, 5295), "transformer_tpu": (45, 6678)}
+    modules, lines = limits.get(script, (34, 5427))
     assert len(found) <= modules
     assert sum(len(OURS[name].read_text().splitlines()) for name in found) <= lines
 

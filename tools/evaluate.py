@@ -1,4 +1,4 @@
-"""Score a language model on tasks that others report: HellaSwag, ARC, MMLU, CORE.
+"""Score a language model on tasks that others report: those of lm_eval, CORE.
 
 Run:     python -m tools.evaluate RUN --tasks hellaswag=hellaswag.jsonl
              the newest checkpoint of a run of transformer_tpu.py, or the best
@@ -6,13 +6,15 @@ Run:     python -m tools.evaluate RUN --tasks hellaswag=hellaswag.jsonl
          python -m tools.evaluate --hf Qwen3-0.6B/ --tasks mmlu=mmlu/ \\
              --num_fewshot 5
              a folder of Hugging Face; mmlu/ has test.jsonl and dev.jsonl
+         python -m tools.evaluate RUN --tasks my_task.yaml=questions.jsonl
+             a task of one's own, as lm_eval describes them
          python -m tools.evaluate RUN --tasks core=eval_bundle/ --limit 500
              nanochat's CORE
          python -m tools.evaluate RUN --text book.txt
              bits per byte of a text, which models of any tokenizer share
 
-Expect:  the answers of lm-evaluation-harness and nanochat, and a graph for each
-         length of a row that occurs: docs/evaluation.md
+Expect:  the answers of lm_eval (pip install -r requirements-evaluate.txt) and
+         nanochat, and a graph for each length of a row: docs/evaluation.md
 """
 
 import json
@@ -20,7 +22,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -28,8 +30,8 @@ import tyro
 from language.data.llmc_files import other_vocabulary
 from language.data.text import TEXT
 from language.data.tokenizer import check_lost
-from language.tasks.questions import Answers, Row, answers, batched, core_of
-from language.tasks.scores import CORE, check_file, parse_tasks, read_tasks
+from language.tasks.questions import Row, batched, windows
+from language.tasks.scores import check_tasks, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
 from tpu_utils.base.files import open_regular, read_regular, write_atomically
 from tpu_utils.options.environment import choose_device, command_line
@@ -49,17 +51,16 @@ class EvaluateConfig:
     llmc: str = ""
     """llm.c's weights instead."""
     tasks: tuple[str, ...] = ()
-    """NAME=PATH of hellaswag, arc_easy, arc_challenge, piqa, winogrande, lambada, mmlu or core. PATH: JSON lines, or
-    .parquet; a folder with test.jsonl or validation.jsonl, and train.jsonl (mmlu: dev.jsonl) for examples, or .parquet
-    of these names; core: a bundle."""
-    num_fewshot: int = 0
-    """Answered examples before each question. core has its own numbers."""
+    """NAME=PATH. NAME: a task or group of lm_eval, its YAML file, or core, nanochat's bundle. PATH: its questions as
+    JSON lines or .parquet, or a folder with test.jsonl, validation.jsonl, train.jsonl, as the task names its splits."""
+    num_fewshot: int | None = None
+    """Answered examples before each question. None: as many as the task says. core has its own numbers."""
     limit: int = 0
-    """Score only the first N questions of each task; 0 scores all."""
+    """Score only the first N questions of each task, and of each task of a group; 0 scores all."""
     text: str = ""
     """A UTF-8 text file: bits per byte of it."""
     json: str = ""
-    """Write results, and what was chosen in each question, to this file too."""
+    """Write results, and what was said of each question, to this file too."""
     tokenizer: str = ""
     """bytes, gpt2, a tokenizer.json or its folder. Empty: that of the run or folder."""
     sequence_length: int = 0
@@ -87,15 +88,14 @@ class EvaluateConfig:
         if not self.tasks and not self.text:
             raise InputError("nothing is asked; give --tasks NAME=PATH or --text FILE")
         for name, least in (("num_fewshot", 0), ("limit", 0), ("sequence_length", 0), ("tokens_per_step", 1)):
-            if getattr(self, name) < least:
+            if (getattr(self, name) or 0) < least:
                 raise InputError(f"{name} is {getattr(self, name)}; expected {least} or more")
 
 
 def check_files(config: EvaluateConfig) -> None:
     """Raises InputError for files that cannot be read, DeviceError when there is no such device."""
     choose_device(TrainConfig(device=config.device))
-    for name, path in parse_tasks(config.tasks).items():
-        check_file(name, path, config.num_fewshot)
+    check_tasks(parse_tasks(config.tasks), config.num_fewshot, config.limit)
     if config.text:
         open_regular(Path(config.text), TEXT).close()
     if config.json and not Path(config.json).absolute().parent.is_dir():
@@ -109,6 +109,7 @@ import torch
 from tqdm import tqdm
 
 from language.models.operations import is_likeliest, losses
+from language.tasks.texts import write_texts
 from language.weights.sources import Source, load, open_source, sampling_mesh
 from language.xla.context import inputs_and_targets
 from language.xla.loops import AXES, BATCH
@@ -141,7 +142,7 @@ def score_step(model, tokens_BS):
 
 def score(model, rows: list[Row], T: int, tokens: int, device, name: str = "") -> np.ndarray:
     """What score_step gives of each row, (rows, 3) float64. name: on a terminal a bar shows how far it is."""
-    most, vocab_size = max(int(row.tokens.max()) for row in rows), model.shape.vocab_size
+    most, vocab_size = max((int(row.tokens.max()) for row in rows), default=0), model.shape.vocab_size
     if most >= vocab_size:
         raise InputError(
             f"{name or 'the questions'}: token {most}, but the model has a vocabulary of {vocab_size}; expected the "
@@ -152,7 +153,7 @@ def score(model, rows: list[Row], T: int, tokens: int, device, name: str = "") -
     batches, places = batched(rows, T, tokens, multiple)
     found = [score_step.compiled(model, *send(batch, device, sharding)) for batch in batches]
     bar = tqdm(found, name, leave=False, disable=None if name else True)
-    scored = np.concatenate([result.cpu().numpy() for result in bar]).astype(np.float64)[places]
+    scored = np.concatenate([np.zeros((0, 3)), *(result.cpu().numpy() for result in bar)])[places]
     if wrong := int((~np.isfinite(scored)).any(1).sum()):
         raise NonFiniteError(
             f"{name or 'the questions'}: of {wrong:,} of {len(rows):,} rows the loss is infinite or not a number; "
@@ -175,8 +176,7 @@ def start_mesh(devices: str, source: Source) -> Mesh | None:
 
 
 def rows_of_text(path: Path, source: Source, T: int) -> tuple[list[Row], int]:
-    """(rows in which each token of the text is a target once, the bytes of the text). A row has as many tokens before
-    its first target as fit; before the first stands what stands before a document."""
+    """(rows of the text, the bytes of the text). Before its first token stands what stands before a document."""
     content = read_regular(path, TEXT, 1 << 30)
     try:
         text = content.decode()
@@ -186,24 +186,7 @@ def rows_of_text(path: Path, source: Source, T: int) -> tuple[list[Row], int]:
     if not tokens:
         raise InputError(f"{path}: empty; expected {TEXT}")
     check_lost(source.tokenizer.lost(text, tokens), len(text), str(path))
-    tokens = np.array([source.tokenizer.prefix if source.start is None else source.start, *tokens], np.int32)
-    ends = [*range(T + 1, len(tokens), T), len(tokens)]
-    rows = [Row(tokens[max(0, end - T - 1) : end], end - start) for start, end in zip([1, *ends], ends, strict=False)]
-    return rows, len(content)
-
-
-def as_row(one: Answers) -> str:
-    numbers = (one.accuracy, one.accuracy_norm, one.stderr, one.task.guessing, one.perplexity)
-    name = f"{one.task.of}/{one.task.name}" if one.task.of else one.task.name
-    shown = ("-" if n is None else f"{n:.4f}" if abs(n) < 1000 else f"{n:.3g}" for n in numbers)
-    return f"{name:36} {len(one.chosen):9}" + "".join(f" {number:>9}" for number in shown)
-
-
-def as_record(one: Answers) -> dict:
-    chosen = dict(chosen=one.chosen) | (dict(chosen_norm=one.chosen_norm) if one.chosen_norm else {})
-    numbers = {name: getattr(one, name) for name in ("accuracy", "accuracy_norm", "stderr", "perplexity")}
-    numbers |= dict(centered=one.centered) if one.task.of else {}
-    return dict(examples=len(one.chosen), guessing=one.task.guessing, **numbers, **chosen)
+    return windows([source.tokenizer.prefix if source.start is None else source.start, *tokens], T), len(content)
 
 
 def main(config: EvaluateConfig) -> int:
@@ -213,25 +196,21 @@ def main(config: EvaluateConfig) -> int:
     T = config.sequence_length or longest
     if longest < T:
         raise InputError(f"sequence_length is {T}, but the model reads {longest} tokens; choose {longest} or less")
-    tasks = [
-        task
-        for name, path in parse_tasks(config.tasks).items()
-        for task in read_tasks(name, path, source.tokenizer, T, config.num_fewshot, config.limit)
-    ]
+    named = parse_tasks(config.tasks)
+    harness = read_tasks(named, source.tokenizer, T, config.num_fewshot, config.limit) if named else None
     rows, num_bytes = rows_of_text(Path(config.text), source, T) if config.text else ([], 0)
     device, mesh = start_device(TrainConfig(device=config.device), lambda: start_mesh(config.devices, source))
     model = load(source, device, config.int8, mesh)
-    before, scored = graphs_compiled(), []
-    columns = ("examples", "accuracy", "acc_norm", "stderr", "guessing", "ppl")
-    print(f"{'task':36}" + "".join(f" {column:>9}" for column in columns), flush=True) if tasks else None
-    for task in tasks:
-        scored.append(answers(task, score(model, task.rows, T, config.tokens_per_step, device, task.name)))
-        print(as_row(scored[-1]), flush=True)
-    results = {"/".join(filter(None, (one.task.of, one.task.name))): as_record(one) for one in scored}
-    record = dict(model=config.run_dir or config.hf or config.llmc, tasks=results)
-    if (core := core_of(scored)) is not None:
-        record["core"] = core
-        print(f"{CORE}, mean of (accuracy - guessing) / (1 - guessing): {core:.4f}")
+    before = graphs_compiled()
+    record: dict[str, Any] = dict(model=config.run_dir or config.hf or config.llmc)
+    if harness:
+        found = score(model, harness.rows, T, config.tokens_per_step, device, "tasks")
+        texts = write_texts(model, source.tokenizer, harness.prompts, T, config.tokens_per_step, device)
+        results = harness.results(found, texts, with_samples=True)
+        print(results.pop("table"))
+        record |= results
+        if "core" in results["fields"]:
+            print(f"core, mean of (accuracy - guessing) / (1 - guessing): {results['fields']['core']:.4f}")
     if rows:
         loss = score(model, rows, T, config.tokens_per_step, device, config.text)[:, 0].sum()
         record["bits_per_byte"] = float(loss / num_bytes / math.log(2))
@@ -239,7 +218,7 @@ def main(config: EvaluateConfig) -> int:
     record["graphs"] = graphs_compiled() - before
     print(f"{record['graphs']} graphs", file=sys.stderr)
     if config.json:
-        write_atomically(Path(config.json), json.dumps(record, indent=1).encode())
+        write_atomically(Path(config.json), json.dumps(record, indent=1, default=str).encode())
     return 0
 
 

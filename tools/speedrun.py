@@ -24,7 +24,7 @@ import tyro
 from language.data.chat import read_chats
 from language.data.text import read_documents, split_documents
 from language.data.tokenizer import LARGEST_VOCAB_SIZE
-from language.tasks.scores import check_file, parse_tasks
+from language.tasks.scores import check_tasks, parse_tasks
 from tools.make_chats import chats_of_parts
 from tools.speedrunning.dial import Plan, bytes_of, make_plan
 from tools.speedrunning.one_page import write_report
@@ -85,8 +85,7 @@ def check(config: SpeedrunConfig) -> None:
         raise InputError(f"vocab_size is {config.vocab_size}; expected {SMALLEST} to {LARGEST_VOCAB_SIZE}, or 0")
     if (config.price or config.cost_only) and not config.slice:
         raise InputError("price and cost_only have no effect without --slice; name one, such as --slice v6e-8")
-    for name, path in parse_tasks(config.tasks).items():
-        check_file(name, path)
+    check_tasks(parse_tasks(config.tasks))
     if not config.text.exists():
         raise InputError(f"text is {config.text}: no such file or folder")
     if not bytes_of([config.text]):
@@ -115,7 +114,7 @@ def check_text(text: Path, plan: Plan, chats: Path | None) -> None:
 
 
 def absolute(tasks: tuple[str, ...]) -> list[str]:
-    return [f"{name}={path.resolve()}" for name, path in parse_tasks(tasks).items()]
+    return [f"{name}={path}" for name, path in parse_tasks(tasks, Path.cwd()).items()]
 
 
 def keep_settings(config: SpeedrunConfig, folder: Path, plan: Plan) -> None:

@@ -71,8 +71,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     bucketed: Annotated[bool, ONLY["text"]] = False
     """text: pad short documents to the next multiple of 128 only; one graph for each length that occurs."""
     tasks: Annotated[tuple[str, ...], FREE, NoEffect("dataset", "synthetic")] = ()
-    """NAME=PATH of files with questions of hellaswag (llm.c's file too), arc_easy, arc_challenge, piqa, winogrande,
-    lambada, mmlu or core, scored at every evaluation."""
+    """NAME=PATH, scored at every evaluation: a task of lm_eval (requirements-evaluate.txt) or its YAML file, or core,
+    and the file or folder with its questions; hellaswag may be llm.c's file."""
     task_questions: Annotated[int, Range("[0, inf)"), FREE, NoEffect("tasks", ())] = 0
     """Score only the first N questions of each task; 0 scores all."""
     model_size: Annotated[Literal[(*GPT_SIZES, *LLAMA_SIZES)], NoEffect("model_config")] = "tiny"

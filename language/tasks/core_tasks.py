@@ -15,26 +15,14 @@ import numpy as np
 import yaml
 
 from language.data.tokenizer import Tokenizer
-from language.tasks.questions import Question, Row, Task
-from language.tasks.task_files import member, read_records, text, texts
+from language.tasks.questions import Row, Task, fit
+from language.tasks.task_files import read_records
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import inside, read_regular
 
 LARGEST_LIST = 1 << 16  # bytes; nanochat's core.yaml has 4 thousand
 KINDS = ("multiple_choice", "schema", "language_modeling")
 ORDER_SEED, SHOT_SEED = 1337, 1234
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A task of core.yaml."""
-
-    label: str
-    path: Path
-    kind: str
-    num_shots: int
-    delimiter: str
-    guessing: float
 
 
 @dataclass(frozen=True)
@@ -50,85 +38,85 @@ class Item:
         return [query + delimiter + answer for query in self.queries for answer in self.answers]
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A task of core.yaml, and its items in nanochat's order. guessing: share of right answers of who guesses."""
+
+    label: str
+    path: Path
+    kind: str
+    num_shots: int
+    delimiter: str
+    guessing: float
+    items: list[Item]
+
+
 def read_entries(bundle: Path) -> list[Entry]:
     """Raises InputError for a bundle that is none."""
-    path = bundle / "core.yaml"
-    content = read_regular(path, "core.yaml of an evaluation bundle of nanochat", LARGEST_LIST)
+    content = read_regular(bundle / "core.yaml", "core.yaml of an evaluation bundle of nanochat", LARGEST_LIST)
+    csv_path = bundle / "eval_meta_data.csv"
+    guessed = read_regular(csv_path, "eval_meta_data.csv of an evaluation bundle of nanochat", 1 << 20)
+    try:
+        rows = csv.DictReader(io.StringIO(guessed.decode()))
+        guessing = {row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in rows}
+    except (csv.Error, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{csv_path}: {error!s:.200}; expected columns 'Eval Task' and 'Random baseline'") from error
     try:
         # BaseLoader makes texts, lists and mappings alone, and expands no merged keys
-        found = yaml.load(content.decode(), yaml.BaseLoader)
-        listed = found["icl_tasks"]
-        if not isinstance(listed, list) or not listed:
-            raise ValueError("icl_tasks is no list of tasks")
-        guessing = read_guessing(bundle / "eval_meta_data.csv")
-        return [entry_of(bundle, one, guessing) for one in listed]
+        return [read_entry(bundle, one, guessing) for one in yaml.load(content.decode(), yaml.BaseLoader)["icl_tasks"]]
     except InputError:
         raise
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (yaml.YAMLError, AttributeError, LookupError, ValueError, TypeError, RecursionError) as error:
         said = " ".join(str(error).split())
-        raise InputError(f"{path}: {said:.300}; expected icl_tasks, as nanochat's evaluation bundle has it") from error
+        raise InputError(
+            f"{bundle / 'core.yaml'}: {said:.300}; expected icl_tasks, as nanochat's evaluation bundle has it"
+        ) from error
 
 
-def entry_of(bundle: Path, task: dict, guessing: dict[str, float]) -> Entry:
-    if not isinstance(task, dict):
-        raise ValueError("a task is no mapping")
-    label, shots = text(task, "label"), texts(task, "num_fewshot")[0]
-    if label not in guessing:
-        raise ValueError(f"task {label!r:.60} has no line in eval_meta_data.csv")
+def read_entry(bundle: Path, task: dict[str, str], guessing: dict[str, float]) -> Entry:
+    label, kind, shots = task["label"], task["icl_task_type"], task["num_fewshot"][0]
+    if not 0 <= guessing.get(label, -1) < 1:
+        raise ValueError(f"{label!r:.60} has no random baseline of 0 to 99 in eval_meta_data.csv")
+    if kind not in KINDS:
+        raise ValueError(f"icl_task_type is {kind!r:.60}; expected {' or '.join(KINDS)}")
     if not shots.isdecimal() or int(shots) > 1000:
         raise ValueError(f"num_fewshot of {label!r:.60} is {shots!r:.60}; expected 0 to 1000")
-    kind = KINDS[member(task, "icl_task_type", KINDS)]
-    path = inside(bundle / "eval_data", text(task, "dataset_uri"))
-    delimiter = text({"continuation_delimiter": " "} | task, "continuation_delimiter")
-    return Entry(label, path, kind, int(shots), delimiter, guessing[label])
-
-
-def read_guessing(path: Path) -> dict[str, float]:
-    """{task: share of right answers of who guesses}."""
-    content = read_regular(path, "eval_meta_data.csv of an evaluation bundle of nanochat", 1 << 20)
-    found = {}
-    try:
-        for row in csv.DictReader(io.StringIO(content.decode())):
-            found[row["Eval Task"]] = 0.01 * float(row["Random baseline"])
-    except (csv.Error, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: {error!s:.200}; expected columns 'Eval Task' and 'Random baseline'") from error
-    if bad := [name for name, share in found.items() if not 0 <= share < 1]:
-        raise InputError(f"{path}: the random baseline of {bad[0]!r:.60} is {100 * found[bad[0]]}; expected 0 to 99")
-    return found
-
-
-def read_items(entry: Entry) -> list[Item]:
-    """In nanochat's order. Raises InputError for a line that is no question."""
-    items = []
-    for where, record in read_records(entry.path, f"questions of {entry.label}"):
-        record = {name: written(value) for name, value in record.items()}
+    path, items = inside(bundle / "eval_data", task["dataset_uri"]), []
+    for where, record in read_records(path, f"questions of {label}"):
         try:
-            if entry.kind == "multiple_choice":
-                queries, found = [text(record, "query")], texts(record, "choices")
-            elif entry.kind == "schema":
-                queries, found = texts(record, "context_options"), [text(record, "continuation")]
-            else:
-                queries, found = [text(record, "context").strip()], [text(record, "continuation")]
-            choices = range(max(len(queries), len(found)))
-            gold = 0 if entry.kind == "language_modeling" else member(record, "gold", choices)
-        except ValueError as error:
-            raise InputError(f"{where}: no {entry.kind} question: {error}") from error
-        items.append(Item(queries, found, gold, where))
+            items.append(read_item(record, kind, where))
+        except (KeyError, ValueError) as error:
+            raise InputError(f"{where}: no {kind} question: {error}") from error
     random.Random(ORDER_SEED).shuffle(items)
-    return items
+    delimiter = text(task.get("continuation_delimiter", " "))
+    return Entry(label, path, kind, int(shots), delimiter, guessing[label], items)
 
 
-def written(value):
-    """A number, or those of a list, as text: nanochat's templates write them so."""
-    if isinstance(value, list):
-        return [written(one) if type(one) in (int, float) else one for one in value]
-    return str(value) if type(value) in (int, float) else value
+def read_item(record: dict, kind: str, where: str) -> Item:
+    if kind == "multiple_choice":
+        queries, answers = [text(record["query"])], texts(record["choices"])
+    elif kind == "schema":
+        queries, answers = texts(record["context_options"]), [text(record["continuation"])]
+    else:
+        return Item([text(record["context"]).strip()], [text(record["continuation"])], 0, where)
+    golds = [str(number) for number in range(max(len(queries), len(answers)))]
+    if (gold := text(record["gold"])) not in golds:
+        raise ValueError(f"gold is {gold!r:.60}; expected {' or '.join(golds)}")
+    return Item(queries, answers, int(gold), where)
 
 
-def check_bundle(bundle: Path) -> None:
-    """Raises InputError for a bundle that cannot be read."""
-    for entry in read_entries(bundle):
-        read_items(entry)
+def text(value) -> str:
+    """A text; a number as nanochat's templates write it. Raises ValueError for anything else."""
+    if type(value) not in (str, int, float):
+        raise ValueError(f"expected a text, found {value!r:.60}")
+    str(value).encode()  # raises for a lone surrogate, a ValueError too
+    return str(value)
+
+
+def texts(values) -> list[str]:
+    if not isinstance(values, list) or not 1 <= len(values) <= 64:
+        raise ValueError(f"expected a list of 1 to 64 texts, found {values!r:.60}")
+    return [text(value) for value in values]
 
 
 def read_bundle(bundle: Path, tokenizer: Tokenizer, T: int, limit: int = 0) -> list[Task]:
@@ -136,15 +124,15 @@ def read_bundle(bundle: Path, tokenizer: Tokenizer, T: int, limit: int = 0) -> l
     Raises InputError."""
     tasks = []
     for entry in read_entries(bundle):
-        items = read_items(entry)[: limit or None]
+        items = entry.items[: limit or None]
         if len(items) <= entry.num_shots:
             raise InputError(
                 f"{entry.path}: {len(items)} questions, each after {entry.num_shots} others; expected "
                 f"{entry.num_shots + 1} or more"
             )
-        questions = [Question(rows_of(entry, items, n, tokenizer, T), items[n].gold) for n in range(len(items))]
+        questions = [(rows_of(entry, items, n, tokenizer, T), item.gold) for n, item in enumerate(items)]
         how = "greedy" if entry.kind == "language_modeling" else "per_token"
-        tasks.append(Task(entry.label, how, questions, entry.guessing, "core"))
+        tasks.append(Task(f"core/{entry.label}", how, questions, entry.guessing))
     return tasks
 
 
@@ -167,7 +155,10 @@ def rows_of(entry: Entry, items: list[Item], number: int, tokenizer: Tokenizer, 
         if entry.kind == "language_modeling":
             without = [np.array([first, *tokenizer.encode((shots + item.queries[0] + entry.delimiter).rstrip())])]
         starts = [common(rows + without)] * len(rows)
-    return [cropped(row, start, T, item.where) for row, start in zip(rows, starts, strict=True)]
+    return [
+        fit(row, len(row) - start, T, item.where) if 0 < start < len(row) else Row(row[-T:], 0)  # no targets: no answer
+        for row, start in zip(rows, starts, strict=True)
+    ]
 
 
 def common(rows: list[np.ndarray]) -> int:
@@ -175,13 +166,3 @@ def common(rows: list[np.ndarray]) -> int:
     size = min(map(len, rows))
     differ = np.flatnonzero((np.stack([row[:size] for row in rows]) != rows[0][:size]).any(0))
     return int(differ[0]) if len(differ) else size
-
-
-def cropped(row: np.ndarray, start: int, T: int, where: str) -> Row:
-    """The last T tokens, those from start on being targets. Raises InputError where these are more."""
-    if start - max(0, len(row) - T) < 1 and start:
-        raise InputError(
-            f"{where}: an answer of {len(row) - start} tokens; expected at most {T - 1}, what the model reads; leave "
-            "core out, or choose a model of longer sequences"
-        )
-    return Row(row[-T:], len(row) - start if start else 0)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from language.data.tokenizer import Tokenizer
 from language.options.shapes import START
 from tpu_utils.base.errors import InputError
 
@@ -20,96 +21,26 @@ class Row:
     num_targets: int
 
 
-@dataclass(frozen=True)
-class Question:
-    """A row for each choice. answer: the right one. lengths: of the choices in characters; (): they do not count."""
-
-    rows: list[Row]
-    answer: int
-    lengths: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Task:
-    """how a choice is made: likelihood, the largest of all targets together; per_token, the smallest mean loss;
-    greedy: there is one row, and it is right where every target is the token that the model finds likeliest.
-
-    guessing: share of right answers of who guesses. of: "core" for a part of that benchmark."""
+class Task(NamedTuple):
+    """Questions that are tokens: CORE's, and llm.c's HellaSwag, each as its rows and which of them is right. how that
+    is chosen: per_token, the smallest mean loss; greedy: there is one row, and it is right where every target is the
+    token that the model finds likeliest. guessing: share of right answers of who guesses."""
 
     name: str
-    how: Literal["likelihood", "per_token", "greedy"]
-    questions: list[Question]
+    how: Literal["per_token", "greedy"]
+    questions: list[tuple[list[Row], int]]
     guessing: float
-    of: str = ""
-
-    @property
-    def rows(self) -> list[Row]:
-        return [row for question in self.questions for row in question.rows]
 
 
-@dataclass(frozen=True)
-class Answers:
-    """chosen: of each question, -1 where a greedy one is not right, and where there is no answer. accuracy_norm: by
-    likelihood per character, as lm-evaluation-harness has it; None where that compares no lengths. perplexity: of a
-    greedy question's targets together, but for CORE's."""
-
-    task: Task
-    chosen: list[int]
-    chosen_norm: list[int]
-    perplexity: float | None
-
-    @property
-    def accuracy(self) -> float:
-        return share(self.chosen, self.task)
-
-    @property
-    def accuracy_norm(self) -> float | None:
-        return share(self.chosen_norm, self.task) if self.chosen_norm else None
-
-    @property
-    def stderr(self) -> float | None:
-        """Standard error of the accuracy, by the sample's standard deviation; None for one question."""
-        p, n = self.accuracy, len(self.chosen)
-        return (p * (1 - p) / (n - 1)) ** 0.5 if n > 1 else None
-
-    @property
-    def centered(self) -> float:
-        """0 for guessing, 1 for all right."""
-        return (self.accuracy - self.task.guessing) / (1 - self.task.guessing)
-
-
-def share(chosen: list[int], task: Task) -> float:
-    return sum(c == q.answer for c, q in zip(chosen, task.questions, strict=True)) / len(chosen)
-
-
-def answers(task: Task, found: np.ndarray) -> Answers:
-    """found: of each row of the task the summed loss, the number of targets, and how many of them were likeliest. A
-    question with a loss that is no number has no answer."""
-    chosen = []
-    normed = []
-    at = 0
-    for question in task.questions:
-        loss, count, likeliest = found[at : at + len(question.rows), :3].T
-        at += len(question.rows)
-        is_answered = bool(np.isfinite(loss).all())
-        if task.how == "greedy":
-            chosen.append(0 if is_answered and likeliest[0] == count[0] > 0 else -1)
-            continue
-        if task.how == "per_token":
-            with np.errstate(invalid="ignore"):
-                loss = loss / count  # nan for a choice without a target, which is chosen if it is the first
-        chosen.append(min(range(len(loss)), key=loss.tolist().__getitem__) if is_answered else -1)
-        if question.lengths:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                normed.append(int(np.argmax(-loss / np.array(question.lengths, float))) if is_answered else -1)
-    perplexity = float(np.exp(found[:at, 0].mean())) if task.how == "greedy" and not task.of else None
-    return Answers(task, chosen, normed, perplexity)
-
-
-def core_of(of_tasks: Sequence[Answers]) -> float | None:
-    """The CORE metric: the mean of the centered accuracies of its tasks. None: none of these is one."""
-    centered = [one.centered for one in of_tasks if one.task.of == "core"]
-    return sum(centered) / len(centered) if centered else None
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
+    """(tokens, how many of them are the continuation's), as TemplateLM._encode_pair() of lm_eval: white space at the
+    end of a context goes to the continuation, and both are encoded together. A special token in a text is text."""
+    kept = context.rstrip()
+    whole, start = (tokenizer.encode_around(text) for text in (context + continuation, kept))
+    if not kept or not start:  # no text before it: a begin token, or the first token where that is it
+        found = tokenizer.encode(context + continuation)
+        whole, start = [tokenizer.prefix] * (found[:1] != [tokenizer.prefix]) + found, [tokenizer.prefix]
+    return [*start, *whole[len(start) :]], len(whole) - len(start)  # as there, also where the two begin differently
 
 
 def fit(tokens: Sequence[int], num_targets: int, longest: int, where: str) -> Row:
@@ -120,6 +51,14 @@ def fit(tokens: Sequence[int], num_targets: int, longest: int, where: str) -> Ro
             "another task, or a model of longer sequences"
         )
     return Row(np.array(tokens[-longest:], np.int32), num_targets)
+
+
+def windows(tokens: Sequence[int], T: int) -> list[Row]:
+    """Rows in which each token but the first is a target once. A row has as many tokens before its first target as
+    fit."""
+    tokens = np.array(tokens, np.int32)
+    ends = [*range(T + 1, len(tokens), T), len(tokens)]
+    return [Row(tokens[max(0, end - T - 1) : end], end - start) for start, end in zip([1, *ends], ends, strict=False)]
 
 
 def lengths_of(T: int, unit: int = 1) -> list[int]:

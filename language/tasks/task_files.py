@@ -1,7 +1,5 @@
 """Questions as JSON lines or parquet, and what stands in them. Imports no torch."""
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from language.data.stream_files import open_parquet
@@ -11,6 +9,19 @@ from tpu_utils.base.files import file_size, open_regular, parse_json, read_regul
 LARGEST_FILE = 1 << 28  # bytes, of parquet unpacked too; MMLU has 7 million, the largest of CORE's some 20
 MOST_QUESTIONS = 1 << 20
 REMEDY = "download it again"
+
+
+def file_of(folder: Path, split: str) -> Path:
+    """The file of a split, with any of the names that the hub has. Raises InputError for none, and for several."""
+    named = [file for file in (folder / f"{split}.jsonl", folder / f"{split}.parquet") if file.exists()]
+    found = [*named, *sorted(folder.glob(f"{split}-*.parquet"))]
+    if len(found) > 1:
+        raise InputError(
+            f"{folder} has {found[0].name} and {found[1].name}; expected one file of {split}; move one away"
+        )
+    if not found:
+        raise InputError(f"{folder} has no {split}.jsonl, nor .parquet; expected one of them")
+    return found[0]
 
 
 def read_records(path: Path, expected: str) -> list[tuple[str, dict]]:
@@ -77,35 +88,3 @@ def read_lines(path: Path, expected: str) -> list[tuple[str, dict]]:
             raise InputError(f"{path}, line {number}: {error}; expected {expected}, a JSON object a line") from error
         found.append((f"{path}, line {number}", record))
     return found
-
-
-def text(record: dict, name: str) -> str:
-    """A field that is text. Raises ValueError for another one."""
-    value = record.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"expected {name}, a text")
-    value.encode()  # raises for a lone surrogate, a ValueError too
-    return value
-
-
-def texts(record: dict, name: str) -> list[str]:
-    """A field that is a list of one text or more."""
-    values = record.get(name)
-    if not isinstance(values, list) or not 1 <= len(values) <= 64:
-        raise ValueError(f"expected {name}, a list of 1 to 64 texts")
-    return [text({name: value}, name) for value in values]
-
-
-def member(record: dict, name: str, allowed: Sequence) -> int:
-    """Where the value of a field, a text or a whole number, stands among those allowed."""
-    names, value = list(map(str, allowed)), record.get(name)
-    if type(value) not in (str, int) or str(value) not in names:
-        raise ValueError(f"{name} is {value!r:.60}; expected {' or '.join(names)}")
-    return names.index(str(value))
-
-
-def tidied(written: str) -> str:
-    """HellaSwag's texts without WikiHow's marks in brackets: preprocess() of lm-evaluation-harness."""
-    lines = [line.rpartition("]") for line in written.strip().replace(" [title]", ". ").split("\n")]
-    # behind the last ] of a line none is closed: each of a million [ would be looked through to its end
-    return "\n".join(re.sub(r"\[.*?\]", "", head + end) + rest for head, end, rest in lines).replace("  ", " ")

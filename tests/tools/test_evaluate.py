@@ -19,11 +19,11 @@ from run_files import assert_identical, read_lines, state_in, summary_in
 from test_llama_parity import UNTIED, hugging_face_model
 from test_tokenizer import trained
 
-from language.tasks.core_tasks import read_bundle
-from language.tasks.questions import answers, core_of, lengths_of
-from language.tasks.scores import encode_pair, read_tasks
+from language.tasks.questions import encode_pair, lengths_of
+from language.tasks.scores import read_tasks
+from language.tasks.texts import write_texts
 from language.weights.sources import load, open_source
-from tools import convert_hf, evaluate
+from tools import evaluate
 from tools.evaluate import EvaluateConfig
 from tpu_utils.checkpoint.tensor_files import one_thread
 from tpu_utils.device import graphs_compiled
@@ -90,80 +90,72 @@ def ours(folder):
     return source, load(source, torch_xla.device())
 
 
-YAML = dict(hellaswag="hellaswag/hellaswag", arc_easy="arc/arc_easy", piqa="piqa/piqa", winogrande="winogrande/default")
-YAML |= dict(lambada="lambada/lambada_openai", mmlu="mmlu/default/mmlu_")
+def scored(ours, name: str, path: Path, shots: int | None = None, limit: int = 0) -> dict:
+    """What lm_eval says of our model, asked as the tool asks."""
+    source, model = ours
+    T, device = source.shape.sequence_length, torch_xla.device()
+    harness = read_tasks({name: path}, source.tokenizer, T, shots, limit)
+    found = evaluate.score(model, harness.rows, T, 2048, device)
+    texts = write_texts(model, source.tokenizer, harness.prompts, T, 640, device)
+    return harness.results(found, texts, with_samples=True)
 
 
-def their_answers(theirs, name: str, files: dict[str, Path], num_fewshot: int, cache: Path, subject="") -> list[dict]:
-    """What the harness says of each question of one of its own tasks, told where the data is."""
-    from lm_eval import tasks
+def samples_of_theirs(theirs, config: dict, files: dict[str, Path], shots: int, cache: Path) -> list[dict]:
+    """What lm_eval says of each question with its own model and its own way to data, told where that is."""
     from lm_eval.api.task import ConfigurableTask
+    from lm_eval.evaluator import evaluate
+
+    own = dict(dataset_path="json", dataset_name=None, num_fewshot=shots)
+    own["dataset_kwargs"] = dict(data_files={split: str(file) for split, file in files.items()}, cache_dir=str(cache))
+    task = ConfigurableTask(config={key: value for key, value in config.items() if key not in ("tag",)} | own)
+    task.set_fewshot_seed(1234)  # as simple_evaluate() does
+    return evaluate(theirs, {"tasks": {"a": task}})["samples"]["a"]
+
+
+COMMON = dict(test_split="test", doc_to_target="{{text}}")
+GENERATES = COMMON | dict(task="gen", output_type="generate_until", doc_to_text="{{text}}")
+GENERATES["generation_kwargs"] = dict(until=["or", "\n\n"], max_gen_toks=12, do_sample=False)
+GENERATES["metric_list"] = [dict(metric="exact_match", aggregation="mean", higher_is_better=True)]
+ROLLS = COMMON | dict(task="roll", output_type="loglikelihood_rolling", doc_to_text="")
+ROLLS["metric_list"] = [dict(metric="bits_per_byte", aggregation="bits_per_byte", higher_is_better=False)]
+CASES = [*((name, 0) for name in MAKERS), ("arc_easy", 2), ("winogrande", 3), ("hellaswag", 1), ("mmlu", 2)]
+
+
+@pytest.mark.parametrize("name, shots", [*CASES, ("generates", 0), ("rolls", 0)])
+def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, name, shots):
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    config = load_yaml(Path(tasks.__file__).parent / f"{YAML[name]}{subject}.yaml") | dict(
-        task=f"made_{name}",
-        dataset_path="json",
-        dataset_name=None,
-        num_fewshot=num_fewshot,
-        dataset_kwargs=dict(data_files={split: str(file) for split, file in files.items()}, cache_dir=str(cache)),
-    )
-    task = ConfigurableTask(config={key: value for key, value in config.items() if key not in ("tag", "task_alias")})
-    task.set_fewshot_seed(1234)  # as simple_evaluate() does
-    task.build_all_requests()
-    said = {}
-    for instance, result in zip(task.instances, theirs.loglikelihood(task.instances, True), strict=True):
-        said.setdefault(instance.doc_id, (instance.doc, []))[1].append(result)
-    return [dict(task.process_results(doc, results), results=results) for doc, results in said.values()]
+    from language.tasks.harness import ALIASES, shipped
 
-
-def answers_of_theirs(theirs, name: str, folder: Path, num_fewshot: int, cache: Path) -> list[dict]:
-    files = {path.stem: path for path in folder.glob("*.jsonl")}
-    if name != "mmlu":
-        return their_answers(theirs, name, files, num_fewshot, cache)
-    by_subject = {}
-    for subject in ("anatomy", "high_school_biology"):  # a task each
-        apart = {}
-        for split, path in files.items():
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            lines = [line for line in lines if line["subject"] == subject]
-            apart[split] = write_lines(folder / subject / path.name, lines)
-        by_subject[subject] = their_answers(theirs, name, apart, num_fewshot, cache, subject)
-    return [one for pair in zip(*by_subject.values(), strict=True) for one in pair]  # as write_task() mixes them
-
-
-def scores(ours, task) -> np.ndarray:
-    source, model = ours
-    return evaluate.score(model, task.rows, source.shape.sequence_length, 2048, torch_xla.device())
-
-
-@pytest.mark.parametrize(
-    "name, num_fewshot",
-    [*((name, 0) for name in MAKERS), ("arc_easy", 2), ("winogrande", 3), ("hellaswag", 1), ("mmlu", 2)],
-)
-def test_answers_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path, name, num_fewshot):
-    folder = write_task(tmp_path / name, name)
-    expected = answers_of_theirs(theirs, name, folder, num_fewshot, tmp_path / "cache")
-    source, _ = ours
-    (task,) = read_tasks(name, folder, source.tokenizer, source.shape.sequence_length, num_fewshot)
-    found = scores(ours, task)
-    said = answers(task, found)
-    likelihoods = [ll for one in expected for ll, _ in one["results"]]
-    np.testing.assert_allclose(-found[:, 0], likelihoods, rtol=1e-4, atol=1e-4)
-    right = [chosen == question.answer for chosen, question in zip(said.chosen, task.questions, strict=True)]
-    assert right == [one["acc"] for one in expected] and sum(right) < len(right)
-    if name == "lambada":
-        assert sum(right) or source.tokenizer.begin is not None, "the GPT-2 completes some"
-        assert said.perplexity == pytest.approx(np.exp(-np.mean(likelihoods)), rel=1e-4)
-        return
-    sizes = [len(question.rows) for question in task.questions]
-    by_question = np.split(np.array(likelihoods), np.cumsum(sizes)[:-1])
-    assert said.chosen == [int(lls.argmax()) for lls in by_question]
-    if "acc_norm" in expected[0]:
-        right = [chosen == question.answer for chosen, question in zip(said.chosen_norm, task.questions, strict=True)]
-        assert right == [one["acc_norm"] for one in expected]
-        assert said.accuracy_norm == np.mean(right)
+    if name in MAKERS:
+        asked, folder = ("mmlu_anatomy" if name == "mmlu" else name), write_task(tmp_path / name, name)
+        config = load_yaml(shipped()[ALIASES.get(asked, asked)])
     else:
-        assert said.accuracy_norm is None
+        config, folder = (GENERATES if name == "generates" else ROLLS), tmp_path
+        asked = str(tmp_path / "mine.yaml")
+        Path(asked).write_text(json.dumps(config))
+        write_lines(folder / "test.jsonl", [dict(text=words(random.Random(n), 1, 300)) for n in range(6)])
+    said = scored(ours, asked, folder, shots)
+    (samples,) = said["samples"].values()
+    files = {path.stem: path for path in folder.glob("*.jsonl")}
+    if name == "mmlu":
+        for path in files.values():
+            lines = [line for line in path.read_text().splitlines(True) if json.loads(line)["subject"] == "anatomy"]
+            path.write_text("".join(lines))
+    expected = samples_of_theirs(theirs, config, files, shots, tmp_path / "cache")
+    assert len(samples) == len(expected) >= 6
+    if name == "rolls" and ours[0].tokenizer.begin is not None:
+        return  # the harness scores a begin token as if it were text
+    for one, other in zip(samples, expected, strict=True):
+        assert one["arguments"] == other["arguments"]
+        if name == "generates":
+            assert one["resps"] == other["resps"]
+        else:
+            logs = [np.ravel([x[0] for x in sample["resps"]])[::2] for sample in (one, other)]
+            np.testing.assert_allclose(*logs, rtol=1e-4, atol=1e-4)
+        assert [one.get(key) for key in ("acc", "acc_norm")] == [other.get(key) for key in ("acc", "acc_norm")]
+    if name == "lambada":
+        assert sum(one["acc"] for one in samples) or ours[0].tokenizer.begin is not None, "the GPT-2 completes some"
 
 
 @pytest.mark.parametrize(
@@ -230,8 +222,8 @@ def common_length(sequences: list[list[int]], from_the_right=False) -> int:
     return shortest
 
 
-def is_right(number: int, data: list[dict], task: dict, encode, model, longest: int) -> tuple[bool, list[float]]:
-    """nanochat's evaluate_example(), with its way of truncation: (right, the mean loss of each choice)."""
+def is_right(number: int, data: list[dict], task: dict, encode, model, longest: int) -> bool:
+    """nanochat's evaluate_example(), with its way of truncation."""
     rng, item, kind = random.Random(1234 + number), data[number], task["kind"]
     shots = rng.sample([i for i in range(len(data)) if i != number], task["shots"]) if task["shots"] else []
     tokens = [encode(prompt) for prompt in rendered(item, kind, task["delimiter"], [data[i] for i in shots])]
@@ -251,48 +243,27 @@ def is_right(number: int, data: list[dict], task: dict, encode, model, longest: 
         losses = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
         means.append(losses[start - dropped - 1 :].mean().item())
         greedy = torch.equal(logits[start - dropped - 1 : -1].argmax(-1), ids[0, start - dropped :])
-    return (greedy if kind == "language_modeling" else means.index(min(means)) == item["gold"]), means
+    return greedy if kind == "language_modeling" else means.index(min(means)) == item["gold"]
 
 
 @pytest.mark.parametrize("limit", [0, 5])
-def test_core_is_nanochats(folder, theirs, ours, tmp_path, limit):
+def test_core_is_nanochats(theirs, ours, tmp_path, limit):
     bundle, (source, _) = write_bundle(tmp_path / "bundle"), ours
-    first = source.tokenizer.end if source.tokenizer.begin is None else source.tokenizer.begin
-    scored = [answers(task, scores(ours, task)) for task in read_bundle(bundle, source.tokenizer, LONGEST, limit)]
+    said = scored(ours, "core", bundle, limit=limit)
     centered = []
-    for one, (label, uri, kind, shots, delimiter, guessing) in zip(scored, BUNDLE, strict=True):
+    for label, uri, kind, shots, delimiter, guessing in BUNDLE:
         data = [json.loads(line) for line in (bundle / "eval_data" / uri).read_text().splitlines()]
         random.Random(1337).shuffle(data)
         data = data[:limit] if limit else data
         meta = dict(kind=kind, shots=shots, delimiter=delimiter)
-        right = [
-            is_right(i, data, meta, lambda text: [first, *source.tokenizer.encode(text)], theirs.model, LONGEST)[0]
-            for i in range(len(data))
-        ]
-        found = [chosen == question.answer for chosen, question in zip(one.chosen, one.task.questions, strict=True)]
-        assert one.task.name == label and found == right
+        encode = lambda text: [source.tokenizer.prefix, *source.tokenizer.encode(text)]  # noqa: E731
+        right = [is_right(i, data, meta, encode, theirs.model, LONGEST) for i in range(len(data))]
+        assert [one["acc"] for one in said["samples"][f"core/{label}"]] == right
         centered.append((np.mean(right) - 0.01 * guessing) / (1.0 - 0.01 * guessing))
-        assert one.centered == pytest.approx(centered[-1])
-    assert core_of(scored) == pytest.approx(np.mean(centered))
-    assert limit or scored[2].accuracy > 0 or source.tokenizer.begin is not None, "the GPT-2 completes some"
-
-
-# --------------------------------------------------------------------------------------------------------------- a text
-
-
-def test_bits_per_byte_are_those_of_lm_evaluation_harness(theirs, ours, tmp_path):
-    from lm_eval.api.instance import Instance
-
-    (source, model), path = ours, tmp_path / "text.txt"
-    text = words(random.Random(0), 200, 200) + "\n\n"  # the harness mixes up the results of equal windows
-    path.write_text(text)
-    rows, num_bytes = evaluate.rows_of_text(path, source, LONGEST)
-    found = evaluate.score(model, rows, LONGEST, 1024, torch_xla.device())
-    assert num_bytes == len(text.encode()) and found[:, 1].sum() == len(source.tokenizer.encode(text))
-    if source.tokenizer.begin is not None:  # the harness counts a second begin token after the first
-        return
-    (likelihood,) = theirs.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], True)
-    assert found[:, 0].sum() == pytest.approx(-likelihood, rel=1e-5)
+    assert said["fields"]["core_centered"] == pytest.approx(centered)
+    assert said["fields"]["core"] == pytest.approx(np.mean(centered))
+    completed = said["results"]["core/made_language"]["acc,none"]
+    assert limit or completed > 0 or source.tokenizer.begin is not None, "the GPT-2 completes some"
 
 
 # --------------------------------------------------------------------------------------------------- graphs and devices
@@ -302,15 +273,22 @@ def test_one_graph_for_each_length_that_occurs(ours, tmp_path):
     source, model = ours
     assert lengths_of(1000) == [128, 256, 512, 1000] and lengths_of(1024) == [128, 256, 512, 1024]
     assert lengths_of(64) == [64] and lengths_of(1024, 256) == [256, 512, 1024]
-    tasks = [
-        task
-        for name in ("hellaswag", "arc_easy", "lambada")
-        for task in read_tasks(name, write_task(tmp_path / name, name, 9), source.tokenizer, LONGEST)
-    ]
+    named = {name: write_task(tmp_path / name, name, 9) for name in ("hellaswag", "arc_easy", "lambada")}
+    rows = read_tasks(named, source.tokenizer, LONGEST).rows
     before = graphs_compiled()
-    for task in tasks:
-        evaluate.score(model, task.rows, LONGEST, 700, torch_xla.device())  # a shape that no other test has
+    evaluate.score(model, rows, LONGEST, 700, torch_xla.device())  # a shape that no other test has
     assert graphs_compiled() - before == len(lengths_of(LONGEST)) == 2
+
+
+def test_texts_have_one_graph_to_decode_and_one_for_each_length_of_prompts(ours):
+    source, model = ours
+    options = dict(until=["question"], max_gen_toks=20)
+    prompts = [(words(random.Random(n), 1, 8), options) for n in range(7)]
+    before = graphs_compiled()
+    texts = write_texts(model, source.tokenizer, prompts, LONGEST, 3 * LONGEST, torch_xla.device())
+    assert graphs_compiled() - before == 2 and not any("question" in text for text in texts)
+    alone = [write_texts(model, source.tokenizer, [one], LONGEST, LONGEST, torch_xla.device()) for one in prompts[:2]]
+    assert [text for (text,) in alone] == texts[:2]
 
 
 @pytest.mark.slow
@@ -330,9 +308,11 @@ def test_four_devices_give_the_same_answers(folder, ours, tmp_path):
         assert written[-1]["graphs"] == 2 and "2 graphs" in result.stderr
         assert "core/made_schema" in result.stdout and "bits per byte of 1,710" in result.stdout, result.stdout
     one, four = written
-    for name, found in one["tasks"].items():
-        assert found["chosen"] == four["tasks"][name]["chosen"]
-    assert four["core"] == one["core"] and four["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
+    for name, samples in one["samples"].items():
+        assert [one["acc"] for one in samples] == [one["acc"] for one in four["samples"][name]]
+    assert four["fields"]["core"] == one["fields"]["core"] and four["bits_per_byte"] == pytest.approx(
+        one["bits_per_byte"], rel=1e-5
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
@@ -351,12 +331,13 @@ def runs(tmp_path_factory) -> Path:
 
 
 def scores_of(run_dir: Path, folder: Path) -> dict:
-    """What the tool says of a run of runs()."""
+    """What the tool says of a run of runs(), in the fields of a run."""
     tasks = tuple(f"{name}={run_dir.parent}/{path}" for name, _, path in (task.partition("=") for task in TASKS))
     assert evaluate.main(EvaluateConfig(str(run_dir), tasks=tasks, json=str(folder / "scores.json"))) == 0
-    return json.loads((folder / "scores.json").read_text())
+    return json.loads((folder / "scores.json").read_text())["fields"]
 
 
+LAMBADA = "lambada_openai"
 TASKS = ("arc_easy=arc", "lambada=lambada/test.jsonl", "core=core")
 SIZES = ["--num_layers=1", "--num_heads=2", "--embedding_dim=32", "--sequence_length=256", "--global_batch_size=4"]
 STEPS = ["--num_steps=4", "--log_every=2", "--eval_every=2", "--eval_batches=1", "--warmup_steps=1"]
@@ -371,9 +352,9 @@ def train(folder: Path, name: str, *own: str, devices=1) -> None:
 
 def test_a_run_is_scored(runs):
     before, after = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
-    assert before["lambada_perplexity"] > after["lambada_perplexity"] and len(after["core_centered"]) == 3
+    assert before[f"{LAMBADA}_perplexity"] > after[f"{LAMBADA}_perplexity"] and len(after["core_centered"]) == 3
     assert after["core"] == pytest.approx(np.mean(after["core_centered"]))
-    assert {"arc_easy_accuracy", "arc_easy_accuracy_norm", "lambada_accuracy", "lambada_perplexity"} < after.keys()
+    assert {"arc_easy_accuracy", "arc_easy_accuracy_norm", f"{LAMBADA}_accuracy"} < after.keys()
 
 
 @pytest.mark.slow
@@ -412,20 +393,9 @@ def test_a_run_on_a_mesh_is_scored_alike(runs, mesh="1x2x2x2"):
 def test_a_checkpoint_is_scored_as_in_its_run(runs, tmp_path, capsys):
     *_, said = [line for line in read_lines(runs / "scored") if line["kind"] == "eval"]
     found = scores_of(runs / "scored", tmp_path)
-    assert found["core"] == said["core"] and found["tasks"]["arc_easy"]["accuracy"] == said["arc_easy_accuracy"]
-    assert found["tasks"]["lambada"]["perplexity"] == pytest.approx(said["lambada_perplexity"], rel=1e-4)
-    assert [found["tasks"][f"core/{label}"]["centered"] for label, *_ in BUNDLE] == said["core_centered"]
+    assert found.pop(f"{LAMBADA}_perplexity") == pytest.approx(said[f"{LAMBADA}_perplexity"], rel=1e-4)
+    assert len(found) >= 5 and found == {name: said[name] for name in found}
     assert "arc_easy " in capsys.readouterr().out
-
-
-def test_an_exported_run_gets_the_same_answers_by_lm_evaluation_harness(runs, tmp_path):
-    pytest.importorskip("lm_eval", reason="requirements-dev.txt brings lm_eval")
-    convert_hf.export(runs / "scored", tmp_path / "exported", torch.float32)
-    theirs, source = harness_of(tmp_path / "exported"), open_source(run_dir=str(runs / "scored"))
-    expected = answers_of_theirs(theirs, "arc_easy", runs / "arc", 0, tmp_path / "cache")
-    (task,) = read_tasks("arc_easy", runs / "arc", source.tokenizer, 256)
-    said = answers(task, scores((source, load(source, torch_xla.device())), task))
-    assert [c == q.answer for c, q in zip(said.chosen, task.questions, strict=True)] == [one["acc"] for one in expected]
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -437,8 +407,10 @@ def test_an_exported_run_gets_the_same_answers_by_lm_evaluation_harness(runs, tm
         ([], "give one of RUN, --hf and --llmc"),
         (["--hf=a"], "nothing is asked; give --tasks NAME=PATH or --text FILE"),
         (["--hf=a", "--checkpoint=best", "--text=x"], "only a run has checkpoints"),
-        (["--hf=a", "--tasks", "hellswag=x"], "tasks has 'hellswag=x'; expected NAME=PATH with one of"),
-        (["--hf=a", "--tasks", "hellswag=x"], "did you mean hellaswag?"),
+        (
+            ["--hf=a", "--tasks", "hellswag=x"],
+            "tasks has 'hellswag'; expected a task of lm_eval; did you mean hellaswag?",
+        ),
         (["--hf=a", "--tasks", "piqa"], "expected NAME=PATH"),
         (["--hf=a", "--tasks", "piqa=missing.jsonl"], "missing.jsonl: no such file"),
         (["--hf=a", "--tasks", "core=missing"], "core.yaml: no such file"),

@@ -1,15 +1,16 @@
-"""Files of tasks: what is refused, by file and line; no damage is a crash; rows in batches of few shapes."""
+"""Files of tasks: what is refused, by file and question; no damage is a crash, no code is run; rows in few shapes."""
 
 import json
 import random
-import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from made_tasks import BUNDLE, MAKERS, write_bundle, write_lines, write_task
-from mutations import NO_OBJECT, NOT_JSON, at_most, make_irregular, mutated, mutated_json, no_hang
+from mutations import at_most, make_irregular, mutated, mutated_json, no_hang
 
 from language.data.llmc_files import MultipleChoice, write_hellaswag
 from language.data.tokenizer import Bytes
@@ -17,81 +18,72 @@ from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
 from language.tasks import task_files
 from language.tasks.core_tasks import read_bundle
-from language.tasks.questions import Question, Row, Task, answers, batched
-from language.tasks.scores import (
-    CORE,
-    READERS,
-    check_tasks,
-    encode_pair,
-    load_tasks,
-    parse_tasks,
-    read_task,
-    read_tasks,
-)
+from language.tasks.questions import Row, Task, batched
+from language.tasks.scores import check_tasks, check_tasks_of_run, load_tasks, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError
 
+pytest.importorskip("lm_eval", reason="requirements-evaluate.txt brings lm_eval")
 BYTES = Bytes()
+NAMES = {name: "mmlu_anatomy" if name == "mmlu" else name for name in MAKERS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def import_harness():
+    """Seconds that no test's limit is for."""
+    import language.tasks.harness  # noqa: F401
+
+
+def rows_of(name: str, path: Path, T: int = 999, shots: int | None = None, limit: int = 0) -> list[Row]:
+    return read_tasks({name: path}, BYTES, T, shots, limit).rows
 
 
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("hellaswag", {"label": "4"}, "label is '4'; expected 0 or 1 or 2 or 3"),
-        ("hellaswag", {"label": ""}, "label is ''"),
-        ("hellaswag", {"endings": []}, "expected endings, a list of 1 to 64 texts"),
-        ("hellaswag", {"endings": "abcd"}, "expected endings, a list"),
-        ("hellaswag", {"ctx_b": None}, "expected ctx_b, a text"),
-        ("arc_easy", {"answerKey": "Z"}, "answerKey is 'Z'; expected A or B"),
-        ("arc_easy", {"choices": ["a", "b"]}, "expected text, a list"),
-        ("piqa", {"label": True}, "label is True; expected 0 or 1"),
-        ("piqa", {"label": -1}, "label is -1"),
+        ("hellaswag", {"label": "4"}, "question 2 of hellaswag: .* answer is 4, which is none of its 4 choices"),
+        ("hellaswag", {"endings": []}, "question 2 of hellaswag"),
+        ("hellaswag", {"ctx_b": "[" * 1001}, "line 2: a value has 1,001 brackets"),
+        ("arc_easy", {"answerKey": "Z"}, "question 2 of arc_easy: ValueError: 'Z' is not in list"),
+        ("piqa", {"label": True}, "Expected integer, got bool"),
+        ("piqa", {"label": -1}, "question 2 of piqa: .* answer is -1, which is none of its 2 choices"),
         ("piqa", {"sol2": "\ud800"}, "surrogates not allowed"),
-        ("winogrande", {"sentence": "no gap"}, "sentence has no _"),
-        ("winogrande", {"answer": "3"}, "answer is '3'; expected 1 or 2"),
-        ("mmlu", {"choices": ["a", "b", "c"]}, "3 choices; expected 4"),
-        ("mmlu", {"subject": 7}, "expected subject, a text"),
-        ("lambada", {"text": ["a"]}, "expected text, a text"),
+        ("winogrande", {"answer": "3"}, "question 2 of winogrande: KeyError: '3'"),
+        ("lambada", {"text": ["a"]}, "Could not convert|Expected bytes"),
     ],
 )
 def test_a_line_that_is_no_question_is_named(tmp_path, name, change, message):
-    path = next(write_task(tmp_path, name, 9).glob("[tv]e*.jsonl" if name in ("mmlu", "lambada") else "[tv]*.jsonl"))
+    folder = write_task(tmp_path, name, 9)
+    path = next(path for path in folder.glob("*.jsonl") if path.stem in ("test", "validation"))
     records = [json.loads(line) for line in path.read_text().splitlines()]
     records[1] |= change
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    with pytest.raises(InputError, match=rf"{path.name}, line 2: no question of {name}: .*{message}"):
-        read_task(name, path, BYTES, 999)
+    with pytest.raises(InputError, match=rf"(?s){path.parent}.*{message}"):
+        rows_of(name, path)
 
 
-@pytest.mark.parametrize("line", [*NOT_JSON, *NO_OBJECT])
-def test_a_line_that_is_no_object_is_named(tmp_path, line):
-    if b"\n" in line:
-        return
-    path = write_lines(tmp_path / "test.jsonl", [MAKERS["lambada"](random.Random(0), 0)])
-    path.write_bytes(path.read_bytes() + line + b"\n")
-    with pytest.raises(InputError, match=r"test.jsonl, line 2: .*JSON object a line"):
-        read_task("lambada", path, BYTES, 999)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_no_damage_of_a_file_is_a_crash(tmp_path, name):
-    record = MAKERS[name](random.Random(5), 1)
-    path, refused = tmp_path / "test.jsonl", 0
-    for content in mutated_json(record, 150):
-        path.write_bytes(content + b"\n" + json.dumps(record).encode())
-        with no_hang(), at_most(1 << 24):
-            try:
-                (task,) = read_tasks(name, path, BYTES, 500)
-                batched(task.rows, 500, 4000, 1)
-            except InputError as error:
-                assert "test.jsonl, line " in str(error)
-                refused += 1
-    assert 50 < refused < 150
-
-
-def write_parquet(path, records: list[dict], **schema):
-    columns = {name: pyarrow.array([record[name] for record in records], schema.get(name)) for name in records[0]}
-    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+def write_parquet(path: Path, records: list[dict]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=7)
     return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_damage_of_a_file_is_a_crash(tmp_path, name, kind):
+    records = [MAKERS[name](random.Random(n), 2 * n) for n in range(3)]
+    path, refused = tmp_path / f"test.{kind}", 0
+    if kind == "jsonl":
+        contents = [content + b"\n" + json.dumps(records[0]).encode() for content in mutated_json(records[1], 60)]
+    else:
+        contents = mutated(write_parquet(path, records).read_bytes(), 60)
+    for content in contents:
+        path.write_bytes(content)
+        with no_hang():
+            try:
+                batched(rows_of(NAMES[name], path), 999, 4000, 1)
+            except InputError as error:
+                assert path.name in str(error)
+                refused += 1
+    assert refused > 15
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -102,54 +94,163 @@ def test_rows_of_parquet_are_the_questions_of_json_lines(tmp_path, name):
     for path in lines.glob("*.jsonl"):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         write_parquet(rows / f"{path.stem}-00000-of-00001.parquet", records)
-    asked, expected = (read_task(name, folder, BYTES, 999, shots) for folder in (rows, lines))
-    assert len(asked.questions) == 20 and asked.guessing == expected.guessing
-    for one, other in zip(asked.questions, expected.questions, strict=True):
-        assert (one.answer, one.lengths) == (other.answer, other.lengths)
-        for row, same in zip(one.rows, other.rows, strict=True):
-            np.testing.assert_array_equal(row.tokens, same.tokens)
-            assert row.num_targets == same.num_targets
-    (rows / "test.parquet").touch(), (rows / "test.jsonl").touch()
-    with pytest.raises(InputError, match=r"has test.jsonl and test.*.parquet; expected one file of test"):
-        read_task(name, rows, BYTES, 999)
+    asked, expected = (rows_of(NAMES[name], folder, 999, shots) for folder in (rows, lines))
+    assert [(row.tokens.tolist(), row.num_targets) for row in asked] == [
+        (row.tokens.tolist(), row.num_targets) for row in expected
+    ]
+    for split in ("test", "validation"):
+        (rows / f"{split}.parquet").touch(), (rows / f"{split}.jsonl").touch()
+    with pytest.raises(InputError, match=r"has (\w*).jsonl and \1.*.parquet; expected one file of \1"):
+        rows_of(NAMES[name], rows)
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_no_damage_of_parquet_is_a_crash(tmp_path, name):
-    records = [MAKERS[name](random.Random(n), n) for n in range(3)]
-    path, refused = write_parquet(tmp_path / "test.parquet", records), 0
-    for content in mutated(path.read_bytes(), 60):
+def test_a_wrong_file_is_one_message(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "test.jsonl", [MAKERS["lambada"](random.Random(0), 0)])
+    path.write_bytes(path.read_bytes() + b"[]\n")
+    with pytest.raises(InputError, match=r"test.jsonl, line 2: .*JSON object a line"):
+        rows_of("lambada", path)
+    path = write_parquet(tmp_path / "a.parquet", [dict(text="a b")])
+    good = path.read_bytes()
+    for content, message in ((good[:-9], "ends without the footer"), (b"{" + good, "begins with no parquet")):
         path.write_bytes(content)
-        with no_hang():
-            try:
-                read_task(name, path, BYTES, 999)
-            except InputError as error:
-                assert "test.parquet" in str(error)
-                refused += 1
-    assert refused > 30
-
-
-def test_a_wrong_parquet_file_is_one_message(tmp_path, monkeypatch):
-    good = [MAKERS["arc_easy"](random.Random(n), n) for n in range(9)]
-    path = write_parquet(tmp_path / "a.parquet", [*good, good[0] | {"answerKey": "Z"}])
-    with pytest.raises(InputError, match=r"a.parquet, row 10: no question of arc_easy: answerKey is 'Z'; expected"):
-        read_task("arc_easy", path, BYTES, 999)
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(InputError, match=r"a.parquet: ends without the footer of parquet; expected arc_easy's"):
-        read_task("arc_easy", path, BYTES, 999)
-    write_lines(path, good)
-    with pytest.raises(InputError, match=r"a.parquet: .* begins with no parquet; expected arc_easy's questions"):
-        read_task("arc_easy", path, BYTES, 999)
-    write_parquet(path, good, choices=pyarrow.map_(pyarrow.string(), pyarrow.list_(pyarrow.string())))
-    with pytest.raises(InputError, match=r"a.parquet, row 1: no question of arc_easy: expected text, a list"):
-        read_task("arc_easy", path, BYTES, 999)
-    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
-    with pytest.raises(InputError, match=r"a.parquet: 0 rows; expected 1 to 1,048,576 questions"):
-        read_task("lambada", path, BYTES, 999)
-    write_parquet(path, [dict(text="a b " * 2000)] * 99)  # a dictionary makes it small
+        with pytest.raises(InputError, match=rf"a.parquet: .*{message}.*; expected questions of lambada"):
+            rows_of("lambada", path)
     monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 18)
-    with pytest.raises(InputError, match=r"a.parquet: more than 262,144 bytes or .* rows when it is unpacked"):
-        read_task("lambada", path, BYTES, 9999)
+    shared = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), ["a" * (1 << 14)])
+    for texts in (["a b " * 2000] * 99, shared):  # a dictionary makes it small
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+        with pytest.raises(InputError, match=r"a.parquet: more than 262,144 bytes or .* rows when it is unpacked"):
+            rows_of("lambada", path, 9999)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing"])
+def test_what_is_no_file_is_refused(tmp_path, kind):
+    path = make_irregular(tmp_path / "x.jsonl", kind)
+    with no_hang(), pytest.raises(InputError, match=r"x.jsonl"):
+        rows_of("piqa", path)
+
+
+def test_examples_need_a_file_of_them(tmp_path):
+    folder = write_task(tmp_path / "arc", "arc_easy", 5)
+    for name, path, shots, message in (
+        ("arc_easy", folder / "test.jsonl", 2, "is one file, .*; num_fewshot 2 needs a folder with train.jsonl too"),
+        ("arc_easy", folder, 7, "question 1 of arc_easy: ValueError: Sample larger than population"),
+        ("lambada", write_task(tmp_path / "lambada", "lambada"), 1, "lambada_openai has no training set"),
+        ("piqa", tmp_path, 0, "has no validation.jsonl, nor .parquet; expected one"),
+        ("mmlu_virology", write_task(tmp_path / "mmlu", "mmlu"), 0, "no line whose subject is 'virology'"),
+        ("hellswag", folder, 0, "expected a task of lm_eval; did you mean hellaswag?"),
+    ):
+        with pytest.raises(InputError, match=message):
+            rows_of(name, path, 9999, shots)
+    with pytest.raises(InputError, match="tasks names piqa twice"):
+        parse_tasks(["piqa=a", "piqa=b"])
+    (folder / "ARC-Easy").mkdir()
+    (folder / "test.jsonl").rename(folder / "ARC-Easy" / "test.jsonl")  # as the hub divides a data set
+    assert len(read_tasks({"arc_easy": folder}, BYTES, 9999).tasks["tasks"]["arc_easy"].eval_docs) == 5
+
+
+def test_an_answer_longer_than_the_model_reads_is_refused(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [dict(goal="g", sol1="short", sol2="l" * 50, label=0)])
+    with pytest.raises(InputError, match=r"a.jsonl, question 1 of piqa: an answer of 51 tokens; expected 1 to 50"):
+        rows_of("piqa", path, 50)
+    assert [(len(row.tokens), row.num_targets) for row in rows_of("piqa", path, 51)] == [(26, 6), (52, 51)]
+
+
+# ---------------------------------------------------------------------------------------------- a YAML file of the user
+
+
+TASK = """task: mine
+dataset_path: json
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}?"
+doc_to_choice: "{{[right, wrong]}}"
+doc_to_target: 0
+metric_list:
+  - metric: acc
+"""
+QUESTION = dict(question="one", right="a", wrong="b")
+
+
+def test_a_task_in_yaml_asks_its_templates_and_downloads_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.load_dataset", None)
+    monkeypatch.setattr("socket.socket.connect", None)
+    (tmp_path / "mine.yaml").write_text(TASK)
+    path = write_lines(tmp_path / "q.jsonl", [QUESTION, QUESTION | dict(question="two")])
+    (name,) = parse_tasks(["mine.yaml=q.jsonl"], tmp_path)
+    harness = read_tasks({name: path}, BYTES, 99)
+    assert [bytes(row.tokens[1:].tolist()) for row in harness.rows] == [b"one? a", b"one? b", b"two? a", b"two? b"]
+    found = np.array([[1.0, 2, 0], [2.0, 2, 0], [2.0, 2, 0], [1.0, 2, 0]])
+    assert harness.results(found)["fields"] == {"mine_accuracy": 0.5}
+
+
+BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda text: text + "process_docs: !function code.run\n",
+            "'!function'.*no code that a YAML file names is run",
+        ),
+        (lambda text: text + "a: !!python/object/apply:code.run []\n", "python/object.*no code"),
+        (lambda text: text + "include: other.yaml\n", "it has the key include"),
+        (lambda text: text + "class: code.Run\n", "it has the key class"),
+        (lambda text: text + "use_prompt: code:run\n", "it has the key use_prompt"),
+        (lambda text: BOMB + text, "it has an alias"),
+        (lambda text: "a: " + "[" * 30000, "no code that a YAML file names|recursion"),
+        (
+            lambda text: text.replace("metric: acc", "metric: code.py"),
+            "'code.py' is a script, and no script is run",
+        ),
+        (lambda text: text + "    hf_evaluate: true\n", "'acc' is a script, and no script is run"),
+        (lambda text: text + "unsafe_code: true\n", "marked as unsafe"),
+        (lambda text: text + "repeats: 4\n", "asks each question 4 times"),
+        (lambda text: text.replace("{{question}}", "{{''.__class__.__mro__}}"), "SecurityError: access to attribute"),
+        (
+            lambda text: text.replace("{{question}}", "{{cycler.__init__.__globals__}}"),
+            "SecurityError: access to attri",
+        ),
+        (lambda text: text.replace("{{question}}", "{{missing}}"), "'missing' is undefined"),
+        (lambda text: text.replace("task: mine", "task: [a]"), "it has no text with the name `task`"),
+        (lambda text: text + "#" * 70000, "expected 65,536 at most"),
+    ],
+)
+def test_no_code_of_a_yaml_file_is_run(tmp_path, monkeypatch, change, message):
+    """Nor what lies beside it, where lm_eval, evaluate and datasets would find it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("code.py", "json.py", "acc.py"):
+        (tmp_path / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tmp_path / "other.yaml").write_text("process_docs: !function code.run\n")
+    (tmp_path / "mine.yaml").write_text(change(TASK))
+    path = write_lines(tmp_path / "q.jsonl", [QUESTION])
+    with no_hang(), pytest.raises(InputError, match=rf"(?s){message}"):
+        rows_of(str(tmp_path / "mine.yaml"), path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_script_beside_the_user_is_a_metric(tmp_path, monkeypatch):
+    """lm_eval's own humaneval asks Hugging Face's evaluate for code_eval, which looks for it here first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code_eval").mkdir()
+    (tmp_path / "code_eval" / "code_eval.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    path = write_lines(tmp_path / "q.jsonl", [dict(task_id="a", prompt="", test="", entry_point="f")])
+    with pytest.raises(InputError, match="metric 'code_eval' is a script, and no script is run"):
+        rows_of("humaneval", path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_without_lm_eval_it_says_what_to_install(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval" or name == "language.tasks.harness"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delattr("language.tasks.harness")
+    with pytest.raises(InputError, match=r"lm_eval is not installed; run pip install -r requirements-evaluate.txt"):
+        check_tasks({"piqa": tmp_path})
+
+
+# ---------------------------------------------------------------------------------------------------- nanochat's bundle
 
 
 def test_no_damage_of_a_bundle_is_a_crash(tmp_path):
@@ -179,7 +280,7 @@ def test_no_damage_of_a_bundle_is_a_crash(tmp_path):
         ),
         (lambda text: text.replace("[2]", "[-2]"), "num_fewshot of 'made_choice' is '-2'; expected 0 to 1000"),
         (lambda text: text.replace("[2]", "[50]"), r"12 questions, each after 50 others; expected 51 or more"),
-        (lambda text: text.replace("label: made_choice", "label: another"), "'another' has no line in eval_meta_data"),
+        (lambda text: text.replace("label: made_choice", "label: another"), "'another' has no random baseline"),
         (lambda text: text.replace("icl_tasks", "tasks"), "icl_tasks"),
         (lambda text: "icl_tasks: " + "[" * 30000, "core.yaml: "),
         (lambda text: "a: &a [1,1]\n" + text.replace("[2]", "!!python/object/apply:os.getcwd []"), "core.yaml: "),
@@ -193,61 +294,35 @@ def test_a_wrong_bundle_is_refused(tmp_path, change, message):
         read_bundle(tmp_path, BYTES, 4000)
 
 
-def test_numbers_and_quoted_lines_are_read_as_nanochat_does(tmp_path):
+def test_numbers_quoted_lines_and_merged_keys_are_read_as_nanochat_does(tmp_path):
     bundle = write_bundle(tmp_path)
     path = bundle / "eval_data" / "made_schema.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    lines = write_lines(path, [record | dict(continuation=42, gold=str(record["gold"])) for record in records])
-    (bundle / "eval_meta_data.csv").write_text(
-        "Eval Task,Description,Random baseline\n"
-        + "".join(f'{label},"of two\nlines",{percent}\n' for label, *_, percent in BUNDLE)
-    )
-    task = read_bundle(bundle, BYTES, 4000)[1]
-    assert lines.exists() and task.guessing == 0.5
-    assert all(bytes(row.tokens[-3:].astype(np.uint8)) == b" 42" for row in task.rows)
-
-
-def test_merged_keys_of_yaml_do_not_multiply(tmp_path):
-    """A safe loader of PyYAML would make 2 ** 40 of these."""
-    path, levels = write_bundle(tmp_path) / "core.yaml", "a0: &a0 {x: 1}\n"
-    levels += "".join(f"a{n}: &a{n}\n  <<: [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
-    path.write_text(levels + path.read_text())
+    write_lines(path, [record | dict(continuation=42, gold=str(record["gold"])) for record in records])
+    lines = "".join(f'{label},"of two\nlines",{percent}\n' for label, *_, percent in BUNDLE)
+    (bundle / "eval_meta_data.csv").write_text("Eval Task,Description,Random baseline\n" + lines)
+    (bundle / "core.yaml").write_text(BOMB + (bundle / "core.yaml").read_text())  # 2 ** 40 values for a safe loader
     with no_hang(), at_most(1 << 24):
-        assert len(read_bundle(tmp_path, BYTES, 4000)) == len(BUNDLE)
+        task = read_bundle(bundle, BYTES, 4000)[1]
+    assert task.guessing == 0.5
+    assert all(bytes(row.tokens[-3:].tolist()) == b" 42" for rows, _ in task.questions for row in rows)
 
 
-@pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing"])
-def test_what_is_no_file_is_refused(tmp_path, kind):
-    path = make_irregular(tmp_path / "x.jsonl", kind)
-    with no_hang(), pytest.raises(InputError, match=r"x.jsonl"):
-        read_task("piqa", path, BYTES, 99)
+def test_how_answers_of_tokens_are_chosen():
+    from language.tasks.harness import Harness, TokenTask
+
+    row = Row(np.arange(3, dtype=np.int32), 2)
+    two = [([row] * 2, 1), ([row] * 2, 0)]
+    tasks = [Task("core/a", "per_token", two, 0.5), Task("b", "greedy", [([row], 0)] * 3, 0.0)]
+    harness = Harness({"tasks": {task.name: TokenTask(task) for task in tasks}}, None, 9)
+    found = np.array([[4.0, 1, 0], [3.0, 1, 0], [5.0, 2, 0], [5.0, 2, 0], [1, 2, 2], [1, 2, 1], [0, 0, 0]], float)
+    expected = {"core_centered": [1.0], "core": 1.0, "b_accuracy": 1 / 3}
+    assert harness.results(found)["fields"] == expected, "of equal ones the first"
+    found[0] = 0.0, 0, 0  # no target: nan in nanochat, which is chosen if it comes first
+    assert harness.results(found)["fields"]["core_centered"] == [0.0]
 
 
-def test_examples_need_a_file_of_them(tmp_path):
-    folder = write_task(tmp_path / "arc", "arc_easy", 5)
-    with pytest.raises(InputError, match=r"is one file, .*; num_fewshot 2 needs a folder with train.jsonl too"):
-        read_task("arc_easy", folder / "test.jsonl", BYTES, 9999, 2)
-    with pytest.raises(InputError, match=r"test.jsonl, line 1: 6 examples to draw 7 from; choose a smaller"):
-        read_task("arc_easy", folder, BYTES, 9999, 7)
-    with pytest.raises(InputError, match="lambada has no training set"):
-        read_task("lambada", write_task(tmp_path / "lambada", "lambada"), BYTES, 9999, 1)
-    with pytest.raises(InputError, match=r"has no test.jsonl and no validation.jsonl"):
-        read_task("piqa", tmp_path, BYTES, 99)
-    with pytest.raises(InputError, match="tasks names piqa twice"):
-        parse_tasks(["piqa=a", "piqa=b"])
-
-
-def test_an_answer_longer_than_the_model_reads_is_refused(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [dict(goal="g", sol1="short", sol2="l" * 50, label=0)])
-    with pytest.raises(InputError, match=r"a.jsonl, line 1: an answer of 51 tokens; expected 1 to 50, what"):
-        read_task("piqa", path, BYTES, 50)
-    (question,) = read_task("piqa", path, BYTES, 51).questions
-    assert [(len(row.tokens), row.num_targets) for row in question.rows] == [(26, 6), (52, 51)]
-
-
-def test_pairs_are_encoded_as_the_harness_does():
-    assert encode_pair(BYTES, "a  ", " b") == ([256, *b"a   b"], 4), "spaces go to what follows"
-    assert encode_pair(BYTES, "", " b") == ([256, *b" b"], 2)
+# ------------------------------------------------------------------------------------------------------------- in a run
 
 
 def test_batches_have_few_shapes_and_results_find_their_rows():
@@ -268,40 +343,25 @@ def test_batches_have_few_shapes_and_results_find_their_rows():
         assert (others < 0).all() and len(found) == len(places) + len(others)
 
 
-def test_how_answers_are_chosen():
-    row = Row(np.arange(3, dtype=np.int32), 2)
-    two = [Question([row] * 2, 1, (10, 2)), Question([row] * 2, 0, (4, 4))]
-    found = np.array([[4.0, 2, 0], [3.0, 1, 0], [5.0, 5, 0], [5.0, 2, 0]])
-    said = answers(Task("a", "likelihood", two, 0.5), found)
-    assert said.chosen == [1, 0] and said.chosen_norm == [0, 0], "of equal ones the first"
-    assert said.accuracy == 1 and said.accuracy_norm == 0.5 and said.stderr == 0 and said.centered == 1
-    assert answers(Task("a", "per_token", two, 0.5), found).chosen == [0, 0]
-    found[0] = 0.0, 0, 0  # no target: nan in nanochat, which is chosen if it comes first
-    assert answers(Task("a", "per_token", two, 0.5), found).chosen == [0, 0]
-    one = [Question([row], 0)] * 3
-    said = answers(Task("a", "greedy", one, 0.0), np.array([[1.0, 2, 2], [1.0, 2, 1], [0.0, 0, 0]]))
-    assert said.chosen == [0, -1, -1] and said.accuracy == 1 / 3 and said.perplexity == pytest.approx(np.exp(2 / 3))
-
-
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-@pytest.mark.parametrize("how", ["likelihood", "per_token", "greedy"])
-def test_a_loss_that_is_no_number_is_no_answer(how, wrong):
-    row = Row(np.arange(3, dtype=np.int32), 2)
-    questions = [Question([row] * (1 if how == "greedy" else 2), 0, (4, 4))] * 2
-    found = np.array([[wrong, 2.0, 2.0]] * 2 * len(questions[0].rows))
-    said = answers(Task("a", how, questions, 0.25), found)
-    assert said.chosen == [-1, -1] and said.accuracy == 0 and (how == "greedy" or said.accuracy_norm == 0)
-
-
 def test_hosts_get_their_rows_of_the_tasks(tmp_path):
     write_task(tmp_path / "piqa", "piqa", 30)
     options = dict(dataset="text", data_dir=str(tmp_path), train_data="x", tasks=("piqa=piqa",), global_batch_size=4)
     config = TransformerConfig(**options, sequence_length=128, task_questions=10)
     whole, halves = load_tasks(config), [load_tasks(config, part, 2) for part in (0, 1)]
-    assert len(whole.places) == 20 and len(whole.batches) == 5
+    assert len(whole.result_of_row) == 20 and len(whole.batches) == 5
     for batch, *parts in zip(whole.batches, *(half.batches for half in halves), strict=True):
         np.testing.assert_array_equal(np.concatenate(parts), batch)
-    assert load_tasks(TransformerConfig(**options | dict(tasks=()))).batches == []
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_model_whose_losses_are_no_numbers_has_no_answers(tmp_path, wrong):
+    write_task(tmp_path / "piqa", "piqa")
+    options = dict(dataset="text", data_dir=str(tmp_path), train_data="x", tasks=("piqa=piqa",), global_batch_size=4)
+    evaluation = load_tasks(TransformerConfig(**options, sequence_length=128))
+    result = np.ones((sum(map(len, evaluation.batches)), 3))
+    assert set(evaluation.fields(result)) == {"piqa_accuracy", "piqa_accuracy_norm"}
+    result[evaluation.result_of_row[3], 0] = wrong
+    assert evaluation.fields(result) == {}
 
 
 def test_llmc_questions_are_known_by_their_first_bytes_and_need_no_tokenizer(tmp_path):
@@ -313,39 +373,24 @@ def test_llmc_questions_are_known_by_their_first_bytes_and_need_no_tokenizer(tmp
     alone = TransformerConfig(**options, dataset="tokens", vocab_size=999, tasks=("hellaswag=q.bin",))
     both = TransformerConfig(**options, dataset="text", tasks=("piqa=piqa", "hellaswag=q.bin"), task_questions=4)
     for config, expected in ((alone, {"hellaswag": 6}), (both, {"piqa": 4, "hellaswag": 4})):
-        check_tasks(config)
-        assert {task.name: len(task.questions) for task in load_tasks(config).tasks} == expected
-    (task,) = load_tasks(alone).tasks
-    assert task.how == "per_token" and [question.answer for question in task.questions] == [n % 4 for n in range(6)]
-    assert [row.num_targets for row in task.questions[0].rows] == [2, 3, 4, 5]
+        check_tasks_of_run(config)
+        harness = load_tasks(config)
+        assert {name: task.instances[-1].doc_id + 1 for name, task in harness.tasks["tasks"].items()} == expected
+    assert [row.num_targets for row in load_tasks(alone).rows[:4]] == [2, 3, 4, 5]
     (tmp_path / "q.bin").write_bytes((tmp_path / "q.bin").read_bytes()[:-4])
-    for read in (check_tasks, load_tasks):
+    for read in (check_tasks_of_run, load_tasks):
         with pytest.raises(InputError, match=r"q.bin: example 5 of 6, byte .*copy the file again"):
             read(alone)
 
 
-def test_a_vocabulary_of_an_unknown_tokenizer_is_refused(tmp_path):
+def test_what_a_run_cannot_ask_is_refused(tmp_path):
     write_task(tmp_path / "piqa", "piqa")
-    options = dict(dataset="tokens", train_data="x", tasks=("piqa=piqa",), data_dir=str(tmp_path), vocab_size=999)
+    options = dict(train_data="x", data_dir=str(tmp_path))
     with pytest.raises(InputError, match="the tokenizer of a vocabulary of 999 is unknown; name it with --tokenizer"):
-        load_tasks(TransformerConfig(**options))
-    assert set(MAKERS) == READERS.keys() - {"arc_challenge"} and CORE not in READERS
-
-
-def test_brackets_that_nobody_closes_take_no_square_of_their_number():
-    """100 kB of [ took half a minute. What is taken out is what the harness's expression takes out."""
-    with no_hang():
-        assert task_files.tidied("[" * 200_000) == "[" * 200_000
-        assert task_files.tidied("[a]" + "[" * 100_000 + "\n]b[c]d[") == "[" * 100_000 + "\n]bd["
-    draw = random.Random(0)
-    for _ in range(500):
-        text = "".join(draw.choice("[] a\n") for _ in range(draw.randrange(20)))
-        assert task_files.tidied(text) == re.sub(r"\[.*?\]", "", text.strip()).replace("  ", " ")
-
-
-def test_a_value_that_many_rows_share_counts_as_often(tmp_path, monkeypatch):
-    monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 20)
-    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), ["a" * (1 << 17)])
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"more than 1,048,576 bytes or .* rows when it is unpacked"):
-        task_files.read_records(tmp_path / "a.parquet", "questions")
+        load_tasks(TransformerConfig(**options, dataset="tokens", tasks=("piqa=piqa",), vocab_size=999))
+    write_lines(tmp_path / "gsm8k.jsonl", [dict(question="1 + 1?", answer="It is #### 2")])
+    (tmp_path / "zero.yaml").write_text("task: zero\ntest_split: test\ndoc_to_text: question\ndoc_to_target: answer\n")
+    config = TransformerConfig(**options, dataset="text", tasks=("zero.yaml=gsm8k.jsonl",))
+    check_tasks_of_run(config)
+    with pytest.raises(InputError, match="tasks ask for texts, which no run writes; ask them of a checkpoint"):
+        load_tasks(config)

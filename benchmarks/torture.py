@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from documents import write_corpus  # noqa: E402
 
 from tpu_utils.checkpoint.saved import read_checkpoint  # noqa: E402
+from tpu_utils.record.log import BESIDE  # noqa: E402
 
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
 MNIST += ["--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_batch_size=60"]  # 66 steps, 6 evaluations
@@ -59,8 +60,7 @@ AIMS = ("start-up", "step", "save", "prune", "evaluation")
 PLANS = [(number, aim) for number in SIGNALS for aim in AIMS]
 TIMES = {"step_seconds", "examples_per_second", "tokens_per_second", "data_wait_seconds", "mfu", "wait_seconds"}
 TIMES |= {"host_seconds", "began_with", "memory"}
-DIFFER_BY_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "host_to_device_uploads_per_step"}
-DIFFER_BY_PROCESS |= {"hbm_peak_bytes"}
+DIFFER_BY_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "hbm_peak_bytes", *BESIDE}
 
 
 SLOW_DISK = """

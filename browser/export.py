@@ -82,9 +82,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def check_arguments(given: argparse.Namespace) -> None:
     needed("onnx", "onnxruntime", "onnxscript")
     try:
-        if not given.source.is_dir():
-            found = "a file" if given.source.exists() else "no such folder"
-            raise InputError(f"{given.source}: {found}; expected a run or a folder of Hugging Face, as --help says")
+        os.scandir(given.source).close()  # raises where it is no folder
         if given.out.exists() and (not given.out.is_dir() or (any(given.out.iterdir()) and not is_export(given.out))):
             raise InputError(
                 f"{given.out} is there already and is no export, or holds a file of another; expected a new folder; "

@@ -62,9 +62,7 @@ def check_arguments(command: str, source: str, target: str, *options: str) -> No
     if any(path.startswith("gs://") for path in (source, target)):
         raise InputError("found gs://; expected local folders; copy a bucket's with gcloud storage cp -r")
     try:
-        if not Path(source).is_dir():
-            found = "a file" if Path(source).exists() else "no such folder"
-            raise InputError(f"{source}: {found}; expected a folder, as --help says")
+        os.scandir(source).close()  # raises where it is no folder
         if command == "import":
             shape_of(read_json(Path(source, "config.json"), "a Hugging Face model"), f"{source}/config.json")
         target_path = Path(target)

@@ -17,6 +17,7 @@ Expect:  the answers of lm_eval (pip install -r requirements-evaluate.txt) and
          nanochat, and a graph for each length of a row: docs/evaluation.md
 """
 
+import codecs
 import json
 import math
 import sys
@@ -176,8 +177,9 @@ def start_mesh(devices: str, source: Source) -> Mesh | None:
 
 
 def rows_of_text(path: Path, source: Source, T: int) -> tuple[list[Row], int]:
-    """(rows of the text, the bytes of the text). Before its first token stands what stands before a document."""
-    content = read_regular(path, TEXT, 1 << 30)
+    """(rows in which each token of the text is a target once, the bytes of the text). A row has as many tokens before
+    its first target as fit; before the first stands what stands before a document."""
+    content = read_regular(path, TEXT, 1 << 30).removeprefix(codecs.BOM_UTF8)
     try:
         text = content.decode()
         tokens = source.tokenizer.encode(text)

@@ -69,8 +69,6 @@ def main() -> int:
     config = tyro.cli(ChatsConfig, prog="python -m tools.make_chats", description=__doc__, use_underscores=True)
     if config.most < 1:
         raise InputError(f"most is {config.most}; expected 1 or more")
-    if not config.text.exists():
-        raise InputError(f"{config.text}: no such file or folder")
     found = chats_of_parts(config.text, read_documents(config.text), config.most, config.seed)
     named = dict(zip(("train.jsonl", "held_out.jsonl"), found, strict=True))
     lines = {name: "".join(json.dumps(chat) + "\n" for chat in chats) for name, chats in named.items()}

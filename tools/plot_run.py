@@ -1,10 +1,10 @@
-"""Draw what runs left behind: losses, evaluations, throughput, experts, where time went.
+"""Draw what runs left behind: losses, throughput, experts, where time went.
 
-Run:     python -m tools.plot_run runs/first                                 # writes runs/first/plot.png
-         python -m tools.plot_run runs/a runs/b --output compare.png         # several runs in one picture
-         python -m tools.plot_run runs/first --script simple_mnist_tpu.py    # also plot_misread.png
+Run:     python -m tools.plot_run runs/first    # writes runs/first/plot.png
+         python -m tools.plot_run runs/a runs/b --output compare.png
+         python -m tools.plot_run runs/first --script simple_mnist_tpu.py
 
-Expect:  the path of each picture. A run may be unfinished or resumed; what is missing or damaged is named on stderr.
+Expect:  the path of each picture; on stderr what is missing or damaged.
 """
 
 import io

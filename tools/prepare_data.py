@@ -140,14 +140,26 @@ def question_of(texts: list[str], label: int, index: int, tokenizer: Tokenizer) 
     return MultipleChoice(index, label, parts[0], parts[1:])
 
 
+def write_preparation(config: PrepareConfig, documents: list[bytes], tokenizer: Tokenizer, facts: dict) -> None:
+    """The shards, their tokenizer, and the list of them; nothing where one of these fails."""
+    paths = []
+    try:
+        for kind, part in zip(("train", "val"), split_documents(documents, config.validation_fraction), strict=True):
+            if part:
+                paths += write_shards(f"{config.output}_{kind}", part, tokenizer, config.shard_tokens)
+        if folder := keep_with_shards(tokenizer, str(config.output)):
+            print(f"{folder}: the tokenizer of these shards, for samples and exports of what is trained on them")
+        end_preparation(str(config.output), paths, facts)
+    except Exception:  # a full disk, a text that the tokenizer loses
+        abandon_preparation(str(config.output))
+        raise
+
+
 def main() -> int:
     config = tyro.cli(PrepareConfig, prog="python -m tools.prepare_data", description=__doc__, use_underscores=True)
     if not 0 <= config.validation_fraction < 1 or not 2 <= config.shard_tokens < 2**31:
         raise InputError("expected 0 <= validation_fraction < 1, and a shard of at least 2, at most 2147483647 tokens")
-    if not config.input.exists():
-        raise InputError(f"{config.input}: no such file or folder")
     tokenizer = load_tokenizer(config.tokenizer)
-    config.output.parent.mkdir(parents=True, exist_ok=True)
     if config.hellaswag:
         if tokenizer.vocab_size > MOST_SHORT_TOKENS:
             raise InputError(
@@ -167,18 +179,9 @@ def main() -> int:
     documents = read_documents(config.input, config.document_separator)
     facts = {"documents": len(documents), "bytes": sum(map(len, documents)), "tokenizer": config.tokenizer}
     print(f"{config.input}: {facts['documents']:,} document{'s' * (len(documents) > 1)}, {facts['bytes']:,} bytes")
-    begin_preparation(str(config.output))
-    paths = []
-    try:
-        for kind, part in zip(("train", "val"), split_documents(documents, config.validation_fraction), strict=True):
-            if part:
-                paths += write_shards(f"{config.output}_{kind}", part, tokenizer, config.shard_tokens)
-        if folder := keep_with_shards(tokenizer, str(config.output)):
-            print(f"{folder}: the tokenizer of these shards, for samples and exports of what is trained on them")
-        end_preparation(str(config.output), paths, facts)
-    except Exception:  # a full disk, a text that the tokenizer loses
-        abandon_preparation(str(config.output))
-        raise
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    with begin_preparation(str(config.output)):
+        write_preparation(config, documents, tokenizer, facts)
     return 0
 
 

@@ -14,6 +14,7 @@ Stages:  each is a command of the scripts, which is printed. Killed anywhere,
 """
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ def check(config: SpeedrunConfig) -> None:
     if (config.price or config.cost_only) and not config.slice:
         raise InputError("price and cost_only have no effect without --slice; name one, such as --slice v6e-8")
     check_tasks(parse_tasks(config.tasks))
-    if not config.text.exists():
+    if not os.path.lexists(config.text):
         raise InputError(f"text is {config.text}: no such file or folder")
     if not bytes_of([config.text]):
         raise InputError(f"text is {config.text}: found nothing in it; expected UTF-8 text")

@@ -54,8 +54,6 @@ def main() -> int:
         raise InputError(f"validation_fraction is {config.validation_fraction}; expected 0 or more, below 1")
     if not config.text:
         raise InputError("found no text; expected files or folders of UTF-8 text")
-    if missing := [path for path in config.text if not path.exists()]:
-        raise InputError(f"{missing[0]}: no such file or folder")
     if config.output.exists() and not config.output.is_dir():
         raise InputError(f"output is {config.output}, a file; expected a folder, or a new name")
     documents = [part for path in config.text for part in read_documents(path, config.document_separator)]

@@ -163,8 +163,7 @@ class Run:
         tensor that steps write to.
 
         Where there is a checkpoint to go on from, the tensors are filled in place, each device its shard, whatever mesh
-        or single device it was saved from. So they must be on their device, and sharded, before. What has no sharding
-        is replicated on a mesh.
+        or single device it was saved from. Move and shard them before; the rest is replicated on a mesh.
         metrics=: a DeviceMetrics, which log() and save() read.
         """
         self._tracked = Tracked(parts)

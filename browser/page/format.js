@@ -8,9 +8,11 @@ const ALL_TYPED = /\ud800/gu; // by itself, not as half of a letter
 
 /** chat: of a checked model.json. Raises Error. */
 export async function openFormat(chat, tokenizer) {
-  const { Template } = await import("./node_modules/@huggingface/jinja/dist/index.js");
-  const response = await fetch(new URL(`chat_templates/${chat.format}.jinja`, import.meta.url));
-  if (!response.ok) throw new Error(`this page has no format ${chat.format}; export the model with another --chat_format`);
+  const { Template } = await import("./node_modules/@huggingface/jinja/dist/index.js").catch(() => {
+    throw new Error("@huggingface/jinja is not beside the page: run  npm ci --ignore-scripts --prefix browser/page  and load the folder again");
+  });
+  const file = `chat_templates/${chat.format}.jinja`, response = await fetch(new URL(file, import.meta.url));
+  if (!response.ok) throw new Error(`${file} is not beside the page: copy it from language/data, or export with another --chat_format`);
   const source = (await response.text())
     .replaceAll("{%- generation %}", "{{- answer }}")
     .replaceAll("{%- endgeneration %}", "{{- answered }}")

@@ -233,7 +233,7 @@ def test_mistakes_before_anything_is_loaded(source, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     for arguments, said in (
-        (["nowhere", "out"], "nowhere: no such folder"),
+        (["nowhere", "out"], "nowhere: No such file or directory; expected a folder"),
         ([str(source), str(tmp_path / "full")], "is there already and is no export"),
         ([str(source), str(source)], "is there already and is no export"),
         ([str(source), "out", "--chunk", "0"], "chunk is 0"),

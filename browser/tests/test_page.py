@@ -930,9 +930,15 @@ def test_an_address_leads_to_models_alone_and_numbers_are_looked_at(page, addres
     assert "ready" in loaded(page)
     page.click("#generate")
     assert re.match(r"the logits behind \d+ tokens are infinite or not a number; expected numbers", finished(page))
-    page.route("**/*.wasm", lambda route: route.fulfill(status=404))
-    page.goto(f"{address}?model=models/good")
-    assert "onnxruntime-web is not beside the page: run npm ci --ignore-scripts --prefix browser/page" in loaded(page)
+    for path, told in (
+        ("jinja/dist/index.js", "@huggingface/jinja is not beside the page: run npm ci --ignore-scripts --prefix"),
+        ("*.jinja", "chat_templates/plain.jinja is not beside the page: copy it from language/data"),
+        ("*.wasm", "onnxruntime-web is not beside the page: run npm ci --ignore-scripts --prefix browser/page"),
+    ):
+        page.route(f"**/{path}", lambda route: route.fulfill(status=404))
+        page.goto(f"{address}?model=models/good_chat")
+        assert told in loaded(page)
+        page.unroute(f"**/{path}")
 
 
 def test_a_load_that_never_ends_is_cancelled(page, address):

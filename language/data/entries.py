@@ -4,6 +4,7 @@ import codecs
 import filecmp
 import functools
 import io
+import os
 import re
 import resource
 import sys
@@ -35,7 +36,7 @@ def allow_open_files(count: int, what: str) -> None:
 
 def matching(pattern: Path) -> list[Path]:
     """The file of this name; or those that its last part matches as a pattern, sorted."""
-    if pattern.exists():
+    if os.path.lexists(pattern):
         return [pattern]
     try:
         found = list(pattern.parent.glob(pattern.name))
@@ -79,12 +80,14 @@ def refuse_other_json(file: io.BufferedReader, name: str) -> None:
     """Raises InputError for a file of JSON that is not one object a line. The file is at its beginning, and stays."""
     begins = file.peek(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()
     found = command = ""
-    if begins.startswith(b"["):
-        found, command = "is one JSON array", "'.[]'"
+    if begins.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        found, command = "is UTF-16", "iconv --from-code UTF-16 --to-code UTF-8"
+    elif begins.startswith(b"["):
+        found, command = "is one JSON array", "jq --compact-output '.[]'"
     elif re.match(rb"\{[ \t\r]*\n", begins):
-        found, command = "has objects of several lines", "."
+        found, command = "has objects of several lines", "jq --compact-output ."
     if found:
-        raise InputError(f"{name} {found}; expected one JSON object a line; jq --compact-output {command} FILE > LINES")
+        raise InputError(f"{name} {found}; expected one JSON object a line; {command} FILE > LINES")
 
 
 def check_apart(training: Iterable[Path], validation: Iterable[Path]) -> None:

@@ -9,7 +9,7 @@ import json
 import re
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import file_size, open_regular, read_json, write_atomically
@@ -25,20 +25,29 @@ def shards_with(prefix: str) -> list[Path]:
     return [path for path, found in names if found and found[1] == Path(prefix).name]
 
 
-def begin_preparation(prefix: str) -> None:
+def begin_preparation(prefix: str) -> BinaryIO:
     """Say that shards are being written, and remove those of an earlier preparation with this prefix.
 
-    Raises InputError for shards that came from elsewhere.
+    Returns the list of shards, locked until it is closed. Raises InputError for shards that came from elsewhere, and
+    where another process writes some.
     """
+    from tpu_utils.base.new_folder import take_lock  # only here: training writes none
+
     list_of_shards, earlier = path_of(prefix), shards_with(prefix)
     if earlier and not list_of_shards.exists():
         raise InputError(
             f"{earlier[0]} is there without {list_of_shards.name}, {len(earlier)} such shards; expected none, or those "
             "of an earlier preparation, which are replaced; remove them, or choose another --output"
         )
+    if list_of_shards.exists():
+        with list_of_shards.open("rb") as held:
+            take_lock(held.fileno(), list_of_shards)
     write_atomically(list_of_shards, json.dumps({"complete": False}).encode())
+    held = list_of_shards.open("rb")
+    take_lock(held.fileno(), list_of_shards)
     for path in earlier:
         path.unlink()
+    return held
 
 
 def abandon_preparation(prefix: str) -> None:

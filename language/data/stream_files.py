@@ -25,10 +25,11 @@ from language.data.entries import (
     matching,
     refuse_other_json,
     refuse_overlap,
+    size_of,
     tell_once,
 )
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import file_size, open_regular, parse_json, read_regular
+from tpu_utils.base.files import open_regular, parse_json, read_regular
 
 LONGEST = 1 << 24  # bytes of a line, and of a document; the longest of FineWeb has less than 2 MiB
 LONGEST_FOOTER = 1 << 26  # bytes of the description at the end of a parquet file
@@ -65,7 +66,9 @@ class StreamFile:
     def opened(self) -> Iterator[BinaryIO]:
         """Raises InputError where it is not the file that the run began with, at its end as at its beginning."""
         if self.name.startswith("gs://"):
-            with io.BufferedReader(BucketFile(self), BLOCK) as file:
+            from tpu_utils.remote.storage import open_object  # only here: nothing else needs the storage's client
+
+            with open_object(self.name, self.generation, BLOCK) as file:
                 yield file
             return
         with open_regular(Path(self.name), EXPECTED) as file:
@@ -92,47 +95,6 @@ class StreamFile:
             file.seek(max(0, self.size - SAMPLE))
             ends = file.read(SAMPLE)
         return said + begins + ends
-
-
-class BucketFile(io.RawIOBase):
-    """An object of a bucket as a file: every read is a request for a range of one generation of it."""
-
-    def __init__(self, file: StreamFile):
-        from tpu_utils.remote.storage import connect  # only for gs://
-
-        bucket, _, name = file.name.removeprefix("gs://").partition("/")
-        self._file, self._at = file, 0
-        self._blob = connect(f"gs://{bucket}")[0].blob(name, generation=file.generation)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
-        return self._at
-
-    def readinto(self, buffer) -> int:
-        from tpu_utils.remote.storage import REQUEST_SECONDS, RETRY_SECONDS, retrying, storage_errors, unusable
-
-        count = min(len(buffer), self._file.size - self._at)
-        if count <= 0:
-            return 0
-        span = dict(start=self._at, end=self._at + count - 1, raw_download=True, checksum=None)
-        try:
-            found = self._blob.download_as_bytes(**span, timeout=REQUEST_SECONDS, retry=retrying(RETRY_SECONDS))
-        except storage_errors() as error:
-            raise unusable("{} cannot be read as it was when the run began", error, self._file.name) from error
-        if len(found) != count:
-            raise InputError(f"{self._file.name}: {len(found)} bytes at {self._at:,}, expected {count}; try again")
-        buffer[:count] = found
-        self._at += count
-        return count
 
 
 # ------------------------------------------------------------------------------------------------------- which files
@@ -170,34 +132,27 @@ def files_of(entry: str, data_dir: str) -> list[StreamFile]:
     paths = entries_of(path, (p for p in path.rglob("*") if p.is_file())) if path.is_dir() else matching(path)
     if not paths:
         raise InputError(f"{path}: matches no file; expected {EXPECTED}")
-    found = []
-    for one in paths:
-        with open_regular(one, EXPECTED) as file:
-            found.append(StreamFile(str(one), file_size(file)))
-    return found
+    return [StreamFile(str(one), size_of(one)) for one in paths]
 
 
 def objects_of(url: str) -> list[StreamFile]:
     """Files behind the URL of one object, a folder, or a pattern; a * matches no slash."""
-    from tpu_utils.remote.storage import START_SECONDS, connect, list_objects, storage_errors, unusable
+    from tpu_utils.remote.storage import START_SECONDS, connect, list_objects, named_errors
 
     bucket_name, _, pattern = url.removeprefix("gs://").partition("/")
     fixed = re.match(r"[^*?]*", pattern)[0]
     wanted = re.escape(pattern).replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
     wanted = f"{wanted.rstrip('/')}/.*" if fixed == pattern and not NAMES.search(pattern) else wanted
-    try:
+    with named_errors("{} cannot be listed", url):
         blobs = list_objects(connect(f"gs://{bucket_name}")[0], fixed, START_SECONDS)
-    except storage_errors() as error:
-        raise unusable("{} cannot be listed", error, url) from error
     found = sorted((blob for blob in blobs if re.fullmatch(wanted, blob.name)), key=lambda blob: blob.name)
     named = "" if not fixed or fixed.endswith("/") else "_"  # the part of a name that the user began is none to hide
     visible = [blob for blob in found if not is_hidden(named + blob.name.removeprefix(fixed))]
     if len(visible) < len(found):
         tell_once(f"left out   {len(found) - len(visible)} hidden objects of {url}")
-    found = visible
-    if not found:
+    if not visible:
         raise InputError(f"{url}: matches no object; expected {EXPECTED}")
-    return [StreamFile(f"gs://{bucket_name}/{blob.name}", blob.size, blob.generation, blob.crc32c) for blob in found]
+    return [StreamFile(f"gs://{bucket_name}/{blob.name}", blob.size, blob.generation, blob.crc32c) for blob in visible]
 
 
 def check_no_overlap(training: list[StreamFile], validation: list[StreamFile]) -> None:

@@ -1,5 +1,6 @@
 """--dataset text: files of UTF-8 text, trained on as bytes. Imports no torch."""
 
+import codecs
 import functools
 import zlib
 from pathlib import Path
@@ -65,7 +66,7 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
     documents, divided = [], not divider
     for file in text_files(path):
         with open_regular(file, TEXT) as opened:
-            content = opened.read()
+            content = opened.read().removeprefix(codecs.BOM_UTF8)
         try:
             content.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -7,6 +7,7 @@ stands in it is taken apart like any other word, so no document and no question 
 import base64
 import itertools
 import math
+import os
 import unicodedata
 import zlib
 from collections import Counter
@@ -363,7 +364,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         found.fingerprint = zlib.crc32(b"gpt2")  # as streams have it that read GPT-2's through tiktoken
         return found
     found = Path(path)
-    if not found.exists():
+    if not os.path.lexists(found):
         raise InputError(f"tokenizer {path}: no such file or folder; expected bytes, gpt2, or {EXPECTED} or its folder")
     return FromFile(found / "tokenizer.json" if found.is_dir() else found)
 

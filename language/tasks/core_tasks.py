@@ -51,6 +51,15 @@ class Entry:
     items: list[Item]
 
 
+class Loader(yaml.BaseLoader):
+    """Makes texts, lists and mappings alone. An alias is refused: a few lines of them are a list without end."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias (*); expected what it stands for")
+        return super().compose_node(parent, index)
+
+
 def read_entries(bundle: Path) -> list[Entry]:
     """Raises InputError for a bundle that is none."""
     content = read_regular(bundle / "core.yaml", "core.yaml of an evaluation bundle of nanochat", LARGEST_LIST)
@@ -62,8 +71,7 @@ def read_entries(bundle: Path) -> list[Entry]:
     except (csv.Error, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{csv_path}: {error!s:.200}; expected columns 'Eval Task' and 'Random baseline'") from error
     try:
-        # BaseLoader makes texts, lists and mappings alone, and expands no merged keys
-        return [read_entry(bundle, one, guessing) for one in yaml.load(content.decode(), yaml.BaseLoader)["icl_tasks"]]
+        return [read_entry(bundle, one, guessing) for one in yaml.load(content.decode(), Loader)["icl_tasks"]]
     except InputError:
         raise
     except (yaml.YAMLError, AttributeError, LookupError, ValueError, TypeError, RecursionError) as error:

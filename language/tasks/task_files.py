@@ -1,12 +1,16 @@
 """Questions as JSON lines or parquet, and what stands in them. Imports no torch."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+from language.data.entries import refuse_other_json
 from language.data.stream_files import open_parquet
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import file_size, open_regular, parse_json, read_regular
+from tpu_utils.base.files import file_size, lines_of, open_regular, parse_json
 
 LARGEST_FILE = 1 << 28  # bytes, of parquet unpacked too; MMLU has 7 million, the largest of CORE's some 20
+LONGEST_LINE = 1 << 24
 MOST_QUESTIONS = 1 << 20
 REMEDY = "download it again"
 
@@ -27,43 +31,46 @@ def file_of(folder: Path, split: str) -> Path:
 def read_records(path: Path, expected: str) -> list[tuple[str, dict]]:
     """(file and line or row, the record) of each line of JSON, or of each row where the name ends in .parquet. Raises
     InputError for anything else, and for a file of none."""
-    return read_rows(path, expected) if path.suffix == ".parquet" else read_lines(path, expected)
+    records, unpacked = [], 0
+    with open_regular(path, expected) as file:
+        if (size := file_size(file)) > LARGEST_FILE:
+            raise InputError(f"{path} has {size:,} bytes; expected {LARGEST_FILE:,} at most, {expected}")
+        for record in (rows_of if path.suffix == ".parquet" else lines_of_json)(file, path, size, expected):
+            records.append(record)
+            unpacked += size_of(record[1])
+            if unpacked > LARGEST_FILE or len(records) > MOST_QUESTIONS:
+                raise InputError(
+                    f"{path}: more than {LARGEST_FILE:,} bytes or {MOST_QUESTIONS:,} questions when it is unpacked; "
+                    f"expected {expected}"
+                )
+    if not records:
+        raise InputError(f"{path}: no question; expected {expected}")
+    return records
 
 
-def read_rows(path: Path, expected: str) -> list[tuple[str, dict]]:
+def rows_of(file: BinaryIO, path: Path, size: int, expected: str) -> Iterator[tuple[str, dict]]:
     """Records of a parquet file: Hugging Face's hub keeps data sets so."""
     import pyarrow  # only here: it takes a third of a second
 
-    with open_regular(path, f"{expected}, parquet") as opened:
-        if (size := file_size(opened)) > LARGEST_FILE:
-            raise InputError(f"{path} has {size:,} bytes; expected {LARGEST_FILE:,} at most, {expected}")
-        if opened.read(4) != b"PAR1":
-            raise InputError(f"{path}: {size:,} bytes, begins with no parquet; expected {expected}; {REMEDY}")
-        records, unpacked = [], 0
-        try:
-            found = open_parquet(opened, str(path), size, f"expected {expected}; {REMEDY}")
-            if not 0 < (count := found.metadata.num_rows) <= MOST_QUESTIONS:
-                raise InputError(f"{path}: {count:,} rows; expected 1 to {MOST_QUESTIONS:,} questions")
-            if len(set(names := found.schema_arrow.names)) < len(names):
-                raise InputError(f"{path}: two columns have one name; expected {expected}")
-            for batch in found.iter_batches(1, use_threads=False):  # many rows may be one value of a dictionary
-                records += batch.to_pylist()
-                unpacked += size_of(records[-1])
-                if unpacked > LARGEST_FILE or len(records) > MOST_QUESTIONS:
-                    raise InputError(
-                        f"{path}: more than {LARGEST_FILE:,} bytes or {MOST_QUESTIONS:,} rows when it is unpacked; "
-                        f"expected {expected}"
-                    )
-        except InputError:
-            raise
-        except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise InputError(
-                f"{path}: damaged behind row {len(records)}: {said:.200}; expected {expected}; {REMEDY}"
-            ) from error
-    if len(records) != count:
-        raise InputError(f"{path} has {len(records)} rows, and describes {count}; expected {expected}; {REMEDY}")
-    return [(f"{path}, row {number}", record) for number, record in enumerate(records, 1)]
+    if file.read(4) != b"PAR1":
+        raise InputError(f"{path}: {size:,} bytes, begins with no parquet; expected {expected}; {REMEDY}")
+    number = 0
+    try:
+        found = open_parquet(file, str(path), size, f"expected {expected}; {REMEDY}")
+        if (count := found.metadata.num_rows) > MOST_QUESTIONS:
+            raise InputError(f"{path}: {count:,} rows; expected at most {MOST_QUESTIONS:,} questions")
+        if len(set(names := found.schema_arrow.names)) < len(names):
+            raise InputError(f"{path}: two columns have one name; expected {expected}")
+        for batch in found.iter_batches(1, use_threads=False):  # many rows may be one value of a dictionary
+            number += 1
+            yield f"{path}, row {number}", batch.to_pylist()[0]
+    except InputError:
+        raise
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"{path}: damaged behind row {number}: {said:.200}; expected {expected}; {REMEDY}") from error
+    if number != count:
+        raise InputError(f"{path} has {number} rows, and describes {count}; expected {expected}; {REMEDY}")
 
 
 def size_of(value) -> int:
@@ -73,18 +80,16 @@ def size_of(value) -> int:
     return 16 + len(value) if isinstance(value, str | bytes) else 16
 
 
-def read_lines(path: Path, expected: str) -> list[tuple[str, dict]]:
-    """(file and line, the JSON object) of each line. Raises InputError for anything else, and for a file of none."""
-    lines = read_regular(path, f"{expected}, one JSON object a line", LARGEST_FILE).removesuffix(b"\n").split(b"\n")
-    if len(lines) > MOST_QUESTIONS:
-        raise InputError(f"{path}: {len(lines):,} lines; expected at most {MOST_QUESTIONS:,} questions")
-    found = []
-    for number, line in enumerate(lines, 1):
+def lines_of_json(file: BinaryIO, path: Path, size: int, expected: str) -> Iterator[tuple[str, dict]]:
+    """The JSON object of each line."""
+    refuse_other_json(file, str(path))
+    for number, line in enumerate(lines_of(file, LONGEST_LINE), 1):
         try:
+            if not line.strip():
+                raise ValueError(f"it is empty, or longer than {LONGEST_LINE:,} bytes")
             record = parse_json(line)
             if not isinstance(record, dict):
                 raise ValueError(f"it is {type(record).__name__}")
         except ValueError as error:
             raise InputError(f"{path}, line {number}: {error}; expected {expected}, a JSON object a line") from error
-        found.append((f"{path}, line {number}", record))
-    return found
+        yield f"{path}, line {number}", record

@@ -70,8 +70,6 @@ class HuggingFaceWeights:
 
 def read_config(folder: Path) -> dict:
     """config.json. Raises InputError, also for a folder that is none."""
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; expected one with {CONFIG} and {WHOLE}")
     return read_json(folder / CONFIG, "the configuration of a Hugging Face model")
 
 

@@ -667,7 +667,7 @@ def test_no_damage_of_a_header_is_a_crash(folder):
         ("--help", 0, "adapter"),
         ("exprot a b", 2, "export RUN_DIR DIR"),
         ("import a", 2, "import DIR RUN_DIR"),
-        ("import none new", 2, "none: no such folder; expected a folder"),
+        ("import none new", 2, "none: No such file or directory; expected a folder"),
         ("import theirs theirs", 2, "theirs is there already; expected a new or an empty folder"),
         ("import theirs new bf16", 2, "import has no options"),
         ("import empty new", 2, "config.json: no such file"),

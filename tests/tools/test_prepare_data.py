@@ -100,6 +100,23 @@ def test_a_preparation_that_was_killed_is_not_trained_on(tmp_path, monkeypatch, 
     assert sum(map(len, shards_of(tmp_path).shards)) == 2701
 
 
+def test_of_two_preparations_with_one_output_the_second_is_refused(tmp_path, monkeypatch, capsys):
+    """The list of the one that ended last named shards of both."""
+    (tmp_path / "in.txt").write_text("words " * 500)
+    arguments = (tmp_path / "in.txt", "--output", tmp_path / "t", "--shard_tokens", 200)
+    write, codes = prepare_data.write_token_shard, []
+
+    def meets_another(*shard):
+        monkeypatch.setattr(prepare_data, "write_token_shard", write)
+        codes.append(prepare(monkeypatch, *arguments))
+        write(*shard)
+
+    monkeypatch.setattr(prepare_data, "write_token_shard", meets_another)
+    assert prepare(monkeypatch, *arguments) == 0 and codes == [2]
+    assert "t_shards.json is being written by another process; wait for it" in capsys.readouterr().err
+    assert sum(map(len, shards_of(tmp_path).shards)) == 2701
+
+
 @pytest.mark.parametrize("full_at", ["a shard", "the list"])
 def test_a_full_disk_leaves_no_shards(tmp_path, monkeypatch, capsys, full_at):
     (tmp_path / "in.txt").write_text("words " * 30_000)

@@ -10,6 +10,7 @@ from processes import Script
 from benchmarks import torture
 from benchmarks.torture import differences
 from tpu_utils.checkpoint import Checkpoints
+from tpu_utils.record.log import BESIDE
 
 STATE = {"model": {"w": torch.tensor([1.0, float("nan")])}}
 LINES = [
@@ -24,14 +25,17 @@ def write_run(folder, state=STATE, lines=LINES, accuracy=0.5, run_dir="a", **sum
     folder.mkdir()
     Checkpoints(folder / "checkpoints", keep=1).save(66, state, values)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "summary.json").write_text(json.dumps({"seconds": 1.0, "test_loss": 1.0, **summary}))
+    (folder / "summary.json").write_text(
+        json.dumps({"seconds": 1.0, "test_loss": 1.0, **dict.fromkeys(BESIDE, 0.0), **summary})
+    )
     return folder
 
 
 def test_only_times_and_extra_checkpoints_may_differ(tmp_path):
     reference = write_run(tmp_path / "reference")
     lines = [{**LINES[0], "step_seconds": 9.9}, {"kind": "checkpoint", "step": 11, "wait_seconds": 0.1}, *LINES[1:]]
-    assert differences(write_run(tmp_path / "same", STATE, lines, run_dir="b", seconds=7.0), reference) == []
+    by_process = {"seconds": 7.0, **dict.fromkeys(BESIDE)}  # None: its last process counted no step
+    assert differences(write_run(tmp_path / "same", STATE, lines, run_dir="b", **by_process), reference) == []
 
 
 @pytest.mark.parametrize(

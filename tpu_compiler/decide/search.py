@@ -16,6 +16,7 @@ from tpu_compiler.compile.cache import cache_of_environment, question_key, state
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import GIB, parse_topology
+from tpu_utils.base.restarts import ends_with_this
 
 OUTPUT_VARIABLE = "AOT_TPU_OUTPUT"  # a folder: compile_for writes its files there and prints nothing
 
@@ -66,7 +67,8 @@ def run_script(command: Sequence[str], variables: dict[str, str], seconds: float
     environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(path for path in above if path)}
     environment.pop("XLA_USE_SPMD", None)  # xr.use_spmd() of this process leaves it there
     command = [sys.executable, *command]
-    return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=seconds).returncode
+    quiet = dict(env=environment, stdout=subprocess.DEVNULL)
+    return subprocess.run(command, **quiet, timeout=seconds, **ends_with_this()).returncode
 
 
 def compile_script(

@@ -117,14 +117,14 @@ def run_script(main: Callable[[], int], answers: bool = False) -> int:
             raise output.lost
         return code
     except (InputError, OSError, RuntimeError) as error:  # OSError: the disk or the network gave up
-        is_loop = "Symlink loop from" in str(error)  # Path.resolve(), until Python 3.13
-        if "--debug" in sys.argv or not (is_loop or isinstance(error, InputError | TrainingError | OSError)):
+        if str(error).startswith("Symlink loop from"):  # Path.resolve(), until Python 3.13
+            error = OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(error).split("'")[1])
+        if "--debug" in sys.argv or not isinstance(error, InputError | TrainingError | OSError):
             raise
         what = f", at {line_of(error)}" if isinstance(error, FileNotFoundError) else ""  # by whom else is not known
         kind = error.errno if isinstance(error, OSError) else None
         if kind in (errno.ENOSPC, errno.EDQUOT):
             what = "; make room there, or write elsewhere, and repeat the command"
-        what = ": it leads to itself; expected a file or a folder; check it" if is_loop else what
         print(f"error: {error}{what}", file=sys.stderr)
         of_a_path = kind in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST)  # that the user gave
-        return 2 if isinstance(error, InputError) or of_a_path or is_loop else 1
+        return 2 if isinstance(error, InputError) or of_a_path else 1

@@ -30,7 +30,7 @@ def written_aside(target: Path) -> Iterator[Path]:
     unnamed.mkdir()
     lock = os.open(unnamed, os.O_RDONLY)
     try:
-        take_lock(lock)
+        take_lock(lock, target)
         unnamed.rename(aside)  # only now it can be taken for a leftover
         yield aside
         sync_folder(aside)
@@ -57,21 +57,30 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 
 def write_together(folder: Path, contents: dict[str, bytes]) -> None:
-    """Files of a folder, in place of earlier ones: all, or none where the disk lacks room. The first one comes last."""
+    """Files of a folder, in place of earlier ones: all, or none where the disk lacks room. The first one comes last.
+
+    Raises InputError where another process writes into the folder.
+    """
     is_new, aside = not folder.exists(), folder / ".writing"
-    shutil.rmtree(aside, ignore_errors=True)  # left by a kill
-    aside.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        for name, content in contents.items():
-            write_atomically(aside / name, content)
-        (folder / next(iter(contents))).unlink(missing_ok=True)  # a kill in between leaves no mixture of two
-        for name in reversed(contents):
-            (aside / name).replace(folder / name)
-        sync_folder(folder)
+        take_lock(lock, folder)
+        shutil.rmtree(aside, ignore_errors=True)  # left by a kill
+        aside.mkdir()
+        try:
+            for name, content in contents.items():
+                write_atomically(aside / name, content)
+            (folder / next(iter(contents))).unlink(missing_ok=True)  # a kill in between leaves no mixture of two
+            for name in reversed(contents):
+                (aside / name).replace(folder / name)
+            sync_folder(folder)
+        finally:
+            shutil.rmtree(aside)
+            if is_new and not any(folder.iterdir()):
+                folder.rmdir()
     finally:
-        shutil.rmtree(aside)
-        if is_new and not any(folder.iterdir()):
-            folder.rmdir()
+        os.close(lock)
 
 
 def remove_leftovers(target: Path) -> None:
@@ -84,22 +93,20 @@ def remove_leftovers(target: Path) -> None:
         except OSError:  # gone, with its process; or a link or a file, which no process has left
             continue
         try:
-            if take_lock(lock):
+            if take_lock(lock, target):
                 shutil.rmtree(old)
-        except BlockingIOError as error:
-            raise InputError(
-                f"{target} is being written by another process, in {old}; wait for it, or choose another target"
-            ) from error
         finally:
             os.close(lock)
 
 
-def take_lock(descriptor: int) -> bool:
-    """Take its lock; False on a file system without locks. Raises BlockingIOError where another process has it."""
+def take_lock(descriptor: int, target: Path) -> bool:
+    """Take its lock; False on a file system without locks. Raises InputError where another process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if isinstance(error, BlockingIOError):
-            raise
+    except BlockingIOError as error:
+        raise InputError(
+            f"{target} is being written by another process; wait for it, or choose another target"
+        ) from error
+    except OSError:
         return False
     return True

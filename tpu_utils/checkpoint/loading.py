@@ -89,9 +89,7 @@ class CheckpointReader:
                 print(f"warning: {error}; trying the checkpoint before it", file=sys.stderr)
         if problems:
             raise CheckpointError(
-                "no checkpoint can be used: "
-                + "; ".join(problems)
-                + "; if this is a copy, copy the run again; a new run "
+                f"no checkpoint can be used: {'; '.join(problems)}; if this is a copy, copy the run again; a new run "
                 "needs another --run_dir"
             )
         if resume == "must":

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from tpu_utils import device
@@ -85,7 +84,8 @@ def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, 
         shards = device.wrap_if_sharded(tensor).local_shards if device.is_sharded(tensor) else []
         if shards and shards[0].data.shape != tensor.shape:
             copy.sharded[path] = kind_of(tensor)
-            copy.shards[path] = dict(_unpadded(shard) for shard in shards if _is_mine(shard))
+            own = (_unpadded(shard) for shard in shards if _is_mine(shard))
+            copy.shards[path] = {offsets: values.contiguous() for offsets, values in own}
         elif first and shards:  # a mesh of one device
             copy.whole[path] = shards[0].data.contiguous()
         elif first:
@@ -101,9 +101,9 @@ def _is_mine(shard) -> bool:
 
 
 def _unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
-    """(offsets, values) of a shard. Only the last one along an axis has padding, behind its values."""
-    data = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
-    return tuple(along.start for along in shard.indices), data.contiguous()
+    """(offsets, view of the values) of a shard. Only the last one along an axis has padding, behind its values."""
+    values = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
+    return tuple(along.start for along in shard.indices), values
 
 
 def shards_by_path(copy: HostCopy, file: str) -> dict[str, list[dict[str, Any]]]:
@@ -132,9 +132,7 @@ def put_sharded(target: torch.Tensor, read_into: Callable[[torch.Tensor, tuple[i
     wrapped = device.wrap_if_sharded(target)
     shards = wrapped.local_shards
     read: dict[tuple[int, ...], torch.Tensor] = {}  # devices that hold equal shards read them once
-    for shard in shards:
-        piece = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]  # without padding
-        offsets = tuple(indices.start for indices in shard.indices)
+    for offsets, piece in map(_unpadded, shards):
         if offsets in read:
             piece.copy_(read[offsets])
         elif piece.numel():
@@ -187,25 +185,22 @@ class Tracked:
         return [one for part in self.parts.values() for one in tensors_by_path(_tensors_of(part)).values()]
 
     def make_inputs(self) -> None:
-        """What steps write to is an input of their program in the form of its output, or step 2 would be another graph.
+        """What steps write to comes in as it goes out, or step 2 would be another graph.
 
         Scalar tensors (), such as BatchNorm's num_batches_tracked, are sent: of a host scalar of 0 or 1 torch_xla makes
         a constant (torch_xla/csrc/tensor.cpp, GetIrValueForTensor), a pending operation and a graph before step 1. On a
         mesh what has no sharding is replicated: for an output without one XLA chooses it.
         """
         count = device.device_count() if device.is_spmd() else 0
-        mesh = device.Mesh(np.arange(count), (count,), ("all",)) if count else None
-        for part in self.parts.values():
-            tensors = list(tensors_by_path(_tensors_of(part)).values())
-            if isinstance(part, torch.nn.Module):
-                tensors += part.buffers()  # also those that are not saved
-            for tensor in tensors:
-                if tensor.device.type != device.DEVICE_TYPE:
-                    continue
-                if tensor.dim() == 0:
-                    tensor.data = device.send(tensor.detach().cpu(), tensor.device)[0]
-                if mesh and not device.sharding_spec(tensor):
-                    device.mark_sharding(tensor, mesh, (None,) * tensor.dim())
+        mesh = device.Mesh(range(count), (count,), ("all",)) if count else None
+        modules = [part for part in self.parts.values() if isinstance(part, torch.nn.Module)]
+        buffers = [one for module in modules for one in module.buffers()]  # also those that are not saved
+        for tensor in {id(one): one for one in (*self.tensors(), *buffers)}.values():
+            is_there = tensor.device.type == device.DEVICE_TYPE
+            if is_there and tensor.dim() == 0:
+                tensor.data = device.send(tensor.detach().cpu(), tensor.device)[0]
+            if is_there and mesh and not device.sharding_spec(tensor):
+                device.mark_sharding(tensor, mesh, (None,) * tensor.dim())
 
 
 def _tensors_of(part: Any) -> Any:

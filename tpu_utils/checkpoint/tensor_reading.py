@@ -78,12 +78,9 @@ def parse_index(index: Any) -> dict[str, Entry]:
             continue
         if type(said["shards"]) is not list or not said["shards"]:
             raise ValueError(f"{path[:100]} has no list of shards")
+        form = {"file": str, "offsets": list, "shape": list}
         for shard in said["shards"]:
-            if (
-                type(shard) is not dict
-                or shard.keys() != {"file", "offsets", "shape"}
-                or type(shard["file"]) is not str
-            ):
+            if type(shard) is not dict or {name: type(value) for name, value in shard.items()} != form:
                 raise ValueError(f"a shard of {path[:100]} is {str(shard)[:100]}")
             offsets, shape = _numbers(shard["offsets"]), _numbers(shard["shape"])
             if len(offsets) != len(entry.kind.shape) or len(shape) != len(offsets) or offsets in entry.shards:

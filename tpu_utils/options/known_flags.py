@@ -1,9 +1,11 @@
-"""Which options libtpu and XLA have, read from the library itself; imported where a user gives some."""
+"""Which options libtpu and XLA have: the library itself is asked. Imported where a user gives some."""
 
 import difflib
 import mmap
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,14 +13,20 @@ from pathlib import Path
 from tpu_utils.base.errors import InputError
 
 
-def xla_has(name: str) -> bool:
-    """Whether a C string of XLA's library ends with this name, as its flags do. True where there is no library."""
-    spec = find_spec("torch_xla")
-    library = next(Path(spec.origin).parent.parent.glob("_XLA*.so"), None) if spec else None
-    if library is None:
-        return True
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        return text.find(b"%s\0" % name.encode()) >= 0
+def refusal_of_xla(flags: str) -> str:
+    """What XLA says of flags at which it would abort the process; empty where it takes them, or is not installed.
+
+    Only the library knows its flags and their values: a child is asked, which takes the seconds of torch's import.
+    """
+    library = find_spec("torch_xla")
+    if not library:
+        return ""
+    source = "import os, torch_xla; torch_xla.devices(); os._exit(0)"
+    tried = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "XLA_FLAGS": flags}
+    there = Path(library.origin).parent.parent  # the first folder that the child imports from
+    done = subprocess.run([sys.executable, "-c", source], cwd=there, env=tried, capture_output=True, errors="replace")
+    said = re.search(r"(Couldn't interpret|Unknown flag|Flag parsing)[^\n]*", done.stderr)
+    return said[0] if said and done.returncode else ""
 
 
 def check_known(options: Mapping[str, str]) -> None:

@@ -2,12 +2,13 @@
 
 import functools
 import re
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.options.known_flags import check_known, xla_has
+from tpu_utils.options.known_flags import check_known, refusal_of_xla
 
 MOST_DEVICES = 127
 """Most devices of one process: autograd counts them in 8 bits."""
@@ -30,11 +31,24 @@ NUMBERS = {
 }
 """The least and the largest whole number that a variable may have."""
 DEVICES = ("", "cpu", "tpu", "gpu")
+LEAST_MAPPED = 7 << 30
+"""Bytes: the smallest run here maps 6.4 GiB, and has 1 GiB in memory."""
 INEXACT = re.compile(r"xla_cpu_enable_fast_\w+")
 """Flags of XLA that let it reorder sums and leave out what is not finite."""
-COMMON_FLAGS = ("xla_backend_optimization_level", "xla_cpu_enable_fast_math", "xla_dump_to", "xla_dump_hlo_as_text")
-COMMON_FLAGS += ("xla_cpu_use_fusion_emitters",)
-"""XLA has these: the library, of 300 MB, is not searched for them."""
+COMMON = re.compile(
+    r"--xla_(backend_optimization_level=[0-3]|cpu_(enable_fast_math|use_fusion_emitters)=(true|false)|dump_to=\S+)"
+)
+"""Flags that XLA has, with values that it takes: it is not asked for them, which takes seconds."""
+
+
+def check_address_space() -> None:
+    """Raises InputError where this process may map less than torch and torch_xla do."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_MAPPED:
+        raise InputError(
+            f"this process may map {limit:,} bytes of memory, and torch would not load, or XLA abort; expected "
+            f"{LEAST_MAPPED:,} or more, most of which is never used; run ulimit -v unlimited first, or ask who set it"
+        )
 
 
 def check_variables(environment: Mapping[str, str], device: str, options: Mapping[str, str] | None = None) -> None:
@@ -42,6 +56,7 @@ def check_variables(environment: Mapping[str, str], device: str, options: Mappin
 
     device: as --device has it; "auto" asks PJRT_DEVICE. options: of the TPU's compiler, which libtpu must have.
     """
+    check_address_space()
     for name, effect in SWITCHES.items():
         own = name.endswith("_SPMD") and "torch_xla" in sys.modules  # whose use_spmd() sets it
         if (value := environment.get(name, "")).lower() not in OFF and not own:
@@ -72,20 +87,21 @@ def check_variables(environment: Mapping[str, str], device: str, options: Mappin
 
 @functools.cache
 def check_flags(text: str) -> None:
-    """Raises InputError for flags of XLA that it does not have, which would abort the process, and inexact ones."""
+    """Raises InputError for flags of XLA at which it would abort the process, and for inexact ones."""
     if text.split() and not text.lstrip().startswith("--"):
         raise InputError(
             f"XLA_FLAGS begins with {text:.80}, which XLA takes for the name of a file; with what torch_xla adds "
             "behind it XLA would abort; expected flags, the first with -- in front"
         )
-    for word in (word for word in text.split() if word.startswith("--")):  # XLA passes over others
+    words = [word for word in text.split() if word.startswith("--")]  # XLA passes over others
+    for word in words:
         name, _, value = word[2:].partition("=")
         if INEXACT.fullmatch(name) and value.lower() not in ("0", "false"):
             raise InputError(
                 f"XLA_FLAGS has {word:.80}, which changes numbers behind the precision that a run prints; leave it out"
             )
-        if name not in COMMON_FLAGS and not xla_has(name):
-            raise InputError(
-                f"XLA_FLAGS has {word:.80}, which this XLA does not have: it would abort; leave it out; options of the "
-                "TPU's compiler belong in --compiler_options"
-            )
+    if not all(map(COMMON.fullmatch, words)) and (refusal := refusal_of_xla(text)):
+        raise InputError(
+            f"XLA_FLAGS is {text:.200}, at which XLA would abort: {refusal:.200}; correct it, or leave it out; options "
+            "of the TPU's compiler belong in --compiler_options"
+        )

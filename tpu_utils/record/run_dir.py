@@ -124,7 +124,7 @@ def open_run_dir(config: TrainConfig, lock: RunLock | None = None) -> Path:
         if inner.is_symlink():  # in a directory that came from elsewhere: a run deletes and writes there
             raise InputError(f"{inner} is a link, expected a folder; give the directory it leads into as --run_dir")
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        run_dir.resolve().mkdir(parents=True, exist_ok=True)  # a link to what is not there yet leads there
         if lock:
             lock.acquire(run_dir)
         held = (run_dir / "config.json").exists() or any((run_dir / "checkpoints").glob("step_*/done"))

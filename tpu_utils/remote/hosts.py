@@ -101,10 +101,8 @@ def in_metadata(alone: bool) -> Said | None:
     tpu_env = ask_metadata("tpu-env", alone)
     if tpu_env is None:
         return None
-    found = {
-        name: re.search(rf"^{name}:\s*'?([^'\n]*)", tpu_env, re.MULTILINE) for name in ("WORKER_ID", "ACCELERATOR_TYPE")
-    }
-    index, kind = (match and match[1].strip() for match in found.values())
+    found = (re.search(rf"^{name}:\s*'?([^'\n]*)", tpu_env, re.MULTILINE) for name in ("WORKER_ID", "ACCELERATOR_TYPE"))
+    index, kind = (match and match[1].strip() for match in found)
     endpoints = ask_metadata("worker-network-endpoints", False)
     try:
         addresses = [worker.split(":")[2] for worker in endpoints.strip().split(",")]  # name:id:address,...

@@ -104,9 +104,8 @@ def _meet(index: int, meeting: Meeting, seconds: float, port: int) -> list[Link]
     except WireError as error:
         raise _missing(index, meeting, [0], seconds, str(error)) from error
     if missing != []:
-        named = (
-            [i for i in missing if type(i) is int and 0 < i < len(meeting.addresses)] if type(missing) is list else []
-        )
+        others = range(1, len(meeting.addresses))
+        named = [i for i in others if i in missing] if type(missing) is list else []
         raise _missing(index, meeting, named, seconds, "host 0 has not heard of them")
     link.seconds = ANSWER_SECONDS
     return [link]

@@ -7,7 +7,9 @@ The bucket is the truth: the local folder is emptied at every start.
 """
 
 import base64
+import contextlib
 import hashlib
+import io
 import os
 import queue
 import re
@@ -15,8 +17,9 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tpu_utils.base.errors import InputError, PassingError, SaveError
 from tpu_utils.base.files import inside
@@ -43,7 +46,7 @@ def open_bucket_dir(url: str, resume: str) -> Path:
     or a PassingError where nobody answers.
     """
     folder = working_folder(url)
-    try:
+    with named_errors("run_dir {} cannot be used", url):
         bucket, prefix = connect(url)
         there = [blob.name.removeprefix(prefix) for blob in list_objects(bucket, prefix, START_SECONDS)]
         if resume == "must" and not any(map(is_marker, there)):
@@ -52,8 +55,6 @@ def open_bucket_dir(url: str, resume: str) -> Path:
             raise InputError(f"run_dir {url} already holds a run; choose another, or continue it with --resume auto")
         try_rights(bucket, f"{prefix}writable")
         folder.mkdir(parents=True, exist_ok=True)
-    except storage_errors() as error:
-        raise unusable("run_dir {} cannot be used", error, url) from error
     return folder
 
 
@@ -99,23 +100,19 @@ class Mirror:
                 raise (PassingError if problem["passing"] else InputError)(str(problem["text"]))
 
     def _begin(self, resume: str) -> None:
-        try:
+        with named_errors("run_dir {} cannot be used", self._url):
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._bucket, self._prefix = connect(self._url)
             there = self._listing(START_SECONDS)
             self._generations = {name: blob.generation for name, blob in there.items()}
             self._empty_and_fetch(there if resume != "never" else {})
-        except storage_errors() as error:
-            raise unusable("run_dir {} cannot be used", error, self._url) from error
+            if self._index:
+                try_rights(self._bucket, f"{self._prefix}writable_{self._index}")
 
     def _begin_other(self) -> dict[str, Any] | None:
         """Begin without fetching, on any process but the first. Returns what is wrong, for all processes to hear."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self._begin("never")
-            try_rights(self._bucket, f"{self._prefix}writable_{self._index}")
-        except storage_errors() as error:
-            error = unusable("run_dir {} cannot be used", error, self._url)
-            return {"passing": isinstance(error, PassingError), "text": f"process {self._index}: {error}"}
         except (InputError, PassingError) as error:
             return {"passing": isinstance(error, PassingError), "text": f"process {self._index}: {error}"}
         return None
@@ -154,13 +151,11 @@ class Mirror:
         files: their sizes. An object of another size is left where it is: the checkpoint is damaged.
         """
         prefix = f"{self._prefix}{self._name(folder)}/"
-        try:
+        with named_errors("{} cannot be read", self._url):
             for blob in list_objects(self._bucket, prefix, RETRY_SECONDS):
                 name = blob.name.removeprefix(prefix)
                 if name in files and blob.size == files[name] and not (path := inside(folder, name)).exists():
                     download(blob, path)
-        except storage_errors() as error:
-            raise unusable("{} cannot be read", error, self._url) from error
 
     def send(self, folder: Path, keep: int, best: int | None = None, others: dict[str, int] | None = None) -> None:
         """Upload this complete checkpoint in the background, then delete what is older than the newest `keep` up to it.
@@ -174,19 +169,14 @@ class Mirror:
 
     def unmark(self, folder: Path) -> None:
         """Delete the marker of this folder in the bucket: it is no checkpoint from here on. Raises SaveError."""
-        if (marker := f"{self._name(folder)}/done") not in self._generations:
-            return
-        try:
-            self._delete(marker)
-        except storage_errors() as error:
-            raise self._save_error(f"the checkpoint {folder.name}", error) from error
+        if (marker := f"{self._name(folder)}/done") in self._generations:
+            with self._saving(f"the checkpoint {folder.name}"):
+                self._delete(marker)
 
     def put(self, path: Path) -> None:
         """Upload a file of a checkpoint that is not marked, now. Raises SaveError."""
-        try:
+        with self._saving(path.name):
             self._upload(path)
-        except storage_errors() as error:
-            raise self._save_error(path.name, error) from error
 
     def send_logs(self) -> None:
         """Upload the log files soon."""
@@ -200,7 +190,8 @@ class Mirror:
 
     def upload_logs(self) -> None:
         """Every file outside checkpoints/ that has changed, now. Raises SaveError."""
-        try:
+        with self._saving("its log files"):
+            # checkpoints are not even listed: another thread writes and removes them
             tops = [path for path in self.folder.iterdir() if path.name not in NOT_UPLOADED]
             files = [path for top in tops for path in ([top] if top.is_file() else top.rglob("*")) if path.is_file()]
             for path in sorted(path for path in files if path.suffix != ".writing"):
@@ -209,8 +200,6 @@ class Mirror:
                 if self._sent.get(name) != state:
                     self._upload(path)
                     self._sent[name] = state
-        except storage_errors() as error:
-            raise self._save_error("its log files", error) from error
 
     def _work(self) -> None:
         """The thread: checkpoints as they come, log files in between."""
@@ -245,7 +234,7 @@ class Mirror:
     def _upload_checkpoint(self, folder: Path, keep: int, best: int | None, others: dict[str, int]) -> None:
         marker = f"{self._name(folder)}/done"
         self.unmark(folder)  # a resumed run comes past it again
-        try:
+        with self._saving(f"the checkpoint {folder.name}"):
             for path in sorted(folder.rglob("*")):
                 if path.is_file() and path != folder / "done":
                     self._upload(path)
@@ -256,8 +245,6 @@ class Mirror:
                     raise OSError(f"{file} is {found} in the bucket, its process wrote {size} bytes")
             self._upload(folder / "done")
             self._prune(step_of(marker), keep, best)
-        except storage_errors() as error:
-            raise self._save_error(f"the checkpoint {folder.name}", error) from error
 
     def _prune(self, step: int, keep: int, best: int | None) -> None:
         """Delete what is older than the newest `keep` complete checkpoints up to this step, but best, markers first."""
@@ -286,31 +273,22 @@ class Mirror:
             size = os.fstat(file.fileno()).st_size
             for attempts_left in (2, 1, 0):
                 blob = self._bucket.blob(self._prefix + name, chunk_size=CHUNK_BYTES)
+                same = dict(size=size, checksum="crc32c", if_generation_match=self._generations.get(name, 0))
                 try:
-                    blob.upload_from_file(
-                        file,
-                        rewind=True,
-                        size=size,
-                        checksum="crc32c",
-                        if_generation_match=self._generations.get(name, 0),
-                        timeout=REQUEST_SECONDS,
-                        retry=retrying(RETRY_SECONDS),
-                    )
+                    blob.upload_from_file(file, rewind=True, **same, **limits(RETRY_SECONDS))
                     break
                 except PreconditionFailed as error:  # stored by a request whose answer was lost, or by someone else
-                    blob = self._bucket.get_blob(blob.name, timeout=REQUEST_SECONDS, retry=retrying(RETRY_SECONDS))
+                    blob = self._bucket.get_blob(blob.name, **limits(RETRY_SECONDS))
                     if blob is None or (blob.size, blob.crc32c) != (size, crc32c_of(path, size)):
                         raise AnotherWriter(
                             f"{self._url}/{name} was changed by something else, expected this run alone to write; "
                             "stop the other process, then repeat the command with --resume must"
                         ) from error
                     break
-                except DataCorruption:  # other bytes arrived, and the client has deleted them
-                    self._generations.pop(name, None)
-                    if not attempts_left:
-                        raise
                 # other bytes arrived, or a part of a chunk was kept, which this client cannot go on from: once more
-                except (BadRequest, ValueError) as error:
+                except (BadRequest, DataCorruption, ValueError) as error:
+                    if isinstance(error, DataCorruption):  # the client has deleted them
+                        self._generations.pop(name, None)
                     if not attempts_left:
                         raise OSError(f"three uploads of {name} broke off: {error}") from error
         self._generations[name] = blob.generation
@@ -319,11 +297,16 @@ class Mirror:
         delete_object(self._bucket, self._prefix + name, self._generations[name], RETRY_SECONDS)
         del self._generations[name]  # only after success: a failed request is repeated
 
-    def _save_error(self, what: str, error: Exception) -> SaveError:
-        return SaveError(
-            f"{what} could not be uploaded to {self._url}: {reason(error, self._url)}; "
-            "the checkpoints that were complete there still are"
-        )
+    @contextlib.contextmanager
+    def _saving(self, what: str) -> Iterator[None]:
+        """Raises as a SaveError what the client raises."""
+        try:
+            yield
+        except storage_errors() as error:
+            raise SaveError(
+                f"{what} could not be uploaded to {self._url}: {reason(error, self._url)}; "
+                "the checkpoints that were complete there still are"
+            ) from error
 
 
 class AnotherWriter(SaveError):
@@ -341,28 +324,37 @@ def connect(url: str) -> tuple[Any, str]:
 
 def try_rights(bucket, name: str) -> None:
     """Write, read and delete an empty object."""
-    probe, limits = bucket.blob(name), dict(timeout=REQUEST_SECONDS, retry=retrying(START_SECONDS))
-    probe.upload_from_string(b"", checksum="crc32c", **limits)
-    probe.download_as_bytes(**limits)
+    probe = bucket.blob(name)
+    probe.upload_from_string(b"", checksum="crc32c", **limits(START_SECONDS))
+    probe.download_as_bytes(**limits(START_SECONDS))
     delete_object(bucket, name, None, START_SECONDS)
 
 
 def read_object(url: str, name: str, expected: str, max_bytes: int) -> bytes | None:
     """What the object of this name in the directory holds; None without one. Raises InputError like open_bucket_dir."""
-    try:
+    with named_errors("run_dir {} cannot be used", url), tempfile.TemporaryDirectory() as folder:
         bucket, prefix = connect(url)
-        blob = bucket.get_blob(prefix + name, timeout=REQUEST_SECONDS, retry=retrying(START_SECONDS))
+        blob = bucket.get_blob(prefix + name, **limits(START_SECONDS))
         if blob is None:
             return None
         if blob.size > max_bytes:
             raise InputError(
                 f"{url.rstrip('/')}/{name} has {blob.size:,} bytes; expected {max_bytes:,} at most, {expected}"
             )
-        with tempfile.TemporaryDirectory() as folder:
-            download(blob, Path(folder, "object"))
-            return Path(folder, "object").read_bytes()
-    except storage_errors() as error:
-        raise unusable("run_dir {} cannot be used", error, url) from error
+        download(blob, Path(folder, "object"))
+        return Path(folder, "object").read_bytes()
+
+
+@contextlib.contextmanager
+def open_object(url: str, generation: int, block: int) -> Iterator[BinaryIO]:
+    """This generation of an object as a file. A read asks the bucket for `block` bytes or more. What the client raises
+    then is an InputError or a PassingError when it leaves the with statement, through whichever decoder it came."""
+    with named_errors("{} cannot be read as it was when the run began", url, client_errors()):
+        bucket, name = url.removeprefix("gs://").split("/", 1)
+        blob = connect(f"gs://{bucket}")[0].blob(name, generation=generation)
+        opened = blob.open("rb", chunk_size=block, raw_download=True, **limits(RETRY_SECONDS))
+        with io.BufferedReader(opened, block) as file:
+            yield file
 
 
 def retrying(seconds: float):
@@ -370,6 +362,11 @@ def retrying(seconds: float):
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     return DEFAULT_RETRY.with_timeout(seconds)
+
+
+def limits(seconds: float) -> dict[str, Any]:
+    """Of one call of the client."""
+    return {"timeout": REQUEST_SECONDS, "retry": retrying(seconds)}
 
 
 def list_objects(bucket, prefix: str, seconds: float) -> list:
@@ -380,31 +377,21 @@ def delete_object(bucket, name: str, generation: int | None, seconds: float) -> 
     """generation: the only one to delete, or None for whichever is there. It may be gone: an answer can be lost."""
     from google.api_core.exceptions import NotFound
 
-    try:
-        limits = dict(timeout=REQUEST_SECONDS, retry=retrying(seconds))
-        bucket.blob(name).delete(if_generation_match=generation, **limits)
-    except NotFound:
-        pass
+    with contextlib.suppress(NotFound):
+        bucket.blob(name).delete(if_generation_match=generation, **limits(seconds))
 
 
 def download(blob, path: Path) -> None:
-    """Raises DataCorruption when other bytes arrive three times."""
-    from google.cloud.storage.exceptions import DataCorruption
-
+    """Raises OSError when other bytes arrive three times."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".writing")
-    for attempts_left in (2, 1, 0):
-        try:
-            limits = dict(timeout=REQUEST_SECONDS, retry=retrying(RETRY_SECONDS))
-            blob.download_to_filename(str(aside), raw_download=True, checksum="crc32c", **limits)
-            # the client checks nothing when it had to continue a broken download
-            if (aside.stat().st_size, crc32c_of(aside)) != (blob.size, blob.crc32c):
-                raise DataCorruption(None, f"{blob.name} arrived with other bytes than are stored")
+    for _ in range(3):
+        # checked here: the client checks nothing when it had to continue a broken download
+        blob.download_to_filename(str(aside), raw_download=True, checksum=None, **limits(RETRY_SECONDS))
+        if (aside.stat().st_size, crc32c_of(aside)) == (blob.size, blob.crc32c):
             aside.replace(path)
             return
-        except DataCorruption:
-            if not attempts_left:
-                raise
+    raise OSError(f"{blob.name} arrived three times with other bytes than are stored")
 
 
 def crc32c_of(path: Path, size: int | None = None) -> str:
@@ -428,26 +415,36 @@ def is_marker(name: str) -> bool:
     return re.fullmatch(r"checkpoints/step_[0-9]{8}/done", name) is not None
 
 
-def storage_errors() -> tuple[type[Exception], ...]:
+@contextlib.contextmanager
+def named_errors(what: str, url: str, errors: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Raises for these errors, storage_errors() where none are given, an InputError where a retry cannot help (wrong
+    name, missing rights or credentials, the local folder), else a PassingError. what: with the url at {}."""
+    from google.api_core import exceptions as api
+    from google.auth import exceptions as auth
+
+    errors = errors or storage_errors()
+    try:
+        yield
+    except errors as error:
+        lasting = api.NotFound | api.Forbidden | api.Unauthorized | auth.DefaultCredentialsError
+        cause = last_cause(error)
+        wrong = isinstance(cause, lasting) or (isinstance(cause, OSError) and cause.filename)
+        raise (InputError if wrong else PassingError)(f"{what.format(url)}: {reason(error, url)}") from error
+
+
+def client_errors() -> tuple[type[Exception], ...]:
     """What the client raises when bucket, credentials or network are to blame."""
     import requests
     from google.api_core.exceptions import GoogleAPIError
     from google.auth.exceptions import GoogleAuthError
     from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
-    return (GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, requests.RequestException, OSError)
+    return (GoogleAPIError, GoogleAuthError, DataCorruption, InvalidResponse, requests.RequestException)
 
 
-def unusable(what: str, error: Exception, url: str) -> InputError | PassingError:
-    """The error for what the client raised: InputError where a retry cannot help (wrong name, missing rights or
-    credentials, the local folder), else PassingError. what: with the url at {}."""
-    from google.api_core import exceptions as api
-    from google.auth import exceptions as auth
-
-    lasting = api.NotFound | api.Forbidden | api.Unauthorized | auth.DefaultCredentialsError
-    cause = last_cause(error)
-    wrong = isinstance(cause, lasting) or (isinstance(cause, OSError) and cause.filename)
-    return (InputError if wrong else PassingError)(f"{what.format(url)}: {reason(error, url)}")
+def storage_errors() -> tuple[type[Exception], ...]:
+    """These, and what the local folder raises."""
+    return (*client_errors(), OSError)
 
 
 def last_cause(error: Exception) -> Exception:
@@ -469,10 +466,8 @@ def reason(error: Exception, url: str) -> str:
     if isinstance(cause, InvalidResponse):
         cause = f"status {cause.response.status_code}: {' '.join(cause.response.text.split())}"
     text = re.sub(r"upload_id=[^\s&:'\"]+", "upload_id=...", str(cause) or repr(cause)).strip().splitlines()[0][:300]
-    if isinstance(cause, auth.DefaultCredentialsError):
-        return f"this machine has no Google credentials; run gcloud auth application-default login ({text})"
-    if isinstance(cause, auth.RefreshError):
-        return f"the Google credentials are refused; run gcloud auth application-default login ({text})"
+    if isinstance(cause, auth.DefaultCredentialsError | auth.RefreshError):
+        return f"Google credentials are missing or refused; run gcloud auth application-default login ({text})"
     if isinstance(cause, api.NotFound) and "bucket" in text:
         return f"bucket {name} does not exist; check the name, or gcloud storage buckets create gs://{name} ({text})"
     if isinstance(cause, api.Forbidden | api.Unauthorized):

@@ -3,6 +3,9 @@
 A message is 8 bytes of length, big-endian, and UTF-8 JSON; the bytes of a tensor follow one another without a frame, as
 many as the receiver has asked for. Nothing that arrives is executed. Both ends prove that they know the secret of the
 run (HMAC-SHA256 over fresh random numbers of both) before either says anything else.
+
+multiprocessing.connection limits a message and needs no pickle (send_bytes), but has no deadline: a peer that sends a
+byte now and then holds recv_bytes() for ever, and one that says nothing holds the accept() of a Listener with a key.
 """
 
 import contextlib

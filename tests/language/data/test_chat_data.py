@@ -9,7 +9,6 @@ from typing import get_args
 
 import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import at_most, make_irregular, mutated, no_hang
@@ -25,7 +24,6 @@ from language.data.chat import (
     read_chats,
     stop_tokens,
 )
-from language.data.tokenizer import load_tokenizer
 from language.options.shapes import START
 from language.options.transformer_options import ChatFormat, TransformerConfig
 from tpu_utils.base.errors import InputError
@@ -149,35 +147,6 @@ def test_a_format_of_two_roles_refuses_others(format):
     for messages in (MESSAGES[1:2] * 2 + MESSAGES[2:3], MESSAGES[2:], [*MESSAGES[1:3], *MESSAGES[:3]], MESSAGES[:1]):
         with pytest.raises(InputError, match=f"^the roles are .*; chat_format is {format}: expected user and"):
             format_chat(messages, format, EVERY)
-
-
-SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # as Llama 3 and Qwen3
-)
-
-
-@pytest.mark.parametrize("format", ["chatml", "qwen3", "llama3"])
-def test_tokens_are_those_of_the_whole_text(tmp_path, format):
-    """Encoded part by part, a conversation has the tokens that the tokenizer makes of its text in one go."""
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")]
-    splits.append(tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(splits)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    special = [*SPECIAL[:2], *SPECIAL[4:], "<|endoftext|>"]
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
-    model.train_from_iterator([EXPECTED[format].replace("<|", " ")] * 9, trainer)
-    model.add_tokens(["<think>", "</think>"])  # as Qwen3 has them: no special tokens
-    model.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(str(tmp_path))
-    tokens, targets = format_chat(MESSAGES, format, tokenizer)
-    assert tokens == model.encode(EXPECTED[format], add_special_tokens=False).ids
-    answers = tokenizer.decode([token for token, target in zip(tokens, targets, strict=True) if target])
-    assert answers == ANSWERS[format]
-    foreign = [{"role": "user", "content": f"Say {SPECIAL[1]}{SPECIAL[-1]}"}, {"role": "assistant", "content": "No"}]
-    tokens = format_chat(foreign, format, tokenizer)[0]  # special tokens in a text are text
-    assert sum(token in stop_tokens(format, tokenizer) for token in tokens) == 2
 
 
 def test_a_text_cannot_end_an_answer():
@@ -429,6 +398,7 @@ def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys
     ("content", "message"),
     [
         (b'[{"prompt": "a", "completion": "b"}]', "x.jsonl is one JSON array; expected one JSON object a line; jq"),
+        ('{"prompt": "a", "completion": "b"}'.encode("utf-16"), "x.jsonl is UTF-16"),
         (b'[\n {"prompt": "a", "completion": "b"}\n]\n', "x.jsonl is one JSON array"),
         (b"[" + b" " * (1 << 24) + b"]", "x.jsonl is one JSON array"),
         (
@@ -437,7 +407,7 @@ def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys
         ),
         (b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n', None),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_json_of_another_form_is_named(tmp_path, content, message):
     (tmp_path / "x.jsonl").write_bytes(content)

@@ -154,7 +154,7 @@ def test_split_is_nanogpts():
 
 def test_text_files(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo")
-    (tmp_path / "b.txt").write_text("three")
+    (tmp_path / "b.txt").write_text("three", encoding="utf-8-sig")
     assert read_documents(tmp_path) == [b"one\n\ntwo", b"three"]
     assert read_documents(tmp_path, "\n\n") == [b"one", b"two", b"three"]
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9!")

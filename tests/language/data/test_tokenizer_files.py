@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 import torch_xla
-from test_chat_data import MESSAGES, SPLIT
+from test_chat_data import MESSAGES
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from language.data.chat import FORMATS, TEMPLATES, format_chat, prompt_of_chat, stop_tokens
@@ -37,6 +37,7 @@ from tpu_utils.options.parsing import as_json
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
+SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # as Llama 3's
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>"]
 SPECIAL += ["<|end_header_id|>", "<|eot_id|>"]
 OTHERS = ["<bos>", "<start_of_turn>", "<end_of_turn>", "<s>", "[INST]", "[/INST]", "</s>"]
@@ -127,6 +128,11 @@ def test_a_templated_conversation_has_the_tokens_of_training(base, olmo2, tmp_pa
         assert said["input_ids"] == expected and said["assistant_masks"] == [int(one) for one in targets], messages
         prompt = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)
         assert prompt == prompt_of_chat(messages[:-1], config.chat_format, ours), messages
+    texts = "", "".join(SPECIAL + OTHERS)
+    said = [[dict(role=role, content=text) for role in ("user", "assistant")] for text in texts]
+    special = set(getattr(ours, "special", {}).values())
+    of_template, typed = ([t for t in format_chat(chat, config.chat_format, ours)[0] if t in special] for chat in said)
+    assert of_template == typed, "what is typed in a text is text"
     stops = stop_tokens(config.chat_format, ours) | ours.stops
     assert theirs.eos_token_id == expected[len(targets) - 1 - targets[::-1].index(True)], "what ended an answer"
     said = transformers.GenerationConfig.from_pretrained(tmp_path / "out")

@@ -119,7 +119,7 @@ def test_a_wrong_file_is_one_message(tmp_path, monkeypatch):
     shared = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), ["a" * (1 << 14)])
     for texts in (["a b " * 2000] * 99, shared):  # a dictionary makes it small
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
-        with pytest.raises(InputError, match=r"a.parquet: more than 262,144 bytes or .* rows when it is unpacked"):
+        with pytest.raises(InputError, match=r"a.parquet: more than 262,144 bytes or .* questions when it is unpacked"):
             rows_of("lambada", path, 9999)
 
 
@@ -294,18 +294,42 @@ def test_a_wrong_bundle_is_refused(tmp_path, change, message):
         read_bundle(tmp_path, BYTES, 4000)
 
 
-def test_numbers_quoted_lines_and_merged_keys_are_read_as_nanochat_does(tmp_path):
+def test_numbers_and_quoted_lines_are_read_as_nanochat_does(tmp_path):
     bundle = write_bundle(tmp_path)
     path = bundle / "eval_data" / "made_schema.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     write_lines(path, [record | dict(continuation=42, gold=str(record["gold"])) for record in records])
     lines = "".join(f'{label},"of two\nlines",{percent}\n' for label, *_, percent in BUNDLE)
     (bundle / "eval_meta_data.csv").write_text("Eval Task,Description,Random baseline\n" + lines)
-    (bundle / "core.yaml").write_text(BOMB + (bundle / "core.yaml").read_text())  # 2 ** 40 values for a safe loader
-    with no_hang(), at_most(1 << 24):
-        task = read_bundle(bundle, BYTES, 4000)[1]
+    task = read_bundle(bundle, BYTES, 4000)[1]
     assert task.guessing == 0.5
     assert all(bytes(row.tokens[-3:].tolist()) == b" 42" for rows, _ in task.questions for row in rows)
+
+
+@pytest.mark.parametrize("level", ["\n  <<: [*a{0}, *a{0}]", " [*a{0}, *a{0}]"])
+def test_aliases_of_yaml_do_not_multiply(tmp_path, level):
+    """A safe loader of PyYAML would make 2 ** 40 of these, and so would a message that shows a list of lists."""
+    path, levels = write_bundle(tmp_path) / "core.yaml", "a0: &a0 {x: 1}\n"
+    levels += "".join(f"a{n}: &a{n}{level.format(n - 1)}\n" for n in range(1, 40))
+    path.write_text(levels + path.read_text().replace("schema", "*a39"))
+    with no_hang(), at_most(1 << 24), pytest.raises(InputError, match=r"core.yaml: it has an alias"):
+        read_bundle(tmp_path, BYTES, 4000)
+
+
+def test_lists_take_more_memory_than_their_letters(tmp_path, monkeypatch):
+    """40 million [], a file of 120 MB, were 3 GB; so were 80 million lines that are no question."""
+    monkeypatch.setattr(task_files, "LARGEST_FILE", 1 << 20)
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n" + ('{"choices": [' + "[]," * 1000 + "[]]}\n") * 80)
+    with pytest.raises(InputError, match=r"a.jsonl: more than 1,048,576 bytes or .* questions when it is unpacked"):
+        task_files.read_records(path, "questions")
+    path.write_bytes(b"ab\n" * (1 << 18))
+    with at_most(1 << 20), pytest.raises(InputError, match=r"a.jsonl, line 1: Expecting value"):
+        task_files.read_records(path, "questions")
+    monkeypatch.setattr(task_files, "LONGEST_LINE", 1 << 16)
+    path.write_bytes(b'{"q": "' + b"a" * (1 << 16) + b'"}')
+    with pytest.raises(InputError, match=r"a.jsonl, line 1: it is empty, or longer than 65,536 bytes"):
+        task_files.read_records(path, "questions")
 
 
 def test_how_answers_of_tokens_are_chosen():

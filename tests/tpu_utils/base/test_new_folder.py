@@ -52,9 +52,7 @@ def test_what_a_kill_left_goes_and_what_is_others_stays(tmp_path):
 
 def test_of_two_that_write_one_target_the_second_is_refused(tmp_path):
     with written_aside(tmp_path / "mine") as aside:
-        with pytest.raises(
-            InputError, match=r"mine is being written by another process, in .*; wait for it, or choose"
-        ):
+        with pytest.raises(InputError, match=r"mine is being written by another process; wait for it, or choose"):
             write(tmp_path / "mine")
         assert aside.is_dir()
         write(tmp_path / "other")
@@ -97,6 +95,21 @@ def test_files_of_a_folder_that_a_kill_parts_are_no_mixture(tmp_path, monkeypatc
     with pytest.raises(ZeroDivisionError):
         write_together(tmp_path / "mine", {"a": b"new", "b": b"new"})
     assert names_in(tmp_path / "mine") == ["b"]
+
+
+def test_of_two_that_write_into_one_folder_the_second_is_refused(tmp_path, monkeypatch):
+    """What it put there was taken for the first one's: a tokenizer of the one with the settings of the other."""
+    written = new_folder.write_atomically
+
+    def meets_another(path, content):
+        monkeypatch.setattr(new_folder, "write_atomically", written)
+        with pytest.raises(InputError, match=r"mine is being written by another process; wait for it"):
+            write_together(tmp_path / "mine", {"a": b"second", "b": b"second"})
+        written(path, content)
+
+    monkeypatch.setattr(new_folder, "write_atomically", meets_another)
+    write_together(tmp_path / "mine", {"a": b"first", "b": b"first"})
+    assert {path.name: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == {"a": b"first", "b": b"first"}
 
 
 def test_files_of_a_folder_are_all_written_or_none(tmp_path):

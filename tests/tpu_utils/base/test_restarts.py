@@ -66,6 +66,25 @@ def test_a_lost_process_takes_along_what_it_has_started(tmp_path, lost):
     starter.communicate()
 
 
+COMPILES = """
+import sys
+from tpu_compiler.decide.search import run_script
+run_script(["-c", f"import os, time; print(os.getpid(), file=open({sys.argv[1]!r}, 'w')); time.sleep(1000)"], {})
+"""
+
+
+def test_a_compile_ends_with_who_asked_for_it(tmp_path):
+    """aot_tpu.py has each setting compiled by a child, which takes minutes and gigabytes."""
+    file = tmp_path / "id"
+    command = [sys.executable, "-c", COMPILES, str(file)]
+    starter = subprocess.Popen(command, cwd=ROOT, env=environment_with({}), start_new_session=True)
+    waits(lambda: file.exists() and file.read_text().endswith("\n"))
+    group = os.getpgid(int(file.read_text()))
+    starter.kill()
+    starter.wait()
+    waits(lambda: not alive_in(group), 60)
+
+
 def test_a_child_that_ends_leaves_nothing(tmp_path):
     starter, group = start(tmp_path, "0")
     starter.stdout.readline()

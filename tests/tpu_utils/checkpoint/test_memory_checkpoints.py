@@ -103,14 +103,31 @@ def test_a_killed_run_goes_on_from_memory_to_the_same_bits(lost, whole):
     assert len(tokens) == 2, "one of each process"
 
 
-@pytest.mark.parametrize("change", ["off", "elsewhere", "a stray file"])
+def make_strays(folder: Path, step: int) -> None:
+    """What is no checkpoint, by names that are, from this step on."""
+    folder.mkdir(exist_ok=True)
+    for name in ("stray", ".writing_stray", "step_00000003"):
+        (folder / name).write_text("a file, no folder")
+    for name, target in (
+        ("step_00000004", "step_00000004"),
+        (".writing_00000006", "nothing"),
+        ("a\nline", "/dev/zero"),
+    ):
+        (folder / name).symlink_to(target)
+    os.mkfifo(folder / f"step_{step:08d}")
+    (folder / f"step_{step + 1:08d}").mkdir()
+    os.mkfifo(folder / f"step_{step + 1:08d}" / "done")
+
+
+@pytest.mark.parametrize("change", ["off", "elsewhere", "strays"])
 def test_what_the_killed_run_had_in_memory_is_used_whatever_this_one_keeps_there(lost, whole, tmp_path, change):
     """As the message says of a memory that is full: --save_memory_every 0, or another --memory_dir."""
     run_dir, folder, _ = lost
     (tmp_path / "other").mkdir()
     newest = newest_checkpoint(folder)
-    for name in ("stray", ".writing_stray", "step_00000003") if change == "a stray file" else ():
-        (folder / name).write_text("a file, no folder")
+    if change == "strays":
+        make_strays(folder, newest + 1)
+        make_strays(run_dir / "checkpoints", 1)
     options = {"off": ["--save_memory_every=0"], "elsewhere": [f"--memory_dir={tmp_path / 'other'}"]}.get(change, [])
     done = run("simple_mnist_tpu.py", f"--run_dir={run_dir}", "--resume=must", *options)
     assert done.returncode == 0 and f"memory     held the checkpoint of step {newest}:" in done.stdout, done.stderr

@@ -1,9 +1,10 @@
 """Variables of the environment: what changes numbers behind the printed precision, or ends a run by a signal."""
 
+import subprocess
 import sys
 
 import pytest
-from processes import run
+from processes import ROOT, environment_with, run
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.options import variables
@@ -31,7 +32,9 @@ REFUSED = [
     ("XLA_FLAGS", "xla_dump_to=/tmp", "XLA_FLAGS begins with xla_dump_to=/tmp, which XLA takes for the name of a file"),
     ("XLA_FLAGS", "/etc/hostname", "expected flags, the first with -- in front"),
     ("DNNL_DEFAULT_FPMATH_MODE", "BF16", "DNNL_DEFAULT_FPMATH_MODE=BF16, which makes products and sums less exact"),
-    ("XLA_FLAGS", "--xla_nosuch=1", "XLA_FLAGS has --xla_nosuch=1, which this XLA does not have"),
+    ("XLA_FLAGS", "--xla_nosuch=1", "XLA would abort: Unknown flag in XLA_FLAGS: --xla_nosuch=1; correct it"),
+    ("XLA_FLAGS", "--xla_backend_optimization_level=9x", "XLA would abort: Couldn't interpret value 9x for flag"),
+    ("XLA_FLAGS", "--xla_step_marker_location=here", "--xla_step_marker_location=here, at which XLA would abort: Flag"),
     ("XLA_FLAGS", "--xla_cpu_enable_fast_math", "which changes numbers behind the precision"),
     ("XLA_FLAGS", "--xla_dump_to=/tmp --xla_cpu_enable_fast_min_max=true", "--xla_cpu_enable_fast_min_max=true, which"),
     ("XLA_FLAGS", "--xla_tpu_scoped_vmem_limit_kib=1", "options of the TPU's compiler belong in --compiler_options"),
@@ -59,6 +62,13 @@ def test_what_is_refused_before_torch_xla_reads_it(monkeypatch, name, value, sai
 )
 def test_what_is_not(given):
     check_variables(given, "auto")
+
+
+def test_a_limit_of_memory_under_which_torch_does_not_load():
+    limited = "ulimit -v 3000000 && exec python simple_mnist_tpu.py --device cpu".replace("python", sys.executable)
+    done = subprocess.run(["bash", "-c", limited], cwd=ROOT, env=environment_with({}), capture_output=True, text=True)
+    assert done.returncode == 2 and "this process may map 3,072,000,000 bytes of memory" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_device_that_is_given_is_not_asked_of_the_variable():

@@ -196,6 +196,8 @@ def test_run_directories(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be written: Not a directory"):
         open_run_dir(MnistConfig(run_dir=str(tmp_path / "file" / "run")))
+    (tmp_path / "link").symlink_to("elsewhere")
+    assert open_run_dir(MnistConfig(run_dir=str(tmp_path / "link"))).is_dir() and (tmp_path / "elsewhere").is_dir()
 
 
 def test_another_run_is_not_continued():

@@ -1,11 +1,14 @@
-"""What the TPU compiler predicts from 8 to 512 chips: a table and a picture for docs/any_slice.md. Nothing runs.
+"""What the TPU compiler predicts from 8 to 512 chips: docs/results/any_slice.csv and a picture. Nothing runs.
 
 Run:     nice python benchmarks/any_slice.py DIR [MODEL ...]
              compiles what is not yet in DIR, one at a time (2 to 10 minutes
-             each on 2 cores), then prints the table and writes DIR/any_slice.png
+             each on 2 cores), then prints the table and writes DIR/any_slice.csv
+             and DIR/any_slice.png
 """
 
 import argparse
+import csv
+import io
 import json
 import re
 import subprocess
@@ -51,18 +54,21 @@ def asked(model: str, topology: str, folder: Path) -> Report | None:
 
 
 def table(reports: dict[tuple[str, str], Report]) -> str:
-    lines = ["| model | slice | mesh | fits | GiB a chip | predicted ms | MFU | with communication, ms | compile s |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    """The table as CSV."""
+    head = "model,slice,mesh,fits,GiB a chip,predicted ms,MFU,all hidden ms,nothing hidden ms,compile s".split(",")
+    lines = [head]
     for (model, topology), r in reports.items():
-        memory = f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-"
-        row = [model, topology, r.settings.get("mesh", "-"), "yes" if r.fits else "no", memory]
+        memory = f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else ""
+        row = [model, topology, r.settings.get("mesh", ""), "yes" if r.fits else "no", memory]
         if r.compiles:
-            both = f"{r.predicted_ms_all_hidden:,.0f} to {r.predicted_ms_nothing_hidden:,.0f}"
-            row += [f"{r.predicted_ms:,.0f}", f"{r.predicted_mfu:.1%}", both]
+            row += [f"{r.predicted_ms:.0f}", f"{r.predicted_mfu:.1%}"]
+            row += [f"{r.predicted_ms_all_hidden:.0f}", f"{r.predicted_ms_nothing_hidden:.0f}"]
         else:
-            row += ["-"] * 3
-        lines.append(f"| {' | '.join([*row, f'{r.compile_seconds:.0f}'])} |")
-    return "\n".join(lines)
+            row += [""] * 4
+        lines.append([*row, f"{r.compile_seconds:.0f}"])
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(lines)
+    return file.getvalue()
 
 
 def commands(models: list[str]) -> str:
@@ -113,7 +119,8 @@ def main() -> int:
         for topology in SLICES:
             if report := asked(model, topology, arguments.folder):
                 reports[model, topology] = report
-    print(table(reports), commands(arguments.models or list(MODELS)), sep="\n\n")
+    print(table(reports), commands(arguments.models or list(MODELS)), sep="\n")
+    write_atomically(arguments.folder / "any_slice.csv", table(reports).encode())
     picture(reports, arguments.folder / "any_slice.png")
     return 0
 

@@ -2,6 +2,7 @@
 
 Run:     python benchmarks/compile_depth.py                  # 12, 24 and 48 layers; each in a process of its own
          python benchmarks/compile_depth.py --depths 12 24   # a part of it
+Prints:  docs/results/compile_depth.csv
 
 Width 128, 64 tokens: what XLA compiles depends on the number of operations, hardly on their sizes. The optimizer is
 left out: its part of the graph is the same, scanned or not.
@@ -48,7 +49,7 @@ def measure(layers: int, scan_layers: bool) -> None:
     torch_xla.sync(wait=True)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     kind = "scanned" if scan_layers else "unrolled"
-    print(f"| {layers} | {kind} | {instructions:,} | {traced * 1e3:.0f} | {wall:.1f} | {cpu:.1f} |", flush=True)
+    print(f"{layers},{kind},{instructions},{traced * 1e3:.0f},{wall:.1f},{cpu:.1f}", flush=True)
 
 
 def main() -> None:
@@ -59,8 +60,7 @@ def main() -> None:
     if arguments.one:
         measure(int(arguments.one[0]), arguments.one[1] == "1")
         return
-    columns = ["layers", "", "HLO instructions", "trace ms", "compile and first run, s", "of it CPU s"]
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
+    print("layers,loop,HLO instructions,trace ms,compile and first run s,of it CPU s", flush=True)
     for layers in arguments.depths:
         for scan_layers in "01":
             subprocess.run(

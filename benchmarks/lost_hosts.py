@@ -2,8 +2,9 @@
 
 Run:     python benchmarks/lost_hosts.py --losses 100     # 12 kinds in turn; about 30 s each on two cores
          python benchmarks/lost_hosts.py --elastic 5      # a machine that stays away: on with three, then four again
-Prints:  a table: the kind of loss, how often, seconds until the next checkpoint, and by cause what tools.keep_running
-         counted (medians); then whether the last checkpoint and all losses have the bits of a run that lost nothing.
+Prints:  docs/results/lost_machines.csv: the kind of loss, how often, seconds until the next checkpoint, and by cause
+         what tools.keep_running counted (medians); then whether the last checkpoint and all losses have the bits of a
+         run that lost nothing.
          With --elastic the mesh changes: how far the losses are from that run's.
          Exit code 1 if they differ (by more than 1e-5 with --elastic), or the run ended by itself.
 
@@ -327,8 +328,7 @@ def main() -> int:
         else:
             different = differences(folder / "whole", hosts.run_dir)
             good, said = not different, f"DIFFERENT: {different}" if different else "the same bits"
-    print("| lost | times | s to the next checkpoint | restart | recompile | lost steps | silence |")
-    print("|---|---|---|---|---|---|---|")
+    print("lost,times,s to the next checkpoint,restart,recompile,lost steps,silence")
     for name, found in seconds.items():
         rows = [told for kind, told in told_by_loss if kind == name]
         # the line of a loss has the steps lost by it; the start after it stands in the line of the next loss
@@ -338,8 +338,8 @@ def main() -> int:
             for cause, later in places.items()
         ]
         cells = [f"{statistics.median(values or [0.0]):.1f}" for values in (found, *by_cause)]
-        print(f"| {name} | {len(found)} | {' | '.join(cells)} |")
-    print(f"\nexit codes {codes}; {last} steps; {said}")
+        print(f'"{name}",{len(found)},{",".join(cells)}')
+    print(f"\nexit codes {codes}; {last} steps; {said}", file=sys.stderr)
     return int(not good or codes != [143] * HOSTS)
 
 

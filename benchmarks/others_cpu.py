@@ -2,13 +2,14 @@
 
 Run:     python benchmarks/others_cpu.py            # MNIST CNN, a small GPT, host tracing at 12 layers
          python benchmarks/others_cpu.py gpt host   # a part of it
-Prints:  for each peer the first step (tracing and compiling), the steps after it (median of rounds taken in turn, and
-         their range), and the graphs that torch_xla compiled.
+Prints:  docs/results/others_cpu.csv and host_tracing.csv: for each peer the first step (tracing and compiling), the
+         steps after it (median of rounds taken in turn, and their range), and the graphs that torch_xla compiled.
 
 Every peer gets the same batch from host memory each step, in float32, and is waited for every STEPS steps.
 """
 
 import argparse
+import csv
 import dataclasses
 import os
 import statistics
@@ -86,15 +87,12 @@ def measure(all_peers: list[Peer]) -> None:
 
 def print_table(title: str, all_peers: list[Peer]) -> None:
     ours = statistics.median(all_peers[0].rounds)
-    print(f"\n{title}\n\n| | first step, s | step, ms (range) | of ours | XLA graphs |\n|---|---|---|---|---|")
     for peer in all_peers:
         ms = sorted(1e3 * seconds for seconds in peer.rounds)
-        graphs = peer.graphs or "-"
-        print(
-            f"| {peer.name} | {peer.first_seconds:.1f} | {statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f}) | "
-            f"{statistics.median(peer.rounds) / ours:.2f} | {graphs} |",
-            flush=True,
-        )
+        figures = [f"{value:.1f}" for value in (peer.first_seconds, statistics.median(ms), ms[0], ms[-1])]
+        ratio = f"{statistics.median(peer.rounds) / ours:.2f}"
+        csv.writer(sys.stdout, lineterminator="\n").writerow([title, peer.name, *figures, ratio, peer.graphs or ""])
+    sys.stdout.flush()
 
 
 def jax_peer(name: str, loss_of, recipe: peers.Recipe, parameters, batch) -> Peer:
@@ -239,13 +237,12 @@ def host() -> None:
             peer.rounds.append(time.perf_counter() - start)
             peer.wait(result)
     ours = statistics.median(all_peers[0].rounds)
-    print(
-        "\nhost, 12 layers\n\n| | operations | ms before the device has the step (range) | of ours |\n|---|---|---|---|"
-    )
+    print("\nprogram,operations traced,ms before the device has the step,smallest,largest,of ours")
     for peer, count in zip(all_peers, traced, strict=True):
         ms = sorted(1e3 * seconds for seconds in peer.rounds)
         median, ratio = statistics.median(ms), statistics.median(peer.rounds) / ours
-        print(f"| {peer.name} | {count:,} | {median:.0f} ({ms[0]:.0f} to {ms[-1]:.0f}) | {ratio:.2f} |", flush=True)
+        figures = [f"{median:.0f}", f"{ms[0]:.0f}", f"{ms[-1]:.0f}", f"{ratio:.2f}"]
+        csv.writer(sys.stdout, lineterminator="\n").writerow([peer.name, count, *figures])
 
 
 def main() -> int:
@@ -256,7 +253,9 @@ def main() -> int:
     if wrong := [part for part in parts if part not in known]:
         parser.error(f"{wrong[0]!r} is no part; expected {', '.join(known)}")
     names = ("torch", "torch_xla", "jax", "transformers")
-    print(", ".join(f"{name} {version(name)}" for name in names) + f"; {os.cpu_count()} cores", flush=True)
+    print(", ".join(f"{name} {version(name)}" for name in names) + f"; {os.cpu_count()} cores", file=sys.stderr)
+    if parts != ["host"]:
+        print("model,program,first step s,step ms,smallest,largest,of ours,XLA graphs", flush=True)
     if "mnist" in parts:
         for batch in MNIST_BATCHES:
             measure(found := mnist(batch))

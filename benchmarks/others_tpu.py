@@ -3,8 +3,9 @@
 Run:     python benchmarks/others_tpu.py                                  # all of them for one v5e: about 15 minutes
          python benchmarks/others_tpu.py --peers ours jax --topology v5p-8 v6e-1   # one chip of each
          python benchmarks/others_tpu.py --peers llama llama_flash llama_jax llama_hugging_face --topology v6e-1
-Prints:  a row for each program: megacycles and milliseconds by the compiler's own estimate, peak memory, seconds to
-         compile. Nothing runs on a TPU. libtpu, torch_xla and jax are the same for every row.
+Prints:  docs/results/others_tpu.csv, a row for each program: megacycles and milliseconds by the compiler's own
+         estimate, peak memory, seconds to compile. Nothing runs on a TPU. libtpu, torch_xla and jax are the same for
+         every row.
 
 AdamW, bfloat16 products, float32 master weights. GPT-2 124M, true shape: 8 x 1,024 tokens. llama: Llama 3.2 1B with 4
 layers, 4 x 2,048 tokens. Operations that the compiler gives no estimate for are added by the
@@ -12,6 +13,7 @@ rule of tpu_compiler/estimate/rules.py.
 """
 
 import argparse
+import csv
 import dataclasses
 import json
 import math
@@ -160,9 +162,9 @@ def main() -> int:
         except ValueError as error:
             parser.error(str(error))
     versions = check_private_interfaces()
-    print(", ".join(f"{name} {version}" for name, version in versions.items()), flush=True)
-    columns = ["program", "slice", "M cycles", "of it added", "ms", "MFU", "peak GiB", "s to trace and compile"]
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
+    print(", ".join(f"{name} {version}" for name, version in versions.items()), file=sys.stderr, flush=True)
+    table = csv.writer(sys.stdout, lineterminator="\n")
+    table.writerow(["program", "slice", "M cycles", "of it added", "ms", "MFU", "peak GiB", "s to trace and compile"])
     failed = False
     for topology in arguments.topology:
         for name in arguments.peers:
@@ -171,11 +173,12 @@ def main() -> int:
             if done.returncode:
                 failed = True
                 reason = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-                print(f"| {PEERS[name]} | {topology} | failed: {reason[:120]} |", flush=True)
+                table.writerow([PEERS[name], topology, f"failed: {reason[:120]}"])
                 continue
             cycles, added, ms, mfu, peak, seconds = json.loads(done.stdout.strip().splitlines()[-1])
-            figures = f"{cycles + added:.1f} | {added:.1f} | {ms:.1f} | {mfu:.1%} | {peak:.2f} | {math.ceil(seconds)}"
-            print(f"| {PEERS[name]} | {topology} | {figures} |", flush=True)
+            figures = [f"{cycles + added:.1f}", f"{added:.1f}", f"{ms:.1f}", f"{mfu:.1%}", f"{peak:.2f}"]
+            table.writerow([PEERS[name], topology, *figures, math.ceil(seconds)])
+            sys.stdout.flush()
     return int(failed)
 
 

@@ -1,8 +1,8 @@
-"""Our prediction beside times that others have published: tables and a picture for docs/published.md. Nothing runs.
+"""Our prediction beside times that others have published: tables in docs/results/ and a picture. Nothing runs.
 
 Run:     nice python benchmarks/published.py --out DIR
              compiles every row of benchmarks/published/rows.json that is not
-             yet in DIR, one at a time, and prints the table of all that are;
+             yet in DIR, one at a time, and prints tables of all that are, as CSV;
              writes DIR/results.json and DIR/published.png
          python benchmarks/published.py --out DIR --only 'product*'
              these rows alone; --all: those too that take more than 10 minutes
@@ -10,14 +10,17 @@ Run:     nice python benchmarks/published.py --out DIR
              asks the newest compiler alone, into DIR/newest, and prints its error
              beside the installed one's, for the rows that DIR has of that
          python benchmarks/published.py --results benchmarks/published/results.json
-             the tables from what is kept, with --picture FILE the picture; compiles
-             nothing. With --compiler newest from benchmarks/published/newest.json
+             the tables from what is kept; compiles nothing. With --tables DIR they
+             become files (docs/results/), with --picture FILE the picture. With
+             --compiler newest from benchmarks/published/newest.json
 Exit:    0; 1 where a row failed: it is said, and the rest go on; 2 wrong usage.
 """
 
 import argparse
+import csv
 import dataclasses
 import fnmatch
+import io
 import json
 import math
 import os
@@ -74,8 +77,12 @@ class Row:
     slow: bool = False  # more than 10 minutes on 2 cores
 
     @property
+    def what(self) -> str:
+        return ", ".join(part for part in (self.name, self.label) if part)
+
+    @property
     def key(self) -> str:
-        return ", ".join(part for part in (self.name, self.label, self.slice) if part)
+        return f"{self.what}, {self.slice}"
 
     @property
     def kind(self) -> str:
@@ -139,82 +146,70 @@ def ratio(row: Row, found: dict) -> float:
 
 
 def milliseconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3f}" if value >= 1 else f"{value:.3g}"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3f}" if value >= 1 else f"{value:.3g}"
 
 
-def table(rows: Iterable[Row], found: dict[str, dict]) -> str:
-    lines = [
-        "| what | slice | clock, ms | predicted, ms | clock / predicted | of it by rule | with communication | GiB |"
-    ]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+def table(rows: Iterable[Row], found: dict[str, dict]) -> list[list[str]]:
+    head = ["what", "slice", "clock ms", "predicted ms", "clock / predicted", "of it by rule, ms"]
+    head += ["with communication, all hidden, ms", "nothing hidden, ms", "GiB of a device"]
+    lines = [[*head, "source", "measured", "software and settings", "what differs in our program"]]
     for row in rows:
         if (r := found.get(row.key)) is None:
             continue
         ends = [milliseconds(r[f"predicted_ms_{end}_hidden"]) for end in ("all", "nothing")]
-        both = " to ".join(dict.fromkeys(ends)) if r["communication_lower_bound_ms"] else "-"
         memory = min(r["compiler_peak_bytes"] or r["peak_bytes"], r["peak_bytes"]) / GIB
         over = "" if r["fits"] else f", over {r['limit_bytes'] / GIB:.2f}"
-        what = row.name + (f", {row.label}" if row.label else "")
-        cells = [what, row.slice, milliseconds(row.clock_ms), milliseconds(r["predicted_ms"]), f"{ratio(row, r):.2f}"]
-        cells += [milliseconds(r["ruled_ms"]), both, f"{memory:.2f}{over}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = [row.what, row.slice, milliseconds(row.clock_ms), milliseconds(r["predicted_ms"])]
+        cells += [f"{ratio(row, r):.2f}", milliseconds(r["ruled_ms"])]
+        cells += ends if r["communication_lower_bound_ms"] else ["", ""]
+        cells += [f"{memory:.2f}{over}", row.source, row.measured, row.software, row.differs]
+        lines.append(cells)
+    return lines
 
 
-def errors(rows: Iterable[Row], found: dict[str, dict]) -> str:
-    """Table of clock / predicted: median, smallest and largest, for each kind of row by generation and over all."""
+def errors(rows: Iterable[Row], found: dict[str, dict]) -> list[list[str]]:
+    """Clock / predicted: median, smallest and largest, for each kind of row by generation and over all."""
     ratios = {}
     for row in (row for row in rows if row.key in found):
         for generation in (row.generation, "all"):
             ratios.setdefault((row.kind, generation), []).append(ratio(row, found[row.key]))
-    lines = [
-        "| of | generation | rows | median of clock / predicted | smallest | largest |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = [["of", "generation", "rows", "median of clock / predicted", "smallest", "largest"]]
     for (kind, generation), values in sorted(ratios.items(), key=lambda pair: (KINDS.index(pair[0][0]), pair[0][1])):
-        middle, low, high = statistics.median(values), min(values), max(values)
-        lines.append(f"| {kind} | {generation} | {len(values)} | {middle:.2f} | {low:.2f} | {high:.2f} |")
-    return "\n".join(lines)
+        figures = statistics.median(values), min(values), max(values)
+        lines.append([kind, generation, str(len(values)), *(f"{figure:.2f}" for figure in figures)])
+    return lines
 
 
-def sources(rows: Iterable[Row], found: dict[str, dict]) -> str:
-    """What was measured, by whom, with what; and what differs in our program. Rows that share all of it are one."""
-    groups = {}
-    for row in (row for row in rows if row.key in found):
-        said = (row.source, row.measured, row.software, row.differs)
-        groups.setdefault((row.name, *said), []).append(f"{row.label}, {row.slice}" if row.label else row.slice)
-    lines = ["| what | rows | source | measured | software and settings | what differs |", "|---|---|---|---|---|---|"]
-    for (name, *said), labels in groups.items():
-        lines.append(f"| {' | '.join([name, '; '.join(labels), *said])} |")
-    return "\n".join(lines)
-
-
-def table_of_both(rows: Iterable[Row], found: dict[str, dict]) -> str:
+def table_of_both(rows: Iterable[Row], found: dict[str, dict]) -> list[list[str]]:
     """The error of each row by the installed and by the newest compiler."""
     versions = next(iter(found.values()))["newest"]["versions"]
     heads = [f"clock / predicted, libtpu {libtpu}" for libtpu in (TESTED_VERSIONS["libtpu"], versions["libtpu"])]
-    lines = [f"| what | slice | clock, ms | {' | '.join(heads)} |", "|---|---|---|---|---|"]
+    lines = [["what", "slice", "clock ms", *heads]]
     for row in (row for row in rows if row.key in found):
-        ratios = [f"{ratio(row, one):.2f}" if one else "-" for one in map(found[row.key].get, ("installed", "newest"))]
-        what = row.name + (f", {row.label}" if row.label else "")
-        lines.append(f"| {' | '.join([what, row.slice, milliseconds(row.clock_ms), *ratios])} |")
-    return "\n".join(lines)
+        ratios = [f"{ratio(row, one):.2f}" if one else "" for one in map(found[row.key].get, ("installed", "newest"))]
+        lines.append([row.what, row.slice, milliseconds(row.clock_ms), *ratios])
+    return lines
 
 
-def errors_of_both(rows: Iterable[Row], found: dict[str, dict]) -> str:
-    """Table for the rows that both compilers answered: median clock / predicted, and the value farthest from 1."""
+def errors_of_both(rows: Iterable[Row], found: dict[str, dict]) -> list[list[str]]:
+    """For the rows that both compilers answered: median clock / predicted, and the value farthest from 1."""
     groups = {}
     for row in (row for row in rows if row.key in found and found[row.key]["installed"]):
         groups.setdefault(row.kind, []).append([ratio(row, found[row.key][name]) for name in ("installed", "newest")])
-    lines = ["| of | rows | installed: median | farthest from 1 | newest: median | farthest from 1 |"]
-    lines += ["|---|---|---|---|---|---|"]
+    lines = [["of", "rows", "installed: median", "farthest from 1", "newest: median", "farthest from 1"]]
     for kind in (kind for kind in KINDS if kind in groups):
         cells = [kind, str(len(groups[kind]))]
         for values in zip(*groups[kind], strict=True):
             farthest = max(values, key=lambda value: abs(math.log(value)))
             cells += [f"{statistics.median(values):.2f}", f"{farthest:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return lines
+
+
+def as_csv(lines: list[list[str]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(lines)
+    return file.getvalue()
 
 
 def picture(rows: Iterable[Row], found: dict[str, dict], file: Path) -> None:
@@ -245,6 +240,7 @@ def main() -> int:
     where.add_argument("--out", type=Path, metavar="DIR", help="compile into this folder what is not yet in it")
     where.add_argument("--results", type=Path, metavar="FILE", help="compile nothing, read this results.json")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="default: DIR/published.png of --out DIR")
+    parser.add_argument("--tables", type=Path, metavar="DIR", help="write the tables into this folder too, as .csv")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="rows whose name, label and slice match")
     parser.add_argument("--all", action="store_true", help="the slow rows too")
     parser.add_argument(
@@ -279,10 +275,12 @@ def main() -> int:
     if not found.keys() & {row.key for row in rows}:
         print("no row is compiled yet", file=sys.stderr)
         return 1
-    if newest:
-        print(table_of_both(rows, found), errors_of_both(rows, found), sep="\n\n")
-    else:
-        print(table(rows, found), errors(rows, found), sources(rows, found), sep="\n\n")
+    prefix, makers = ("newest_", (table_of_both, errors_of_both)) if newest else ("", (table, errors))
+    for name, make in zip(("published", "published_errors"), makers, strict=True):
+        text = as_csv(make(rows, found))
+        print(text)
+        if arguments.tables:
+            write_atomically(arguments.tables / f"{prefix}{name}.csv", text.encode())
     if not newest and (place := arguments.picture or (arguments.out and arguments.out / "published.png")):
         picture(rows, found, place)
     for key, reason in failed.items():

@@ -1,5 +1,6 @@
 """README and docs: every fenced command is run here, or the page itself says why a reader may not be able to run it."""
 
+import csv
 import re
 import shlex
 from pathlib import Path
@@ -19,7 +20,7 @@ SHARED = ROOT.parent / "shared" / "data"
 REASON = re.compile(r"\b(needs|downloads|takes (\w+ )?(minutes|hours|half an hour)|runs until Ctrl-C)\b")
 PROGRAM_NOT_RUN = re.compile(r"[Cc]ommands of `(\w+)` (?:need )?a ")
 MADE = ("browser/page/node_modules", "browser/page/models")  # by npm; by the reader
-# so that a training takes seconds; what the reader would wait for is measured in docs/benchmarks.md
+# so that a training takes seconds; what the reader would wait for is measured in docs/results
 SHORTER = {
     "simple_mnist_tpu.py": ["--num_epochs=1", "--warmup_steps=2"],
     "distributed_mnist_tpu.py": ["--num_epochs=1", "--warmup_steps=2"],
@@ -116,16 +117,51 @@ def test_links_lead_somewhere_and_readme_fits():
         assert f"]({page.relative_to(ROOT)})" in readme, f"{page.name} is not found from README"
 
 
+def test_a_table_of_results_is_whole_and_linked():
+    folder = ROOT / "docs" / "results"
+    linked = "".join(page.read_text() for page in [*PAGES, *folder.glob("*.md")])
+    for path in folder.glob("*.csv"):
+        assert f"{path.name})" in linked, f"{path.name} is not found from a page"
+        header, *rows = csv.reader(path.open())
+        assert rows and {len(row) for row in rows} == {len(header)}, path.name
+
+
 def test_pages_name_only_files_that_exist():
-    """A path in backticks, from the top or from the page's own folder. docs/moved.md names the old ones."""
+    """A path in backticks, from the top or from the page's own folder."""
     folders = "images|language|tpu_utils|tpu_compiler|tools|cluster|browser|tests|benchmarks|docs"
     path = re.compile(rf"`((?:(?:{folders})/[\w/.-]+)|[a-z_]+_tpu\.py|config\.py)`")
     for page in [*PAGES, ROOT / "CLAUDE.md", ROOT / "CONTRIBUTING.md"]:
-        if page.name == "moved.md":
-            continue
         named = [name for name in path.findall(page.read_text()) if name not in MADE]
         missing = [name for name in named if not (ROOT / name).exists() and not (page.parent / name).exists()]
         assert not missing, f"{page.name}: {missing}"
+
+
+def anchors_of(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def test_anchors_are_headings():
+    for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "docs" / "results" / "README.md"]:
+        for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", page.read_text()):
+            assert anchor in anchors_of(page.parent / target if target else page), f"{page.name}: {target}#{anchor}"
+
+
+def test_pages_are_short():
+    """Words of a page, and of all pages together: who adds says what went."""
+    pages = [*PAGES, ROOT / "CLAUDE.md", ROOT / "CONTRIBUTING.md"]
+    words = {page.relative_to(ROOT): len(page.read_text().split()) for page in pages}
+    assert max(words.values()) <= 1800, max(words, key=words.get)
+    assert sum(words.values()) <= 28_000
+
+
+def test_readme_says_of_each_page_what_kind_it_is():
+    readme = PAGES[0].read_text()
+    table = readme[readme.index("| I want to | kind | page |") :].split("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert len(rows) <= 20 and {kind for _, kind, _ in rows} == {"learn", "do", "look up"}
+    for page in PAGES[1:]:
+        assert sum(f"]({page.relative_to(ROOT)})" in found for *_, found in rows) == 1, f"{page.name}: in one row"
 
 
 @pytest.fixture(scope="module")

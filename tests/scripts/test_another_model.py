@@ -1,4 +1,4 @@
-"""docs/another_model.md: each section in a copy of the simplest script, trained and evaluated as plain PyTorch does."""
+"""docs/another_model.md: each folder of docs/copies in a copy of the simplest script, trained as plain PyTorch does."""
 
 import importlib.util
 import re
@@ -22,22 +22,21 @@ from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.step.optim import learning_rates
 from tpu_utils.trial.checks import with_tensors
 
-README = (ROOT / "README.md").read_text()
-PAGE = (ROOT / "docs" / "another_model.md").read_text()
-SECTIONS = {text.split("\n", 1)[0]: text for text in PAGE.split("\n## ")[1:]}
+COPIES = ROOT / "docs" / "copies"
 EPOCHS, BATCH = 2, 16
 OPTIONS = [f"--num_epochs={EPOCHS}", f"--global_batch_size={BATCH}", "--eval_batch_size=32", "--log_every=1"]
 OPTIONS += ["--device=cpu", "--no_tensorboard", "--warmup_steps=2", "--data_dir=.", "--learning_rate=0.01"]
 DRAW = np.random.default_rng(0)
 
 
-def blocks(text: str, kind: str) -> list[str]:
-    return re.findall(rf"```{kind}\n(.*?)```", text, re.S)
-
-
-def apply(patch: str, folder: Path) -> None:
-    done = subprocess.run(["patch"], input=patch, text=True, cwd=folder, capture_output=True)
-    assert done.returncode == 0 and "fuzz" not in done.stdout, done.stdout
+def add(name: str, folder: Path) -> None:
+    """What the page says: copy the files of docs/copies/NAME, and apply the patch that is among them."""
+    for path in (COPIES / name).iterdir():
+        shutil.copy(path, folder)
+    if (COPIES / name / "simple_mnist_tpu.patch").exists():
+        command = ["patch", "-i", "simple_mnist_tpu.patch"]
+        done = subprocess.run(command, text=True, cwd=folder, capture_output=True)
+        assert done.returncode == 0 and "fuzz" not in done.stdout, done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +46,7 @@ def copied(tmp_path_factory):
         pytest.skip("this machine has no patch program, which README's section needs")
     folder = tmp_path_factory.mktemp("another") / "copy"
     assert run("tools.copy_example", "simple_mnist_tpu.py", folder).returncode == 0
-    section = README[README.index("## Copy one and make it yours") :]
-    (folder / "my_data.py").write_text(blocks(section, "python")[0])
-    apply(blocks(section, "diff")[0], folder)
+    add("arrays", folder)
     script = (folder / "simple_mnist_tpu.py").read_text()
     start = script.index("class ConvNet")
     (folder / "simple_mnist_tpu.py").write_text(script[:start] + script[script.index("def build_model") :])
@@ -58,13 +55,12 @@ def copied(tmp_path_factory):
 
 @dataclass
 class Kind:
-    """A section: arrays of so many examples; the loss of a batch; what an evaluation gives."""
+    """A folder: arrays of so many examples; the loss of a batch; what an evaluation gives."""
 
     arrays: Callable
     loss: Callable
     metrics: Callable
     optimizer: Callable = lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-    edits: tuple = ()
 
 
 def pixels(count: int):
@@ -114,48 +110,30 @@ CLASSES = rows_and(lambda rows: (rows[:, 0] + rows[:, 1] > 0).astype(np.int64))
 PERCEPTRON = "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self, num_classes):\n"
 PERCEPTRON += "        super().__init__(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, num_classes))\n"
 KINDS = {
-    "A class for each pixel, some of them ignored": Kind(pixels, cross_entropy, class_metrics),
-    "Sequences": Kind(sequences, cross_entropy, class_metrics),
-    "A regression of several values": Kind(
+    "pixels": Kind(pixels, cross_entropy, class_metrics),
+    "sequences": Kind(sequences, cross_entropy, class_metrics),
+    "regression": Kind(
         rows_and(lambda rows: (rows[:, :3] * 2 - rows[:, 3:]).astype(np.float32)),
         lambda model, images, labels, teacher: (model(images) - labels).square().mean(),
         lambda model, images, labels: dict(validation_loss=(model(images) - labels).square().mean().item()),
     ),
-    "An autoencoder with noise": Kind(
+    "autoencoder": Kind(
         rows_and(lambda rows: np.zeros(len(rows), np.int64)),
         lambda model, images, labels, teacher: (model(images) - images).square().mean(),
         lambda model, images, labels: dict(validation_loss=(model(images) - images).square().mean().item()),
     ),
-    "A denoising diffusion model": Kind(rows_and(lambda rows: np.zeros(len(rows), np.int64)), None, None),
-    "A student of a frozen teacher": Kind(
-        CLASSES,
-        distilled,
-        class_metrics,
-        edits=(
-            ("import sys\n", "import sys\nfrom pathlib import Path\n"),
-            (
-                "from tpu_utils.trial.checks",
-                "from tpu_utils.checkpoint.loading import CheckpointReader\nfrom tpu_utils.trial.checks",
-            ),
-        ),
-    ),
-    "Two inputs": Kind(
+    "diffusion": Kind(rows_and(lambda rows: np.zeros(len(rows), np.int64)), None, None),
+    "teacher": Kind(CLASSES, distilled, class_metrics),
+    "two_inputs": Kind(
         two_inputs,
         lambda model, inputs, labels, teacher: F.cross_entropy(model(*inputs), labels),
         lambda model, inputs, labels: class_metrics(lambda inputs: model(*inputs), inputs, labels),
     ),
-    "An optimizer of your own": Kind(
+    "optimizer": Kind(
         CLASSES,
         cross_entropy,
         class_metrics,
         lambda model: module_of("my_optimizer").Lion(model.parameters()),
-        (
-            (
-                "make_optimizer(config, model.parameters())",
-                "Lion(model.parameters(), weight_decay=config.weight_decay)",
-            ),
-            ("import torch\n", "import torch\nfrom my_optimizer import Lion\n"),
-        ),
     ),
 }
 
@@ -174,28 +152,25 @@ def trained(folder: Path, run_dir: str, *options: str) -> str:
     return done.text("out")
 
 
+def test_the_page_names_each_folder_and_a_patch_is_short():
+    page = (ROOT / "docs" / "another_model.md").read_text()
+    assert {path.name for path in COPIES.iterdir()} == {*KINDS, "arrays"} == set(re.findall(r"\(copies/(\w+)\)", page))
+    for patch in COPIES.glob("*/*.patch"):
+        assert len(patch.read_text().splitlines()) <= 45, patch
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_training_and_evaluation_are_those_of_plain_pytorch(name, copied, tmp_path, monkeypatch):
-    kind, text, folder = KINDS[name], SECTIONS[name], tmp_path / "mine"
+    kind, folder = KINDS[name], tmp_path / "mine"
     shutil.copytree(copied, folder)
     monkeypatch.chdir(folder)
     (folder / "my_model.py").write_text(PERCEPTRON)
-    for code in blocks(text, "python"):
-        (name_of_file,) = re.findall(r"`(my_\w+\.py)`[^`]*```python\n" + re.escape(code), text)
-        (folder / name_of_file).write_text(code)
     for which, count in (("train", 80), ("test", 45)):
         for what, array in zip(("images", "labels", "rows"), kind.arrays(count), strict=False):
             np.save(folder / f"{which}_{what}.npy", array)
-    if "teacher" in name:
+    if name == "teacher":
         trained(folder, "runs/teacher", "--seed=1")
-    for patch in blocks(text, "diff"):
-        assert len(patch.splitlines()) <= 40
-        apply(patch, folder)
-    script = (folder / "simple_mnist_tpu.py").read_text()
-    for old, new in kind.edits:
-        assert old in script
-        script = script.replace(old, new, 1)
-    (folder / "simple_mnist_tpu.py").write_text(script)
+    add(name, folder)
     said = trained(folder, "run")
     lines = read_lines(folder / "run")
     found = [line["loss"] for line in lines if line["kind"] == "train"]
@@ -213,7 +188,7 @@ def test_training_and_evaluation_are_those_of_plain_pytorch(name, copied, tmp_pa
     batches, teacher = getattr(my_data, "TrainBatches", TrainBatches)(dataset, config), None
     model = sys.modules["my_model"].Net(dataset.num_classes)
     model = with_tensors(model, lambda tensor: tensor.detach().clone())  # with PyTorch's own GRU
-    if "teacher" in name:
+    if name == "teacher":
         teacher = sys.modules["my_model"].Net(dataset.num_classes).requires_grad_(False)
         teacher.load_state_dict(CheckpointReader(folder / "runs/teacher/checkpoints").load("must").part("model"))
     optimizer, rates, losses = kind.optimizer(model), learning_rates(config, batches.num_steps), []
@@ -235,4 +210,4 @@ def test_training_and_evaluation_are_those_of_plain_pytorch(name, copied, tmp_pa
         expected = kind.metrics(model, images, labels)
     np.testing.assert_allclose(found, losses, rtol=2e-4, atol=1e-5)
     assert {name: evaluated[name] for name in expected} == pytest.approx(expected, rel=5e-4)
-    assert "check  " not in said or "teacher" in name, said
+    assert "check  " not in said or name == "teacher", said

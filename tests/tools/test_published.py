@@ -1,4 +1,4 @@
-"""benchmarks/published.py: its rows are well-formed, a cheap one compiles, and the page says what the data says."""
+"""benchmarks/published.py: its rows are well-formed, a cheap one compiles, and the tables say what the data says."""
 
 import dataclasses
 import json
@@ -16,8 +16,9 @@ from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.parsing import parse_command_line
 
 ROWS = published.read_rows()
-PAGE = (ROOT / "docs" / "published.md").read_text()
-RESULTS = json.loads((ROOT / "benchmarks" / "published" / "results.json").read_text())
+KEPT = ROOT / "benchmarks" / "published"
+TABLES = ROOT / "docs" / "results"
+RESULTS = json.loads((KEPT / "results.json").read_text())
 
 
 def test_a_row_says_where_its_clock_comes_from():
@@ -35,12 +36,15 @@ def test_the_error_that_a_report_prints_is_that_of_the_steps():
         ratios.setdefault(row.generation, []).append(published.ratio(row, RESULTS[row.key]))
     every = [value for values in ratios.values() for value in values]
 
-    def ends(values):
-        return " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(values), max(values))))
+    def percent(value):
+        return round(100 * (value - 1))
 
     generations = [name for name in ("v4", "v5e", "v5p", "v6e", "TPU7x") if name in ratios]
-    said = ", ".join(f"{generation} {ends(ratios[generation])}" for generation in generations)
-    expected = f"of {len(every)} published steps the clock was {ends(every)} x the prediction for that shape: {said};"
+    said = ", ".join(
+        f"{name} {percent(min(ratios[name])):+d} to {percent(max(ratios[name])):+d} %" for name in generations
+    )
+    span = f"{-percent(min(every))} % below to {percent(max(every))} % above"
+    expected = f"real time of {len(every)} published steps was {span} the prediction: {said};"
     assert ERROR.startswith(expected) and len(ratios) == len(generations) >= 4
 
 
@@ -63,11 +67,17 @@ def test_a_command_parses_and_fits_its_slice(row, monkeypatch):
     assert ("newest" in row.command) == parse_topology(row.slice).hardware.newest_only
 
 
-def test_page_and_data_are_the_same():
-    """`python benchmarks/published.py --results benchmarks/published/results.json` prints what stands in the page."""
-    assert RESULTS.keys() <= {row.key for row in ROWS}
-    for text in (published.table(ROWS, RESULTS), published.errors(ROWS, RESULTS), published.sources(ROWS, RESULTS)):
-        assert text in PAGE
+@pytest.mark.parametrize("file, options", [("results.json", []), ("newest.json", ["--compiler", "newest"])])
+def test_tables_and_data_are_the_same(file, options, tmp_path, monkeypatch):
+    """The page's commands with --tables docs/results write them."""
+    assert json.loads((KEPT / file).read_text()).keys() <= {row.key for row in ROWS}
+    line = ["published.py", "--results", str(KEPT / file), "--tables", str(tmp_path), *options]
+    monkeypatch.setattr(published.sys, "argv", line)
+    assert published.main() == 0
+    made = sorted(tmp_path.iterdir())
+    assert len(made) == 2
+    for path in made:
+        assert path.read_text() == (TABLES / path.name).read_text()
 
 
 def test_a_row_that_fails_is_said_and_the_rest_go_on(tmp_path, monkeypatch, capsys):
@@ -88,14 +98,6 @@ def test_a_row_that_fails_is_said_and_the_rest_go_on(tmp_path, monkeypatch, caps
     assert (tmp_path / "published.png").stat().st_size > 1000
     asked = len(commands)
     assert asked == 3 and published.main() == 1 and len(commands) == asked + 1  # the copy alone, which failed
-
-
-def test_page_and_what_the_newest_compiler_says_are_the_same():
-    """`python benchmarks/published.py --results benchmarks/published/newest.json --compiler newest` prints it."""
-    found = json.loads((ROOT / "benchmarks" / "published" / "newest.json").read_text())
-    assert found.keys() <= {row.key for row in ROWS}
-    for text in (published.table_of_both(ROWS, found), published.errors_of_both(ROWS, found)):
-        assert text in PAGE
 
 
 def test_the_newest_compiler_is_asked_alone_and_kept_apart(tmp_path, monkeypatch, capsys):
@@ -123,8 +125,8 @@ def test_the_newest_compiler_is_asked_alone_and_kept_apart(tmp_path, monkeypatch
     assert found[copy.key]["installed"] == {name: RESULTS[copy.key][name] for name in published.PER_COMPILER}
     assert found[copy.key]["newest"]["predicted_ms"] == 0.1
     assert found["product of square matrices, bfloat16, 1024, tpu7x-2"]["installed"] is None
-    assert f"| {copy.name}, trace | v6e-1 | 0.0494 | 0.49 | 0.49 |" in capsys.readouterr().out
-    assert "| copy | 1 | 0.49 | 0.49 | 0.49 | 0.49 |" in published.errors_of_both(ROWS, found)
+    assert f'"{copy.name}, trace",v6e-1,0.0494,0.49,0.49' in capsys.readouterr().out
+    assert ["copy", "1", "0.49", "0.49", "0.49", "0.49"] in published.errors_of_both(ROWS, found)
 
 
 @pytest.mark.parametrize(
@@ -149,4 +151,4 @@ def test_the_cheapest_row_from_its_command_to_its_ratio(tmp_path):
     (row,) = [row for row in ROWS if row.name.startswith("copy of")]
     assert found["fits"] and found["versions"]["libtpu"]
     assert math.isfinite(published.ratio(row, found)) and 0.1 < published.ratio(row, found) < 10
-    assert published.table([row], found={row.key: found}) in done.stdout
+    assert published.as_csv(published.table([row], {row.key: found})) in done.stdout

@@ -568,7 +568,9 @@ def test_a_model_that_nobody_here_wrote(capsys):
     assert r.fits and any(re.match(r"features\.\*", name) for name, _, _ in r.module_groups)
 
 
-def test_the_models_of_the_page_are_there():
-    page = (ROOT / "docs" / "any_module.md").read_text()
-    for name in re.findall(r"benchmarks/models/(\w+\.json)", page):
+def test_the_models_of_the_page_and_its_table_are_there():
+    texts = [(ROOT / "docs" / name).read_text() for name in ("any_module.md", "results/any_module.csv")]
+    names = set(re.findall(r"benchmarks/models/(\w+\.json)", "".join(texts)))
+    assert len(names) >= 6
+    for name in names:
         assert json.loads((ROOT / "benchmarks" / "models" / name).read_text())["model_type"]

@@ -11,8 +11,8 @@ Exit:    0 nothing failed, 1 something failed, 2 wrong usage.
 
 Imports the standard library alone, here and in what it takes of tpu_utils/: it
 runs where nothing is installed, on Python 3.10 or newer; an older one is told
-what to install. torch_xla is tried in child processes with a time limit: a wrong
-flag aborts the child, never the report. Nothing is killed, deleted or installed.
+what to install. torch_xla is tried in child processes with a time limit: a
+wrong flag aborts the child, not the report. Nothing is killed or installed.
 """
 
 from __future__ import annotations

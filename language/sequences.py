@@ -61,9 +61,7 @@ def load_tasks(config: TransformerConfig, part: int = 0, num_parts: int = 1) -> 
 def check_files(config: TransformerConfig) -> None:
     """Raises InputError when the files that config names are missing or damaged. Reads little, and imports no torch."""
     if config.initial_weights:
-        from language.options.model_config import (
-            check_initial_weights,  # only for a run that begins with others' weights
-        )
+        from language.options.model_config import check_initial_weights  # only for a run that has some
 
         check_initial_weights(config)
     if config.compile_for:

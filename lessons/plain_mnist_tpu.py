@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
+import torch_xla.runtime as xr
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -122,7 +122,7 @@ def main() -> int:
         correct, loss, count = sum(one.cpu().double() for one in sums).tolist()
         print(f"epoch {epoch + 1}  accuracy {correct / count:.4f}  test_loss {loss / count!r}", flush=True)
         save(model, velocities, epoch + 1)
-    print(f"graphs {met.counter_value('UncachedCompile') - before} on {xm.xla_device_hw(device)}")
+    print(f"graphs {met.counter_value('UncachedCompile') - before} on {xr.device_type()}")
     return 0
 
 

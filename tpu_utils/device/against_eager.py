@@ -28,7 +28,7 @@ LARGEST_RATIO = 2.0
 neither norm is this many times the other. In bfloat16 gradients of ResNet-50's first step on random pictures are off by
 more than their length; one that is lost, or left from elsewhere, has another length."""
 ROUNDING = 2.0**-9
-"""Of bfloat16."""
+"""Relative rounding error of bfloat16."""
 LEFT = "gradients left behind"
 Tensors = dict[tuple[str, str], torch.Tensor]
 """By kind and name."""

@@ -365,7 +365,7 @@ def retrying(seconds: float):
 
 
 def limits(seconds: float) -> dict[str, Any]:
-    """Of one call of the client."""
+    """Timeout and retries of one call of the client."""
     return {"timeout": REQUEST_SECONDS, "retry": retrying(seconds)}
 
 

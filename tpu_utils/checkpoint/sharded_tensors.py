@@ -53,7 +53,7 @@ def write_shards(copy: HostCopy, aside: Path, target: Path, index: int, mirror: 
     return {"name": name, "sums": sums, "shards": shards_by_path(copy, name)}
 
 
-def sharded_entries(copy: HostCopy, aside: Path, written: list[dict[str, Any]], elsewhere: Any) -> dict[str, Entry]:
+def sharded_entries(copy: HostCopy, aside: Path, written: list[dict], elsewhere: dict[str, int]) -> dict[str, Entry]:
     """The index of what is sharded. written: what write_shards() gave, of all processes. elsewhere: names of files that
     need not be in the folder. Raises OSError for a file that is not all there, ValueError for shards that are not."""
     for name, expected in ((one["name"], one["sums"]) for one in written):

@@ -3,9 +3,9 @@
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4|8 python context_in_graph.py
 
 jax interprets the Pallas kernels. Prints how far each way of context_attention.py, with plain and with flash attention,
-is from plain attention over the whole: the largest difference of the output and of each gradient, relative to the largest
-value. Three times: grouped heads; the same with two documents in the first row; and with a window of 140 positions, the
-queries of a device in two parts, as those are whose gradient does not fit on the chip at once.
+is from plain attention over the whole: the largest difference of the output and of each gradient, relative to the
+largest value. Three times: grouped heads; the same with two documents in the first row; and with a window of 140
+positions, the queries of a device in two parts, as those are whose gradient does not fit on the chip at once.
 """
 
 import re

@@ -63,6 +63,8 @@ def read_program(path: Path) -> Traced:
             hlo, text, free_outputs = hlo_of_text(text)
         else:
             hlo, text, free_outputs = hlo_of_stablehlo(content)
+        with program_inputs(hlo) as (_, function):
+            count = len(function.arguments)
     except InputError:
         raise
     except UNREADABLE as error:
@@ -75,9 +77,8 @@ def read_program(path: Path) -> Traced:
             "leave jax.debug, io_callback and prints out of the step"
         )
     header = text.partition("\n")[0]
-    donors = {int(number) for number in re.findall(r"\((\d+), \{[\d, ]*\}", "".join(aliases(header)))}
-    with program_inputs(hlo) as (_, function):
-        count = len(function.arguments)
+    overwritten = re.findall(r"(?:buffer_donor|input_output_alias)=\{(.*?)\s\}", header)
+    donors = {int(number) for number in re.findall(r"\((\d+), \{[\d, ]*\}", "".join(overwritten))}
     return Traced(
         hlo=hlo,
         roles=("inputs",) * count,
@@ -94,11 +95,6 @@ def read_program(path: Path) -> Traced:
 
 def is_binary(content: bytes) -> bool:
     return b"\0" in content[:4096] or content.startswith(b"ML\xef")
-
-
-def aliases(header: str) -> list[str]:
-    """What the first line says of inputs that are overwritten."""
-    return re.findall(r"(?:buffer_donor|input_output_alias)=\{(.*?)\s\}", header)
 
 
 def partitions_of(header: str, text: str) -> int:

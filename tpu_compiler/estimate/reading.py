@@ -354,9 +354,9 @@ def read_operations(computations: dict[str, list[Operation]], cycles_per_ms: flo
                 inside = computations.get(operation.find(r"calls=%?([\w.\-]+)") or "", [])
                 product = any(o.kind in ("convolution", "dot") for o in (operation, *inside))
                 what = "product" if product else operation.base
-                result = re.sub(r"\{[^}]*\}", "", operation.result)
+                result = re.match(r"\(?(\w+\[[\d,]*\])?", operation.result)[1]
                 path = re.sub(r"\d+", "*", operation.find(r'op_name="([^"]*)') or "added by the compiler")
-                cycles[f"{what} {result:.60}, {path[-80:]}"] += operation.cycles * times
+                cycles[f"{what} {result}, {path[-80:]}"] += operation.cycles * times
     return [(name, count / cycles_per_ms) for name, count in cycles.most_common(10)]
 
 

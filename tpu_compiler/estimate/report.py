@@ -259,7 +259,7 @@ def source_rows(r: Report) -> Rows:
     if r.ruled_ms >= 0.001:
         rows.append(("", f"{r.ruled_ms:.3f} ms, {RULE}"))
     groups = [(f"{name} ({count} modules)" if count > 1 else name, ms) for name, count, ms in r.module_groups]
-    titles = (("operations", r.costliest_operations), ("lines", r.costliest_lines), ("modules", groups))
+    titles = (("kinds", r.costliest_operations), ("lines", r.costliest_lines), ("modules", groups))
     for title, costs in ((f"costliest {kind}", costs) for kind, costs in titles):
         rows += titled_rows(title, [f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {name}" for name, ms in costs])
     large = [

@@ -71,8 +71,8 @@ with counted("three operations, nobody asks"):
 print(graph)
 
 # %% [markdown]
-# Nothing was compiled, nothing ran: `y` was never needed. Somebody who needs it, here `.item()`, makes torch_xla turn the
-# graph into a program for the device (**compile**) and run it:
+# Nothing was compiled, nothing ran: `y` was never needed. Somebody who needs it, here `.item()`, makes torch_xla turn
+# the graph into a program for the device (**compile**) and run it:
 
 # %%
 with counted("the value is asked for"):
@@ -81,8 +81,8 @@ with counted("the same again"):
     print(torch.relu(a @ b).sum().item())
 
 # %% [markdown]
-# The second time the graph was the same, so the program was there already. **A graph is compiled once for each different
-# graph.** Everything below is about keeping it the same, and about not asking.
+# The second time the graph was the same, so the program was there already. **A graph is compiled once for each
+# different graph.** Everything below is about keeping it the same, and about not asking.
 #
 # ## 2. One step, one program
 # Forward pass, backward pass and update together are one graph. `torch_xla.compile(full_graph=True)` says so, and
@@ -421,8 +421,8 @@ figure.suptitle("red: broken, green: mended", y=1.05)
 
 # %% [markdown]
 # ## 11. Widths of 128, asked of the TPU compiler
-# A TPU keeps an array in tiles of 8 x 128 (sublanes x lanes) and multiplies 128 x 128 at a time (v5e). A width of 129 is
-# stored and computed as 256. libtpu has the whole compiler of a TPU and needs none to compile, so it can be asked: a
+# A TPU keeps an array in tiles of 8 x 128 (sublanes x lanes) and multiplies 128 x 128 at a time (v5e). A width of 129
+# is stored and computed as 256. libtpu has the whole compiler of a TPU and needs none to compile, so it can be asked: a
 # layer without bias from a width to the same width, 8,192 rows, bfloat16, on one v5e.
 
 # %%
@@ -465,9 +465,9 @@ else:
     print("skipped: libtpu is not installed here; pip install 'torch_xla[tpu]==2.9.0' brings it")
 
 # %% [markdown]
-# 128 has 64 % more products than 100 for 18 % more cycles; 129 has 2 % more than 128 for 15 % more cycles, and twice the
-# memory. So round widths, vocabularies and heads **up** to a multiple of 128. Cycles are the compiler's own estimate, not
-# a measurement; `aot_tpu.py` asks the same for whole scripts.
+# 128 has 64 % more products than 100 for 18 % more cycles; 129 has 2 % more than 128 for 15 % more cycles, and twice
+# the memory. So round widths, vocabularies and heads **up** to a multiple of 128. Cycles are the compiler's own
+# estimate, not a measurement; `aot_tpu.py` asks the same for whole scripts.
 #
 # ## 12. bfloat16
 # The multiplier of a TPU takes bfloat16: float32's range with 8 bits of precision instead of 24. It has half the bytes,
@@ -527,8 +527,8 @@ if HAS_COMPILER:
         print(f"layer of 2,048, {dtype}: {product:.0f} thousand cycles, {weights / 2**20:.0f} MiB of weights")
 
 # %% [markdown]
-# The product takes the same time, because by default a TPU rounds float32 factors to bfloat16 anyway. The bytes are half:
-# of what is stored, moved, and kept for the backward pass.
+# The product takes the same time, because by default a TPU rounds float32 factors to bfloat16 anyway. The bytes are
+# half: of what is stored, moved, and kept for the backward pass.
 #
 # ## What to remember
 # - A step is one program. Shapes, Python branches, and which tensors exist must be the same in each step.

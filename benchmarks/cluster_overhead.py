@@ -7,7 +7,6 @@ Real nodes of Ray on this machine; virtual devices of the CPU.
 """
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -19,9 +18,12 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cluster" / "tests"))
 
 from ray_nodes import ROOT, Nodes  # the same pretended cluster as in the tests
+from run_files import read_lines, saved_steps
 
 TRAIN = ["transformer_tpu.py", "--num_steps=80", "--warmup_steps=1", "--eval_batches=1", "--global_batch_size=8"]
 TRAIN += ["--log_every=1", "--save_every=100"]
@@ -39,8 +41,7 @@ def timed(command: list[str], run_dir: Path, environment: dict[str, str]) -> tup
         if not first and re.match(r"\s*step\s+1\b", line):
             first = time.monotonic() - began
     assert process.wait() == 0 and first, said
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step_seconds"] for line in lines if line["kind"] == "train"]
+    steps = [line["step_seconds"] for line in read_lines(run_dir) if line["kind"] == "train"]
     return first, 1000 * statistics.median(steps[len(steps) // 2 :]), time.monotonic() - began
 
 
@@ -76,8 +77,7 @@ def faults(nodes: Nodes, folder: Path) -> None:
     assert nodes.run("run", words[0], *options, "--", *words[1:], "--global_batch_size=8").returncode == 0
 
     def step() -> int:
-        done = sorted((folder / "killed" / "checkpoints").glob("step_*/done"))
-        return int(done[-1].parent.name.split("_")[1]) if done else 0
+        return max(saved_steps(folder / "killed"), default=0)
 
     def starts() -> int:
         return sum(e["what"] == "starts" and e["name"] == "killed" for e in nodes.state()["events"])

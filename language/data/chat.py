@@ -205,8 +205,10 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(messages, list):
         raise ValueError(f"messages is {type(messages).__name__}, expected a list")
     check_keys(record, "it", (None, 1))
-    if record.get("label") is False:  # of data for KTO
-        raise ValueError("its label is false, which marks an answer that is not wanted, expected answers to learn")
+    if marks := [key for key in ("label", "kto_tag") if record.get(key) is False]:  # of data for KTO
+        raise ValueError(
+            f"its {marks[0]} is false, which marks an answer that is not wanted, expected answers to learn"
+        )
     found = []
     for number, message in enumerate(messages, 1):
         message = message if isinstance(message, dict) else {}

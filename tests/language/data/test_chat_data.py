@@ -329,6 +329,7 @@ def said(content="4", **keys) -> bytes:
             "its label is false, which marks an answer that is not",
         ),
         (said()[:-1] + b', "label": false}', "its label is false, which marks an answer that is not wanted"),
+        (said()[:-1] + b', "kto_tag": false}', "its kto_tag is false, which marks an answer that is not wanted"),
         (
             b'{"messages": [{"role": "user", "content": "x", "train": true}, {"role": "assistant", "content": "y"}]}',
             "message 1 has train True, expected 0 or 1 beside an answer",

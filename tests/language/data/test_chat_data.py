@@ -440,6 +440,9 @@ def test_many_bad_lines_are_counted(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"{}\n" * 25)
     with pytest.raises(InputError, match=r"line 10: .*\nand 15 more$"):
         read_chats(tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_bytes(b"x\n" * 1_000_000)  # a text: its last line took minutes and gigabytes
+    with at_most(1 << 24), pytest.raises(InputError, match=r"line 10: .*\nand 990 or more$"):
+        read_chats(tmp_path / "x.jsonl")
 
 
 def test_damaged_files_are_read_or_refused(tmp_path):

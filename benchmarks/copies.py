@@ -6,7 +6,7 @@ Run:     python benchmarks/copies.py                        # all kinds, one dev
          python benchmarks/copies.py --python VENV/bin/python   # a Python without torch_xla: torch.compile
 Writes:  docs/results/copies.csv, in place of the rows of the same setting and kinds; refused: with the message
 
-A kind is an entry of RIGHT in tests/scripts/test_wrong_copies.py. Each is written to a folder as a script of its own
+A kind is an entry of RIGHT or MEANT in tests/scripts/test_wrong_copies.py. Each is written to a folder as a script of its own
 and run as users run it: 20 steps, and two evaluations of 45 examples in batches of 16. Plain PyTorch runs the same
 model and step eagerly on the CPU from the same first weights, and evaluates the 45 in one batch. A second run is killed
 (kill -9) in step 13 and goes on from its checkpoint of step 9: its metrics must be those of the first to the last
@@ -33,7 +33,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from processes import Script  # noqa: E402
 from safetensors.torch import load_model  # noqa: E402
-from test_wrong_copies import COUNTS, RIGHT, TRAINED, dataset_of  # noqa: E402
+from test_wrong_copies import COUNTS, MEANT, RIGHT, TRAINED, dataset_of  # noqa: E402
 
 from images.arrays import ImageDataset, TrainBatches, sent  # noqa: E402
 from tpu_utils.base.files import write_atomically  # noqa: E402
@@ -46,7 +46,9 @@ OPTIONS = "--device=cpu --num_epochs=2 --max_shift=0 --no_tensorboard --eval_bat
 --log_every=1 --save_every=9 --keep_checkpoints=9 --warmup_steps=1 --weight_decay=0 --shard_parameters".split()
 ADAM = "rates, decay and betas of groups"
 """The one kind with AdamW: it makes differences of 1e-7 in a gradient near 0 a different sign of a first step."""
-DRAWS = ("dropout", "autoencoder whose code is drawn", "diffusion")
+KINDS = RIGHT | MEANT
+DRAWS = ("dropout", "autoencoder whose code is drawn", "diffusion", "stochastic depth", "two passes that agree")
+DRAWS += ("mixup by a Beta distribution", "an energy sampled by Langevin")
 """Kinds whose numbers come from the device's own generator: plain PyTorch draws others."""
 OPTIMIZER = "        optimizer = make_optimizer(config, model.parameters())\n"
 TRACKED = "optimizer=optimizer, metrics=metrics)"
@@ -94,7 +96,7 @@ OVER_REPLICAS = f"        return over_replicas({COUNTS.strip().removeprefix('ret
 
 def copy_of(kind: str, script: Path, in_a_run: bool) -> str:
     """The text of a script with the edits of a kind."""
-    text, edits = script.read_text(), [*RIGHT[kind][1]]
+    text, edits = script.read_text(), [*KINDS[kind][1]]
     if script.name.startswith("ddp"):
         changed = {old for old, _ in edits}
         first = AS_ONE_REPLICA + [(MEAN_OF_LABELS, TRAINED)] * (TRAINED in changed)
@@ -115,7 +117,7 @@ def write_copy(folder: Path, kind: str, script: Path) -> ImageDataset:
     """mine.py and its data in folder; what is trained on."""
     folder.mkdir()
     (folder / "mine.py").write_text(copy_of(kind, script, True))
-    train, test = dataset_of(RIGHT[kind][0], 165), dataset_of(RIGHT[kind][0], 45)
+    train, test = dataset_of(KINDS[kind][0], 165), dataset_of(KINDS[kind][0], 45)
     dataset = ImageDataset("mine", train.train_images, train.train_labels, test.train_images, test.train_labels)
     for field in ("train_images", "train_labels", "test_images", "test_labels"):
         np.save(folder / f"{field}.npy", getattr(dataset, field))
@@ -253,7 +255,7 @@ def write_rows(rows: dict[tuple[str, str], tuple[str, str, str]]) -> None:
     with contextlib.suppress(FileNotFoundError), TABLE.open(newline="") as file:
         _, *before = csv.reader(file)
         rows = {(setting, kind): tuple(rest) for setting, kind, *rest in before} | rows
-    kinds = [*RIGHT]
+    kinds = [*KINDS]
     order = sorted(rows, key=lambda one: (one[0], kinds.index(one[1])))
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows([COLUMNS, *((*key, *rows[key]) for key in order)])
@@ -261,12 +263,13 @@ def write_rows(rows: dict[tuple[str, str], tuple[str, str, str]]) -> None:
 
 
 def main() -> int:
+    torch.set_num_threads(1)  # of such small models more threads wait more than they work
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--only",
         nargs="*",
-        default=list(RIGHT),
-        choices=list(RIGHT),
+        default=list(KINDS),
+        choices=list(KINDS),
         metavar="KIND",
         help="Kinds to run. Default: all.",
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tpu_utils.base.errors import OTHERS, InputError, first_line, line_of
 from tpu_utils.device import DEVICE_TYPE, send, world_size
 from tpu_utils.record.metrics import DeviceMetrics
-from tpu_utils.trial.trials import TriedRun, in_batches, is_close, place_of, strict_shapes
+from tpu_utils.trial.trials import TriedRun, as_tried, in_batches, is_close, place_of
 from tpu_utils.trial.tried_step import Trial, Tried
 from tpu_utils.trial.unsaved import Unsaved
 
@@ -29,7 +29,7 @@ def check_training(
     A mean may be weighted, by class or by how many labels count: its weights follow from the losses of pairs. A sum is
     a mean to this, as there are always four rows.
     """
-    where, (rows, evaluate, model) = place_of(step.__wrapped__), run.examples
+    where, (rows, evaluate, model, flops) = place_of(step.__wrapped__), run.examples
     if len(batch) != len(rows) or len(rows[0]) < 4:
         return
     given = [position for one in batch for position, other in enumerate(arguments) if other is one]
@@ -37,7 +37,7 @@ def check_training(
         print("check      the loss is not tried in plain PyTorch: the step does not get the batch and DeviceMetrics")
         return
     try:
-        with strict_shapes():
+        with as_tried(flops):
             trial = Trial(step, arguments, keywords, given, rows, model)
             draws_on_host = trial.check_saved(unsaved, arguments, batch)
             single = trial.four_rows()
@@ -134,7 +134,7 @@ class OneBatch(list):
 def trace_evaluation(run: TriedRun) -> None:
     """Raises InputError where evaluate() fails on the device, which need not do what the host does: nn.Transformer has
     another path there. Nothing is compiled: the operations are asked for, and what they would give is dropped."""
-    rows, evaluate, model = run.examples
+    rows, evaluate, model, _ = run.examples
     first = next(model.parameters(), None)
     if world_size() > 1 or first is None or first.device.type != DEVICE_TYPE:
         return  # torch_xla keeps the order of collectives, so one that is dropped would be in the next program

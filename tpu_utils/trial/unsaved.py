@@ -20,8 +20,10 @@ from tpu_utils.base.errors import InputError, is_own
 from tpu_utils.checkpoint.state import Tracked
 from tpu_utils.device import seed_host
 
-NO_STATE = {*vars(nn.Module()), "params", "lr", "lr_ratio", "capturable"}
-"""Attributes that every module has, and what the step itself puts into an optimizer's groups."""
+NO_STATE = {*vars(nn.Module()), *vars(torch.optim.SGD([torch.zeros(1)]))}
+"""Attributes that every module or optimizer has."""
+SET_BY_STEPS = {"params", "lr", "lr_ratio", "capturable"}
+"""What step_optimizer() puts into an optimizer's groups."""
 LONGEST = 1000
 """Items of a collection that are looked at: one that grows is found at its beginning."""
 Leaves = dict[str, tuple[Any, Any]]
@@ -47,14 +49,15 @@ def items_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """(path, value) of what stands in a module, an optimizer, a collection, or an object of the user's own classes."""
     if isinstance(value, nn.parallel.DistributedDataParallel):
         yield path, value.module
-    elif isinstance(value, nn.Module):
-        attributes = {} if type(value).__module__.startswith(("torch.", "torch_xla.")) else vars(value)
-        for kind in (value._parameters, value._buffers, value._modules, attributes):
-            yield from ((f"{path}.{name}", one) for name, one in kind.items() if name not in NO_STATE)
-    elif isinstance(value, torch.optim.Optimizer):
-        yield from ((f"{path}.state", [*value.state.values()]), (f"{path}.param_groups", value.param_groups))
+    elif isinstance(value, nn.Module | torch.optim.Optimizer):
+        kinds = [{} if type(value).__module__.startswith(("torch.", "torch_xla.")) else vars(value)]
+        if isinstance(value, nn.Module):
+            kinds += value._parameters, value._buffers, value._modules
+        else:
+            yield from ((f"{path}.state", [*value.state.values()]), (f"{path}.param_groups", value.param_groups))
+        yield from ((f"{path}.{name}", one) for kind in kinds for name, one in kind.items() if name not in NO_STATE)
     elif isinstance(value, dict):
-        yield from ((f"{path}[{key!r}]", one) for key, one in [*value.items()][:LONGEST] if key not in NO_STATE)
+        yield from ((f"{path}[{key!r}]", one) for key, one in [*value.items()][:LONGEST] if key not in SET_BY_STEPS)
     elif isinstance(value, list | tuple | deque | set):
         yield from ((f"{path}[{number}]", one) for number, one in enumerate([*value][:LONGEST]))
     elif is_own(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<"):
@@ -256,12 +259,12 @@ def says(step: str, found: list[tuple[str, Any, Any]]) -> str:
         root, name = path.partition(".")[0].partition("[")[0], path.rpartition(".")[2]
         if isinstance(value, torch.Tensor):
             names.append(f"{path} ({str(value.dtype).removeprefix('torch.')}{list(value.shape)})")
-            remedies.add(f"{root}={root} among what run.track() is given")
+            remedies.add(f"{root}={root} among what run.track() is given, and the tensor in its state_dict()")
         elif isinstance(value, bool | int | float | str):
             names.append(f"{path} ({old!r} -> {value!r})")
             remedies.add(
                 f"in place of the Python number a tensor: self.register_buffer({name!r}, torch.zeros(1)) in __init__, "
-                f"self.{name}.add_(1) in the step"
+                f"self.{name}.add_(1) in the step; in an optimizer one in state[parameter]"
             )
         elif isinstance(value, np.ndarray):
             names.append(f"{path} (an array)")

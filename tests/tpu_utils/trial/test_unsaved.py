@@ -68,6 +68,18 @@ class Saved(Buffer):
         return {"mean": torch.stack(self.values).mean(0)}
 
 
+class Lookahead(torch.optim.SGD):
+    """Slow weights, and how often there was a step, beside the state."""
+
+    def __init__(self, counts: bool):
+        super().__init__([torch.zeros(2)])
+        self.slow, self.count, self.counts = [torch.zeros(2)], 0, counts
+
+    def add(self, x):
+        self.slow[0].add_(1)
+        self.count += self.counts
+
+
 def updates(name):
     """A step that moves an average, or writes to a tensor, beside the model."""
 
@@ -129,6 +141,14 @@ CASES = {
         r"bank\.draws \(a Generator",
     ),
     "a generator of Python's": (linear, {"bank": Buffer(random.Random(0))}, updates("bank"), (), r"draws \(a Random\)"),
+    "an optimizer's own tensor": (linear, {"best": Lookahead(False)}, updates("best"), ("best",), r"best\.slow\[0\]"),
+    "an optimizer's own count": (
+        linear,
+        {"best": Lookahead(True)},
+        updates("best"),
+        ("best",),
+        r"best\.count \(1 -> 2",
+    ),
     "a global": (linear, {}, uses_global, (), r"STARTED\.values"),
 }
 

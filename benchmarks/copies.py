@@ -6,11 +6,11 @@ Run:     python benchmarks/copies.py                        # all kinds, one dev
          python benchmarks/copies.py --python VENV/bin/python   # a Python without torch_xla: torch.compile
 Writes:  docs/results/copies.csv, in place of the rows of the same setting and kinds; refused: with the message
 
-A kind is an entry of RIGHT or MEANT in tests/scripts/test_wrong_copies.py. Each is written to a folder as a script of its own
-and run as users run it: 20 steps, and two evaluations of 45 examples in batches of 16. Plain PyTorch runs the same
-model and step eagerly on the CPU from the same first weights, and evaluates the 45 in one batch. A second run is killed
-(kill -9) in step 13 and goes on from its checkpoint of step 9: its metrics must be those of the first to the last
-digit.
+A kind is an entry of RIGHT or MEANT in tests/scripts/test_wrong_copies.py. Each is written to a folder as a script of
+its own and run as users run it: 20 steps, and two evaluations of 45 examples in batches of 16. Plain PyTorch runs the
+same model and step eagerly on the CPU from the same first weights, and evaluates the 45 in one batch. A second run is
+killed (kill -9) in step 13 and goes on from its checkpoint of step 9: its metrics must be those of the first to the
+last digit.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
+os.environ["OMP_NUM_THREADS"] = "1"  # of such small models more threads wait more than they work
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from processes import Script  # noqa: E402
@@ -263,7 +264,6 @@ def write_rows(rows: dict[tuple[str, str], tuple[str, str, str]]) -> None:
 
 
 def main() -> int:
-    torch.set_num_threads(1)  # of such small models more threads wait more than they work
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--only",

@@ -82,13 +82,9 @@ def leaves_of(named: dict[str, Any], left_out: set[int]) -> Leaves:
 
 def weights_of(named: dict[str, Any]) -> Leaves:
     """Parameters and buffers of the modules among these values: what an evaluation computes with."""
-    found = {}
-    for name, module in named.items():
-        if isinstance(module, nn.Module):
-            found |= {
-                path: (one, one._version) for path, one in (*module.named_parameters(name), *module.named_buffers(name))
-            }
-    return found
+    modules = [(name, one) for name, one in named.items() if isinstance(one, nn.Module)]
+    pairs = [pair for name, one in modules for pair in (*one.named_parameters(name), *one.named_buffers(name))]
+    return {path: (one, one._version) for path, one in pairs}
 
 
 def host_generators() -> dict[str, tuple]:
@@ -181,10 +177,9 @@ class Unsaved:
                     "each step, made before step 1"
                 )
             self._rates = rates
-        calls = self._calls[id(step)] = self._calls.get(id(step), 0) + 1
-        if is_training:
             given = (one for one, _ in leaves_of({"": result}, set()).values())
             self._results = {id(one): one for one in given if isinstance(one, torch.Tensor)}
+        calls = self._calls[id(step)] = self._calls.get(id(step), 0) + 1
         if calls == 2 and is_training:
             self.check(step)
         if calls > 1:

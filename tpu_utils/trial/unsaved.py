@@ -149,7 +149,7 @@ class Unsaved:
         self._rates: dict[str, Any] = {}
         """Rates of optimizers' groups as the last step left them, then those that the loop has put there since."""
         self._constant: set[str] = set()
-        """Paths of tensors that a step writes to without changing them."""
+        """Paths of tensors that a step writes to without changing them, or computes from parameters."""
 
     def before(self, step, named: dict[str, Any]) -> None:
         """Call it before each call of the training step: what the loop changes in between, it can compute again."""
@@ -202,9 +202,12 @@ class Unsaved:
         else tensors alone are compared: the loop may have changed a number."""
         saved = self._saved()
         for number, (name, look, before) in self._seen.items():
+            now = look()
+            if number == id(step):  # what a step computes from parameters, as a loss kept aside, it does not go on from
+                self._constant |= {path for path, (one, _) in now.items() if getattr(one, "grad_fn", None) is not None}
             found = [
                 change
-                for change in changes(before, look())
+                for change in changes(before, now)
                 if (number == id(step) or isinstance(change[1], torch.Tensor))
                 and change[0] not in self._constant
                 and not {id(change[1]), id(getattr(change[1], "_base", None))} & saved  # a view of what is saved

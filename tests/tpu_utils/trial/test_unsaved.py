@@ -199,6 +199,18 @@ def test_an_average_that_the_loop_moves_is_found_where_it_is_evaluated():
         unsaved.check()
 
 
+def test_what_a_forward_pass_keeps_aside_is_no_state():
+    """The loss that balances experts: each step computes it from parameters, an evaluation without gradients."""
+    model = Queue("derived")
+    unsaved, step = Unsaved(Tracked({"model": model})), SimpleNamespace(__wrapped__=trains, __name__="train_step")
+    for _ in range(2):
+        unsaved.before(step, {"model": model})
+        trains(model, torch.randn(3, 2))
+        unsaved.after(step, {"model": model}, None, True, [])
+    model.bank = torch.zeros(4, 2)
+    unsaved.check()
+
+
 def test_a_number_that_the_loop_computes_is_no_state():
     unsaved, step = Unsaved(Tracked({})), SimpleNamespace(__wrapped__=trains, __name__="train_step")
     weights = {"beta": 0.0}

@@ -2,7 +2,7 @@
 
 Run:     python benchmarks/copies.py                        # all kinds, one device of torch_xla
          python benchmarks/copies.py --devices 4            # copies of distributed_mnist_tpu.py instead
-         python benchmarks/copies.py --replicas 1           # of ddp_mnist_tpu.py; 4: as one program, traced
+         python benchmarks/copies.py --replicas 4           # of ddp_mnist_tpu.py, on one and, as one program, on four
          python benchmarks/copies.py --python VENV/bin/python   # a Python without torch_xla: torch.compile
 Writes:  docs/results/copies.csv, in place of the rows of the same setting and kinds; refused: with the message
 
@@ -168,8 +168,7 @@ def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[li
     copied.train_step.watch = copied.eval_step.watch = SimpleNamespace(is_plain=True)
     torch.manual_seed(config.seed)
     batches, model = TrainBatches(dataset, config), copied.build_model(config, dataset)
-    if (first := folder / "first.safetensors").exists():  # a traced program's are those of the seed
-        load_model(model, first)
+    load_model(model, folder / "first.safetensors")
     more = copied.more_of_the_step(config) if "more_of_the_step" in vars(copied) else ()
     if "optimizer_of" in vars(copied):
         optimizer = copied.optimizer_of(config, model)
@@ -217,12 +216,14 @@ def difference(found: list[float], expected: list[float]) -> float:
     return max(abs(one - other) / max(abs(other), 1e-3) for one, other in zip(found, expected, strict=True))
 
 
-def tried(kind: str, folder: Path, script: Path, arguments: argparse.Namespace) -> tuple[str, str, str]:
-    """What the table says of a copy: differences of its losses and evaluations, and of a run that is killed."""
+def tried(kind: str, folder: Path, script: Path, arguments: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """What the table says of a copy: differences of its losses and evaluations, and of a run that is killed. With
+    --replicas first of one replica, then of as many."""
     dataset = write_copy(folder, kind, script)
+    count = 1 + (arguments.replicas > 1)
     done = run_copy(kind, folder, arguments, "--run_dir=whole")
     if done.returncode:
-        return refusal(done.stderr), "", ""
+        return [(refusal(done.stderr), "", "")] * count
     ended = "not tried"
     if not arguments.no_kill:
         killed = run_copy(kind, folder, arguments, "--run_dir=killed", KILLED_IN_13="1").returncode
@@ -230,32 +231,26 @@ def tried(kind: str, folder: Path, script: Path, arguments: argparse.Namespace) 
         same = all(metrics_of(folder / "whole", k) == metrics_of(folder / "killed", k) for k in ("train", "eval"))
         is_same = killed == -9 and resumed.returncode == 0 and same
         ended = "identical" if is_same else f"DIFFERENT {resumed.stderr[-300:]}"
+    traced = on_replicas(kind, folder, arguments.replicas) if count > 1 else []
     if kind in DRAWS:
-        return "draws", "draws", ended
+        return [("draws", "draws", ended), ("draws" if isinstance(traced, list) else traced, "", "")][:count]
     losses, evaluations = in_plain_pytorch(folder, kind, dataset)
     steps = metrics_of(folder / "whole", "train").values()
     found = metrics_of(folder / "whole", "eval").values()
     pairs = [(one[name], other[name]) for one, other in zip(found, evaluations, strict=True) for name in other]
     apart = difference([step["loss"] for step in steps], losses), difference(*zip(*pairs, strict=True))
-    return *(f"{one:.1e}" for one in apart), ended
-
-
-def by_replicas(kind: str, folder: Path, script: Path, arguments: argparse.Namespace) -> tuple[str, str, str]:
-    """As tried(), of a copy of ddp_mnist_tpu.py on several replicas, as one program that is not killed."""
-    dataset = write_copy(folder, kind, script)
-    found = on_replicas(kind, folder, arguments.replicas)
-    if isinstance(found, str):
-        return found, "", ""
-    if kind in DRAWS:
-        return "draws", "", ""
-    return f"{difference(found, in_plain_pytorch(folder, kind, dataset)[0]):.1e}", "", ""
+    rows = [(*(f"{one:.1e}" for one in apart), ended)]
+    if isinstance(traced, list) and count > 1:
+        said = ", and said to depend on how many there are" * ("the run depends on how many" in done.stdout)
+        traced = f"{difference(traced, losses):.1e}{said}"
+    return [*rows, (traced, "", "")][:count]
 
 
 def write_rows(rows: dict[tuple[str, str], tuple[str, str, str]]) -> None:
     """In place of those of the same setting and kind."""
     with contextlib.suppress(FileNotFoundError), TABLE.open(newline="") as file:
         _, *before = csv.reader(file)
-        rows = {(setting, kind): tuple(rest) for setting, kind, *rest in before} | rows
+        rows = {(setting, kind): tuple(rest) for setting, kind, *rest in before if kind in KINDS} | rows
     kinds = [*KINDS]
     order = sorted(rows, key=lambda one: (one[0], kinds.index(one[1])))
     file = io.StringIO()
@@ -274,7 +269,7 @@ def main() -> int:
         help="Kinds to run. Default: all.",
     )
     parser.add_argument("--devices", type=int, default=1, help="Virtual devices; more than one: by SPMD.")
-    parser.add_argument("--replicas", type=int, default=0, help="Virtual replicas by DDP; 1 is killed and resumed too.")
+    parser.add_argument("--replicas", type=int, default=0, help="By DDP: one replica, then so many as one program.")
     parser.add_argument("--no_kill", action="store_true", help="Leave out the second run, which is killed.")
     parser.add_argument("--python", help="Python that runs the copies. Default: this one.")
     arguments = parser.parse_args()
@@ -284,15 +279,16 @@ def main() -> int:
     if arguments.devices > 1:
         script, setting = "distributed_mnist_tpu.py", f"SPMD, {arguments.devices} devices"
     elif arguments.replicas:
-        script, setting = "ddp_mnist_tpu.py", f"DDP, {arguments.replicas} replica{'s' * (arguments.replicas > 1)}"
-    one_of = by_replicas if arguments.replicas > 1 else tried
+        script, setting = "ddp_mnist_tpu.py", "DDP, 1 replica"
     failed = 0
     with tempfile.TemporaryDirectory() as base:
         for number, kind in enumerate(arguments.only):
-            row = one_of(kind, Path(base, str(number)), ROOT / script, arguments)
-            failed += "DIFFERENT" in row[2]
-            print(f"{setting}: {kind}: {', '.join(filter(None, row))}", flush=True)
-            write_rows({(setting, kind): row})
+            rows = tried(kind, Path(base, str(number)), ROOT / script, arguments)
+            settings = [setting, f"DDP, {arguments.replicas} replicas"]
+            for where, row in zip(settings, rows, strict=False):
+                failed += "DIFFERENT" in row[2]
+                print(f"{where}: {kind}: {', '.join(filter(None, row))}", flush=True)
+                write_rows({(where, kind): row})
     return int(failed > 0)
 
 

@@ -58,7 +58,7 @@ def table(reports: dict[tuple[str, str], Report]) -> str:
     head = "model,slice,mesh,fits,GiB a chip,predicted ms,MFU,all hidden ms,nothing hidden ms,compile s".split(",")
     lines = [head]
     for (model, topology), r in reports.items():
-        memory = f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else ""
+        memory = f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else ""
         row = [model, topology, r.settings.get("mesh", ""), "yes" if r.fits else "no", memory]
         if r.compiles:
             row += [f"{r.predicted_ms:.0f}", f"{r.predicted_mfu:.1%}"]
@@ -96,7 +96,7 @@ def picture(reports: dict[tuple[str, str], Report], file: Path) -> None:
         left.barh(names, exposed, color="black", height=0.1, label="of it what no operation hides")
         left.set(title=f"{model}: ms a step", xlabel="ms")
         left.legend(fontsize=7)
-        right.barh(names, [r.needed_bytes / GIB for _, r in rows], color="tab:green")
+        right.barh(names, [r.peak_bytes / GIB for _, r in rows], color="tab:green")
         right.barh(names, [r.limit_bytes / GIB for _, r in rows], fill=False, edgecolor="black")
         right.set(title=f"{model}: GiB a chip, of its limit", xlabel="GiB")
         for axes in (left, right):

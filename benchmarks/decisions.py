@@ -31,13 +31,13 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import GIB
 
+ROOT = Path(__file__).resolve().parent.parent
 DECISIONS = ROOT / "benchmarks" / "published" / "decisions.csv"
 ALWAYS = "transformer_tpu.py --dataset tokens --precision bfloat16 --attention flash"
 LAYERS = {"llama3_8B": 32, "qwen3_8B": 36}

@@ -2,8 +2,9 @@
 
 Run:     python benchmarks/copies.py                        # all kinds, one device of torch_xla
          python benchmarks/copies.py --devices 4            # copies of distributed_mnist_tpu.py instead
-         python benchmarks/copies.py --replicas 4           # of ddp_mnist_tpu.py
+         python benchmarks/copies.py --replicas 1           # of ddp_mnist_tpu.py; 4: as one program, traced
          python benchmarks/copies.py --python VENV/bin/python   # a Python without torch_xla: torch.compile
+Writes:  docs/results/copies.csv, in place of the rows of the same setting and kinds; refused: with the message
 
 A kind is an entry of RIGHT in tests/scripts/test_wrong_copies.py. Each is written to a folder as a script of its own
 and run as users run it: 20 steps, and two evaluations of 45 examples in batches of 16. Plain PyTorch runs the same
@@ -14,8 +15,11 @@ digit.
 
 import argparse
 import contextlib
+import csv
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -32,8 +36,12 @@ from safetensors.torch import load_model  # noqa: E402
 from test_wrong_copies import COUNTS, RIGHT, TRAINED, dataset_of  # noqa: E402
 
 from images.arrays import ImageDataset, TrainBatches, sent  # noqa: E402
+from tpu_utils.base.files import write_atomically  # noqa: E402
 from tpu_utils.options.parsing import parse_command_line  # noqa: E402
 
+TABLE = ROOT / "docs" / "results" / "copies.csv"
+COLUMNS = ("setting", "kind", "of a loss", "of an evaluation", "killed and resumed")
+"""Of the numbers the largest difference, relative to the expected one."""
 OPTIONS = "--device=cpu --num_epochs=2 --max_shift=0 --no_tensorboard --eval_batch_size=16 --global_batch_size=16 \
 --log_every=1 --save_every=9 --keep_checkpoints=9 --warmup_steps=1 --weight_decay=0 --shard_parameters".split()
 ADAM = "rates, decay and betas of groups"
@@ -157,7 +165,8 @@ def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[li
     copied.train_step.watch = copied.eval_step.watch = SimpleNamespace(is_plain=True)
     torch.manual_seed(config.seed)
     batches, model = TrainBatches(dataset, config), copied.build_model(config, dataset)
-    load_model(model, folder / "first.safetensors")
+    if (first := folder / "first.safetensors").exists():  # a traced program's are those of the seed
+        load_model(model, first)
     more = copied.more_of_the_step(config) if "more_of_the_step" in vars(copied) else ()
     if "optimizer_of" in vars(copied):
         optimizer = copied.optimizer_of(config, model)
@@ -178,6 +187,12 @@ def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[li
     return metrics.read(0, batches.num_steps)["loss"].tolist(), evaluations
 
 
+def refusal(stderr: str) -> str:
+    """The last message, without the folder of the copy."""
+    said = stderr.strip().splitlines()[-1]
+    return f"refused: {re.sub(r'/[^ ]*/', '', said)}"
+
+
 def on_replicas(kind: str, folder: Path, num_replicas: int) -> list[float] | str:
     """Losses of the steps of a copy of ddp_mnist_tpu.py on several replicas, which have the same weights at the end;
     or why it is refused."""
@@ -187,7 +202,7 @@ def on_replicas(kind: str, folder: Path, num_replicas: int) -> list[float] | str
     for arguments in (trace, ("run", folder)):
         done = start_forked(program, *arguments, folder=folder)
         if done.returncode:
-            return f"refused: {done.stderr.strip().splitlines()[-1][:300]}"
+            return refusal(done.stderr)
     found = json.loads((folder / "curve.json").read_text())
     assert found["weights_apart"] == 0 and all(losses == found["losses"][0] for losses in found["losses"]), found
     return found["losses"][0]
@@ -197,6 +212,52 @@ def difference(found: list[float], expected: list[float]) -> float:
     """The largest one, relative to the expected value or to 1e-3."""
     assert len(found) == len(expected), (found, expected)
     return max(abs(one - other) / max(abs(other), 1e-3) for one, other in zip(found, expected, strict=True))
+
+
+def tried(kind: str, folder: Path, script: Path, arguments: argparse.Namespace) -> tuple[str, str, str]:
+    """What the table says of a copy: differences of its losses and evaluations, and of a run that is killed."""
+    dataset = write_copy(folder, kind, script)
+    done = run_copy(kind, folder, arguments, "--run_dir=whole")
+    if done.returncode:
+        return refusal(done.stderr), "", ""
+    ended = "not tried"
+    if not arguments.no_kill:
+        killed = run_copy(kind, folder, arguments, "--run_dir=killed", KILLED_IN_13="1").returncode
+        resumed = run_copy(kind, folder, arguments, "--run_dir=killed", "--resume=must")
+        same = all(metrics_of(folder / "whole", k) == metrics_of(folder / "killed", k) for k in ("train", "eval"))
+        is_same = killed == -9 and resumed.returncode == 0 and same
+        ended = "identical" if is_same else f"DIFFERENT {resumed.stderr[-300:]}"
+    if kind in DRAWS:
+        return "draws", "draws", ended
+    losses, evaluations = in_plain_pytorch(folder, kind, dataset)
+    steps = metrics_of(folder / "whole", "train").values()
+    found = metrics_of(folder / "whole", "eval").values()
+    pairs = [(one[name], other[name]) for one, other in zip(found, evaluations, strict=True) for name in other]
+    apart = difference([step["loss"] for step in steps], losses), difference(*zip(*pairs, strict=True))
+    return *(f"{one:.1e}" for one in apart), ended
+
+
+def by_replicas(kind: str, folder: Path, script: Path, arguments: argparse.Namespace) -> tuple[str, str, str]:
+    """As tried(), of a copy of ddp_mnist_tpu.py on several replicas, as one program that is not killed."""
+    dataset = write_copy(folder, kind, script)
+    found = on_replicas(kind, folder, arguments.replicas)
+    if isinstance(found, str):
+        return found, "", ""
+    if kind in DRAWS:
+        return "draws", "", ""
+    return f"{difference(found, in_plain_pytorch(folder, kind, dataset)[0]):.1e}", "", ""
+
+
+def write_rows(rows: dict[tuple[str, str], tuple[str, str, str]]) -> None:
+    """In place of those of the same setting and kind."""
+    with contextlib.suppress(FileNotFoundError), TABLE.open(newline="") as file:
+        _, *before = csv.reader(file)
+        rows = {(setting, kind): tuple(rest) for setting, kind, *rest in before} | rows
+    kinds = [*RIGHT]
+    order = sorted(rows, key=lambda one: (one[0], kinds.index(one[1])))
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([COLUMNS, *((*key, *rows[key]) for key in order)])
+    write_atomically(TABLE, file.getvalue().encode())
 
 
 def main() -> int:
@@ -210,54 +271,25 @@ def main() -> int:
         help="Kinds to run. Default: all.",
     )
     parser.add_argument("--devices", type=int, default=1, help="Virtual devices; more than one: by SPMD.")
-    parser.add_argument("--replicas", type=int, default=1, help="Virtual replicas; more than one: by DDP.")
+    parser.add_argument("--replicas", type=int, default=0, help="Virtual replicas by DDP; 1 is killed and resumed too.")
     parser.add_argument("--no_kill", action="store_true", help="Leave out the second run, which is killed.")
     parser.add_argument("--python", help="Python that runs the copies. Default: this one.")
     arguments = parser.parse_args()
-    script = ROOT / "simple_mnist_tpu.py"
+    script, setting = "simple_mnist_tpu.py", "torch_xla, one device"
+    if arguments.python:
+        setting = "torch.compile, CPU"
     if arguments.devices > 1:
-        script = ROOT / "distributed_mnist_tpu.py"
-    elif arguments.replicas > 1:
-        script = ROOT / "ddp_mnist_tpu.py"
-    print(
-        f"""| kind | largest relative difference of a loss{" on one replica" * (arguments.replicas > 1)}\
-{f" | on {arguments.replicas}" * (arguments.replicas > 1)} | of an evaluation | killed and resumed |"""
-    )
-    print("|" + "---|" * (4 + (arguments.replicas > 1)))
+        script, setting = "distributed_mnist_tpu.py", f"SPMD, {arguments.devices} devices"
+    elif arguments.replicas:
+        script, setting = "ddp_mnist_tpu.py", f"DDP, {arguments.replicas} replica{'s' * (arguments.replicas > 1)}"
+    one_of = by_replicas if arguments.replicas > 1 else tried
     failed = 0
     with tempfile.TemporaryDirectory() as base:
         for number, kind in enumerate(arguments.only):
-            folder = Path(base, str(number))
-            dataset = write_copy(folder, kind, script)
-            done = run_copy(kind, folder, arguments, "--run_dir=whole")
-            if done.returncode:
-                failed += 1
-                print(
-                    f"| {kind} | exit {done.returncode}: {done.stderr.strip().splitlines()[-1][:300]} | | |", flush=True
-                )
-                continue
-            ended = "not tried"
-            if not arguments.no_kill:
-                killed = run_copy(kind, folder, arguments, "--run_dir=killed", KILLED_IN_13="1").returncode
-                resumed = run_copy(kind, folder, arguments, "--run_dir=killed", "--resume=must")
-                same = all(
-                    metrics_of(folder / "whole", k) == metrics_of(folder / "killed", k) for k in ("train", "eval")
-                )
-                is_same = killed == -9 and resumed.returncode == 0 and same
-                ended = "identical" if is_same else f"DIFFERENT {resumed.stderr[-300:]}"
-                failed += not is_same
-            losses, evaluations = in_plain_pytorch(folder, kind, dataset)
-            steps = metrics_of(folder / "whole", "train").values()
-            apart = [difference([step["loss"] for step in steps], losses)]
-            found = metrics_of(folder / "whole", "eval").values()
-            pairs = [(one[name], other[name]) for one, other in zip(found, evaluations, strict=True) for name in other]
-            apart.append(difference(*zip(*pairs, strict=True)))
-            shown = ["draws" if kind in DRAWS else f"{one:.1e}" for one in apart]
-            if arguments.replicas > 1:
-                found = on_replicas(kind, folder, arguments.replicas)
-                known = isinstance(found, str) or kind in DRAWS
-                shown.insert(1, str(found)[:300] if known else f"{difference(found, losses):.1e}")
-            print(f"| {' | '.join([kind, *shown, ended])} |", flush=True)
+            row = one_of(kind, Path(base, str(number)), ROOT / script, arguments)
+            failed += "DIFFERENT" in row[2]
+            print(f"{setting}: {kind}: {', '.join(filter(None, row))}", flush=True)
+            write_rows({(setting, kind): row})
     return int(failed > 0)
 
 

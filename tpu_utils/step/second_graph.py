@@ -61,8 +61,8 @@ def new_on_host(before: dict[str, int]) -> str:
         return ""
     return (
         f"computes {', '.join(names)} on the host, because torch_xla has no such operation: its tensors are read and "
-        "sent back; expected operations that it has, such as (a * b).sum() for the vdot of spectral_norm, or "
-        "g * v / v.norm(dim=1, keepdim=True) for weight_norm"
+        "sent back; expected operations that it has, such as torch.where(mask, x, 0) for x[mask] and nonzero, "
+        "(a * b).sum() for the vdot of spectral_norm, or g * v / v.norm(dim=1, keepdim=True) for weight_norm"
     )
 
 

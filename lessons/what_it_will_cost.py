@@ -93,7 +93,8 @@ for batch in BATCHES:
         (report,) = json.loads(answer)
         rows.append((batch, report["peak_bytes"] / 2**30, report["limit_bytes"] / 2**30, report["fits"]))
         rows[-1] += (report["predicted_ms"], report["predicted_mfu"])
-        print(f"  {rows[-1][1]:7.2f} of {rows[-1][2]:.2f} GiB, fits: {report['fits']}, {report['predicted_ms']:.2f} ms")
+        time = f"{rows[-1][4]:.2f} ms" if rows[-1][4] else "no time, because it has no place"
+        print(f"  {rows[-1][1]:7.2f} of {rows[-1][2]:.2f} GiB, fits: {report['fits']}, {time}")
 
 if rows:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.6))
@@ -102,7 +103,7 @@ if rows:
     left.bar(names, [peak for _, peak, *_ in rows], color=colours)
     left.axhline(rows[0][2], color="k", linestyle=":")
     left.set(xlabel="sentences", title="GiB on the chip; dotted: what it has", yscale="log")
-    right.bar(names, [100 * mfu for *_, mfu in rows], color=colours)
+    right.bar(names, [100 * (mfu or 0) for *_, mfu in rows], color=colours)
     right.set(xlabel="sentences", title="predicted MFU, %")
 
 # %% [markdown]

@@ -203,8 +203,7 @@ def write_config(run_dir: Path, run: dict[str, Any]) -> None:
 
 
 def option_groups(config: Options, hidden: Collection[str] = ()) -> type:
-    """A dataclass of dataclasses for tyro, whose help has a group of options for each class that declares fields, but
-    for those hidden."""
+    """A dataclass of dataclasses for tyro, whose help has a group of options for each class, but for those hidden."""
     import tyro  # only here
 
     kind = type(config)

@@ -14,9 +14,9 @@ from language.xla import context
 from language.xla.loops import AXES
 from language.xla.shards import check_torch_compile, meet
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.hardware import attached_chips, parse_topology
 from tpu_utils.base.peers import Peers
 from tpu_utils.device import IS_XLA, Mesh, device_count, device_type, set_global_mesh, sharding_spec, use_spmd
+from tpu_utils.options.environment import attached_chips
 from tpu_utils.run import Run
 
 
@@ -106,7 +106,7 @@ def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
     num_devices, on_tpu = device_count(), device_type() == "TPU"
     hbm_bytes = attached_chips()[0].hbm_gib * 2**30 / attached_chips()[0].devices_per_chip if on_tpu else None
     if config.compile_for:
-        hbm_bytes = parse_topology(config.compile_for).hardware.limit_gib * 2**30
+        hbm_bytes = config.topology.hardware.limit_gib * 2**30
     sizes, why = choose_mesh(config, num_devices, hbm_bytes)
     if not IS_XLA:
         check_torch_compile(config, sizes)

@@ -30,6 +30,7 @@ from tpu_compiler.estimate.reading import (
     read_cycles,
     read_largest_results,
     read_modules,
+    read_operations,
     read_slice_transfers,
     shape_bytes,
 )
@@ -126,6 +127,7 @@ def _accepted(compiled: Compiled, traced: Traced, topology: Topology, facts: dic
         operations_without_estimate=dict(unpriced.most_common()),
         ruled_ms=ruled_ms(computations, topology),
         moved_bytes=moved_bytes(computations),
+        costliest_operations=read_operations(computations, hardware.clock_ghz * 1e6) if traced.given else [],
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
         costliest_modules=[(module, c / hardware.clock_ghz / 1e6) for module, c in modules.most_common()],
         module_groups=[(name, n, c / hardware.clock_ghz / 1e6) for name, n, c in group_modules(modules)[:10]],
@@ -146,7 +148,8 @@ def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | No
 
 
 def facts_of_inputs(traced: Traced) -> list:
-    return [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
+    values = dataclasses.asdict(traced)
+    return [value for name, value in values.items() if name not in ("hlo", "seconds")]
 
 
 def read_by_libtpu() -> list[str]:

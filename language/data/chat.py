@@ -22,8 +22,9 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from language.data.entries import check_apart, entries_of, refuse_other_json, tell_once
+from language.data.entries import check_apart, entries_of, is_hidden, tell_once
 from language.data.sequence_data import SequenceData
+from language.data.stream_files import refuse_other_json
 from language.data.tokenizer import check_texts, check_tokenizer, text_in, tokenizer_of
 from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
@@ -256,7 +257,13 @@ def refuse(problems: list[str]) -> None:
 
 
 def chat_files(path: Path) -> list[Path]:
-    return entries_of(path, path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not path.is_dir():
+        return [path]
+    found = entries_of(path, path.glob("*.jsonl"))
+    others = sorted(other.name for other in {*path.iterdir()}.difference(found) if not is_hidden(other.name))
+    if others:
+        tell_once(f"left out   {len(others)} in {path} whose names do not end with .jsonl, such as {others[0]}")
+    return found
 
 
 def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:

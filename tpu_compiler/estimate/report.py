@@ -71,6 +71,7 @@ class Report:
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
     ruled_ms: float = 0.0  # what rules.py adds for them; not in estimated_ms
     moved_bytes: float = 0.0  # read from and written to main memory by operations
+    costliest_operations: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # of --hlo, milliseconds
     costliest_lines: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # source line, milliseconds
     costliest_modules: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # layers.3.mlp, milliseconds
     module_groups: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)  # layers.*.mlp, how many, ms
@@ -258,7 +259,8 @@ def source_rows(r: Report) -> Rows:
     if r.ruled_ms >= 0.001:
         rows.append(("", f"{r.ruled_ms:.3f} ms, {RULE}"))
     groups = [(f"{name} ({count} modules)" if count > 1 else name, ms) for name, count, ms in r.module_groups]
-    for title, costs in (("costliest lines", r.costliest_lines), ("costliest modules", groups)):
+    titles = (("kinds", r.costliest_operations), ("lines", r.costliest_lines), ("modules", groups))
+    for title, costs in ((f"costliest {kind}", costs) for kind, costs in titles):
         rows += titled_rows(title, [f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {name}" for name, ms in costs])
     large = [
         f"{size / 1e6:9.1f} MB  {kind}, {line}{f', {module}' if module else ''}"

@@ -25,8 +25,7 @@ from tpu_utils.base.peers import Peers
 from tpu_utils.base.restarts import memory_folder
 from tpu_utils.checkpoint import SHARED_FOLDER, Checkpoints, remove
 from tpu_utils.checkpoint.saved import read_marker
-from tpu_utils.checkpoint.state import HostCopy
-from tpu_utils.checkpoint.tensor_files import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, shard_file, steps_in
+from tpu_utils.checkpoint.state import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, HostCopy, shard_file, steps_in
 from tpu_utils.record.records import read_records
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from tpu_compiler.estimate.report import COMMUNICATION_LABEL, ERROR, LABEL, Repo
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.hardware import GENERATIONS, parse_topology
 from tpu_utils.options import virtual_slice
+from tpu_utils.options.compiler_flags import set_flags, torch_xla_flags
 from tpu_utils.options.environment import choose_device
 from tpu_utils.options.parsing import parse_command_line, presets_of
 from tpu_utils.options.train_config import TrainConfig
@@ -289,6 +290,20 @@ def test_compiles_what_runs_on_a_mesh():
     assert collectives["all-gather"]["bytes"] >= weights / 4  # the compiler gathers part of it as bfloat16
     assert collectives["reduce-scatter"]["bytes"] >= weights / 2
     assert files["report.json"].memory["parameters"] == pytest.approx(weights / 8, rel=0.2)
+
+
+@pytest.mark.parametrize("slice_name, options, devices", [("v5litepod-1", (), 1), ("v6e-8", ("--shard_parameters",), 8)])
+def test_a_program_of_ours_given_as_hlo_has_the_same_answer(tmp_path, capfd, monkeypatch, slice_name, options, devices):
+    """As XLA dumps it on a CPU, with torch_xla's options of the compiler."""
+    ours = compiled(TINY, "--compile_for", slice_name, *options)["report.json"]
+    (tmp_path / "dump.txt").write_text(executed_hlo(TINY, *options, devices=devices))
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
+    set_flags(torch_xla_flags(parse_topology(slice_name).generation))
+    assert aot_tpu.main(["--hlo", str(tmp_path / "dump.txt"), "--topology", slice_name, "--json"]) == 0
+    r = Report(**json.loads(capfd.readouterr().out)[0])
+    assert (r.needed_bytes, r.peak_bytes, r.flops) == (ours.needed_bytes, ours.peak_bytes, ours.flops)
+    assert r.collectives == ours.collectives
+    assert r.predicted_ms == pytest.approx(ours.predicted_ms) and r.ruled_ms == pytest.approx(ours.ruled_ms)
 
 
 def test_placeholders_give_the_same_program():

@@ -483,7 +483,7 @@ REFUSED = {
     "largest along the batch": (
         "classes",
         [(CORRECT, CORRECT.replace("argmax(1)", "argmax(0)"))],
-        "fails on 11 examples",
+        r"fails on 11 examples.*, at \S+:\d+ \(correct = ",
     ),
     "rows and classes mixed up": (
         "classes",

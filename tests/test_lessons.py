@@ -1,11 +1,10 @@
 """lessons/plain_mnist_tpu.py: nothing of ours, and the losses of simple_mnist_tpu.py."""
 
 import json
-import os
 import subprocess
 import sys
 
-from processes import ROOT
+from processes import ROOT, environment_with, run
 
 PLAIN = ROOT / "lessons" / "plain_mnist_tpu.py"
 AS_PLAIN = ["--optimizer=sgd", "--max_shift=0", "--num_epochs=10", "--learning_rate=0.05", "--scheduler=constant"]
@@ -14,7 +13,8 @@ AS_PLAIN += ["--warmup_steps=0", "--weight_decay=0", "--log_every=1", "--no_tens
 
 def test_the_plain_loop_has_the_losses_of_the_simple_script(tmp_path):
     """Bit for bit, in training and evaluation, though it is killed after an epoch and started again."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PJRT_DEVICE": "CPU"}
+    environment = environment_with({"PJRT_DEVICE": "CPU"})
+    environment.pop("PYTHONPATH", None)
     options = dict(cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with subprocess.Popen([sys.executable, PLAIN], **options) as killed:
         lines = []
@@ -33,9 +33,8 @@ def test_the_plain_loop_has_the_losses_of_the_simple_script(tmp_path):
             losses[int(words[1])] = [float(word) for word in words[2:]]
         elif words[:1] == ["epoch"]:
             evaluations[22 * int(words[1])] = float(words[-1])
-    subprocess.run(
-        [sys.executable, "simple_mnist_tpu.py", *AS_PLAIN, f"--run_dir={tmp_path / 'run'}"], cwd=ROOT, check=True
-    )
+    ours = run("simple_mnist_tpu.py", *AS_PLAIN, f"--run_dir={tmp_path / 'run'}")
+    assert ours.returncode == 0, ours.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
     assert len(losses) == 11 and len(expected) == 220

@@ -1,8 +1,9 @@
 """Why there is a second graph, or a step that reads, in words: imported once there is one."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -10,9 +11,6 @@ from tpu_utils.base.errors import InputError, RecompileError, first_line, line_o
 from tpu_utils.device import DEVICE_TYPE, READ_ERROR_MARKERS, operations_on_host, operations_traced
 from tpu_utils.record.lines import LineWatch
 from tpu_utils.step.seen import Held, Seen, held_by_modules, state_sizes
-
-if TYPE_CHECKING:
-    from tpu_utils.step.graphs import OneGraph
 
 
 def raise_why(
@@ -71,7 +69,7 @@ def new_on_host(before: dict[str, int]) -> str:
     )
 
 
-def raise_if_read(error: RuntimeError, step: "OneGraph", call: str) -> None:
+def raise_if_read(error: RuntimeError, step: Callable, call: str) -> None:
     """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads, or for any
     behind an operation that torch_xla leaves to the host; InputError for a line that fails on the device alone."""
     name, host = step.__name__, new_on_host(step.on_host)

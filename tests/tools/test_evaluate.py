@@ -25,7 +25,7 @@ from language.tasks.texts import write_texts
 from language.weights.sources import load, open_source
 from tools import evaluate
 from tools.evaluate import EvaluateConfig
-from tpu_utils.checkpoint.tensor_files import one_thread
+from tpu_utils.checkpoint.state import one_thread
 from tpu_utils.device import graphs_compiled
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")

@@ -30,7 +30,7 @@ from tools.generate import GenerateConfig
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.checkpoint.tensor_files import one_thread
+from tpu_utils.checkpoint.state import one_thread
 from tpu_utils.device import graphs_compiled, transfers_from_device, transfers_to_device
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")

@@ -29,7 +29,7 @@ from language.weights.weight_loading import load_weights
 from language.xla.saved_activations import LEVELS, LayerExecution
 from tools.convert_hf import adapter_names, adapters
 from tpu_utils.base.errors import InputError
-from tpu_utils.checkpoint.tensor_files import one_thread
+from tpu_utils.checkpoint.state import one_thread
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from language.models.operations import losses
 from language.options.hf_config import hugging_face_config
 from language.options.llama_shape import LlamaShape, RopeScaling
 from language.weights.hf_layout import sources, their_tensors
-from tpu_utils.checkpoint.tensor_files import one_thread
+from tpu_utils.checkpoint.state import one_thread
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 

@@ -164,7 +164,7 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
 
 
 def test_a_damaged_program_is_read_or_refused(programs, tmp_path):
-    """In processes of their own, as the parsers are C++: damaged bytecode can end one by a signal, a text never does."""
+    """In processes of their own, as the parsers are C++: damaged bytecode can end one by a signal, a text cannot."""
     for form in FORMS:
         for number, damaged in enumerate(mutated((programs / form).read_bytes(), 12)):
             (tmp_path / f"{number}_{form}").write_bytes(damaged)

@@ -60,6 +60,7 @@ def test_memory_is_what_jax_says_itself(programs, forked, capsys, form):
         assert any(line.startswith("jax_program.py:") for line, _ in r.costliest_lines), r.costliest_lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["alone.mlir", "alone.txt"])
 def test_one_device_overwrites_what_the_program_says(programs, forked, capsys, form):
     r = ask(capsys, "--hlo", programs / form, "--topology", "v6e-1")

@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests; each folder of tests has them by its conftest.py."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -39,6 +40,10 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # no collection, and no trace that looks for its tensors, goes through what was imported
 
 
 @pytest.fixture(scope="session", autouse=True)

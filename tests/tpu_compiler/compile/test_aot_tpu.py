@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import shlex
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -537,18 +536,6 @@ def assert_is_in_budget(r, row):
 
 
 # --------------------------------------------------------------------------------------------------------- command line
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """compile_script() without the seconds of a start."""
-
-    def run_script(command, variables, seconds=None):
-        done = run(*command, **variables)
-        print(done.stderr, end="", file=sys.stderr)
-        return done.returncode
-
-    monkeypatch.setattr(search, "run_script", run_script)
 
 
 def test_compare_slices(forked, capsys):

@@ -13,7 +13,6 @@ from processes import ROOT, run
 
 import aot_tpu
 from tpu_compiler import given
-from tpu_compiler.decide import search
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.hardware import GIB
 
@@ -26,18 +25,6 @@ def programs(tmp_path_factory):
     done = run(ROOT / "tests" / "jax_program.py", folder, "v6e-8", cold=True)
     assert done.returncode == 0, done.stderr
     return folder
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """The child process without the seconds of a start."""
-
-    def run_script(command, variables, seconds=None):
-        done = run(*command, **variables)
-        print(done.stderr, end="", file=sys.stderr)
-        return done.returncode
-
-    monkeypatch.setattr(search, "run_script", run_script)
 
 
 def ask(capsys, *arguments) -> Report:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -513,13 +512,7 @@ def test_wrong_usage_is_one_message(capsys, options, message):
 
 
 @pytest.mark.exhaustive
-def test_a_search_for_real_and_again_from_the_cache(tmp_path, capsys, monkeypatch):
-    def forked(command, variables, seconds=None):
-        done = run(*command, **variables)
-        print(done.stderr, end="", file=sys.stderr)
-        return done.returncode
-
-    monkeypatch.setattr(search, "run_script", forked)
+def test_a_search_for_real_and_again_from_the_cache(tmp_path, capsys, monkeypatch, forked):
     monkeypatch.setenv(cache.VARIABLE, "")  # put back afterwards
     command = [str(ROOT / "simple_mnist_tpu.py"), "--topology=v5litepod-1", "--search", "--cache", str(tmp_path)]
     command += ["--minutes=60", "--channels=8", "--hidden_dim=16", "--global_batch_size=32", "--tokens=1e6"]

@@ -13,6 +13,7 @@ from processes import ROOT, run
 
 import aot_tpu
 from tpu_compiler import given
+from tpu_compiler.decide import search
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.hardware import GIB
 

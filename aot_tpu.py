@@ -210,7 +210,7 @@ def check_target(arguments: argparse.Namespace, options: list[str], sides: tuple
         raise ValueError("nothing to ask about; expected a training script, a module, or --hlo FILE")
     if arguments.hlo and (arguments.script or options):
         found = " ".join([arguments.script or "", *options]).strip()
-        raise ValueError(f"--hlo {arguments.hlo} is a whole program, and {found} beside it has no effect; leave one out")
+        raise ValueError(f"--hlo {arguments.hlo} is a whole program; {found} beside it has no effect; leave one out")
     if is_no_script(arguments) and (sides or arguments.search or arguments.fit):
         asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
         kind = f"{arguments.hlo} is a program" if arguments.hlo else f"{arguments.script} is a module"
@@ -220,7 +220,7 @@ def check_target(arguments: argparse.Namespace, options: list[str], sides: tuple
 
 
 def is_no_script(arguments: argparse.Namespace) -> bool:
-    return bool(arguments.hlo or arguments.script and names_a_module(arguments.script))
+    return bool(arguments.hlo or (arguments.script and names_a_module(arguments.script)))
 
 
 def ask_slice(

@@ -31,13 +31,13 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import GIB
 
+ROOT = Path(__file__).resolve().parent.parent
 DECISIONS = ROOT / "benchmarks" / "published" / "decisions.csv"
 ALWAYS = "transformer_tpu.py --dataset tokens --precision bfloat16 --attention flash"
 LAYERS = {"llama3_8B": 32, "qwen3_8B": 36}
@@ -194,7 +194,7 @@ def compare(decision: Decision, known: dict[tuple[str, str], Answer]) -> dict | 
         ]
         predicted = (tokens[1] / pair[1].ms / (tokens[0] / pair[0].ms) - 1) * 100
     row = dict(id=decision.id, kind=decision.kind, a=decision.setting_a, b=decision.setting_b)
-    row |= dict(measured=decision.measured, predicted=predicted)
+    row |= dict(measured=decision.measured, predicted=predicted, setting_a=decision.a, setting_b=decision.b)
     for name, answer, said in zip("ab", pair, (decision.fits_a, decision.fits_b), strict=True):
         row |= {f"fits_{name}": said, f"fits_{name}_predicted": "yes" if answer.fits(decision.state) else "no"}
         row |= {f"gib_{name}": round(answer.needed_gib, 2), f"ms_{name}": answer.ms}
@@ -206,8 +206,9 @@ def score(rows: Sequence[dict]) -> str:
     timed = [r for r in rows if None not in (r["measured"], r["predicted"])]
     clear = [r for r in timed if abs(r["measured"]) >= TIE]
     strong = [r for r in clear if abs(r["measured"]) >= STRONG]
-    fits = {(r[f"gib_{n}"], r[f"fits_{n}"], r[f"ms_{n}"]): r[f"fits_{n}"] == r[f"fits_{n}_predicted"]
-            for r in rows for n in "ab" if r[f"fits_{n}"]}  # fmt: skip
+    # decisions share settings: each counts once
+    fits = {(r[f"setting_{n}"], r[f"fits_{n}"]): r[f"fits_{n}"] == r[f"fits_{n}_predicted"] for r in rows for n in "ab"}
+    fits = {key: right for key, right in fits.items() if key[1]}
     texts = [f"{len(rows)} decisions"]
     for name, group in (("right sign", clear), ("strong", strong)):
         right = sum(r["measured"] * r["predicted"] > 0 for r in group)

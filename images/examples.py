@@ -266,9 +266,8 @@ def read_by_workers(examples: Examples, keys, num_workers: int) -> Iterator[tupl
             room = f"has {shared.total >> 20:,} MiB, {shared.free >> 20:,} free"
         raise TrainingError(
             f"a process that reads {examples.name} has died: {first_line(error)}; batches go through /dev/shm, which "
-            f"{room}; expected one that can be written, with room for {2 * num_workers} or more; enlarge it (docker "
-            "run --shm-size=16G; mount -o remount,size=16G /dev/shm), lower num_workers or the batch, or look in dmesg for "
-            "what ended the process"
+            f"{room}; expected room for {2 * num_workers} or more; enlarge it (docker run --shm-size=16G; mount -o "
+            "remount,size=16G /dev/shm), lower num_workers or the batch, or look in dmesg for what ended the process"
         ) from error
 
 

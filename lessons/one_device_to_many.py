@@ -242,7 +242,8 @@ else:
 # - Data parallel: the gradients of all parameters are summed over the devices. The bytes do not depend on the batch.
 # - FSDP gathers what a layer needs when it needs it. It keeps an eighth, and sends more: it pays where a model does not
 #   fit otherwise.
-# - Tensor parallel sums activations instead, so its bytes grow with the batch.
+# - Tensor parallel sums activations too, which grow with the batch (2,048 bytes for 128 examples more), and half of the
+#   gradients.
 #
 # ## Next
 # `distributed_mnist_tpu.py` is this, with checkpoints, evaluation and refusals; `transformer_tpu.py --mesh 2x2x2` has

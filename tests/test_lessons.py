@@ -1,11 +1,16 @@
-"""lessons/plain_mnist_tpu.py: nothing of ours, and the losses of simple_mnist_tpu.py."""
+"""lessons/: the plain loop has the losses of simple_mnist_tpu.py; each notebook runs whole and is the one committed."""
 
 import json
-import os
+import re
 import subprocess
 import sys
+import types
+from pathlib import Path
 
-from processes import ROOT
+import pytest
+from processes import ROOT, environment_with, run
+
+from lessons import notebooks
 
 PLAIN = ROOT / "lessons" / "plain_mnist_tpu.py"
 AS_PLAIN = ["--optimizer=sgd", "--max_shift=0", "--num_epochs=10", "--learning_rate=0.05", "--scheduler=constant"]
@@ -14,7 +19,8 @@ AS_PLAIN += ["--warmup_steps=0", "--weight_decay=0", "--log_every=1", "--no_tens
 
 def test_the_plain_loop_has_the_losses_of_the_simple_script(tmp_path):
     """Bit for bit, in training and evaluation, though it is killed after an epoch and started again."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PJRT_DEVICE": "CPU"}
+    environment = environment_with({"PJRT_DEVICE": "CPU"})
+    environment.pop("PYTHONPATH", None)
     options = dict(cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with subprocess.Popen([sys.executable, PLAIN], **options) as killed:
         lines = []
@@ -33,9 +39,8 @@ def test_the_plain_loop_has_the_losses_of_the_simple_script(tmp_path):
             losses[int(words[1])] = [float(word) for word in words[2:]]
         elif words[:1] == ["epoch"]:
             evaluations[22 * int(words[1])] = float(words[-1])
-    subprocess.run(
-        [sys.executable, "simple_mnist_tpu.py", *AS_PLAIN, f"--run_dir={tmp_path / 'run'}"], cwd=ROOT, check=True
-    )
+    ours = run("simple_mnist_tpu.py", *AS_PLAIN, f"--run_dir={tmp_path / 'run'}")
+    assert ours.returncode == 0, ours.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
     assert len(losses) == 11 and len(expected) == 220
@@ -43,3 +48,114 @@ def test_the_plain_loop_has_the_losses_of_the_simple_script(tmp_path):
         steps = range(last - len(found) + 1, last + 1)
         assert all(loss == expected[step] or loss == 0.0 for step, loss in zip(steps, found, strict=True))
     assert evaluations == {r["step"]: r["test_loss"] for r in records if r["kind"] == "eval"}
+
+
+def outputs_of(path: Path) -> list[str]:
+    """What each cell of a notebook prints. Numbers with a point are left out: clocks, and losses' last digits."""
+    found = []
+    for cell in json.loads(path.read_text())["cells"]:
+        texts = ["".join(output.get("text", ["picture"])) for output in cell.get("outputs", ())]
+        found.append(re.sub(r"[\d,]*\.\d+(e-?\d+)?|\s+", " ", "".join(texts)))
+    return found
+
+
+@pytest.mark.parametrize("name", notebooks.LESSONS)
+def test_the_notebook_has_the_cells_of_its_lesson(name):
+    notebook = json.loads((notebooks.FOLDER / f"{name}.ipynb").read_text())
+    committed = [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
+    assert committed == [(cell.kind, cell.text) for cell in notebooks.read_cells(notebooks.FOLDER / f"{name}.py")]
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(committed)
+
+
+def test_notebooks_are_small_and_have_pictures():
+    sizes = {name: (notebooks.FOLDER / f"{name}.ipynb").stat().st_size for name in notebooks.LESSONS}
+    assert len(sizes) == 5 and sum(sizes.values()) < 1_500_000
+    for name in sizes:
+        assert "image/png" in (notebooks.FOLDER / f"{name}.ipynb").read_text(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", notebooks.LESSONS)
+def test_a_lesson_runs_and_prints_what_its_notebook_shows(name, tmp_path):
+    done = run("-m", "lessons.notebooks", name, "--output", tmp_path, cold=True, XLA_FLAGS="")
+    assert done.returncode == 0, done.stderr
+    assert outputs_of(tmp_path / f"{name}.ipynb") == outputs_of(notebooks.FOLDER / f"{name}.ipynb")
+
+
+def test_a_lesson_that_fails_says_the_line_of_its_file(tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text("# %% [markdown]\n# # Wrong\n\n# %%\n\n\nx = 1\nx / 0\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        notebooks.run_cells(notebooks.read_cells(path), path)
+    assert caught.traceback[-1].lineno + 1 == 8
+    path.write_text("x = 1\n")
+    with pytest.raises(ValueError, match=r"begins with \['x = 1'\], expected '# %%'"):
+        notebooks.read_cells(path)
+
+
+def test_an_unknown_lesson_is_refused():
+    done = run("-m", "lessons.notebooks", "nothing")
+    assert done.returncode == 2 and "nothing is no lesson; expected of a_model_that_answers" in done.stderr
+
+
+FIRST_HOUR = notebooks.FOLDER / "first_hour_on_colab_and_kaggle.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place, variables",
+    [
+        ("Colab", {"COLAB_RELEASE_TAG": "release-colab_2026"}),
+        ("Kaggle", {"KAGGLE_KERNEL_RUN_TYPE": "Interactive", "COLAB_RELEASE_TAG": "made from"}),
+    ],
+)
+def test_the_first_hour_in_pretended_surroundings(place, variables, tmp_path, monkeypatch):
+    """Its folders are in tmp_path, git and pip are pretended; the doctor, trainings, kill and resumption are real."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("google.colab"))
+    mounted = []
+    drive = types.SimpleNamespace(mount=lambda folder: (mounted.append(folder), Path(folder).mkdir(parents=True)))
+    monkeypatch.setattr(sys.modules["google.colab"], "drive", drive, raising=False)
+    commands, real = [], subprocess.run
+
+    def pretended(command, **options):
+        if command[0] != "git" and command[1:2] != ["-m"]:
+            return real(command, **options)
+        commands.append(" ".join(command))
+        if command[0] == "git":
+            clone = Path(command[-1])
+            clone.mkdir(parents=True)
+            for path in ROOT.iterdir():
+                if not path.name.startswith("."):
+                    (clone / path.name).symlink_to(path)
+        elif "venv" in command:
+            (Path(command[-1]) / "bin").mkdir(parents=True)
+            python = Path(command[-1]) / "bin" / "python"
+            python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+            python.chmod(0o755)
+
+    monkeypatch.setattr(subprocess, "run", pretended)
+    if place == "Kaggle":  # the output of an earlier notebook
+        earlier = tmp_path / "kaggle" / "input" / "notebook" / "runs" / "earlier"
+        earlier.mkdir(parents=True)
+        (earlier / "metrics.jsonl").write_text("")
+    folders = re.compile(r'"/(content|kaggle|tmp)\b')
+    cells = [
+        cell._replace(text=folders.sub(rf'"{tmp_path}/\1', cell.text)) for cell in notebooks.read_cells(FIRST_HOUR)
+    ]
+    made = notebooks.run_cells(cells, FIRST_HOUR)
+    said = "".join("".join(output.get("text", "")) for cell in made for output in cell.get("outputs", ()))
+    assert said.startswith(f"on {place}: ") and "those of the first, to the last bit" in said, said
+    assert "brought back second: its newest checkpoint is step_00000044" in said
+    assert len(commands) == 4 and commands[0].startswith("git clone --quiet GIT_URL")
+    assert commands[3].endswith("tpu-examples/requirements.txt") and "--override" in commands[3]
+    kept = {"Colab": "content/drive/MyDrive/runs", "Kaggle": "kaggle/working/runs"}[place]
+    assert (tmp_path / kept / "second" / "checkpoints").is_dir()
+    assert not list((tmp_path / kept).rglob("*.copying"))
+    if place == "Colab":
+        assert mounted == [f"{tmp_path}/content/drive"]
+    else:
+        assert not mounted and (tmp_path / kept / "earlier" / "metrics.jsonl").exists()
+    assert ("distributed_mnist_tpu.py" in said) == (place == "Kaggle")

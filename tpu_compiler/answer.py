@@ -167,16 +167,22 @@ def program_key(traced: Traced, topology: Topology, options: dict[str, str] | No
 
 
 def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) -> dict[str, int]:
-    """Bytes per device of parameters, optimizer_state, inputs, activations, program."""
+    """Bytes per device of parameters, optimizer_state, inputs, activations, program.
+
+    Activations are what the compiler's peak has beside the inputs: its own figure of temporaries counts the gaps
+    between them twice, as its message says where it refuses. But a small program's peak is of on-chip memory, and that
+    of one with more on the host than on the device is the host's: the smaller counts. The program itself is in no peak,
+    and is loaded beside all else: 2 GiB of a large model whose layers are not scanned.
+    """
     memory = dict.fromkeys(("parameters", "optimizer_state", "inputs"), 0)
     for operation in computations["ENTRY"]:
         if operation.kind == "parameter" and HOST not in operation.type:
             memory[roles[int(operation.find(r" parameter\((\d+)\)"))]] += sum(shape_bytes(operation.type))
     memory["inputs"] += compiled.argument_bytes - sum(memory.values())  # rounding of small buffers
-    return memory | {
-        "activations": compiled.temporary_bytes + compiled.output_bytes,
-        "program": compiled.program_bytes,
-    }
+    activations = compiled.temporary_bytes + compiled.output_bytes
+    if compiled.peak_bytes > compiled.argument_bytes:
+        activations = min(activations, compiled.peak_bytes - compiled.argument_bytes)
+    return memory | {"activations": activations, "program": compiled.program_bytes}
 
 
 def _refused(message: str, traced: Traced, facts: dict) -> Report:

@@ -12,10 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # Python puts a script's own folder there
-
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
 from tpu_compiler.compile.compiling import UNREADABLE, hlo_of_stablehlo, hlo_of_text, program_inputs
@@ -73,8 +69,8 @@ def read_program(path: Path) -> Traced:
         raise InputError(f"{path} cannot be read: {said:.200}; expected {EXPECTED}; {HOW}") from error
     if found := re.search(CALLS_BACK, text):
         raise InputError(
-            f"{path} calls the host while it runs: {found[0].strip():.100}; expected a program that stays on the device; "
-            "leave jax.debug, io_callback and prints out of the step"
+            f"{path} calls the host while it runs: {found[0].strip():.100}; expected a program that stays on the "
+            "device; leave jax.debug, io_callback and prints out of the step"
         )
     header = text.partition("\n")[0]
     overwritten = re.findall(r"(?:buffer_donor|input_output_alias)=\{(.*?)\s\}", header)

@@ -21,8 +21,8 @@ record/       metrics (values on the device until a log line), log (metrics.json
               events (TensorBoard), speed and lines (throughput, reads and uploads by line), profile, run_dir
 step/         graphs (@one_graph: a second graph is an error), seen and second_graph (why there is one), optim (learning
               rates, optimizers), loader (batches sent ahead), replicas (DistributedDataParallel), average (of weights)
-checkpoint/   the folder of checkpoints and the thread that writes them; saved, loading, streaming, state, sharded_tensors,
-              tensor_reading; memory (in the memory of the hosts); resume (where a run begins)
+checkpoint/   the folder of checkpoints and the thread that writes them; saved, loading, streaming, state,
+              sharded_tensors, tensor_reading; memory (in the memory of the hosts); resume (where a run begins)
 trial/        checks (check_model), trials (evaluations) and first_step (training steps) in plain PyTorch before
               anything is compiled; unsaved (what steps change and no checkpoint holds)
 """

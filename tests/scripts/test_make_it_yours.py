@@ -16,7 +16,7 @@ from run_files import assert_identical, losses_in, read_lines, state_in, summary
 
 from config import MnistConfig
 from images.arrays import ImageDataset, TrainBatches
-from images.cifar import make_stripes
+from images.made import make_stripes
 from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.step.optim import learning_rates
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import jax  # after prepare_environment: jax reads its variables when it is imported
 import numpy as np
+from jax import export
 from jax._src import compiler
 from jax._src.interpreters.mlir import make_ir_context
-from jax import export
 from jax.experimental import topologies
 from jax.extend.mlir import hlo_to_stablehlo, ir
 from jaxlib import _jax
@@ -172,14 +172,15 @@ def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str, tuple[bool, ...]]:
         if main is None or not main.regions[0].blocks:
             raise ValueError("it has no function main with a body")
         if re.search(r"\?x|<\?", str(main.type)):
-            raise ValueError(f"main has shapes that are not fixed, {str(main.type):.100}")
+            raise ValueError(f"main has shapes that are not fixed, {main.type!s:.100}")
         results = [{a.name for a in attributes} for attributes in getattr(main, "result_attrs", ())]
         written = io.BytesIO()
         module.operation.write_bytecode(written)
         computation = _jax.mlir.mlir_module_to_xla_computation(written.getvalue(), False, False)
         counts = {a.name: str(a.attr).partition(" ")[0] for a in module.operation.attributes}
     text = computation.as_hlo_text()
-    header = f" num_partitions={counts.get('mhlo.num_partitions', 1)}, replica_count={counts.get('mhlo.num_replicas', 1)},"
+    partitions, replicas = (counts.get(f"mhlo.num_{name}", 1) for name in ("partitions", "replicas"))
+    header = f" num_partitions={partitions}, replica_count={replicas},"
     free = tuple(not names & {"mhlo.sharding", "sdy.sharding"} for names in results) or (True,)
     return computation.as_serialized_hlo_module_proto(), text.replace(",", f",{header}", 1), free
 

@@ -329,6 +329,7 @@ def said(content="4", **keys) -> bytes:
             "its label is false, which marks an answer that is not",
         ),
         (said()[:-1] + b', "label": false}', "its label is false, which marks an answer that is not wanted"),
+        (said()[:-1] + b', "kto_tag": false}', "its kto_tag is false, which marks an answer that is not wanted"),
         (
             b'{"messages": [{"role": "user", "content": "x", "train": true}, {"role": "assistant", "content": "y"}]}',
             "message 1 has train True, expected 0 or 1 beside an answer",
@@ -438,6 +439,9 @@ def test_what_is_left_out_of_a_folder_is_told(tmp_path, capsys):
 def test_many_bad_lines_are_counted(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"{}\n" * 25)
     with pytest.raises(InputError, match=r"line 10: .*\nand 15 more$"):
+        read_chats(tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_bytes(b"x\n" * 1_000_000)  # a text: its last line took minutes and gigabytes
+    with at_most(1 << 24), pytest.raises(InputError, match=r"line 10: .*\nand 990 or more$"):
         read_chats(tmp_path / "x.jsonl")
 
 

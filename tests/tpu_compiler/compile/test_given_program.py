@@ -1,4 +1,4 @@
-"""aot_tpu.py --hlo: programs that jax wrote (tests/jax_program.py), held against what jax's own compile says of them."""
+"""aot_tpu.py --hlo: programs that jax wrote (tests/jax_program.py), held against what jax says of them itself."""
 
 import json
 import subprocess

@@ -18,6 +18,9 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              also, or only, by a newer compiler in an environment of its own
          python aot_tpu.py MODULE --inputs 'x=int32[8,1024]' --topology v5e-1
              any torch.nn.Module, no script: docs/any_module.md
+         python aot_tpu.py --hlo FILE --topology v6e-8
+             a program of jax, or of anything that XLA compiles, as StableHLO or
+             HLO: docs/any_module.md
 Exit:    0 fits; 1 does not fit or does not compile; 2 wrong usage.
 
 How: the script runs its normal way on the XLA CPU backend, with as many
@@ -54,6 +57,7 @@ from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_op
 from tpu_compiler.decide.verdict import Terms, decide, parse_only, parse_prices, parse_tokens
 from tpu_compiler.estimate.calibration import CALIBRATION, Calibration, read_calibration
 from tpu_compiler.estimate.report import Report, format_compilers, format_report, format_table
+from tpu_compiler.given import check_file, compile_file
 from tpu_compiler.module.programs import HELP, compile_module, names_a_module, option_parser, parse_question
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.virtual_slice import COMPILER_VARIABLE, check_private_interfaces, traceable_topology
@@ -86,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reports += answers
     except (ValueError, RuntimeError, OSError) as error:
         code = error.exit_code if isinstance(error, ScriptError) else 1 if isinstance(error, NewestError) else 2
-        # the child process of a module has printed why
-        if not (isinstance(error, ScriptError) and names_a_module(arguments.script) and code == 2):
+        # the child process of a module, or of a program in a file, has printed why
+        if not (isinstance(error, ScriptError) and is_no_script(arguments) and code == 2):
             print(f"error: {error}", file=sys.stderr)
         return code
     finally:
@@ -114,7 +118,8 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         epilog=f"{HELP}\n\n{option_parser().format_help().strip()}",
     )
-    parser.add_argument("script", help="a training script that takes --compile_for, or a module")
+    parser.add_argument("script", nargs="?", help="a training script that takes --compile_for, or a module")
+    parser.add_argument("--hlo", metavar="FILE", help="instead of a script: a program before XLA optimizes it")
     parser.add_argument("--topology", required=True, help="slices, separated by commas")
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
@@ -172,18 +177,16 @@ def check_command(
         raise ValueError("--search, --diff and --fit are three questions; ask one at a time")
     if sides and "," in arguments.topology:
         raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
+    check_target(arguments, options, sides)
     choose_cache(arguments.cache, arguments.no_cache)
-    is_module = names_a_module(arguments.script)
+    is_module = not arguments.hlo and names_a_module(arguments.script)
     # whatever is wrong with a module's options is said before anything is downloaded
     through_torch = is_module and parse_question(arguments.script, options).through == "torch"
     newest = through_torch or arguments.compiler != "installed"
     if newest and (sides or arguments.search):
         raise ValueError("--search and --diff ask the installed compiler; leave --compiler newest out")
     topologies = [traceable_topology(name, newest) for name in arguments.topology.split(",")]
-    if is_module and (sides or arguments.search or arguments.fit):
-        asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
-        raise ValueError(f"{asked} is for scripts, and {arguments.script} is a module; change its options")
-    if not is_module:
+    if not is_module and not arguments.hlo:
         check_script(Path(arguments.script))
     if not through_torch:
         check_private_interfaces()
@@ -201,12 +204,33 @@ def check_command(
     return [t.name for t in topologies], questions, calibration
 
 
+def check_target(arguments: argparse.Namespace, options: list[str], sides: tuple[str, str] | None) -> None:
+    """Raises ValueError unless one thing is asked about, and what is asked of a module or a file can be."""
+    if not arguments.script and not arguments.hlo:
+        raise ValueError("nothing to ask about; expected a training script, a module, or --hlo FILE")
+    if arguments.hlo and (arguments.script or options):
+        found = " ".join([arguments.script or "", *options]).strip()
+        raise ValueError(f"--hlo {arguments.hlo} is a whole program; {found} beside it has no effect; leave one out")
+    if is_no_script(arguments) and (sides or arguments.search or arguments.fit):
+        asked = "--fit" if arguments.fit else "--search" if arguments.search else "--diff"
+        kind = f"{arguments.hlo} is a program" if arguments.hlo else f"{arguments.script} is a module"
+        raise ValueError(f"{asked} is for scripts, and {kind}; change its options")
+    if arguments.hlo:
+        check_file(Path(arguments.hlo))
+
+
+def is_no_script(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.hlo or (arguments.script and names_a_module(arguments.script)))
+
+
 def ask_slice(
     arguments: argparse.Namespace, options: list[str], topology: str, compiler: str, say: Callable[[str], None]
 ) -> list[Report]:
     """One report of a script, none if no value of --fit fits, and of a module one for each level."""
     os.environ[COMPILER_VARIABLE] = compiler  # where the child process finds the one to use
     place = arguments.program and str(Path(arguments.program, "newest" if compiler else ""))
+    if arguments.hlo:
+        return [compile_file(arguments.hlo, topology, place)]
     if names_a_module(arguments.script):
         return compile_module(arguments.script, options, topology, place)
     if arguments.fit:

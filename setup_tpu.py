@@ -189,7 +189,8 @@ def check_libtpu(environment: Mapping, search_path: list, installed: Mapping, wa
 
 def check_chips(chips: list, device: str, where: str) -> Check:
     """chips: those on the PCI bus that these scripts know. Others of Google's are network cards, disks, older TPUs."""
-    from tpu_utils.base.hardware import GENERATIONS, GOOGLE_PCI_VENDOR
+    from tpu_utils.base.hardware import GENERATIONS
+    from tpu_utils.options.environment import GOOGLE_PCI_VENDOR
 
     if chips:
         return Check("tpu chips", "ok", f"{len(chips)} on the PCI bus: {', '.join({chip.name for chip in chips})}")
@@ -598,7 +599,7 @@ def look(
     options: argparse.Namespace, environment: Mapping, root: Path, search_path: list, installed: Mapping
 ) -> Iterator[Check]:
     """What waits for a network or a child process waits at the same time."""
-    from tpu_utils.base.hardware import attached_chips
+    from tpu_utils.options.environment import attached_chips
 
     sys_root, dev_root, proc_root = (root / name for name in ("sys", "dev", "proc"))
     limit, uid, device = options.time_limit, os.getuid(), options.device

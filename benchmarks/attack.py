@@ -29,13 +29,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests"))
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+from processes import Script, run, start, waits  # noqa: E402
+from run_files import saved_steps  # noqa: E402
 
 TIME_LIMIT = 1800
 HOME = "127.0.0.1"
@@ -52,6 +56,11 @@ def expect(condition: object, complaint: str) -> None:
         raise Complaint(complaint)
 
 
+def peak() -> int:
+    """Bytes: the most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 # -------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -60,8 +69,7 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
     import torch
 
     from tpu_utils.checkpoint import Checkpoints
-    from tpu_utils.checkpoint.state import HostCopy, shards_by_path
-    from tpu_utils.checkpoint.tensor_files import Kind, write_tensors
+    from tpu_utils.checkpoint.state import HostCopy, Kind, shards_by_path, write_tensors
 
     checkpoints = Checkpoints(folder, 3, run_id="ours")
     rows = megabytes * 2**20 // 4 // 64 // 2
@@ -167,7 +175,7 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
     _, kinds = read_all(checkpoints.folder)
     outcomes = {"fell back": 0, "harmless": 0, "refused": 0}
     size = sum(path.stat().st_size for path in checkpoints.path(20).iterdir())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     target = Path(tempfile.mkdtemp(dir=folder)) / "checkpoints"
     for number in range(count):
         shutil.copytree(intact, target)
@@ -195,7 +203,7 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
                 expect(step == 10 or found == kinds, f"{number}: {victim.name} gave other tensors")
                 outcomes["fell back" if step == 10 else "harmless"] += 1
         shutil.rmtree(target)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    grown = peak() - before
     # Twice its size is ours: a file and its altered copy, then what is read of it. A header may ask for 2**40 bytes.
     expect(grown < 4 * size, f"memory grew by {grown:,} bytes for a checkpoint of {size:,}")
     return ", ".join(f"{number} {name}" for name, number in outcomes.items()) + f"; memory + {grown / size:.1f} x"
@@ -246,13 +254,8 @@ def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
             checkpoints.path(10).rename(newest)
             (target / "aside").rename(checkpoints.path(10))
         elif what == 4:
-            for name in (
-                "step_abcdefgh",
-                "step_1",
-                "step_00000020 (copy)",
-                "step_\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0661",
-            ):
-                shutil.copytree(newest, target / name)
+            for name in ("abcdefgh", "1", "00000020 (copy)", "\u0661" * 8):
+                shutil.copytree(newest, target / f"step_{name}")
         elif what == 5:
             marker = json.loads((newest / "done").read_bytes())
             (newest / "done").write_text(json.dumps({**marker, "run": "theirs"}))
@@ -292,20 +295,8 @@ def attack_bucket(count: int, draw: random.Random, folder: Path) -> str:
     files = {f"checkpoints/{p.parent.name}/{p.name}": p.read_bytes() for p in true.folder.rglob("*") if p.is_file()}
     files |= {"config.json": b'{"run_id": "ours"}', "metrics.jsonl": b'{"step": 1}\n'}
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    pieces = [
-        "..",
-        ".",
-        "",
-        "/",
-        "etc",
-        "x.py",
-        "step_00000020",
-        "done",
-        "checkpoints",
-        str(folder / "owned"),
-        "\\",
-        "\n",
-    ]
+    pieces = ["..", ".", "", "/", "etc", "x.py", "step_00000020", "done", "checkpoints", "\\", "\n"]
+    pieces += [str(folder / "owned")]
     pieces += ["tensorboard", "state.json", "\u0661" * 8, "C:", "~", "%2e%2e", "x" * 300, "config.json", "lock"]
     blobs: list[Blob] = []
     storage.connect = lambda url: (None, "run/")
@@ -355,7 +346,7 @@ def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
     secret = draw.randbytes(32)
     hello = frame(json.dumps({"index": 1, "nonce": "0" * 32}).encode())
     base = hello + frame(json.dumps({"proof": "0" * 64}).encode())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     listener = wire.Listener(HOME, 0, 2, secret, {HOME}, 60.0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(listener.wait, TIME_LIMIT)
@@ -385,7 +376,7 @@ def attack_wire(count: int, draw: random.Random, folder: Path) -> str:
         except (wire.WireError, TrainingError, ValueError):
             refused += 1
         two.close()
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    grown = peak() - before
     expect(grown < 2 * wire.LONGEST_MESSAGE, f"memory grew by {grown:,} bytes")
     return f"no stranger got in; of {count} answers to a host {refused} were refused, the others are of the right form"
 
@@ -686,16 +677,15 @@ def attack_cache_entries(count: int, draw: random.Random, folder: Path) -> str:
     expect(kept.read(name, Record), "a good entry was not read")
     made = folder / "made"
     made.mkdir()
-    subprocess.run(
-        [sys.executable, "-c", MAKE_BOMBS, made, name], check=True
-    )  # elsewhere: what it takes is not counted
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # elsewhere: what it takes is not counted
+    subprocess.run([sys.executable, "-c", MAKE_BOMBS, made, name], check=True)
+    before = peak()
     for content in [bomb.read_bytes() for bomb in made.iterdir()] + [mutated(good, draw) for _ in range(count)]:
         path.write_bytes(content)
         found = kept.read(name, Record)
         expect(found is None or len(content) < 1000, "an entry of gigabytes was taken")
         read += found is not None
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    grown = peak() - before
     expect(grown < 3 * LARGEST_TEXT, f"memory grew by {grown:,} bytes")
     return f"{count - read} of {count} damaged ones were as good as none; memory + {grown >> 20} MiB"
 
@@ -759,67 +749,51 @@ TINY = ["simple_mnist_tpu.py", "--device=cpu", "--num_epochs=200", "--global_bat
 TINY += ["--hidden_dim=16", "--log_every=5", "--save_every=5", "--no_tensorboard"]
 
 
-def start(run_dir: Path, **outputs) -> subprocess.Popen:
-    outputs = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | outputs
-    heeded = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731 - this may run under nohup
-    command = [sys.executable, *TINY, f"--run_dir={run_dir}"]
-    return subprocess.Popen(command, cwd=ROOT, preexec_fn=heeded, **outputs)
-
-
-def wait_for(condition, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + TIME_LIMIT
-    while not condition():
-        expect(process.poll() is None, f"the run ended by itself with {process.returncode}")
-        expect(time.monotonic() < deadline, "the run never came that far")
-        time.sleep(0.005)
-
-
-def saved_step(run_dir: Path) -> int:
-    return max((int(path.parent.name[5:]) for path in run_dir.glob("checkpoints/step_*/done")), default=0)
+def begun(run_dir: Path, condition: Callable = saved_steps) -> Script:
+    """A run that came so far that condition(run_dir) holds."""
+    script = start(*TINY, f"--run_dir={run_dir}")
+    waits(lambda: condition(run_dir), TIME_LIMIT, alive=script)
+    return script
 
 
 def lost_terminal(run_dir: Path) -> None:
-    process = start(run_dir)
-    wait_for(lambda: saved_step(run_dir), process)
-    process.send_signal(signal.SIGHUP)
-    expect(process.wait(TIME_LIMIT) == 129, f"exit code {process.returncode} after SIGHUP, expected 129")
+    script = begun(run_dir)
+    script.send_signal(signal.SIGHUP)
+    expect(script.wait(TIME_LIMIT) == 129, f"exit code {script.returncode} after SIGHUP, expected 129")
 
 
 def twice_in_two_milliseconds(run_dir: Path) -> None:
-    process = start(run_dir)
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists(), process)
-    process.send_signal(signal.SIGTERM)
+    script = begun(run_dir, lambda folder: (folder / "metrics.jsonl").exists())
+    script.send_signal(signal.SIGTERM)
     time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
-    expect(process.wait(TIME_LIMIT) == 143, f"exit code {process.returncode} after two SIGTERMs, expected 143")
-    expect(saved_step(run_dir), "two SIGTERMs saved nothing")
+    script.send_signal(signal.SIGTERM)
+    expect(script.wait(TIME_LIMIT) == 143, f"exit code {script.returncode} after two SIGTERMs, expected 143")
+    expect(saved_steps(run_dir), "two SIGTERMs saved nothing")
 
 
 def nobody_reads(run_dir: Path) -> None:
-    process = start(run_dir, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [sys.executable, *TINY, f"--run_dir={run_dir}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close(), process.stderr.close()
-    wait_for(lambda: saved_step(run_dir) > 20, process)
+    waits(lambda: max(saved_steps(run_dir), default=0) > 20 or process.poll() is not None, TIME_LIMIT)
     process.send_signal(signal.SIGTERM)
     expect(process.wait(TIME_LIMIT) == 143, f"exit code {process.returncode} with closed outputs, expected 143")
 
 
 def removed_lock(run_dir: Path) -> None:
-    process = start(run_dir)
-    wait_for(lambda: saved_step(run_dir), process)
+    script = begun(run_dir)
     (run_dir / "lock").unlink()
-    command = [sys.executable, *TINY, f"--run_dir={run_dir}", "--resume=auto"]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT)
-    process.kill()
-    expect(process.wait() == -9, "the first run ended by itself")
+    second = run(*TINY, f"--run_dir={run_dir}", "--resume=auto", timeout=TIME_LIMIT)
+    script.kill()
+    expect(script.wait() == -9, "the first run ended by itself")
     expect(second.returncode == 2 and "in use" in second.stderr, f"a second run came in: {second.stderr[-300:]}")
 
 
 def removed_folder(run_dir: Path) -> None:
-    process = start(run_dir, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: saved_step(run_dir), process)
+    script = begun(run_dir)
     run_dir.rename(run_dir.with_name("moved"))
-    _, error = process.communicate(timeout=TIME_LIMIT)
-    expect(process.returncode == 1 and "Traceback" not in error, f"exit code {process.returncode}: {error[-300:]}")
+    _, error = script.communicate(TIME_LIMIT)
+    expect(script.returncode == 1 and "Traceback" not in error, f"exit code {script.returncode}: {error[-300:]}")
     expect(not run_dir.exists(), "the folder was made again")
 
 
@@ -876,17 +850,9 @@ def main() -> int:
     print(f"{'attack':13} {'times':>5} {'seconds':>7}  outcome")
     for name, count in counts.items():
         started = time.monotonic()
-        command = [
-            sys.executable,
-            __file__,
-            "--inner",
-            "--only",
-            name,
-            f"--share={options.share}",
-            f"--seed={options.seed}",
-        ]
+        own = ["--inner", "--only", name, f"--share={options.share}", f"--seed={options.seed}"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
+            done = run(__file__, *own, timeout=TIME_LIMIT, cold=True)
             said = done.stdout.strip() if done.returncode in (0, 1) and done.stdout else done.stderr[-2000:]
             bad = done.returncode != 0
             said = f"FAILED ({done.returncode}): {said}" if bad else said

@@ -2,20 +2,24 @@
 
 Run:     python benchmarks/copies.py                        # all kinds, one device of torch_xla
          python benchmarks/copies.py --devices 4            # copies of distributed_mnist_tpu.py instead
-         python benchmarks/copies.py --replicas 4           # of ddp_mnist_tpu.py
+         python benchmarks/copies.py --replicas 4           # of ddp_mnist_tpu.py, on one and, as one program, on four
          python benchmarks/copies.py --python VENV/bin/python   # a Python without torch_xla: torch.compile
+Writes:  docs/results/copies.csv, in place of the rows of the same setting and kinds; refused: with the message
 
-A kind is an entry of RIGHT in tests/scripts/test_wrong_copies.py. Each is written to a folder as a script of its own
-and run as users run it: 20 steps, and two evaluations of 45 examples in batches of 16. Plain PyTorch runs the same
-model and step eagerly on the CPU from the same first weights, and evaluates the 45 in one batch. A second run is killed
-(kill -9) in step 13 and goes on from its checkpoint of step 9: its metrics must be those of the first to the last
-digit.
+A kind is an entry of RIGHT or MEANT in tests/scripts/test_wrong_copies.py. Each is written to a folder as a script of
+its own and run as users run it: 20 steps, and two evaluations of 45 examples in batches of 16. Plain PyTorch runs the
+same model and step eagerly on the CPU from the same first weights, and evaluates the 45 in one batch. A second run is
+killed (kill -9) in step 13 and goes on from its checkpoint of step 9: its metrics must be those of the first to the
+last digit.
 """
 
 import argparse
 import contextlib
+import csv
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,20 +29,27 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "scripts")]
+os.environ["OMP_NUM_THREADS"] = "1"  # of such small models more threads wait more than they work
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from processes import Script  # noqa: E402
 from safetensors.torch import load_model  # noqa: E402
-from test_wrong_copies import COUNTS, RIGHT, TRAINED, dataset_of  # noqa: E402
+from test_wrong_copies import COUNTS, MEANT, RIGHT, TRAINED, dataset_of  # noqa: E402
 
 from images.arrays import ImageDataset, TrainBatches, sent  # noqa: E402
+from tpu_utils.base.files import write_atomically  # noqa: E402
 from tpu_utils.options.parsing import parse_command_line  # noqa: E402
 
+TABLE = ROOT / "docs" / "results" / "copies.csv"
+COLUMNS = ("setting", "kind", "of a loss", "of an evaluation", "killed and resumed")
+"""Of the numbers the largest difference, relative to the expected one."""
 OPTIONS = "--device=cpu --num_epochs=2 --max_shift=0 --no_tensorboard --eval_batch_size=16 --global_batch_size=16 \
 --log_every=1 --save_every=9 --keep_checkpoints=9 --warmup_steps=1 --weight_decay=0 --shard_parameters".split()
 ADAM = "rates, decay and betas of groups"
 """The one kind with AdamW: it makes differences of 1e-7 in a gradient near 0 a different sign of a first step."""
-DRAWS = ("dropout", "autoencoder whose code is drawn", "diffusion")
+KINDS = RIGHT | MEANT
+DRAWS = ("dropout", "autoencoder whose code is drawn", "diffusion", "stochastic depth", "two passes that agree")
+DRAWS += ("mixup by a Beta distribution", "an energy sampled by Langevin")
 """Kinds whose numbers come from the device's own generator: plain PyTorch draws others."""
 OPTIMIZER = "        optimizer = make_optimizer(config, model.parameters())\n"
 TRACKED = "optimizer=optimizer, metrics=metrics)"
@@ -86,7 +97,7 @@ OVER_REPLICAS = f"        return over_replicas({COUNTS.strip().removeprefix('ret
 
 def copy_of(kind: str, script: Path, in_a_run: bool) -> str:
     """The text of a script with the edits of a kind."""
-    text, edits = script.read_text(), [*RIGHT[kind][1]]
+    text, edits = script.read_text(), [*KINDS[kind][1]]
     if script.name.startswith("ddp"):
         changed = {old for old, _ in edits}
         first = AS_ONE_REPLICA + [(MEAN_OF_LABELS, TRAINED)] * (TRAINED in changed)
@@ -107,7 +118,7 @@ def write_copy(folder: Path, kind: str, script: Path) -> ImageDataset:
     """mine.py and its data in folder; what is trained on."""
     folder.mkdir()
     (folder / "mine.py").write_text(copy_of(kind, script, True))
-    train, test = dataset_of(RIGHT[kind][0], 165), dataset_of(RIGHT[kind][0], 45)
+    train, test = dataset_of(KINDS[kind][0], 165), dataset_of(KINDS[kind][0], 45)
     dataset = ImageDataset("mine", train.train_images, train.train_labels, test.train_images, test.train_labels)
     for field in ("train_images", "train_labels", "test_images", "test_labels"):
         np.save(folder / f"{field}.npy", getattr(dataset, field))
@@ -178,6 +189,12 @@ def in_plain_pytorch(folder: Path, kind: str, dataset: ImageDataset) -> tuple[li
     return metrics.read(0, batches.num_steps)["loss"].tolist(), evaluations
 
 
+def refusal(stderr: str) -> str:
+    """The last message, without the folder of the copy."""
+    said = stderr.strip().splitlines()[-1]
+    return "refused: " + re.sub(r"^[\w.]*[Ee]rror: |/[^ ]*/", "", said)
+
+
 def on_replicas(kind: str, folder: Path, num_replicas: int) -> list[float] | str:
     """Losses of the steps of a copy of ddp_mnist_tpu.py on several replicas, which have the same weights at the end;
     or why it is refused."""
@@ -187,7 +204,7 @@ def on_replicas(kind: str, folder: Path, num_replicas: int) -> list[float] | str
     for arguments in (trace, ("run", folder)):
         done = start_forked(program, *arguments, folder=folder)
         if done.returncode:
-            return f"refused: {done.stderr.strip().splitlines()[-1][:300]}"
+            return refusal(done.stderr)
     found = json.loads((folder / "curve.json").read_text())
     assert found["weights_apart"] == 0 and all(losses == found["losses"][0] for losses in found["losses"]), found
     return found["losses"][0]
@@ -199,65 +216,79 @@ def difference(found: list[float], expected: list[float]) -> float:
     return max(abs(one - other) / max(abs(other), 1e-3) for one, other in zip(found, expected, strict=True))
 
 
+def tried(kind: str, folder: Path, script: Path, arguments: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """What the table says of a copy: differences of its losses and evaluations, and of a run that is killed. With
+    --replicas first of one replica, then of as many."""
+    dataset = write_copy(folder, kind, script)
+    count = 1 + (arguments.replicas > 1)
+    done = run_copy(kind, folder, arguments, "--run_dir=whole")
+    if done.returncode:
+        return [(refusal(done.stderr), "", "")] * count
+    ended = "not tried"
+    if not arguments.no_kill:
+        killed = run_copy(kind, folder, arguments, "--run_dir=killed", KILLED_IN_13="1").returncode
+        resumed = run_copy(kind, folder, arguments, "--run_dir=killed", "--resume=must")
+        same = all(metrics_of(folder / "whole", k) == metrics_of(folder / "killed", k) for k in ("train", "eval"))
+        is_same = killed == -9 and resumed.returncode == 0 and same
+        ended = "identical" if is_same else f"DIFFERENT {resumed.stderr[-300:]}"
+    traced = on_replicas(kind, folder, arguments.replicas) if count > 1 else []
+    if kind in DRAWS:
+        return [("draws", "draws", ended), ("draws" if isinstance(traced, list) else traced, "", "")][:count]
+    losses, evaluations = in_plain_pytorch(folder, kind, dataset)
+    steps = metrics_of(folder / "whole", "train").values()
+    found = metrics_of(folder / "whole", "eval").values()
+    pairs = [(one[name], other[name]) for one, other in zip(found, evaluations, strict=True) for name in other]
+    apart = difference([step["loss"] for step in steps], losses), difference(*zip(*pairs, strict=True))
+    rows = [(*(f"{one:.1e}" for one in apart), ended)]
+    if isinstance(traced, list) and count > 1:
+        said = ", and said to depend on how many there are" * ("the run depends on how many" in done.stdout)
+        traced = f"{difference(traced, losses):.1e}{said}"
+    return [*rows, (traced, "", "")][:count]
+
+
+def write_rows(rows: dict[tuple[str, str], tuple[str, str, str]]) -> None:
+    """In place of those of the same setting and kind."""
+    with contextlib.suppress(FileNotFoundError), TABLE.open(newline="") as file:
+        _, *before = csv.reader(file)
+        rows = {(setting, kind): tuple(rest) for setting, kind, *rest in before if kind in KINDS} | rows
+    kinds = [*KINDS]
+    order = sorted(rows, key=lambda one: (one[0], kinds.index(one[1])))
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([COLUMNS, *((*key, *rows[key]) for key in order)])
+    write_atomically(TABLE, file.getvalue().encode())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--only",
         nargs="*",
-        default=list(RIGHT),
-        choices=list(RIGHT),
+        default=list(KINDS),
+        choices=list(KINDS),
         metavar="KIND",
         help="Kinds to run. Default: all.",
     )
     parser.add_argument("--devices", type=int, default=1, help="Virtual devices; more than one: by SPMD.")
-    parser.add_argument("--replicas", type=int, default=1, help="Virtual replicas; more than one: by DDP.")
+    parser.add_argument("--replicas", type=int, default=0, help="By DDP: one replica, then so many as one program.")
     parser.add_argument("--no_kill", action="store_true", help="Leave out the second run, which is killed.")
     parser.add_argument("--python", help="Python that runs the copies. Default: this one.")
     arguments = parser.parse_args()
-    script = ROOT / "simple_mnist_tpu.py"
+    script, setting = "simple_mnist_tpu.py", "torch_xla, one device"
+    if arguments.python:
+        setting = "torch.compile, CPU"
     if arguments.devices > 1:
-        script = ROOT / "distributed_mnist_tpu.py"
-    elif arguments.replicas > 1:
-        script = ROOT / "ddp_mnist_tpu.py"
-    print(
-        f"""| kind | largest relative difference of a loss{" on one replica" * (arguments.replicas > 1)}\
-{f" | on {arguments.replicas}" * (arguments.replicas > 1)} | of an evaluation | killed and resumed |"""
-    )
-    print("|" + "---|" * (4 + (arguments.replicas > 1)))
+        script, setting = "distributed_mnist_tpu.py", f"SPMD, {arguments.devices} devices"
+    elif arguments.replicas:
+        script, setting = "ddp_mnist_tpu.py", "DDP, 1 replica"
     failed = 0
     with tempfile.TemporaryDirectory() as base:
         for number, kind in enumerate(arguments.only):
-            folder = Path(base, str(number))
-            dataset = write_copy(folder, kind, script)
-            done = run_copy(kind, folder, arguments, "--run_dir=whole")
-            if done.returncode:
-                failed += 1
-                print(
-                    f"| {kind} | exit {done.returncode}: {done.stderr.strip().splitlines()[-1][:300]} | | |", flush=True
-                )
-                continue
-            ended = "not tried"
-            if not arguments.no_kill:
-                killed = run_copy(kind, folder, arguments, "--run_dir=killed", KILLED_IN_13="1").returncode
-                resumed = run_copy(kind, folder, arguments, "--run_dir=killed", "--resume=must")
-                same = all(
-                    metrics_of(folder / "whole", k) == metrics_of(folder / "killed", k) for k in ("train", "eval")
-                )
-                is_same = killed == -9 and resumed.returncode == 0 and same
-                ended = "identical" if is_same else f"DIFFERENT {resumed.stderr[-300:]}"
-                failed += not is_same
-            losses, evaluations = in_plain_pytorch(folder, kind, dataset)
-            steps = metrics_of(folder / "whole", "train").values()
-            apart = [difference([step["loss"] for step in steps], losses)]
-            found = metrics_of(folder / "whole", "eval").values()
-            pairs = [(one[name], other[name]) for one, other in zip(found, evaluations, strict=True) for name in other]
-            apart.append(difference(*zip(*pairs, strict=True)))
-            shown = ["draws" if kind in DRAWS else f"{one:.1e}" for one in apart]
-            if arguments.replicas > 1:
-                found = on_replicas(kind, folder, arguments.replicas)
-                known = isinstance(found, str) or kind in DRAWS
-                shown.insert(1, str(found)[:300] if known else f"{difference(found, losses):.1e}")
-            print(f"| {' | '.join([kind, *shown, ended])} |", flush=True)
+            rows = tried(kind, Path(base, str(number)), ROOT / script, arguments)
+            settings = [setting, f"DDP, {arguments.replicas} replicas"]
+            for where, row in zip(settings, rows, strict=False):
+                failed += "DIFFERENT" in row[2]
+                print(f"{where}: {kind}: {', '.join(filter(None, row))}", flush=True)
+                write_rows({(where, kind): row})
     return int(failed > 0)
 
 

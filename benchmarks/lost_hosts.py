@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from processes import ROOT, environment_with, free_port
+from run_files import read_lines
 
 from tpu_utils.base.restarts import memory_folder, newest_checkpoint
 
@@ -258,9 +259,9 @@ LOSSES: dict[str, Callable[[Slice], None]] = {
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
-    assert len(losses) == len([line for line in lines if line["kind"] == "train"]), "a step stands there twice"
+    lines = [line for line in read_lines(run_dir) if line["kind"] == "train"]
+    losses = {line["step"]: line["loss"] for line in lines}
+    assert len(losses) == len(lines), "a step stands there twice"
     return losses
 
 

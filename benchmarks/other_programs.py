@@ -1,4 +1,4 @@
-"""What users would write or pick instead of transformer_tpu.py and simple_mnist_tpu.py, for the other benchmarks.
+"""What users would write or pick instead of transformer_tpu.py, for the other benchmarks.
 
 Same model, same batch, same recipe; written the usual way for each library.
 """
@@ -26,7 +26,7 @@ class Recipe:
     clip: float | None
 
 
-GPT_RECIPE, MNIST_RECIPE = Recipe(6e-4, (0.9, 0.95), 0.1, 1.0), Recipe(1e-3, (0.9, 0.999), 0.0, None)
+GPT_RECIPE = Recipe(6e-4, (0.9, 0.95), 0.1, 1.0)
 
 # ---------------------------------------------------------------------------------------------------------- PyTorch
 
@@ -283,30 +283,3 @@ def jax_llama_loss(parameters, tokens_BS, shape: LlamaShape, dtype):
     logits = (rms_norm(x, parameters["final_weight"]) @ head.T).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
-
-
-def jax_cnn_parameters(image_size: int, channels: int, hidden_dim: int):
-    import jax
-
-    C, features = channels, 2 * channels * (image_size // 4) ** 2
-    sizes = dict(conv1=(3, 3, 1, C), conv2=(3, 3, C, 2 * C), conv3=(3, 3, 2 * C, 2 * C))
-    sizes |= dict(hidden=(features, hidden_dim), head=(hidden_dim, 10))
-    keys = iter(jax.random.split(jax.random.key(0), len(sizes)))
-    weights = {name: jax.random.normal(next(keys), size) * 0.05 for name, size in sizes.items()}
-    return weights | {f"{name}_bias": jax.numpy.zeros(size[-1]) for name, size in sizes.items()}
-
-
-def jax_cnn_loss(w, images, labels):
-    """Mean loss of simple_mnist_tpu's ConvNet in jax.numpy, NHWC."""
-    import jax
-    import jax.numpy as jnp
-
-    x = images[..., None].astype(jnp.float32) / 85 - 1
-    for name, stride in (("conv1", 1), ("conv2", 2), ("conv3", 2)):
-        x = jax.lax.conv_general_dilated(
-            x, w[name], (stride, stride), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        x = jax.nn.relu(x + w[f"{name}_bias"])
-    x = jax.nn.relu(x.reshape(len(x), -1) @ w["hidden"] + w["hidden_bias"])
-    logits = x @ w["head"] + w["head_bias"]
-    return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]).mean()

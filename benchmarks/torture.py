@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tests"))
 from documents import write_corpus  # noqa: E402
+from run_files import numbers, saved_steps, state_in, summary_in  # noqa: E402
 
-from tpu_utils.checkpoint.saved import read_checkpoint  # noqa: E402
 from tpu_utils.record.log import BESIDE  # noqa: E402
 
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
@@ -58,8 +58,6 @@ NUM_STEPS, EVAL_EVERY, KILLS_PER_RUN, TIME_LIMIT = 66, 11, 8, 300
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 AIMS = ("start-up", "step", "save", "prune", "evaluation")
 PLANS = [(number, aim) for number in SIGNALS for aim in AIMS]
-TIMES = {"step_seconds", "examples_per_second", "tokens_per_second", "data_wait_seconds", "mfu", "wait_seconds"}
-TIMES |= {"host_seconds", "began_with", "memory"}
 DIFFER_BY_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "hbm_peak_bytes", *BESIDE}
 
 
@@ -90,7 +88,7 @@ class Run:
 
     def __init__(self, variant: str, run_dir: Path, changes: dict[str, str] | None = None):
         self.run_dir, self.output = run_dir, run_dir.with_suffix(".log")
-        self.done = max(self.saved_steps(), default=0)
+        self.done = max(saved_steps(run_dir), default=0)
         options = [*VARIANTS[variant], "--device=cpu", "--no_tensorboard", f"--run_dir={run_dir}", "--resume=auto"]
         options += [f"--data_dir={run_dir.parent}"] if variant == "stream" else []
         devices = {"CPU_NUM_DEVICES": "8"} if variant.startswith("transformer") else {}
@@ -104,9 +102,6 @@ class Run:
             return []
         return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
 
-    def saved_steps(self) -> list[int]:
-        return [int(path.parent.name[5:]) for path in self.run_dir.glob("checkpoints/step_*/done")]
-
     def phase(self) -> str:
         """What the run is doing, as far as its files tell."""
         lines = self.lines()
@@ -117,7 +112,7 @@ class Run:
         new = [line for line in lines if line["step"] > self.done]
         if not new:
             return "first steps"
-        if new[-1]["kind"] == "checkpoint" and new[-1]["step"] not in self.saved_steps():
+        if new[-1]["kind"] == "checkpoint" and new[-1]["step"] not in saved_steps(self.run_dir):
             return "save"
         if len(list(self.run_dir.glob("checkpoints/step_*"))) > 1:  # one is kept
             return "prune"
@@ -129,7 +124,7 @@ class Run:
         """Whether the moment of the kill has come."""
         if aim == "start-up":
             return time.monotonic() - self.started > delay
-        reached = max([line["step"] for line in self.lines()] + self.saved_steps(), default=0)
+        reached = max([line["step"] for line in self.lines()] + saved_steps(self.run_dir), default=0)
         if reached < target or reached <= self.done:
             return False
         return self.phase() == aim or aim == "step"
@@ -149,30 +144,19 @@ def bits(value) -> object:
     return repr(value)
 
 
-def metrics_of(run_dir: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
-
-
 def differences(run_dir: Path, reference: Path) -> list[str]:
     """What of a finished run is not as in the reference, in words; empty when they are equal."""
     found = []
-    states = []
-    for folder in (reference, run_dir):
-        newest = max((folder / "checkpoints").glob("step_*/done")).parent
-        saved = read_checkpoint(newest)
-        files = saved.files()
-        tensors = {path: files.read(path) for path in saved.entries}  # with what is sharded over devices
-        states.append((newest.name, {"step": saved.step, "evaluation": saved.values.get("evaluation"), **tensors}))
-    (expected_name, expected), (name, state) = states
-    if name != expected_name:
-        found.append(f"the last checkpoint is {name}, expected {expected_name}")
+    folders = [max(folder.glob("checkpoints/step_*/done")).parent for folder in (reference, run_dir)]
+    expected, state = map(state_in, folders)
+    if folders[0].name != folders[1].name:
+        found.append(f"the last checkpoint is {folders[1].name}, expected {folders[0].name}")
     found += [
         f"{key} of the last checkpoint differs"
         for key in sorted(state.keys() | expected.keys())
         if bits(state.get(key)) != bits(expected.get(key))
     ]
-    lines, expected_lines = metrics_of(run_dir), metrics_of(reference)
+    lines, expected_lines = numbers(run_dir), numbers(reference)
     places = [(line["kind"], line["step"]) for line in lines]
     if twice := [place for place, count in collections.Counter(places).items() if count > 1]:
         found.append(f"metrics.jsonl has twice: {twice[:3]}")
@@ -182,7 +166,7 @@ def differences(run_dir: Path, reference: Path) -> list[str]:
         missing = [line for line in expected_lines if line not in lines]
         extra = [line for line in lines if line not in expected_lines]
         found.append(f"metrics.jsonl lacks {missing[:2]}, has {extra[:2]} instead, or has another order")
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (reference, run_dir)]
+    summaries = [summary_in(folder) for folder in (reference, run_dir)]
     for key in sorted((summaries[0].keys() | summaries[1].keys()) - DIFFER_BY_PROCESS):
         if summaries[0].get(key) != summaries[1].get(key):
             found.append(f"{key} of summary.json is {summaries[1].get(key)}, expected {summaries[0].get(key)}")

@@ -135,7 +135,7 @@ from tpu_utils.base.files import read_json, read_regular
 from tpu_utils.base.new_folder import written_aside
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import check_alike
-from tpu_utils.checkpoint.tensor_files import Kind
+from tpu_utils.checkpoint.state import Kind
 
 INPUTS, OUTPUTS = ("tokens", "position", "length", "keys", "values"), ("logits", "new_keys", "new_values")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import fcntl
 import json
 import logging
 import os
@@ -24,6 +25,8 @@ from tpu_utils.base.errors import InputError, PassingError, first_line
 REACH_SECONDS = 5.0
 START_SECONDS = 120.0
 """How long submit() tries again while the head is still starting."""
+PROBE_SECONDS = 600.0
+"""How long the job may take that asks each host, on a head that may be busy."""
 STOP_SECONDS = 600
 """How long a script may take to save and end after `stop`; then Ray kills it."""
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
@@ -137,12 +140,24 @@ class Cluster:
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in self.nodes() if node["Alive"]}
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         known = cache / "tpu_cluster" / "hosts"  # a file for each: clients that start together write no file of another
-        if all((known / node).exists() for node in nodes):
-            return
+        known.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = os.open(known, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # of clients that start together one asks, the others read its answer
+            if not all((known / node).exists() for node in nodes):
+                self._ask_hosts(nodes, known)
+        finally:
+            os.close(folder)
+
+    def _ask_hosts(self, nodes: Mapping[str, str], known: Path) -> None:
+        """check_hosts() by a job on the head. nodes: {id: address}; those that are closed get a file in `known`."""
         name = f"probe-{secrets.token_hex(8)}"
         self._submit(f"exec python -P -c {shlex.quote(PROBE.read_text())}", name)
-        deadline = time.monotonic() + START_SECONDS
-        while self.jobs.get_job_status(name).value not in ENDED and time.monotonic() < deadline:
+        deadline = time.monotonic() + PROBE_SECONDS
+        while self.jobs.get_job_status(name).value not in ENDED:
+            if time.monotonic() > deadline:
+                self.jobs.stop_job(name)
+                raise PassingError(f"in {PROBE_SECONDS:.0f} s the head did not say where its files are; try again")
             time.sleep(0.2)
         log = self.jobs.get_job_logs(name)
         self.jobs.delete_job(name)
@@ -156,7 +171,6 @@ class Cluster:
                 "their code in place of yours; expected a folder of mode 700 in folders that they cannot write: "
                 "mkdir -m 700 FOLDER on every host, and ray start --temp-dir=FOLDER/ray"
             )
-        known.mkdir(parents=True, exist_ok=True, mode=0o700)
         for node in found.keys() & nodes.keys():
             if node.isalnum():  # an id of Ray's: no path
                 (known / node).touch()

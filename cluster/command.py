@@ -30,7 +30,8 @@ from pathlib import Path
 
 from cluster.deciding import PARTS, Request
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.hardware import attached_chips, parse_topology
+from tpu_utils.base.hardware import parse_topology
+from tpu_utils.options.environment import attached_chips
 from tpu_utils.options.tool_arguments import parse_arguments
 
 ADDRESS_VARIABLE, STORAGE_VARIABLE = "RAY_ADDRESS", "TPU_CLUSTER_STORAGE"

@@ -16,7 +16,7 @@ from pathlib import Path
 import cluster
 import tpu_utils
 from cluster.folder import digest_of
-from tpu_utils.base.hardware import attached_chips
+from tpu_utils.options.environment import attached_chips
 
 BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """Chips of one process along each axis. 1 and 2: as Ray's own; 4 and 8: as tpu_utils/remote/hosts.py has them."""

@@ -4,7 +4,6 @@ A batch is a pure function of (seed, step): to resume at step s, start at step s
 and scaled on the device: uint8 is a quarter of the bytes of float32.
 """
 
-import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -342,14 +341,6 @@ def check_divisible(config: "ImageConfig", num_devices: int) -> None:
             f"global_batch_size is {size} but there are {num_devices} devices, which would get unequal parts; "
             f"the nearest that works: {f'{below} or {above}' if below else above}"
         )
-
-
-def best_possible(flip: float, num_classes: int = 10) -> tuple[float, float]:
-    """(accuracy, cross-entropy in nats) of a model that knows every true class. A label is drawn anew with probability
-    flip: it is right with probability 1 - flip + flip / num_classes, each wrong class has flip / num_classes."""
-    wrong = flip / num_classes
-    right = 1 - (num_classes - 1) * wrong
-    return right, -right * math.log(right) - ((num_classes - 1) * wrong * math.log(wrong) if wrong else 0.0)
 
 
 def eval_batches(

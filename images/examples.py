@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -251,19 +252,22 @@ def read_by_workers(examples: Examples, keys, num_workers: int) -> Iterator[tupl
         generator=torch.Generator(),  # else its start draws from the run's generator
     )
     try:
+        context.Lock()  # fails as the loader's own would, which leave a traceback of its __del__ behind
         for batch in loader:
             if isinstance(batch, str):
                 raise InputError(batch)
             yield tuple(part.numpy() for part in batch)
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+    except (RuntimeError, OSError) as error:
+        if "DataLoader worker" not in str(error) and not getattr(error, "errno", None):  # of read(), in a worker
             raise
-        shared = shutil.disk_usage("/dev/shm")
+        room = "is missing"
+        if Path("/dev/shm").is_dir():
+            shared = shutil.disk_usage("/dev/shm")
+            room = f"has {shared.total >> 20:,} MiB, {shared.free >> 20:,} free"
         raise TrainingError(
             f"a process that reads {examples.name} has died: {first_line(error)}; batches go through /dev/shm, which "
-            f"has {shared.total >> 20:,} MiB, {shared.free >> 20:,} free; expected room for {2 * num_workers} or more; "
-            "enlarge it (docker run --shm-size=16G; mount -o remount,size=16G /dev/shm), lower num_workers or the "
-            "batch, or look in dmesg for what ended the process"
+            f"{room}; expected room for {2 * num_workers} or more; enlarge it (docker run --shm-size=16G; mount -o "
+            "remount,size=16G /dev/shm), lower num_workers or the batch, or look in dmesg for what ended the process"
         ) from error
 
 

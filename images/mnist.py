@@ -1,4 +1,4 @@
-"""MNIST and two sets of digits that need no download: read, or made, and checked. Imports no torch."""
+"""MNIST, and digits that need no download: read and checked. Imports no torch."""
 
 import math
 import struct
@@ -8,7 +8,7 @@ from urllib.error import URLError
 import numpy as np
 
 from config import MnistConfig
-from images.arrays import ImageDataset, best_possible
+from images.arrays import ImageDataset
 from tpu_utils.base.errors import InputError, PassingError
 from tpu_utils.base.files import file_size, open_regular
 
@@ -33,6 +33,8 @@ def load_dataset(config: MnistConfig) -> ImageDataset:
         return load_digits()
     if config.dataset == "mnist":
         return load_mnist(Path(config.data_dir), config.download)
+    from images.made import make_synthetic  # only where it is asked for
+
     return make_synthetic()
 
 
@@ -109,24 +111,3 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
                 f"{path} has {size} bytes; its header {tuple(shape)} needs {header + math.prod(shape)}; fetch it again"
             )
         return np.frombuffer(file.read(), np.uint8).reshape(shape)
-
-
-def make_synthetic(num_train: int = 4096, num_test: int = 2048, size: int = 8, flip: float = 0.1) -> ImageDataset:
-    """Images whose class can be read without error, and labels of which a known share is wrong.
-
-    Each class has a fixed pattern of dark (below 112) and bright (from 144) pixels; two patterns differ in half of the
-    pixels and the noise never crosses the gap, so the class is certain. With probability `flip` the label is drawn anew
-    from all ten classes. The best any model can do, in expectation: accuracy 1 - 0.9 flip; loss the entropy of
-    (1 - 0.9 flip, 9 times flip / 10).
-    """
-    rng = np.random.default_rng(20_240_101)  # the data set is fixed: it never follows config.seed
-    # rows 1 to 10 of a Walsh-Hadamard matrix: any two differ in exactly half of the pixels
-    patterns = np.array([[(pixel & row).bit_count() % 2 for pixel in range(size * size)] for row in range(1, 11)])
-    count = num_train + num_test
-    classes = rng.integers(0, 10, count)
-    dark, bright = rng.integers(0, 112, (count, size * size)), rng.integers(144, 256, (count, size * size))
-    images = np.where(patterns[classes], bright, dark).astype(np.uint8).reshape(count, size, size)
-    labels = np.where(rng.random(count) < flip, rng.integers(0, 10, count), classes).astype(np.uint8)
-    accuracy, loss = best_possible(flip)
-    parts = images[:num_train], labels[:num_train], images[num_train:], labels[num_train:]
-    return ImageDataset("synthetic", *parts, best_accuracy=accuracy, loss_floor=loss)

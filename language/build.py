@@ -9,9 +9,8 @@ from language.models.layers import Decoder, LoRA, is_matrix
 from language.models.operations import causal_attention
 from language.options.shapes import ModelShape
 from language.options.transformer_options import TransformerConfig
-from language.xla.context import pieces_of, size_of
 from language.xla.saved_activations import LEVELS, LayerExecution
-from language.xla.shards import distribute
+from language.xla.shards import distribute, pieces_of, size_of
 from tpu_utils.device import Mesh, device_type
 from tpu_utils.step.optim import make_optimizer
 

@@ -10,13 +10,12 @@ from language.data.sequence_data import SequenceData
 from language.models.layers import Decoder, adapter_sizes
 from language.models.routing import slots_of_capacity
 from language.options.transformer_options import TransformerConfig
-from language.xla import context
 from language.xla.loops import AXES
-from language.xla.shards import check_torch_compile, meet
+from language.xla.shards import check_torch_compile, meet, size_of
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.hardware import attached_chips, parse_topology
 from tpu_utils.base.peers import Peers
 from tpu_utils.device import IS_XLA, Mesh, device_count, device_type, set_global_mesh, sharding_spec, use_spmd
+from tpu_utils.options.environment import attached_chips
 from tpu_utils.run import Run
 
 
@@ -81,8 +80,11 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
             f"expert_capacity is {config.expert_capacity}, places in a whole sequence, but the context axis of the "
             f"mesh is {devices}; leave --expert_capacity out, or choose another --mesh"
         )
-    if said := context.problem(config, tensor, devices):
-        raise InputError(said)
+    if devices > 1 or config.context_attention != "auto":
+        from language.xla.context_attention import problem  # only for devices that share sequences
+
+        if said := problem(config, tensor, devices):
+            raise InputError(said)
     unit = data * fsdp * expert * config.gradient_accumulation_steps
     if batch % unit:
         raise InputError(
@@ -106,7 +108,7 @@ def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
     num_devices, on_tpu = device_count(), device_type() == "TPU"
     hbm_bytes = attached_chips()[0].hbm_gib * 2**30 / attached_chips()[0].devices_per_chip if on_tpu else None
     if config.compile_for:
-        hbm_bytes = parse_topology(config.compile_for).hardware.limit_gib * 2**30
+        hbm_bytes = config.topology.hardware.limit_gib * 2**30
     sizes, why = choose_mesh(config, num_devices, hbm_bytes)
     if not IS_XLA:
         check_torch_compile(config, sizes)
@@ -122,8 +124,11 @@ def start_mesh(config: TransformerConfig) -> tuple[Mesh | None, str]:
     mesh = Mesh(np.arange(num_devices), sizes, AXES)
     set_global_mesh(mesh)
     named = [f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1 or axis in AXES[:3]]
-    shared = f"; {context.words(config.context_attention)}" if context.size_of(mesh) > 1 else ""
-    return mesh, f"{' x '.join(named)}: {why}{shared}"
+    if size_of(mesh) > 1:
+        from language.xla.context_attention import words  # likewise
+
+        why = f"{why}; {words(config.context_attention)}"
+    return mesh, f"{' x '.join(named)}: {why}"
 
 
 def print_plan(run: Run, data: SequenceData, why: str) -> None:

@@ -2,10 +2,10 @@
 
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=4|8 python context_in_graph.py
 
-jax interprets the Pallas kernels. Prints how far each way of context.py, with plain and with flash attention, is from
-plain attention over the whole: the largest difference of the output and of each gradient, relative to the largest
-value. Three times: grouped heads; the same with two documents in the first row; and with a window of 140 positions, the
-queries of a device in two parts, as those are whose gradient does not fit on the chip at once.
+jax interprets the Pallas kernels. Prints how far each way of context_attention.py, with plain and with flash attention,
+is from plain attention over the whole: the largest difference of the output and of each gradient, relative to the
+largest value. Three times: grouped heads; the same with two documents in the first row; and with a window of 140
+positions, the queries of a device in two parts, as those are whose gradient does not fit on the chip at once.
 """
 
 import re
@@ -20,10 +20,10 @@ from jax.experimental import pallas
 
 from language.models.operations import causal_attention
 from language.xla import flash_kernels
-from language.xla.context import balanced
 from language.xla.context_attention import context_parallel
 from language.xla.flash_attention import flash_attention
 from language.xla.loops import AXES, BATCH
+from language.xla.shards import balanced
 
 pallas.pallas_call = partial(pallas.pallas_call, interpret=True)
 num_devices = xr.global_runtime_device_count()

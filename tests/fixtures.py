@@ -9,7 +9,10 @@ from processes import QUICKLY_COMPILED, ROOT
 os.environ.setdefault("AOT_TPU_CACHE", "")  # what a test compiles is compiled
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
 os.environ.setdefault("XLA_FLAGS", QUICKLY_COMPILED)
+import torch
 import torch_xla
+
+torch.set_num_threads(1)  # as the scripts that tests start
 
 # the longest first: of two workers none is left alone with one of them at the end
 LONGEST = (

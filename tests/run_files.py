@@ -45,6 +45,11 @@ def read_lines(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def saved_steps(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints that are whole, in any order."""
+    return [int(path.parent.name[5:]) for path in run_dir.glob("checkpoints/step_*/done")]
+
+
 def losses_in(run_dir: Path) -> list[float]:
     return [line["loss"] for line in read_lines(run_dir) if line["kind"] == "train"]
 
@@ -79,15 +84,10 @@ def assert_identical(a, b):
         assert a == b
 
 
-def numbers(run_dir):
-    timing = {
-        "step_seconds",
-        "examples_per_second",
-        "data_wait_seconds",
-        "mfu",
-        "wait_seconds",
-        "host_seconds",
-        "began_with",
-        "memory",
-    }
-    return [{key: value for key, value in line.items() if key not in timing} for line in read_lines(run_dir)]
+TIMES = {"step_seconds", "examples_per_second", "tokens_per_second", "data_wait_seconds", "wait_seconds", "mfu"}
+TIMES |= {"host_seconds", "began_with", "memory"}
+
+
+def numbers(run_dir: Path) -> list[dict]:
+    """The lines of metrics.jsonl without their times."""
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in read_lines(run_dir)]

@@ -1,7 +1,6 @@
 """lessons/: the plain loop has the losses of simple_mnist_tpu.py; each notebook runs whole and is the one committed."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
-from processes import ROOT, run
+from processes import ROOT, environment_with, run
 
 from lessons import notebooks
 
@@ -20,7 +19,8 @@ AS_PLAIN += ["--warmup_steps=0", "--weight_decay=0", "--log_every=1", "--no_tens
 
 def test_the_plain_loop_has_the_losses_of_the_simple_script(tmp_path):
     """Bit for bit, in training and evaluation, though it is killed after an epoch and started again."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PJRT_DEVICE": "CPU"}
+    environment = environment_with({"PJRT_DEVICE": "CPU"})
+    environment.pop("PYTHONPATH", None)
     options = dict(cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with subprocess.Popen([sys.executable, PLAIN], **options) as killed:
         lines = []
@@ -39,9 +39,8 @@ def test_the_plain_loop_has_the_losses_of_the_simple_script(tmp_path):
             losses[int(words[1])] = [float(word) for word in words[2:]]
         elif words[:1] == ["epoch"]:
             evaluations[22 * int(words[1])] = float(words[-1])
-    subprocess.run(
-        [sys.executable, "simple_mnist_tpu.py", *AS_PLAIN, f"--run_dir={tmp_path / 'run'}"], cwd=ROOT, check=True
-    )
+    ours = run("simple_mnist_tpu.py", *AS_PLAIN, f"--run_dir={tmp_path / 'run'}")
+    assert ours.returncode == 0, ours.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
     assert len(losses) == 11 and len(expected) == 220

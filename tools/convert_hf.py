@@ -96,8 +96,8 @@ from language.weights.hf_layout import sources, their_tensors
 from language.weights.run_weights import PREFIX, adapter_names, longest_context, read_merged, read_parameter, read_run
 from tpu_utils.base.new_folder import written_aside
 from tpu_utils.checkpoint import has_room, room
+from tpu_utils.checkpoint.state import Kind
 from tpu_utils.checkpoint.streaming import stream_tensors, write_checkpoint
-from tpu_utils.checkpoint.tensor_files import Kind
 from tpu_utils.options.parsing import write_config
 
 

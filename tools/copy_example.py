@@ -64,7 +64,8 @@ def places_to_edit(script: Path) -> list[str]:
     modules = {
         alias.name: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    places = [f"the model {name}, line {line}" for name, line in lines.items() if name[0].isupper()]
+    places = ["its first lines, which --help prints: what it trains, and on what"]
+    places += [f"the model {name}, line {line}" for name, line in lines.items() if name[0].isupper()]
     if "build_model" in lines:
         places.append(f"how it is made, build_model, line {lines['build_model']}")
     elif "build_model" in modules:

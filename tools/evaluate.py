@@ -112,8 +112,8 @@ from tqdm import tqdm
 from language.models.operations import is_likeliest, losses
 from language.tasks.texts import write_texts
 from language.weights.sources import Source, load, open_source, sampling_mesh
-from language.xla.context import inputs_and_targets
 from language.xla.loops import AXES, BATCH
+from language.xla.shards import inputs_and_targets
 from tpu_utils.device import (
     BatchSharding,
     Mesh,

@@ -30,6 +30,7 @@ from tpu_compiler.estimate.reading import (
     read_cycles,
     read_largest_results,
     read_modules,
+    read_operations,
     read_slice_transfers,
     shape_bytes,
 )
@@ -126,6 +127,7 @@ def _accepted(compiled: Compiled, traced: Traced, topology: Topology, facts: dic
         operations_without_estimate=dict(unpriced.most_common()),
         ruled_ms=ruled_ms(computations, topology),
         moved_bytes=moved_bytes(computations),
+        costliest_operations=read_operations(computations, hardware.clock_ghz * 1e6) if traced.given else [],
         costliest_lines=[(line, c / hardware.clock_ghz / 1e6) for line, c in cycles.most_common(10)],
         costliest_modules=[(module, c / hardware.clock_ghz / 1e6) for module, c in modules.most_common()],
         module_groups=[(name, n, c / hardware.clock_ghz / 1e6) for name, n, c in group_modules(modules)[:10]],
@@ -146,7 +148,8 @@ def traced_hash(traced: Traced, topology: Topology, options: dict[str, str] | No
 
 
 def facts_of_inputs(traced: Traced) -> list:
-    return [traced.roles, traced.donated, traced.shardings, traced.partitions, traced.replicas]
+    values = dataclasses.asdict(traced)
+    return [value for name, value in values.items() if name not in ("hlo", "seconds")]
 
 
 def read_by_libtpu() -> list[str]:
@@ -164,16 +167,22 @@ def program_key(traced: Traced, topology: Topology, options: dict[str, str] | No
 
 
 def read_memory(compiled: Compiled, computations: dict, roles: tuple[str, ...]) -> dict[str, int]:
-    """Bytes per device of parameters, optimizer_state, inputs, activations, program."""
+    """Bytes per device of parameters, optimizer_state, inputs, activations, program.
+
+    Activations are what the compiler's peak has beside the inputs: its own figure of temporaries counts the gaps
+    between them twice, as its message says where it refuses. But a small program's peak is of on-chip memory, and that
+    of one with more on the host than on the device is the host's: the smaller counts. The program itself is in no peak,
+    and is loaded beside all else: 2 GiB of a large model whose layers are not scanned.
+    """
     memory = dict.fromkeys(("parameters", "optimizer_state", "inputs"), 0)
     for operation in computations["ENTRY"]:
         if operation.kind == "parameter" and HOST not in operation.type:
             memory[roles[int(operation.find(r" parameter\((\d+)\)"))]] += sum(shape_bytes(operation.type))
     memory["inputs"] += compiled.argument_bytes - sum(memory.values())  # rounding of small buffers
-    return memory | {
-        "activations": compiled.temporary_bytes + compiled.output_bytes,
-        "program": compiled.program_bytes,
-    }
+    activations = compiled.temporary_bytes + compiled.output_bytes
+    if compiled.peak_bytes > compiled.argument_bytes:
+        activations = min(activations, compiled.peak_bytes - compiled.argument_bytes)
+    return memory | {"activations": activations, "program": compiled.program_bytes}
 
 
 def _refused(message: str, traced: Traced, facts: dict) -> Report:

@@ -9,20 +9,20 @@ base/         errors (what can end a run, and its exit code), files (read with l
               peers (the processes of a run), restarts (what a program that starts a script again has to know),
               new_folder (whole or not at all), param_groups, gpus (which there are)
 remote/       pods and gs:// alone: hosts (which the slice has), meeting (how they agree), wire (proved connections),
-              secret (what proves them), storage (a run directory in a bucket)
+              secret (what proves them), storage (a run directory in a bucket), notices (of the VM)
 options/      parsing (frozen configurations, presets, the command line, config.json), train_config (the options of
               every script), fields (types, bounds, sentences), environment (what is settled before torch_xla is
               imported), variables, compiler_flags and known_flags (what others may have set), virtual_slice
 device/       the one room that knows the backend: the device started and described, a step compiled and counted,
               tensors sent, placed on a mesh, read back; torch_compile and gpu (the same names without torch_xla)
               with local_shards, no_graph (why there is none), against_eager (what it computes); dropout, batch_norm (as
-              PyTorch's), stop (signals, notices)
+              PyTorch's), stop (what ends a run early)
 record/       metrics (values on the device until a log line), log (metrics.jsonl, progress lines, summary), records,
               events (TensorBoard), speed and lines (throughput, reads and uploads by line), profile, run_dir
 step/         graphs (@one_graph: a second graph is an error), seen and second_graph (why there is one), optim (learning
               rates, optimizers), loader (batches sent ahead), replicas (DistributedDataParallel), average (of weights)
-checkpoint/   the folder of checkpoints and the thread that writes them; saved, loading, streaming, state, tensor_files,
-              tensor_reading; memory (in the memory of the hosts); resume (where a run begins)
+checkpoint/   the folder of checkpoints and the thread that writes them; saved, loading, streaming, state,
+              sharded_tensors, tensor_reading; memory (in the memory of the hosts); resume (where a run begins)
 trial/        checks (check_model), trials (evaluations) and first_step (training steps) in plain PyTorch before
               anything is compiled; unsaved (what steps change and no checkpoint holds)
 """

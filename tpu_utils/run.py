@@ -63,7 +63,7 @@ class Run:
         self.evaluation: dict[str, float] = {}
         """Fields of the last evaluation, also of one before a resumption."""
         self.examples: tuple | None = None
-        """Arguments of check_model(): arrays of a few examples to try a step on, the script's evaluate(), the model."""
+        """From check_model(): a few examples to try a step on, the script's evaluate(), the model, its FLOPs."""
         self._goodput, self._stop, self._stop_signal = Goodput(tpu_utils.STARTED, device.TraceMe), StopRequest(), 0
         self._watch = StepWatch(steps, self._goodput)
         self._writers = contextlib.ExitStack()  # closed by finish(), or by an error

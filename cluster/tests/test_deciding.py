@@ -414,6 +414,26 @@ def test_a_run_that_cannot_be_uploaded_deletes_nothing(tmp_path, monkeypatch):
 
 
 @NEEDS_RAY
+def test_a_busy_head_is_asked_no_longer_than_that(tmp_path, monkeypatch):
+    """A job that still ran was deleted, which Ray refuses: a traceback, and the job stayed in everybody's list."""
+    calls = []
+
+    class Busy:
+        submit_job = staticmethod(lambda **settings: calls.append("submit"))
+        stop_job = staticmethod(lambda name: calls.append("stop"))
+        get_job_status = staticmethod(lambda name: Job("RUNNING", None).status)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(client, "PROBE_SECONDS", 0.0)
+    cluster = client.Cluster.__new__(client.Cluster)
+    cluster.jobs = Busy()
+    monkeypatch.setattr(cluster, "nodes", lambda: [dict(NodeID="ab", NodeManagerAddress="192.0.2.1", Alive=True)])
+    with pytest.raises(PassingError, match="in 0 s the head did not say where its files are; try again"):
+        cluster.check_hosts()
+    assert calls == ["submit", "stop"]
+
+
+@NEEDS_RAY
 def test_only_a_folder_of_ones_own_is_closed_to_others():
     """Ray opens its folder to everybody. One in a folder of mode 700 is closed, unless that can be renamed."""
     from cluster.probe import open_to_others

@@ -22,8 +22,9 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from language.data.entries import check_apart, entries_of, refuse_other_json, tell_once
+from language.data.entries import check_apart, entries_of, is_hidden, tell_once
 from language.data.sequence_data import SequenceData
+from language.data.stream_files import refuse_other_json
 from language.data.tokenizer import check_texts, check_tokenizer, text_in, tokenizer_of
 from language.options.shapes import START
 from language.options.transformer_options import TransformerConfig
@@ -34,6 +35,7 @@ CHATS = "conversations, one JSON object a line"
 LONGEST_LINE = 1 << 24  # bytes
 SAMPLED_CHATS = 1000  # from which follows whether the tokenizer has their letters
 MOST_PROBLEMS = 10  # that one message lists
+MOST_COUNTED = 1000  # behind which nothing is read: of a text in place of conversations each line is one
 ROLES = ("system", "user", "assistant")
 WHETHER_LEARNT = ("weight", "train", "training", "loss", "loss_scale", "trainable")
 """Beside an answer: 1 or true, 0 or false. Names of OpenAI, mistral-finetune, axolotl, ms-swift and Tinker."""
@@ -204,8 +206,10 @@ def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(messages, list):
         raise ValueError(f"messages is {type(messages).__name__}, expected a list")
     check_keys(record, "it", (None, 1))
-    if record.get("label") is False:  # of data for KTO
-        raise ValueError("its label is false, which marks an answer that is not wanted, expected answers to learn")
+    if marks := [key for key in ("label", "kto_tag") if record.get(key) is False]:  # of data for KTO
+        raise ValueError(
+            f"its {marks[0]} is false, which marks an answer that is not wanted, expected answers to learn"
+        )
     found = []
     for number, message in enumerate(messages, 1):
         message = message if isinstance(message, dict) else {}
@@ -251,12 +255,19 @@ def keys_without_effect(record: dict[str, Any]) -> set[str]:
 
 def refuse(problems: list[str]) -> None:
     if problems:
-        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+        number = f"{len(problems) - MOST_PROBLEMS}{' or' * (len(problems) == MOST_COUNTED)} more"
+        more = [f"and {number}"] if len(problems) > MOST_PROBLEMS else []
         raise InputError("\n".join([*problems[:MOST_PROBLEMS], *more]))
 
 
 def chat_files(path: Path) -> list[Path]:
-    return entries_of(path, path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not path.is_dir():
+        return [path]
+    found = entries_of(path, path.glob("*.jsonl"))
+    others = sorted(other.name for other in {*path.iterdir()}.difference(found) if not is_hidden(other.name))
+    if others:
+        tell_once(f"left out   {len(others)} in {path} whose names do not end with .jsonl, such as {others[0]}")
+    return found
 
 
 def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -287,6 +298,8 @@ def read_chats(path: Path) -> list[tuple[str, list[dict[str, Any]]]]:
                     problems.append(
                         f"{file}, line {number}: no conversation: {error}; correct the line, or leave it out"
                     )
+                    if len(problems) == MOST_COUNTED:
+                        refuse(problems)
     refuse(problems)
     if not chats:
         raise InputError(f"{path}: {'no conversation' if files else 'no .jsonl file'}; expected {CHATS}")

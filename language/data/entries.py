@@ -1,9 +1,7 @@
 """Which files of data there are: patterns, folders and links, the same file twice. Imports no torch."""
 
-import codecs
 import filecmp
 import functools
-import io
 import os
 import re
 import resource
@@ -11,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from language.data.preparations import identity
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import file_size, open_regular
 
@@ -63,31 +62,32 @@ def entries_of(folder: Path, paths: Iterable[Path]) -> list[Path]:
                 f"{path} is a link to {path.resolve()}, expected files within {folder}; copy the folder with "
                 "cp --recursive --dereference, or name the folder that it leads to"
             )
+    tell_copies(folder, [path for path in found if path.is_file() and path.stat().st_size])
     return found
 
 
+def tell_copies(folder: Path, paths: list[Path]) -> None:
+    """Says how many files are the same as another one of them: NAME (1), NAME - Copy."""
+    first: dict[str, Path] = {}
+    others = [first.setdefault(str(identity(path)), path) for path in paths]
+    pairs = [(path, other) for path, other in zip(paths, others, strict=True) if path != other]
+    copies = [path.name for path, other in pairs if filecmp.cmp(path, other, shallow=False)]
+    if copies:
+        tell_once(f"twice      {len(copies)} files in {folder} are copies of others there, such as {copies[0]}")
+
+
+HIDDEN = r"(?s)\..*|.+~|#.+#|~\$.+|.+\.(bak|orig|crdownload)|desktop\.ini|Thumbs\.db|__MACOSX|_SUCCESS"
+"""Names that begin with a dot, and what editors, Windows, macOS, browsers and Spark put beside data."""
+
+
 def is_hidden(name: str) -> bool:
-    """Whether a path within a folder has a part that begins with a dot, or is an editor's copy: NAME~ or #NAME#."""
-    return any(re.fullmatch(r"(?s)\..*|.+~|#.+#", part) for part in name.split("/"))
+    """Whether a path within a folder has a part with such a name."""
+    return any(re.fullmatch(HIDDEN, part) for part in name.split("/"))
 
 
 @functools.cache  # a run looks at its files when its options are checked, and again when it begins
 def tell_once(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def refuse_other_json(file: io.BufferedReader, name: str) -> None:
-    """Raises InputError for a file of JSON that is not one object a line. The file is at its beginning, and stays."""
-    begins = file.peek(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()
-    found = command = ""
-    if begins.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        found, command = "is UTF-16", "iconv --from-code UTF-16 --to-code UTF-8"
-    elif begins.startswith(b"["):
-        found, command = "is one JSON array", "jq --compact-output '.[]'"
-    elif re.match(rb"\{[ \t\r]*\n", begins):
-        found, command = "has objects of several lines", "jq --compact-output ."
-    if found:
-        raise InputError(f"{name} {found}; expected one JSON object a line; {command} FILE > LINES")
 
 
 def check_apart(training: Iterable[Path], validation: Iterable[Path]) -> None:

@@ -68,7 +68,7 @@ def path_of(prefix: str) -> Path:
 
 def identity(path: Path) -> dict[str, int]:
     """Size, and CRC-32 of both ends: shards of equal size are the rule."""
-    with open_regular(path, "a token shard") as file:
+    with open_regular(path, "a file of data") as file:
         size = file_size(file)
         ends = file.read(ENDS)
         file.seek(max(0, size - ENDS))

@@ -23,7 +23,6 @@ from language.data.entries import (
     entries_of,
     is_hidden,
     matching,
-    refuse_other_json,
     refuse_overlap,
     size_of,
     tell_once,
@@ -42,6 +41,19 @@ EXPECTED = "documents: .parquet, .jsonl or .json, the last two also with .gz or 
 NAMES = re.compile(r"\.(?:(parquet)|(?:jsonl|json|ndjson)(?:\.(gz|zst))?)$")
 SKIPPABLE = tuple(bytes([byte]) + b"\x2a\x4d\x18" for byte in range(0x50, 0x60))  # frames that pzstd begins with
 BEGINNINGS = {"parquet": b"PAR1", "gz": b"\x1f\x8b", "zst": (b"\x28\xb5\x2f\xfd", *SKIPPABLE)}
+OTHER_FORMS = (
+    (rb"\x1f\x8b", "is packed by gzip", "gzip -dc"),
+    (rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", "is packed by zstd", "zstd -dc"),
+    (
+        rb"PAR1",
+        "is parquet",
+        "python -c \"import pandas; print(pandas.read_parquet('FILE').to_json(orient='records', lines=True))\"",
+    ),
+    (rb"\xff\xfe|\xfe\xff", "is UTF-16", "iconv --from-code UTF-16 --to-code UTF-8"),
+    (rb"\[", "is one JSON array", "jq --compact-output '.[]'"),
+    (rb"\{[ \t\r]*\n", "has objects of several lines", "jq --compact-output ."),
+)
+"""How a file begins that is not one JSON object a line, what it is, and what makes lines of it."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +238,14 @@ def lines_of_json(opened: BinaryIO, file: StreamFile, field: str, first: int) ->
                 yield text_of_line(line, f"{file.name}: line {line_number}", field)
 
 
+def refuse_other_json(file: io.BufferedReader, name: str) -> None:
+    """Raises InputError for a file of JSON that is not one object a line. The file is at its beginning, and stays."""
+    begins = file.peek(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()
+    for pattern, found, command in OTHER_FORMS:
+        if re.match(pattern, begins):
+            raise InputError(f"{name} {found}; expected one JSON object a line; {command} FILE > LINES")
+
+
 def pass_blank(lines: BinaryIO) -> int:
     """Go to what is not blank, a block at a time: a few bytes of zstd are millions of lines. Returns how many."""
     passed = 0
@@ -242,7 +262,7 @@ def text_of_line(line: bytes, where: str, field: str) -> str | InputError:
         found = parse_json(line)
     except ValueError as error:
         return InputError(f"{where} is no JSON: {error!s:.100}; {REMEDY}")
-    if isinstance(found, dict) and isinstance(text := found.get(field), str):
+    if isinstance(found, dict) and isinstance(text := found.get(field, 0), str | None):
         return checked(text, where)
     has = type(found).__name__
     if isinstance(found, dict):
@@ -321,7 +341,7 @@ def rows_of(opened: BinaryIO, file: StreamFile, field: str, first: int) -> Itera
             continue
         rows = min(ROWS, max(1, BATCH_BYTES // max(size, 1)))  # each may be the longest value, which is there once
         for batch in found.iter_batches(rows, [group], [field], use_threads=False):
-            column = batch.column(0)
+            column = batch.column(field)  # by its name: a.b is a part of a column a, too
             if column.type not in (pyarrow.string(), pyarrow.large_string()):
                 column = column.cast(pyarrow.large_string())
             for text, size in zip(column, compute.binary_length(column).to_pylist(), strict=True):

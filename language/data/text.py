@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from language.data.entries import check_apart, entries_of
+from language.data.entries import check_apart, entries_of, tell_once
 from language.data.sequence_data import SequenceData
 from language.options.shapes import BYTE_VOCAB_SIZE
 from language.options.transformer_options import TransformerConfig
@@ -73,7 +73,9 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
             raise InputError(
                 f"{file}: not UTF-8 (byte {content[error.start]:#x} at {error.start}); convert it first"
             ) from None
-        if divider and divider not in content:
+        if file.suffix in (".json", ".jsonl"):
+            tell_once(f"as text    {path}: JSON with its quotes and brackets; --dataset stream reads the texts in it")
+        if divider:
             check_line_ends(file, content, separator)
         divided = divided or divider in content
         documents += content.split(divider) if divider else [content]
@@ -89,11 +91,11 @@ def read_documents(path: Path, separator: str = "") -> list[bytes]:
 
 
 def check_line_ends(file: Path, content: bytes, separator: str) -> None:
-    """Raises InputError where the separator would stand in the file if its lines ended as elsewhere."""
+    """Raises InputError where the separator would stand in the file more often if its lines ended as elsewhere."""
     other = separator.replace("\n", "\r\n")
-    if other != separator and other.encode() in content:
+    if content.count(other.encode()) > content.count(separator.encode()):
         raise InputError(
-            f"{file}: its lines end with \\r\\n, so document_separator stands there as {other!r} alone; expected \\n; "
+            f"{file}: its lines end with \\r\\n, so document_separator stands there as {other!r}; expected \\n; "
             "convert it with dos2unix, or give that separator"
         )
 

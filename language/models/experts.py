@@ -190,7 +190,7 @@ class NotSaved:
 
 
 def apply(function: type[torch.autograd.Function], *arguments):
-    """function.apply(). Without torch_xla its forward pass, which autograd differentiates: torch_operations.py."""
+    """function.apply(). Without torch_xla its forward pass, which autograd differentiates: operations.py."""
     return function.apply(*arguments) if IS_XLA else function.forward(NotSaved(), *arguments)
 
 

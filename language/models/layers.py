@@ -15,10 +15,9 @@ import torch.nn.functional as F
 
 from language.models.operations import contract
 from language.options.shapes import START, ModelShape
-from language.xla.context import balanced, size_of
 from language.xla.loops import BATCH
 from language.xla.saved_activations import SAVE_NOTHING, LayerExecution
-from language.xla.shards import gathered
+from language.xla.shards import balanced, gathered, size_of
 from tpu_utils.device import DEVICE_TYPE, mark_sharding_with_gradients
 
 # One parameter per layer and matrix (`qkv_weight.0`): slices of a stacked parameter need an extra pass over memory to
@@ -136,7 +135,7 @@ class Decoder(torch.nn.Module):
 
     sizes: of every parameter, those of the L layers stacked. compute_dtype: of activations and matrix products.
     mesh: activations stay sharded along the batch and, with a context axis, along time; None: one device. pieces: in
-    which order devices hold a sequence, of context.py. packed: rows hold several documents, which do not attend to
+    which order devices hold a sequence, of shards.py. packed: rows hold several documents, which do not attend to
     each other.
     """
 

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from language.data.entries import refuse_other_json
-from language.data.stream_files import open_parquet
+from language.data.stream_files import open_parquet, refuse_other_json
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import file_size, lines_of, open_regular, parse_json
 

@@ -20,8 +20,8 @@ from language.weights.hf_layout import Source, sources
 from language.weights.weight_loading import check_finite
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import read_json
+from tpu_utils.checkpoint.state import LONGEST_HEADER, Kind
 from tpu_utils.checkpoint.streaming import stream_tensors
-from tpu_utils.checkpoint.tensor_files import LONGEST_HEADER, Kind
 from tpu_utils.checkpoint.tensor_reading import read_header
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -16,7 +16,7 @@ from language.weights.weight_loading import check_finite
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import Saved, check_alike
-from tpu_utils.checkpoint.tensor_files import Kind
+from tpu_utils.checkpoint.state import Kind
 
 PREFIX = "model/"
 

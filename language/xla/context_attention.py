@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from language.xla.context import balanced, size_of
 from language.xla.loops import BATCH, from_local, sum_over, to_local
+from language.xla.shards import balanced, size_of
 from tpu_utils.device import Mesh, mark_sharding_with_gradients
 
 
@@ -94,3 +94,44 @@ def ulysses_attention(attention: Callable, mesh: Mesh, q_BTHK, k_BTGK, v_BTGK, s
 def context_parallel(attention: Callable, mesh: Mesh, way: str) -> Callable:
     """attention() on a mesh with a context axis."""
     return partial(ulysses_attention if way == "ulysses" else all_gather_attention, attention, mesh)
+
+
+def problem(config, tensor: int, devices: int) -> str | None:
+    """Why this many devices cannot share the sequences of a TransformerConfig, whose heads `tensor` others share."""
+    if devices == 1:
+        return (
+            f"context_attention is {config.context_attention}, but the mesh has no context axis; leave it out, or give "
+            "--mesh DATAxFSDPxTENSORxCONTEXT"
+        )
+    if config.scan_layers and not config.remat:  # what autograd saves of a device's part cannot be stacked
+        return (
+            f"scan_layers is on and remat is off, but the context axis of the mesh is {devices}, where a loop over the "
+            "layers needs --remat; give it, or leave --scan_layers out"
+        )
+    length, heads = config.shape.sequence_length, config.shape.num_cached_heads
+    if config.context_attention == "ulysses":
+        if heads % (tensor * devices):
+            return (
+                f"context_attention is ulysses, but tensor x context ({tensor} x {devices}) does not divide the "
+                f"{heads} heads of keys and values; choose gather, or another --mesh"
+            )
+        unit, why = devices, "the context axis"
+    else:
+        unit, why = 2 * devices, "two pieces for each device of the context axis"
+        if config.attention == "flash":
+            unit, why = 128 * unit, f"{why}, of 128 positions or a multiple for flash attention"
+    shortest = 128 if config.bucketed else length
+    if length % unit or shortest % unit:
+        bucket = f" and the {shortest} of the shortest bucket" if shortest < length else ""
+        return (
+            f"sequence_length ({length}){bucket} must be divisible by {unit}: {why} ({devices}); "
+            f"try {-(-length // unit) * unit}{', without --bucketed' if bucket else ''}, or another --mesh"
+        )
+    return None
+
+
+def words(way: str) -> str:
+    """What a run says of how its devices share a sequence."""
+    if way == "ulysses":
+        return "sequences shared by ulysses: a device attends with some heads to all positions"
+    return "sequences shared by gather: a device has its queries, and keys and values of all, whatever the heads"

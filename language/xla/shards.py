@@ -1,8 +1,13 @@
-"""A process for each device: what torch_xla's SPMD does by itself, in torch's own words. docs/torchtpu.md.
+"""What a device holds of a model and a batch.
 
-A parameter is a DTensor over the axes data and fsdp of the mesh. A layer gathers its weights, and runs on the rows of
-its own process as on one device; autograd takes gradients back to the shards by a reduce-scatter. Under torch_xla each
-function here gives back what it is given.
+On the torch.compile backend there is a process for each device, which does in torch's own words what torch_xla's SPMD
+does by itself: docs/torchtpu.md. A parameter is a DTensor over the axes data and fsdp of the mesh. A layer gathers its
+weights, and runs on the rows of its own process as on one device; autograd takes gradients back to the shards by a
+reduce-scatter. Under torch_xla each of these functions gives back what it is given.
+
+Along the mesh's axis "context" devices share sequences, on torch_xla alone: context_attention.py.
+
+Shape suffixes: B batch, T time, S = T + 1.
 """
 
 import os
@@ -110,3 +115,34 @@ def rows_of_all(rows: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
         mark_sharding(rows, mesh, (None,) * rows.dim())
         return rows
     return DTensor.from_local(rows, mesh.grid, [Shard(0) for _ in mesh.grid_axes], run_check=False).full_tensor()
+
+
+# ------------------------------------------------------------------------------------- sequences that devices share
+
+
+def size_of(mesh: Mesh | None) -> int:
+    """Devices that share a sequence."""
+    return 1 if mesh is None else mesh.shape()["context"]
+
+
+def pieces_of(mesh: Mesh | None, way: str) -> int:
+    """Into how many pieces a sequence is put into order: balanced(). 1: it stays in its own."""
+    return 2 * size_of(mesh) if size_of(mesh) > 1 and way != "ulysses" else 1
+
+
+def balanced(x, pieces: int, axis: int = 0):
+    """x with the pieces of an axis in the order in which devices hold them: first and last, second and last but one."""
+    if pieces == 1:
+        return x
+    early, late = x.unflatten(axis, (2, pieces // 2, -1)).unbind(axis)
+    return torch.stack([early, late.flip(axis)], axis + 1).flatten(axis, axis + 2)
+
+
+def inputs_and_targets(model, tokens_BS):
+    """(B, T) each, from one upload: an input token without a target is stored as ~token (bitwise not).
+
+    A row is small beside its activations, so each device of the context axis receives all of it, and takes its
+    positions here.
+    """
+    inputs = torch.where(tokens_BS < 0, -1 - tokens_BS, tokens_BS)[:, :-1]
+    return model.hold_positions(inputs, 1), model.hold_positions(tokens_BS[:, 1:], 1)

@@ -199,6 +199,15 @@ def test_a_reader_that_dies_is_one_message_with_the_remedy(number):
         ExampleBatches(a_set(Dying(number)), CONFIG).batch(0)
 
 
+def test_where_no_reader_can_start_it_is_the_same_message(monkeypatch):
+    """A full, read-only or missing /dev/shm was "[Errno 28] No space left on device", without a place."""
+    name = staticmethod(lambda: "/" + "x" * 300)  # Linux refuses it, as it does where there is no room
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "_make_name", name)
+    said = r"that reads mine: train has died: .*Invalid argument; batches go through /dev/shm, which has [\d,]+ MiB"
+    with pytest.raises(TrainingError, match=said):
+        ExampleBatches(a_set(), CONFIG).batch(0)
+
+
 def test_a_test_set_keeps_no_files_open():
     """Each batch of a worker came with two open files, and a test set of 40,000 examples with more than are allowed."""
     before = len(list(Path("/proc/self/fd").iterdir()))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from mutations import at_most, make_irregular, mutated, no_hang
 
-from images.mnist import load_digits, load_mnist, make_synthetic, read_idx
+from images.made import make_synthetic
+from images.mnist import load_digits, load_mnist, read_idx
 from tpu_utils.base.errors import InputError
 
 

@@ -16,7 +16,7 @@ from run_files import assert_identical, losses_in, read_lines, state_in, summary
 
 from config import MnistConfig
 from images.arrays import ImageDataset, TrainBatches
-from images.cifar import make_stripes
+from images.made import make_stripes
 from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.step.optim import learning_rates
 
@@ -160,7 +160,7 @@ def test_each_row_names_what_a_copy_has(tmp_path):
 def test_the_command_says_what_it_copied_and_where_to_begin(tmp_path):
     said = copied(".venv/bin/python -m tools.copy_example simple_mnist_tpu.py ../mine", tmp_path / "mine")
     names = "simple_mnist_tpu.py, config.py, images/, tpu_utils/, requirements.txt, LICENSE"
-    assert said.startswith(f"copied     {names} to {tmp_path}/mine\nedit first the model ConvNet, line ")
+    assert said.startswith(f"copied     {names} to {tmp_path}/mine\nedit first its first lines, which --help prints")
     found = {path.name for path in (tmp_path / "mine").iterdir()}
     assert found == {name.rstrip("/") for name in names.split(", ")}
     lines = (tmp_path / "mine" / "simple_mnist_tpu.py").read_text().splitlines()
@@ -217,7 +217,9 @@ def test_an_epoch_of_somebodys_own(mine):
     losses = losses_in(mine / "runs/epoch")
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
     help_text = Script("simple_mnist_tpu.py", "--help", folder=mine)
-    assert help_text.wait() == 0 and "--channels" not in help_text.text("out")
+    assert help_text.wait() == 0 and "my_data.py" in help_text.text("out")
+    of_the_digits = ("--channels", "digit", "MNIST", "99.")
+    assert not [words for words in of_the_digits if words in help_text.text("out")]
     (mine / "test_labels.npy").rename(mine / "away.npy")
     missing = start(mine, "runs/missing")
     assert missing.wait() == 2 and "test_labels.npy: no such file; expected an array" in missing.text("err")

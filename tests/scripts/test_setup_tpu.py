@@ -23,8 +23,9 @@ from metadata_server import metadata_server
 
 import setup_tpu
 from setup_tpu import Check
-from tpu_utils.base.hardware import GENERATIONS, GOOGLE_PCI_VENDOR, attached_chips
+from tpu_utils.base.hardware import GENERATIONS
 from tpu_utils.base.versions import SUPPORTED_VERSIONS
+from tpu_utils.options.environment import GOOGLE_PCI_VENDOR, attached_chips
 from tpu_utils.options.variables import SWITCHES
 
 SCRIPT = Path(setup_tpu.__file__)

@@ -24,7 +24,8 @@ from tpu_utils.run import Run
 from tpu_utils.step.optim import learning_rates, make_optimizer
 from tpu_utils.trial.checks import check_model
 
-SHORT = ["simple_mnist_tpu.py", "--num_epochs", "3", "--log_every", "7", "--save_every", "10", "--no_tensorboard"]
+SMALL = ["--channels=4", "--hidden_dim=23"]  # a width that no other test compiles: graphs are counted
+SHORT = ["simple_mnist_tpu.py", *SMALL, "--num_epochs=3", "--log_every=7", "--save_every=10", "--no_tensorboard"]
 FINAL = "checkpoints/step_00000066"
 
 
@@ -304,7 +305,7 @@ def test_unwritable_run_directory(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "options, said", [(["--channels", "8"], "channels is 8, was 32"), (["--seed", "5"], "seed is 5, was 0")]
+    "options, said", [(["--channels", "8"], "channels is 8, was 4"), (["--seed", "5"], "seed is 5, was 0")]
 )
 def test_resume_with_another_model_or_seed_is_refused(uninterrupted, capsys, options, said):
     assert in_process(*SHORT[1:], "--run_dir", uninterrupted, "--resume", "must", *options) == 2
@@ -318,7 +319,7 @@ def test_a_run_is_never_overwritten(uninterrupted, capsys):
 
 def test_a_loss_that_is_not_a_number_fails_the_run_and_is_never_saved(tmp_path, capsys):
     options = ["--optimizer", "sgd", "--learning_rate", "1e30", "--num_epochs", "2", "--warmup_steps", "0"]
-    assert in_process("--run_dir", tmp_path / "run", "--no_tensorboard", "--save_every", "3", *options) == 1
+    assert in_process("--run_dir", tmp_path / "run", *SMALL, "--no_tensorboard", "--save_every=3", *options) == 1
     error = capsys.readouterr().err
     assert "has loss" in error and "there is no checkpoint before it" in error
     assert not list((tmp_path / "run").glob("checkpoints/*"))
@@ -327,7 +328,7 @@ def test_a_loss_that_is_not_a_number_fails_the_run_and_is_never_saved(tmp_path, 
 def test_a_save_that_fails_behind_the_steps_fails_the_run(tmp_path, capsys):
     options = ["--num_epochs", "1", "--warmup_steps", "2", "--save_every", "5", "--log_every", "5", "--no_tensorboard"]
     with a_full_disk():
-        assert in_process("--run_dir", tmp_path / "run", *options) == 1
+        assert in_process("--run_dir", tmp_path / "run", *SMALL, *options) == 1
     captured = capsys.readouterr()
     assert "error: checkpoint of step 5 could not be written" in captured.err and "step     15/" not in captured.out
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
@@ -343,7 +344,7 @@ def test_production_refuses_a_machine_without_tpu(tmp_path):
 
 def test_profile_writes_a_trace(tmp_path, capsys):
     run_dir = tmp_path / "run"
-    assert in_process("--run_dir", run_dir, "--num_epochs", "1", "--warmup_steps", "2", "--profile_steps", "3:5") == 0
+    assert in_process("--run_dir", run_dir, *SMALL, "--num_epochs=1", "--warmup_steps=2", "--profile_steps=3:5") == 0
     assert list(run_dir.glob("tensorboard/plugins/profile/*/*.xplane.pb"))
     assert f"tensorboard --logdir {run_dir}/tensorboard" in capsys.readouterr().out
 
@@ -352,7 +353,8 @@ def test_a_trace_names_steps_and_phases_and_leaves_the_graphs_alone(tmp_path):
     from jax.profiler import ProfileData  # reads xplane.pb
 
     run_dir = tmp_path / "run"
-    options = ["--num_epochs", "2", "--warmup_steps", "2", "--save_every", "22", "--profile_steps", "21:24"]
+    options = ["--channels=4", "--hidden_dim=24", "--num_epochs=2", "--warmup_steps=2", "--save_every=22"]
+    options += ["--profile_steps=21:24"]
     assert in_process("--run_dir", run_dir, *options, "--log_every", "5", "--no_tensorboard") == 0
     (path,) = run_dir.glob("tensorboard/plugins/profile/*/*.xplane.pb")
     found, steps = set(), []

@@ -169,6 +169,151 @@ TRANSFORMER = model_of("""
         def forward(self, images):
             return self.head(self.encoder(images.float() / 255).mean(1))
     """)
+EXPERTS = model_of("""
+    class Net(nn.Module):  # a mixture of experts; the loss that balances them is left in an attribute
+        def __init__(self, outputs):
+            super().__init__()
+            self.gate, self.experts = nn.Linear(64, 4), nn.ModuleList(nn.Linear(64, outputs) for _ in range(4))
+
+        def forward(self, images):
+            x = images.flatten(1).float() / 255
+            shares = self.gate(x).softmax(1)
+            self.balance = 4 * (shares.mean(0) * F.one_hot(shares.argmax(1), 4).float().mean(0)).sum()
+            return (torch.stack([one(x) for one in self.experts], 1) * shares[..., None]).sum(1)
+    """)
+CODEBOOK = model_of("""
+    class Net(nn.Module):  # a quantised autoencoder; its codebook follows the codes by a moving average
+        def __init__(self, outputs):
+            super().__init__()
+            self.encoder, self.decoder = nn.Linear(64, 8), nn.Linear(8, 64)
+            self.register_buffer("codebook", torch.randn(16, 8))
+            self.register_buffer("counts", torch.ones(16))
+            self.register_buffer("sums", self.codebook.clone())
+
+        def forward(self, images):
+            codes = self.encoder(images.flatten(1).float() / 255)
+            nearest = F.one_hot(torch.cdist(codes, self.codebook).argmin(1), 16).float()
+            if self.training:
+                self.counts.mul_(0.9).add_(nearest.sum(0), alpha=0.1)
+                self.sums.mul_(0.9).add_(nearest.T @ codes.detach(), alpha=0.1)
+                self.codebook.copy_(self.sums / self.counts.clamp(min=1e-3)[:, None])
+            quantised = nearest @ self.codebook.clone()
+            return self.decoder(codes + (quantised - codes).detach()), codes, quantised
+    """)
+ANGULAR = model_of("""
+    class Net(nn.Module):  # a margin that training alone has: forward takes the labels
+        def __init__(self, outputs):
+            super().__init__()
+            self.body, self.classes = nn.Linear(64, 16), nn.Parameter(torch.randn(outputs, 16))
+
+        def forward(self, images, labels=None):
+            x = F.normalize(self.body(images.flatten(1).float() / 255), dim=1)
+            cosines = x @ F.normalize(self.classes, dim=1).T
+            if labels is not None:
+                hot = F.one_hot(labels.long(), cosines.shape[1]) > 0
+                cosines = torch.where(hot, torch.cos(torch.acos(cosines.clamp(-0.999, 0.999)) + 0.2), cosines)
+            return 8 * cosines
+    """)
+FOURIER = model_of("""
+    class Net(nn.Module):
+        def __init__(self, outputs):
+            super().__init__()
+            self.filter, self.head = nn.Parameter(torch.randn(8, 5)), nn.Linear(64, outputs)
+
+        def forward(self, images):
+            x = torch.fft.irfft2(torch.fft.rfft2(images.float() / 255) * self.filter, s=(8, 8))
+            return self.head(x.flatten(1))
+    """)
+CHAIN = model_of("""
+    class Net(nn.Module):  # tags of a sequence that depend on each other: a conditional random field
+        def __init__(self, outputs):
+            super().__init__()
+            self.body, self.transitions = nn.Linear(8, 2), nn.Parameter(torch.zeros(2, 2))
+
+        def forward(self, images):
+            return self.body(images.float() / 255)
+    """)
+CAPSULES = model_of("""
+    class Net(nn.Module):
+        def __init__(self, outputs):
+            super().__init__()
+            self.votes = nn.Parameter(0.1 * torch.randn(16, outputs, 4, 4))
+
+        def forward(self, images):
+            x = (images.float() / 255).reshape(-1, 16, 4)
+            votes = torch.einsum("bif,iofd->biod", x, self.votes)
+            routes = torch.zeros_like(votes[..., 0])
+            for _ in range(3):
+                total = (routes.softmax(2)[..., None] * votes).sum(1)
+                size = total.square().sum(2, keepdim=True)
+                out = total * size / (1 + size) / (size + 1e-8).sqrt()
+                routes = routes + (votes * out[:, None]).sum(3)
+            return (out.square().sum(2) + 1e-8).sqrt()
+    """)
+FLOW = model_of("""
+    class Net(nn.Module):  # a normalising flow: a matrix and a coupling layer; returns nats of an image
+        def __init__(self, outputs):
+            super().__init__()
+            self.matrix = nn.Parameter(torch.eye(64) + 0.01 * torch.randn(64, 64))
+            self.scale, self.shift = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, images):
+            first, second = ((images.float().flatten(1) / 255 - 0.5) @ self.matrix).chunk(2, 1)
+            scale = torch.tanh(self.scale(first))
+            second = second * scale.exp() + self.shift(first)
+            size = torch.cat([first, second], 1).square().sum(1)
+            return 0.5 * size - scale.sum(1) - torch.linalg.slogdet(self.matrix)[1]
+    """)
+EMBEDDED = model_of("""
+    class Net(nn.Module):
+        def __init__(self, outputs):
+            super().__init__()
+            self.table, self.head = nn.EmbeddingBag(256, 8, mode="mean"), nn.Linear(8, outputs)
+
+        def forward(self, images):
+            return self.head(self.table(images.flatten(1).long()))
+    """)
+BOUNDED = [("nn.EmbeddingBag(256, 8, mode", "nn.EmbeddingBag(256, 8, max_norm=1.0, mode")]
+UNET = model_of("""
+    class Net(nn.Module):  # a class for each pixel; the way up by a transposed convolution and by interpolation
+        def __init__(self, outputs):
+            super().__init__()
+            self.down, self.inner = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, stride=2, padding=1)
+            self.up, self.head = nn.ConvTranspose2d(8, 8, 2, stride=2), nn.Conv2d(24, outputs, 1)
+
+        def forward(self, images):
+            x = F.gelu(self.down(images.unsqueeze(1).float() / 255))
+            y = F.gelu(self.inner(x))
+            wide = F.interpolate(y, scale_factor=2, mode="bilinear", align_corners=False)
+            return self.head(torch.cat([x, self.up(y), wide], 1))
+    """)
+LOOKAHEAD = """
+class Lookahead(torch.optim.Optimizer):  # slow weights that follow every fifth step
+    def __init__(self, inner):
+        self.inner, self.count, self.defaults = inner, 0, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.slow = [one.detach().clone() for group in inner.param_groups for one in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.count += 1
+        if self.count % 5 == 0:
+            fast = [one for group in self.param_groups for one in group["params"]]
+            for slow, one in zip(self.slow, fast):
+                one.copy_(slow.lerp_(one, 0.5))
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+
+def optimizer_of(config, model):
+    return Lookahead(make_optimizer(config, model.parameters()))
+
+
+def build_model("""
+TO_LOGITS = "        logits = model(images)\n    "
+"""In the training step alone."""
 # what an evaluation computes from all of its batches at once
 COUNTS = "        return torch.stack([(correct * counted).sum(), (loss * counted).sum(), counted.sum()])\n"
 TABLE = (
@@ -253,6 +398,40 @@ TRIPLETS = """
     same = (labels[:, None] == labels[None]).float()
     loss = F.relu((distance * same).amax(1) - (distance + 100 * same).amin(1) + 0.5)
 """
+QUANTISED = """
+    made, codes, quantised = logits
+    loss = (made - images.flatten(1) / 255).square().mean(1) + 0.25 * (codes - quantised.detach()).square().mean(1)
+"""
+FORWARD_SUMS = """
+    path = F.one_hot(labels.long(), 2).float()
+    total = (logits * path).sum((1, 2))
+    total = total + torch.einsum("bti,ij,btj->b", path[:, :-1], model.transitions, path[:, 1:])
+    sums = logits[:, 0]
+    for t in range(1, 8):
+        sums = torch.logsumexp(sums[:, :, None] + model.transitions, 1) + logits[:, t]
+    loss = torch.logsumexp(sums, 1) - total
+"""
+MARGINS = """
+    hot = F.one_hot(labels.long(), 10).float()
+    loss = (hot * F.relu(0.9 - logits).square() + 0.5 * (1 - hot) * F.relu(logits - 0.1).square()).sum(1)
+"""
+DECORRELATED = """
+    upper, lower = ((x - x.mean(0)) / (x.std(0) + 1e-3) for x in logits)
+    cross = upper.T @ lower / len(upper)
+    loss = (cross - torch.eye(10, device=cross.device)).square().mean()
+"""
+LANGEVIN = """
+    made = torch.rand(images.shape, device=images.device) * 255
+    for _ in range(3):
+        (slope,) = torch.autograd.grad(model(made.requires_grad_()).sum(), made)
+        made = (made - 100 * slope + torch.randn_like(made)).detach()
+    energy = model(made)
+    loss = (logits - energy).mean() + 0.1 * (logits.square() + energy.square()).mean()
+"""
+AGAIN = """
+    again = model(images).float()
+    loss = loss + F.kl_div(again.log_softmax(1), logits.softmax(1), reduction='batchmean')
+"""
 ALIGNED = (TRAINED, "    upper, lower = logits\n    which = torch.arange(len(upper), device=upper.device)\n")
 CONTRASTIVE = [
     *HALVES,
@@ -304,7 +483,7 @@ REFUSED = {
     "largest along the batch": (
         "classes",
         [(CORRECT, CORRECT.replace("argmax(1)", "argmax(0)"))],
-        "fails on 11 examples",
+        r"fails on 11 examples.*, at \S+:\d+ \(correct = ",
     ),
     "rows and classes mixed up": (
         "classes",
@@ -493,6 +672,10 @@ REFUSED = {
         ],
         "temperature",
     ),
+}
+REFUSED |= {
+    "look ahead every fifth step": ("classes", [("def build_model(", LOOKAHEAD)], r"optimizer.count \(0 -> 1\)"),
+    "embeddings of bounded norm": ("classes", [*EMBEDDED, *BOUNDED], "changes the model: table.weight.*max_norm"),
 }
 LOSSES = "the training step gives a loss of"
 SAID = {  # the run goes on
@@ -778,8 +961,98 @@ RIGHT = {
             )
         ],
     ),
+    "experts that are balanced": (
+        "classes",
+        [*EXPERTS, (TRAINED, TRAINED + "    loss = loss + 0.01 * model.balance\n"), COUPLES],
+    ),
+    "a codebook that follows": ("classes", [*CODEBOOK, (LOGITS, LOGITS.replace(".float()", "")), *losses(QUANTISED)]),
+    "a filter in Fourier space": ("classes", FOURIER),
+    "a conditional random field": ("tags", [*CHAIN, *losses(FORWARD_SUMS)]),
+    "the hardest examples of a batch": (
+        "classes",
+        [
+            (
+                TRAINED,
+                TRAINED.replace("long())", "long(), reduction='none')") + "    loss = loss.topk(4).values.mean()\n",
+            ),
+            COUPLES,
+        ],
+    ),
+    "stochastic depth": (
+        "classes",
+        [
+            (
+                HIDDEN,
+                HIDDEN
+                + "        if self.training:\n"
+                + "            x = x * (torch.rand(len(x), 1, device=x.device) < 0.8) / 0.8\n",
+            )
+        ],
+    ),
+    "capsules with routing": (
+        "classes",
+        [*CAPSULES, *losses(MARGINS, "correct = (logits.argmax(1) == labels).float()")],
+    ),
+    "a flow with a determinant": ("classes", [*FLOW, *losses("loss = logits / 64")]),
+    "a bag of embeddings": ("classes", EMBEDDED),
+    "a U-net": ("pixels", UNET),
+    "a penalty that grows with the step": (
+        "classes",
+        [(TRAINED, TRAINED + "    loss = loss + metrics.step[0].float() / 20 * model.head.weight.square().mean()\n")],
+    ),
+    "two passes that agree": (
+        "classes",
+        [*DROPPED, (TRAINED, TRAINED + indent(dedent(AGAIN).strip(), "    ") + "\n")],
+    ),
+    "decorrelated views": (
+        "classes",
+        [*CONTRASTIVE[:-1], (TRAINED, indent(dedent(DECORRELATED).strip(), "    ") + "\n"), COUPLES],
+    ),
+    "the median of all errors": (
+        "targets",
+        [
+            *VALUE,
+            (TRAINED, "    loss = F.l1_loss(logits, labels)\n"),
+            (CORRECT + LOSS + NO_MASK + COUNTS, "        return (logits - labels).abs(), mask\n"),
+            ("        " + READ, "        errors = torch.cat([one.cpu()[mask.cpu() > 0] for one, mask in sums])"),
+            (RESULT, "return dict(test_loss=errors.mean().item(), median=errors.median().item())"),
+        ],
+    ),
+    "mixup by a Beta distribution": (
+        "classes",
+        [
+            (
+                TO_LOGITS,
+                "        share = torch.distributions.Beta(0.4, 0.4).sample((len(images), 1, 1)).to(images.device)\n"
+                "        logits = model(share * images + (1 - share) * images.flip(0))\n    ",
+            ),
+            COUPLES,
+        ],
+    ),
     "a frozen layer": ("classes", [(HEAD, HEAD + "        self.conv1.requires_grad_(False)\n")]),
 }
+
+MEANT = {  # right, and it is said that the losses of the two steps differ, as they are meant to
+    "an angular margin": ("classes", [*ANGULAR, (TO_LOGITS, TO_LOGITS.replace("images", "images, labels"))]),
+    "an evaluation of mirrored images too": (
+        "classes",
+        [(LOGITS, "        logits = (model(images) + model(images.flip(2))).float() / 2\n")],
+    ),
+    "an energy sampled by Langevin": (
+        "classes",
+        [
+            *VALUE,
+            (TRAINED, indent(dedent(LANGEVIN).strip(), "    ") + "\n"),
+            (CORRECT + LOSS, "        loss = logits\n"),
+            (NO_MASK, NO_MASK + "        correct = loss * 0\n"),
+        ],
+    ),
+    "a penalty on singular values": (
+        "classes",
+        [(TRAINED, TRAINED + "    loss = loss + 1e-3 * torch.linalg.svdvals(model.head.weight).sum()\n")],
+    ),
+}
+SAID |= {name: (*copy, LOSSES) for name, copy in MEANT.items()}
 
 
 def dataset_of(kind: str, count: int = 24) -> ImageDataset:

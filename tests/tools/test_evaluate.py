@@ -25,17 +25,10 @@ from language.tasks.texts import write_texts
 from language.weights.sources import load, open_source
 from tools import evaluate
 from tools.evaluate import EvaluateConfig
-from tpu_utils.checkpoint.tensor_files import one_thread
 from tpu_utils.device import graphs_compiled
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 LONGEST = 160  # tokens: less than the longest questions
-
-
-@pytest.fixture(scope="module", autouse=True)
-def use_one_thread():
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])

@@ -30,7 +30,6 @@ from tools.generate import GenerateConfig
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.checkpoint.tensor_files import one_thread
 from tpu_utils.device import graphs_compiled, transfers_from_device, transfers_to_device
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
@@ -44,13 +43,6 @@ SHAPES = {
 }
 MIXTURE = dataclasses.replace(UNTIED, num_layers=1, family="mixtral", num_experts=4, experts_per_token=2, mlp_dim=48)
 PROMPTS = [[5, 250, 17], list(range(40, 63)), [299]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def use_one_thread():
-    """Models so small wait for their threads most of the time, where other tests run beside them."""
-    with one_thread():
-        yield
 
 
 def their_model(shape: ModelShape):

@@ -59,7 +59,7 @@ def test_a_difference_is_seen(tmp_path, change, said):
 def test_another_last_step_is_seen(tmp_path):
     reference, other = write_run(tmp_path / "reference"), write_run(tmp_path / "other")
     shutil.rmtree(other / "checkpoints")
-    Checkpoints(other / "checkpoints", keep=1).save(65, STATE)
+    Checkpoints(other / "checkpoints", keep=1).save(65, STATE, {"evaluation": {}})
     assert "the last checkpoint is step_00000065" in differences(other, reference)[0]
 
 

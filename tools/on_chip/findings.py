@@ -42,7 +42,7 @@ def step_rows(measurements: dict[str, Any], ratios: bool) -> list[list[str]]:
     rows = []
     for name, asked, found in steps_in(measurements):
         predicted, ms = asked.get("predicted_ms"), found.get("ms")
-        memory, used = asked.get("needed_bytes"), found.get("hbm_peak_bytes")
+        memory, used = asked.get("peak_bytes"), found.get("hbm_peak_bytes")
         spread = f"{ms:.2f} ({found['ms_low']:.2f} to {found['ms_high']:.2f})" if found else "-"
         rows.append([name, figure(predicted, ".3f"), spread])
         compared = f"{ms / predicted:.2f}" if ratios and ms and predicted else "-"

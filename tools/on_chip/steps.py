@@ -98,7 +98,7 @@ def estimate(bench: Bench, step: Step) -> dict[str, Any]:
                 raise
         report = Report(**read_json(path, "a report of the compiler", 1 << 24))
     names = "fits reason predicted_ms predicted_mfu predicted_ms_all_hidden predicted_ms_nothing_hidden estimated_ms "
-    names += "ruled_ms needed_bytes limit_bytes communication_lower_bound_ms collectives operations_without_estimate"
+    names += "ruled_ms peak_bytes limit_bytes communication_lower_bound_ms collectives operations_without_estimate"
     return {name: getattr(report, name) for name in f"{names} compile_seconds".split()}
 
 

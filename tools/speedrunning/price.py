@@ -20,7 +20,6 @@ from tpu_utils.base.hardware import parse_topology
 from tpu_utils.base.restarts import ends_with_this
 
 KEPT = ("fits", "reason", "predicted_ms", "predicted_ms_all_hidden", "settings", "limit_bytes", "peak_bytes")
-KEPT += ("compiler_peak_bytes",)
 """Fields of a report that are kept."""
 TRAININGS = ("pretrain", "finetune")
 ROWS_OF_A_DEVICE = 16  # each 2,048 tokens, at a time
@@ -125,8 +124,7 @@ def ask_compiler(
             raise InputError(
                 f"{name} of depth {plan.depth} does not fit {topology}: {found['reason']}; choose a larger slice"
             )
-        needed = min(found["compiler_peak_bytes"] or found["peak_bytes"], found["peak_bytes"])
-        memory = f"{needed / 2**30:.2f} of {found['limit_bytes'] / 2**30:.2f} GiB"
+        memory = f"{found['peak_bytes'] / 2**30:.2f} of {found['limit_bytes'] / 2**30:.2f} GiB"
         steps[name] = Step(found["predicted_ms_all_hidden"] or found["predicted_ms"], memory)
     counts = dict(pretrain=plan.steps, finetune=plan.chat_steps)
     return Price(

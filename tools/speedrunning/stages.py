@@ -17,8 +17,8 @@ from tools.make_chats import ASKED
 from tools.speedrunning.dial import Plan, files_of
 from tpu_utils.base.errors import InputError, TrainingError
 from tpu_utils.base.files import checksum_of, open_regular, read_json, write_atomically
-from tpu_utils.base.hardware import attached_chips
 from tpu_utils.base.restarts import ends_with_this
+from tpu_utils.options.environment import attached_chips
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUESTIONS = ("Now is the winter of our discontent", "What say you to this, my lord?", "I pray you, tell me the truth.")

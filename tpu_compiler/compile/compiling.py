@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import io
 import re
 import resource
+import struct
 import sys
 import threading
 import time
@@ -11,14 +13,17 @@ from pathlib import Path
 
 import jax  # after prepare_environment: jax reads its variables when it is imported
 import numpy as np
+from jax import export
 from jax._src import compiler
 from jax._src.interpreters.mlir import make_ir_context
 from jax.experimental import topologies
 from jax.extend.mlir import hlo_to_stablehlo, ir
+from jaxlib import _jax
 from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
 
 from tpu_compiler.compile.newest import compile_there
 from tpu_compiler.compile.traced import Traced
+from tpu_utils.base.errors import OTHERS
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
 from tpu_utils.options.virtual_slice import check_private_interfaces, quiet_libtpu
 
@@ -83,19 +88,25 @@ def compile_program(traced: Traced, topology: Topology, options: dict[str, str] 
         # the traced program says nothing of aliasing; PyTorch/XLA adds it when it compiles, and so must we
         donor = {"jax.buffer_donor": ir.BoolAttr.get(True)}
         arguments = []
+        free = []  # inputs whose sharding the partitioner may choose
         for attributes, donated, sharding in zip(main.arg_attrs, traced.donated, traced.shardings, strict=True):
             known = {a.name: a.attr for a in attributes} | (donor if donated else {})
-            if traced.partitions > 1:  # what a real run uploads without a sharding is replicated
+            free.append(traced.given and "mhlo.sharding" not in known)
+            if traced.partitions > 1 and not traced.given:  # what a real run uploads without a sharding is replicated
                 known.setdefault("mhlo.sharding", ir.StringAttr.get(sharding or "{replicated}"))
             arguments.append(ir.DictAttr.get(known))
         main.arg_attrs = ir.ArrayAttr.get(arguments)
+        if any(free):
+            build = compile_options.executable_build_options
+            build.allow_spmd_sharding_propagation_to_parameters = free
         executable = compiler.backend_compile_and_load(
             devices[0].client, module, DeviceList(tuple(devices)), compile_options, []
         )
+    text = executable.hlo_modules()[0].to_string()
     memory, cost = executable.get_compiled_memory_stats(), executable.cost_analysis()
     cost = cost[0] if isinstance(cost, list) else cost
     return Compiled(
-        text=OUR_FRAME.sub("", executable.hlo_modules()[0].to_string()),
+        text=text if traced.given else OUR_FRAME.sub("", text),
         peak_bytes=memory.peak_memory_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -119,13 +130,14 @@ def compile_with_newest(
     """As compile_program, by the newer compiler in folder (newest.make_environment)."""
     _devices_needed(traced, topology)
     request = dict(partitions=traced.partitions, replicas=traced.replicas)
-    request |= dict(donated=traced.donated, shardings=traced.shardings)
+    request |= dict(donated=traced.donated, shardings=traced.shardings, given=traced.given, shardy=traced.shardy)
+    request |= dict(free_outputs=traced.free_outputs)
     with _progress(f"compiling for {topology.name} by {folder}"):
         answer, text = compile_there(folder, traced.hlo, topology, options or {}, **request)
     if "error" in answer:
         raise jax.errors.JaxRuntimeError(answer["error"])
     figures = {field.name: answer[field.name] for field in dataclasses.fields(Compiled) if field.name != "text"}
-    return Compiled(text=OUR_FRAME.sub("", text), **figures)
+    return Compiled(text=text if traced.given else OUR_FRAME.sub("", text), **figures)
 
 
 @contextlib.contextmanager
@@ -136,6 +148,43 @@ def program_inputs(hlo: bytes):
         yield module, next(o for o in module.body.operations if ir.StringAttr(o.attributes["sym_name"]).value == "main")
 
 
+UNREADABLE = (*OTHERS, ir.MLIRError, struct.error)
+"""What jax raises for a program that it cannot read."""
+
+
+def hlo_of_text(text: str) -> tuple[bytes, str, tuple[bool, ...]]:
+    """(serialized HloModuleProto, its text, Traced.free_outputs) of HLO text. Raises UNREADABLE for another text."""
+    module = _jax.hlo_module_from_text(text)
+    said = re.search(r"allow_spmd_sharding_propagation_to_output=\{([a-z,]+)\}", text.partition("\n")[0])
+    free = tuple(word == "true" for word in said[1].split(",")) if said else (True,)
+    return module.as_serialized_hlo_module_proto(), text, free
+
+
+def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str, tuple[bool, ...]]:
+    """As hlo_of_text, of StableHLO: text, bytecode, a portable artifact, or what jax.export has serialized."""
+    if content.startswith(b"ML\xefR"):
+        content = _jax.mlir.deserialize_portable_artifact(content)
+    elif b"\0" in content[:4096]:
+        content = export.deserialize(bytearray(content)).mlir_module()
+    with make_ir_context():
+        module = ir.Module.parse(content)
+        main = next((o for o in module.body.operations if str(o.attributes["sym_name"]) == '"main"'), None)
+        if main is None or not main.regions[0].blocks:
+            raise ValueError("it has no function main with a body")
+        if re.search(r"\?x|<\?", str(main.type)):
+            raise ValueError(f"main has shapes that are not fixed, {main.type!s:.100}")
+        results = [{a.name for a in attributes} for attributes in getattr(main, "result_attrs", ())]
+        written = io.BytesIO()
+        module.operation.write_bytecode(written)
+        computation = _jax.mlir.mlir_module_to_xla_computation(written.getvalue(), False, False)
+        counts = {a.name: str(a.attr).partition(" ")[0] for a in module.operation.attributes}
+    text = computation.as_hlo_text()
+    partitions, replicas = (counts.get(f"mhlo.num_{name}", 1) for name in ("partitions", "replicas"))
+    header = f" num_partitions={partitions}, replica_count={replicas},"
+    free = tuple(not names & {"mhlo.sharding", "sdy.sharding"} for names in results) or (True,)
+    return computation.as_serialized_hlo_module_proto(), text.replace(",", f",{header}", 1), free
+
+
 def _compile_options(traced: Traced, devices: list, options: dict[str, str]) -> CompileOptions:
     compile_options = CompileOptions()
     compile_options.num_replicas, compile_options.num_partitions = traced.replicas, traced.partitions
@@ -143,8 +192,8 @@ def _compile_options(traced: Traced, devices: list, options: dict[str, str]) -> 
     build = compile_options.executable_build_options
     build.num_replicas, build.num_partitions = traced.replicas, traced.partitions
     build.use_spmd_partitioning = traced.partitions > 1
-    build.use_shardy_partitioner = False  # PyTorch/XLA writes GSPMD annotations
-    build.allow_spmd_sharding_propagation_to_output = [True]  # else new weights come back replicated
+    build.use_shardy_partitioner = traced.shardy
+    build.allow_spmd_sharding_propagation_to_output = list(traced.free_outputs)
     ids = np.array([d.id for d in devices]).reshape(traced.replicas, traced.partitions)
     build.device_assignment = DeviceAssignment.create(ids)
     return compile_options

@@ -48,8 +48,8 @@ def compile_program(hlo: bytes, request: dict, folder: Path) -> dict:
     build = options.executable_build_options
     build.num_replicas, build.num_partitions = replicas, partitions
     build.use_spmd_partitioning = partitions > 1
-    build.use_shardy_partitioner = False
-    build.allow_spmd_sharding_propagation_to_output = [True]
+    build.use_shardy_partitioner = request["shardy"]
+    build.allow_spmd_sharding_propagation_to_output = request["free_outputs"]
     ids = np.array([device.id for device in devices]).reshape(replicas, partitions)
     build.device_assignment = _jax.DeviceAssignment.create(ids)
     start = time.monotonic()
@@ -57,14 +57,18 @@ def compile_program(hlo: bytes, request: dict, folder: Path) -> dict:
         module = ir.Module.parse(hlo_to_stablehlo(hlo))
         main = next(o for o in module.body.operations if ir.StringAttr(o.attributes["sym_name"]).value == "main")
         arguments = []
+        free = []  # inputs whose sharding the partitioner may choose
         for attributes, donated, sharding in zip(main.arg_attrs, request["donated"], request["shardings"], strict=True):
             known = {a.name: a.attr for a in attributes}
             if donated:
                 known["jax.buffer_donor"] = ir.BoolAttr.get(True)
-            if partitions > 1:
+            free.append(request["given"] and "mhlo.sharding" not in known)
+            if partitions > 1 and not request["given"]:
                 known.setdefault("mhlo.sharding", ir.StringAttr.get(sharding or "{replicated}"))
             arguments.append(ir.DictAttr.get(known))
         main.arg_attrs = ir.ArrayAttr.get(arguments)
+        if any(free):
+            build.allow_spmd_sharding_propagation_to_parameters = free
         executable = compiler.backend_compile_and_load(
             devices[0].client, module, _jax.DeviceList(tuple(devices)), options, []
         )

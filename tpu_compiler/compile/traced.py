@@ -1,4 +1,5 @@
-"""The program of a step, whoever traced it: PyTorch/XLA (tracing) or torch alone (through_torch)."""
+"""The program of a step, whoever traced it: PyTorch/XLA (tracing), torch alone (through_torch) or a file
+(given_program)."""
 
 import dataclasses
 
@@ -15,3 +16,7 @@ class Traced:
     partitions: int = 1  # SPMD devices
     replicas: int = 1  # DDP replicas
     seconds: float = 0.0
+    given: bool = False  # by --hlo: whoever wrote it says which inputs are sharded, and its source lines stay
+    shardy: bool = False  # annotated for Shardy instead of GSPMD
+    # whether the partitioner may choose the sharding of each output, or, in one entry, of all
+    free_outputs: tuple[bool, ...] = (True,)

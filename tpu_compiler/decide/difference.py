@@ -100,7 +100,7 @@ def format_difference(names: tuple[str, str], a: tuple[Report, str], b: tuple[Re
     topology = parse_topology(reports[0].topology)
     clock = topology.hardware.clock_ghz
     lines = [f"{reports[0].topology}: A is {names[0]}", f"{' ' * len(reports[0].topology)}  B is {names[1]}", ""]
-    roles = [{name: size / GIB for name, size in r.memory.items()} | {"needed": r.needed_bytes / GIB} for r in reports]
+    roles = [{name: size / GIB for name, size in r.memory.items()} | {"needed": r.peak_bytes / GIB} for r in reports]
     lines += table("memory per device, GiB", *roles, ".3f")
     totals = []
     for r, program in zip(reports, programs, strict=True):  # ruled_ms anew: an older commit's report may lack it

@@ -236,7 +236,7 @@ class Search:
             parts, parts_then = now.get("gradient_accumulation_steps"), then.get("gradient_accumulation_steps")
             if parts and parts_then and parts < parts_then and all(then.get(n) == v for n, v in same.items()):
                 activations = r.memory.get("activations", 0)
-                guess = r.needed_bytes + 0.7 * activations * (parts_then / parts - 1)
+                guess = r.peak_bytes + 0.7 * activations * (parts_then / parts - 1)
                 if guess > r.limit_bytes:
                     return f"{guess / GIB:.1f} GiB or more by the activations of {trial.words}"
         return ""
@@ -249,6 +249,4 @@ class Search:
         if not trial.fits:
             return f"{trial.words}: does not fit, {r.memory_text}{kept}"
         best = "" if trial is not self.best else ", the best so far"
-        return (
-            f"{trial.words}: {step_ms(r):.4g} ms, {r.needed_bytes / GIB:.2f} GiB, {r.asked_seconds:.0f} s{kept}{best}"
-        )
+        return f"{trial.words}: {step_ms(r):.4g} ms, {r.peak_bytes / GIB:.2f} GiB, {r.asked_seconds:.0f} s{kept}{best}"

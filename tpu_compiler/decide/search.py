@@ -225,7 +225,7 @@ def suggest(r: Report, script: str, options: Sequence[str]) -> str:
 
     batch, scale = r.settings.get("global_batch_size"), r.memory.get("activations", 0)
     if batch and scale:
-        room = 0.95 * r.limit_bytes - (r.needed_bytes - scale)
+        room = 0.95 * r.limit_bytes - (r.peak_bytes - scale)
         unit = batch_increment(r)
         guess = int(batch * room / scale) // unit * unit  # activations grow with the batch
         while unit <= guess < batch:

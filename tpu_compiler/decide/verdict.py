@@ -132,7 +132,7 @@ def format_trials(trials: Sequence[Trial], best: Trial | None) -> str:
             row += [f"{mfu:.1%}" if mfu else "-"]
         else:
             row += ["does not fit" if r.over_bytes else "does not compile", *["-"] * 6]
-        rows.append([*row, f"{r.needed_bytes / GIB:.2f}", f"{r.asked_seconds:.0f}"])
+        rows.append([*row, f"{r.peak_bytes / GIB:.2f}", f"{r.asked_seconds:.0f}"])
     rows.insert(1, ["---"] * len(rows[0]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in rows]

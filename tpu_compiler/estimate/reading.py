@@ -286,6 +286,9 @@ def _scope(operation: Operation) -> tuple[str, str, str, str]:
 def source_of(operation: Operation) -> str:
     """file.py:12, or file.py:12 backward."""
     file, line, backward, _ = _scope(operation)
+    if not file and (frame := re.search(r'source_file="[^"]*?([^/"]+)" source_line=(\d+)', operation.line)):  # jax's
+        file, line = frame.groups()
+        backward = " backward" if "transpose(" in operation.line else ""
     return f"{file}:{line}{backward}" if file else "added by the compiler"
 
 
@@ -339,6 +342,22 @@ def read_largest_results(computations: dict[str, list[Operation]], count: int = 
             if sizes:
                 found.append((max(sizes), operation.kind, source_of(operation), module_of(operation)))
     return sorted(found, key=lambda row: -row[0])[:count]
+
+
+def read_operations(computations: dict[str, list[Operation]], cycles_per_ms: float) -> list[tuple[str, float]]:
+    """The ten costliest kinds of operation by the compiler's estimate: (what it does, its result and where it comes
+    from, milliseconds a step). Operations that differ in their number alone are one kind."""
+    cycles = Counter()
+    for _, times, operations in scheduled(computations):
+        for operation in operations:
+            if operation.cycles:
+                inside = computations.get(operation.find(r"calls=%?([\w.\-]+)") or "", [])
+                product = any(o.kind in ("convolution", "dot") for o in (operation, *inside))
+                what = "product" if product else operation.base
+                result = re.match(r"\(?(\w+\[[\d,]*\])?", operation.result)[1]
+                path = re.sub(r"\d+", "*", operation.find(r'op_name="([^"]*)') or "added by the compiler")
+                cycles[f"{what} {result}, {path[-80:]}"] += operation.cycles * times
+    return [(name, count / cycles_per_ms) for name, count in cycles.most_common(10)]
 
 
 def read_cycles(computations: dict[str, list[Operation]]) -> tuple[Counter, Counter]:

@@ -39,7 +39,7 @@ class Report:
     fits: bool
     reason: str  # the compiler's own words when it does not compile or fit
     limit_bytes: int
-    peak_bytes: int = 0  # the sum of memory below, which counts as if all of it were alive at once
+    peak_bytes: int = 0  # the sum of memory below, which decides whether the step fits
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
     # the compiler's own: inputs, and the most of one memory; of a small program on-chip memory, of one with more on the
     # host than on the device the host's
@@ -71,6 +71,7 @@ class Report:
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
     ruled_ms: float = 0.0  # what rules.py adds for them; not in estimated_ms
     moved_bytes: float = 0.0  # read from and written to main memory by operations
+    costliest_operations: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # of --hlo, milliseconds
     costliest_lines: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # source line, milliseconds
     costliest_modules: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # layers.3.mlp, milliseconds
     module_groups: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)  # layers.*.mlp, how many, ms
@@ -94,21 +95,13 @@ class Report:
         return sent / self.network_gb_per_s / 1e6 if self.network_gb_per_s else None
 
     @property
-    def needed_bytes(self) -> int:
-        """Device memory that decides whether the step fits: the compiler's own peak, or the sum of memory where that is
-        smaller, or the compiler gave no peak."""
-        return min(self.compiler_peak_bytes or self.peak_bytes, self.peak_bytes)
-
-    @property
     def memory_text(self) -> str:
-        """'5.35 of 15.75 GiB (its parts add up to 5.73)'."""
-        text = f"{self.needed_bytes / GIB:.2f} of {self.limit_bytes / GIB:.2f} GiB"
-        shares = f"{self.needed_bytes / GIB:.2f}" != f"{self.peak_bytes / GIB:.2f}"
-        return text + (f" (its parts add up to {self.peak_bytes / GIB:.2f})" if shares else "")
+        """'5.35 of 15.75 GiB'."""
+        return f"{self.peak_bytes / GIB:.2f} of {self.limit_bytes / GIB:.2f} GiB"
 
     @property
     def over_bytes(self) -> int:
-        return max(0, self.needed_bytes - self.limit_bytes)
+        return max(0, self.peak_bytes - self.limit_bytes)
 
     @property
     def flops_per_device(self) -> float:
@@ -258,7 +251,8 @@ def source_rows(r: Report) -> Rows:
     if r.ruled_ms >= 0.001:
         rows.append(("", f"{r.ruled_ms:.3f} ms, {RULE}"))
     groups = [(f"{name} ({count} modules)" if count > 1 else name, ms) for name, count, ms in r.module_groups]
-    for title, costs in (("costliest lines", r.costliest_lines), ("costliest modules", groups)):
+    titles = (("kinds", r.costliest_operations), ("lines", r.costliest_lines), ("modules", groups))
+    for title, costs in ((f"costliest {kind}", costs) for kind, costs in titles):
         rows += titled_rows(title, [f"{ms:9.3f} ms  {ms / r.predicted_ms:5.1%}  {name}" for name, ms in costs])
     large = [
         f"{size / 1e6:9.1f} MB  {kind}, {line}{f', {module}' if module else ''}"
@@ -276,7 +270,7 @@ def format_table(reports: Sequence[Report]) -> str:
     rows = [header, ["---"] * len(header)]
     for r in reports:
         row = [r.topology, *([r.level] if levels else []), str(r.devices), "yes" if r.fits else "no"]
-        row.append(f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-")
+        row.append(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" if r.peak_bytes else "-")
         if r.compiles:
             row += [f"{r.flops_ratio:.2f}" if r.flops_ratio else "-"]
             row += [f"{sum(v['bytes'] for v in r.collectives.values()) / 1e6:.1f}"]
@@ -333,8 +327,7 @@ def format_compilers(reports: Sequence[Report]) -> str:
     rows = [[reports[0].topology, *heads]]
     rows += [["---"] * len(rows[0])]
     rows += [["fits", *("yes" if r.fits else f"no: {r.reason}" for r in reports)]]
-    rows += [["GiB of limit", *(f"{r.needed_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" for r in reports)]]
-    rows += [["  parts together", *(f"{r.peak_bytes / GIB:.2f}" for r in reports)]]
+    rows += [["GiB of limit", *(f"{r.peak_bytes / GIB:.2f} of {r.limit_bytes / GIB:.2f}" for r in reports)]]
     for part in dict.fromkeys(name for r in reports for name in r.memory):
         rows += [[f"  {part.replace('_', ' ')}", *(f"{r.memory.get(part, 0) / GIB:.3f}" for r in reports)]]
     for name, text in (

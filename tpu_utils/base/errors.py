@@ -97,9 +97,9 @@ def is_own(file: str) -> bool:
 
 
 def line_of(error: BaseException) -> str:
-    """FILE:LINE (text) of the innermost line of the traceback that is not Python's or an installed package's."""
+    """FILE:LINE (text) of the innermost line of the traceback that is not Python's, a package's or a torch mode's."""
     frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if is_own(frame.filename)] or frames
+    frames = [frame for frame in frames if is_own(frame.filename) and not frame.name.startswith("__torch_")] or frames
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})"
 
 

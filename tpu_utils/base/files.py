@@ -23,6 +23,7 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFLNK: "a link",
 }
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def open_regular(path: Path, expected: str, follow: bool = True) -> BinaryIO:
@@ -38,21 +39,20 @@ def open_regular(path: Path, expected: str, follow: bool = True) -> BinaryIO:
             raise InputError(
                 f"{path} is {KINDS.get(kind, 'no regular file')}; expected {expected}, a regular file; check the path"
             )
-        return open(path, "rb", opener=lambda name, flags: _open_to_read(name, flags | never))
+        # O_NONBLOCK has no effect on a regular file; one that became a FIFO just now is not waited for
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | never | os.O_NONBLOCK))  # noqa: SIM115
+        try:
+            begins = file.peek()  # only a read says of some files in /proc that they cannot be read
+        except OSError:
+            file.close()
+            raise
     except OSError as error:
         found = ": no such file" if error.errno == errno.ENOENT else f" cannot be read: {error.strerror}"
         raise InputError(f"{path}{found}; expected {expected}") from error
-
-
-def _open_to_read(name: str, flags: int) -> int:
-    # O_NONBLOCK has no effect on a regular file; one that became a FIFO just now is not waited for
-    descriptor = os.open(name, flags | os.O_NONBLOCK)
-    try:
-        os.pread(descriptor, 1, 0)  # only a read says of some files in /proc that they cannot be read
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    if begins.startswith(LFS_POINTER):
+        file.close()
+        raise InputError(f"{path} is a pointer that Git LFS left in its place; expected {expected}; run git lfs pull")
+    return file
 
 
 def file_size(file: BinaryIO) -> int:

@@ -4,10 +4,8 @@ import dataclasses
 import difflib
 import math
 import re
-from pathlib import Path
 
 GIB = 2**30
-GOOGLE_PCI_VENDOR = "0x1ae0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +55,6 @@ GENERATIONS = {generation.name: generation for generation in ALL_GENERATIONS}
 SHAPES_2D = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 SHAPES_3D = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
 SHAPES_3D |= {1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16"}
-
-
-def attached_chips(pci_root: Path = Path("/sys/bus/pci/devices")) -> list[Generation]:
-    """The TPU chips on this host's PCI bus."""
-    by_id = {generation.pci_id: generation for generation in GENERATIONS.values()}
-    chips = []
-    for vendor in sorted(pci_root.glob("*/vendor")):
-        if vendor.read_text().strip() == GOOGLE_PCI_VENDOR:
-            chip = by_id.get((vendor.parent / "device").read_text().strip())
-            chips += [chip] if chip else []
-    return chips
 
 
 @dataclasses.dataclass(frozen=True)

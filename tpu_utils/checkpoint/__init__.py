@@ -16,31 +16,25 @@ from tpu_utils.base.errors import SaveError
 from tpu_utils.base.files import checksum_of, sync_folder, write_atomically
 from tpu_utils.base.peers import Peers
 from tpu_utils.checkpoint.state import (
-    HostCopy,
-    copy_to_host,
-    merged_entries,
-    num_bytes,
-    shards_by_path,
-    tensors_by_path,
-)
-from tpu_utils.checkpoint.tensor_files import (
     FORMAT,
     INDEX_FILE,
     LONGEST_HEADER,
     NAMES,
     WHOLE_FILE,
-    check_complete,
+    Entry,
+    HostCopy,
+    copy_to_host,
     index_as_json,
-    shard_file,
+    kind_of,
+    num_bytes,
     step_folders,
     steps_in,
+    tensors_by_path,
     write_tensors,
 )
 
 if TYPE_CHECKING:
     from tpu_utils.remote.storage import Mirror
-
-SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_dir that all of them share, or gs://"
 
 
 class Checkpoints:
@@ -202,9 +196,13 @@ class Checkpoints:
         aside = self.folder / f".writing_{copy.step:08d}"
         try:
             peers.from_first(lambda: self._make(aside, copy))
-            own = self._write_shards(aside, copy) if copy.sharded else None
-            with peers.patient():
-                written = peers.gather(own) if copy.sharded else []
+            written = []
+            if copy.sharded:
+                from tpu_utils.checkpoint.sharded_tensors import write_shards  # only here, as below
+
+                own = write_shards(copy, aside, self.path(copy.step), self._peers.index, self._mirror)
+                with peers.patient():
+                    written = peers.gather(own)
             if problems := [one["problem"] for one in written if "problem" in one]:
                 raise OSError("; ".join(problems))
             in_bucket = {one["name"]: one["sums"]["bytes"] for one in written[1:]} if self._mirror else {}
@@ -219,26 +217,6 @@ class Checkpoints:
                 f"checkpoint of step {copy.step} could not be written to {self.path(copy.step)}: {error}; "
                 f"{room(self.folder.parent)} there{intact}"
             ) from error
-
-    def _write_shards(self, aside: Path, copy: HostCopy) -> dict[str, Any]:
-        """Write this process's shards. Returns file, checksums and index, or the problem: the others wait for it."""
-        index = self._peers.index
-        name, apart = shard_file(index), self._mirror and index > 0
-        folder = self.path(copy.step) if apart else aside  # in the bucket the marker alone says what is complete
-        try:
-            if apart:
-                folder.mkdir(parents=True, exist_ok=True)
-            elif not folder.is_dir():
-                return {"problem": f"process {index} sees no {folder}; {SHARED_FOLDER}"}
-            sums = write_tensors(folder / name, copy.shard_file())
-            if apart:
-                self._mirror.put(folder / name)
-        except Exception as error:  # whatever it is: the others wait to hear
-            return {"problem": f"process {index}: {error or type(error).__name__}"}
-        finally:
-            if apart:
-                shutil.rmtree(folder, ignore_errors=True)
-        return {"name": name, "sums": sums, "shards": shards_by_path(copy, name)}
 
     def _make(self, aside: Path, copy: HostCopy) -> None:
         for left_by_a_kill in self.folder.glob(".writing_*"):
@@ -255,13 +233,11 @@ class Checkpoints:
         """
         target = self.path(copy.step)
         files = {one["name"]: one["sums"] for one in written}
-        for name, expected in files.items():
-            size = (aside / name).stat().st_size if (aside / name).exists() else "absent"
-            if size != expected["bytes"] and name not in elsewhere:
-                raise OSError(f"{name} is {size} here, its process wrote {expected['bytes']} bytes; {SHARED_FOLDER}")
-        entries = merged_entries(copy, [one["shards"] for one in written])
-        for path in copy.sharded:
-            check_complete(path, entries[path])
+        entries = {path: Entry(kind_of(tensor)) for path, tensor in copy.whole.items()}
+        if copy.sharded:
+            from tpu_utils.checkpoint.sharded_tensors import sharded_entries
+
+            entries |= sharded_entries(copy, aside, written, elsewhere)
         if self._mirror:
             self._mirror.wait()  # pruning must not take files away that are on their way up
         files[WHOLE_FILE] = write_tensors(aside / WHOLE_FILE, copy.whole)

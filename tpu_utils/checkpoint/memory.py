@@ -23,10 +23,10 @@ from tpu_utils.base.errors import InputError, SaveError
 from tpu_utils.base.files import checksum_of, open_regular, read_json, sync_folder, write_atomically
 from tpu_utils.base.peers import Peers
 from tpu_utils.base.restarts import memory_folder
-from tpu_utils.checkpoint import SHARED_FOLDER, Checkpoints, remove
+from tpu_utils.checkpoint import Checkpoints, remove
 from tpu_utils.checkpoint.saved import read_marker
-from tpu_utils.checkpoint.state import HostCopy
-from tpu_utils.checkpoint.tensor_files import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, shard_file, steps_in
+from tpu_utils.checkpoint.sharded_tensors import SHARED_FOLDER, write_shards
+from tpu_utils.checkpoint.state import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, HostCopy, shard_file, steps_in
 from tpu_utils.record.records import read_records
 
 if TYPE_CHECKING:
@@ -110,7 +110,8 @@ class MemoryCheckpoints(Checkpoints):
         aside, own = self.folder / f".writing_{copy.step:08d}", None
         try:
             agree(peers, lambda: self._make(aside, copy) if self._marks else None)
-            own = self._write_shards(aside, copy) if copy.sharded else None
+            if copy.sharded:
+                own = write_shards(copy, aside, self.path(copy.step), self._peers.index, self._mirror)
             written = peers.gather(own) if copy.sharded else []
             if problems := [one["problem"] for one in written if "problem" in one]:
                 raise OSError("; ".join(problems))

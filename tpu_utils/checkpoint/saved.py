@@ -10,7 +10,7 @@ import torch
 
 from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint
 from tpu_utils.base.files import checksum_of, file_size, open_regular, parse_json, read_regular
-from tpu_utils.checkpoint.tensor_files import (
+from tpu_utils.checkpoint.state import (
     FORMAT,
     INDEX_FILE,
     LONGEST_HEADER,

@@ -1,17 +1,134 @@
-"""A training state on its way to host memory and back: tensors by path, whole or as the shards of this process.
+"""What a checkpoint holds: tensors of a training state by path, in host memory and in files of safetensors.
 
-A tensor that is sharded over the devices of a mesh never has to be whole on any host: each process copies the shards on
-its own devices, and gets the shards that its devices need, whatever mesh they were written from.
+A file is written here, with an index in JSON that says what is where. What is sharded over devices: sharded_tensors.py.
 """
 
-from collections.abc import Callable
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from tpu_utils import device
-from tpu_utils.checkpoint.tensor_files import Entry, Kind, kind_of, shard_name
+from tpu_utils.base.files import checksum_of
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WHOLE_FILE, INDEX_FILE = "state.safetensors", "state.json"
+FORMAT = 2
+"""Format of files in a step's folder. Format 1 was a pickle, which torch 2.9 does not read safely (CVE-2026-24747)."""
+LONGEST_HEADER = 16 * 2**20
+"""Bytes of a file's header, or of an index."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Shape and type of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Entry:
+    """What the index says of one tensor."""
+
+    kind: Kind
+    shards: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Offsets of each shard: (file, shape). Empty for a tensor that is whole in state.safetensors."""
+
+
+def step_of_folder(path: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None for a link, or any other name."""
+    found = re.fullmatch(r"step_([0-9]{8})", path.name)
+    return int(found[1]) if found and path.is_dir() and not path.is_symlink() else None
+
+
+def step_folders(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of each checkpoint. Links and other names are not ours: they are neither read nor removed."""
+    found = folder.iterdir() if folder.is_dir() else []
+    return [(step, path) for path in found if (step := step_of_folder(path)) is not None]
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint, oldest first."""
+    return sorted(step for step, path in step_folders(folder) if (path / "done").exists())
+
+
+def kind_of(tensor: torch.Tensor) -> Kind:
+    return Kind(tuple(tensor.shape), tensor.dtype)
+
+
+def shard_file(index: int) -> str:
+    """The file with the shards of a process."""
+    return f"shards_{index:05d}.safetensors"
+
+
+def shard_name(path: str, offsets: Iterable[int]) -> str:
+    """The name of a shard in its file."""
+    return f"{path}@{','.join(map(str, offsets))}"
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """A file of safetensors, on disk when it returns. Its size and CRC-32. Raises OSError."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # what the library makes of a full disk
+        raise OSError(str(error)) from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the library gives it to its owner alone
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return checksum_of(file)
+
+
+def index_as_json(entries: dict[str, Entry]) -> dict[str, Any]:
+    index = {}
+    for path, entry in entries.items():
+        index[path] = {"dtype": NAMES[entry.kind.dtype], "shape": list(entry.kind.shape)}
+        if entry.shards:
+            shards = [{"file": f, "offsets": list(o), "shape": list(s)} for o, (f, s) in entry.shards.items()]
+            index[path]["shards"] = shards
+    return index
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch copies with one thread. By default it divides even a copy of 0.4 MB among its threads, which wait
+    for cores that XLA's threads hold: 10 ms for a copy of 0.1 ms."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def tensors_by_path(state: Any, path: str = "") -> dict[str, torch.Tensor]:
@@ -84,7 +201,7 @@ def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, 
         shards = device.wrap_if_sharded(tensor).local_shards if device.is_sharded(tensor) else []
         if shards and shards[0].data.shape != tensor.shape:
             copy.sharded[path] = kind_of(tensor)
-            own = (_unpadded(shard) for shard in shards if _is_mine(shard))
+            own = (unpadded(shard) for shard in shards if _is_mine(shard))
             copy.shards[path] = {offsets: values.contiguous() for offsets, values in own}
         elif first and shards:  # a mesh of one device
             copy.whole[path] = shards[0].data.contiguous()
@@ -100,45 +217,10 @@ def _is_mine(shard) -> bool:
     return shard.replica_id == 0 and all(along.stop > along.start for along in shard.indices)
 
 
-def _unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
+def unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
     """(offsets, view of the values) of a shard. Only the last one along an axis has padding, behind its values."""
     values = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
     return tuple(along.start for along in shard.indices), values
-
-
-def shards_by_path(copy: HostCopy, file: str) -> dict[str, list[dict[str, Any]]]:
-    """What this process has written to its file, as it stands in the index."""
-    return {
-        path: [{"file": file, "offsets": list(o), "shape": list(shard.shape)} for o, shard in shards.items()]
-        for path, shards in copy.shards.items()
-    }
-
-
-def merged_entries(copy: HostCopy, written: list[dict[str, list[dict[str, Any]]]]) -> dict[str, Entry]:
-    """The index of a checkpoint. written: shards_by_path of all processes."""
-    entries = {path: Entry(kind_of(tensor)) for path, tensor in copy.whole.items()}
-    for path, kind in copy.sharded.items():
-        shards = [shard for by_path in written for shard in by_path.get(path, [])]
-        found = {tuple(shard["offsets"]): (shard["file"], tuple(shard["shape"])) for shard in shards}
-        entries[path] = Entry(kind, found)
-    return entries
-
-
-# --------------------------------------------------------------------------------------------------------- back again
-
-
-def put_sharded(target: torch.Tensor, read_into: Callable[[torch.Tensor, tuple[int, ...]], None]) -> None:
-    """Fill a tensor that is sharded over devices. read_into(piece, offsets) fills a piece of it on the host."""
-    wrapped = device.wrap_if_sharded(target)
-    shards = wrapped.local_shards
-    read: dict[tuple[int, ...], torch.Tensor] = {}  # devices that hold equal shards read them once
-    for offsets, piece in map(_unpadded, shards):
-        if offsets in read:
-            piece.copy_(read[offsets])
-        elif piece.numel():
-            read_into(piece, offsets)
-            read[offsets] = piece
-    wrapped.load_local_shards_(shards)
 
 
 @dataclass

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 
 from tpu_utils.base.errors import CheckpointError, DeviceError, first_line
-from tpu_utils.base.hardware import attached_chips
-from tpu_utils.options.compiler_flags import flags_in_use
-from tpu_utils.options.environment import choose_device
+from tpu_utils.options.environment import attached_chips, choose_device
 
 # ruff: noqa: F405
 if find_spec("torch_xla"):
@@ -105,6 +103,8 @@ def print_banner(config: "TrainConfig", device: torch.device) -> None:
     print(f"versions   torch {torch.__version__}, {BACKEND}, Python {sys.version.split()[0]}")
     print(f"precision  {config.precision}{matmul}", flush=True)
     if kind == "TPU" or config.compile_for:
+        from tpu_utils.options.compiler_flags import flags_in_use  # only here
+
         options = (f"{name}={value}" for name, value in flags_in_use(config.tpu_options).items())
         print(f"compiler   {' '.join(options) or 'no options'}, and what torch_xla adds", flush=True)
 

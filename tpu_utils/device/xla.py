@@ -76,7 +76,7 @@ def choose_compiler(name: str, deterministic: bool) -> None:
 
 
 def device_name() -> str:
-    """Empty: a TPU is known by its place on the PCI bus (hardware.attached_chips)."""
+    """Empty: a TPU is known by its place on the PCI bus (environment.attached_chips)."""
     return ""
 
 

@@ -4,18 +4,19 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tpu_utils.base.errors import DeviceError, InputError, run_script
-from tpu_utils.base.hardware import GOOGLE_PCI_VENDOR, attached_chips
 from tpu_utils.base.peers import Peers
-from tpu_utils.options.compiler_flags import set_flags
 from tpu_utils.options.parsing import Options, parse_command_line
 
 if TYPE_CHECKING:
+    from tpu_utils.base.hardware import Generation
     from tpu_utils.options.train_config import TrainConfig
 
 Config = TypeVar("Config")
+GOOGLE_PCI_VENDOR = "0x1ae0"
 UNDER_COMPILER = "AOT_TPU_SCRIPT"
 """Set where tpu_compiler/of_script.py runs the script."""
 
@@ -57,6 +58,18 @@ def own_name() -> str | None:
     return f"python -m {spec.name}" if spec else None
 
 
+def attached_chips(pci_root: Path = Path("/sys/bus/pci/devices")) -> "list[Generation]":
+    """The TPU chips on this host's PCI bus."""
+    googles = (path for path in sorted(pci_root.glob("*/vendor")) if path.read_text().strip() == GOOGLE_PCI_VENDOR)
+    ids = [path.with_name("device").read_text().strip() for path in googles]
+    if not ids:
+        return []
+    from tpu_utils.base.hardware import ALL_GENERATIONS  # only for a machine that may have some
+
+    by_id = {generation.pci_id: generation for generation in ALL_GENERATIONS}
+    return [by_id[one] for one in ids if one in by_id]
+
+
 def choose_device(config: "TrainConfig") -> str:
     """Settle "tpu", "gpu" or "cpu", and how many devices, in the environment: it is read when a device is touched.
 
@@ -84,6 +97,8 @@ def choose_device(config: "TrainConfig") -> str:
             "run it on a TPU VM, or add --device cpu"
         )
     if chosen == "tpu":
+        from tpu_utils.options.compiler_flags import set_flags  # only on a TPU
+
         set_flags(config.tpu_options)
     if chips:  # for the CPU too: where there are chips, torch_xla's import asks for the accelerator type
         from tpu_utils.remote.hosts import settle_hosts  # only here: a machine without a TPU has no other hosts

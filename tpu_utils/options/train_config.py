@@ -1,13 +1,14 @@
 """The options that every training script takes. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.hardware import parse_topology
-from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, parse_compiler_options
 from tpu_utils.options.fields import FREE, NoEffect, Range, Seldom
 from tpu_utils.options.parsing import Options, names_a_place
+
+if TYPE_CHECKING:
+    from tpu_utils.base.hardware import Topology
 
 # every preset made for a TPU has these values
 ON_TPU = dict(device="tpu", resume="auto")
@@ -150,7 +151,16 @@ class TrainConfig(
     @property
     def tpu_options(self) -> dict[str, str]:
         """Options for the TPU compiler, {name: value}."""
+        from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM, parse_compiler_options  # only for a TPU
+
         return ({} if self.windowed_einsum else NO_WINDOWED_EINSUM) | parse_compiler_options(self.compiler_options)
+
+    @property
+    def topology(self) -> "Topology":
+        """The slice of compile_for."""
+        from tpu_utils.base.hardware import parse_topology  # only where it compiles ahead of time
+
+        return parse_topology(self.compile_for)
 
     @property
     def profile_range(self) -> tuple[int, int]:
@@ -164,9 +174,9 @@ class TrainConfig(
         if not names_a_place(self.run_dir):
             problems.append(f"run_dir is {self.run_dir!r}; expected a local folder or gs://BUCKET/FOLDER")
         for name, parse in (
-            ("", lambda: parse_profile_steps(self.profile_steps)),
-            ("compile_for: ", lambda: parse_topology(self.compile_for or "v5litepod-1")),
-            ("", lambda: parse_compiler_options(self.compiler_options)),
+            ("", lambda: self.profile_range),
+            ("compile_for: ", lambda: self.compile_for and self.topology),
+            ("", lambda: self.compiler_options and self.tpu_options),
         ):
             try:
                 parse()

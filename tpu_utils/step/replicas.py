@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.hardware import attached_chips
 from tpu_utils.base.peers import Peers
 from tpu_utils.device import (
     IS_XLA,
@@ -26,7 +25,7 @@ from tpu_utils.device import (
     sync,
     world_size,
 )
-from tpu_utils.options.environment import choose_device
+from tpu_utils.options.environment import attached_chips, choose_device
 
 if TYPE_CHECKING:
     from tpu_utils.options.train_config import TrainConfig

@@ -62,15 +62,17 @@ def new_on_host(before: dict[str, int]) -> str:
     return (
         f"computes {', '.join(names)} on the host, because torch_xla has no such operation: its tensors are read and "
         "sent back; expected operations that it has, such as torch.where(mask, x, 0) for x[mask] and nonzero, "
-        "(a * b).sum() for the vdot of spectral_norm, or g * v / v.norm(dim=1, keepdim=True) for weight_norm"
+        "(a * b).sum() for the vdot of spectral_norm, g * v / v.norm(dim=1, keepdim=True) for weight_norm, "
+        "nn.Embedding and a mean for nn.EmbeddingBag, or nearest for bilinear"
     )
 
 
 def raise_if_read(error: RuntimeError, name: str, call: str, before: dict[str, int]) -> None:
-    """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads.
+    """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads, or for any
+    behind an operation that torch_xla leaves to the host.
 
     before: operations_on_host() as the step began."""
-    if not any(said in str(error) for said in READ_ERROR_MARKERS):
+    if not any(said in str(error) for said in READ_ERROR_MARKERS) and not new_on_host(before):
         return
     if isinstance(error.__context__, RuntimeError):  # torch_xla's sync() behind the step fails over the same
         error = error.__context__

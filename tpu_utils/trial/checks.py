@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tpu_utils.base.errors import OTHERS, InputError, first_line, line_of
-from tpu_utils.record.metrics import DeviceMetrics
 
 if TYPE_CHECKING:
     from tpu_utils.trial.trials import TriedRun
@@ -45,11 +45,12 @@ def check_model(model: nn.Module, dataset, evaluate: Callable | None = None, run
     rows = examples_of(dataset)
     flops = flops_of(model, [array[:2] for array in rows[:-1] or rows])
     if evaluate and run:
-        from tpu_utils.trial.trials import check_evaluation  # only here: a model alone needs it not
+        from tpu_utils.trial.trials import as_tried, check_evaluation  # only here: a model alone needs it not
 
         copied = with_tensors(model, lambda tensor: tensor.detach().clone())
-        check_evaluation(evaluate, copied, rows, dataset.num_classes, run)
-        run.examples = rows, evaluate, model
+        with as_tried(flops):
+            check_evaluation(evaluate, copied, rows, dataset.num_classes, run)
+        run.examples = rows, evaluate, model, flops
     return flops
 
 
@@ -131,34 +132,29 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 SCANNED_GRU, PLAIN_GRU = nn.GRU, getattr(nn.GRU, "_orig", nn.GRU)
 
 
+class Copying(TorchFunctionMode):
+    """Inside, deep copies have function of each tensor in its place."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.function = function
+
+    def __torch_function__(self, called, types, arguments=(), keywords=None):
+        if called in (torch.Tensor.__deepcopy__, torch.Tensor.clone):  # a parameter's copy clones its data
+            return self.function(arguments[0])
+        return called(*arguments, **(keywords or {}))
+
+
 def with_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A deep copy of modules, optimizers, metrics and their collections, with function of each tensor in its place."""
+    """A deep copy, with function of each tensor in its place: of modules, optimizers, metrics, their collections."""
     memo: dict[int, Any] = {}
-    waiting, modules, optimizers = [value], {}, []
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, torch.Tensor) and id(one) not in memo:
-            made = function(one)
-            memo[id(one)] = nn.Parameter(made, one.requires_grad) if isinstance(one, nn.Parameter) else made
-        elif isinstance(one, nn.Module):
-            modules |= {id(module): module for module in one.modules()}
-            waiting += [*one.parameters(), *one.buffers()]
-            waiting += [
-                own for module in one.modules() for own in vars(module).values() if isinstance(own, torch.Tensor)
-            ]
-        elif isinstance(one, torch.optim.Optimizer):
-            waiting += [one.param_groups, *one.state.values()]
-            optimizers.append(one)
-        elif isinstance(one, DeviceMetrics):
-            waiting += vars(one).values()
-        elif isinstance(one, dict):
-            waiting += one.values()
-        elif isinstance(one, (list, tuple)):
-            waiting += one
-    copied = copy.deepcopy(value, memo)
-    for one in optimizers:  # its own copy leaves out what a subclass added
-        vars(memo[id(one)]).update({key: own for key, own in vars(one).items() if key not in vars(memo[id(one)])})
-    for number, module in modules.items():
-        if type(module) is SCANNED_GRU:
-            memo[number].__class__ = PLAIN_GRU
+    with Copying(function):
+        copied = copy.deepcopy(value, memo)
+        for one in memo.get(id(memo), ()):  # all that was copied, and what the next lines copy
+            made = memo.get(id(one))
+            if isinstance(one, torch.optim.Optimizer):  # its own copy leaves out what a subclass added
+                more = {key: own for key, own in vars(one).items() if key not in vars(made)}
+                vars(made).update(copy.deepcopy(more, memo))
+            elif type(one) is SCANNED_GRU:
+                made.__class__ = PLAIN_GRU
     return copied

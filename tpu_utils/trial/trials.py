@@ -6,8 +6,8 @@ import math
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any, Protocol
@@ -22,6 +22,8 @@ from tpu_utils.trial.unsaved import changes, drawing_from, leaves_of
 
 TOLERANCE = 1e-4
 """Relative. Sums in another order differ by 1e-6."""
+SMALL = 10**9
+"""FLOPs of one example: four times those of a ResNet-20."""
 Batches = list[tuple[torch.Tensor, ...]]
 
 
@@ -79,7 +81,7 @@ def values_by(
 ) -> dict[str, float]:
     """What evaluate gives of these batches in plain PyTorch. Raises InputError where it fails on them."""
     noise = noise or RowsAlike()
-    with run.in_plain_pytorch(), drawing_from(0), strict_shapes(), noise:
+    with run.in_plain_pytorch(), drawing_from(0), noise:
         try:
             found = evaluate(model, batches, run)
         except OTHERS as error:
@@ -120,11 +122,13 @@ def check_evaluation(evaluate: Callable, model: nn.Module, rows: tuple, num_clas
     before, attributes = {n: tensor.clone() for n, tensor in model.state_dict().items()}, leaves_of({"": model}, set())
     together = values(in_batches(rows, count))
     changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
-    changed += [path[1:] for path, value, _ in changes(attributes, leaves_of({"": model}, set())) if is_number(value)]
+    others = changes(attributes, leaves_of({"": model}, set()))
+    changed += [path[1:] for path, value, _ in others if isinstance(value, int | float)]
     if changed:
         raise InputError(
             f"{where} changes the model: {', '.join(changed[:3])}; expected model.eval() before its first step, so "
-            "that BatchNorm does not learn from test data, and nothing that counts evaluations"
+            "that BatchNorm does not learn from test data, no max_norm of an nn.Embedding, and nothing that counts "
+            "evaluations"
         )
     if not model.training:
         raise InputError(
@@ -205,17 +209,19 @@ def in_batches(rows: Sequence[torch.Tensor], size: int, padding: Sequence[torch.
     return batches
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, bool | int | float)
-
-
 def is_close(value: float, other: float) -> bool:
     return math.isclose(value, other, rel_tol=TOLERANCE, abs_tol=1e-6)
 
 
-class strict_shapes(warnings.catch_warnings):
-    """A loss that broadcasts its target is an error here, a warning of torch otherwise."""
-
-    def __enter__(self):
-        super().__enter__()
+@contextmanager
+def as_tried(flops: int) -> Iterator[None]:
+    """Around trials: a loss that broadcasts its target is an error, a warning of torch otherwise; and where an example
+    costs less than SMALL, one thread does them: a second one waits for work more than it works."""
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")
+        torch.set_num_threads(1 if flops < SMALL else threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)

@@ -2,9 +2,9 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,22 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 from tpu_utils.base.errors import InputError
 from tpu_utils.device import IS_XLA, replica_tried
 from tpu_utils.record.metrics import DeviceMetrics
+from tpu_utils.step.graphs import OneGraph
 from tpu_utils.trial.checks import with_tensors
-from tpu_utils.trial.trials import RowsAlike, TriedRun, in_batches, place_of, values_by
+from tpu_utils.trial.trials import RowsAlike, place_of
 from tpu_utils.trial.unsaved import Unsaved, drawing_from, host_generators
 
-if TYPE_CHECKING:
-    from tpu_utils.step.graphs import OneGraph
 
-
+@dataclass
 class Replica:
     """One of several replicas that a step is tried as, each in a thread: `with` it, world_size() is their number."""
 
-    def __init__(self, ordinal: int, count: int, barrier: threading.Barrier, given: list):
-        self.ordinal = ordinal
-        self.count = count
-        self._barrier = barrier
-        self._given = given
+    ordinal: int
+    count: int
+    _barrier: threading.Barrier
+    _given: list
 
     @staticmethod
     def make(count: int) -> list["Replica"]:
@@ -70,7 +68,7 @@ class Tried:
 class Trial:
     """The training step on copies of what it was given, on the host."""
 
-    def __init__(self, step: "OneGraph", arguments: tuple, keywords: dict, given: list[int], rows: tuple, model: Any):
+    def __init__(self, step: OneGraph, arguments: tuple, keywords: dict, given: list[int], rows: tuple, model: Any):
         """given: positions of the batch among the arguments. rows: in its place. model: of check_model(), what is
         evaluated, if it is among them."""
         self._step = step
@@ -83,18 +81,7 @@ class Trial:
         (metrics,) = [one for one in others if isinstance(one, DeviceMetrics)]
         self._count = int(metrics.step)
         self.is_first, self.is_ddp = self._count == 0, any(self._ddp)
-        self._model = next((copied for copied, one in zip(self._read, others, strict=False) if one is model), None)
-
-    def loss_by(self, evaluate: Callable, run: TriedRun, row: int) -> float | None:
-        """The loss that the script's evaluation gives of this row, where it gives one."""
-        if self._model is None:
-            return None
-        rows = [array[[row] * 4] for array in self.rows]  # as many as the step gets: else noise is another
-        try:
-            found = values_by(evaluate, self._model, in_batches(rows, 4), run)
-        except InputError:  # on all of them it does not fail: one class alone may have no AUC
-            return None
-        return next((value for name, value in found.items() if name.endswith("loss")), None)
+        self.model = next((copied for copied, one in zip(self._read, others, strict=False) if one is model), None)
 
     def check_saved(self, unsaved: Unsaved, arguments: tuple, batch: Sequence[torch.Tensor]) -> bool:
         """Whether the step draws on the host. Raises InputError for what one step in training changes and no checkpoint

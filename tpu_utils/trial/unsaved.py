@@ -20,8 +20,10 @@ from tpu_utils.base.errors import InputError, is_own
 from tpu_utils.checkpoint.state import Tracked
 from tpu_utils.device import seed_host
 
-NO_STATE = {*vars(nn.Module()), "params", "lr", "lr_ratio", "capturable"}
-"""Attributes that every module has, and what the step itself puts into an optimizer's groups."""
+NO_STATE = {*vars(nn.Module()), *vars(torch.optim.SGD([torch.zeros(1)]))}
+"""Attributes that every module or optimizer has."""
+SET_BY_STEPS = {"params", "lr", "lr_ratio", "capturable"}
+"""What step_optimizer() puts into an optimizer's groups."""
 LONGEST = 1000
 """Items of a collection that are looked at: one that grows is found at its beginning."""
 Leaves = dict[str, tuple[Any, Any]]
@@ -47,14 +49,15 @@ def items_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """(path, value) of what stands in a module, an optimizer, a collection, or an object of the user's own classes."""
     if isinstance(value, nn.parallel.DistributedDataParallel):
         yield path, value.module
-    elif isinstance(value, nn.Module):
-        attributes = {} if type(value).__module__.startswith(("torch.", "torch_xla.")) else vars(value)
-        for kind in (value._parameters, value._buffers, value._modules, attributes):
-            yield from ((f"{path}.{name}", one) for name, one in kind.items() if name not in NO_STATE)
-    elif isinstance(value, torch.optim.Optimizer):
-        yield from ((f"{path}.state", [*value.state.values()]), (f"{path}.param_groups", value.param_groups))
+    elif isinstance(value, nn.Module | torch.optim.Optimizer):
+        kinds = [{} if type(value).__module__.startswith(("torch.", "torch_xla.")) else vars(value)]
+        if isinstance(value, nn.Module):
+            kinds += value._parameters, value._buffers, value._modules
+        else:
+            yield from ((f"{path}.state", [*value.state.values()]), (f"{path}.param_groups", value.param_groups))
+        yield from ((f"{path}.{name}", one) for kind in kinds for name, one in kind.items() if name not in NO_STATE)
     elif isinstance(value, dict):
-        yield from ((f"{path}[{key!r}]", one) for key, one in [*value.items()][:LONGEST] if key not in NO_STATE)
+        yield from ((f"{path}[{key!r}]", one) for key, one in [*value.items()][:LONGEST] if key not in SET_BY_STEPS)
     elif isinstance(value, list | tuple | deque | set):
         yield from ((f"{path}[{number}]", one) for number, one in enumerate([*value][:LONGEST]))
     elif is_own(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<"):
@@ -79,13 +82,9 @@ def leaves_of(named: dict[str, Any], left_out: set[int]) -> Leaves:
 
 def weights_of(named: dict[str, Any]) -> Leaves:
     """Parameters and buffers of the modules among these values: what an evaluation computes with."""
-    found = {}
-    for name, module in named.items():
-        if isinstance(module, nn.Module):
-            found |= {
-                path: (one, one._version) for path, one in (*module.named_parameters(name), *module.named_buffers(name))
-            }
-    return found
+    modules = [(name, one) for name, one in named.items() if isinstance(one, nn.Module)]
+    pairs = [pair for name, one in modules for pair in (*one.named_parameters(name), *one.named_buffers(name))]
+    return {path: (one, one._version) for path, one in pairs}
 
 
 def host_generators() -> dict[str, tuple]:
@@ -150,7 +149,7 @@ class Unsaved:
         self._rates: dict[str, Any] = {}
         """Rates of optimizers' groups as the last step left them, then those that the loop has put there since."""
         self._constant: set[str] = set()
-        """Paths of tensors that a step writes to without changing them."""
+        """Paths of tensors that a step writes to without changing them, or computes from parameters."""
 
     def before(self, step, named: dict[str, Any]) -> None:
         """Call it before each call of the training step: what the loop changes in between, it can compute again."""
@@ -178,10 +177,9 @@ class Unsaved:
                     "each step, made before step 1"
                 )
             self._rates = rates
-        calls = self._calls[id(step)] = self._calls.get(id(step), 0) + 1
-        if is_training:
             given = (one for one, _ in leaves_of({"": result}, set()).values())
             self._results = {id(one): one for one in given if isinstance(one, torch.Tensor)}
+        calls = self._calls[id(step)] = self._calls.get(id(step), 0) + 1
         if calls == 2 and is_training:
             self.check(step)
         if calls > 1:
@@ -204,9 +202,12 @@ class Unsaved:
         else tensors alone are compared: the loop may have changed a number."""
         saved = self._saved()
         for number, (name, look, before) in self._seen.items():
+            now = look()
+            if number == id(step):  # what a step computes from parameters, as a loss kept aside, it does not go on from
+                self._constant |= {path for path, (one, _) in now.items() if getattr(one, "grad_fn", None) is not None}
             found = [
                 change
-                for change in changes(before, look())
+                for change in changes(before, now)
                 if (number == id(step) or isinstance(change[1], torch.Tensor))
                 and change[0] not in self._constant
                 and not {id(change[1]), id(getattr(change[1], "_base", None))} & saved  # a view of what is saved
@@ -256,12 +257,12 @@ def says(step: str, found: list[tuple[str, Any, Any]]) -> str:
         root, name = path.partition(".")[0].partition("[")[0], path.rpartition(".")[2]
         if isinstance(value, torch.Tensor):
             names.append(f"{path} ({str(value.dtype).removeprefix('torch.')}{list(value.shape)})")
-            remedies.add(f"{root}={root} among what run.track() is given")
+            remedies.add(f"{root}={root} among what run.track() is given, and the tensor in its state_dict()")
         elif isinstance(value, bool | int | float | str):
             names.append(f"{path} ({old!r} -> {value!r})")
             remedies.add(
                 f"in place of the Python number a tensor: self.register_buffer({name!r}, torch.zeros(1)) in __init__, "
-                f"self.{name}.add_(1) in the step"
+                f"self.{name}.add_(1) in the step; in an optimizer one in state[parameter]"
             )
         elif isinstance(value, np.ndarray):
             names.append(f"{path} (an array)")

@@ -1,6 +1,7 @@
 """Conversations: formats, which tokens count, packing, and every refusal. No torch."""
 
 import dataclasses
+import gzip
 import json
 import random
 import re
@@ -328,6 +329,7 @@ def said(content="4", **keys) -> bytes:
             "its label is false, which marks an answer that is not",
         ),
         (said()[:-1] + b', "label": false}', "its label is false, which marks an answer that is not wanted"),
+        (said()[:-1] + b', "kto_tag": false}', "its kto_tag is false, which marks an answer that is not wanted"),
         (
             b'{"messages": [{"role": "user", "content": "x", "train": true}, {"role": "assistant", "content": "y"}]}',
             "message 1 has train True, expected 0 or 1 beside an answer",
@@ -406,8 +408,14 @@ def test_keys_without_effect_and_empty_answers_are_counted_once(tmp_path, capsys
             "x.jsonl has objects of several lines; expected one JSON object",
         ),
         (b'\xef\xbb\xbf{"prompt": "a", "completion": "b"}\n', None),
+        (
+            gzip.compress(b'{"prompt": "a", "completion": "b"}'),
+            "x.jsonl is packed by gzip; expected one JSON object a line",
+        ),
+        (b"\x28\xb5\x2f\xfd", "x.jsonl is packed by zstd"),
+        (b"PAR1", "x.jsonl is parquet; expected one JSON object a line; python -c"),
     ],
-    ids=range(6),
+    ids=range(9),
 )
 def test_json_of_another_form_is_named(tmp_path, content, message):
     (tmp_path / "x.jsonl").write_bytes(content)
@@ -418,9 +426,22 @@ def test_json_of_another_form_is_named(tmp_path, content, message):
         read_chats(tmp_path)
 
 
+def test_what_is_left_out_of_a_folder_is_told(tmp_path, capsys):
+    """A second file was not trained on because of its name, without a word."""
+    for name in ("a.jsonl", "b.json", "c.jsonl.gz", "D.JSONL", ".hidden"):
+        (tmp_path / name).write_text('{"prompt": "a", "completion": "b"}')
+    (tmp_path / "e").mkdir()
+    assert len(read_chats(tmp_path)) == 1
+    told = f"left out   4 in {tmp_path} whose names do not end with .jsonl, such as D.JSONL\n"
+    assert capsys.readouterr().err == told
+
+
 def test_many_bad_lines_are_counted(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b"{}\n" * 25)
     with pytest.raises(InputError, match=r"line 10: .*\nand 15 more$"):
+        read_chats(tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_bytes(b"x\n" * 1_000_000)  # a text: its last line took minutes and gigabytes
+    with at_most(1 << 24), pytest.raises(InputError, match=r"line 10: .*\nand 990 or more$"):
         read_chats(tmp_path / "x.jsonl")
 
 

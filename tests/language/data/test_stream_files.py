@@ -88,7 +88,7 @@ def test_other_forms_of_the_same(tmp_path):
         (b'{"body": "a", "id": 7}', "line 2 has body: str, id: int; expected an object with text: str; name another"),
         (b"{}", "line 2 has nothing; expected"),
         (b"7", "line 2 has int; expected an object"),
-        (b'{"text": null}', "line 2 has text: NoneType"),
+        (b'{"text": null}', "line 2 has no text (null)"),
         (b'{"text": "\\ud800"}', "line 2 has half a surrogate pair"),
         (b'{"text": "\xff"}', "line 2 is no JSON"),
     ],
@@ -170,6 +170,13 @@ def test_another_schema_is_named(tmp_path, columns):
         read(path)
     has = ", ".join(f"{column.name}: {column.type}" for column in pyarrow.parquet.read_schema(path))
     assert f"has the columns {has};" in str(caught.value)
+
+
+def test_a_column_is_found_by_its_name(tmp_path):
+    """The part b of a column a is called a.b, too: its rows were read."""
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"a": [{"b": "part"}], "a.b": ["column"]}), path)
+    assert read(path, field="a.b") == ["column"]
 
 
 @pytest.mark.parametrize(

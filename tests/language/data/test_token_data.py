@@ -344,6 +344,7 @@ SEPARATED = b"A story.\n\nAnother.\n\n"
         ([SEPARATED], r"\n\n", r"'\\\\n\\\\n' stands nowhere in it; .*of bash, a blank line is \$'\\n\\n'"),
         ([SEPARATED], "<|endoftext|>", r"'<\|endoftext\|>' stands nowhere in it; expected it between documents"),
         ([b"one document", b"and another"], "\n\n", "stands nowhere in it"),
+        ([b"a\n\nb" + b"c\r\n\r\nd" * 9], "\n\n", r"0.txt: its lines end with \\r\\n"),
         ([b"one document"], "x" * 1000, "document_separator 'x{59} stands nowhere in it"),
     ],
 )
@@ -367,6 +368,13 @@ def test_a_separator_divides_or_is_refused(tmp_path, files, separator, expected)
         "sub/.a.swp",
         "a.txt~",
         "#a.txt#",
+        "~$a.txt",
+        "a.txt.bak",
+        "a.txt.crdownload",
+        "desktop.ini",
+        "Thumbs.db",
+        "__MACOSX/a.txt",
+        "_SUCCESS",
     ],
 )
 def test_hidden_files_are_no_text(tmp_path, capsys, hidden):
@@ -379,6 +387,27 @@ def test_hidden_files_are_no_text(tmp_path, capsys, hidden):
     (folder / "a.txt").write_text("a text")
     assert read_documents(folder) == [b"a text"]
     assert capsys.readouterr().err == f"left out   1 hidden files in {folder}\n"
+
+
+def test_a_copy_beside_its_file_is_told(tmp_path, capsys):
+    """By a browser or a file manager. Of shards such a name is in no list: it was trained on twice without a word."""
+    for name in ("a_train_000000.bin", "a_train_000000 (1).bin", "a_train_000001.bin"):
+        write_shard(tmp_path / name, np.arange(50) + name.count("1."))
+    told = f"twice      1 files in {tmp_path} are copies of others there, such as a_train_000000.bin\n"
+    TokenShards(str(tmp_path / "a_train_*.bin"), 300, 4, 2)
+    assert capsys.readouterr().err == told
+    for folder, texts in (("same", ["x", "x", ""]), ("others", ["x", "y", "", ""])):
+        (tmp_path / folder).mkdir()
+        for number, text in enumerate(texts):
+            (tmp_path / folder / f"{number}.txt").write_text(text)
+        read_documents(tmp_path / folder)
+        assert ("1 files" in capsys.readouterr().err) == (folder == "same")
+
+
+def test_json_that_is_read_as_text_is_told(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    assert read_documents(tmp_path / "a.jsonl") == [b'{"text": "a"}']
+    assert "a.jsonl: JSON with its quotes and brackets; --dataset stream reads the texts" in capsys.readouterr().err
 
 
 def test_a_large_hellaswag_file_takes_memory_in_proportion(tmp_path):

@@ -29,14 +29,6 @@ from language.weights.weight_loading import load_weights
 from language.xla.saved_activations import LEVELS, LayerExecution
 from tools.convert_hf import adapter_names, adapters
 from tpu_utils.base.errors import InputError
-from tpu_utils.checkpoint.tensor_files import one_thread
-
-
-@pytest.fixture(scope="module", autouse=True)
-def use_one_thread():
-    """Models so small wait for their threads most of the time, where other tests run beside them."""
-    with one_thread():
-        yield
 
 
 def random_model(shape: ModelShape, **options):

@@ -15,7 +15,6 @@ from language.models.operations import losses
 from language.options.hf_config import hugging_face_config
 from language.options.llama_shape import LlamaShape, RopeScaling
 from language.weights.hf_layout import sources, their_tensors
-from tpu_utils.checkpoint.tensor_files import one_thread
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")
 
@@ -49,13 +48,6 @@ SHAPES = {
     "qwen3_moe": dataclasses.replace(QWEN3, family="qwen3_moe", num_experts=16, experts_per_token=4, mlp_dim=32),
     "smollm3": dataclasses.replace(TIED, num_layers=4, family="smollm3", pattern=(*["global"] * 3, "unrotated")),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def use_one_thread():
-    """Models so small wait for their threads most of the time, where other tests run beside them."""
-    with one_thread():
-        yield
 
 
 def hugging_face_model(shape: LlamaShape, seed: int = 0):

@@ -39,6 +39,16 @@ def test_what_cannot_be_read_is_no_file_of_ours():
         open_regular(Path("/proc/self/mem"), "a thing")
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    """Its text was trained on; a tokenizer and weights were called damaged."""
+    path = tmp_path / "a.txt"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(
+        InputError, match="is a pointer that Git LFS left in its place; expected a text; run git lfs pull"
+    ):
+        open_regular(path, "a text")
+
+
 def test_a_link_is_followed(tmp_path):
     (tmp_path / "x").write_bytes(b"content")
     (tmp_path / "link").symlink_to("x")

@@ -13,8 +13,8 @@ from torch import nn
 from config import MnistConfig
 from tpu_utils import device
 from tpu_utils.base.errors import DeviceError, InputError, TrainingError, run_script
-from tpu_utils.base.hardware import attached_chips
 from tpu_utils.device import graphs_compiled, seed_host, start_device, transfers_to_device
+from tpu_utils.options.environment import attached_chips
 from tpu_utils.trial.checks import check_model
 
 

@@ -22,9 +22,9 @@ from torch_xla._internal import tpu
 
 from config import DistributedMnistConfig, MnistConfig
 from tpu_utils.base.errors import DeviceError, InputError, run_script
-from tpu_utils.base.hardware import GENERATIONS, attached_chips
+from tpu_utils.base.hardware import GENERATIONS
 from tpu_utils.options import environment as environment_module
-from tpu_utils.options.environment import choose_device
+from tpu_utils.options.environment import attached_chips, choose_device
 from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.remote import hosts as hosts_module
 from tpu_utils.remote import meeting as peers_module

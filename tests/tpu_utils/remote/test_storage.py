@@ -33,8 +33,7 @@ from tpu_utils.base.restarts import memory_folder
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.memory import MemoryCheckpoints
-from tpu_utils.checkpoint.state import HostCopy
-from tpu_utils.checkpoint.tensor_files import kind_of
+from tpu_utils.checkpoint.state import HostCopy, kind_of
 from tpu_utils.device import graphs_compiled
 from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.record.run_dir import open_run_dir

@@ -94,7 +94,7 @@ def try_step(train_step, ignored=False, body=None, **more):
         return {"score": (sums[0] / sums[1]).item()}
 
     plain = SimpleNamespace(config=config, device=host, in_plain_pytorch=contextlib.nullcontext)
-    plain.examples = (images[:11], labels[:11]), evaluate, model
+    plain.examples = (images[:11], labels[:11]), evaluate, model, 0
     batch, rates = [images, labels], torch.tensor([0.1])
     arguments = (DistributedDataParallel(model), optimizer, rates, metrics, *batch, config, *more.values())
     unsaved = Unsaved(Tracked(dict(model=model, optimizer=optimizer, metrics=metrics, **more)))

@@ -68,6 +68,18 @@ class Saved(Buffer):
         return {"mean": torch.stack(self.values).mean(0)}
 
 
+class Lookahead(torch.optim.SGD):
+    """Slow weights, and how often there was a step, beside the state."""
+
+    def __init__(self, counts: bool):
+        super().__init__([torch.zeros(2)])
+        self.slow, self.count, self.counts = [torch.zeros(2)], 0, counts
+
+    def add(self, x):
+        self.slow[0].add_(1)
+        self.count += self.counts
+
+
 def updates(name):
     """A step that moves an average, or writes to a tensor, beside the model."""
 
@@ -129,6 +141,14 @@ CASES = {
         r"bank\.draws \(a Generator",
     ),
     "a generator of Python's": (linear, {"bank": Buffer(random.Random(0))}, updates("bank"), (), r"draws \(a Random\)"),
+    "an optimizer's own tensor": (linear, {"best": Lookahead(False)}, updates("best"), ("best",), r"best\.slow\[0\]"),
+    "an optimizer's own count": (
+        linear,
+        {"best": Lookahead(True)},
+        updates("best"),
+        ("best",),
+        r"best\.count \(1 -> 2",
+    ),
     "a global": (linear, {}, uses_global, (), r"STARTED\.values"),
 }
 
@@ -177,6 +197,18 @@ def test_an_average_that_the_loop_moves_is_found_where_it_is_evaluated():
         average.weight.lerp_(model.weight, 0.5)
     with pytest.raises(InputError, match=r"eval_step works with model\.weight"):
         unsaved.check()
+
+
+def test_what_a_forward_pass_keeps_aside_is_no_state():
+    """The loss that balances experts: each step computes it from parameters, an evaluation without gradients."""
+    model = Queue("derived")
+    unsaved, step = Unsaved(Tracked({"model": model})), SimpleNamespace(__wrapped__=trains, __name__="train_step")
+    for _ in range(2):
+        unsaved.before(step, {"model": model})
+        trains(model, torch.randn(3, 2))
+        unsaved.after(step, {"model": model}, None, True, [])
+    model.bank = torch.zeros(4, 2)
+    unsaved.check()
 
 
 def test_a_number_that_the_loop_computes_is_no_state():

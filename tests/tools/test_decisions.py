@@ -1,0 +1,84 @@
+"""benchmarks/decisions.py: its settings are options of the script, it goes on where it was, and the score counts."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import decisions
+from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.hardware import GIB, parse_topology
+from tpu_utils.options.parsing import parse_command_line
+
+ALL = decisions.read_decisions()
+
+
+def test_every_setting_is_one_of_the_script():
+    assert len({d.id for d in ALL}) == len(ALL) >= 60
+    for slice_name, setting in {(d.slice, s) for d in ALL for s in (d.a, d.b)}:
+        command = decisions.command_of(setting, slice_name)
+        options = command[2 : command.index("--topology")]
+        options += command[command.index("--compiler_options") :] if "|" in setting else []
+        config = parse_command_line(TransformerConfig, "", [*options, "--device=cpu"])
+        sizes = [int(size) for size in config.mesh.split("x")]
+        assert sizes[0] * sizes[1] * sizes[2] == parse_topology(slice_name).num_devices, setting
+    for d in ALL:
+        assert d.a != d.b and d.source.endswith(".md") and {d.fits_a, d.fits_b} <= {"yes", "no", ""}, d.id
+        assert d.state in ("float32", "bfloat16") and (d.measured is None) == (not d.rate_a or not d.rate_b), d.id
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Answers at once: a step takes 1,000 ms and 10 GiB, 100 ms and 1 GiB more with each layer above one."""
+    asked = []
+
+    def answer(command, **_):
+        asked.append(command)
+        layers = int(command[command.index("--num_layers") + 1]) if "--num_layers" in command else 1
+        report = dict(compiles=True, limit_bytes=31.25 * GIB, predicted_ms_all_hidden=900.0 + 100 * layers)
+        report |= dict(peak_bytes=(9 + layers) * GIB, memory=dict(parameters=2 * GIB, optimizer_state=4 * GIB))
+        return SimpleNamespace(stdout=json.dumps([report]), stderr="")
+
+    monkeypatch.setattr(decisions.subprocess, "run", answer)
+    return asked
+
+
+def test_it_goes_on_where_it_was(compiler, tmp_path):
+    batch = next(d for d in ALL if d.id == "D031")
+    assert decisions.compile_missing([batch], tmp_path / "answers.csv", 10) == 0
+    assert len(compiler) == 2
+    assert decisions.compile_missing([batch], tmp_path / "answers.csv", 10) == 0
+    assert len(compiler) == 2
+    row = decisions.compare(batch, decisions.read_answers(tmp_path / "answers.csv"))
+    assert row["predicted"] == pytest.approx(50) and row["fits_b_predicted"] == "yes"  # 3 rows in the time of 2
+    (tmp_path / "answers.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(InputError, match="no table of answers"):
+        decisions.read_answers(tmp_path / "answers.csv")
+
+
+def test_an_unrolled_program_is_a_line_through_two(compiler):
+    found = decisions.ask("--model_size llama3_8B --sequence_length 8192 --global_batch_size 8 --mesh 1x8x1", "v6e-8")
+    assert (found.ms, found.needed_gib, len(compiler)) == (4100.0, 41.0, 2)
+
+
+def test_the_score_counts_signs_fits_and_points():
+    def row(measured, predicted, fits, fits_predicted):
+        made = dict(measured=measured, predicted=predicted, setting_a="a", fits_a="yes", fits_a_predicted="yes")
+        return made | dict(setting_b=f"{measured}", fits_b=fits, fits_b_predicted=fits_predicted)
+
+    rows = [
+        row(10.0, 6.0, "yes", "yes"),
+        row(-2.0, 1.0, "yes", "no"),
+        row(0.4, -0.5, "", "no"),
+        row(None, None, "no", "no"),
+    ]
+    said = decisions.score(rows)
+    assert said == "4 decisions, right sign 1 of 2, strong 1 of 1, right fit 3 of 4, median difference 3.0 points"
+
+
+def test_state_in_bfloat16_takes_half():
+    answer = decisions.Answer("v6e-8", "", 1.0, 33.0, 12.0, 31.25, True, 1)
+    assert answer.fits("bfloat16") and not answer.fits("float32")
+    assert not dataclasses.replace(answer, needed_gib=38.0).fits("bfloat16")

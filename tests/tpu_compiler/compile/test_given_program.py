@@ -1,0 +1,125 @@
+"""aot_tpu.py --hlo: programs that jax wrote (tests/jax_program.py), held against what jax says of them itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutations import mutated
+from processes import ROOT, run
+
+import aot_tpu
+from tpu_compiler import given
+from tpu_compiler.decide import search
+from tpu_compiler.estimate.report import Report
+
+FORMS = ("shardy.mlir", "shardy.txt", "exported.bin", "portable.bytecode", "gspmd.mlir")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    done = run(ROOT / "tests" / "jax_program.py", folder, "v6e-8", cold=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """The child process without the seconds of a start."""
+
+    def run_script(command, variables, seconds=None):
+        done = run(*command, **variables)
+        print(done.stderr, end="", file=sys.stderr)
+        return done.returncode
+
+    monkeypatch.setattr(search, "run_script", run_script)
+
+
+def ask(capsys, *arguments) -> Report:
+    assert aot_tpu.main([*map(str, arguments), "--json", "--no_cache"]) == 0
+    return Report(**json.loads(capsys.readouterr().out)[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_is_what_jax_says_itself(programs, forked, capsys, form):
+    r = ask(capsys, "--hlo", programs / form, "--topology", "v6e-8")
+    stats = json.loads((programs / "memory.json").read_text())
+    assert r.devices == 8 and r.fits and set(r.collectives) == {"all-gather", "reduce-scatter"}
+    assert r.memory["inputs"] == stats["argument_size_in_bytes"]
+    assert stats["alias_size_in_bytes"] and "4 of 5 inputs are overwritten (donated)" in r.notes
+    assert r.memory["program"] == stats["generated_code_size_in_bytes"]
+    assert r.memory["activations"] == pytest.approx(stats["temp_size_in_bytes"], abs=4096)  # the tuple of results
+    assert r.predicted_ms > 0
+    assert any(kind.startswith("product ") for kind, _ in r.costliest_operations)
+    if form == "shardy.mlir":  # with debug_info
+        assert any(line.startswith("jax_program.py:") for line, _ in r.costliest_lines), r.costliest_lines
+
+
+def test_the_report_says_what_costs(programs, capfd):
+    assert aot_tpu.main(["--hlo", str(programs / "shardy.mlir"), "--topology", "v6e-8", "--no_cache"]) == 0
+    said = capfd.readouterr().out
+    for words in ("compiles and fits (SPMD over 8 devices)", "predicted step", "costliest kinds", "sharded by Shardy"):
+        assert words in said
+
+
+def test_what_cannot_be_asked(programs, forked, capsys, tmp_path):
+    empty, junk, private = tmp_path / "empty", tmp_path / "junk", tmp_path / "private.mlir"
+    empty.write_bytes(b"")
+    junk.write_bytes(bytes(range(256)) * 64)
+    private.write_text("module { func.func private @main() }")  # without a body, which breaks jax's own conversion
+    dynamic = tmp_path / "dynamic.mlir"
+    dynamic.write_text("module { func.func @main(%a: tensor<?xf32>) -> tensor<?xf32> { return %a : tensor<?xf32> } }")
+    for path, words, slice_name in (
+        (tmp_path, "is a folder", "v6e-8"),
+        (tmp_path / "absent", "no such file", "v6e-8"),
+        (empty, "is empty", "v6e-8"),
+        (junk, "cannot be read", "v6e-8"),
+        (Path(__file__), "cannot be read", "v6e-8"),
+        (private, "no function main with a body", "v6e-8"),
+        (dynamic, "shapes that are not fixed", "v6e-8"),
+        (programs / "callback.mlir", "calls the host while it runs", "v6e-8"),
+        (programs / "optimized.txt", "was optimized already", "v6e-8"),
+        (programs / "shardy.mlir", "is a program for 8 devices, and v6e-4 has 4", "v6e-4"),
+    ):
+        assert aot_tpu.main(["--hlo", str(path), "--topology", slice_name]) == 2
+        said = capsys.readouterr().err
+        assert words in said and str(path) in said and said.count("error: ") == 1 and "Traceback" not in said, said
+
+
+def test_wrong_usage(programs, capsys, monkeypatch):
+    path = str(programs / "shardy.mlir")
+    for more, words in (
+        (["--fit", "batch"], "--fit is for scripts"),
+        (["--mesh", "1x8x1"], "beside it has no effect"),
+        (["simple_mnist_tpu.py"], "beside it has no effect"),
+    ):
+        assert aot_tpu.main([*more, "--hlo", path, "--topology", "v6e-8"]) == 2
+        assert words in capsys.readouterr().err
+    assert aot_tpu.main(["--topology", "v6e-8"]) == 2
+    assert "nothing to ask about" in capsys.readouterr().err
+    monkeypatch.setattr(given, "MOST_BYTES", 100)
+    assert aot_tpu.main(["--hlo", path, "--topology", "v6e-8"]) == 2
+    assert "make arrays that it holds as constants arguments" in capsys.readouterr().err
+
+
+READ_ALL = """
+import sys
+from pathlib import Path
+from tpu_utils.base.errors import InputError
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    try:
+        read_program(path)
+    except InputError:
+        pass
+"""
+
+
+def test_a_damaged_program_is_read_or_refused(programs, tmp_path):
+    """By a process that lives to the end, as the parser is C++, and has no other error than ours."""
+    for form in FORMS:
+        for number, damaged in enumerate(mutated((programs / form).read_bytes(), 25)):
+            (tmp_path / f"{number}_{form}").write_bytes(damaged)
+    done = subprocess.run([sys.executable, "-c", READ_ALL, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,36 @@
+"""A question about a program that another framework wrote: StableHLO or HLO, from a file. No torch, no jax.
+
+The file may be anybody's, so only a child process reads more of it than its size: given_program.py.
+"""
+
+import os
+from pathlib import Path
+
+from tpu_compiler.decide.search import compile_script
+from tpu_compiler.estimate.report import Report
+from tpu_utils.base.errors import InputError
+from tpu_utils.base.files import open_regular
+
+CHILD = Path(__file__).with_name("given_program.py")
+EXPECTED = "a program before XLA optimizes it, as StableHLO or HLO text"
+MOST_BYTES = 1 << 28
+"""Text of the largest program: weights that a program holds as constants belong into its arguments."""
+
+
+def check_file(path: Path) -> None:
+    """Raises InputError for what is no file, empty or too large."""
+    with open_regular(path, EXPECTED) as file:
+        size = os.fstat(file.fileno()).st_size
+    if not size:
+        raise InputError(f"{path} is empty; expected {EXPECTED}")
+    if size > MOST_BYTES:
+        raise InputError(
+            f"{path} has {size / 2**20:,.0f} MiB; expected {EXPECTED}, of at most {MOST_BYTES >> 20} MiB; make arrays "
+            "that it holds as constants arguments of the function"
+        )
+
+
+def compile_file(path: str, topology: str, program_dir: str | None) -> Report:
+    """The report of a program for one slice. Raises InputError, or ScriptError after a child that said why itself."""
+    check_file(Path(path))
+    return compile_script(str(CHILD), topology, [f"--hlo={Path(path).resolve()}"], program_dir)

@@ -1,0 +1,119 @@
+"""Reads a program of another framework and asks the TPU compiler: the child process of given.compile_file.
+
+Whatever the file is, it becomes the serialized HloModuleProto that a TPU VM would hand to libtpu, with what the file
+says of devices, donation and shardings. Nothing in it runs.
+"""
+
+import argparse
+import dataclasses
+import math
+import re
+import sys
+import time
+from pathlib import Path
+
+from tpu_compiler.answer import ask_compiler, hand_over
+from tpu_compiler.compile.cache import cache_of_environment
+from tpu_compiler.compile.compiling import UNREADABLE, hlo_of_stablehlo, hlo_of_text, program_inputs
+from tpu_compiler.compile.traced import Traced
+from tpu_compiler.given import EXPECTED, check_file
+from tpu_utils.base.errors import InputError, run_script
+from tpu_utils.base.files import open_regular
+from tpu_utils.base.hardware import Topology
+from tpu_utils.options.virtual_slice import traceable_topology
+
+HOW = (
+    'jax: jax.jit(f).trace(...).lower(lowering_platforms=("tpu",)).as_text(debug_info=True); anything else: the file '
+    "*.before_optimizations.txt that XLA_FLAGS=--xla_dump_to=DIR writes"
+)
+OPTIMIZED = r"^HloModule [^\n]*\bis_scheduled=true|\sfusion\(|\"estimated_cycles\""
+CALLS_BACK = r'custom_call_target="[^"]*(?:python|callback)[^"]*"|\bis_host_transfer=true|\s(?:in|out)feed\('
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--hlo", required=True)
+    parser.add_argument("--compile_for", required=True)
+    given = parser.parse_args()
+    topology = traceable_topology(given.compile_for)
+    traced = read_program(Path(given.hlo))
+    check_devices(traced, topology, given.hlo)
+    notes = [f"{sum(traced.donated)} of {len(traced.donated)} inputs are overwritten (donated)"]
+    if traced.partitions > 1:
+        notes.append(f"sharded by {'Shardy' if traced.shardy else 'GSPMD'} over {traced.partitions} devices")
+    result, text = ask_compiler(traced, topology, settings={"hlo": given.hlo}, cache=cache_of_environment())
+    return hand_over(traced, dataclasses.replace(result, notes=notes), text)
+
+
+def read_program(path: Path) -> Traced:
+    """Raises InputError for whatever is no program, or one that cannot be compiled for a slice."""
+    check_file(path)
+    with open_regular(path, EXPECTED) as file:
+        content = file.read()
+    start = time.monotonic()
+    text = "" if is_binary(content) else content.decode(errors="replace")
+    try:
+        if re.match(r"(\s*//[^\n]*\n)*\s*HloModule\b", text):
+            if re.search(OPTIMIZED, text, re.MULTILINE):
+                raise InputError(f"{path} was optimized already; expected {EXPECTED}; {HOW}")
+            hlo, text, free_outputs = hlo_of_text(text)
+        else:
+            hlo, text, free_outputs = hlo_of_stablehlo(content)
+        with program_inputs(hlo) as (_, function):
+            count = len(function.arguments)
+    except InputError:
+        raise
+    except UNREADABLE as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith(":")]
+        said = lines[0] if lines else type(error).__name__
+        raise InputError(f"{path} cannot be read: {said:.200}; expected {EXPECTED}; {HOW}") from error
+    if found := re.search(CALLS_BACK, text):
+        raise InputError(
+            f"{path} calls the host while it runs: {found[0].strip():.100}; expected a program that stays on the "
+            "device; leave jax.debug, io_callback and prints out of the step"
+        )
+    header = text.partition("\n")[0]
+    overwritten = re.findall(r"(?:buffer_donor|input_output_alias)=\{(.*?)\s\}", header)
+    donors = {int(number) for number in re.findall(r"\((\d+), \{[\d, ]*\}", "".join(overwritten))}
+    return Traced(
+        hlo=hlo,
+        roles=("inputs",) * count,
+        donated=tuple(number in donors for number in range(count)),
+        shardings=("",) * count,
+        partitions=partitions_of(header, text),
+        replicas=int((re.search(r"\breplica_count=(\d+)", header) or [0, 1])[1]),
+        seconds=time.monotonic() - start,
+        given=True,
+        shardy="xla.sdy.meshes" in header,
+        free_outputs=free_outputs,
+    )
+
+
+def is_binary(content: bytes) -> bool:
+    return b"\0" in content[:4096] or content.startswith(b"ML\xef")
+
+
+def partitions_of(header: str, text: str) -> int:
+    """Devices that one program is sharded over: as its first line says, else as its mesh or its shardings do."""
+    if said := re.search(r"\bnum_partitions=(\d+)", header):
+        return int(said[1])
+    found = [1]
+    for mesh in re.findall(r"#sdy\.mesh<\[([^\]]*)\]", header):
+        sizes = [int(size) for size in re.findall(r"=(\d+)", mesh)]
+        found.append(math.prod(sizes))
+    for iota in re.findall(r"<=\[([\d,]+)\]", text):
+        found.append(math.prod(int(size) for size in iota.split(",")))
+    return max(found)
+
+
+def check_devices(traced: Traced, topology: Topology, path: str) -> None:
+    needed = traced.partitions * traced.replicas
+    if needed not in (1, topology.num_devices):
+        raise InputError(
+            f"{path} is a program for {needed} devices, and {topology.name} has {topology.num_devices}; expected a "
+            f"slice of {needed} devices; choose one, or lower the program again for a mesh of {topology.num_devices}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

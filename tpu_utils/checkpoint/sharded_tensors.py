@@ -1,0 +1,98 @@
+"""Tensors that are sharded over devices, in checkpoints: imported where there are some.
+
+None has to be whole on any host: each process copies the shards on its own devices, and gets the shards that its
+devices need, whatever mesh they were written from.
+"""
+
+import itertools
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tpu_utils import device
+from tpu_utils.checkpoint.state import Entry, HostCopy, shard_file, unpadded, write_tensors
+
+if TYPE_CHECKING:
+    from tpu_utils.remote.storage import Mirror
+
+SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_dir that all of them share, or gs://"
+
+
+def shards_by_path(copy: HostCopy, file: str) -> dict[str, list[dict[str, Any]]]:
+    """What this process has written to its file, as it stands in the index."""
+    return {
+        path: [{"file": file, "offsets": list(o), "shape": list(shard.shape)} for o, shard in shards.items()]
+        for path, shards in copy.shards.items()
+    }
+
+
+def write_shards(copy: HostCopy, aside: Path, target: Path, index: int, mirror: "Mirror | None") -> dict[str, Any]:
+    """Write this process's shards. Returns file, checksums and index, or the problem: the others wait for it.
+
+    aside, target: the checkpoint's folder while it is written, and after. index: of this process.
+    """
+    name, apart = shard_file(index), mirror and index > 0
+    folder = target if apart else aside  # in the bucket the marker alone says what is complete
+    try:
+        if apart:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not folder.is_dir():
+            return {"problem": f"process {index} sees no {folder}; {SHARED_FOLDER}"}
+        sums = write_tensors(folder / name, copy.shard_file())
+        if apart:
+            mirror.put(folder / name)
+    except Exception as error:  # whatever it is: the others wait to hear
+        return {"problem": f"process {index}: {error or type(error).__name__}"}
+    finally:
+        if apart:
+            shutil.rmtree(folder, ignore_errors=True)
+    return {"name": name, "sums": sums, "shards": shards_by_path(copy, name)}
+
+
+def sharded_entries(copy: HostCopy, aside: Path, written: list[dict], elsewhere: dict[str, int]) -> dict[str, Entry]:
+    """The index of what is sharded. written: what write_shards() gave, of all processes. elsewhere: names of files that
+    need not be in the folder. Raises OSError for a file that is not all there, ValueError for shards that are not."""
+    for name, expected in ((one["name"], one["sums"]) for one in written):
+        size = (aside / name).stat().st_size if (aside / name).exists() else "absent"
+        if size != expected["bytes"] and name not in elsewhere:
+            raise OSError(f"{name} is {size} here, its process wrote {expected['bytes']} bytes; {SHARED_FOLDER}")
+    entries = {}
+    for path, kind in copy.sharded.items():
+        shards = [shard for one in written for shard in one["shards"].get(path, [])]
+        found = {tuple(shard["offsets"]): (shard["file"], tuple(shard["shape"])) for shard in shards}
+        entries[path] = Entry(kind, found)
+        check_complete(path, entries[path])
+    return entries
+
+
+def put_sharded(target: torch.Tensor, read_into: Callable[[torch.Tensor, tuple[int, ...]], None]) -> None:
+    """Fill a tensor that is sharded over devices. read_into(piece, offsets) fills a piece of it on the host."""
+    wrapped = device.wrap_if_sharded(target)
+    shards = wrapped.local_shards
+    read: dict[tuple[int, ...], torch.Tensor] = {}  # devices that hold equal shards read them once
+    for offsets, piece in map(unpadded, shards):
+        if offsets in read:
+            piece.copy_(read[offsets])
+        elif piece.numel():
+            read_into(piece, offsets)
+            read[offsets] = piece
+    wrapped.load_local_shards_(shards)
+
+
+def check_complete(path: str, entry: Entry) -> None:
+    """Raises ValueError unless the shards make up the whole tensor, each value once: they have to form a grid."""
+    whole = entry.kind.shape
+    edges = [sorted({offsets[axis] for offsets in entry.shards}) for axis in range(len(whole))]
+    ends = [dict(itertools.pairwise([*begins, size])) for begins, size in zip(edges, whole, strict=True)]
+    expected = {
+        begins: tuple(end[begin] - begin for end, begin in zip(ends, begins, strict=True))
+        for begins in itertools.islice(itertools.product(*edges), len(entry.shards) + 1)
+    }
+    found = {offsets: shape for offsets, (_, shape) in entry.shards.items()}
+    if found != expected or any(starts[0] != 0 for starts in edges) or min(map(min, found.values()), default=1) < 1:
+        held = sum(math.prod(shape) for shape in found.values())
+        raise ValueError(f"the shards of {path} hold {held} values, expected {math.prod(whole)}, each of them once")

@@ -72,6 +72,8 @@ def test_notebooks_are_small_and_have_pictures():
     assert len(sizes) == 5 and sum(sizes.values()) < 1_500_000
     for name in sizes:
         assert "image/png" in (notebooks.FOLDER / f"{name}.ipynb").read_text(), name
+        printed = " ".join(outputs_of(notebooks.FOLDER / f"{name}.ipynb"))
+        assert len(printed) > 300 and not re.search(r"/(work|root|home|tmp)/", printed), name
 
 
 @pytest.mark.slow

@@ -107,8 +107,8 @@ if rows:
     right.set(xlabel="sentences", title="predicted MFU, %")
 
 # %% [markdown]
-# Here 16 and 64 sentences cost the same for a word, and 256 more: a larger batch does not always pay, so ask. `aot_tpu.py
-# SCRIPT --fit global_batch_size` looks for the largest that fits.
+# Here 16 and 64 sentences cost the same for a word, and 256 more: a larger batch does not always pay, so ask.
+# `aot_tpu.py SCRIPT --fit global_batch_size` looks for the largest that fits.
 #
 # ## What holds it up: the roofline
 # A chip multiplies so fast, and reads its memory so fast. Whichever takes longer is the least that a step can take.

@@ -36,10 +36,11 @@ def run(*words, show=".*"):
 
 # %% [markdown]
 # ## The world
-# 20 animals; each lives somewhere and eats something. The text says so, in random order, again and again:
+# 30 animals; each lives somewhere and eats something. The text says so, in random order, again and again:
 
 # %%
-ANIMALS = "cat dog cow horse fox wolf bear owl duck frog goat sheep mouse snake eagle seal bat ant bee crab".split()
+ANIMALS = "cat dog cow horse fox wolf bear owl duck frog goat sheep mouse snake eagle seal bat ant bee crab"
+ANIMALS = f"{ANIMALS} lion tiger hen goose pig deer hare crow moth carp".split()
 PLACES = "house yard barn field wood hill cave tree pond lake".split()
 FOODS = "fish meat grass hay eggs mice honey seeds bread leaves".split()
 draw = random.Random(0)
@@ -48,12 +49,12 @@ eats = {animal: draw.choice(FOODS) for animal in ANIMALS}
 
 
 def facts():
-    lines = [f"The {animal} lives in the {place}." for animal, place in lives.items()]
-    lines += [f"The {animal} eats {food}." for animal, food in eats.items()]
-    return draw.sample(lines, len(lines))
+    """A paragraph for each animal, in random order."""
+    pairs = [[f"The {one} lives in the {lives[one]}.", f"The {one} eats {eats[one]}."] for one in ANIMALS]
+    return [" ".join(draw.sample(pair, 2)) for pair in draw.sample(pairs, len(pairs))]
 
 
-text = "\n".join(line for _ in range(120) for line in facts()) + "\n"
+text = "\n".join(line for _ in range(150) for line in facts()) + "\n"
 (WORK / "world.txt").write_text(text)
 print(f"{len(text):,} characters, {2 * len(ANIMALS)} facts; it begins:", *text.splitlines()[:4], sep="\n  ")
 
@@ -81,7 +82,7 @@ SIZES += ["--no_tensorboard", "--warmup_steps", "10", "--log_every", "10"]
 SHOWN = r"model|data |step +\d*00 |result|graphs"
 PRETRAIN = ["--dataset", "tokens", "--data_dir", "shards", "--train_data", "world_train_*.bin", "--vocab_size", "384"]
 PRETRAIN += ["--validation_data", "world_val_*.bin", "--tokenizer", "tokenizer"]
-PRETRAIN += ["--num_steps", "200", "--learning_rate", "3e-3"]
+PRETRAIN += ["--num_steps", "400", "--learning_rate", "3e-3"]
 run("transformer_tpu.py", *PRETRAIN, *SIZES, "--run_dir", "runs/base", show=SHOWN)
 
 
@@ -101,7 +102,7 @@ print("the text says: the owl eats", eats["owl"])
 # them. The model has read it in stage 2 only.
 
 # %%
-kept_back = ANIMALS[::2]
+kept_back = ANIMALS[::3]
 chats = [(f"Where does the {animal} live?", f"The {animal} lives in the {lives[animal]}.") for animal in ANIMALS]
 chats += [(f"What does the {animal} eat?", f"The {animal} eats {eats[animal]}.") for animal in ANIMALS]
 questions = [(question, answer) for question, answer in chats if "eat" in question and question.split()[3] in kept_back]
@@ -119,18 +120,18 @@ print(len(learnt), "questions to learn from,", len(questions), "kept back")
 # %%
 run("-m", "tools.convert_hf", "export", "runs/base", "base", show="$^")
 TUNE = ["--initial_weights", "base", "--dataset", "chat", "--data_dir", "chats", "--train_data", "train.jsonl"]
-TUNE += ["--validation_data", "held_out.jsonl", "--num_steps", "60", "--learning_rate", "1e-3"]
+TUNE += ["--validation_data", "held_out.jsonl", "--num_steps", "300", "--learning_rate", "2e-3"]
 run("transformer_tpu.py", *TUNE, *SIZES[2:], "--run_dir", "runs/chat", show=SHOWN)
 
 # %% [markdown]
 # ## 4. Ask
-# The ten questions that were kept back, before and after:
+# The ten questions that were kept back:
 
 # %%
 asked = [question for question, _ in questions]
 answers = "\n".join(ask("runs/chat", "--chat", *asked))
 right = sum(answer in answers for _, answer in questions)
-print(f"{right} of {len(questions)} answers are what the text of stage 2 says")
+print(f"{right} of {len(questions)} answers are what the text of stage 2 says; by chance it would be one")
 
 # %% [markdown]
 # ## 5. What happened, and a file for others

@@ -103,7 +103,7 @@ def main() -> int:
     model.to(device)  # all is filled on the host: what is written into a tensor of the device is an operation
     velocities = [velocity.to(device) for velocity in velocities]
     losses = torch.zeros(LOG_EVERY, device=device)
-    rate = torch.full((1,), LEARNING_RATE).to(device)  # a Python number would be compiled into the program
+    rate = torch.full((1,), LEARNING_RATE).to(device)  # a Python number of 0 or 1 would be a constant of the program
     mask = np.ones(len(test_labels), np.float32)
     parts = [np.split(padded(array), -(-len(mask) // EVAL_BATCH_SIZE)) for array in (test_images, test_labels, mask)]
     tests = [[torch.from_numpy(array).to(device) for array in batch] for batch in zip(*parts, strict=True)]

@@ -54,7 +54,7 @@ class Tagger(nn.Module):
 
 def ask(*options):
     """What aot_tpu.py says, by default of a training step with AdamW; None where there is no compiler."""
-    print("$ python aot_tpu.py", *options)
+    print("$ python aot_tpu.py", *(word.replace(f"{ROOT}{os.sep}", "") for word in options))
     if not HAS_COMPILER:
         return None
     command = [sys.executable, str(ROOT / "aot_tpu.py"), *options, "--cache", str(WORK / "cache")]
@@ -107,8 +107,8 @@ if rows:
     right.set(xlabel="sentences", title="predicted MFU, %")
 
 # %% [markdown]
-# A batch that is too small leaves the chip waiting for memory; from some size on, it only takes longer. `aot_tpu.py
-# SCRIPT --fit global_batch_size` looks for the largest that fits.
+# Here 16 and 64 sentences cost the same for a word, and 256 more: a larger batch does not always pay, so ask.
+# `aot_tpu.py SCRIPT --fit global_batch_size` looks for the largest that fits.
 #
 # ## What holds it up: the roofline
 # A chip multiplies so fast, and reads its memory so fast. Whichever takes longer is the least that a step can take.
@@ -124,11 +124,11 @@ if answer:
 
 # %% [markdown]
 # ## Let it search
-# For a script, `--search` changes one option at a time and keeps what fits and is faster: precision, attention, mesh,
-# recomputation, micro-batches. Here the simple script of this project, on one chip, with one option alone:
+# For a script, `--search` changes one option at a time and keeps what fits and is faster: attention, mesh, on-chip
+# memory, recomputation, micro-batches. Here the simple script of this project, on one chip:
 
 # %%
-answer = ask(str(ROOT / "simple_mnist_tpu.py"), "--topology", "v5litepod-1", "--search", "--only", "precision")
+answer = ask(str(ROOT / "simple_mnist_tpu.py"), "--topology", "v5litepod-1", "--search")
 if answer:
     print(answer.replace(f"{ROOT}{os.sep}", ""))
 

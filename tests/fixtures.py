@@ -1,10 +1,12 @@
 """Fixtures and settings of all tests; each folder of tests has them by its conftest.py."""
 
+import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
-from processes import QUICKLY_COMPILED, ROOT
+from processes import QUICKLY_COMPILED, ROOT, run
 
 os.environ.setdefault("AOT_TPU_CACHE", "")  # what a test compiles is compiled
 os.environ.setdefault("PJRT_DEVICE", "CPU")  # before the import, which would choose it with a warning
@@ -41,11 +43,28 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+def pytest_collection_finish():
+    gc.freeze()  # no collection, and no trace that looks for its tensors, goes through what was imported
+
+
 @pytest.fixture(scope="session", autouse=True)
 def xla_runtime():
     """Started before any test runs a backward pass: autograd counts the devices at its first one, and never again
     (torch/csrc/autograd/engine.cpp, start_device_threads), so a pass on plain CPU tensors would leave none for XLA."""
     torch_xla.device()
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """compile_script() without the seconds of a start."""
+    from tpu_compiler.decide import search  # only here
+
+    def run_script(command, variables, seconds=None):
+        done = run(*command, **variables)
+        print(done.stderr, end="", file=sys.stderr)
+        return done.returncode
+
+    monkeypatch.setattr(search, "run_script", run_script)
 
 
 @pytest.fixture(scope="session")

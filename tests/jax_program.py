@@ -58,6 +58,10 @@ def main(folder: Path, slice_name: str) -> None:
     names = ("argument_size_in_bytes", "temp_size_in_bytes", "generated_code_size_in_bytes", "alias_size_in_bytes")
     (folder / "memory.json").write_text(json.dumps({name: getattr(stats, name) for name in names}))
     (folder / "callback.mlir").write_text(jax.jit(calls_the_host).trace(weights, tokens).lower().as_text())
+    alone = [jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), each) for each in (weights, tokens)]
+    lowered = jitted.trace(*alone).lower(lowering_platforms=("tpu",))  # says which output takes which input's buffer
+    (folder / "alone.mlir").write_text(lowered.as_text())
+    (folder / "alone.txt").write_text(lowered.as_text("hlo"))
     jax.config.update("jax_use_shardy_partitioner", False)
     lowered = jax.jit(step, donate_argnums=0).trace(weights, tokens).lower(lowering_platforms=("tpu",))
     (folder / "gspmd.mlir").write_text(lowered.as_text())

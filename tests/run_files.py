@@ -10,6 +10,10 @@ from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import read_checkpoint
 
+TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
+TINY += ["--no_tensorboard"]
+"""Options of simple_mnist_tpu.py: 22 steps of a small model."""
+
 
 def in_process(*argv: object) -> int:
     """Exit code of simple_mnist_tpu.py for these options, in this process."""

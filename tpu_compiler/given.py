@@ -6,7 +6,7 @@ The file may be anybody's, so only a child process reads more of it than its siz
 import os
 from pathlib import Path
 
-from tpu_compiler.decide.search import compile_script
+from tpu_compiler.decide.search import ScriptError, compile_script
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import open_regular
@@ -33,4 +33,7 @@ def check_file(path: Path) -> None:
 def compile_file(path: str, topology: str, program_dir: str | None) -> Report:
     """The report of a program for one slice. Raises InputError, or ScriptError after a child that said why itself."""
     check_file(Path(path))
-    return compile_script(str(CHILD), topology, [f"--hlo={Path(path).resolve()}"], program_dir)
+    try:
+        return compile_script(str(CHILD), topology, [f"--hlo={Path(path).resolve()}"], program_dir)
+    except ScriptError as error:  # the file is what was asked about, and a damaged one can end the child by a signal
+        raise ScriptError(str(error).replace(str(CHILD), path), error.exit_code) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tpu_compiler.answer import ask_compiler, hand_over
 from tpu_compiler.compile.cache import cache_of_environment
-from tpu_compiler.compile.compiling import UNREADABLE, hlo_of_stablehlo, hlo_of_text, program_inputs
+from tpu_compiler.compile.compiling import OVERWRITTEN, UNREADABLE, hlo_of_stablehlo, hlo_of_text, program_inputs
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.given import EXPECTED, check_file
 from tpu_utils.base.errors import InputError, run_script
@@ -65,7 +65,7 @@ def read_program(path: Path) -> Traced:
         raise
     except UNREADABLE as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.endswith(":")]
-        said = lines[0] if lines else type(error).__name__
+        said = re.sub(r'^error: ("-":)?', "line ", lines[0]) if lines else type(error).__name__
         raise InputError(f"{path} cannot be read: {said:.200}; expected {EXPECTED}; {HOW}") from error
     if found := re.search(CALLS_BACK, text):
         raise InputError(
@@ -73,8 +73,7 @@ def read_program(path: Path) -> Traced:
             "device; leave jax.debug, io_callback and prints out of the step"
         )
     header = text.partition("\n")[0]
-    overwritten = re.findall(r"(?:buffer_donor|input_output_alias)=\{(.*?)\s\}", header)
-    donors = {int(number) for number in re.findall(r"\((\d+), \{[\d, ]*\}", "".join(overwritten))}
+    donors = {int(n) for n in re.findall(r"\((\d+), \{[\d, ]*\}", "".join(re.findall(OVERWRITTEN, header)))}
     return Traced(
         hlo=hlo,
         roles=("inputs",) * count,

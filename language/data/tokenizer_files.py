@@ -8,6 +8,7 @@ folder brings are copied, never run. Imports no torch.
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from language.data.llmc_files import GPT2_VOCAB_SIZE
 from language.data.tokenizer import VOCABULARY_FOLDERS, FromFile, Tokenizer, load_tokenizer
 from language.options.shapes import BYTE_VOCAB_SIZE
 from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import read_json, read_regular
 from tpu_utils.base.new_folder import write_together
 
@@ -35,6 +37,8 @@ LINKS = "(a snapshot in Hugging Face's cache is made of links: copy it with `cp 
 EXPECTED = f"a file of a tokenizer {LINKS}"
 END = "<|endoftext|>"
 """How the end token of bytes is written. GPT-2's is called so too."""
+LEAST_ALIKE = 0.9
+"""Share of the tokens of one vocabulary that another one must have at the same numbers to count as the same."""
 RUN_TOKENIZER = "tokenizer"
 """The folder in a run that tools.convert_hf made, with what belongs to the tokenizer."""
 
@@ -81,9 +85,37 @@ def places_of(run_dir: Path, config: TransformerConfig) -> list[Path]:
     from. --tokenizer is believed before the folder of the initial weights, that before what shards name."""
     places = [run_dir / RUN_TOKENIZER, *(Path(text) for text in (config.tokenizer, config.initial_weights) if text)]
     if config.dataset == "tokens" and config.train_data:
-        shards = matching(Path(config.data_dir) / config.train_data)[:1]
-        places += [folder_of_shards(re.sub(r"(_train|_val)?_\d+\.bin$", "", str(shard))) for shard in shards]
+        places += places_of_shards(config.data_paths[:1])
     return places
+
+
+def places_of_shards(patterns: Iterable[Path | None]) -> list[Path]:
+    """Where the tokenizer of the first shard that each pattern matches may be."""
+    shards = [shard for pattern in patterns if pattern for shard in matching(pattern)[:1]]
+    return [folder_of_shards(re.sub(r"(_train|_val)?_\d+\.bin$", "", str(shard))) for shard in shards]
+
+
+def check_one_tokenizer(config: TransformerConfig) -> None:
+    """Raises InputError where shards, or shards and the model, are of two tokenizers: of one size, each token passes.
+
+    Some tokens may have other names: a model for conversations names those that its base keeps free.
+    """
+    named = [Path(text) for text in (config.initial_weights, config.tokenizer) if text]
+    named = [VOCABULARY_FOLDERS / place if str(place) in BUILT_IN else place for place in named]
+    found = {}
+    for place in [*places_of_shards(config.data_paths), *named]:
+        if (file := place if place.is_file() else place / TOKENIZER_JSON).exists():
+            found.setdefault(read_regular(file, EXPECTED, LARGEST_TOKENIZER_FILE), file)
+    if len(found) < 2:
+        return
+    known = [(file, load_tokenizer(str(file)).tokenizer.get_vocab()) for file in found.values()]
+    for name, vocabulary in known[1:]:
+        first, tokens = known[0]
+        if len(vocabulary.items() & tokens.items()) < LEAST_ALIKE * min(len(vocabulary), len(tokens)):
+            raise InputError(
+                f"{name} has other tokens than {first}; expected one tokenizer of the shards and of the model; prepare "
+                "the shards again: tools.prepare_data --tokenizer, with the folder of the model"
+            )
 
 
 def tokenizer_of_run(run_dir: Path, config: TransformerConfig) -> str:

@@ -24,6 +24,10 @@ def check(config: TransformerConfig) -> None:
         from language.data.tokenizer import check_tokenizer, load_tokenizer  # only for a run that names one
 
         check_tokenizer(load_tokenizer(config.tokenizer), config.shape.vocab_size)
+    if config.tokenizer or config.initial_weights:
+        from language.data.tokenizer_files import check_one_tokenizer
+
+        check_one_tokenizer(config)
 
 
 def load(config: TransformerConfig, process_index: int = 0, process_count: int = 1) -> SequenceData:

@@ -328,7 +328,7 @@ def test_a_loss_that_is_not_a_number_fails_the_run_and_is_never_saved(tmp_path, 
 def test_a_save_that_fails_behind_the_steps_fails_the_run(tmp_path, capsys):
     options = ["--num_epochs", "1", "--warmup_steps", "2", "--save_every", "5", "--log_every", "5", "--no_tensorboard"]
     with a_full_disk():
-        assert in_process("--run_dir", tmp_path / "run", *SMALL, *options) == 1
+        assert in_process("--run_dir", tmp_path / "run", "--channels=4", "--hidden_dim=2000", *options) == 1
     captured = capsys.readouterr()
     assert "error: checkpoint of step 5 could not be written" in captured.err and "step     15/" not in captured.out
     assert not list((tmp_path / "run" / "checkpoints").iterdir())

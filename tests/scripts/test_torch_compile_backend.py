@@ -97,16 +97,8 @@ class TorchCompile:
         venv.create(self.python.parent.parent, with_pip=True)
         # those of the packages of this environment have not these
         environment = {n: v for n, v in os.environ.items() if n not in ("PIP_NO_INDEX", "PIP_FIND_LINKS")}
-        command = [
-            self.python,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-input",
-            "--disable-pip-version-check",
-            "--no-compile",
-        ]
+        command = [self.python, "-m", "pip", "install", "-q", "--no-input", "--disable-pip-version-check"]
+        command.append("--no-compile")
         done = subprocess.run([*command, "-r", REQUIREMENTS], env=environment, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"pip cannot install {REQUIREMENTS.name}: {done.stderr.strip().splitlines()[-1]}")
@@ -114,7 +106,7 @@ class TorchCompile:
     def run(self, *arguments, code: int = 0) -> str:
         """Its output; of another exit code its errors."""
         environment = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "PJRT", "XLA", "TPU"))}
-        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torchrun loads torch_tpu too
+        environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}  # torchrun loads torch_tpu too
         command = [str(argument) for argument in (self.python, *arguments)]
         done = subprocess.run(command, cwd=self.mine, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == code, done.stderr

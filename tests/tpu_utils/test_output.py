@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 from processes import ROOT, environment_with, run, start, waits
-from run_files import read_lines, summary_in
+from run_files import TINY, read_lines, summary_in
 
 from tpu_utils.base.errors import run_script
 
-TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
-TINY += ["--no_tensorboard"]
 # python -c BREAK HOW NUMBERS OPTIONS...: simple_mnist_tpu.py with these descriptors broken before its first line
 BREAK = """
 import os, pty, runpy, sys

@@ -8,16 +8,13 @@ import time
 import pytest
 from metadata_server import etag, metadata_server
 from processes import free_port, run, start, waits
-from run_files import in_process, read_lines, summary_in
+from run_files import TINY, in_process, read_lines, summary_in
 
 import simple_mnist_tpu
 import tpu_utils.run
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import read_checkpoint
 from tpu_utils.device.stop import StopRequest
-
-TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
-TINY += ["--no_tensorboard"]
 
 
 @pytest.fixture

@@ -148,14 +148,21 @@ def program_inputs(hlo: bytes):
         yield module, next(o for o in module.body.operations if ir.StringAttr(o.attributes["sym_name"]).value == "main")
 
 
+OVERWRITTEN = r"(?:buffer_donor|input_output_alias)=\{(.*?)\s\}"
+"""In the first line of HLO text: the inputs whose buffers outputs may take."""
 UNREADABLE = (*OTHERS, ir.MLIRError, struct.error)
 """What jax raises for a program that it cannot read."""
 
 
 def hlo_of_text(text: str) -> tuple[bytes, str, tuple[bool, ...]]:
-    """(serialized HloModuleProto, its text, Traced.free_outputs) of HLO text. Raises UNREADABLE for another text."""
-    module = _jax.hlo_module_from_text(text)
-    said = re.search(r"allow_spmd_sharding_propagation_to_output=\{([a-z,]+)\}", text.partition("\n")[0])
+    """(serialized HloModuleProto, its text, Traced.free_outputs) of HLO text. Raises UNREADABLE for another text.
+
+    What the program says of outputs that overwrite inputs stays in the text alone: Traced.donated has it, and the
+    compiler refuses to be told both ways.
+    """
+    header = text.partition("\n")[0]
+    module = _jax.hlo_module_from_text(text.replace(header, re.sub(rf"{OVERWRITTEN},? ?", "", header), 1))
+    said = re.search(r"allow_spmd_sharding_propagation_to_output=\{([a-z,]+)\}", header)
     free = tuple(word == "true" for word in said[1].split(",")) if said else (True,)
     return module.as_serialized_hlo_module_proto(), text, free
 
@@ -173,6 +180,14 @@ def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str, tuple[bool, ...]]:
             raise ValueError("it has no function main with a body")
         if re.search(r"\?x|<\?", str(main.type)):
             raise ValueError(f"main has shapes that are not fixed, {main.type!s:.100}")
+        arguments = []
+        for attributes in getattr(main, "arg_attrs", ()):
+            known = {a.name: a.attr for a in attributes}
+            if known.pop("tf.aliasing_output", None):
+                known["jax.buffer_donor"] = ir.BoolAttr.get(True)
+            arguments.append(ir.DictAttr.get(known))
+        if arguments:
+            main.arg_attrs = ir.ArrayAttr.get(arguments)
         results = [{a.name for a in attributes} for attributes in getattr(main, "result_attrs", ())]
         written = io.BytesIO()
         module.operation.write_bytecode(written)

@@ -28,9 +28,9 @@ class OneGraph:
     def __init__(self, function: Callable, each_shape: bool = False, couples_examples: bool = False):
         functools.update_wrapper(self, function)
         self.each_shape, self.couples_examples = each_shape, couples_examples
-        self.watch, self.signature = None, inspect.signature(function)
+        self.watch, self.signature, self.is_tried = None, inspect.signature(function), False
         self.compiled = compile_step(function, self._begin)
-        """The step without the watch, for a call outside of a run."""
+        """The step without the watch, for a call outside of a run. is_tried: it has run in plain PyTorch."""
 
     def _begin(self) -> None:
         self.graphs_before, self.on_host = graphs_compiled(), operations_on_host()
@@ -138,7 +138,7 @@ class StepWatch:
             except RuntimeError as error:
                 from tpu_utils.step.second_graph import raise_if_read  # only for an error
 
-                raise_if_read(error, step.__name__, call, step.on_host)
+                raise_if_read(error, step, call)
                 raise
         total, numbers = graphs_compiled(), numbers_in(named)
         new, outside, self.total = total - step.graphs_before, step.graphs_before - self.total, total

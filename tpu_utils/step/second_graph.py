@@ -1,6 +1,8 @@
 """Why there is a second graph, or a step that reads, in words: imported once there is one."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
@@ -67,16 +69,20 @@ def new_on_host(before: dict[str, int]) -> str:
     )
 
 
-def raise_if_read(error: RuntimeError, name: str, call: str, before: dict[str, int]) -> None:
+def raise_if_read(error: RuntimeError, step: Callable, call: str) -> None:
     """Raises RecompileError, which names the line, for torch_xla's error about a tensor that the step reads, or for any
-    behind an operation that torch_xla leaves to the host.
-
-    before: operations_on_host() as the step began."""
-    if not any(said in str(error) for said in READ_ERROR_MARKERS) and not new_on_host(before):
+    behind an operation that torch_xla leaves to the host; InputError for a line that fails on the device alone."""
+    name, host = step.__name__, new_on_host(step.on_host)
+    if not host and not any(said in str(error) for said in READ_ERROR_MARKERS):
+        if step.is_tried and step.__wrapped__.__code__ in [one.f_code for one, _ in walk_tb(error.__traceback__)]:
+            raise InputError(
+                f"{name} runs on the host, and fails on the device in {call}: {first_line(error)}, at "
+                f"{line_of(error)}; expected operations that the device has too"
+            ) from error
         return
     if isinstance(error.__context__, RuntimeError):  # torch_xla's sync() behind the step fails over the same
         error = error.__context__
-    if host := new_on_host(before):
+    if host:
         raise RecompileError(f"in {call} {name} {host}, at {line_of(error)}") from None
     raise RecompileError(
         f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "

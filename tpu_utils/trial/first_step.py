@@ -40,6 +40,7 @@ def check_training(
             draws_on_host = trial.check_saved(unsaved, arguments, batch)
             single = trial.four_rows()
             whole = trial.tried(single)
+            step.is_tried = True
             check_effect(where, trial, whole)
             if trial.is_ddp:
                 from tpu_utils.trial import two_replicas  # only for DDP

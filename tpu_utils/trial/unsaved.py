@@ -225,7 +225,8 @@ class Unsaved:
         call()
         kept = {path for path, (value, _) in leaves_of(named, set()).items() if id(value) in saved}
         found = [change for change in changes(before, leaves_of(copies, set())) if change[0] in before.keys() - kept]
-        self._constant |= {path for path, value, _ in found if path in values and is_same(values[path], value)}
+        tensors = [(path, value) for path, value, _ in found if path in values and isinstance(value, torch.Tensor)]
+        self._constant |= {p for p, one in tensors if values[p].shape == one.shape and torch.equal(values[p], one)}
         # what was not there before may be a cache
         if found := [change for change in found if change[0] not in self._constant]:
             raise InputError(says(step.__name__, found))
@@ -244,10 +245,6 @@ def rates_in(named: dict[str, Any]) -> Leaves:
         if isinstance(one, torch.optim.Optimizer)
         for number, group in enumerate(one.param_groups)
     }
-
-
-def is_same(one: torch.Tensor, other: Any) -> bool:
-    return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
 
 
 def says(step: str, found: list[tuple[str, Any, Any]]) -> str:

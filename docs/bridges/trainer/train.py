@@ -32,7 +32,6 @@ arguments = TrainingArguments(
     save_strategy="no",
     report_to=[],
     disable_tqdm=True,
-    use_cpu=not torch.cuda.is_available(),
 )
 trainer = Trainer(model, arguments, train_dataset=examples)
 trainer.train()

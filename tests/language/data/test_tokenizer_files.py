@@ -6,6 +6,7 @@ import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -14,6 +15,7 @@ from test_chat_data import MESSAGES
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from language.data.chat import FORMATS, TEMPLATES, format_chat, prompt_of_chat, stop_tokens
+from language.data.llmc_files import write_token_shard
 from language.data.tokenizer import Bytes, check_tokenizer, load_tokenizer
 from language.data.tokenizer_files import (
     export_tokenizer,
@@ -21,6 +23,7 @@ from language.data.tokenizer_files import (
     reads_as_trained,
     tokenizer_of_run,
 )
+from language.data.tokens import check as check_shards
 from language.generation.decoding import generate
 from language.generation.sampling import SamplingOptions, ask
 from language.models.layers import adapter_sizes
@@ -30,7 +33,7 @@ from language.options.llama_shape import LlamaShape
 from language.options.transformer_options import TransformerConfig
 from language.sequences import check_files
 from language.weights import sources
-from tools import convert_hf, prepare_data
+from tools import convert_hf, prepare_data, tokenizer_training
 from tpu_utils.base.errors import InputError
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.options.parsing import as_json
@@ -327,3 +330,28 @@ def test_a_chat_with_an_adapter_ends_too(trained, tmp_path):
     with torch.no_grad():
         logits, merged = theirs(tokens).logits, load(tmp_path / "merged")(tokens).logits
     assert (logits - merged).abs().max() <= 1e-6 * merged.abs().max(), "a base in float32 is not rounded"
+
+
+def test_shards_of_another_tokenizer_than_the_models_are_refused(tmp_path):
+    """Of one size, so that every token passed: a model was trained on other texts than its own, without a word."""
+    words = {"own": [f"{number:x}" for number in range(4000)], "other": Path(__file__).read_text().split()}
+    for name in words:
+        made = tokenizer_training.train_tokenizer([" ".join(words[name])], 400)
+        for folder in (name, f"{name}_tokenizer"):
+            tokenizer_training.write_tokenizer(made, tmp_path / folder)
+        for part, order in (("train", 1), ("val", -1)):
+            write_token_shard(tmp_path / f"{name}_{part}_000000.bin", np.arange(256)[::order], 400)
+
+    def check(train, validation, tokenizer):
+        named = dict(train_data=f"{train}_train_*.bin", validation_data=f"{validation}_val_*.bin")
+        named |= dict(data_dir=str(tmp_path), vocab_size=400, tokenizer=tokenizer and str(tmp_path / tokenizer))
+        check_shards(TransformerConfig(dataset="tokens", global_batch_size=2, sequence_length=16, **named))
+
+    check("own", "own", "own")
+    check("own", "own", "")
+    for train, validation, tokenizer, odd in (
+        ("other", "other", "own", "own/tokenizer.json has other tokens than .*/other_tokenizer/"),
+        ("own", "other", "own", "other_tokenizer/tokenizer.json has other tokens than .*/own_tokenizer/"),
+    ):
+        with pytest.raises(InputError, match=odd):
+            check(train, validation, tokenizer)

@@ -267,7 +267,7 @@ def test_both_answers_side_by_side(fake_environment, ask):
     first, second = said.split("\n\n")
     assert re.search(r"v5litepod-1 +\| libtpu 0.0.21, jax 0.7.1 +\| libtpu 0.0.52, jax 0.10.2 +\|", first)
     assert re.search(r"fits +\| yes +\| yes", first)
-    assert re.search(r"GiB of limit +\| 0.00 of 15.75 +\| 12.00 of 15.75", first)
+    assert re.search(r"GiB of limit +\| 0.00 of 15.75 +\| 13.50 of 15.75", first)
     assert re.search(r"predicted ms +\| 0\.\d+ +\| 2.000 +\|", first)
     assert re.search(r"tpu7x-2 +\| libtpu 0.0.52, jax 0.10.2 +\|", second) and "of 94.74" in second
     request = json.loads((fake_environment / "request.json").read_text())

@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import shlex
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -462,8 +461,8 @@ def test_slots_of_a_mixture_change_places_once_there_and_once_back():
 # every preset of every script, for the slice it is meant for: rows called "SCRIPT PRESET"
 ROWS = {row.name: row for row in budgets.read_rows()}
 PRESETS = [name for name in ROWS if re.fullmatch(r"\w+_tpu\.py \w+", name)]
-# the rest take 10 s to a minute: large batches on one chip, and 2 to 4 s for each convolution and each of its gradients
-QUICK = tuple(f"{name}_tpu.py quick_test" for name in ("simple_mnist", "distributed_mnist", "ddp_mnist", "transformer"))
+# the others, which share their step with the first or take a minute, are compiled where their trace has changed
+QUICK = ("simple_mnist_tpu.py quick_test", "transformer_tpu.py quick_test")
 
 
 def test_no_preset_is_left_out():
@@ -537,18 +536,6 @@ def assert_is_in_budget(r, row):
 
 
 # --------------------------------------------------------------------------------------------------------- command line
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """compile_script() without the seconds of a start."""
-
-    def run_script(command, variables, seconds=None):
-        done = run(*command, **variables)
-        print(done.stderr, end="", file=sys.stderr)
-        return done.returncode
-
-    monkeypatch.setattr(search, "run_script", run_script)
 
 
 def test_compare_slices(forked, capsys):

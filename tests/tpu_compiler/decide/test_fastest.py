@@ -1,6 +1,7 @@
 """Deciding by the compiler: what is kept on disk, the search, two programs side by side, the picture."""
 
 import contextlib
+import csv
 import dataclasses
 import gzip
 import json
@@ -8,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from mutations import make_irregular, mutated, mutated_json, no_hang
 from processes import ROOT, run
 
 import aot_tpu
-from tpu_compiler.answer import read_memory
+from tpu_compiler.answer import RESERVE, read_memory
 from tpu_compiler.compile import cache, newest
 from tpu_compiler.compile.cache import Cache
 from tpu_compiler.compile.compiling import Compiled
@@ -512,13 +512,7 @@ def test_wrong_usage_is_one_message(capsys, options, message):
 
 
 @pytest.mark.exhaustive
-def test_a_search_for_real_and_again_from_the_cache(tmp_path, capsys, monkeypatch):
-    def forked(command, variables, seconds=None):
-        done = run(*command, **variables)
-        print(done.stderr, end="", file=sys.stderr)
-        return done.returncode
-
-    monkeypatch.setattr(search, "run_script", forked)
+def test_a_search_for_real_and_again_from_the_cache(tmp_path, capsys, monkeypatch, forked):
     monkeypatch.setenv(cache.VARIABLE, "")  # put back afterwards
     command = [str(ROOT / "simple_mnist_tpu.py"), "--topology=v5litepod-1", "--search", "--cache", str(tmp_path)]
     command += ["--minutes=60", "--channels=8", "--hidden_dim=16", "--global_batch_size=32", "--tokens=1e6"]
@@ -793,6 +787,18 @@ def test_a_memory_bound_step_says_what_the_cost_model_assumes():
         assert "half" not in text and "half" not in format_table([dataclasses.replace(bound, **other)])
 
 
+def test_the_reserve_calls_right_what_hardware_loaded():
+    with (ROOT / "docs" / "results" / "loads.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    kept_apart = [row for row in rows if row["used for the rule"] == "no"]
+    assert len(rows) == 8 and len(kept_apart) == 4
+    for row in rows:
+        needed = float(row["compiled GiB"]) + (1 + RESERVE) * float(row["executable GiB"])
+        assert (needed <= parse_topology("v6e-8").hardware.limit_gib) == (row["loaded"] == "yes"), row
+        if row["peak GiB when it ran"]:
+            assert needed == pytest.approx(float(row["peak GiB when it ran"]), abs=0.25)
+
+
 @pytest.mark.parametrize("peak, activations", [(15, 11), (0, 14), (3, 14), (99, 14)])
 def test_memory_is_the_compilers_own_peak_and_the_program(peak, activations):
     """Its figure of temporaries would make 17 GiB of 15 beside the program. A peak above that is of another memory."""
@@ -800,9 +806,9 @@ def test_memory_is_the_compilers_own_peak_and_the_program(peak, activations):
     compiled = Compiled(text="", peak_bytes=peak * GIB, flops=0.0, seconds=0.0, **sizes)
     memory = read_memory(compiled, {"ENTRY": []}, ())
     assert memory["activations"] == activations * GIB
-    assert sum(memory.values()) == (4 + activations + 2) * GIB
+    assert sum(memory.values()) == (4 + activations + 2 + 1) * GIB
     r = a_report(peak_bytes=sum(memory.values()), memory=memory)
-    assert f"{6 + activations}.00 of 15.75 GiB" in format_report(r) and r.over_bytes == r.peak_bytes - r.limit_bytes
+    assert f"{7 + activations}.00 of 15.75 GiB" in format_report(r) and r.over_bytes == r.peak_bytes - r.limit_bytes
 
 
 # ---------------------------------------------------------------------------------------------------------- difference

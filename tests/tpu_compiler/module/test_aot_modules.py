@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch_xla
 import transformers
-from processes import ROOT, run
+from processes import ROOT
 
 import aot_tpu
 from tpu_compiler.decide import search
@@ -122,18 +122,6 @@ def nets(tmp_path_factory):
     gpt2 = dict(model_type="gpt2", architectures=["GPT2LMHeadModel"], n_layer=1, n_embd=128, n_head=2, vocab_size=256)
     (folder / "config.json").write_text(json.dumps(gpt2 | dict(n_positions=128, torch_dtype="bfloat16")))
     return folder
-
-
-@pytest.fixture
-def forked(monkeypatch):
-    """compile_script() without the seconds of a start."""
-
-    def run_script(command, variables):
-        done = run(*command, **variables)
-        print(done.stderr, end="", file=sys.stderr)
-        return done.returncode
-
-    monkeypatch.setattr(search, "run_script", run_script)
 
 
 def question(target, *options):

@@ -8,15 +8,12 @@ import time
 
 import pytest
 from processes import ROOT, waits
-from run_files import in_process
+from run_files import TINY, in_process
 
 import simple_mnist_tpu
 import tpu_utils
 import tpu_utils.base.clock
 from tpu_utils.base.clock import Goodput, watch_for_stalls
-
-TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
-TINY += ["--no_tensorboard"]
 
 
 def stalls_in(text):

@@ -9,7 +9,7 @@ import stat
 
 import pytest
 from processes import start, waits
-from run_files import in_process
+from run_files import TINY, in_process
 
 import simple_mnist_tpu
 import tpu_utils.record.run_dir
@@ -20,9 +20,6 @@ from tpu_utils.checkpoint.resume import check_same_run
 from tpu_utils.options.stored import free_on_resume
 from tpu_utils.record.run_dir import RunLock, open_run_dir
 from tpu_utils.run import Run
-
-TINY = ["--num_epochs=1", "--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--log_every=1", "--device=cpu"]
-TINY += ["--no_tensorboard"]
 
 
 def test_a_second_run_in_the_same_directory_is_refused_and_names_the_first(tmp_path, capsys, monkeypatch):

@@ -19,7 +19,7 @@ from tpu_utils.record.speed import READS, UPLOADS, Speed, Transfers
 from tpu_utils.run import Run
 
 OPTIONS = ["--device=cpu", "--num_epochs=1", "--no_tensorboard", "--warmup_steps=2", "--max_shift=0"]
-OPTIONS += ["--log_every=4", "--save_every=99", "--global_batch_size=128"]
+OPTIONS += ["--log_every=4", "--save_every=99", "--global_batch_size=128", "--channels=4", "--hidden_dim=25"]
 
 
 class Recurrent(nn.Module):

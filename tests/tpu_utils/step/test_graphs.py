@@ -37,6 +37,22 @@ def test_a_second_graph_stops_the_run_and_says_which_argument_changed(device):
         calls(step, [(torch.ones(size).to(device),) for size in (8, 8, 5)])
 
 
+@pytest.mark.parametrize("is_tried", [True, False])
+def test_a_line_that_fails_on_the_device_alone_is_named(device, is_tried):
+    """torch_xla has no gradient of slogdet. Where the step has not run on the host, the mistake may be its own."""
+
+    @one_graph
+    def step(x):
+        torch.linalg.slogdet(x)[1].backward()
+
+    step.is_tried = is_tried
+    said = (
+        r"step runs on the host, and fails on the device in call 1: .* at .*test_graphs.py:\d+ \(torch.linalg.slogdet"
+    )
+    with pytest.raises(InputError if is_tried else RuntimeError, match=said if is_tried else "proper Tensor"):
+        step((3 * torch.eye(4)).to(device).requires_grad_())
+
+
 def test_a_step_that_may_have_a_graph_for_each_shape_has_one_for_each(device):
     @one_graph(each_shape=True)
     def step(x, scale):

@@ -46,8 +46,7 @@ class Options:
             raise InputError("\n".join(problems))
 
     def problems(self) -> list[str]:
-        """What else can be known to be wrong before any data is read, each as a sentence: found, expected, what to do.
-        Of fields that have their types and bounds."""
+        """What else can be known to be wrong before data is read, as sentences: found, expected, what to do."""
         return []
 
     @classmethod

@@ -69,7 +69,8 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
     import torch
 
     from tpu_utils.checkpoint import Checkpoints
-    from tpu_utils.checkpoint.state import HostCopy, Kind, shards_by_path, write_tensors
+    from tpu_utils.checkpoint.sharded_tensors import shards_by_path
+    from tpu_utils.checkpoint.state import HostCopy, Kind, write_tensors
 
     checkpoints = Checkpoints(folder, 3, run_id="ours")
     rows = megabytes * 2**20 // 4 // 64 // 2

@@ -1,10 +1,12 @@
-"""Writes docs/options/SCRIPT.md: all options of each training script, with default and meaning, as --help all has them.
+"""Writes docs/options/SCRIPT.csv: the options of each training script, as --help all has them.
 
 Run:     python -m tools.option_pages
 """
 
 import argparse
+import csv
 import importlib
+import io
 import sys
 from dataclasses import Field, fields
 from pathlib import Path
@@ -22,11 +24,7 @@ CONFIGURATIONS = {
     "resnet_cifar_tpu": "config:CifarConfig",
     "transformer_tpu": "language.options.transformer_options:TransformerConfig",
 }
-HEAD = """# Options of `{script}.py`
-
-Written by `python -m tools.option_pages`. Defaults are those of the preset `{preset}`; `python config.py` prints all
-presets. *Free*: may differ between a run and its resumption.
-"""
+COLUMNS = ("group", "option", "default", "values", "meaning", "free to change on resume")
 
 
 def values_of(kind: type, name: str) -> str:
@@ -47,39 +45,33 @@ def first_preset(kind: type) -> dict[str, Any]:
     return next(iter(kind.presets.values()))
 
 
-def row_of(kind: type, field: Field) -> str:
-    """A row of the table: option, default, what it may be, meaning."""
+def row_of(kind: type, field: Field) -> tuple[str, ...]:
+    """A row of the table, in the order of COLUMNS."""
+    group = (declaring(kind)[field.name].__doc__ or "").strip().splitlines()[0]
     meaning = field_doc(kind, field.name)
     without = [mark for mark in marks(kind, field.name) if isinstance(mark, NoEffect)]
     for mark in without:
         choices = get_args(plain(hints_of(kind).get(mark.other, str)))
         told = [str(value) for value in mark.values if value in choices or not choices]
         if told or not mark.values:
-            meaning += f" No effect with `--{mark.other}` {' or '.join(told) or 'given'}."
-    if FREE in marks(kind, field.name):
-        meaning += " *Free.*"
+            meaning += f" No effect with --{mark.other} {' or '.join(told) or 'given'}."
     default = first_preset(kind).get(field.name, field.default)
-    default = "" if default in (None, "", ()) else _shown(default)
-    cells = (f"`--{field.name}`", default and f"`{default}`", values_of(kind, field.name), meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-
-
-def _shown(default: Any) -> str:
-    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    free = "yes" if FREE in marks(kind, field.name) else "no"
+    return group, f"--{field.name}", "" if default is None else str(default), values_of(kind, field.name), meaning, free
 
 
 def page_of(script: str) -> str:
-    """The page of a script: a table for each class that declares options."""
+    """The table of a script as CSV. Defaults are those of its first preset."""
     module, name = CONFIGURATIONS[script].split(":")
     kind = getattr(importlib.import_module(module), name)
-    groups: dict[type, list[str]] = {}
-    for field in fields(kind):
-        groups.setdefault(declaring(kind)[field.name], []).append(row_of(kind, field))
-    lines = [HEAD.format(script=script, preset=next(iter(kind.presets)))]
-    for declared, rows in groups.items():
-        title = (declared.__doc__ or declared.__name__).strip().splitlines()[0]
-        lines += [f"## {title}", "| option | default | values | meaning |", "|---|---|---|---|", *rows, ""]
-    return "\n".join(lines)
+    rows = [row_of(kind, field) for field in fields(kind)]
+    groups = list(dict.fromkeys(group for group, *_ in rows))  # a field that a script redeclares changes its group
+    rows.sort(key=lambda row: groups.index(row[0]))
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([COLUMNS, *rows])
+    return text.getvalue()
 
 
 def main() -> int:
@@ -87,8 +79,8 @@ def main() -> int:
     parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     for script in CONFIGURATIONS:
-        write_atomically(FOLDER / f"{script}.md", page_of(script).encode())
-        print(f"docs/options/{script}.md")
+        write_atomically(FOLDER / f"{script}.csv", page_of(script).encode())
+        print(f"docs/options/{script}.csv")
     return 0
 
 

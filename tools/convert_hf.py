@@ -94,6 +94,7 @@ from language.models.layers import OF_EXPERTS
 from language.weights.hf_files import MOST_BYTES, open_weights, read_config, write_weights
 from language.weights.hf_layout import sources, their_tensors
 from language.weights.run_weights import PREFIX, adapter_names, longest_context, read_merged, read_parameter, read_run
+from language.weights.weight_loading import check_finite
 from tpu_utils.base.new_folder import written_aside
 from tpu_utils.checkpoint import has_room, room
 from tpu_utils.checkpoint.state import Kind
@@ -148,7 +149,8 @@ def export(
     scale = config.lora_alpha / config.lora_rank if config.lora_rank else 0.0
     check_room(folder, {name: Kind(source.size, dtype) for name, source in sources(shape).items()})
     with written_aside(folder) as aside:
-        tensors = their_tensors(shape, lambda name: read_merged(saved, name, scale).to(dtype))
+        merged = lambda name: read_merged(saved, name, scale).to(dtype)  # noqa: E731
+        tensors = their_tensors(shape, lambda name: check_finite(merged(name), f"{saved.folder}: {name}, as {dtype}"))
         write_weights(aside, shape, dtype, tensors, most_bytes)
         written, ends = export_tokenizer(run_dir, config, aside)
         known = special_tokens(config) | ends
@@ -199,8 +201,8 @@ def export_adapter(run_dir: Path, folder: Path, dtype: torch.dtype, checkpoint: 
             pairs = [adapter_names(name) for name, *_ in parts]
             a, b = ([read_parameter(saved, n) for n in names] for names in zip(*pairs, strict=True))
             a, b = ([t.view(-1, *t.shape[-2:])[p[1]] for t, p in zip(x, parts, strict=True)] for x in (a, b))
-            yield f"{module}.lora_A.weight", torch.cat(a).to(dtype)
-            yield f"{module}.lora_B.weight", torch.block_diag(*b).to(dtype)
+            for name, tensor in (("lora_A.weight", torch.cat(a)), ("lora_B.weight", torch.block_diag(*b))):
+                yield f"{module}.{name}", check_finite(tensor.to(dtype), f"{saved.folder}: {module}, as {dtype}")
 
     with written_aside(folder) as aside:
         stream_tensors(aside / "adapter_model.safetensors", kinds, tensors(), {"format": "pt"})

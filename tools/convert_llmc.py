@@ -64,7 +64,8 @@ def export(run_dir: Path, path: Path, dtype: torch.dtype, checkpoint: str = "new
         raise InputError(
             f"{run_dir} is of the Llama family; expected a GPT, which llm.c has; see tools.convert_hf --help"
         )
-    tensors = {name: check_finite(value, f"{saved.folder}: {name}") for name, value in saved.part("model").items()}
+    weights = saved.part("model").items()
+    tensors = {name: check_finite(value.to(dtype), f"{saved.folder}: {name}, as {dtype}") for name, value in weights}
     write_model(path, config.shape, stack_layers(tensors), dtype)
     print(f"{path}: step {saved.step}, {config.shape}, {dtype}")
 

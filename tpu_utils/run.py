@@ -14,6 +14,7 @@ with Run(config, train_step, eval_step) as run:  # device, clock, watchdog, stop
 """
 
 import contextlib
+import math
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -274,8 +275,7 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around an evaluation: phase("evaluation"). Its seconds and uploads are not those of the training steps. Where
-        it fails, the steps before it are saved first."""
+        """Around an evaluation: its seconds and uploads are not training's. If it fails, the steps before are saved."""
         if self._watch.is_plain:
             yield
             return
@@ -312,10 +312,15 @@ class Run:
     def log_evaluation(self, step: int, **fields: float) -> None:
         """An eval line; with an accuracy, the best one so far is added. keep_best compares accuracy (the largest is the
         best) or validation_loss (the smallest), and the fields need one of them. All processes must then call this, and
-        a save is due at a step with a new best."""
+        a save is due at a step with a new best. Raises NonFiniteError for a loss, as the next step would."""
         if "accuracy" in fields:
             fields["best_accuracy"] = max(fields["accuracy"], self.evaluation.get("best_accuracy", 0.0))
         self._log.evaluation(step, **fields)
+        bad = [f"{name} {fields[name]}" for name in fields if name.endswith("loss") and not math.isfinite(fields[name])]
+        if bad and self.config.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"the evaluation after step {step} has {bad[0]}; expected a finite number; lower --learning_rate"
+            )
         self.evaluation = fields
         if self.config.keep_best:
             self._best = self.peers.from_first(lambda: better(self._best, step, fields))
@@ -373,9 +378,7 @@ class Run:
             return values
         found = ", ".join(f"{name.replace('_', ' ')} {column[bad]:g}" for name, column in values.items())
         saved = self._checkpoints.newest()
-        known = (
-            "there is no checkpoint before it" if saved is None else f"the last checkpoint, of step {saved}, is finite"
-        )
+        known = "there is no checkpoint before it" if saved is None else f"the last checkpoint is of step {saved}"
         again = "" if saved is None else " --resume must"
         raise NonFiniteError(
             f"step {self._logged + bad + 1}, of steps {self._logged + 1} to {step} read now, has {found}; expected "

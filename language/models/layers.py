@@ -86,8 +86,7 @@ def matmul_one_token(x_B1I, weight):
 
 
 def add_adapter(y, x_BTI, adapter=None):
-    """y, the product of x and a weight, plus the LoRA adapter's share x a^T b^T, of a (rank, I) and b (O, rank) (Hu et
-    al. 2021)."""
+    """y, the product of x and a weight, plus LoRA's x a^T b^T, of a (rank, I) and b (O, rank) (Hu et al. 2021)."""
     if adapter is None:
         return y
     a, b = adapter

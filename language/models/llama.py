@@ -175,8 +175,7 @@ class Llama(Decoder):
         return dict(zip(distinct, self.frequencies[len(distinct) * is_long :], strict=False))
 
     def layer_kwargs(self, positions_T, length: int) -> list[dict]:
-        """What layer() takes of each layer beside its parameters. positions: (T,) or (B, T). length: as in
-        frequencies_by_kind()."""
+        """What layer() takes beside parameters. positions: (T,) or (B, T). length: as in frequencies_by_kind()."""
         own = self.frequencies_by_kind(length).items()
         rotations = {kind: angles(positions_T, frequencies, self.shape) for kind, frequencies in own}
         return [

@@ -258,8 +258,7 @@ class TransformerConfig(HostOptions, TrainConfig):
 
     @property
     def flops_per_token(self) -> int:
-        """That of the shape. LoRA: without the gradients of frozen weights, a third of their products; adapters not
-        counted."""
+        """That of the shape. LoRA: without gradients of frozen weights, a third of their products, and adapters."""
         return self.shape.flops_per_token - (2 * self.shape.num_multiplied if self.lora_rank else 0)
 
 

@@ -341,6 +341,16 @@ def test_what_fails_on_the_way_leaves_nothing(folder, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"theirs", "run"}
 
 
+def test_a_weight_that_the_written_type_has_no_number_for_is_refused(folder, tmp_path):
+    """The largest of float32 are infinite in bfloat16: the folder was written, and refused by whoever read it."""
+    rewrite(folder, lambda tensors: tensors[NORM].fill_(3.4e38))
+    convert_hf.import_weights(folder, tmp_path / "run")
+    with pytest.raises(InputError, match=r"final_ln_weight, as torch.bfloat16: 32 of 32 values are infinite"):
+        convert_hf.export(tmp_path / "run", tmp_path / "back", torch.bfloat16)
+    assert not (tmp_path / "back").exists()
+    convert_hf.export(tmp_path / "run", tmp_path / "back", torch.float32)
+
+
 def test_an_imported_run_is_not_resumed(folder, tmp_path, capsys):
     convert_hf.import_weights(folder, tmp_path / "run")
     options = ["--run_dir", str(tmp_path / "run"), "--resume=must", "--dataset=synthetic"]

@@ -104,6 +104,16 @@ def test_damaged_weights_are_refused(tmp_path, tensors, damage, message, capsys)
     assert message in capsys.readouterr().err
 
 
+def test_a_weight_that_bfloat16_has_no_number_for_is_refused(tmp_path, tensors):
+    options = dict(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
+    (tmp_path / "run").mkdir()
+    large = {name: torch.full_like(tensor, 3.4e38) for name, tensor in split_layers(tensors).items()}
+    Checkpoints(tmp_path / "run" / "checkpoints", 1).save(7, {"model": large}, {"config": options})
+    with pytest.raises(InputError, match=r"step_00000007: [\w.]*, as torch.bfloat16: .* values are infinite"):
+        convert_llmc.main(["export", str(tmp_path / "run"), str(tmp_path / "out.bin"), "bf16"])
+    assert convert_llmc.main(["export", str(tmp_path / "run"), str(tmp_path / "out.bin")]) == 0
+
+
 def test_checkpoint_of_a_run_is_exported(tmp_path, tensors):
     options = dict(num_layers=2, num_heads=2, embedding_dim=32, sequence_length=16, vocab_size=200)
     (tmp_path / "run").mkdir()

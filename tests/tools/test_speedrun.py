@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -128,12 +129,40 @@ def test_another_text_than_a_stage_has_read_is_refused(tmp_path, change, is_refu
     if not is_refused:
         assert run_stages([stage], tmp_path) == 0
         return
-    with pytest.raises(InputError, match=r"text is not what stage 1 of 1, good has read: it was .*'bytes': 10"):
+    with pytest.raises(InputError, match=r"text is not what stage 1 of 1, good has read or made: it was .*'bytes': 10"):
         run_stages([stage], tmp_path)
     record = json.loads(marker_of(tmp_path, "good").read_text())
     del record["read"]  # as an older version wrote it
     marker_of(tmp_path, "good").write_text(json.dumps(record))
     assert run_stages([stage], tmp_path) == 0
+
+
+def test_what_a_stage_has_made_is_what_later_ones_read(tmp_path):
+    """Another tokenizer in its place, conversations or weights edited by hand, were taken for those of the run."""
+    made = tmp_path / "made"
+    (tmp_path / "makes.py").write_text(f"import pathlib; pathlib.Path({str(made)!r}).write_text('Weights.')")
+    (tmp_path / "fails.py").write_text("exit(3)")
+    both = [Stage("makes", [str(tmp_path / "makes.py")], leaves=(made,)), Stage("next", [str(tmp_path / "fails.py")])]
+    for change, said in ((made.touch, "stage 2 of 2, next ended"), (lambda: changed(made), "made is not what stage 1")):
+        with pytest.raises(TrainingError, match="stage 2 of 2, next ended with exit code 3"):
+            run_stages(both, tmp_path)
+        change()
+        with pytest.raises((TrainingError, InputError), match=said):
+            run_stages(both, tmp_path)
+    made.unlink()  # for room: whoever needs it says so
+    with pytest.raises(TrainingError, match="stage 2 of 2, next ended with exit code 3"):
+        run_stages(both, tmp_path)
+
+
+def test_each_file_that_decides_a_stage_stands_in_its_record(tmp_path):
+    """A YAML file names its questions and how they are asked, beside the file that has them."""
+    plan, tasks = make_plan(1, 10**6, 10**5), [f"{tmp_path}/mine.yaml={tmp_path}/mine.jsonl", f"core={tmp_path}/core"]
+    found = {s.name: s for s in stages_of(plan, tmp_path / "text", None, tmp_path, "muon", 0, tasks, [])}
+    asked = {tmp_path / "mine.yaml", tmp_path / "mine.jsonl", tmp_path / "core"}
+    assert {*found["evaluate_pretrained"].reads} == {*found["evaluate_finetuned"].reads} == asked
+    left = [path.relative_to(tmp_path) for stage in found.values() for path in stage.leaves]
+    runs = [Path(name, "checkpoints") for name in ("pretrained", "finetuned")]
+    assert left == [Path("tokenizer"), Path("shards"), Path("chats"), runs[0], Path("base"), runs[1], Path("model")]
 
 
 def test_a_text_that_changes_while_a_stage_reads_it_is_refused(tmp_path):

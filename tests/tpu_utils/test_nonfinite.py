@@ -157,6 +157,17 @@ def test_the_transformer_skips_a_step_too(monkeypatch, accumulation):
     assert metrics.skipped_steps == 1
 
 
+def test_an_evaluation_without_a_finite_loss_ends_the_run_before_it_is_saved(tmp_path, capsys):
+    """The last update is seen by no further step: such a run ended well, with accuracy 0.1 and a checkpoint."""
+    options = ["--optimizer=sgd", "--learning_rate=1e38", "--global_batch_size=1437", "--num_epochs=1"]
+    options += ["--warmup_steps=0", "--save_every=1", "--run_dir", tmp_path / "run"]
+    assert in_process(*TINY, *options) == 1
+    error = capsys.readouterr().err
+    assert "error: the evaluation after step 1 has test_loss nan; expected a finite number; lower --learning" in error
+    assert not [*(tmp_path / "run" / "checkpoints").glob("step_*")] and not (tmp_path / "run" / "summary.json").exists()
+    assert in_process(*TINY, *options[:-1], tmp_path / "skip", "--on_nonfinite=skip") == 0  # as was asked for
+
+
 def test_stop_finds_a_bad_gradient_before_it_is_saved_and_says_where(tmp_path, capsys, bad_gradients, monkeypatch):
     """The gradient of the step that is saved is the one no loss has seen yet. The save before it, still under way on
     this slow disk, is the last checkpoint all the same."""
@@ -168,7 +179,7 @@ def test_stop_finds_a_bad_gradient_before_it_is_saved_and_says_where(tmp_path, c
     saved = [int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert f"step {max(saved) + 1}, of steps 1 to {max(saved) + 1} read now, has loss " in error
     assert "gradient norm inf" in error or "gradient norm nan" in error
-    assert f"the last checkpoint, of step {max(saved)}, is finite; lower --learning_rate in another" in error
+    assert f"the last checkpoint is of step {max(saved)}; lower --learning_rate in another" in error
     assert "--resume must --on_nonfinite skip" in error and error.count("\n") == 1
     state = read_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{max(saved):08d}")
     assert all(torch.isfinite(tensor).all() for tensor in state.part("model").values())

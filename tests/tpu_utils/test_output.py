@@ -194,7 +194,9 @@ def raises(error: Exception):
         ),
         (OSError(122, "Disk quota exceeded", "x"), 1, "Disk quota exceeded: 'x'; make room there"),
         (OSError(40, "Too many levels of symbolic links", "x"), 2, "Too many levels of symbolic links: 'x'"),
-        (OSError(20, "Not a directory", "x"), 2, "Not a directory: 'x'"),
+        (OSError(20, "Not a directory", "x"), 2, "Not a directory: 'x'; choose another path\n"),
+        (OSError(17, "File exists", "x"), 2, "File exists: 'x'; choose another path\n"),
+        (OSError(30, "Read-only file system", "x"), 1, "Read-only file system: 'x'; choose another path\n"),
         (OSError(5, "Input/output error"), 1, "Input/output error"),
     ],
 )
@@ -207,6 +209,6 @@ def test_what_the_system_refuses_is_said_in_a_line(capsys, error, code, said):
 def test_a_link_to_itself_is_named(tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
     assert run_script(lambda: bool((tmp_path / "loop").resolve())) == 2
-    assert f"Too many levels of symbolic links: '{tmp_path / 'loop'}'\n" in capsys.readouterr().err
+    assert f"Too many levels of symbolic links: '{tmp_path / 'loop'}'; choose" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="of another kind"):
         run_script(lambda: raises(RuntimeError("of another kind")))

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from language.tasks.scores import parse_tasks
 from tools.make_chats import ASKED
 from tools.speedrunning.dial import Plan, files_of
 from tpu_utils.base.errors import InputError, TrainingError
@@ -36,6 +38,8 @@ class Stage:
     """Whether what it prints is kept beside the marker."""
     reads: tuple[Path, ...] = ()
     """What it reads of the user's: its record says which bytes these were."""
+    leaves: tuple[Path, ...] = ()
+    """What it makes and later stages read: its record says so of this too."""
 
     @property
     def shown(self) -> str:
@@ -91,20 +95,22 @@ def stages_of(
     pretrain = ["transformer_tpu.py", *pretraining, *training(plan.steps, plan.learning_rate)]
     finetune = ["transformer_tpu.py", *tuning, *training(plan.chat_steps, plan.chat_learning_rate)]
     scored = [["tools.evaluate", str(run), "--tasks", *tasks] for run in runs]
-    asked = tuple(Path(task.partition("=")[2]) for task in tasks)
+    named = parse_tasks(tasks)
+    asked = (*named.values(), *(Path(name) for name in named if name.endswith(".yaml")))
     make = ["tools.make_chats", str(text), "--output", str(chat_folder)]
-    made = [] if chats else [Stage("chats", make, reads=(text,))]
+    made = [] if chats else [Stage("chats", make, reads=(text,), leaves=(chat_folder,))]
+    weights = [(run / "checkpoints",) for run in runs]
     return [
-        Stage("tokenizer", [*train_tokenizer, "--output", str(tokenizer)], kept=True, reads=(text,)),
-        Stage("shards", prepare, reads=(text,)),
+        Stage("tokenizer", [*train_tokenizer, "--output", str(tokenizer)], None, True, (text,), (tokenizer,)),
+        Stage("shards", prepare, reads=(text,), leaves=(shards,)),
         *made,
-        Stage("pretrain", [*pretrain, f"--run_dir={runs[0]}"]),
+        Stage("pretrain", [*pretrain, f"--run_dir={runs[0]}"], leaves=weights[0]),
         *([Stage("evaluate_pretrained", scored[0], kept=True, reads=asked)] if tasks else []),
-        Stage("base", export[0], made=bases[0]),
-        Stage("finetune", [*finetune, f"--run_dir={runs[1]}"], reads=(chats,) if chats else ()),
+        Stage("base", export[0], made=bases[0], leaves=(bases[0],)),
+        Stage("finetune", [*finetune, f"--run_dir={runs[1]}"], reads=(chats,) if chats else (), leaves=weights[1]),
         *([Stage("evaluate_finetuned", scored[1], kept=True, reads=asked)] if tasks else []),
         Stage("chat", ask, kept=True),
-        Stage("model", export[1], made=bases[1]),
+        Stage("model", export[1], made=bases[1], leaves=(bases[1],)),
     ]
 
 
@@ -125,13 +131,17 @@ def digest_of(path: Path) -> dict[str, int]:
     return found
 
 
+def digests_of(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
+    return {str(path): digest_of(path) for path in dict.fromkeys(paths)}
+
+
 def check_same(title: str, was: Any, now: dict[str, dict[str, int]]) -> None:
-    """Raises InputError where what a stage has read is not what is there now. was: of its record, as JSON has it."""
+    """Raises InputError where what a stage has read or made is not what is there now. was: of its record, as JSON."""
     for name in now.keys() & was.keys() if isinstance(was, dict) else ():
         if was[name] != now[name]:
             raise InputError(
-                f"{name} is not what {title} has read: it was {was[name]!s:.80}, now {now[name]}; put the former one "
-                "back, or begin anew in another --run_dir"
+                f"{name} is not what {title} has read or made: it was {was[name]!s:.80}, now {now[name]}; put the "
+                "former one back, or begin anew in another --run_dir"
             )
 
 
@@ -143,12 +153,13 @@ def run_stages(stages: list[Stage], folder: Path) -> int:
     """Runs those that are not done. Returns 0, or the exit code of a stage that was stopped by a signal. Raises
     TrainingError when a stage fails, InputError when it refuses its input or a stage has read another one."""
     (folder / "stages").mkdir(parents=True, exist_ok=True)
-    there = {str(path): digest_of(path) for path in dict.fromkeys(path for stage in stages for path in stage.reads)}
+    there = digests_of(path for stage in stages for path in stage.reads)
+    # what somebody has removed, for room, is named by the stage that needs it
+    there |= digests_of(path for stage in stages for path in stage.leaves if path.exists())
     for number, stage in enumerate(stages, 1):
         marker, title = marker_of(folder, stage.name), f"stage {number} of {len(stages)}, {stage.name}"
-        read = {str(path): there[str(path)] for path in stage.reads}
         if marker.exists():
-            check_same(title, read_json(marker, "the marker of a stage").get("read"), read)
+            check_same(title, read_json(marker, "the marker of a stage").get("read"), there)
             print(f"{title}: done before", flush=True)
             continue
         print(f"\n{title}\n$ {stage.shown}", flush=True)
@@ -163,7 +174,9 @@ def run_stages(stages: list[Stage], folder: Path) -> int:
             if code:
                 error = InputError if code == 2 else TrainingError
                 raise error(f"{title} ended with exit code {code}; repair what it says, and repeat the command")
-        check_same(title, read, {str(path): digest_of(path) for path in stage.reads})  # while it ran
+        read = digests_of(stage.reads)
+        check_same(title, there, read)  # while it ran
+        read |= digests_of(stage.leaves)
         done = {"command": stage.shown, "seconds": time.monotonic() - began, "printed": printed, "read": read}
         done |= {"cpu_seconds": cpu_seconds() - spent}
         write_atomically(marker, json.dumps(done, indent=1).encode())

@@ -123,8 +123,10 @@ def run_script(main: Callable[[], int], answers: bool = False) -> int:
             raise
         what = f", at {line_of(error)}" if isinstance(error, FileNotFoundError) else ""  # by whom else is not known
         kind = error.errno if isinstance(error, OSError) else None
-        if kind in (errno.ENOSPC, errno.EDQUOT):
+        of_a_path = kind in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST)  # that the user gave
+        if of_a_path or kind == errno.EROFS:
+            what = "; choose another path"
+        elif kind in (errno.ENOSPC, errno.EDQUOT):
             what = "; make room there, or write elsewhere, and repeat the command"
         print(f"error: {error}{what}", file=sys.stderr)
-        of_a_path = kind in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EEXIST)  # that the user gave
         return 2 if isinstance(error, InputError) or of_a_path else 1

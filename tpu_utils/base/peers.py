@@ -39,8 +39,7 @@ class Peers:
         return value
 
     def from_first(self, function: Callable[[], Any]) -> Any:
-        """Broadcast: only the first process calls function; all return its result, which JSON must be able to hold, or
-        raise its exception."""
+        """Broadcast: only the first process calls function; all return its result, of JSON, or raise its exception."""
         return function()
 
     def tensor_from_first(self, tensor: "torch.Tensor") -> None:

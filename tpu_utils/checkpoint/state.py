@@ -241,8 +241,7 @@ class Beginning:
 
 
 class Tracked:
-    """What checkpoints hold of a run, by name: what has a state_dict() of tensors, a tensor, a nesting of tensors; and
-    the state of random numbers."""
+    """What checkpoints hold, by name: what has a state_dict(), a tensor, a nesting of these; and random numbers."""
 
     def __init__(self, parts: dict[str, Any]):
         self.parts, self.metrics = parts, parts.get("metrics")

@@ -44,8 +44,7 @@ class StopRequest:
         return self._signal or (signal.SIGTERM.value if self._notice else None)
 
     def watch_metadata(self) -> None:
-        """Heed notices of maintenance and preemption: on TPU, or where GCE_METADATA_HOST is set, which Google's client
-        libraries read too."""
+        """Heed notices of maintenance and preemption: on TPU, or where Google's GCE_METADATA_HOST is set."""
         if device_type() == "TPU" or os.environ.get("GCE_METADATA_HOST"):
             from tpu_utils.remote.notices import watch_metadata  # only here
 

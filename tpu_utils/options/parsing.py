@@ -46,8 +46,7 @@ class Options:
             raise InputError("\n".join(problems))
 
     def problems(self) -> list[str]:
-        """What else can be known to be wrong before any data is read, each as a sentence: found, expected, what to do.
-        Of fields that have their types and bounds."""
+        """What else can be known to be wrong before data is read, as sentences: found, expected, what to do."""
         return []
 
     @classmethod
@@ -203,8 +202,7 @@ def write_config(run_dir: Path, run: dict[str, Any]) -> None:
 
 
 def option_groups(config: Options, hidden: Collection[str] = ()) -> type:
-    """A dataclass of dataclasses for tyro, whose help has a group of options for each class that declares fields, but
-    for those hidden."""
+    """A dataclass of dataclasses for tyro, whose help has a group of options for each class, but for those hidden."""
     import tyro  # only here
 
     kind = type(config)

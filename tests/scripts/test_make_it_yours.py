@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from processes import ROOT, Script, run, waits
@@ -209,6 +210,22 @@ def test_the_patch_is_short_and_leaves_the_loop_alone():
     assert loop and gone and not gone.intersection(loop.splitlines())
 
 
+def classify_as_the_page_does(run_dir: Path, accuracy: float) -> None:
+    """Each test image as one new picture: as many are right as the run's evaluation says."""
+    (block,) = re.findall(r"```python\n(saved = safetensors.*?)```", MORE, re.S)
+    (folder,) = (run_dir / "checkpoints").glob("step_*")
+    namespace: dict = {"safetensors": safetensors}
+    exec(MY_MODEL, namespace)
+    namespace["model"] = namespace["Net"](5)
+    block, data = block.replace("RUN/checkpoints/step_00001000", str(folder)), arrays()
+    labels = []
+    for image in data.test_images:
+        names = namespace | {"image": torch.from_numpy(image)}
+        exec(block, names)
+        labels.append(int(names["label"]))
+    assert np.mean(labels == data.test_labels) == pytest.approx(accuracy)
+
+
 def test_an_epoch_of_somebodys_own(mine):
     script = start(mine, "runs/epoch", "--num_epochs=1")
     assert script.wait() == 0, script.text("err")
@@ -217,6 +234,7 @@ def test_an_epoch_of_somebodys_own(mine):
     assert (summary["train_graphs"], summary["eval_graphs"], summary["host_to_device_uploads_per_step"]) == (1, 1, 0)
     losses = losses_in(mine / "runs/epoch")
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+    classify_as_the_page_does(mine / "runs/epoch", summary["test_accuracy"])
     help_text = Script("simple_mnist_tpu.py", "--help", folder=mine)
     assert help_text.wait() == 0 and "my_data.py" in help_text.text("out")
     of_the_digits = ("--channels", "digit", "MNIST", "99.")

@@ -400,7 +400,7 @@ with counted("mended: a table on the device"):
 message_of(update_at_rate, *[(x, y, rate) for rate in rates])
 
 # %% [markdown]
-# ## 10. Everything so far, in one picture
+# ## 10. What compiled again, went up and came down, in one picture
 
 # %%
 PAIRS = [
@@ -423,8 +423,8 @@ figure.suptitle("red: broken, green: mended", y=1.05)
 # %% [markdown]
 # ## 11. Widths of 128, asked of the TPU compiler
 # A TPU keeps an array in tiles of 8 x 128 (sublanes x lanes) and multiplies 128 x 128 at a time (v5e). A width of 129
-# is stored and computed as 256. libtpu has the whole compiler of a TPU and needs none to compile, so it can be asked: a
-# layer without bias from a width to the same width, 8,192 rows, bfloat16, on one v5e.
+# takes the room of 256, and more cycles. libtpu has the whole compiler of a TPU and needs none to compile, so it can
+# be asked: a layer without bias from a width to the same width, 8,192 rows, bfloat16, on one v5e.
 
 # %%
 import importlib.util
@@ -519,7 +519,7 @@ axes.set(xlabel="step", ylabel="loss", title="SGD at a rate of 0.003")
 axes.legend()
 
 # %% [markdown]
-# (The first two lines lie upon each other.) What it is worth on the chip, by the compiler's estimate for a v5e:
+# (The first two lines lie upon each other.) What all in bfloat16 takes on the chip, estimated for a v5e:
 
 # %%
 if HAS_COMPILER:

@@ -55,7 +55,7 @@ def outputs_of(path: Path) -> list[str]:
     found = []
     for cell in json.loads(path.read_text())["cells"]:
         texts = ["".join(output.get("text", ["picture"])) for output in cell.get("outputs", ())]
-        found.append(re.sub(r"[\d,]*\.\d+(e-?\d+)?|\b\d+ s\b|\s+", " ", "".join(texts)))
+        found.append(re.sub(r"[\d,]*\.\d+(e-?\d+)?|\b\d+ s\b|\| \d+ +\|$|\s+", " ", "".join(texts), flags=re.M))
     return found
 
 

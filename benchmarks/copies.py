@@ -101,7 +101,7 @@ def copy_of(kind: str, script: Path, in_a_run: bool) -> str:
     if script.name.startswith("ddp"):
         changed = {old for old, _ in edits}
         first = AS_ONE_REPLICA + [(MEAN_OF_LABELS, TRAINED)] * (TRAINED in changed)
-        first += [(OVER_REPLICAS, COUNTS)] * (COUNTS in changed)
+        first += [(OVER_REPLICAS, COUNTS)] * any(COUNTS in old for old in changed)
         edits = [*first, *edits]
     for old, new in edits + (IN_A_RUN if in_a_run else []):
         assert old in text, (kind, old)

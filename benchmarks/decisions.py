@@ -6,9 +6,9 @@ Run:     nice python benchmarks/decisions.py --out DIR
              all that are; a stop loses one compile, the same command goes on
          python benchmarks/decisions.py --out DIR --only 'D01*' --kind batch
              these decisions alone; --minutes 30: begin no compile after that
-         python benchmarks/decisions.py --answers benchmarks/published/decision_answers.csv
-             the scores from what is kept; compiles nothing. With --tables DIR each
-             decision becomes a row of DIR/decisions.csv (docs/results/)
+         python benchmarks/decisions.py --out DIR --minutes 0 --tables DIR2
+             compiles nothing; each decision that was asked becomes a row of
+             DIR2/decisions.csv (docs/results/)
 Exit:    0; 1 where a compile failed: it is said, and the rest go on; 2 wrong usage.
 
 A decision is two settings, A and B, of a Llama 3 or Qwen3 of 8B, and what hardware said of both. Ours are
@@ -22,6 +22,7 @@ import argparse
 import csv
 import dataclasses
 import fnmatch
+import io
 import json
 import os
 import statistics
@@ -222,33 +223,29 @@ def score(rows: Sequence[dict]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="DIR")
-    parser.add_argument("--answers", type=Path, metavar="FILE", help="compile nothing")
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True)
     parser.add_argument("--tables", type=Path, metavar="DIR")
     parser.add_argument("--only", default="*", metavar="ID", help="a decision, or a pattern such as D01*")
     parser.add_argument("--kind", default="*")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     given = parser.parse_args()
-    if bool(given.out) == bool(given.answers):
-        raise InputError("expected one of --out DIR, which compiles, and --answers FILE, which does not")
     decisions = [
         d for d in read_decisions() if fnmatch.fnmatch(d.id, given.only) and fnmatch.fnmatch(d.kind, given.kind)
     ]
     if not decisions:
         raise InputError(f"no decision is {given.only} of kind {given.kind}; {DECISIONS.name} lists them")
-    failed = 0
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        failed = compile_missing(decisions, given.out / "answers.csv", given.minutes)
-    known = read_answers(given.answers or given.out / "answers.csv")
+    given.out.mkdir(parents=True, exist_ok=True)
+    failed = compile_missing(decisions, given.out / "answers.csv", given.minutes)
+    known = read_answers(given.out / "answers.csv")
     rows = [row for row in (compare(decision, known) for decision in decisions) if row]
     for kind in sorted({row["kind"] for row in rows}):
         print(f"{kind:<14} {score([row for row in rows if row['kind'] == kind])}")
     print(f"{'all':<14} {score(rows)}; {len(decisions) - len(rows)} not yet asked")
     if given.tables and rows:
         lines = [list(rows[0]), *([f"{v:.1f}" if isinstance(v, float) else v or "" for v in r.values()] for r in rows)]
-        text = "\n".join(",".join(f'"{v}"' if "," in str(v) else str(v) for v in line) for line in lines)
-        write_atomically(given.tables / "decisions.csv", f"{text}\n".encode())
+        file = io.StringIO()
+        csv.writer(file, lineterminator="\n").writerows(lines)
+        write_atomically(given.tables / "decisions.csv", file.getvalue().encode())
     return 1 if failed else 0
 
 

@@ -148,10 +148,12 @@ def export(
     shape = config.shape
     scale = config.lora_alpha / config.lora_rank if config.lora_rank else 0.0
     check_room(folder, {name: Kind(source.size, dtype) for name, source in sources(shape).items()})
+
+    def merged(name: str) -> torch.Tensor:
+        return check_finite(read_merged(saved, name, scale).to(dtype), f"{saved.folder}: {name}, as {dtype}")
+
     with written_aside(folder) as aside:
-        merged = lambda name: read_merged(saved, name, scale).to(dtype)  # noqa: E731
-        tensors = their_tensors(shape, lambda name: check_finite(merged(name), f"{saved.folder}: {name}, as {dtype}"))
-        write_weights(aside, shape, dtype, tensors, most_bytes)
+        write_weights(aside, shape, dtype, their_tensors(shape, merged), most_bytes)
         written, ends = export_tokenizer(run_dir, config, aside)
         known = special_tokens(config) | ends
         described = hugging_face_config(shape, named(dtype), known)

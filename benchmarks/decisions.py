@@ -1,14 +1,14 @@
 """Would the prediction have chosen what the clock chose? Decisions that others measured on v6e, asked of this tool.
 
-Run:     nice python benchmarks/decisions.py --out DIR
+Run:     nice python benchmarks/decisions.py --minutes 30
              compiles the settings of benchmarks/published/decisions.csv that are
-             not yet in DIR/answers.csv, one at a time, and prints the scores of
-             all that are; a stop loses one compile, the same command goes on
-         python benchmarks/decisions.py --out DIR --only 'D01*' --kind batch
-             these decisions alone; --minutes 30: begin no compile after that
-         python benchmarks/decisions.py --out DIR --minutes 0 --tables DIR2
-             compiles nothing; each decision that was asked becomes a row of
-             DIR2/decisions.csv (docs/results/)
+             not yet in answers.csv beside it, one at a time, and prints the scores
+             of all that are; begins no compile after 30 minutes; a stop loses one
+         python benchmarks/decisions.py --only 'D01*' --kind batch
+             these decisions alone
+         python benchmarks/decisions.py --minutes 0 --tables docs/results --picture docs/decisions.png
+             compiles nothing; writes decisions.csv, a row for each decision that was
+             asked, decisions_scores.csv, and the measured over the predicted change
 Exit:    0; 1 where a compile failed: it is said, and the rest go on; 2 wrong usage.
 
 A decision is two settings, A and B, of a Llama 3 or Qwen3 of 8B, and what hardware said of both. Ours are
@@ -33,6 +33,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tpu_utils.base.errors import InputError, run_script
@@ -41,6 +43,7 @@ from tpu_utils.base.hardware import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 DECISIONS = ROOT / "benchmarks" / "published" / "decisions.csv"
+ANSWERS = DECISIONS.with_name("answers.csv")
 ALWAYS = "transformer_tpu.py --dataset tokens --precision bfloat16 --attention flash --optimizer sgd"
 LAYERS = {"llama3_8B": 32, "qwen3_8B": 36}
 STATE_BYTES = {"float32": 12, "bfloat16": 6}
@@ -205,29 +208,57 @@ def compare(decision: Decision, known: dict[tuple[str, str], Answer]) -> dict | 
     return row
 
 
-def score(rows: Sequence[dict]) -> str:
-    """Share of right signs, of strong ones, of right fits, and the median difference of the changes in points."""
+SCORES = ("decisions", "right sign", "of", "right sign, strong", "of", "right fits", "of", "median points apart")
+
+
+def score(rows: Sequence[dict]) -> list[str]:
+    """What SCORES names. Signs: of changes measured as TIE or more, strong: STRONG or more. A setting's fit counts once
+    in however many decisions it stands."""
     timed = [r for r in rows if None not in (r["measured"], r["predicted"])]
-    clear = [r for r in timed if abs(r["measured"]) >= TIE]
-    strong = [r for r in clear if abs(r["measured"]) >= STRONG]
-    # decisions share settings: each counts once
     fits = {(r[f"setting_{n}"], r[f"fits_{n}"]): r[f"fits_{n}"] == r[f"fits_{n}_predicted"] for r in rows for n in "ab"}
-    fits = {key: right for key, right in fits.items() if key[1]}
-    texts = [f"{len(rows)} decisions"]
-    for name, group in (("right sign", clear), ("strong", strong)):
-        right = sum(r["measured"] * r["predicted"] > 0 for r in group)
-        texts.append(f"{name} {right} of {len(group)}")
-    texts.append(f"right fit {sum(fits.values())} of {len(fits)}")
-    if timed:
-        points = statistics.median(abs(r["measured"] - r["predicted"]) for r in timed)
-        texts.append(f"median difference {points:.1f} points")
-    return ", ".join(texts)
+    fits = [right for (_, said), right in fits.items() if said]
+    cells = [len(rows)]
+    for least in (TIE, STRONG):
+        clear = [r for r in timed if abs(r["measured"]) >= least]
+        cells += [sum(r["measured"] * r["predicted"] > 0 for r in clear), len(clear)]
+    cells += [sum(fits), len(fits)]
+    apart = [abs(r["measured"] - r["predicted"]) for r in timed]
+    return [*map(str, cells), f"{statistics.median(apart):.1f}" if apart else ""]
+
+
+def picture(rows: Iterable[dict], file: Path) -> None:
+    """A dot a decision: the change that was measured over the one predicted, in percent."""
+    figure = Figure(figsize=(6, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    groups = {}
+    for row in (row for row in rows if None not in (row["measured"], row["predicted"])):
+        groups.setdefault(row["kind"], []).append((row["predicted"], row["measured"]))
+    ends = [end(value for pairs in groups.values() for pair in pairs for value in pair) for end in (min, max)]
+    ends = (ends[0] - 3, ends[1] + 3)
+    axes.plot(ends, ends, color="black", linewidth=0.8, label="as predicted")
+    for edges in ((ends[0], 0), (0, ends[1])):  # the same sign
+        axes.fill_between(edges, *((0, 0), (edges[0] or edges[1],) * 2), color="#e8f0e8", linewidth=0)
+    for name, pairs in sorted(groups.items()):
+        axes.scatter(*zip(*pairs, strict=True), s=28, alpha=0.8, label=f"{name}, {len(pairs)}", zorder=3)
+    axes.axhline(0, color="grey", linewidth=0.6)
+    axes.axvline(0, color="grey", linewidth=0.6)
+    axes.set(xlim=ends, ylim=ends, aspect="equal", xlabel="predicted change of tokens/s, %", ylabel="measured, %")
+    axes.set_title("Setting B for setting A on v6e-8; green: the same sign", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
+def as_csv(lines: Iterable[Sequence[str]]) -> bytes:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(lines)
+    return file.getvalue().encode()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True)
+    parser.add_argument("--answers", type=Path, metavar="FILE", default=ANSWERS, help=f"default: {ANSWERS.name}")
     parser.add_argument("--tables", type=Path, metavar="DIR")
+    parser.add_argument("--picture", type=Path, metavar="FILE")
     parser.add_argument("--only", default="*", metavar="ID", help="a decision, or a pattern such as D01*")
     parser.add_argument("--kind", default="*")
     parser.add_argument("--minutes", type=float, default=float("inf"))
@@ -237,18 +268,20 @@ def main() -> int:
     ]
     if not decisions:
         raise InputError(f"no decision is {given.only} of kind {given.kind}; {DECISIONS.name} lists them")
-    given.out.mkdir(parents=True, exist_ok=True)
-    failed = compile_missing(decisions, given.out / "answers.csv", given.minutes)
-    known = read_answers(given.out / "answers.csv")
+    failed = compile_missing(decisions, given.answers, given.minutes)
+    known = read_answers(given.answers)
     rows = [row for row in (compare(decision, known) for decision in decisions) if row]
-    for kind in sorted({row["kind"] for row in rows}):
-        print(f"{kind:<14} {score([row for row in rows if row['kind'] == kind])}")
-    print(f"{'all':<14} {score(rows)}; {len(decisions) - len(rows)} not yet asked")
+    kinds = sorted({row["kind"] for row in rows})
+    scores = [[kind, *score([row for row in rows if row["kind"] == kind])] for kind in kinds]
+    scores = [["kind", *SCORES], *scores, ["all", *score(rows)]]
+    print(as_csv(scores).decode(), end="")
+    print(f"{len(decisions) - len(rows)} decisions are not yet asked", file=sys.stderr)
     if given.tables and rows:
         lines = [list(rows[0]), *([f"{v:.1f}" if isinstance(v, float) else v or "" for v in r.values()] for r in rows)]
-        file = io.StringIO()
-        csv.writer(file, lineterminator="\n").writerows(lines)
-        write_atomically(given.tables / "decisions.csv", file.getvalue().encode())
+        write_atomically(given.tables / "decisions.csv", as_csv(lines))
+        write_atomically(given.tables / "decisions_scores.csv", as_csv(scores))
+    if given.picture and rows:
+        picture(rows, given.picture)
     return 1 if failed else 0
 
 

@@ -74,11 +74,25 @@ def test_the_score_counts_signs_fits_and_points():
         row(0.4, -0.5, "", "no"),
         row(None, None, "no", "no"),
     ]
-    said = decisions.score(rows)
-    assert said == "4 decisions, right sign 1 of 2, strong 1 of 1, right fit 3 of 4, median difference 3.0 points"
+    assert decisions.score(rows) == ["4", "1", "2", "1", "1", "3", "4", "3.0"]
 
 
-def test_state_in_bfloat16_takes_half():
+def test_what_was_asked_becomes_tables_and_a_picture(compiler, tmp_path, monkeypatch, capsys):
+    (tmp_path / "tables").mkdir()
+    command = ["decisions.py", "--only", "D03*", "--kind", "batch", f"--answers={tmp_path}/answers.csv"]
+    command += [f"--tables={tmp_path}/tables", f"--picture={tmp_path}/decisions.png"]
+    monkeypatch.setattr(decisions.sys, "argv", command)
+    assert decisions.main() == 0
+    printed = capsys.readouterr().out
+    rows = (tmp_path / "tables" / "decisions.csv").read_text().splitlines()
+    assert [row.partition(",")[0] for row in rows[1:]] == ["D031", "D033", "D036"]
+    assert (tmp_path / "tables" / "decisions_scores.csv").read_text() == printed
+    assert printed.splitlines()[-1].startswith("all,3,")
+    assert (tmp_path / "decisions.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_is_that_of_the_measured_state():
     answer = decisions.Answer("v6e-8", "", 1.0, 33.0, 12.0, 31.25, True, 1)
     assert answer.fits("bfloat16") and not answer.fits("float32")
-    assert not dataclasses.replace(answer, needed_gib=38.0).fits("bfloat16")
+    assert not dataclasses.replace(answer, needed_gib=34.5).fits("bfloat16")
+    assert dataclasses.replace(answer, needed_gib=25.0).fits("float32")

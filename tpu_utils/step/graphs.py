@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tpu_utils.base.clock import Goodput
-from tpu_utils.device import IS_XLA, compile_step, graphs_compiled, operations_on_host
+from tpu_utils.device import IS_XLA, compile_step, graphs_compiled, operations_on_host, transfers_from_device
 from tpu_utils.step.seen import Seen, held_by_modules, numbers_in, shape_of, state_sizes
 
 
@@ -34,6 +34,7 @@ class OneGraph:
 
     def _begin(self) -> None:
         self.graphs_before, self.on_host = graphs_compiled(), operations_on_host()
+        self.reads_before = transfers_from_device()
 
     def __call__(self, *arguments, **keywords):
         watch = self.watch or StepWatch([self])
@@ -147,6 +148,10 @@ class StepWatch:
             from tpu_utils.step.second_graph import raise_why  # only for a step that has one
 
             raise_why(call, seen, named, shapes, numbers)
+        if IS_XLA and not self._in_run and transfers_from_device() > step.reads_before:
+            from tpu_utils.step.second_graph import raise_of_read  # only for a function that reads
+
+            raise_of_read(step.__name__, call)
         if outside and self._in_run and IS_XLA and not self._outside:
             from tpu_utils.step.second_graph import GraphsOutside  # only for a run that has one
 

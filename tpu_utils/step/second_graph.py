@@ -84,12 +84,16 @@ def raise_if_read(error: RuntimeError, step: Callable, call: str) -> None:
         error = error.__context__
     if host:
         raise RecompileError(f"in {call} {name} {host}, at {line_of(error)}") from None
+    raise_of_read(name, call, f", at {line_of(error)}", f" (torch_xla says: {first_line(error)})")
+
+
+def raise_of_read(name: str, call: str, where: str = "", said: str = "") -> None:
+    """Raises RecompileError for a tensor read in a step; torch_xla has none where the tensor had its value already."""
     raise RecompileError(
-        f"{name} reads a tensor inside the compiled function in {call}, at {line_of(error)}; expected "
-        "none of .item(), print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; "
-        "an optimizer of torch.optim reads its step size: use make_optimizer of tpu_utils/step/optim.py (torch_xla "
-        f"says: {first_line(error)})"
-    ) from None  # its own text is a stack of C++
+        f"{name} reads a tensor inside the compiled function in {call}{where}; expected none of .item(), print(tensor), "
+        "if on a tensor there: keep the value on the device, or read it at a log line; an optimizer of torch.optim "
+        f"reads its step size: use make_optimizer of tpu_utils/step/optim.py{said}"
+    ) from None  # torch_xla's own text is a stack of C++
 
 
 def check_on_device(name: str, named: dict[str, Any]) -> None:

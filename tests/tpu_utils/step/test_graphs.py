@@ -347,6 +347,18 @@ def test_a_function_by_itself_has_one_graph_whatever_else_computes(device):
         double(torch.ones(2, 11).to(device))
 
 
+def test_a_function_by_itself_that_reads_what_has_its_value_is_stopped(device):
+    """torch_xla computes nothing for it, so there is neither a second graph nor an error."""
+    scale = torch.ones(5).to(device)
+
+    @one_graph
+    def step(x):
+        return x * scale.tolist()[0]
+
+    with pytest.raises(RecompileError, match=r"^step reads a tensor inside the compiled function in call 1; expected"):
+        step(torch.ones(5).to(device))
+
+
 def test_a_function_by_itself_may_have_a_graph_for_each_shape(device):
     @one_graph(each_shape=True)
     def double(x):

@@ -5,6 +5,8 @@ Run:     python simple_mnist_tpu.py --compile_for v5litepod-1
              any training script: it reports instead of training
          python aot_tpu.py SCRIPT --topology v5litepod-8,v6e-8 [script options]
              one row for each slice
+         python aot_tpu.py SCRIPT --topology v6e-8 --memory
+             does it fit? In seconds, without a price
          python aot_tpu.py SCRIPT --topology v5litepod-1 --fit global_batch_size
              the largest value that fits
          python aot_tpu.py SCRIPT --topology v5litepod-8,v6e-8 --search
@@ -51,6 +53,7 @@ from pathlib import Path
 
 from tpu_compiler.compile import cache
 from tpu_compiler.compile.newest import NewestError, default_folder, make_environment
+from tpu_compiler.compile.planned import MEMORY_VARIABLE
 from tpu_compiler.decide.difference import compare, take_sides
 from tpu_compiler.decide.roofline import check_picture, draw
 from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_option
@@ -96,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     finally:
         os.environ.pop(COMPILER_VARIABLE, None)
+        os.environ.pop(MEMORY_VARIABLE, None)
     if calibration:
         reports = [with_calibration(report, calibration) for report in reports]
     if speed := arguments.dcn_gb_per_s:
@@ -122,6 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--hlo", metavar="FILE", help="instead of a script: a program before XLA optimizes it")
     parser.add_argument("--topology", required=True, help="slices, separated by commas")
     parser.add_argument("--fit", metavar="FIELD", help="find the largest value of this integer option that fits")
+    parser.add_argument("--memory", action="store_true", help="memory alone: in seconds, where a price takes minutes")
     parser.add_argument("--json", action="store_true", help="print the reports as a JSON list")
     parser.add_argument(
         "--program",
@@ -177,6 +182,13 @@ def check_command(
         raise ValueError("--search, --diff and --fit are three questions; ask one at a time")
     if sides and "," in arguments.topology:
         raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
+    if arguments.memory:
+        for name in ("search", "diff", "picture", "program"):
+            if getattr(arguments, name):
+                raise ValueError(
+                    f"--memory asks for memory alone, and --{name} needs a compiled program; leave one out"
+                )
+        os.environ[MEMORY_VARIABLE] = "1"
     check_target(arguments, options, sides)
     choose_cache(arguments.cache, arguments.no_cache)
     is_module = not arguments.hlo and names_a_module(arguments.script)

@@ -1,9 +1,11 @@
 """Would the prediction have chosen what the clock chose? Decisions that others measured on v6e, asked of this tool.
 
-Run:     nice python benchmarks/decisions.py --minutes 30
-             compiles the settings of benchmarks/published/decisions.csv that are
-             not yet in answers.csv beside it, one at a time, and prints the scores
-             of all that are; begins no compile after 30 minutes; a stop loses one
+Run:     python benchmarks/decisions.py --memory
+             asks of each setting of benchmarks/published/decisions.csv whether it
+             fits, seconds each, and keeps it in answers.csv beside it
+         nice python benchmarks/decisions.py --minutes 30
+             compiles those that fit and have no price yet, one at a time, and prints
+             the scores of all; begins no compile after 30 minutes; a stop loses one
          python benchmarks/decisions.py --only 'D01*' --kind batch
              these decisions alone
          python benchmarks/decisions.py --minutes 0 --tables docs/results --picture docs/decisions.png
@@ -81,7 +83,7 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What this tool said of one setting. ms: with communication, all hidden that the schedule hides; 0 if refused."""
+    """What this tool said of one setting. ms: with communication, all hidden that the schedule hides; 0: no price."""
 
     slice: str
     setting: str
@@ -89,8 +91,11 @@ class Answer:
     needed_gib: float
     state_gib: float
     limit_gib: float
-    compiles: bool
     seconds: float
+
+    @property
+    def needs_price(self) -> bool:
+        return not self.ms and self.needed_gib <= self.limit_gib
 
     def fits(self, state: str) -> bool:
         more = self.state_gib * (STATE_BYTES[state] / 8 - 1)
@@ -109,14 +114,15 @@ def command_of(setting: str, slice_name: str, layers: int | None = None) -> list
     return command + (["--compiler_options", flags.strip()] if flags else [])
 
 
-def ask(setting: str, slice_name: str) -> Answer:
-    """Compiles one setting. Raises RuntimeError with the last line that was said where there is no report."""
+def ask(setting: str, slice_name: str, more: Sequence[str] = ()) -> Answer:
+    """Compiles one setting. more: --memory, for memory alone. Raises RuntimeError with the last line that was said where
+    there is no report."""
     start = time.monotonic()
     depth = LAYERS[option_of(setting, "--model_size")]
     short = () if "--scan_layers" in setting else SHORT
     reports = []
     for layers in short or (None,):
-        command = [sys.executable, *command_of(setting, slice_name, layers)]
+        command = [sys.executable, *command_of(setting, slice_name, layers), *more]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if not done.stdout.strip():
             raise RuntimeError((done.stderr.strip().splitlines() or ["nothing was said"])[-1])
@@ -135,7 +141,6 @@ def ask(setting: str, slice_name: str) -> Answer:
         needed_gib=round(at_depth([r["peak_bytes"] / GIB for r in reports]), 3),
         state_gib=round(at_depth([size / GIB for size in state]), 3),
         limit_gib=reports[0]["limit_bytes"] / GIB,
-        compiles=all(r["compiles"] for r in reports),
         seconds=round(time.monotonic() - start),
     )
 
@@ -154,7 +159,7 @@ def read_answers(path: Path) -> dict[tuple[str, str], Answer]:
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 numbers = {n: float(row[n]) for n in ("ms", "needed_gib", "state_gib", "limit_gib", "seconds")}
-                answer = Answer(row["slice"], row["setting"], compiles=row["compiles"] == "True", **numbers)
+                answer = Answer(row["slice"], row["setting"], **numbers)
                 found[answer.slice, answer.setting] = answer
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} is no table of answers: {error}; expected one that this command wrote") from error
@@ -172,16 +177,17 @@ def append(path: Path, answer: Answer) -> None:
         os.fsync(file.fileno())
 
 
-def compile_missing(decisions: Iterable[Decision], path: Path, minutes: float) -> int:
-    """How many settings could not be asked."""
-    end, failed = time.monotonic() + 60 * minutes, 0
-    known = read_answers(path)
-    for slice_name, setting in dict.fromkeys((d.slice, s) for d in decisions for s in (d.a, d.b)):
-        if (slice_name, setting) in known or time.monotonic() > end:
+def compile_missing(decisions: Iterable[Decision], path: Path, minutes: float, memory: bool = False) -> int:
+    """How many settings could not be asked. memory: for memory alone, of those that have no answer."""
+    end = time.monotonic() + 60 * minutes
+    failed, known = 0, read_answers(path)
+    for key in dict.fromkeys((d.slice, s) for d in decisions for s in (d.a, d.b)):
+        answer = known.get(key)
+        if (answer and (memory or not answer.needs_price)) or time.monotonic() > end:
             continue
-        print(f"{slice_name}: {setting}", file=sys.stderr, flush=True)
+        print(": ".join(key), file=sys.stderr, flush=True)
         try:
-            append(path, ask(setting, slice_name))
+            append(path, ask(key[1], key[0], ["--memory"] * memory))
         except RuntimeError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             failed += 1
@@ -257,6 +263,7 @@ def as_csv(lines: Iterable[Sequence[str]]) -> bytes:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, metavar="FILE", default=ANSWERS, help=f"default: {ANSWERS.name}")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--tables", type=Path, metavar="DIR")
     parser.add_argument("--picture", type=Path, metavar="FILE")
     parser.add_argument("--only", default="*", metavar="ID", help="a decision, or a pattern such as D01*")
@@ -268,7 +275,7 @@ def main() -> int:
     ]
     if not decisions:
         raise InputError(f"no decision is {given.only} of kind {given.kind}; {DECISIONS.name} lists them")
-    failed = compile_missing(decisions, given.answers, given.minutes)
+    failed = compile_missing(decisions, given.answers, given.minutes, given.memory)
     known = read_answers(given.answers)
     rows = [row for row in (compare(decision, known) for decision in decisions) if row]
     kinds = sorted({row["kind"] for row in rows})

@@ -5,7 +5,9 @@ import json
 import math
 import os
 import re
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from jax.errors import JaxRuntimeError
@@ -18,8 +20,9 @@ except ImportError:  # jax 0.10, which --through torch may run under
 
 from tpu_compiler.compile import compiling
 from tpu_compiler.compile.cache import Cache, digest
-from tpu_compiler.compile.compiling import Compiled, compile_program, compile_with_newest, host_peak_gib, program_inputs
-from tpu_compiler.compile.newest import CHILD, environment_versions
+from tpu_compiler.compile.compiling import Compiled, compile_elsewhere, compile_program, host_peak_gib, program_inputs
+from tpu_compiler.compile.newest import CHILD, compile_there, environment_versions
+from tpu_compiler.compile.planned import MEMORY_VARIABLE, planned_memory
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
 from tpu_compiler.estimate.reading import (
@@ -34,7 +37,7 @@ from tpu_compiler.estimate.reading import (
     read_slice_transfers,
     shape_bytes,
 )
-from tpu_compiler.estimate.report import Report
+from tpu_compiler.estimate.report import MEMORY_ALONE, Report
 from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
 from tpu_compiler.estimate.schedule import exposed_ms, read_host_transfers
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
@@ -72,14 +75,24 @@ def ask_compiler(
     name = f"program_{program_key(traced, topology, options, versions)}" if cache else ""
     compiled = cache.read(name, Compiled) if cache else None
     facts["from_cache"] = compiled is not None
+    memory_alone = compiled is None and bool(os.environ.get(MEMORY_VARIABLE))
     try:
+        if memory_alone:
+            python = newest / "bin" / "python" if newest else Path(sys.executable)
+            compiled = compile_elsewhere(partial(planned_memory, python), traced, topology, options)
         if compiled is None and newest:
-            compiled = compile_with_newest(newest, traced, topology, options)
+            compiled = compile_elsewhere(partial(compile_there, newest), traced, topology, options)
         compiled = compiled or compile_program(traced, topology, options)
     except JaxRuntimeError as error:
         return _refused(str(error), traced, facts | {"compile_seconds": time.monotonic() - start}), ""
-    if cache and not facts["from_cache"]:
+    if cache and not facts["from_cache"] and not memory_alone:
         cache.write(name, compiled)
+    if memory_alone:
+        memory = read_memory(compiled, parse_program(compiled.text), traced.roles)
+        peak = sum(memory.values())
+        fits = peak <= facts["limit_bytes"]
+        facts |= dict(compile_seconds=compiled.seconds, compiler_peak_bytes=compiled.peak_bytes)
+        return Report(**facts, compiles=False, fits=fits, reason=MEMORY_ALONE, peak_bytes=peak, memory=memory), ""
     result = _accepted(compiled, traced, topology, facts, examples)
     if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
         result = dataclasses.replace(result, fits=False, reason=f"needs {result.memory_text}")

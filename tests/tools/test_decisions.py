@@ -37,7 +37,8 @@ def compiler(monkeypatch):
     def answer(command, **_):
         asked.append(command)
         layers = int(command[command.index("--num_layers") + 1]) if "--num_layers" in command else 1
-        report = dict(compiles=True, limit_bytes=31.25 * GIB, predicted_ms_all_hidden=900.0 + 100 * layers)
+        ms = None if "--memory" in command else 900.0 + 100 * layers
+        report = dict(limit_bytes=31.25 * GIB, predicted_ms_all_hidden=ms)
         report |= dict(peak_bytes=(9 + layers) * GIB, memory=dict(parameters=2 * GIB, optimizer_state=4 * GIB))
         return SimpleNamespace(stdout=json.dumps([report]), stderr="")
 
@@ -47,10 +48,9 @@ def compiler(monkeypatch):
 
 def test_it_goes_on_where_it_was(compiler, tmp_path):
     batch = next(d for d in ALL if d.id == "D031")
-    assert decisions.compile_missing([batch], tmp_path / "answers.csv", 10) == 0
-    assert len(compiler) == 2
-    assert decisions.compile_missing([batch], tmp_path / "answers.csv", 10) == 0
-    assert len(compiler) == 2
+    for memory, asked in ((True, 2), (True, 2), (False, 4), (False, 4), (True, 4)):
+        assert decisions.compile_missing([batch], tmp_path / "answers.csv", 10, memory) == 0
+        assert len(compiler) == asked
     row = decisions.compare(batch, decisions.read_answers(tmp_path / "answers.csv"))
     assert row["predicted"] == pytest.approx(50) and row["fits_b_predicted"] == "yes"  # 3 rows in the time of 2
     (tmp_path / "answers.csv").write_text("a,b\n1,2\n")
@@ -92,7 +92,7 @@ def test_what_was_asked_becomes_tables_and_a_picture(compiler, tmp_path, monkeyp
 
 
 def test_memory_is_that_of_the_measured_state():
-    answer = decisions.Answer("v6e-8", "", 1.0, 33.0, 12.0, 31.25, True, 1)
+    answer = decisions.Answer("v6e-8", "", 1.0, 33.0, 12.0, 31.25, 1)
     assert answer.fits("bfloat16") and not answer.fits("float32")
     assert not dataclasses.replace(answer, needed_gib=34.5).fits("bfloat16")
     assert dataclasses.replace(answer, needed_gib=25.0).fits("float32")

@@ -9,7 +9,7 @@ import struct
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import jax  # after prepare_environment: jax reads its variables when it is imported
 import numpy as np
@@ -21,7 +21,6 @@ from jax.extend.mlir import hlo_to_stablehlo, ir
 from jaxlib import _jax
 from jaxlib._jax import CompileOptions, DeviceAssignment, DeviceList
 
-from tpu_compiler.compile.newest import compile_there
 from tpu_compiler.compile.traced import Traced
 from tpu_utils.base.errors import OTHERS
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
@@ -124,16 +123,16 @@ def _devices_needed(traced: Traced, topology: Topology) -> int:
     return needed
 
 
-def compile_with_newest(
-    folder: Path, traced: Traced, topology: Topology, options: dict[str, str] | None = None
+def compile_elsewhere(
+    ask: Callable, traced: Traced, topology: Topology, options: dict[str, str] | None = None
 ) -> Compiled:
-    """As compile_program, by the newer compiler in folder (newest.make_environment)."""
+    """As compile_program, in a process of its own. ask: compile_there() or planned_memory(), which know where."""
     _devices_needed(traced, topology)
     request = dict(partitions=traced.partitions, replicas=traced.replicas)
     request |= dict(donated=traced.donated, shardings=traced.shardings, given=traced.given, shardy=traced.shardy)
     request |= dict(free_outputs=traced.free_outputs)
-    with _progress(f"compiling for {topology.name} by {folder}"):
-        answer, text = compile_there(folder, traced.hlo, topology, options or {}, **request)
+    with _progress(f"compiling for {topology.name} in a process of its own"):
+        answer, text = ask(traced.hlo, topology, options or {}, **request)
     if "error" in answer:
         raise jax.errors.JaxRuntimeError(answer["error"])
     figures = {field.name: answer[field.name] for field in dataclasses.fields(Compiled) if field.name != "text"}

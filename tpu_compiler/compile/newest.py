@@ -143,6 +143,24 @@ def environment_versions(folder: Path) -> dict[str, str]:
     return found
 
 
+def child_environment() -> dict[str, str]:
+    """Of a process that compiles without torch_xla, whose import leaves the path of its own libtpu there; and another
+    XLA ends at a flag that it does not have."""
+    ours = ("PYTHON", "TPU_LIBRARY_PATH", "PTXLA_", "XLA_FLAGS")
+    return LIBTPU_VARIABLES | {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
+def write_request(
+    folder: Path, hlo: bytes, topology: Topology, options: dict[str, str], request: dict[str, Any]
+) -> None:
+    """The files that newest_child.py reads."""
+    slices = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
+    request |= dict(topology=topology.compiler_name, chips_per_host=topology.chips_per_host, options=options)
+    request["slice"] = dict(topology.hardware.compiler_options) | slices
+    (folder / "program.pb").write_bytes(hlo)
+    (folder / "request.json").write_text(json.dumps(request))
+
+
 def compile_there(
     folder: Path, hlo: bytes, topology: Topology, options: dict[str, str], **request: Any
 ) -> tuple[dict[str, Any], str]:
@@ -150,18 +168,11 @@ def compile_there(
 
     request: partitions, replicas, donated, shardings of the program. Raises NewestError when there is no answer.
     """
-    slices = {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
-    request |= dict(topology=topology.compiler_name, chips_per_host=topology.chips_per_host, options=options)
-    request["slice"] = dict(topology.hardware.compiler_options) | slices
-    # torch_xla's import leaves the path of its own libtpu there, and another XLA ends at a flag that it does not have
-    ours = ("PYTHON", "TPU_LIBRARY_PATH", "PTXLA_", "XLA_FLAGS")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     with tempfile.TemporaryDirectory() as work:
-        (Path(work) / "program.pb").write_bytes(hlo)
-        (Path(work) / "request.json").write_text(json.dumps(request))
+        write_request(Path(work), hlo, topology, options, request)
         command = [str(folder / "bin" / "python"), "-P", str(CHILD), work]
         try:
-            done = subprocess.run(command, env=LIBTPU_VARIABLES | environment, capture_output=True, text=True)
+            done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
         except OSError as error:
             raise NewestError(
                 f"the newer compiler does not start: {error}; delete {folder} to make it again"

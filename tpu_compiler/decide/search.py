@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tpu_compiler.compile.cache import cache_of_environment, question_key, state_of, watched
+from tpu_compiler.compile.planned import MEMORY_VARIABLE
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import GIB, parse_topology
@@ -77,10 +78,12 @@ def compile_script(
     options: Sequence[str],
     program_dir: str | None = None,
     seconds: float | None = None,
+    memory_alone: bool = False,
 ) -> Report:
     """compile_afresh(), or its report from the cache. With program_dir the script traces again, because a cached report
-    has no program text; the compile itself may still come from the cache."""
+    has no program text; the compile itself may still come from the cache. memory_alone: without a price, in seconds."""
     cache = cache_of_environment()
+    memory_alone |= bool(os.environ.get(MEMORY_VARIABLE))
     key = question_key(script, topology, options) if cache and not program_dir else None
     kept = cache.read(key, Answer) if key else None
     if kept and all(state_of(text) == state for text, state in kept.watched.items()):
@@ -90,13 +93,13 @@ def compile_script(
             raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {kept.seconds:.0f} s before", 1)
     start = time.monotonic()
     try:
-        report = compile_afresh(script, topology, options, program_dir, seconds)
+        report = compile_afresh(script, topology, options, program_dir, seconds, memory_alone)
     except subprocess.TimeoutExpired as error:
         if key:
             cache.write(key, Answer(None, seconds, watched({}, options)))
         raise OutOfTimeError(f"{script} for {topology} did not come to an answer in {seconds:.0f} s", 1) from error
     report = dataclasses.replace(report, asked_seconds=time.monotonic() - start)
-    if key and report.memory:  # a refusal for another reason than memory is not kept
+    if key and report.memory and not memory_alone:  # a refusal for another reason than memory is not kept
         cache.write(key, Answer(report, report.asked_seconds, watched(report.settings, options)))
     return report
 
@@ -107,13 +110,15 @@ def compile_afresh(
     options: Sequence[str],
     program_dir: str | None = None,
     seconds: float | None = None,
+    memory_alone: bool = False,
 ) -> Report:
     """Run a training script up to its first step for one slice. Raises ScriptError when it does not get there, and
     subprocess.TimeoutExpired when it takes more than so many seconds."""
     limit = {} if seconds is None else {"seconds": seconds}
     with tempfile.TemporaryDirectory() as folder:
         command = ["-m", "tpu_compiler.of_script", script, *with_option(options, "compile_for", topology)]
-        code = run_script(command, {OUTPUT_VARIABLE: folder}, **limit)
+        asked = {MEMORY_VARIABLE: "1"} if memory_alone else {}
+        code = run_script(command, {OUTPUT_VARIABLE: folder} | asked, **limit)
         written = Path(folder, "report.json")
         if not written.exists():
             if code < 0:
@@ -149,10 +154,11 @@ def fit(
 ) -> tuple[int, Report | None]:
     """The largest value of an integer option that fits, and its report; (0, None) when no value does.
 
-    Doubles or halves from the script's own value, then bisects; a batch moves by batch_increment. Each compile is said.
-    A value that the script refuses, such as a batch larger than the data set, does not fit.
+    Doubles or halves from the script's own value, then bisects; a batch moves by batch_increment. Each try is said: of
+    memory alone, in seconds. The answer is compiled, and if it then does not fit, the one below. A value that the
+    script refuses, such as a batch larger than the data set, does not fit.
     """
-    first = compile_script(script, topology, options)
+    first = compile_script(script, topology, options, memory_alone=True)
     value = first.settings.get(field)
     if not isinstance(value, int) or value < 1:
         numbers = [name for name, v in first.settings.items() if isinstance(v, int) and not isinstance(v, bool)]
@@ -162,7 +168,8 @@ def fit(
     def fits(value: int) -> bool:
         try:
             if value not in tried:
-                tried[value] = compile_script(script, topology, with_option(options, field, str(value)))
+                given = with_option(options, field, str(value))
+                tried[value] = compile_script(script, topology, given, memory_alone=True)
         except ScriptError as error:
             if error.exit_code != 2:
                 raise
@@ -170,7 +177,7 @@ def fit(
             return False
         r = tried[value]
         verdict = "fits" if r.fits else "does not fit"
-        say(f"{field} {value:>7}: {verdict}, {r.memory_text}, {r.compile_seconds:.0f} s to compile")
+        say(f"{field} {value:>7}: {verdict}, {r.memory_text}, {r.compile_seconds:.0f} s")
         return r.fits
 
     unit = batch_increment(first) if field == "global_batch_size" else 1
@@ -185,7 +192,13 @@ def fit(
         low, high = (middle, high) if fits(middle) else (low, middle)
     if low and high not in tried:
         say(f"{field} {high} is refused by {script}, not for its memory")
-    return low, tried.get(low)
+    while low:
+        best = compile_script(script, topology, with_option(options, field, str(low)))
+        if best.fits:
+            return low, best
+        say(f"{field} {low:>7}: compiled, it needs {best.memory_text}")
+        low -= unit
+    return 0, None
 
 
 def memory_savers(r: Report) -> list[tuple[str, str]]:
@@ -210,12 +223,12 @@ def memory_savers(r: Report) -> list[tuple[str, str]]:
 
 
 def suggest(r: Report, script: str, options: Sequence[str]) -> str:
-    """Text: changes that could make the step fit, each compiled to see whether it does."""
-    lines = [f"over the limit by {r.over_bytes / GIB:.2f} GiB; compiling what could help:"]
+    """Text: changes that could make the step fit, and whether they do, by the memory alone."""
+    lines = [f"over the limit by {r.over_bytes / GIB:.2f} GiB; what could help:"]
 
     def attempt(name: str, changed: Sequence[str]) -> bool:
         try:
-            other = compile_script(script, r.topology, changed)
+            other = compile_script(script, r.topology, changed, memory_alone=True)
         except ScriptError as error:
             lines.append(f"  {name:<34} not possible: {error}")
             return False

@@ -20,6 +20,7 @@ ERROR = (
 ALL_HIDDEN = "all hidden that the schedule can hide"
 HALF = "the compiler's cost model assumes about half the published bandwidth"
 KEPT = " (kept from then)"
+MEMORY_ALONE = "asked for memory alone: it is planned, the program's own is estimated, and nothing has a price"
 COMMUNICATION_LABEL = "lower bound: bytes over link bandwidth, not measured"
 NETWORK_LABEL = "lower bound: bytes over the data center network's {:.4g} GB/s a device, not measured"
 
@@ -155,7 +156,8 @@ Rows = list[tuple[str, str]]
 
 def format_report(r: Report) -> str:
     """The report as text, a fact a line."""
-    verdict = "compiles and fits" if r.fits else "does not fit" if r.over_bytes else "does not compile"
+    verdict = "fits" if r.fits else "does not fit" if r.over_bytes else "does not compile"
+    verdict = f"compiles and {verdict}" if r.compiles and r.fits else verdict
     rows: Rows = [("compiler", r.reason)] if r.reason else []
     if r.settings.get("compiler_options"):
         rows.append(("compiler options", r.settings["compiler_options"]))
@@ -168,7 +170,8 @@ def format_report(r: Report) -> str:
     if r.compiles:
         rows += [*work_rows(r), *prediction_rows(r), *decoding_rows(r), *source_rows(r)]
     rows += titled_rows("chosen", r.notes)
-    took = f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to compile{KEPT * r.from_cache}"
+    doing = "plan" if r.reason == MEMORY_ALONE else "compile"
+    took = f"{r.trace_seconds:.1f} s to trace, {r.compile_seconds:.1f} s to {doing}{KEPT * r.from_cache}"
     rows.append(("took", f"{took}, {r.host_peak_gib:.1f} GiB of host memory"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in r.versions.items())))
     head = f"{r.topology}: {verdict} ({r.program}{f', {r.level}' if r.level else ''})"

@@ -90,9 +90,9 @@ def raise_if_read(error: RuntimeError, step: Callable, call: str) -> None:
 def raise_of_read(name: str, call: str, where: str = "", said: str = "") -> None:
     """Raises RecompileError for a tensor read in a step; torch_xla has none where the tensor had its value already."""
     raise RecompileError(
-        f"{name} reads a tensor inside the compiled function in {call}{where}; expected none of .item(), print(tensor), "
-        "if on a tensor there: keep the value on the device, or read it at a log line; an optimizer of torch.optim "
-        f"reads its step size: use make_optimizer of tpu_utils/step/optim.py{said}"
+        f"{name} reads a tensor inside the compiled function in {call}{where}; expected none of .item(), "
+        "print(tensor), if on a tensor there: keep the value on the device, or read it at a log line; an optimizer of "
+        f"torch.optim reads its step size: use make_optimizer of tpu_utils/step/optim.py{said}"
     ) from None  # torch_xla's own text is a stack of C++
 
 

@@ -115,8 +115,8 @@ def command_of(setting: str, slice_name: str, layers: int | None = None) -> list
 
 
 def ask(setting: str, slice_name: str, more: Sequence[str] = ()) -> Answer:
-    """Compiles one setting. more: --memory, for memory alone. Raises RuntimeError with the last line that was said where
-    there is no report."""
+    """Compiles one setting. more: --memory, for memory alone. Raises RuntimeError with the last line that was said
+    where there is no report."""
     start = time.monotonic()
     depth = LAYERS[option_of(setting, "--model_size")]
     short = () if "--scan_layers" in setting else SHORT

@@ -53,8 +53,9 @@ def planned_memory(
                 child.wait()
             plan = next(folder.glob("dump/*.after_optimizations-buffer-assignment.txt"), None)
             if plan is None:
-                if (folder / "answer.json").is_file():
-                    return json.loads((folder / "answer.json").read_text()), ""
+                answer = folder / "answer.json"
+                if answer.is_file() and "error" in (said_instead := json.loads(answer.read_text())):
+                    return said_instead, ""
                 said.seek(0)
                 print(said.read()[-2000:], file=sys.stderr)
                 raise TrainingError(f"the compiler ended with code {child.returncode}; its own message is above")

@@ -12,6 +12,7 @@ Expect:  the names of what was copied, and what to edit first. What a script
 
 import argparse
 import ast
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -70,9 +71,21 @@ def places_to_edit(script: Path) -> list[str]:
         places.append(f"how it is made, build_model, line {lines['build_model']}")
     elif "build_model" in modules:
         places.append(f"the model, which {modules['build_model']} makes")
-    places += [f"the loss in {name}, line {lines[name]}" for name in ("train_step", "eval_step")]
+    places += [f"the loss in {name}, line {line}" for name, line in functions_with_a_loss(tree)]
     data = next(name for name in ("load_dataset", "load_sequences") if name in modules)
     return [*places, f"the data, which {data} of {modules[data]} gives"]
+
+
+def functions_with_a_loss(tree: ast.Module) -> list[tuple[str, int]]:
+    """(name, line) of the functions that call a loss which is not the script's own function."""
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    own = {function.name for function in functions}
+    found = []
+    for function in functions:
+        called = [ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)]
+        if any(re.search(r"loss|cross_entropy", name) and name not in own for name in called):
+            found.append((function.name, function.lineno))
+    return found
 
 
 def copy(script: Path, target: Path, compiler: bool) -> list[Path]:

@@ -18,6 +18,7 @@ from run_files import assert_identical, losses_in, read_lines, state_in, summary
 from config import MnistConfig
 from images.arrays import ImageDataset, TrainBatches
 from images.made import make_stripes
+from tools import copy_example
 from tpu_utils.options.parsing import parse_command_line
 from tpu_utils.step.optim import learning_rates
 
@@ -156,6 +157,16 @@ def test_each_row_names_what_a_copy_has(tmp_path):
     for what, copy, paths in what_to_delete():
         kind = "transformer_tpu.py" if "transformer" in copy else "simple_mnist_tpu.py"
         assert paths and all((tmp_path / kind / path).exists() for path in paths), what
+
+
+@pytest.mark.parametrize("script", copy_example.scripts())
+def test_the_loss_is_where_the_command_says(script):
+    said = ", ".join(copy_example.places_to_edit(ROOT / script))
+    named = re.findall(r"the loss in (\w+), line", said)
+    assert named == ["summed_loss" if script.startswith("transformer") else "train_step", "eval_step"]
+    for name in named:
+        (function,) = re.findall(rf"^def {name}\(.*?(?=^\S)", (ROOT / script).read_text(), re.M | re.S)
+        assert re.search(r"\b(losses|cross_entropy)\(", function), name
 
 
 def test_the_command_says_what_it_copied_and_where_to_begin(tmp_path):

@@ -31,7 +31,7 @@ def answer_of(*arguments: object, **settings: Any) -> Any:
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, **{"cwd": ROOT, "capture_output": True, "text": True} | settings)
     text = done.stdout.strip()
-    if text and (text[0] in "[{" or done.returncode == 0):
+    if text not in ("", "[]") and (text[0] in "[{" or done.returncode == 0):
         return json.loads(text if text[0] in "[{" else text.splitlines()[-1])
     said = done.stderr.strip().splitlines() or ["it said nothing"]
     raise RuntimeError(next((line for line in said if line.startswith("error: ")), said[-1]))

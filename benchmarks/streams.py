@@ -87,7 +87,9 @@ def read(folder: Path, hosts: list[int], steps: int) -> None:
     for count in hosts:
         end, started = begin + steps // len(hosts), time.perf_counter()
         with ThreadPoolExecutor(count) as pool:
-            spans = [(__file__, "--folder", folder, "--host", index, count, begin, end) for index in range(count)]
+            spans = [
+                (__file__, "--folder", folder.resolve(), "--host", index, count, begin, end) for index in range(count)
+            ]
             found = list(pool.map(lambda span: answer_of(*span), spans))
         (folder / f"position_{end}.json").write_text(json.dumps([one["position"] for one in found]))
         tokens, seconds = (end - begin) * BATCH * T, time.perf_counter() - started

@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -206,25 +207,6 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
     # Twice its size is ours: a file and its altered copy, then what is read of it. A header may ask for 2**40 bytes.
     expect(grown < 4 * size, f"memory grew by {grown:,} bytes for a checkpoint of {size:,}")
     return ", ".join(f"{number} {name}" for name, number in outcomes.items()) + f"; memory + {grown / size:.1f} x"
-
-
-def attack_old_pickles(count: int, draw: random.Random, folder: Path) -> str:
-    """A folder in the old format, whose pickle makes a folder when it is opened."""
-    from tpu_utils.base.errors import CheckpointError
-
-    owned = folder / "owned"
-    code = b"cos\nmkdir\n(V" + str(owned).encode() + b"\ntR."  # what a pickle of os.mkdir looks like
-    for _ in range(count):
-        target = Path(tempfile.mkdtemp(dir=folder)) / "checkpoints"
-        checkpoints = make_checkpoints(target)
-        place = checkpoints.path(20) / draw.choice(["state.pt", ".metadata", "__0_0.distcp", "state.safetensors"])
-        place.write_bytes(code)
-        mark(checkpoints.path(20))
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(CheckpointError):
-            read_all(target)
-        expect(not owned.exists(), f"{place.name} ran code")
-        shutil.rmtree(target)
-    return "nothing was unpickled"
 
 
 def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
@@ -438,6 +420,10 @@ TINY = ["simple_mnist_tpu.py", "--device=cpu", "--num_epochs=200", "--global_bat
 TINY += ["--hidden_dim=16", "--log_every=5", "--save_every=5", "--no_tensorboard"]
 
 
+def has_lines(run_dir: Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists()
+
+
 def begun(run_dir: Path, condition: Callable = saved_steps) -> Script:
     """A run that came so far that condition(run_dir) holds."""
     script = start(*TINY, f"--run_dir={run_dir}")
@@ -445,19 +431,14 @@ def begun(run_dir: Path, condition: Callable = saved_steps) -> Script:
     return script
 
 
-def lost_terminal(run_dir: Path) -> None:
-    script = begun(run_dir)
-    script.send_signal(signal.SIGHUP)
-    expect(script.wait(TIME_LIMIT) == 129, f"exit code {script.returncode} after SIGHUP, expected 129")
-
-
-def twice_in_two_milliseconds(run_dir: Path) -> None:
-    script = begun(run_dir, lambda folder: (folder / "metrics.jsonl").exists())
-    script.send_signal(signal.SIGTERM)
-    time.sleep(0.002)
-    script.send_signal(signal.SIGTERM)
-    expect(script.wait(TIME_LIMIT) == 143, f"exit code {script.returncode} after two SIGTERMs, expected 143")
-    expect(saved_steps(run_dir), "two SIGTERMs saved nothing")
+def signalled(run_dir: Path, condition: Callable, expected: int, signals: list[int]) -> None:
+    """Two signals come within milliseconds."""
+    script = begun(run_dir, condition)
+    for number in signals:
+        script.send_signal(number)
+        time.sleep(0.002)
+    expect(script.wait(TIME_LIMIT) == expected, f"exit code {script.returncode} after {signals}, expected {expected}")
+    expect(saved_steps(run_dir), f"{signals} saved nothing")
 
 
 def nobody_reads(run_dir: Path) -> None:
@@ -488,7 +469,9 @@ def removed_folder(run_dir: Path) -> None:
 
 def attack_runs(count: int, draw: random.Random, folder: Path) -> str:
     """A terminal that is lost, signals in a burst, a reader that leaves, a lock and a folder that are removed."""
-    scenarios = [lost_terminal, twice_in_two_milliseconds, nobody_reads, removed_lock, removed_folder]
+    lost_terminal = partial(signalled, condition=saved_steps, expected=129, signals=[signal.SIGHUP])
+    twice = partial(signalled, condition=has_lines, expected=143, signals=[signal.SIGTERM] * 2)
+    scenarios = [lost_terminal, twice, nobody_reads, removed_lock, removed_folder]
     for number in range(count):
         scenarios[number % len(scenarios)](Path(tempfile.mkdtemp(dir=folder)) / "run")
     return "each ended saved, or refused, and said so"
@@ -498,7 +481,6 @@ def attack_runs(count: int, draw: random.Random, folder: Path) -> str:
 
 ATTACKS = {  # how often, what
     "checkpoints": (2000, attack_checkpoints),
-    "old_pickles": (40, attack_old_pickles),
     "folders": (200, attack_folders),
     "bucket": (500, attack_bucket),
     "wire": (300, attack_wire),

@@ -14,12 +14,10 @@ shapes and types of what was written. Most mutated files fit their CRC-32: whoev
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -31,15 +29,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ.setdefault("PJRT_DEVICE", "CPU")
-from processes import Script, run, start, waits  # noqa: E402
-from run_files import saved_steps  # noqa: E402
+from processes import Script, run, start, waits
+from run_files import saved_steps
+
+from benchmarks.children import ROOT, parser_for
 
 TIME_LIMIT = 1800
 HOME = "127.0.0.1"
@@ -208,25 +207,6 @@ def attack_checkpoints(count: int, draw: random.Random, folder: Path) -> str:
     # Twice its size is ours: a file and its altered copy, then what is read of it. A header may ask for 2**40 bytes.
     expect(grown < 4 * size, f"memory grew by {grown:,} bytes for a checkpoint of {size:,}")
     return ", ".join(f"{number} {name}" for name, number in outcomes.items()) + f"; memory + {grown / size:.1f} x"
-
-
-def attack_old_pickles(count: int, draw: random.Random, folder: Path) -> str:
-    """A folder in the old format, whose pickle makes a folder when it is opened."""
-    from tpu_utils.base.errors import CheckpointError
-
-    owned = folder / "owned"
-    code = b"cos\nmkdir\n(V" + str(owned).encode() + b"\ntR."  # what a pickle of os.mkdir looks like
-    for _ in range(count):
-        target = Path(tempfile.mkdtemp(dir=folder)) / "checkpoints"
-        checkpoints = make_checkpoints(target)
-        place = checkpoints.path(20) / draw.choice(["state.pt", ".metadata", "__0_0.distcp", "state.safetensors"])
-        place.write_bytes(code)
-        mark(checkpoints.path(20))
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(CheckpointError):
-            read_all(target)
-        expect(not owned.exists(), f"{place.name} ran code")
-        shutil.rmtree(target)
-    return "nothing was unpickled"
 
 
 def attack_folders(count: int, draw: random.Random, folder: Path) -> str:
@@ -434,320 +414,14 @@ def attack_data_files(count: int, draw: random.Random, folder: Path) -> str:
     return f"{refused} of {4 * count} were refused in one message, the others read"
 
 
-# ------------------------------------------------------------------------------------- a neighbour, and others' folders
-
-NOBODY = 65534  # another user of the machine; to become one takes root
-AS_NOBODY = """
-import os, sys
-from contextlib import suppress
-from pathlib import Path
-os.setgroups([]), os.setgid(65534), os.setuid(65534)
-for place in map(Path, sys.argv[2:]):
-    for folder in (place, *place.parents):  # rename one, and make another in its place, as far up as needed
-        with suppress(OSError):
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "planted").write_text("theirs")
-            break
-        if folder == Path(sys.argv[1]):
-            break
-        with suppress(OSError):
-            folder.rename(folder.with_name("away"))
-"""
-
-
-def attack_neighbour(count: int, draw: random.Random, folder: Path) -> str:
-    """Another user of the machine writes where it can: below the folder of Ray's, in a compile cache."""
-    if os.geteuid() != 0:
-        return "SKIPPED: only root can be another user"
-    from cluster.probe import open_to_others
-    from tpu_compiler.compile.cache import Cache
-    from tpu_utils.base.errors import InputError
-
-    folder.chmod(0o755)
-    places, closed = [], []
-    for number in range(count):
-        outer = folder / str(number)
-        inner = outer / draw.choice(["ray/session", "mine/ray/session"])
-        inner.mkdir(parents=True)
-        inner.chmod(0o777)
-        inner.parents[1].chmod(draw.choice([0o700, 0o755, 0o777, 0o1777]))
-        inner.parent.chmod(draw.choice([0o700, 0o755, 0o777, 0o711]))
-        outer.chmod(draw.choice([0o700, 0o755, 0o777, 0o750, 0o701]))
-        os.chown(outer, draw.choice([0, 0, NOBODY]), 0)
-        places += [inner]
-        closed += [not open_to_others(inner)]
-        above = folder / f"above_{number}"
-        cache = above / "cache"
-        cache.mkdir(parents=True)
-        above.chmod(draw.choice([0o755, 0o777, 0o1777]))
-        os.chown(above, draw.choice([0, 0, 0, NOBODY]), 0)
-        cache.chmod(draw.choice([0o700, 0o755, 0o777, 0o770, 0o707]))
-        os.chown(cache, draw.choice([0, 0, NOBODY]), 0)
-        try:
-            Cache(cache)
-            closed += [True]
-        except InputError:
-            closed += [False]
-        places += [cache]
-    subprocess.run([sys.executable, "-c", AS_NOBODY, folder, *places], check=True)
-    written = [(place / "planted").exists() for place in places]
-    for place, is_closed, got_in in zip(places, closed, written, strict=True):
-        expect(not (is_closed and got_in), f"{place} was taken for closed, and another user wrote there")
-    expect(any(closed) and any(written), "no folder was closed, or none open")
-    return f"{sum(written)} of {len(places)} folders could be written by another user; all of those were refused"
-
-
-def attack_options_of_a_folder(count: int, draw: random.Random, folder: Path) -> str:
-    """config.json of a foreign run directory with options for libtpu, some of which name files."""
-    from config import MnistConfig
-    from tpu_utils.base.errors import InputError
-    from tpu_utils.options.compiler_flags import parse_compiler_options
-    from tpu_utils.options.parsing import parse_command_line
-
-    harmful = ["xla_jf_dump_to", "flagfile", "xla_dump_to", "xla_tpu_enable_x_dump_to", "tpu_log_dir", "fromenv"]
-    usual = ["xla_tpu_scoped_vmem_limit_kib=32768", "--xla_tpu_enable_async_collective_fusion=true"]
-    values = ["../elsewhere", "/etc/passwd", "true", "1", "1\t--flagfile=/etc/passwd", "x,--flagfile=/etc/passwd"]
-    refused = 0
-    for _ in range(count):
-        words = draw.sample(usual, draw.randrange(3))
-        if draw.random() < 0.8:
-            words += [f"{draw.choice(['', '--', '-', '----'])}{draw.choice(harmful)}={draw.choice(values)}"]
-        draw.shuffle(words)
-        text = draw.choice([" ", "  ", "\t", "\n", "\v", "\x1c", "\u2003", ","]).join(words)
-        content = {"preset": "quick_test", "num_epochs": 7, "run_id": "ours", "data_crc32": 1, "compiler_options": text}
-        (folder / "config.json").write_text(json.dumps(content))
-        try:
-            found = parse_command_line(MnistConfig, "", [f"--run_dir={folder}", "--resume=must"]).compiler_options
-            taken = parse_compiler_options(found).keys() & set(harmful)
-            expect(not taken, f"{taken} was taken from {text!r}")
-        except InputError as error:
-            expect("compiler_options" in str(error), f"refused for another reason: {error}")
-            refused += 1
-    expect(count < 50 or 0 < refused < count, f"{refused} of {count} were refused")
-    return f"{refused} of {count} were refused, no option that names a file was taken"
-
-
-def attack_others_files(count: int, draw: random.Random, folder: Path) -> str:
-    """A compile cache in a folder that holds other things, and is over its limit."""
-    from tpu_compiler.compile.cache import Cache
-
-    Record = dataclasses.make_dataclass("Record", ["number"])
-
-    def name() -> str:
-        front = draw.choice(["program_", "answer_", "shard_", "aot_tpu_", "aot_tpu", "", "data."])
-        middle = "".join(draw.choices("0123456789abcdefg_-", k=draw.choice([3, 8, 39, 40, 41])))
-        return front + middle + draw.choice([".json.gz", ".writing", ".json", ".gz", ""])
-
-    kept, others = Cache(folder, most_bytes=500), {}
-    own = re.compile(r"(program|answer)_[0-9a-f]{40}\.json\.gz|aot_tpu_\w+\.writing")
-    for _ in range(count):
-        path = folder / name()
-        if not own.fullmatch(path.name) and not path.exists():
-            others[path] = draw.randbytes(draw.randrange(200))
-            path.write_bytes(others[path])
-            os.utime(path, (0, 0))
-        kept.write(f"answer_{draw.randbytes(20).hex()}", Record(draw.random()))
-    expect(others and all(path.read_bytes() == content for path, content in others.items()), "a file was deleted")
-    left = [path for path in folder.iterdir() if path not in others]
-    return f"{len(others)} files of others are there, of {count} of its own {len(left)}"
-
-
-def attack_uploads(count: int, draw: random.Random, folder: Path) -> str:
-    """A working folder with links that leave it, secrets, and files that git ignores in one way or another."""
-    if not find_spec("ray"):
-        return "SKIPPED: Ray is not installed"
-    from cluster.folder import check_folder
-
-    (folder / "elsewhere").mkdir()
-    (folder / "elsewhere" / "data.py").write_text("HUSH")
-    refused = 0
-    for number in range(count):
-        code = folder / "code"
-        (code / "inner").mkdir(parents=True)
-        (code / "script.py").write_text("print()")
-        subprocess.run(["git", "init", "-q", str(code)], check=True)
-        for _ in range(draw.randrange(1, 4)):
-            place = draw.choice([code, code / "inner"])
-            if draw.random() < 0.2:
-                target = draw.choice(
-                    ["../elsewhere", "../../elsewhere", "../elsewhere/data.py", "..", "script.py", "."]
-                )
-                with contextlib.suppress(FileExistsError):
-                    (place / draw.choice("abc")).symlink_to(target)
-            elif draw.random() < 0.5:
-                (place / draw.choice([".env", ".env.local", "id_rsa", "x.pem", "y.key", ".netrc"])).write_text("HUSH")
-            else:
-                ignored = draw.choice([".gitignore", ".git/info/exclude", "inner/.gitignore", ".rayignore"])
-                text = draw.choice(["", "\ufeff", "# words\n"]) + draw.choice(["hidden*", "*dd*", "hidden_1"])
-                (code / ignored).write_text(text + "\n", encoding="utf-8")
-                hidden = code / "inner" if ignored.startswith("inner") else place
-                (hidden / "hidden_1").write_text("HUSH")
-        copied = folder / f"copy_{number}"
-        try:
-            check_folder(code).copy(copied)
-            sent = [path for path in copied.rglob("*") if path.is_file()]
-            expect(not any("HUSH" in path.read_text() for path in sent), f"{[str(path) for path in sent]}")
-            expect(copied / "script.py" in sent, "the script was not sent")
-            shutil.rmtree(copied)
-        except ValueError as error:
-            expect(len(str(error)) > 30, repr(error))
-            refused += 1
-        shutil.rmtree(code)
-    return f"{refused} of {count} folders were refused by name, nothing secret was in the others' uploads"
-
-
-def attack_resubmissions(count: int, draw: random.Random, folder: Path) -> str:
-    """A run under the name of an earlier one, whose folder or upload is refused: the earlier record has to stay."""
-    if not find_spec("ray"):
-        return "SKIPPED: Ray is not installed"
-    from cluster.client import Cluster
-    from cluster.driver import Spec
-    from tpu_utils.base.errors import InputError, PassingError
-
-    class Jobs:
-        """Ray's client, as far as submit() uses it."""
-
-        def __init__(self, fails: bool):
-            self.calls, self.fails = [], fails
-
-        def list_jobs(self):
-            ended = type("Status", (), {"value": "FAILED"})
-            return [type("Job", (), {"submission_id": "k", "status": ended, "metadata": {"user": "u"}})]
-
-        def _upload_working_dir_if_needed(self, environment):
-            if self.fails:
-                raise RuntimeError("the package is too large")
-
-        def _upload_py_modules_if_needed(self, environment):
-            self.calls.append("upload")
-
-        def delete_job(self, name):
-            self.calls.append("delete")
-
-        def submit_job(self, **settings):
-            self.calls.append("submit")
-
-    refused = 0
-    for _ in range(count):
-        code = folder / "code"
-        code.mkdir()
-        (code / "script.py").write_text("print()")
-        for what in draw.sample(["link", "large", "mark", "fifo", "folder"], draw.randrange(3)):
-            if what == "link":
-                (code / "linked").symlink_to(folder)
-            elif what == "large":
-                (code / "large").write_bytes(bytes(3 << 20))
-            elif what == "mark":
-                (code / ".gitignore").write_text("\ufeffx", encoding="utf-8")
-            elif what == "fifo":
-                os.mkfifo(code / "fifo")
-            else:
-                (code / "inner").mkdir()
-        cluster = Cluster.__new__(Cluster)
-        cluster.jobs, cluster.check_hosts = Jobs(draw.random() < 0.3), lambda: None
-        spec = Spec(dict(name="k", user="u", chips=1, hosts=1, kind=""), "script.py", [])
-        try:
-            cluster.submit(spec, code, 1.0, {})
-            expect(cluster.jobs.calls == ["upload", "delete", "submit"], cluster.jobs.calls)
-        except (InputError, PassingError):
-            expect("delete" not in cluster.jobs.calls, "what was refused has deleted the earlier run")
-            refused += 1
-        shutil.rmtree(code)
-    return f"{refused} of {count} were refused, none of them deleted the earlier run"
-
-
-MAKE_BOMBS = """
-import gzip, json, sys
-from pathlib import Path
-front = json.dumps({"format": 2, "name": sys.argv[2], "texts": {}, "values": {"number": 1.0, "text": ""}}).encode()
-for name, part in {"lists": b"[],", "deep": b'[', "objects": b'{"a":', "text": b"", "lines": b"\\n"}.items():
-    whole = front[:-2] + b', "x": [' + part * (1 << 26) if part else front + b"\\n" + bytes(3 << 28)
-    (Path(sys.argv[1]) / name).write_bytes(gzip.compress(whole, 1))
-"""
-
-
-def attack_cache_entries(count: int, draw: random.Random, folder: Path) -> str:
-    """Entries of the compile cache of some 100 KB that ask for gigabytes, and damaged ones."""
-    from tpu_compiler.compile.cache import LARGEST_TEXT, Cache
-
-    Record = dataclasses.make_dataclass("Record", [("number", float), ("text", str)])
-    kept, name = Cache(folder), "answer_" + "0" * 40
-    path = folder / f"{name}.json.gz"
-    kept.write(name, Record(1.0, "long" * 2000))
-    good, read = path.read_bytes(), 0
-    expect(kept.read(name, Record), "a good entry was not read")
-    made = folder / "made"
-    made.mkdir()
-    # elsewhere: what it takes is not counted
-    subprocess.run([sys.executable, "-c", MAKE_BOMBS, made, name], check=True)
-    before = peak()
-    for content in [bomb.read_bytes() for bomb in made.iterdir()] + [mutated(good, draw) for _ in range(count)]:
-        path.write_bytes(content)
-        found = kept.read(name, Record)
-        expect(found is None or len(content) < 1000, "an entry of gigabytes was taken")
-        read += found is not None
-    grown = peak() - before
-    expect(grown < 3 * LARGEST_TEXT, f"memory grew by {grown:,} bytes")
-    return f"{count - read} of {count} damaged ones were as good as none; memory + {grown >> 20} MiB"
-
-
-def attack_tokenizers(count: int, draw: random.Random, folder: Path) -> str:
-    """A tokenizer.json of a few hundred bytes whose steps make a letter longer."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers
-
-    from language.data.tokenizer import MOST_GROWTH, load_tokenizer, panics_told
-    from tpu_utils.base.errors import InputError
-
-    refused, most = 0, 0
-    for _ in range(count):
-        steps = [
-            draw.choice(
-                [
-                    normalizers.Replace(draw.choice(["a", "", "b"]), "ab"[: draw.randrange(3)] * draw.randrange(1, 9)),
-                    normalizers.Prepend("a" * draw.randrange(1, 9)),
-                    normalizers.ByteLevel(),
-                    normalizers.NFKD(),
-                    normalizers.Replace(tokenizers.Regex(draw.choice(["x*", "[ab]", "$"])), "a" * draw.randrange(9)),
-                    normalizers.Replace(
-                        *draw.choice([("a", "\ufdfa"), ("\u0644", "\ufdfa"), ("\u2c65", "\u023a" * 2)])
-                    ),
-                    normalizers.Lowercase(),
-                    normalizers.NFKC(),
-                ]
-            )
-            for _ in range(draw.randrange(1, 9))
-        ]
-        made = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<|end|>": 2}, []))
-        made.add_special_tokens(["<|end|>"])
-        made.normalizer = normalizers.Sequence(steps)
-        made.decoder = draw.choice([None, decoders.Sequence([decoders.BPEDecoder(draw.choice(["", "b"]))] * 24)])
-        made.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
-        try:
-            loaded = load_tokenizer(str(folder))
-        except InputError:
-            refused += 1
-            continue
-        try:
-            with panics_told("the library"):
-                grown = max(
-                    len(made.normalizer.normalize_str(text)) / len(text) for text in ("a", "ba", "x" * 9, "\u023a")
-                )
-            grown = max(grown, len(loaded.decode([0] * 9).encode()) / 9)
-        except InputError:
-            refused += 1
-            continue
-        expect(grown <= MOST_GROWTH, f"a letter became {grown:,.0f}: {(folder / 'tokenizer.json').read_text()[:2000]}")
-        most = max(most, grown)
-    expect(0 < refused < count, f"{refused} of {count} were refused")
-    return f"{refused} of {count} were refused, the others make text at most {most:.0f} times as long"
-
-
 # ----------------------------------------------------------------------------------------------------- a run under way
 
 TINY = ["simple_mnist_tpu.py", "--device=cpu", "--num_epochs=200", "--global_batch_size=64", "--channels=4"]
 TINY += ["--hidden_dim=16", "--log_every=5", "--save_every=5", "--no_tensorboard"]
+
+
+def has_lines(run_dir: Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists()
 
 
 def begun(run_dir: Path, condition: Callable = saved_steps) -> Script:
@@ -757,19 +431,14 @@ def begun(run_dir: Path, condition: Callable = saved_steps) -> Script:
     return script
 
 
-def lost_terminal(run_dir: Path) -> None:
-    script = begun(run_dir)
-    script.send_signal(signal.SIGHUP)
-    expect(script.wait(TIME_LIMIT) == 129, f"exit code {script.returncode} after SIGHUP, expected 129")
-
-
-def twice_in_two_milliseconds(run_dir: Path) -> None:
-    script = begun(run_dir, lambda folder: (folder / "metrics.jsonl").exists())
-    script.send_signal(signal.SIGTERM)
-    time.sleep(0.002)
-    script.send_signal(signal.SIGTERM)
-    expect(script.wait(TIME_LIMIT) == 143, f"exit code {script.returncode} after two SIGTERMs, expected 143")
-    expect(saved_steps(run_dir), "two SIGTERMs saved nothing")
+def signalled(run_dir: Path, condition: Callable, expected: int, signals: list[int]) -> None:
+    """Two signals come within milliseconds."""
+    script = begun(run_dir, condition)
+    for number in signals:
+        script.send_signal(number)
+        time.sleep(0.002)
+    expect(script.wait(TIME_LIMIT) == expected, f"exit code {script.returncode} after {signals}, expected {expected}")
+    expect(saved_steps(run_dir), f"{signals} saved nothing")
 
 
 def nobody_reads(run_dir: Path) -> None:
@@ -800,7 +469,9 @@ def removed_folder(run_dir: Path) -> None:
 
 def attack_runs(count: int, draw: random.Random, folder: Path) -> str:
     """A terminal that is lost, signals in a burst, a reader that leaves, a lock and a folder that are removed."""
-    scenarios = [lost_terminal, twice_in_two_milliseconds, nobody_reads, removed_lock, removed_folder]
+    lost_terminal = partial(signalled, condition=saved_steps, expected=129, signals=[signal.SIGHUP])
+    twice = partial(signalled, condition=has_lines, expected=143, signals=[signal.SIGTERM] * 2)
+    scenarios = [lost_terminal, twice, nobody_reads, removed_lock, removed_folder]
     for number in range(count):
         scenarios[number % len(scenarios)](Path(tempfile.mkdtemp(dir=folder)) / "run")
     return "each ended saved, or refused, and said so"
@@ -810,18 +481,10 @@ def attack_runs(count: int, draw: random.Random, folder: Path) -> str:
 
 ATTACKS = {  # how often, what
     "checkpoints": (2000, attack_checkpoints),
-    "old_pickles": (40, attack_old_pickles),
     "folders": (200, attack_folders),
     "bucket": (500, attack_bucket),
     "wire": (300, attack_wire),
     "data_files": (500, attack_data_files),
-    "neighbour": (100, attack_neighbour),
-    "options": (500, attack_options_of_a_folder),
-    "others_files": (200, attack_others_files),
-    "uploads": (200, attack_uploads),
-    "resubmissions": (200, attack_resubmissions),
-    "cache_entries": (200, attack_cache_entries),
-    "tokenizers": (500, attack_tokenizers),
     "runs": (5, attack_runs),
 }
 
@@ -838,7 +501,7 @@ def one(name: str, count: int, seed: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--share", type=float, default=1.0, help="part of the mutations, 0 to 1; at least one of each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=ATTACKS, nargs="+", default=list(ATTACKS))

@@ -18,12 +18,10 @@ the file's history shows it. Answers come from the compile cache where nothing
 changed, so a check that broke off goes on where it was (docs/search.md).
 """
 
-import argparse
 import dataclasses
 import fnmatch
 import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,11 +29,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.children import ROOT, parser_for, report_of
 from tpu_compiler.compile.cache import from_json
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json, write_atomically
 
-ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "benchmarks" / "budgets.json"
 TOLERANCE = 0.02
 """Share of the kept figure. A count of collectives may not differ."""
@@ -139,19 +137,6 @@ def table(moves: Sequence[Move]) -> str:
     return "\n".join(f"| {' | '.join(c.ljust(w) for c, w in zip(row, widths, strict=True))} |" for row in rows)
 
 
-def ask(row: Row, folder: Path) -> dict[str, Any]:
-    """The report of a row. Raises RuntimeError with what aot_tpu.py said where there is none, or it does not fit."""
-    line = [sys.executable, str(ROOT / "aot_tpu.py"), *row.command, "--json"]
-    done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
-    reports = json.loads(done.stdout) if done.stdout.strip() else []
-    if not reports:
-        said = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise RuntimeError(next((line for line in said if line.startswith("error: ")), said[-1]))
-    if not reports[0]["fits"]:
-        raise RuntimeError(reports[0]["reason"] or "it does not fit")
-    return reports[0]
-
-
 def renewed(row: Row, report: dict[str, Any]) -> Row:
     """The row with what a report says. Of the same figures the fewest seconds are kept: a busy machine takes longer."""
     found = dict(figures=figures_of(report), versions=report["versions"], traced=report["traced"])
@@ -171,7 +156,7 @@ def check(path: Path, rows: Sequence[Row], chosen: Sequence[Row], renew: bool) -
             continue
         print(f"{row.name}: python aot_tpu.py {shlex.join(row.command)}", file=sys.stderr, flush=True)
         try:
-            report = ask(row, folder)
+            report = report_of(*row.command, needs="fits", cwd=folder)
         except RuntimeError as error:
             failed[row.name] = str(error)
             continue
@@ -194,7 +179,7 @@ def check(path: Path, rows: Sequence[Row], chosen: Sequence[Row], renew: bool) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--file", type=Path, default=FILE, help="default: benchmarks/budgets.json")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="rows whose name matches")
     parser.add_argument("--fast", action="store_true", help="rows that took less than a minute to compile")

@@ -13,7 +13,6 @@ two devices of each host, and what the hosts say to each other stands for the co
 saves on disk and in memory, and the losses are real.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -33,9 +32,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from processes import ROOT, environment_with, free_port
+from processes import environment_with, free_port
 from run_files import read_lines
 
+from benchmarks.children import ROOT, as_csv, parser_for, unequal_files
 from tpu_utils.base.restarts import memory_folder, newest_checkpoint
 
 HOSTS = 4
@@ -105,8 +105,8 @@ class Slice:
         here = HERE | {"TPU_WORKER_ID": index, "TPU_WORKER_HOSTNAMES": names}
         words = ["-m", "tools.keep_running", f"--port={self.port}", "--silent_minutes=1", "--most_failures=20"]
         words += ["--elastic", "--wait_seconds=20"] if self.elastic else []
-        words += ["--", *command_of(index, HOSTS, self.meet_at), *OPTIONS, *SAVES, f"--run_dir={self.run_dir}"]
-        words += [f"--memory_dir={self.memory_of(index)}"]
+        words += ["--", "tests/transformer_hosts.py", str(index), str(HOSTS), str(self.meet_at), "--devices_per_host=2"]
+        words += [*OPTIONS, *SAVES, f"--run_dir={self.run_dir}", f"--memory_dir={self.memory_of(index)}"]
         with (self.folder / f"host_{index}.log").open("ab") as log:
             self.keepers[index] = subprocess.Popen(
                 [sys.executable, *words], cwd=ROOT, env=environment_with(here), stdout=log, stderr=log
@@ -161,9 +161,11 @@ class Slice:
             return [json.loads(line) for line in text.splitlines() if '"restart"' in line]
         return []
 
-
-def command_of(index: int, count: int, port: int) -> list[str]:
-    return ["tests/transformer_hosts.py", str(index), str(count), str(port), "--devices_per_host=2"]
+    def restarted(self, lose: Callable[[], object]) -> None:
+        """Lose something, and wait until the restart is in the log."""
+        before = len(self.restarts())
+        lose()
+        self.until(lambda: len(self.restarts()) > before)
 
 
 def in_a_save(hosts: Slice) -> None:
@@ -174,20 +176,13 @@ def in_a_save(hosts: Slice) -> None:
 def in_an_evaluation(hosts: Slice) -> None:
     """The step's own line is there, the evaluation's not yet."""
     size, log = hosts.size(), hosts.run_dir / "metrics.jsonl"
-
-    def begun() -> bool:
-        lines = [line for line in log.read_bytes()[size:].split(b"\n")[:-1] if b'"train"' in line]
-        return bool(lines)
-
-    hosts.until(begun)
+    hosts.until(lambda: any(b'"train"' in line for line in log.read_bytes()[size:].split(b"\n")[:-1]))
     hosts.kill(2)
 
 
 def in_the_meeting(hosts: Slice) -> None:
     """One is lost, and a second while the others wait for the first."""
-    hosts.kill(1)
-    before = len(hosts.restarts())
-    hosts.until(lambda: len(hosts.restarts()) > before)
+    hosts.restarted(lambda: hosts.kill(1))
     pid = hosts.script(3)
     time.sleep(0.5)
     with contextlib.suppress(ProcessLookupError):
@@ -200,45 +195,26 @@ def twice_in_a_row(hosts: Slice) -> None:
     hosts.kill(1)
 
 
-def frozen(hosts: Slice) -> None:
-    os.kill(hosts.script(3), signal.SIGSTOP)
-
-
 def frozen_machine(hosts: Slice) -> None:
     script, keeper = hosts.script(1), hosts.keepers[1]
-    for pid in (keeper.pid, script):
-        os.kill(pid, signal.SIGSTOP)
-    before = len(hosts.restarts())
-    hosts.until(lambda: len(hosts.restarts()) > before)
+    hosts.restarted(lambda: [os.kill(pid, signal.SIGSTOP) for pid in (keeper.pid, script)])
     keeper.send_signal(signal.SIGCONT)
 
 
 def network_closed(hosts: Slice) -> None:
     """Between host 1 and host 0, until both have given the other up."""
-    hosts.network.is_open.clear()
-    before = len(hosts.restarts())
-    hosts.until(lambda: len(hosts.restarts()) > before)
+    hosts.restarted(hosts.network.is_open.clear)
     hosts.network.is_open.set()
-
-
-def machine(index: int) -> Callable[[Slice], None]:
-    def lose(hosts: Slice) -> None:
-        hosts.lose(index)
-        hosts.start(index)
-
-    return lose
 
 
 def machine_away(hosts: Slice) -> None:
     """The others go on without it; it is there again when another script is lost."""
-    before, logged = len(hosts.restarts()), hosts.size()
-    hosts.lose(2)
-    hosts.until(lambda: len(hosts.restarts()) > before)
+    logged = hosts.size()
+    hosts.restarted(lambda: hosts.lose(2))
     hosts.further()
     hosts.start(2)
     hosts.further()
-    hosts.kill(1)
-    hosts.until(lambda: len(hosts.restarts()) > before + 1)
+    hosts.restarted(lambda: hosts.kill(1))
     assert hosts.size() > logged
 
 
@@ -246,13 +222,13 @@ LOSSES: dict[str, Callable[[Slice], None]] = {
     "the script of one host": lambda hosts: hosts.kill(1),
     "the scripts of two hosts": lambda hosts: (hosts.kill(1), hosts.kill(2)),
     "the script of the first host": lambda hosts: hosts.kill(0),
-    "a machine": machine(2),
-    "the first machine": machine(0),
+    "a machine": lambda hosts: (hosts.lose(2), hosts.start(2)),
+    "the first machine": lambda hosts: (hosts.lose(0), hosts.start(0)),
     "in a save": in_a_save,
     "in an evaluation": in_an_evaluation,
     "in the meeting": in_the_meeting,
     "twice in a row": twice_in_a_row,
-    "frozen by SIGSTOP": frozen,
+    "frozen by SIGSTOP": lambda hosts: os.kill(hosts.script(3), signal.SIGSTOP),
     "a frozen machine": frozen_machine,
     "the network between two": network_closed,
 }
@@ -267,28 +243,23 @@ def losses_of(run_dir: Path) -> dict[int, float]:
 
 def differences(whole: Path, lost: Path) -> list[str]:
     """Checkpoint files whose bytes differ between the two runs, and up to 9 steps whose losses do."""
-    found = []
     last = [sorted(folder.glob("checkpoints/step_*"))[-1] for folder in (whole, lost)]
     if last[0].name != last[1].name:
         return [f"{last[0].name} and {last[1].name}"]
-    for file in sorted(last[0].glob("*.safetensors")):
-        if file.read_bytes() != (last[1] / file.name).read_bytes():
-            found.append(file.name)
+    found = unequal_files(*last, "*.safetensors")
     ours, theirs = losses_of(whole), losses_of(lost)
     return found + [f"loss of step {step}" for step in sorted(ours | theirs) if ours.get(step) != theirs.get(step)][:9]
 
 
 def run_whole(run_dir: Path, steps: int) -> None:
     """The same program, on one host that has all devices, and loses nothing."""
-    command = ["tests/transformer_hosts.py", "0", "1", "0", f"--devices_per_host={2 * HOSTS}"]
-    given = [word for word in OPTIONS if not word.startswith("--num_steps")]
-    command += [*given, f"--num_steps={steps}", f"--run_dir={run_dir}"]
-    quiet = dict(stdout=subprocess.DEVNULL, check=True)
-    subprocess.run([sys.executable, *command], cwd=ROOT, env=environment_with(HERE), **quiet)
+    command = [sys.executable, "tests/transformer_hosts.py", "0", "1", "0", f"--devices_per_host={2 * HOSTS}"]
+    command += [*OPTIONS, f"--num_steps={steps}", f"--run_dir={run_dir}"]  # the last one of an option counts
+    subprocess.run(command, cwd=ROOT, env=environment_with(HERE), stdout=subprocess.DEVNULL, check=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--losses", type=int, default=len(LOSSES))
     parser.add_argument("--elastic", type=int, default=0, metavar="N", help="N machines that stay away, and no others")
     options = parser.parse_args()
@@ -303,9 +274,10 @@ def main() -> int:
             for number in range(options.elastic or options.losses):
                 name = list(kinds)[number % len(kinds)]
                 told, began = len(hosts.restarts()), time.monotonic()
-                kinds[name](hosts)
-                if name != "the first machine":  # its keeper counts anew, and notes nothing of its own loss
-                    hosts.until(lambda told=told: len(hosts.restarts()) > told)
+                if name == "the first machine":  # its keeper counts anew, and notes nothing of its own loss
+                    kinds[name](hosts)
+                else:
+                    hosts.restarted(lambda name=name: kinds[name](hosts))
                 hosts.further()
                 seconds[name].append(time.monotonic() - began)
                 told_by_loss.append((name, told))
@@ -329,17 +301,18 @@ def main() -> int:
         else:
             different = differences(folder / "whole", hosts.run_dir)
             good, said = not different, f"DIFFERENT: {different}" if different else "the same bits"
-    print("lost,times,s to the next checkpoint,restart,recompile,lost steps,silence")
+    table = [["lost", "times", "s to the next checkpoint", "restart", "recompile", "lost steps", "silence"]]
+    # the line of a loss has the steps lost by it; the start after it stands in the line of the next loss
+    places = dict(restart=1, recompile=1, lost_steps=0, silence=0)
     for name, found in seconds.items():
         rows = [told for kind, told in told_by_loss if kind == name]
-        # the line of a loss has the steps lost by it; the start after it stands in the line of the next loss
-        places = dict(restart=1, recompile=1, lost_steps=0, silence=0)
         by_cause = [
             [line[cause] for told in rows for line in restarts[told + later : told + later + 1] if cause in line]
             for cause, later in places.items()
         ]
-        cells = [f"{statistics.median(values or [0.0]):.1f}" for values in (found, *by_cause)]
-        print(f'"{name}",{len(found)},{",".join(cells)}')
+        medians = [f"{statistics.median(values or [0.0]):.1f}" for values in (found, *by_cause)]
+        table.append([name, len(found), *medians])
+    print(as_csv(table), end="")
     print(f"\nexit codes {codes}; {last} steps; {said}", file=sys.stderr)
     return int(not good or codes != [143] * HOSTS)
 

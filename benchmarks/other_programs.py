@@ -3,7 +3,6 @@
 Same model, same batch, same recipe; written the usual way for each library.
 """
 
-import dataclasses
 import math
 from functools import partial
 
@@ -11,22 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from language.options.hf_config import hugging_face_config
-from language.options.llama_shape import LlamaShape
 from language.options.shapes import ModelShape
 
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """AdamW; what has two dimensions or more decays. clip: largest norm of the gradient, None: it is only computed."""
-
-    learning_rate: float
-    betas: tuple[float, float]
-    weight_decay: float
-    clip: float | None
-
-
-GPT_RECIPE = Recipe(6e-4, (0.9, 0.95), 0.1, 1.0)
+LEARNING_RATE, BETAS, CLIP = 6e-4, (0.9, 0.95), 1.0
+WEIGHT_DECAY = 0.1
+"""Of AdamW, for what has two dimensions or more. CLIP: the largest norm of the gradient."""
 
 # ---------------------------------------------------------------------------------------------------------- PyTorch
 
@@ -98,23 +86,6 @@ class HuggingFaceGPT(nn.Module):
         return self.model(tokens_BT, use_cache=False).logits
 
 
-class HuggingFaceLlama(nn.Module):
-    """transformers.LlamaForCausalLM, with eager attention unless another is named."""
-
-    def __init__(self, shape: LlamaShape, attention: str = "eager"):
-        import transformers
-
-        super().__init__()
-        config = transformers.AutoConfig.for_model(**hugging_face_config(shape))
-        self.model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-
-    def tie(self) -> None:
-        self.model.tie_weights()
-
-    def forward(self, tokens_BT):
-        return self.model(tokens_BT, use_cache=False).logits
-
-
 def usual_step(model, optimizer, tokens_BS, autocast=None):
     """A step as the guides show it. autocast: a device type for bfloat16 autocast, None for float32."""
     optimizer.zero_grad()
@@ -122,22 +93,22 @@ def usual_step(model, optimizer, tokens_BS, autocast=None):
         logits = model(tokens_BS[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten().long())
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), GPT_RECIPE.clip)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
     return loss.detach(), norm
 
 
-def usual_adamw(model, recipe: Recipe = GPT_RECIPE, **options) -> torch.optim.AdamW:
+def usual_adamw(model, **options) -> torch.optim.AdamW:
     decays = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decays, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=recipe.betas, **options)
+    groups = [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, **options)
 
 
 # -------------------------------------------------------------------------------------------------------------- JAX
 
 
-def jax_adamw(recipe: Recipe, parameters, gradients, state):
+def jax_adamw(parameters, gradients, state):
     """(parameters, state, norm of the gradient) after one update. state: (step, means, squares)."""
     import jax
     import jax.numpy as jnp
@@ -146,27 +117,26 @@ def jax_adamw(recipe: Recipe, parameters, gradients, state):
     step = step + 1
     leaves = jax.tree.leaves(gradients)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in leaves))
-    if recipe.clip:
-        gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, recipe.clip / (norm + 1e-6)), gradients)
-    beta1, beta2 = recipe.betas
+    gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP / (norm + 1e-6)), gradients)
+    beta1, beta2 = BETAS
     means = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, means, gradients)
     squares = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, squares, gradients)
-    correction1, correction2 = (1 - jnp.float32(beta) ** step for beta in recipe.betas)
+    correction1, correction2 = (1 - jnp.float32(beta) ** step for beta in BETAS)
 
     def update(p, m, v):
-        decay = recipe.weight_decay if p.ndim >= 2 else 0.0
+        decay = WEIGHT_DECAY if p.ndim >= 2 else 0.0
         change = (m / correction1) / (jnp.sqrt(v / correction2) + 1e-8)
-        return p * (1 - recipe.learning_rate * decay) - recipe.learning_rate * change
+        return p * (1 - LEARNING_RATE * decay) - LEARNING_RATE * change
 
     return jax.tree.map(update, parameters, means, squares), (step, means, squares), norm
 
 
-def jax_step(loss_of, recipe: Recipe, parameters, state, *batch):
+def jax_step(loss_of, parameters, state, *batch):
     """(parameters, state, norm, loss): to be jitted with donated parameters and state."""
     import jax
 
     loss, gradients = jax.value_and_grad(loss_of)(parameters, *batch)
-    return *jax_adamw(recipe, parameters, gradients, state), loss
+    return *jax_adamw(parameters, gradients, state), loss
 
 
 def jax_state(parameters):
@@ -226,60 +196,5 @@ def jax_gpt_loss(parameters, tokens_BS, num_heads: int, dtype, attention=jax_att
         x = x + jax.nn.gelu(y, approximate=True) @ w["mlp_out_weight"] + w["mlp_out_bias"]
     x = layer_norm(x, parameters["final_weight"], parameters["final_bias"])
     logits = (x @ parameters["tokens"].astype(dtype).T).astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
-
-
-def jax_llama_parameters(shape: LlamaShape):
-    """As jax_gpt_parameters; a head is tied or not as the shape says."""
-    import jax
-
-    L, D, V, E = shape.num_layers, shape.embedding_dim, shape.padded_vocab_size, shape.mlp_dim
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = dict(ln1_weight=(D,), q_weight=(D, queries), k_weight=(D, keys), v_weight=(D, keys))
-    sizes |= dict(out_weight=(queries, D), ln2_weight=(D,), gate=(D, E), up=(D, E), mlp_out=(E, D))
-    whole = dict(tokens=(V, D), final_weight=(D,), layers=[sizes] * L)
-    whole |= {} if shape.tied_head else dict(head=(V, D))
-    keys = iter(jax.random.split(jax.random.key(0), 9 * L + 3))
-    return jax.tree.map(
-        lambda size: jax.random.normal(next(keys), size) * 0.02, whole, is_leaf=lambda x: isinstance(x, tuple)
-    )
-
-
-def jax_llama_loss(parameters, tokens_BS, shape: LlamaShape, dtype):
-    """Mean loss of a Llama written with jax.numpy alone; products in dtype; norms, softmax and loss in float32."""
-    import jax
-    import jax.numpy as jnp
-
-    def rms_norm(x, weight):
-        z = x.astype(jnp.float32)
-        return (z * jax.lax.rsqrt((z * z).mean(-1, keepdims=True) + shape.norm_eps) * weight).astype(dtype)
-
-    inputs, targets = tokens_BS[:, :-1], tokens_BS[:, 1:]
-    B, T = inputs.shape
-    G, K = shape.num_kv_heads, shape.head_dim
-    mask = jnp.tril(jnp.ones((T, T), bool))
-    # the stretching of rope_scaling changes these K / 2 constants and no operation of the step
-    radians = jnp.arange(T)[:, None] / shape.rope_theta ** (jnp.arange(0, K, 2) / K)
-    cos, sin = jnp.cos(radians)[:, None], jnp.sin(radians)[:, None]
-
-    def rotate(x_BTHK):
-        x, y = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], -1).astype(dtype)
-
-    x = parameters["tokens"][inputs].astype(dtype)
-    for layer in parameters["layers"]:
-        w = {name: value if "ln" in name else value.astype(dtype) for name, value in layer.items()}
-        y = rms_norm(x, w["ln1_weight"])
-        q, k, v = (y @ w[f"{name}_weight"] for name in "qkv")
-        q = rotate(q.reshape(B, T, -1, K)).reshape(B, T, G, -1, K)
-        k, v = rotate(k.reshape(B, T, G, K)), v.reshape(B, T, G, K)
-        scores = jnp.einsum("btgrk,bsgk->bgrts", q, k).astype(jnp.float32) / math.sqrt(K)
-        p = jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1).astype(dtype)
-        x = x + jnp.einsum("bgrts,bsgk->btgrk", p, v).reshape(B, T, -1) @ w["out_weight"]
-        y = rms_norm(x, w["ln2_weight"])
-        x = x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["mlp_out"]
-    head = parameters["tokens" if shape.tied_head else "head"].astype(dtype)
-    logits = (rms_norm(x, parameters["final_weight"]) @ head.T).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()

@@ -12,7 +12,6 @@ CPU-seconds, because other work on the machine changes all others. With --kills 
 trainings get what is left. The run that was not killed is kept in the folder, and used again by the same command.
 """
 
-import argparse
 import json
 import os
 import random
@@ -23,13 +22,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tests"))
-from made_tasks import write_task  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from made_tasks import write_task
 
-from tpu_utils.base.files import read_json, write_atomically  # noqa: E402
-from tpu_utils.record.records import read_records  # noqa: E402
+from benchmarks.children import ROOT, parser_for, unequal_files
+from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.record.records import read_records
 
 STAGES = ("tokenizer", "shards", "chats", "pretrain", "samples", "evaluate_pretrained", "base", "finetune")
 STAGES += ("evaluate_finetuned", "chat", "model")
@@ -139,11 +138,7 @@ def plan_of(kills: int) -> list[str]:
 
 def differences(whole: Path, killed: Path) -> list[str]:
     """Files and answers that are not the same, by name."""
-    found = []
-    for pattern in COMPARED:
-        names = {str(path.relative_to(folder)) for folder in (whole, killed) for path in folder.glob(pattern)}
-        pairs = [(name, whole / name, killed / name) for name in sorted(names) if not (whole / name).is_dir()]
-        found += [name for name, *two in pairs if not two[1].exists() or two[0].read_bytes() != two[1].read_bytes()]
+    found = unequal_files(whole, killed, *COMPARED)
     for name in PRINTED:
         one, other = (read_json(folder / "stages" / f"{name}.json", "a marker") for folder in (whole, killed))
         found += [name] if without_seconds(one["printed"]) != without_seconds(other["printed"]) else []
@@ -155,7 +150,7 @@ def without_seconds(printed: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("text", type=Path)
     parser.add_argument("--work", type=Path, required=True, help="a folder of its own")
     parser.add_argument("--kills", type=int, default=20)

@@ -16,24 +16,24 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tests"))
-from documents import ENDINGS, write_documents  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from documents import ENDINGS, write_documents
 
-from language.data.stream import reading_of, turns_of  # noqa: E402
-from language.options.transformer_options import TransformerConfig  # noqa: E402
-from language.sequences import load_sequences  # noqa: E402
+from benchmarks.children import answer_of, parser_for
+from language.data.stream import reading_of, turns_of
+from language.options.transformer_options import TransformerConfig
+from language.sequences import load_sequences
 
 T, BATCH = 1024, 64
 
@@ -86,10 +86,11 @@ def read(folder: Path, hosts: list[int], steps: int) -> None:
     begin = 0
     for count in hosts:
         end, started = begin + steps // len(hosts), time.perf_counter()
-        command = [sys.executable, __file__, "--folder", str(folder), "--host"]
-        spans = [[str(n) for n in (index, count, begin, end)] for index in range(count)]
-        running = [subprocess.Popen([*command, *span], stdout=subprocess.PIPE, text=True) for span in spans]
-        found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
+        with ThreadPoolExecutor(count) as pool:
+            spans = [
+                (__file__, "--folder", folder.resolve(), "--host", index, count, begin, end) for index in range(count)
+            ]
+            found = list(pool.map(lambda span: answer_of(*span), spans))
         (folder / f"position_{end}.json").write_text(json.dumps([one["position"] for one in found]))
         tokens, seconds = (end - begin) * BATCH * T, time.perf_counter() - started
         early, last = (max(one["memory"][at] for one in found) for at in (1, -1))
@@ -160,7 +161,7 @@ def speed(text: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--documents", type=int, default=2_000_000)
     parser.add_argument("--files", type=int, default=100)
     parser.add_argument("--hosts", default="1,2,4,1")

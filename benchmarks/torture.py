@@ -2,18 +2,15 @@
 
 Run:     python benchmarks/torture.py --kills 50 --seed 0
          python benchmarks/torture.py --kills 10 --variants simple,spmd_8
-         python benchmarks/torture.py --kills 12 --slow_disk 1.5 --full_disk
 Prints:  a table: what ran, the signal, the phase it hit, how many, and whether the run ended like one that was never
          stopped: parameters, optimizer state and random state of the last checkpoint, every line of metrics.jsonl but
          its times, summary.json. Exit code 1 if anything differs, 0 otherwise.
 
 A kill is aimed at start-up, a step, a save, a prune or an evaluation; what it hit is read from what the run has
 written by then. Every restart is the same command with --resume auto, right after it. The models are tiny: starting
-takes most of the time. --slow_disk: every fsync takes so many seconds longer. --full_disk: before each kill the run is
-started once where no file may grow to the size of a checkpoint, and has to end with exit code 1 and a message.
+takes most of the time.
 """
 
-import argparse
 import collections
 import json
 import os
@@ -28,13 +25,13 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "tests"))
-from documents import write_corpus  # noqa: E402
-from run_files import numbers, saved_steps, state_in, summary_in  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from documents import write_corpus
+from run_files import numbers, saved_steps, state_in, summary_in
 
-from tpu_utils.record.log import BESIDE  # noqa: E402
+from benchmarks.children import ROOT, parser_for
+from tpu_utils.record.log import BESIDE
 
 MNIST = ["--num_epochs=6", "--global_batch_size=128", "--channels=4", "--hidden_dim=16", "--max_shift=2"]
 MNIST += ["--warmup_steps=2", "--log_every=11", "--save_every=5", "--eval_batch_size=60"]  # 66 steps, 6 evaluations
@@ -61,38 +58,25 @@ PLANS = [(number, aim) for number in SIGNALS for aim in AIMS]
 DIFFER_BY_PROCESS = {"seconds", "goodput", "train_graphs", "eval_graphs", "hbm_peak_bytes", *BESIDE}
 
 
-SLOW_DISK = """
-import os, time
-fsync = os.fsync
-os.fsync = lambda descriptor: (time.sleep({seconds}), fsync(descriptor))[1]
-"""
-FULL_DISK = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))  # more than the log, less than any checkpoint here
-"""
-disk: dict[str, str] = {}
-"""Environment of all runs: a folder with what Python does at its start."""
-
-
 def launch(options: list[str], changes: dict[str, str], output: Path) -> subprocess.Popen:
     """`python OPTIONS` in an environment with these changes, all that it prints in one file."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
     with output.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, *options], cwd=ROOT, env=kept | disk | changes, stdout=file, stderr=subprocess.STDOUT
+            [sys.executable, *options], cwd=ROOT, env=kept | changes, stdout=file, stderr=subprocess.STDOUT
         )
 
 
 class Run:
     """A training process and what it has written so far."""
 
-    def __init__(self, variant: str, run_dir: Path, changes: dict[str, str] | None = None):
+    def __init__(self, variant: str, run_dir: Path):
         self.run_dir, self.output = run_dir, run_dir.with_suffix(".log")
         self.done = max(saved_steps(run_dir), default=0)
         options = [*VARIANTS[variant], "--device=cpu", "--no_tensorboard", f"--run_dir={run_dir}", "--resume=auto"]
         options += [f"--data_dir={run_dir.parent}"] if variant == "stream" else []
         devices = {"CPU_NUM_DEVICES": "8"} if variant.startswith("transformer") else {}
-        self.process = launch(options, devices | (changes or {}), self.output)
+        self.process = launch(options, devices, self.output)
         self.started = time.monotonic()
 
     def lines(self) -> list[dict]:
@@ -128,6 +112,14 @@ class Run:
         if reached < target or reached <= self.done:
             return False
         return self.phase() == aim or aim == "step"
+
+    def end(self) -> int | None:
+        """Its exit code; None where it has not ended within TIME_LIMIT, and was killed."""
+        try:
+            return self.process.wait(TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return None
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")[-3000:]
@@ -191,11 +183,7 @@ def kill_once(variant: str, run_dir: Path, plan: tuple, draw: random.Random, sta
     phase = run.phase()
     finished = run.process.poll() is not None
     run.process.send_signal(number)
-    try:
-        code = run.process.wait(TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        run.process.kill()
-        return f"no end within {TIME_LIMIT} s after {number.name}: {run.text()}"
+    code = run.end()
     if finished or code == 0:
         return None if code == 0 else f"ended with exit code {code} before any signal: {run.text()}"
     expected = {-number, 128 + number}
@@ -204,36 +192,14 @@ def kill_once(variant: str, run_dir: Path, plan: tuple, draw: random.Random, sta
     return number.name, phase
 
 
-def meet_full_disk(variant: str, run_dir: Path, folder: Path) -> str | None:
-    """Start or resume the run where a checkpoint does not fit. Returns a complaint, or None."""
-    run = Run(variant, run_dir, customized(folder / "full", FULL_DISK))
-    code, text = run.process.wait(TIME_LIMIT), run.text()
-    if code == 0 or (code == 1 and "could not be written" in text and "Traceback" not in text):
-        return None  # 0: it was done before
-    return f"exit code {code} on a full disk, expected 1 and a message: {text}"
-
-
-def customized(folder: Path, text: str) -> dict[str, str]:
-    """The environment of a Python that runs this text at its start."""
-    folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(disk.get("CUSTOM", "") + text)
-    return {"PYTHONPATH": str(folder)}
-
-
 def finish(variant: str, run_dir: Path) -> str | None:
     """Let the run go to its end. Returns a complaint, or None."""
     run = Run(variant, run_dir)
-    try:
-        code = run.process.wait(TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        run.process.kill()
-        return f"no end within {TIME_LIMIT} s: {run.text()}"
-    return f"exit code {code}, expected 0: {run.text()}" if code else None
+    code = run.end()
+    return None if code == 0 else f"exit code {code}, expected 0: {run.text()}"
 
 
-def torture(
-    variant: str, kills: int, folder: Path, draw: random.Random, full_disk: bool = False
-) -> tuple[dict, list[str]]:
+def torture(variant: str, kills: int, folder: Path, draw: random.Random) -> tuple[dict, list[str]]:
     """({(signal, phase): [kills, identical]}, complaints) of this many kills of one variant."""
     reference, table, complaints = folder / "reference", {}, []
     started = time.time()
@@ -245,8 +211,6 @@ def torture(
         attempt += 1
         run_dir, hits, finished = folder / f"run_{attempt}", [], False
         while len(hits) < min(kills, KILLS_PER_RUN) and not finished:
-            if full_disk and (complaint := meet_full_disk(variant, run_dir, folder)):
-                return table, [*complaints, f"{variant}: {complaint}"]
             plans = plans or draw.sample(PLANS, len(PLANS))  # each once before any comes again
             hit = kill_once(variant, run_dir, plans.pop(), draw, start_up)
             if isinstance(hit, str):
@@ -264,11 +228,9 @@ def torture(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--kills", type=int, default=50, help="in all, shared among the variants")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slow_disk", type=float, default=0.0, help="seconds that every fsync takes longer")
-    parser.add_argument("--full_disk", action="store_true", help="before each kill a start where nothing can be saved")
     parser.add_argument("--variants", default=",".join(VARIANTS), help=f"some of {', '.join(VARIANTS)}")
     options = parser.parse_args(argv)
     names = options.variants.split(",")
@@ -279,14 +241,9 @@ def main(argv: list[str] | None = None) -> int:
     for index, name in enumerate(names):
         share = options.kills // len(names) + (index < options.kills % len(names))
         with tempfile.TemporaryDirectory() as folder:
-            disk.clear()
-            if options.slow_disk:
-                slow = SLOW_DISK.format(seconds=options.slow_disk)
-                disk.update(customized(Path(folder) / "slow", slow), CUSTOM=slow)
             if name == "stream":
                 write_corpus(Path(folder), 8, 60)
-            draw = random.Random(f"{options.seed} {name}")
-            table, found = torture(name, share, Path(folder), draw, options.full_disk)
+            table, found = torture(name, share, Path(folder), random.Random(f"{options.seed} {name}"))
         for (number, phase), (count, same) in sorted(table.items()):
             print(f"{name:18} {number:8} {phase:12} {count:5} {'yes' if same else 'NO'}", flush=True)
         for complaint in found:

@@ -4,6 +4,7 @@ the rows of less than a minute."""
 import copy
 import dataclasses
 import json
+import subprocess
 
 import pytest
 from processes import ROOT, run
@@ -122,9 +123,9 @@ def command(tmp_path, monkeypatch, capsys):
             asked.append(line[2])
             found = reports.get(line[2], REPORT)
             written = ("", found) if isinstance(found, str) else (json.dumps([found]), "")
-            return budgets.subprocess.CompletedProcess(line, 0, *written)
+            return subprocess.CompletedProcess(line, 0, *written)
 
-        monkeypatch.setattr(budgets.subprocess, "run", answer)
+        monkeypatch.setattr(subprocess, "run", answer)
         code = budgets.main(["--file", str(file), *options])
         said = capsys.readouterr()
         return code, said.out + said.err, {row.name: row for row in budgets.read_rows(file)}, asked

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import subprocess
 
 import pytest
 from processes import ROOT, run
@@ -67,11 +68,10 @@ def test_a_command_parses_and_fits_its_slice(row, monkeypatch):
     assert ("newest" in row.command) == parse_topology(row.slice).hardware.newest_only
 
 
-@pytest.mark.parametrize("file, options", [("results.json", []), ("newest.json", ["--compiler", "newest"])])
-def test_tables_and_data_are_the_same(file, options, tmp_path, monkeypatch):
-    """The page's commands with --tables docs/results write them."""
-    assert json.loads((KEPT / file).read_text()).keys() <= {row.key for row in ROWS}
-    line = ["published.py", "--results", str(KEPT / file), "--tables", str(tmp_path), *options]
+def test_tables_and_data_are_the_same(tmp_path, monkeypatch):
+    """The page's command with --tables docs/results writes them."""
+    assert RESULTS.keys() <= {row.key for row in ROWS}
+    line = ["published.py", "--results", str(KEPT / "results.json"), "--tables", str(tmp_path)]
     monkeypatch.setattr(published.sys, "argv", line)
     assert published.main() == 0
     made = sorted(tmp_path.iterdir())
@@ -88,9 +88,9 @@ def test_a_row_that_fails_is_said_and_the_rest_go_on(tmp_path, monkeypatch, caps
         commands.append(line)
         report = dict.fromkeys(published.KEPT, 1.0) | {"reason": "too large"}
         output = json.dumps([report | {"compiles": "Copy" not in str(line)}])
-        return published.subprocess.CompletedProcess(line, 0, output, "")
+        return subprocess.CompletedProcess(line, 0, output, "")
 
-    monkeypatch.setattr(published.subprocess, "run", answer)
+    monkeypatch.setattr(subprocess, "run", answer)
     monkeypatch.setattr(published.sys, "argv", ["published.py", "--out", str(tmp_path), "--only", "*v6e-1"])
     assert published.main() == 1
     said = capsys.readouterr()
@@ -100,46 +100,9 @@ def test_a_row_that_fails_is_said_and_the_rest_go_on(tmp_path, monkeypatch, caps
     assert asked == 3 and published.main() == 1 and len(commands) == asked + 1  # the copy alone, which failed
 
 
-def test_the_newest_compiler_is_asked_alone_and_kept_apart(tmp_path, monkeypatch, capsys):
-    """Beside it stands what the installed one said, in the folder that is there already."""
-    rows = [row for row in ROWS if row.key in RESULTS and row.name.startswith(("copy of", "product of"))]
-    for row in rows:
-        record = {"key": row.key, "command": [], "report": RESULTS[row.key]}
-        (tmp_path / f"{ROWS.index(row)}.json").write_text(json.dumps(record))
-    commands = []
-
-    def answer(line, **_):
-        commands.append(line)
-        report = next(iter(RESULTS.values())) | {"predicted_ms": 0.1, "versions": {"libtpu": "0.0.52"}}
-        return published.subprocess.CompletedProcess(line, 0, json.dumps([report]), "")
-
-    monkeypatch.setattr(published.subprocess, "run", answer)
-    for pattern in ("copy of*", "product of*,*1024*", "copy of*"):
-        asked = ["published.py", "--out", str(tmp_path), "--only", pattern, "--compiler", "newest"]
-        monkeypatch.setattr(published.sys, "argv", asked)
-        assert published.main() == 0
-    assert [line[-3:-1] for line in commands] == [["--compiler", "newest_alone"]] * 2
-    assert not (tmp_path / "results.json").exists() and not (tmp_path / "published.png").exists()
-    found = json.loads((tmp_path / "newest" / "results.json").read_text())
-    (copy,) = [row for row in rows if row.name.startswith("copy of")]
-    assert found[copy.key]["installed"] == {name: RESULTS[copy.key][name] for name in published.PER_COMPILER}
-    assert found[copy.key]["newest"]["predicted_ms"] == 0.1
-    assert found["product of square matrices, bfloat16, 1024, tpu7x-2"]["installed"] is None
-    assert f'"{copy.name}, trace",v6e-1,0.0494,0.49,0.49' in capsys.readouterr().out
-    assert ["copy", "1", "0.49", "0.49", "0.49", "0.49"] in published.errors_of_both(ROWS, found)
-
-
-@pytest.mark.parametrize(
-    "file, options, said",
-    [
-        ("nowhere.json", [], "no such file"),
-        ("benchmarks/published/results.json", ["--compiler", "newest"], "expected those of --compiler newest"),
-        ("benchmarks/published/newest.json", [], "expected those of the installed compiler"),
-    ],
-)
-def test_other_results_are_refused(file, options, said, monkeypatch):
-    monkeypatch.setattr(published.sys, "argv", ["published.py", "--results", str(ROOT / file), *options])
-    with pytest.raises(InputError, match=said):
+def test_results_that_are_not_there_are_refused(monkeypatch):
+    monkeypatch.setattr(published.sys, "argv", ["published.py", "--results", str(ROOT / "nowhere.json")])
+    with pytest.raises(InputError, match="no such file"):
         published.main()
 
 

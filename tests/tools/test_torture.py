@@ -8,6 +8,7 @@ import torch
 from processes import Script
 
 from benchmarks import torture
+from benchmarks.children import unequal_files
 from benchmarks.torture import differences
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.record.log import BESIDE
@@ -61,6 +62,16 @@ def test_another_last_step_is_seen(tmp_path):
     shutil.rmtree(other / "checkpoints")
     Checkpoints(other / "checkpoints", keep=1).save(65, STATE, {"evaluation": {}})
     assert "the last checkpoint is step_00000065" in differences(other, reference)[0]
+
+
+def test_files_that_are_not_the_same_in_two_folders_are_named(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, content in ((one, "a"), (other, "b")):
+        (folder / "kept" / "inner").mkdir(parents=True)
+        (folder / "kept" / "same").write_text("c")
+        (folder / "kept" / "changed").write_text(content)
+        (folder / "kept" / f"only_in_{folder.name}").touch()
+    assert unequal_files(one, other, "kept/*") == ["kept/changed", "kept/only_in_one", "kept/only_in_other"]
 
 
 def forked(options, changes, output):

@@ -134,7 +134,7 @@ def fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in inner
     if get_origin(kind) in (Union, types.UnionType):
-        return any(value is None if one is types.NoneType else fits(value, one) for one in inner)
+        return any(fits(value, one) for one in inner)
     if get_origin(kind) is tuple:
         if not isinstance(value, tuple):
             return False
@@ -158,26 +158,19 @@ def values_in(value: Any) -> tuple:
     return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
-def check_types(config: Any) -> list[str]:
-    """Fields with a value of another type, or with bytes that are no text, as sentences."""
+def check_values(config: Any) -> list[str]:
+    """Values of another type, bytes that are no text, and numbers outside the bounds of their field, as sentences."""
     problems = []
-    for name, hint in ((field.name, hints_of(type(config))[field.name]) for field in dataclasses.fields(config)):
-        value, kind = getattr(config, name), plain(hint)
+    for name in (field.name for field in dataclasses.fields(config)):
+        value, kind = getattr(config, name), plain(hints_of(type(config))[name])
+        bounds = next((mark for mark in marks(type(config), name) if isinstance(mark, Range)), None)
         if not fits(value, kind):
             problems.append(f"{name} is {value!r:.60}; expected {type_name(kind)}")
         elif any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in values_in(value)):
             problems.append(f"{name} is {value!r:.60}; expected UTF-8 text")  # non-UTF-8 bytes of the command line
+        elif bounds and not all(number in bounds for number in values_in(value)):
+            problems.append(f"{name} is {value}; expected {bounds}".replace(" x ", f" {name} "))
     return problems
-
-
-def check_ranges(config: Any) -> list[str]:
-    """Numbers outside the bounds of their field, as sentences."""
-    return [
-        f"{name} is {value}; expected {allowed}".replace(" x ", f" {name} ")
-        for name, value in dataclasses.asdict(config).items()
-        for allowed in marks(type(config), name)
-        if isinstance(allowed, Range) and not all(number in allowed for number in values_in(value))
-    ]
 
 
 @functools.cache

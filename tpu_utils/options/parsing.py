@@ -18,8 +18,7 @@ from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import read_json, write_atomically
 from tpu_utils.options.fields import (
     check_class,
-    check_ranges,
-    check_types,
+    check_values,
     declaring,
     field_doc,
     hints_of,
@@ -42,7 +41,7 @@ class Options:
     options_from = ""  # no annotation, so no field: the config.json that gave the other options
 
     def __post_init__(self):
-        if problems := [*check_class(type(self))] or check_types(self) or check_ranges(self) or self.problems():
+        if problems := [*check_class(type(self))] or check_values(self) or self.problems():
             raise InputError("\n".join(problems))
 
     def problems(self) -> list[str]:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def ask_compiler(
     name = f"program_{program_key(traced, topology, options, versions)}" if cache else ""
     compiled = cache.read(name, Compiled) if cache else None
     facts["from_cache"] = compiled is not None
+    if compiled is None and (expected := expected_time(settings or {})):
+        print(f"{expected} for {topology.name}", file=sys.stderr, flush=True)
     try:
         if compiled is None and newest:
             compiled = compile_with_newest(newest, traced, topology, options)
@@ -84,6 +87,19 @@ def ask_compiler(
     if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
         result = dataclasses.replace(result, fits=False, reason=f"needs {result.memory_text}")
     return result, compiled.text
+
+
+def expected_time(settings: dict) -> str:
+    """How long a language model will compile, from its layers; '' for another program.
+
+    A bound by the seconds that are kept in benchmarks/budgets.json, for a machine with two free cores.
+    """
+    layers, scanned = settings.get("layers"), settings.get("scan_layers")
+    if not layers:
+        return ""
+    minutes = 7 if scanned else math.ceil((60 + 20 * layers) / 60)
+    what = f"one of {layers} layers" if scanned else f"{layers} layers (--scan_layers compiles one of them)"
+    return f"compiling {what}, up to {minutes} minutes on two free cores,"
 
 
 def _accepted(compiled: Compiled, traced: Traced, topology: Topology, facts: dict, examples: int | None) -> Report:

@@ -315,7 +315,9 @@ def format_table(reports: Sequence[Report]) -> str:
         lines += [f"{r.topology}: between slices a device sends {sent:.1f} MB{at_least}"] if sent else []
     said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
     said += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
-    said += [f"{r.topology}: a billion {r.unit}: {cost}" for r in reports if r.compiles and (cost := cost_of_a_billion(r))]
+    said += [
+        f"{r.topology}: a billion {r.unit}: {cost}" for r in reports if r.compiles and (cost := cost_of_a_billion(r))
+    ]
     return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])
 
 

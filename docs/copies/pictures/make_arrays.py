@@ -38,7 +38,9 @@ def list_pictures(folder: Path) -> dict[str, list[Path]]:
     found = {path.name: sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS) for path in folders}
     if len(found) < 2 or any(len(paths) < 2 for paths in found.values()):
         counts = {name: len(paths) for name, paths in found.items()}
-        raise InputError(f"{folder} has pictures {counts}; expected two folders or more, each with two pictures or more")
+        raise InputError(
+            f"{folder} has pictures {counts}; expected two folders or more, each with two pictures or more"
+        )
     return found
 
 

@@ -89,7 +89,9 @@ def test_a_tensor_that_bounds_a_slice_is_read_and_the_message_says_so(device):
     def step(x, length):
         return x[:length].sum()
 
-    with pytest.raises(RecompileError, match=r"^step 3 compiled graph 2 .* for a tensor in x\[:n\] \(use torch.where\)"):
+    with pytest.raises(
+        RecompileError, match=r"^step 3 compiled graph 2 .* for a tensor in x\[:n\] \(use torch.where\)"
+    ):
         calls(step, [(torch.ones(8).to(device), torch.tensor(length).to(device)) for length in (3, 3, 4)])
 
 

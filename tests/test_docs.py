@@ -1,9 +1,13 @@
 """README and docs: every fenced command is run here, or the page itself says why a reader may not be able to run it."""
 
 import csv
+import io
+import json
 import os
 import re
 import shlex
+import sys
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,6 +180,17 @@ def test_readme_says_of_each_page_what_kind_it_is():
     assert len(rows) <= 20 and {kind for _, kind, _ in rows} == {"learn", "do", "look up"}
     for page in PAGES[1:]:
         assert sum(f"]({page.relative_to(ROOT)})" in found for *_, found in rows) == 1, f"{page.name}: in one row"
+
+
+def test_the_lines_that_log_elsewhere_give_each_number_its_name_and_step(monkeypatch, capsys):
+    """docs/runs.md, with a wandb that prints what it is given."""
+    (lines,) = re.findall(r"```python\n(import json, sys, wandb\n.*?)```", (ROOT / "docs" / "runs.md").read_text(), re.S)
+    wandb = types.SimpleNamespace(init=lambda **_: None, log=lambda numbers, step: print(step, numbers))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    records = [{"kind": "train", "step": 5, "loss": 1.5, "mfu": None}, {"kind": "sample", "step": 6, "text": "a"}]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(record) + "\n" for record in records)))
+    exec(lines, {})
+    assert capsys.readouterr().out == "5 {'train/step': 5, 'train/loss': 1.5}\n6 {'sample/step': 6}\n"
 
 
 @pytest.fixture(scope="module")

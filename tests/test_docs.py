@@ -184,7 +184,8 @@ def test_readme_says_of_each_page_what_kind_it_is():
 
 def test_the_lines_that_log_elsewhere_give_each_number_its_name_and_step(monkeypatch, capsys):
     """docs/runs.md, with a wandb that prints what it is given."""
-    (lines,) = re.findall(r"```python\n(import json, sys, wandb\n.*?)```", (ROOT / "docs" / "runs.md").read_text(), re.S)
+    page = (ROOT / "docs" / "runs.md").read_text()
+    (lines,) = re.findall(r"```python\n(import json, sys, wandb\n.*?)```", page, re.S)
     wandb = types.SimpleNamespace(init=lambda **_: None, log=lambda numbers, step: print(step, numbers))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     records = [{"kind": "train", "step": 5, "loss": 1.5, "mfu": None}, {"kind": "sample", "step": 6, "text": "a"}]

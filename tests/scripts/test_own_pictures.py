@@ -75,6 +75,7 @@ def test_what_is_no_picture_is_named(copied, tmp_path):
     code, _, err = run_here(copied, command)
     assert code == 2 and "4.jpg" in err and "expected a picture" in err and "Traceback" not in err
     shutil.rmtree(tmp_path / "b")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
     code, _, err = run_here(copied, command)
     assert code == 2 and "{'a': 5" in err and "two folders or more" in err
     code, _, err = run_here(copied, f"python classify.py {tmp_path} {tmp_path} {tmp_path / 'a' / '0.png'}")

@@ -34,7 +34,7 @@ def read_picture(path: Path, size: int) -> np.ndarray:
 
 def list_pictures(folder: Path) -> dict[str, list[Path]]:
     """The pictures of each class, by its name. Raises InputError for fewer than two classes, or pictures of one."""
-    folders = sorted(path for path in folder.glob("*/") if path.is_dir())
+    folders = sorted(path for path in folder.glob("[!.]*") if path.is_dir())
     found = {path.name: sorted(p for p in path.rglob("*") if p.suffix.lower() in ENDINGS) for path in folders}
     if len(found) < 2 or any(len(paths) < 2 for paths in found.values()):
         counts = {name: len(paths) for name, paths in found.items()}

@@ -57,7 +57,7 @@ from tpu_compiler.compile.planned import MEMORY_VARIABLE
 from tpu_compiler.decide.difference import compare, take_sides
 from tpu_compiler.decide.roofline import check_picture, draw
 from tpu_compiler.decide.search import ScriptError, compile_script, fit, with_option
-from tpu_compiler.decide.verdict import Terms, decide, parse_only, parse_prices, parse_tokens
+from tpu_compiler.decide.verdict import Terms, check_prices, decide, parse_only, parse_prices, parse_tokens
 from tpu_compiler.estimate.calibration import CALIBRATION, Calibration, read_calibration
 from tpu_compiler.estimate.report import Report, format_compilers, format_report, format_table
 from tpu_compiler.given import check_file, compile_file
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             vary_batch=arguments.vary_batch,
             minutes=arguments.minutes,
         )
+        check_prices(terms.prices, arguments.topology.split(","))
         names, questions, calibration = check_command(arguments, options, sides, say)
         if sides:
             print(compare(arguments.script, names[0], options, *sides))
@@ -102,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.pop(MEMORY_VARIABLE, None)
     if calibration:
         reports = [with_calibration(report, calibration) for report in reports]
+    prices = {} if arguments.search else terms.prices
+    reports = [dataclasses.replace(r, price=prices.get(parse_topology(r.topology).generation)) for r in reports]
     if speed := arguments.dcn_gb_per_s:
         reports = [dataclasses.replace(r, network_gb_per_s=speed).with_prediction() for r in reports]
     if arguments.picture:
@@ -157,7 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="CHIP=PRICE",
-        help="price of an hour, such as v5e=1.20",
+        help="price of a chip for an hour, such as v5e=1.20",
     )
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="two sets of options, or two commits")
     parser.add_argument("--picture", metavar="FILE", help="draw the slices into this PNG file")
@@ -176,6 +179,8 @@ def check_command(
     """
     if arguments.only and not arguments.search:
         raise ValueError("--only has no effect without --search")
+    if arguments.tokens and not arguments.search:
+        raise ValueError("--tokens has no effect without --search; with --price a report says what a billion costs")
     if arguments.picture:
         check_picture(Path(arguments.picture))
     if bool(sides) + arguments.search + bool(arguments.fit) > 1:

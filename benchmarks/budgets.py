@@ -8,6 +8,8 @@ Run:     python benchmarks/budgets.py
          python benchmarks/budgets.py --renew                # writes what it finds
          python benchmarks/budgets.py --file FILE
              rows of your own; their commands run in the folder of the file
+         python benchmarks/budgets.py --slices
+             compiles nothing: docs/results/which_slice.csv, of the kept figures
 Exit:    0 nothing moved; 1 something moved, has no figures yet or does not fit; 2
          wrong usage, or figures of another compiler.
 
@@ -18,6 +20,7 @@ the file's history shows it. Answers come from the compile cache where nothing
 changed, so a check that broke off goes on where it was (docs/search.md).
 """
 
+import csv
 import dataclasses
 import fnmatch
 import json
@@ -30,9 +33,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.children import ROOT, parser_for, report_of
+from language.options.transformer_options import TransformerConfig
 from tpu_compiler.compile.cache import from_json
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.hardware import GIB, parse_topology
+from tpu_utils.options.parsing import parse_command_line
 
 FILE = ROOT / "benchmarks" / "budgets.json"
 TOLERANCE = 0.02
@@ -137,6 +143,35 @@ def table(moves: Sequence[Move]) -> str:
     return "\n".join(f"| {' | '.join(c.ljust(w) for c, w in zip(row, widths, strict=True))} |" for row in rows)
 
 
+def print_slices(rows: Sequence[Row]) -> None:
+    """As CSV what a billion tokens takes of each whole language model and slice; presets are left out."""
+    write = csv.writer(sys.stdout, lineterminator="\n").writerow
+    header = ["model", "slice", "chips", "sequences x tokens", "GiB a chip", "ms with communication"]
+    write([*header, "chip-hours a billion tokens", "s to compile"])
+    for row in rows:
+        script, *options = shlex.split(row.ask)
+        is_a_part = row.name.startswith(script) or "--num_layers" in options
+        if script != "transformer_tpu.py" or is_a_part or not row.figures:
+            continue
+        config = parse_command_line(TransformerConfig, "", [*options, "--compile_for", row.slice])
+        topology = parse_topology(row.slice)
+        chips = topology.num_devices // topology.hardware.devices_per_chip
+        steps = 1e9 / (config.global_batch_size * config.shape.sequence_length)
+        times = [row.figures[f"predicted_ms_{name}_hidden"] for name in ("all", "nothing")]
+        write(
+            [
+                row.name.removesuffix(f", {row.slice}"),
+                row.slice,
+                chips,
+                f"{config.global_batch_size} x {config.shape.sequence_length}",
+                f"{row.figures['compiler_peak_bytes'] / GIB:.2f} of {topology.hardware.limit_gib:.2f}",
+                " to ".join(dict.fromkeys(f"{ms:.0f}" for ms in times)),
+                " to ".join(dict.fromkeys(f"{steps * ms / 3.6e6 * chips:.3g}" for ms in times)),
+                f"{row.seconds:.0f}",
+            ]
+        )
+
+
 def renewed(row: Row, report: dict[str, Any]) -> Row:
     """The row with what a report says. Of the same figures the fewest seconds are kept: a busy machine takes longer."""
     found = dict(figures=figures_of(report), versions=report["versions"], traced=report["traced"])
@@ -185,8 +220,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fast", action="store_true", help="rows that took less than a minute to compile")
     parser.add_argument("--all", action="store_true", help="the slow rows too")
     parser.add_argument("--renew", action="store_true", help="write what is found into the file")
+    parser.add_argument("--slices", action="store_true", help="print what a billion tokens takes, by model and slice")
     arguments = parser.parse_args(argv)
     rows = read_rows(arguments.file)
+    if arguments.slices:
+        print_slices(rows)
+        return 0
     chosen = [row for row in rows if fnmatch.fnmatchcase(row.name, arguments.only)]
     chosen = [row for row in chosen if row.fast or not arguments.fast]
     for row in (row for row in chosen if row.slow and not arguments.all):

@@ -101,6 +101,7 @@ def main() -> int:
     output = arguments.output.resolve()
     if unknown := set(arguments.names) - set(LESSONS):
         parser.error(f"{', '.join(sorted(unknown))} is no lesson; expected of {', '.join(LESSONS)}")
+    output.mkdir(parents=True, exist_ok=True)  # before two minutes of a lesson, not behind them
     if len(arguments.names) == 1:
         print(build(*arguments.names, output))
         return 0

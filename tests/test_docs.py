@@ -1,9 +1,13 @@
 """README and docs: every fenced command is run here, or the page itself says why a reader may not be able to run it."""
 
 import csv
+import io
+import json
 import os
 import re
 import shlex
+import sys
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,13 +122,15 @@ def test_links_lead_somewhere_and_readme_fits():
         assert f"]({page.relative_to(ROOT)})" in readme, f"{page.name} is not found from README"
 
 
-def test_a_table_of_results_is_whole_and_linked():
+def test_a_table_of_results_is_whole_and_in_the_index():
+    """docs/results/index.csv has a row for each: what it holds, the command that wrote it, and how."""
     folder = ROOT / "docs" / "results"
-    linked = "".join(page.read_text() for page in [*PAGES, *folder.glob("*.md")])
+    rows = list(csv.DictReader((folder / "index.csv").open()))
+    assert [row["file"] for row in rows] == sorted(path.name for path in folder.glob("*.csv") if path.stem != "index")
+    assert all(all(row.values()) for row in rows), "an empty field"
     for path in folder.glob("*.csv"):
-        assert f"{path.name})" in linked, f"{path.name} is not found from a page"
-        header, *rows = csv.reader(path.open())
-        assert rows and {len(row) for row in rows} == {len(header)}, path.name
+        header, *table = csv.reader(path.open())
+        assert table and {len(row) for row in table} == {len(header)}, path.name
 
 
 def test_pages_name_only_files_that_exist():
@@ -174,6 +180,18 @@ def test_readme_says_of_each_page_what_kind_it_is():
     assert len(rows) <= 20 and {kind for _, kind, _ in rows} == {"learn", "do", "look up"}
     for page in PAGES[1:]:
         assert sum(f"]({page.relative_to(ROOT)})" in found for *_, found in rows) == 1, f"{page.name}: in one row"
+
+
+def test_the_lines_that_log_elsewhere_give_each_number_its_name_and_step(monkeypatch, capsys):
+    """docs/runs.md, with a wandb that prints what it is given."""
+    page = (ROOT / "docs" / "runs.md").read_text()
+    (lines,) = re.findall(r"```python\n(import json, sys, wandb\n.*?)```", page, re.S)
+    wandb = types.SimpleNamespace(init=lambda **_: None, log=lambda numbers, step: print(step, numbers))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    records = [{"kind": "train", "step": 5, "loss": 1.5, "mfu": None}, {"kind": "sample", "step": 6, "text": "a"}]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(record) + "\n" for record in records)))
+    exec(lines, {})
+    assert capsys.readouterr().out == "5 {'train/step': 5, 'train/loss': 1.5}\n6 {'sample/step': 6}\n"
 
 
 @pytest.fixture(scope="module")

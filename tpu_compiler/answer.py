@@ -76,6 +76,8 @@ def ask_compiler(
     compiled = cache.read(name, Compiled) if cache else None
     facts["from_cache"] = compiled is not None
     memory_alone = compiled is None and bool(os.environ.get(MEMORY_VARIABLE))
+    if compiled is None and not memory_alone and (expected := expected_time(settings or {})):
+        print(f"{expected} for {topology.name}", file=sys.stderr, flush=True)
     try:
         if memory_alone:
             python = newest / "bin" / "python" if newest else Path(sys.executable)
@@ -97,6 +99,19 @@ def ask_compiler(
     if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
         result = dataclasses.replace(result, fits=False, reason=f"needs {result.memory_text}")
     return result, compiled.text
+
+
+def expected_time(settings: dict) -> str:
+    """How long a language model will compile, from its layers; '' for another program.
+
+    A bound by the seconds that are kept in benchmarks/budgets.json, for a machine with two free cores.
+    """
+    layers, scanned = settings.get("layers"), settings.get("scan_layers")
+    if not layers:
+        return ""
+    minutes = 7 if scanned else math.ceil((60 + 20 * layers) / 60)
+    what = f"one of {layers} layers" if scanned else f"{layers} layers (--scan_layers compiles one of them)"
+    return f"compiling {what}, up to {minutes} minutes on two free cores,"
 
 
 def _accepted(compiled: Compiled, traced: Traced, topology: Topology, facts: dict, examples: int | None) -> Report:

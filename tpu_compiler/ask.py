@@ -53,6 +53,8 @@ def compile_for(
         settings["mesh"] = "x".join(map(str, sizes))
         # no option says it: the model has it, and the configuration that the step is given
         settings["num_experts"] = max((getattr(value, "num_experts", 0) for value in everything), default=0)
+    # of the configuration that the step is given; a tensor's shape has no such name
+    settings["layers"] = max((getattr(getattr(v, "shape", None), "num_layers", 0) for v in everything), default=0)
     model = torch.nn.ModuleList(a for a in everything if isinstance(a, torch.nn.Module))
     optimizers = [a for a in everything if isinstance(a, torch.optim.Optimizer)]
     for optimizer in optimizers:

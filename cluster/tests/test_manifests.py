@@ -505,7 +505,7 @@ def test_the_page_shows_what_is_printed():
     said += printed("jobset", *ON_GKE[:2], "--zone=us-wset4-a", *ON_GKE[4:], *SCRIPT, "--num-step", "3")[2]
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
     excerpts = [block for language, block in blocks if not language]
-    assert len(excerpts) == 3
+    assert len(excerpts) == 2
     for block in excerpts:
         for line in block.splitlines():
             assert f"{line}\n" in said, line

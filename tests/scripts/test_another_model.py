@@ -154,7 +154,11 @@ def trained(folder: Path, run_dir: str, *options: str) -> str:
 
 def test_the_page_names_each_folder_and_a_patch_is_short():
     page = (ROOT / "docs" / "another_model.md").read_text()
-    assert {path.name for path in COPIES.iterdir()} == {*KINDS, "arrays"} == set(re.findall(r"\(copies/(\w+)\)", page))
+    assert (
+        {path.name for path in COPIES.iterdir()}
+        == {*KINDS, "arrays", "pictures"}
+        == set(re.findall(r"\(copies/(\w+)\)", page))
+    )
     for patch in COPIES.glob("*/*.patch"):
         assert len(patch.read_text().splitlines()) <= 45, patch
 

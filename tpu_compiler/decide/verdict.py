@@ -40,6 +40,15 @@ def parse_prices(texts: Sequence[str]) -> dict[str, float]:
     return prices
 
 
+def check_prices(prices: dict[str, float], topologies: Sequence[str]) -> None:
+    """Raises ValueError where there are prices, and none for a chip of these slices."""
+    chips = {parse_topology(name).generation for name in topologies}
+    if prices and (missing := sorted(chips - prices.keys())):
+        raise ValueError(
+            f"--price says nothing of {', '.join(missing)}; expected the price of each kind of chip asked for"
+        )
+
+
 def parse_tokens(text: str) -> float:
     """'10e9' -> 1e10. Raises ValueError for what is no number above 0."""
     try:
@@ -81,11 +90,7 @@ def decide(
     """
     if not 0 < terms.minutes < math.inf:
         raise ValueError(f"--minutes is {terms.minutes}; expected more than 0")
-    chips = {name: parse_topology(name).generation for name in topologies}
-    if missing := sorted(set(chips.values()) - terms.prices.keys()) if terms.prices else []:
-        raise ValueError(
-            f"--price says nothing of {', '.join(missing)}; expected the price of each kind of chip asked for"
-        )
+    check_prices(terms.prices, topologies)
     if terms.prices and not terms.tokens:
         raise ValueError(
             "--price is given without --tokens; expected how many the run is to see, such as --tokens 10e9"

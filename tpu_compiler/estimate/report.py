@@ -68,6 +68,7 @@ class Report:
     estimated_mfu: float | None = None  # by estimated_ms
     estimate_label: str = ESTIMATE_LABEL
     calibration: str = ""  # what was measured on this chip, as calibration.Calibration.sentence says it
+    price: float | None = None  # the user's, of a chip for an hour
     unit: str = "examples"
     operations_without_estimate: dict[str, int] = dataclasses.field(default_factory=dict)
     ruled_ms: float = 0.0  # what rules.py adds for them; not in estimated_ms
@@ -218,9 +219,30 @@ def prediction_rows(r: Report) -> Rows:
         shares = f" (MFU {mfus[0]} to {mfus[1]})" if mfus else ""
         text = f"{hidden:.3f} ms, {ALL_HIDDEN}, to {whole:.3f}, nothing hidden{shares}"
         rows.append(("with communication", text))
+    if cost := cost_of_a_billion(r):
+        rows.append((f"a billion {r.unit}", cost))
     if r.is_memory_bound:
         rows.append(("memory-bound", f"{HALF}; the bytes moved need {r.memory_ms:.3f} ms at it"))
     return [*rows, ("calibration" if r.calibration else "accuracy", r.calibration or ERROR)]
+
+
+def cost_of_a_billion(r: Report) -> str:
+    """'36.3 to 38.4 chip-hours, cost 98.1 to 103.6': from all communication hidden to none; '' where nobody asks.
+
+    All chips of the slice are paid for. Of examples only with a price, because nobody counts them in billions.
+    """
+    if r.decode or not r.predicted_per_second or not (r.price or r.unit == "tokens"):
+        return ""
+    topology = parse_topology(r.topology)
+    chips = topology.num_devices / topology.hardware.devices_per_chip
+    hours = chips * 1e9 / 3600 / r.predicted_per_second
+    range_of_hours = [hours * ms / r.predicted_ms for ms in (r.predicted_ms_all_hidden, r.predicted_ms_nothing_hidden)]
+
+    def between(values: list[float]) -> str:
+        return " to ".join(dict.fromkeys(f"{value:,.4g}" for value in values))
+
+    cost = f", cost {between([one * r.price for one in range_of_hours])}" if r.price else ""
+    return f"{between(range_of_hours)} chip-hours{cost}"
 
 
 def decoding_rows(r: Report) -> Rows:
@@ -296,6 +318,9 @@ def format_table(reports: Sequence[Report]) -> str:
         lines += [f"{r.topology}: between slices a device sends {sent:.1f} MB{at_least}"] if sent else []
     said = [f"{r.level}: {note}" if levels else note for r in reports for note in r.notes]
     said += [f"{r.topology}: {r.calibration}" for r in reports if r.calibration]
+    said += [
+        f"{r.topology}: a billion {r.unit}: {cost}" for r in reports if r.compiles and (cost := cost_of_a_billion(r))
+    ]
     return "\n".join([*lines, *dict.fromkeys(said), *legend(reports)])
 
 

@@ -52,7 +52,7 @@ def reasons(seen: Seen, named: dict[str, Any], shapes: dict[str, str], numbers: 
     return reasons or [
         "no argument changed its shape or dtype, so look for a Python number that is part of the program "
         "(0, 1, sizes, positions and dims are, and one that equals another number there; make it a tensor on the "
-        f"device), or for state that was created inside the step; {changed}"
+        f"device), for a tensor in x[:n] (use torch.where), or for state that was created inside the step; {changed}"
     ]
 
 

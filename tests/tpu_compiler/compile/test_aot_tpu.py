@@ -529,6 +529,8 @@ def test_the_hash_of_a_trace_knows_no_lines_and_sees_a_change_of_the_step(quick_
 def assert_is_in_budget(r, row):
     assert r.compiles and r.fits, r.reason
     assert r.topology == row.slice and (row.name not in PRESETS or r.settings["preset"] == row.name.split()[-1])
+    # a script's language model says how many layers will be compiled
+    assert bool(r.settings.get("layers")) == row.ask.startswith("transformer_tpu.py"), r.settings
     # what is to run on several devices talks between them, and nothing else does
     assert bool(r.collectives) == (r.devices > 1)
     moves = budgets.compared(row, dataclasses.asdict(r))

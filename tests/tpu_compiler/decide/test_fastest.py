@@ -770,6 +770,31 @@ def test_the_predicted_step_is_first_and_has_everything_in_it():
     assert format_table([r]).splitlines()[2].count("125.00") == 1
 
 
+def test_a_billion_tokens_are_said_in_chip_hours_and_money():
+    """8 chips, 10,000 tokens/s in 100 ms: 222 chip-hours; with communication 110 to 140 ms."""
+    r = a_report(communication_lower_bound_ms=40.0, exposed_ms=10.0)
+    assert "a billion tokens   244.4 to 311.1 chip-hours\n" in format_report(r)
+    priced = dataclasses.replace(r, price=1.2)
+    assert "244.4 to 311.1 chip-hours, cost 293.3 to 373.3\n" in format_report(priced)
+    assert "v5litepod-8: a billion tokens: 244.4 to 311.1 chip-hours, cost" in format_table([priced, r])
+    assert "a billion tokens   222.2 chip-hours\n" in format_report(a_report())
+    cores = a_report(topology="v5p-8", devices=4)
+    assert "a billion tokens   111.1 chip-hours\n" in format_report(cores), "v5p-8 has four chips"
+    assert "billion" not in format_report(a_report(unit="examples"))
+    assert "a billion examples 222.2 chip-hours, cost" in format_report(a_report(unit="examples", price=1.2))
+
+
+def test_a_price_without_a_search_is_in_the_report_and_tokens_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(aot_tpu, "compile_script", lambda *_: a_report())
+    question = ["simple_mnist_tpu.py", "--topology", "v5litepod-8", "--price"]
+    monkeypatch.chdir(ROOT)
+    assert aot_tpu.main([*question, "v5e=2"]) == 0 and "cost 444.4" in capsys.readouterr().out
+    assert aot_tpu.main([*question, "v6e=2"]) == 2
+    assert "--price says nothing of v5e; expected the price of each kind of chip" in capsys.readouterr().err
+    assert aot_tpu.main([*question, "v5e=2", "--tokens", "1e9"]) == 2
+    assert "--tokens has no effect without --search" in capsys.readouterr().err
+
+
 def test_the_error_is_said_until_the_user_has_measured():
     for text in (format_report(a_report()), format_table([a_report(), a_report(topology="v6e-8")])):
         assert text.count("real time of 28 published steps was 21 % below to 34 % above the prediction") == 1

@@ -82,6 +82,19 @@ def test_a_number_that_changes_between_steps_is_a_second_graph_and_is_named(devi
     assert said.endswith("among the arguments that changed now, and not before: scale 0.0 -> 1.0")
 
 
+def test_a_tensor_that_bounds_a_slice_is_read_and_the_message_says_so(device):
+    """What was computed on the host is read as it is, and its value is a part of the program."""
+
+    @one_graph
+    def step(x, length):
+        return x[:length].sum()
+
+    with pytest.raises(
+        RecompileError, match=r"^step 3 compiled graph 2 .* for a tensor in x\[:n\] \(use torch.where\)"
+    ):
+        calls(step, [(torch.ones(8).to(device), torch.tensor(length).to(device)) for length in (3, 3, 4)])
+
+
 OUTSIDE = (
     "operations on device tensors before step {} of step, outside of it{}, became a graph of their own, expected none"
 )

@@ -1,0 +1,42 @@
+"""docs/fine_tuning.md: the commands for a downloaded model, as they stand, on a small one made here and a CPU."""
+
+import json
+import shlex
+
+import pytest
+from processes import ROOT, Script
+from test_docs import blocks_of
+
+TINY = ["--dataset=chat", "--model_size=llama_tiny", "--data_dir=DATA", "--train_data=chats.jsonl", "--num_steps=2"]
+TINY += ["--warmup_steps=1", "--eval_batches=1", "--device=cpu", "--sequence_length=128", "--no_tensorboard"]
+# a TPU's kernels, and lengths for which a test has no time
+SHORTER = ["--device=cpu", "--attention=plain", "--sequence_length=128", "--num_steps=4", "--warmup_steps=1"]
+SHORTER += ["--eval_batches=1", "--no_tensorboard"]
+
+
+@pytest.mark.slow
+def test_the_first_commands_train_ask_and_export_a_model(tmp_path):
+    def run(*words) -> str:
+        process = Script(*words, folder=tmp_path)
+        assert process.wait() == 0, process.text("err")
+        return process.text("out")
+
+    for path in (ROOT / name for name in ("transformer_tpu.py", "language", "tools", "tpu_utils")):
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "DATA").mkdir()
+    chat = json.dumps({"prompt": "Who are you?", "completion": "A small model."})
+    (tmp_path / "DATA" / "chats.jsonl").write_text(f"{chat}\n" * 200)
+    run("transformer_tpu.py", *TINY, "--run_dir=runs/from_scratch")
+    run("-m", "tools.convert_hf", "export", "runs/from_scratch", "Qwen3-0.6B")
+    done = []
+    for command, _ in blocks_of(ROOT / "docs" / "fine_tuning.md")[0]:
+        launcher, *words = shlex.split(command)
+        if launcher.endswith("/hf") or "tools.evaluate" in words:  # a network; tests/tools/test_evaluate.py
+            continue
+        said = run(*words, *(SHORTER if words[0] == "transformer_tpu.py" else []))
+        done.append((words[1] if words[0] == "-m" else words[0], said))
+    assert [name for name, _ in done] == ["transformer_tpu.py", "tools.generate", "tools.convert_hf"]
+    assert "180 conversations to train on, 20 to validate, format plain" in done[0][1]
+    assert (tmp_path / "exported" / "model.safetensors").exists()
+    generation = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+    assert "eos_token_id" in generation

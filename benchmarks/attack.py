@@ -94,7 +94,7 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
 
 def mark(folder: Path) -> None:
     """A done marker that fits the files."""
-    from tpu_utils.base.files import checksum_of
+    from tpu_utils.base.writing import checksum_of
 
     marker = json.loads((folder / "done").read_bytes())
     marker["files"] = {

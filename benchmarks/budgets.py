@@ -33,7 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tpu_compiler.compile.cache import from_json
 from tpu_utils.base.errors import InputError, run_script
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
+from tpu_utils.base.writing import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "benchmarks" / "budgets.json"

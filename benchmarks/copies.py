@@ -37,7 +37,7 @@ from safetensors.torch import load_model  # noqa: E402
 from test_wrong_copies import COUNTS, MEANT, RIGHT, TRAINED, dataset_of  # noqa: E402
 
 from images.arrays import ImageDataset, TrainBatches, sent  # noqa: E402
-from tpu_utils.base.files import write_atomically  # noqa: E402
+from tpu_utils.base.writing import write_atomically  # noqa: E402
 from tpu_utils.options.parsing import parse_command_line  # noqa: E402
 
 TABLE = ROOT / "docs" / "results" / "copies.csv"

@@ -41,8 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from language.options.llama_shape import MODEL_SIZES
 from language.options.shapes import ModelShape
-from tpu_utils.base.files import write_atomically
 from tpu_utils.base.gpus import gpu_named
+from tpu_utils.base.writing import write_atomically
 
 MEMORY_SHARE = 0.9
 """Programs compile beside each other that need at most this share of the card's memory."""

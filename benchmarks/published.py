@@ -36,9 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from matplotlib.figure import Figure
 
 from tpu_utils.base.errors import InputError, run_script
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
 from tpu_utils.base.hardware import GIB, parse_topology
 from tpu_utils.base.versions import TESTED_VERSIONS
+from tpu_utils.base.writing import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "benchmarks" / "published" / "rows.json"

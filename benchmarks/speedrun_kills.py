@@ -28,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "tests"))
 from made_tasks import write_task  # noqa: E402
 
-from tpu_utils.base.files import read_json, write_atomically  # noqa: E402
+from tpu_utils.base.files import read_json  # noqa: E402
+from tpu_utils.base.writing import write_atomically  # noqa: E402
 from tpu_utils.record.records import read_records  # noqa: E402
 
 STAGES = ("tokenizer", "shards", "chats", "pretrain", "samples", "evaluate_pretrained", "base", "finetune")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tpu_utils.base.errors import InputError, first_line
-from tpu_utils.base.files import open_regular
 
 if TYPE_CHECKING:
     from config import ImageConfig
@@ -120,6 +119,8 @@ def load_arrays(name: str, data_dir: str | Path) -> ImageDataset:
 
     The files are mapped, not read: they may be larger than memory. Raises InputError for one that is no such file.
     """
+    from tpu_utils.base.files import open_regular  # only for files
+
     arrays = []
     for field in ("train_images", "train_labels", "test_images", "test_labels"):
         path = Path(data_dir) / f"{field}.npy"

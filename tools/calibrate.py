@@ -38,7 +38,8 @@ from tools.on_chip.steps import STEPS, estimate, run_step, write_mnist
 from tools.on_chip.torch_compile_backend import TORCH_COMPILE
 from tpu_compiler.estimate.calibration import CALIBRATION
 from tpu_utils.base.errors import TrainingError, run_script
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
+from tpu_utils.base.writing import write_atomically
 
 
 def doctor(bench: Bench) -> dict[str, Any]:

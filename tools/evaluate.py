@@ -34,7 +34,8 @@ from language.data.tokenizer import check_lost
 from language.tasks.questions import Row, batched, windows
 from language.tasks.scores import check_tasks, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
-from tpu_utils.base.files import open_regular, read_regular, write_atomically
+from tpu_utils.base.files import open_regular, read_regular
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import choose_device, command_line
 from tpu_utils.options.train_config import TrainConfig
 

@@ -30,8 +30,9 @@ from pathlib import Path
 from tools.keeping.attempt import Attempt
 from tools.keeping.team import Alone, First, Other, State, Verdict
 from tpu_utils.base.errors import InputError, run_script
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
 from tpu_utils.base.restarts import memory_folder, newest_checkpoint, options_in, to_go_on
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import attached_chips
 from tpu_utils.options.tool_arguments import parse_arguments
 from tpu_utils.record.records import LONGEST_LINE

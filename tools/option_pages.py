@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from tpu_utils.base.errors import run_script
-from tpu_utils.base.files import write_atomically
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.fields import FREE, NoEffect, Range, declaring, field_doc, hints_of, marks, plain
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "options"

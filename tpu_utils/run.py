@@ -31,7 +31,7 @@ from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.state import Beginning, Tracked
 from tpu_utils.device.stop import StopRequest
 from tpu_utils.options.parsing import as_json, write_config
-from tpu_utils.record.log import RunLog, better, print_summary
+from tpu_utils.record.log import RunLog, print_summary
 from tpu_utils.record.metrics import finite_means, first_not_finite
 from tpu_utils.record.run_dir import RunDir, check_same_options
 from tpu_utils.step.graphs import OneGraph, StepWatch
@@ -323,6 +323,8 @@ class Run:
             )
         self.evaluation = fields
         if self.config.keep_best:
+            from tpu_utils.record.best import better  # only here
+
             self._best = self.peers.from_first(lambda: better(self._best, step, fields))
 
     def log_samples(self, step: int, graphs: int, samples: Iterable[tuple[str, str]]) -> None:

@@ -31,7 +31,7 @@ from language.weights.run_weights import read_merged, read_run
 from tools import convert_hf, convert_llmc
 from tools.generate import GenerateConfig, source_of
 from tpu_utils.base.errors import InputError, SaveError, run_script
-from tpu_utils.base.files import checksum_of
+from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.state import Entry, index_as_json, kind_of, shard_name, write_tensors
 from tpu_utils.options.parsing import as_json, parse_command_line

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_utils.base.errors import SaveError
-from tpu_utils.base.files import checksum_of, sync_folder, write_atomically
 from tpu_utils.base.peers import Peers
+from tpu_utils.base.writing import checksum_of, sync_folder, write_atomically
 from tpu_utils.checkpoint.state import (
     FORMAT,
     INDEX_FILE,

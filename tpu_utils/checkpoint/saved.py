@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint
-from tpu_utils.base.files import checksum_of, file_size, open_regular, parse_json, read_regular
+from tpu_utils.base.files import file_size, open_regular, parse_json, read_regular
+from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint.state import (
     FORMAT,
     INDEX_FILE,
@@ -22,7 +23,7 @@ from tpu_utils.checkpoint.state import (
     step_of_folder,
 )
 from tpu_utils.checkpoint.tensor_reading import TensorFiles, check_files, parse_index
-from tpu_utils.record.log import BEST_IS_LARGEST
+from tpu_utils.record.best import BEST_IS_LARGEST
 
 LAST_WITH_FORMAT_1 = "37bab4b"
 """The commit of this project that still reads it."""

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tpu_utils import device
-from tpu_utils.base.files import checksum_of
+from tpu_utils.base.writing import checksum_of
 
 DTYPES = {
     "BOOL": torch.bool,

@@ -7,12 +7,8 @@ is one graph and what it computes, and nothing of a speed. A process has one dev
 several (language/xla/shards.py). docs/torchtpu.md says what was tried.
 """
 
-import functools
-import inspect
-import logging
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,13 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._dynamo import config as dynamo
-from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tpu_utils.base.errors import InputError, RecompileError
+from tpu_utils.base.errors import InputError
 
 
 def _device_type() -> str:
@@ -45,34 +39,18 @@ ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile; its speed says n
 IS_XLA = False
 BACKEND = "torch.compile"
 
-if not hasattr(dynamo, "trace_autograd_ops"):  # what it computes by it is compared: against_eager.py
+if not hasattr(torch._dynamo.config, "trace_autograd_ops"):  # what it computes by it is compared: against_eager.py
     raise ImportError(
         f"torch_xla is not installed, and torch {torch.__version__} takes no backward pass into a graph; expected "
         "torch_xla, of requirements.txt, or torch 2.13, of requirements-compile.txt, in an environment of its own"
     )
-dynamo.trace_autograd_ops = True  # loss.backward() becomes a part of the graph
-# torch keeps Dynamo out of it; its body, which sets gradients to None, is traced
-torch.optim.Optimizer.zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # step() of any optimizer records its name for a profiler
-# a sum over two axes of a mesh is one after the other, and a rate (1,) beside a DTensor is the same everywhere
-logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
-
-
-_chosen: dict[str, Any] = {"compiler": "auto"}
-"""Also the trace that is taken."""
 
 
 def choose_compiler(name: str, deterministic: bool) -> None:
-    """inductor, eager, or auto, of the steps that this process compiles from now on.
+    """As dynamo.choose_compiler()."""
+    from tpu_utils.device import dynamo
 
-    deterministic: a GPU's kernels give the same bits each time, so that a resumed run ends bit-identical.
-    """
-    _chosen["compiler"] = name
-    if IS_GPU:
-        from tpu_utils.device.gpu import prepare  # only for a GPU, as below
-
-        prepare(deterministic)
+    dynamo.choose_compiler(name, deterministic)
 
 
 def device_type() -> str:
@@ -133,52 +111,13 @@ def device_memory(device: torch.device) -> dict[str, int] | None:
     return memory(device)
 
 
-def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
-    """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor."""
-    from tpu_utils.base.param_groups import settle  # only for a step
-    from tpu_utils.device.against_eager import first_call
-    from tpu_utils.device.batch_norm import average_as_pytorch
+def compile_step(
+    function: Callable, begin: Callable = lambda: None, settle: Callable[[torch.optim.Optimizer], None] = lambda _: None
+) -> Callable:
+    """As dynamo.compile_step()."""
+    from tpu_utils.device import dynamo  # not read beside torch_xla, as below
 
-    average_as_pytorch()  # momentum=None without a read
-    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
-    is_first = True
-
-    def in_one_graph(*arguments, **keywords):
-        begin()
-        try:
-            return compiled(*arguments, **keywords)
-        except (RuntimeError, AssertionError) as error:
-            from tpu_utils.device.no_graph import raise_explained  # only for an error
-
-            raise_explained(error, function.__name__)
-
-    @functools.wraps(function)
-    def call(*arguments, **keywords):
-        nonlocal is_first
-        for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
-            settle(optimizer)
-        if not is_first:
-            return in_one_graph(*arguments, **keywords)
-        is_first = False
-        return first_call(function, in_one_graph, arguments, keywords)
-
-    return call
-
-
-def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """By torch_tpu, inductor, or torch's own that runs it. Raises RecompileError for .item(), which Dynamo takes in."""
-    for node in graph.graph.nodes:
-        if node.target == "item":
-            raise RecompileError(f"it reads a tensor\n{node.stack_trace}")
-    if DEVICE_TYPE == "tpu":
-        return lookup_backend("tpu")(graph, inputs)
-    if _chosen["compiler"] == "eager" or (_chosen["compiler"] == "auto" and not IS_GPU):
-        return lookup_backend("eager")(graph, inputs)
-    from tpu_utils.device.gpu import INDUCTOR, Replayed
-
-    compiled = lookup_backend("inductor")(graph, inputs, config_patches=dict(INDUCTOR))
-    on_gpu = all(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
-    return Replayed(compiled) if on_gpu and not dist.is_initialized() else compiled
+    return dynamo.compile_step(function, begin, settle)
 
 
 def graphs_compiled() -> int:
@@ -337,13 +276,17 @@ def TraceMe(name: str, **_: Any) -> AbstractContextManager:
 TRACE_VIEWER = "open the newest .json file of {} in ui.perfetto.dev"
 
 
+_traces = []
+
+
 def start_trace(folder: str) -> None:
-    _chosen["trace"] = torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(folder))
-    _chosen["trace"].start()
+    handler = torch.profiler.tensorboard_trace_handler(folder)
+    _traces.append(torch.profiler.profile(on_trace_ready=handler))
+    _traces[0].start()
 
 
 def stop_trace() -> None:
-    _chosen.pop("trace").stop()
+    _traces.pop().stop()
 
 
 def init_process_group(*_: Any, **__: Any) -> None:

@@ -88,8 +88,8 @@ def device_memory(device: torch.device) -> dict[str, int] | None:
     return {name: int(value) for name, value in xm.get_memory_info(device).items()}
 
 
-def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
-    """The function as one graph. begin: called once nothing before it pends.
+def compile_step(function: Callable, begin: Callable = lambda: None, settle: Callable = lambda one: None) -> Callable:
+    """The function as one graph. begin: called once nothing before it pends. settle: torch_compile.py needs it.
 
     An error of the graph that has READ_ERROR_MARKERS is of a step that reads a tensor.
     """

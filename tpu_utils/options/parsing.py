@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.fields import (
     check_class,
     check_ranges,

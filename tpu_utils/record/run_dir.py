@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import write_atomically
 from tpu_utils.base.peers import Peers
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.parsing import run_id_in
 from tpu_utils.options.train_config import TrainConfig
 

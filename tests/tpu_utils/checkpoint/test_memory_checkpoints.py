@@ -16,9 +16,9 @@ from test_peers import together
 from config import MnistConfig
 from tools.keep_running import MEMORY_DIR
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import checksum_of
 from tpu_utils.base.peers import Peers
 from tpu_utils.base.restarts import memory_folder, newest_checkpoint
+from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.memory import MemoryCheckpoints, kind_of_files, open_memory
 from tpu_utils.checkpoint.saved import read_checkpoint

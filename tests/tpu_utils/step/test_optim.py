@@ -13,10 +13,9 @@ from run_files import assert_identical, state_in, summary_in
 
 from config import MnistConfig
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.param_groups import settle
 from tpu_utils.checkpoint.resume import check_length
 from tpu_utils.step.average import update_average
-from tpu_utils.step.optim import learning_rates, make_optimizer, step_optimizer
+from tpu_utils.step.optim import learning_rates, make_optimizer, settle, step_optimizer
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine", "step"])

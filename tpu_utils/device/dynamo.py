@@ -1,0 +1,86 @@
+"""A step as one graph of torch.compile: what makes it, and which compiler it is given to. Not imported by torch_xla."""
+
+import functools
+import inspect
+import logging
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch._dynamo import config, lookup_backend
+
+from tpu_utils.base.errors import RecompileError
+from tpu_utils.device.against_eager import first_call
+from tpu_utils.device.batch_norm import average_as_pytorch
+from tpu_utils.device.torch_compile import DEVICE_TYPE, IS_GPU
+
+config.trace_autograd_ops = True  # loss.backward() becomes a part of the graph
+# torch keeps Dynamo out of it; its body, which sets gradients to None, is traced
+torch.optim.Optimizer.zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # step() of any optimizer records its name for a profiler
+# a sum over two axes of a mesh is one after the other, and a rate (1,) beside a DTensor is the same everywhere
+logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
+
+_compiler = "auto"
+
+
+def choose_compiler(name: str, deterministic: bool) -> None:
+    """inductor, eager, or auto, of the steps that this process compiles from now on.
+
+    deterministic: a GPU's kernels give the same bits each time, so that a resumed run ends bit-identical.
+    """
+    global _compiler
+    _compiler = name
+    if IS_GPU:
+        from tpu_utils.device.gpu import prepare  # only for a GPU, as below
+
+        prepare(deterministic)
+
+
+def compile_step(function: Callable, begin: Callable, settle: Callable[[torch.optim.Optimizer], None]) -> Callable:
+    """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor.
+
+    begin: called before each call. settle: called with each optimizer among the arguments, before that.
+    """
+    average_as_pytorch()  # momentum=None without a read
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
+    is_first = True
+
+    def in_one_graph(*arguments, **keywords):
+        begin()
+        try:
+            return compiled(*arguments, **keywords)
+        except (RuntimeError, AssertionError) as error:
+            from tpu_utils.device.no_graph import raise_explained  # only for an error
+
+            raise_explained(error, function.__name__)
+
+    @functools.wraps(function)
+    def call(*arguments, **keywords):
+        nonlocal is_first
+        for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
+            settle(optimizer)
+        if not is_first:
+            return in_one_graph(*arguments, **keywords)
+        is_first = False
+        return first_call(function, in_one_graph, arguments, keywords)
+
+    return call
+
+
+def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+    """By torch_tpu, inductor, or torch's own that runs it. Raises RecompileError for .item(), which Dynamo takes in."""
+    for node in graph.graph.nodes:
+        if node.target == "item":
+            raise RecompileError(f"it reads a tensor\n{node.stack_trace}")
+    if DEVICE_TYPE == "tpu":
+        return lookup_backend("tpu")(graph, inputs)
+    if _compiler == "eager" or (_compiler == "auto" and not IS_GPU):
+        return lookup_backend("eager")(graph, inputs)
+    from tpu_utils.device.gpu import INDUCTOR, Replayed
+
+    compiled = lookup_backend("inductor")(graph, inputs, config_patches=dict(INDUCTOR))
+    on_gpu = all(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
+    return Replayed(compiled) if on_gpu and not dist.is_initialized() else compiled

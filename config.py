@@ -39,9 +39,9 @@ from tpu_utils.options.fields import FREE, Range, Seldom
 from tpu_utils.options.train_config import ON_TPU, DeviceOptions, TrainConfig
 
 # what presets have in common
-MNIST_98_9 = dict(dataset="mnist", num_epochs=10, learning_rate=3e-3, weight_decay=0.05, max_shift=2)
+MNIST_98_9 = ON_TPU | dict(dataset="mnist", num_epochs=10, learning_rate=3e-3, weight_decay=0.05, max_shift=2)
 SGD = dict(depth=8, optimizer="sgd", learning_rate=0.1, weight_decay=5e-4, max_shift=4)
-CIFAR_LONG = dict(optimization_level="aggressive", dataset="cifar10", num_epochs=100)
+CIFAR_LONG = ON_TPU | SGD | dict(optimization_level="aggressive", dataset="cifar10", num_epochs=100)
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,8 @@ class MnistConfig(ImageConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "quick_test": dict(num_epochs=40, learning_rate=4e-3, weight_decay=0.05, max_shift=1, warmup_steps=20),
         "development": dict(dataset="mnist", num_epochs=3, global_batch_size=128, warmup_steps=50, log_every=10),
-        "production": ON_TPU
-        | MNIST_98_9
-        | dict(run_dir="runs/mnist_production", global_batch_size=64, warmup_steps=100),
-        "distributed": ON_TPU
-        | MNIST_98_9
-        | dict(run_dir="runs/mnist_distributed", global_batch_size=256, warmup_steps=50),
+        "production": MNIST_98_9 | dict(run_dir="runs/mnist_production", global_batch_size=64, warmup_steps=100),
+        "distributed": MNIST_98_9 | dict(run_dir="runs/mnist_distributed", global_batch_size=256, warmup_steps=50),
     }
 
 
@@ -113,13 +109,9 @@ class CifarConfig(DeviceOptions, ImageConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "quick_test": SGD | dict(num_epochs=4, warmup_steps=20),
         "development": SGD | dict(dataset="cifar10", width=32, global_batch_size=128, num_epochs=3, warmup_steps=200),
-        "production": ON_TPU
-        | SGD
-        | CIFAR_LONG
+        "production": CIFAR_LONG
         | dict(run_dir="runs/cifar10_width_128", width=128, global_batch_size=128, warmup_steps=400, save_every=1000),
-        "distributed": ON_TPU
-        | SGD
-        | CIFAR_LONG
+        "distributed": CIFAR_LONG
         | dict(
             run_dir="runs/cifar10_width_256",
             width=256,

@@ -55,7 +55,7 @@ OPTIMIZER = "        optimizer = make_optimizer(config, model.parameters())\n"
 TRACKED = "optimizer=optimizer, metrics=metrics)"
 IN_A_RUN = [
     ("        dataset = load_dataset(config)\n", '        dataset = load_arrays("mine", config.data_dir)\n'),
-    ("from images.arrays import ", "from images.arrays import load_arrays, "),
+    ("from images.arrays import ", "from images.array_files import load_arrays\nfrom images.arrays import "),
     (
         "        model.to(run.device)\n",
         '        save_model(model, f"{config.data_dir}/first.safetensors")\n        model.to(run.device)\n',

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -112,25 +111,6 @@ class ImageDataset:
     def first(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The first training examples, as in a batch: a copy, because torch warns of the read-only memory of a file."""
         return sent(np.array(self.train_images[:count])), sent(self.train_labels[:count], labels=True)
-
-
-def load_arrays(name: str, data_dir: str | Path) -> ImageDataset:
-    """train_images.npy, train_labels.npy, test_images.npy and test_labels.npy of a folder, as np.save writes them.
-
-    The files are mapped, not read: they may be larger than memory. Raises InputError for one that is no such file.
-    """
-    from tpu_utils.base.files import open_regular  # only for files
-
-    arrays = []
-    for field in ("train_images", "train_labels", "test_images", "test_labels"):
-        path = Path(data_dir) / f"{field}.npy"
-        expected = "an array written by np.save, under --data_dir"
-        open_regular(path, expected).close()
-        try:
-            arrays.append(np.lib.format.open_memmap(path, mode="r"))
-        except Exception as error:  # whatever numpy's parser of headers raises
-            raise InputError(f"{path} cannot be read: {first_line(error)}; expected {expected}") from error
-    return ImageDataset(name, *arrays)
 
 
 def as_numbers(name: str, values) -> np.ndarray:

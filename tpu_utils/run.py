@@ -1,15 +1,10 @@
-"""What every run needs beside the training itself; the script owns the loop.
+"""What every run needs beside the training itself. The script owns the loop, and calls in this order:
 
 with Run(config, train_step, eval_step) as run:  # device, clock, watchdog, stop signals
-    ...
     run.open(batches, dataset, flops)            # run directory, lock, newest checkpoint; says what it runs on
     run.track(model=model, optimizer=optimizer, metrics=metrics)  # what a checkpoint holds; filled from it
-    for step, batch in run.steps(batches):       # uploaded ahead of the step
-        train_step(...)                          # made by @one_graph: a second graph stops the run here
-        if run.log_due(step):
-            run.log(step)                        # the only read from the device between two log lines
-        if run.save_due(step):
-            run.save(step)
+    for step, batch in run.steps(batches):       # uploaded ahead of the step, which @one_graph has made
+        log_due and log, log_evaluation, save_due and save  # the only reads from the device
     return run.finish()                          # on disk and in the bucket; the exit code
 """
 
@@ -24,18 +19,15 @@ import torch
 
 import tpu_utils
 from tpu_utils import device
-from tpu_utils.base.clock import Goodput, watch_for_stalls
 from tpu_utils.base.errors import NonFiniteError, SaveError, never_fail_to_print
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Goodput, Peers, watch_for_stalls
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.state import Beginning, Tracked
-from tpu_utils.device.stop import StopRequest
 from tpu_utils.options.parsing import as_json, write_config
 from tpu_utils.record.log import RunLog, print_summary
 from tpu_utils.record.metrics import finite_means, first_not_finite
 from tpu_utils.record.run_dir import RunDir, check_same_options
 from tpu_utils.step.graphs import OneGraph, StepWatch
-from tpu_utils.step.loader import DeviceLoader
 
 if TYPE_CHECKING:
     from tpu_utils.checkpoint.memory import MemoryCheckpoints
@@ -65,7 +57,8 @@ class Run:
         """Fields of the last evaluation, also of one before a resumption."""
         self.examples: tuple | None = None
         """From check_model(): a few examples to try a step on, the script's evaluate(), the model, its FLOPs."""
-        self._goodput, self._stop, self._stop_signal = Goodput(tpu_utils.STARTED, device.TraceMe), StopRequest(), 0
+        self._goodput = Goodput(tpu_utils.STARTED, device.TraceMe)
+        self._stop, self._stop_signal = device.StopRequest(), 0
         self._watch = StepWatch(steps, self._goodput)
         self._writers = contextlib.ExitStack()  # closed by finish(), or by an error
         self._dir: RunDir | None = None
@@ -216,7 +209,7 @@ class Run:
 
             check_pure(batches, self.first_step)
         ahead = (batches.batch(index) for index in range(*span))
-        loader = enter(DeviceLoader(ahead, self.device, config.prefetch_batches, self._goodput, self._sharding))
+        loader = enter(device.DeviceLoader(ahead, self.device, config.prefetch_batches, self._goodput, self._sharding))
         transfers = Transfers(loader.uploads_beside_batches, self.print, config.strict)
         self._writers.callback(transfers.close)
         self._speed = Speed(self._goodput, transfers, self._unit, self._flops, device.peak_flops())
@@ -403,11 +396,10 @@ class Run:
         if self._stop_signal:
             self._close()
             self._dir.check()
-            done = (
-                f"saved after step {self._step}" if self._step else "before the first step: there was nothing to save"
-            )
+            done, how = f"saved after step {self._step}", "must"
+            if not self._step:
+                done, how = "before the first step: there was nothing to save", "auto"
             self.print(f"stopped by {self._stop.reason(self._stop_signal)}, {done}")
-            how = "must" if self._step else "auto"
             self.print(f"to go on, repeat the command with --run_dir {self._shown_place} --resume {how}")
             return 128 + self._stop_signal
         with self._goodput.phase("checkpoint"):

@@ -12,8 +12,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from tpu_utils import device
 from tpu_utils.base.errors import SaveError
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.base.writing import checksum_of, sync_folder, write_atomically
 from tpu_utils.checkpoint.state import (
     FORMAT,
@@ -23,7 +26,6 @@ from tpu_utils.checkpoint.state import (
     WHOLE_FILE,
     Entry,
     HostCopy,
-    copy_to_host,
     index_as_json,
     kind_of,
     num_bytes,
@@ -198,7 +200,7 @@ class Checkpoints:
             peers.from_first(lambda: self._make(aside, copy))
             written = []
             if copy.sharded:
-                from tpu_utils.checkpoint.sharded_tensors import write_shards  # only here, as below
+                from tpu_utils.checkpoint.sharded_tensors import write_shards
 
                 own = write_shards(copy, aside, self.path(copy.step), self._peers.index, self._mirror)
                 with peers.patient():
@@ -291,3 +293,21 @@ def has_room(folder: Path, num_bytes: int) -> bool:
     found = os.statvfs(folder)
     inodes = found.f_files == 0 or found.f_favail >= 8  # 0: a file system that does not count them
     return inodes and found.f_bavail * found.f_frsize >= num_bytes
+
+
+def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, Any], first: bool = True) -> HostCopy:
+    """Waits for the device. first: the process that writes what is not sharded."""
+    copy = HostCopy(step, values)
+    for path, tensor in tensors.items():
+        shards = device.wrap_if_sharded(tensor).local_shards if device.is_sharded(tensor) else []
+        if shards and shards[0].data.shape != tensor.shape:
+            from tpu_utils.checkpoint.sharded_tensors import own_shards  # only where there are some, as below
+
+            copy.sharded[path], copy.shards[path] = kind_of(tensor), own_shards(shards)
+        elif first and shards:  # a mesh of one device
+            copy.whole[path] = shards[0].data.contiguous()
+        elif first:
+            # a copy, also of what is on the host already: the next step may change it
+            on_host = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+            copy.whole[path] = on_host.contiguous()
+    return copy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint, PassingError
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint.saved import Saved, check_alike, read_checkpoint, read_marker, sizes_of_files
 from tpu_utils.checkpoint.sharded_tensors import put_sharded

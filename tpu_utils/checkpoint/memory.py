@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_utils.base.errors import InputError, SaveError
 from tpu_utils.base.files import open_regular, read_json
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.base.restarts import memory_folder
 from tpu_utils.base.writing import checksum_of, sync_folder, write_atomically
 from tpu_utils.checkpoint import Checkpoints, remove

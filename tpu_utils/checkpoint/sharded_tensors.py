@@ -14,12 +14,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_utils import device
-from tpu_utils.checkpoint.state import Entry, HostCopy, shard_file, unpadded, write_tensors
+from tpu_utils.checkpoint.state import Entry, HostCopy, shard_file, write_tensors
 
 if TYPE_CHECKING:
     from tpu_utils.remote.storage import Mirror
 
 SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_dir that all of them share, or gs://"
+
+
+def own_shards(shards: list) -> dict[tuple[int, ...], torch.Tensor]:
+    """Those of a tensor that this process writes, by offsets."""
+    own = (unpadded(shard) for shard in shards if _is_mine(shard))
+    return {offsets: values.contiguous() for offsets, values in own}
+
+
+def _is_mine(shard) -> bool:
+    """Whether this shard is written: it is replica 0 of equal ones, and more than padding."""
+    return shard.replica_id == 0 and all(along.stop > along.start for along in shard.indices)
+
+
+def unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
+    """(offsets, view of the values) of a shard. Only the last one along an axis has padding, behind its values."""
+    values = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
+    return tuple(along.start for along in shard.indices), values
 
 
 def shards_by_path(copy: HostCopy, file: str) -> dict[str, list[dict[str, Any]]]:

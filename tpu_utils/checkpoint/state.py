@@ -194,35 +194,6 @@ class HostCopy:
         self.whole, self.shards = {}, {}
 
 
-def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, Any], first: bool = True) -> HostCopy:
-    """Waits for the device. first: the process that writes what is not sharded."""
-    copy = HostCopy(step, values)
-    for path, tensor in tensors.items():
-        shards = device.wrap_if_sharded(tensor).local_shards if device.is_sharded(tensor) else []
-        if shards and shards[0].data.shape != tensor.shape:
-            copy.sharded[path] = kind_of(tensor)
-            own = (unpadded(shard) for shard in shards if _is_mine(shard))
-            copy.shards[path] = {offsets: values.contiguous() for offsets, values in own}
-        elif first and shards:  # a mesh of one device
-            copy.whole[path] = shards[0].data.contiguous()
-        elif first:
-            # a copy, also of what is on the host already: the next step may change it
-            on_host = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
-            copy.whole[path] = on_host.contiguous()
-    return copy
-
-
-def _is_mine(shard) -> bool:
-    """Whether this shard is written: it is replica 0 of equal ones, and more than padding."""
-    return shard.replica_id == 0 and all(along.stop > along.start for along in shard.indices)
-
-
-def unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
-    """(offsets, view of the values) of a shard. Only the last one along an axis has padding, behind its values."""
-    values = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
-    return tuple(along.start for along in shard.indices), values
-
-
 @dataclass
 class Beginning:
     """Where a run begins: after the last step of a checkpoint, or at its start."""

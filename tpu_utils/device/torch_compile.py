@@ -90,10 +90,6 @@ def is_spmd() -> bool:
     return False
 
 
-def use_spmd() -> None:
-    """One device needs no mesh."""
-
-
 def wait_device_ops() -> None:
     if DEVICE_TYPE != "cpu":
         torch.accelerator.synchronize()
@@ -169,10 +165,6 @@ class Mesh:
         return dict(zip(self.axis_names, self.mesh_shape, strict=True))
 
 
-def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: tuple) -> None:
-    """A tensor is whole on one device; on several, parameters are shards from the start (language/xla/shards.py)."""
-
-
 class BatchSharding:
     """A process reads its own rows of a batch."""
 
@@ -197,18 +189,6 @@ def pending_operation(tensor: torch.Tensor) -> str:
     return ""
 
 
-def mark_sharding_with_gradients(tensor: torch.Tensor, mesh: Mesh, spec: tuple) -> torch.Tensor:
-    return tensor
-
-
-def get_global_mesh() -> None:
-    """None: one device."""
-
-
-def set_global_mesh(mesh: Mesh | None) -> None:
-    pass
-
-
 def sharding_spec(tensor: torch.Tensor) -> str:
     """DTensor's words; "": none."""
     return str(tensor.placements) if is_sharded(tensor) else ""
@@ -221,18 +201,6 @@ def register(name: str, function: Callable) -> Callable:
         raise InputError(f"{name} needs torch_xla, which is not installed")
 
     return refused
-
-
-def optimization_barrier_(tensors: list[torch.Tensor]) -> None:
-    """Nothing moves where operations run in their order."""
-
-
-def place_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """It stays where it is."""
-    return tensor
-
-
-place_to_device = place_to_host
 
 
 def wrap_if_sharded(tensor: torch.Tensor) -> Any:
@@ -261,14 +229,6 @@ def get_rng_state() -> int:
     return torch.initial_seed()
 
 
-def set_rng_state(seed: int) -> None:
-    """torch.manual_seed() has seeded the device, and steps draw nothing from it."""
-
-
-def set_mat_mul_precision(precision: str) -> None:
-    torch.set_float32_matmul_precision(precision)
-
-
 def TraceMe(name: str, **_: Any) -> AbstractContextManager:
     return torch.profiler.record_function(name)
 
@@ -294,3 +254,20 @@ def init_process_group(*_: Any, **__: Any) -> None:
 
 
 all_reduce = broadcast_master_param = sync = init_process_group
+set_mat_mul_precision = torch.set_float32_matmul_precision
+
+
+def nothing(*_: Any) -> None:
+    """What XLA has to be told: of meshes and shardings (parameters are shards from the start: language/xla/shards.py),
+    of an order, and of a seed (torch.manual_seed() has seeded the device, and steps draw nothing from it)."""
+
+
+use_spmd = mark_sharding = get_global_mesh = set_global_mesh = optimization_barrier_ = set_rng_state = nothing
+
+
+def unchanged(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """It stays as and where it is."""
+    return tensor
+
+
+place_to_host = place_to_device = mark_sharding_with_gradients = unchanged

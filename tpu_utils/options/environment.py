@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tpu_utils.base.errors import DeviceError, InputError, run_script
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.options.parsing import Options, parse_command_line
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import read_json
 from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.fields import (
     check_class,
@@ -186,15 +185,6 @@ def names_a_place(run_dir: str) -> bool:
     """Whether it is a local folder or gs://BUCKET/FOLDER, and no other address."""
     folder_in_bucket = r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?"
     return not re.match(r"\w+:/", run_dir) or re.fullmatch(folder_in_bucket, run_dir) is not None
-
-
-def run_id_in(run_dir: Path) -> str:
-    """The id of the run in a directory, which its checkpoints name too; "" for none, or if config.json is damaged."""
-    try:
-        run_id = read_json(run_dir / "config.json", "the options of a run").get("run_id")
-    except InputError:
-        return ""
-    return run_id if isinstance(run_id, str) else ""
 
 
 def write_config(run_dir: Path, run: dict[str, Any]) -> None:

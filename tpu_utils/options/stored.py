@@ -89,3 +89,12 @@ def read_config(run_dir: str) -> tuple[str, dict[str, Any] | None]:
         content = read_object(run_dir, "config.json", OPTIONS, MOST_BYTES)
         return name, None if content is None else parse_object(content, name, OPTIONS)
     return name, read_json(Path(name), OPTIONS, MOST_BYTES) if os.path.lexists(name) else None
+
+
+def run_id_in(run_dir: Path) -> str:
+    """The id of the run in a directory, which its checkpoints name too; "" for none, or if config.json is damaged."""
+    try:
+        run_id = read_json(run_dir / "config.json", "the options of a run").get("run_id")
+    except InputError:
+        return ""
+    return run_id if isinstance(run_id, str) else ""

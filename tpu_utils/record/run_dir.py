@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.base.writing import write_atomically
-from tpu_utils.options.parsing import run_id_in
 from tpu_utils.options.train_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -159,7 +158,14 @@ class RunDir:
 
             self.mirror = Mirror(config.run_dir, config.resume, self.folder, self._peers)
             self.folder = self.mirror.folder  # each process has its own
-        self.run_id = self._peers.from_first(lambda: run_id_in(self.folder))
+        self.run_id = self._peers.from_first(self._read_run_id)
+
+    def _read_run_id(self) -> str:
+        if not (self.folder / "config.json").exists():
+            return ""
+        from tpu_utils.options.stored import run_id_in  # only where there is a run
+
+        return run_id_in(self.folder)
 
     def check(self) -> None:
         """Raises SaveError, on all processes, when the path no longer leads to the folder that was locked."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tpu_utils.base.clock import Goodput
+from tpu_utils.base.process import Goodput
 from tpu_utils.device import IS_XLA, compile_step, graphs_compiled, operations_on_host
 from tpu_utils.step.optim import settle
 from tpu_utils.step.seen import Seen, held_by_modules, numbers_in, shape_of, state_sizes

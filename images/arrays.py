@@ -6,7 +6,7 @@ and scaled on the device: uint8 is a quarter of the bytes of float32.
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -31,8 +31,7 @@ class ImageDataset:
     """Examples (N, ...) and their labels (N, ...): arrays in memory, or files mapped by np.load(path, mmap_mode="r").
 
     Images: any kind of number and any shape, both the same in the two sets; of pictures (N, H, W) or, channels first,
-    (N, C, H, W). Labels: whole numbers from 0 are classes, IGNORED none of them; floats are targets of a
-    regression.
+    (N, C, H, W). Labels: whole numbers from 0 are classes, IGNORED none of them; floats are targets of a regression.
     Raises InputError that names the array, what was found there, what was expected, and what to do.
     """
 
@@ -47,11 +46,8 @@ class ImageDataset:
     """Best possible expected cross-entropy in nats, in closed form; None where nobody knows it."""
 
     def __post_init__(self):
-        for field in fields(self):
-            if field.name.endswith(("images", "labels")):  # frozen: set once, here
-                object.__setattr__(
-                    self, field.name, as_numbers(f"{self.name}: {field.name}", getattr(self, field.name))
-                )
+        for name in ("train_images", "train_labels", "test_images", "test_labels"):  # frozen: set once, here
+            object.__setattr__(self, name, as_numbers(f"{self.name}: {name}", getattr(self, name)))
         check_pair(f"{self.name}: train", self.train_images, self.train_labels)
         check_pair(f"{self.name}: test", self.test_images, self.test_labels)
         check_same_kind(f"{self.name}: images", self.train_images, self.test_images)
@@ -193,18 +189,15 @@ class ExampleRandom:
     """Random numbers, one for each example of a global batch: they do not depend on how many parts it is read in."""
 
     def __init__(self, seed: list[int], size: int, part: int = 0, num_parts: int = 1):
-        self._rng = np.random.default_rng(seed)
-        self._size = size
-        self._part = part
-        self._num_parts = num_parts
+        self._rng, self._size, self._own = np.random.default_rng(seed), size, slice(part, None, num_parts)
 
     def integers(self, low: int, high: int) -> np.ndarray:
         """(B,) whole numbers from low to high - 1."""
-        return self._rng.integers(low, high, self._size)[self._part :: self._num_parts]
+        return self._rng.integers(low, high, self._size)[self._own]
 
     def random(self) -> np.ndarray:
         """(B,) floats in [0, 1)."""
-        return self._rng.random(self._size)[self._part :: self._num_parts]
+        return self._rng.random(self._size)[self._own]
 
 
 def random_shift(images: np.ndarray, draw: ExampleRandom, max_shift: int) -> np.ndarray:

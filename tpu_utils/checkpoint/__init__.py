@@ -169,15 +169,9 @@ class Checkpoints:
             )
 
     def _check_own_space(self, copy: HostCopy) -> None:
-        """Raises SaveError on all processes when one of them has no room for what it is to write."""
-        problem = None
-        try:
-            self._check_space(copy.step, self._room_for(copy))
-        except SaveError as error:
-            problem = str(error)
-        for said in self._peers.gather(problem):
-            if said:
-                raise SaveError(str(said))
+        from tpu_utils.checkpoint.sharded_tensors import raise_on_all  # only here, as below
+
+        raise_on_all(self._peers, lambda: self._check_space(copy.step, self._room_for(copy)))
 
     def _room_for(self, copy: HostCopy) -> int:
         """Bytes that this process is to write."""
@@ -301,7 +295,7 @@ def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, 
     for path, tensor in tensors.items():
         shards = device.wrap_if_sharded(tensor).local_shards if device.is_sharded(tensor) else []
         if shards and shards[0].data.shape != tensor.shape:
-            from tpu_utils.checkpoint.sharded_tensors import own_shards  # only where there are some, as below
+            from tpu_utils.checkpoint.sharded_tensors import own_shards
 
             copy.sharded[path], copy.shards[path] = kind_of(tensor), own_shards(shards)
         elif first and shards:  # a mesh of one device

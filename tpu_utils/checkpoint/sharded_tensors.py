@@ -14,12 +14,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_utils import device
+from tpu_utils.base.errors import SaveError
+from tpu_utils.base.process import Peers
 from tpu_utils.checkpoint.state import Entry, HostCopy, shard_file, write_tensors
 
 if TYPE_CHECKING:
     from tpu_utils.remote.storage import Mirror
 
 SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_dir that all of them share, or gs://"
+
+
+def raise_on_all(peers: Peers, check: Callable[[], None]) -> None:
+    """Raises SaveError on all processes where check() does on one of them."""
+    problem = None
+    try:
+        check()
+    except SaveError as error:
+        problem = str(error)
+    for said in filter(None, peers.gather(problem)):
+        raise SaveError(str(said))
 
 
 def own_shards(shards: list) -> dict[tuple[int, ...], torch.Tensor]:

@@ -13,7 +13,6 @@ from torch._dynamo import config, lookup_backend
 from tpu_utils.base.errors import RecompileError
 from tpu_utils.device.against_eager import first_call
 from tpu_utils.device.batch_norm import average_as_pytorch
-from tpu_utils.device.torch_compile import DEVICE_TYPE, IS_GPU
 
 config.trace_autograd_ops = True  # loss.backward() becomes a part of the graph
 # torch keeps Dynamo out of it; its body, which sets gradients to None, is traced
@@ -26,26 +25,23 @@ warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", User
 _compiler = "auto"
 
 
-def choose_compiler(name: str, deterministic: bool) -> None:
-    """inductor, eager, or auto, of the steps that this process compiles from now on.
-
-    deterministic: a GPU's kernels give the same bits each time, so that a resumed run ends bit-identical.
-    """
+def choose_compiler(name: str) -> None:
+    """inductor, eager, or auto, of the steps that this process compiles from now on."""
     global _compiler
     _compiler = name
-    if IS_GPU:
-        from tpu_utils.device.gpu import prepare  # only for a GPU, as below
-
-        prepare(deterministic)
 
 
-def compile_step(function: Callable, begin: Callable, settle: Callable[[torch.optim.Optimizer], None]) -> Callable:
+def compile_step(
+    function: Callable, begin: Callable, settle: Callable[[torch.optim.Optimizer], None], device_type: str
+) -> Callable:
     """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor.
 
     begin: called before each call. settle: called with each optimizer among the arguments, before that.
     """
     average_as_pytorch()  # momentum=None without a read
-    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
+    compiled = torch.compile(
+        function, fullgraph=True, dynamic=False, backend=functools.partial(_compile_graph, device_type)
+    )
     is_first = True
 
     def in_one_graph(*arguments, **keywords):
@@ -70,16 +66,16 @@ def compile_step(function: Callable, begin: Callable, settle: Callable[[torch.op
     return call
 
 
-def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+def _compile_graph(device_type: str, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
     """By torch_tpu, inductor, or torch's own that runs it. Raises RecompileError for .item(), which Dynamo takes in."""
     for node in graph.graph.nodes:
         if node.target == "item":
             raise RecompileError(f"it reads a tensor\n{node.stack_trace}")
-    if DEVICE_TYPE == "tpu":
+    if device_type == "tpu":
         return lookup_backend("tpu")(graph, inputs)
-    if _compiler == "eager" or (_compiler == "auto" and not IS_GPU):
+    if _compiler == "eager" or (_compiler == "auto" and device_type != "cuda"):
         return lookup_backend("eager")(graph, inputs)
-    from tpu_utils.device.gpu import INDUCTOR, Replayed
+    from tpu_utils.device.gpu import INDUCTOR, Replayed  # its settings serve the CPU too
 
     compiled = lookup_backend("inductor")(graph, inputs, config_patches=dict(INDUCTOR))
     on_gpu = all(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)

@@ -47,10 +47,15 @@ if not hasattr(torch._dynamo.config, "trace_autograd_ops"):  # what it computes 
 
 
 def choose_compiler(name: str, deterministic: bool) -> None:
-    """As dynamo.choose_compiler()."""
-    from tpu_utils.device import dynamo
+    """As dynamo.choose_compiler(). deterministic: a GPU's kernels give the same bits each time, so that a resumed run
+    ends bit-identical."""
+    from tpu_utils.device import dynamo  # not read beside torch_xla, as below
 
-    dynamo.choose_compiler(name, deterministic)
+    dynamo.choose_compiler(name)
+    if IS_GPU:
+        from tpu_utils.device.gpu import prepare  # only for a GPU
+
+        prepare(deterministic)
 
 
 def device_type() -> str:
@@ -111,9 +116,9 @@ def compile_step(
     function: Callable, begin: Callable = lambda: None, settle: Callable[[torch.optim.Optimizer], None] = lambda _: None
 ) -> Callable:
     """As dynamo.compile_step()."""
-    from tpu_utils.device import dynamo  # not read beside torch_xla, as below
+    from tpu_utils.device import dynamo
 
-    return dynamo.compile_step(function, begin, settle)
+    return dynamo.compile_step(function, begin, settle, DEVICE_TYPE)
 
 
 def graphs_compiled() -> int:

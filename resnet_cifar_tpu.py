@@ -19,9 +19,8 @@ Expect:  quick_test: 90.97 % of 2,048 test pictures: the best possible, since
 import sys
 from functools import partial
 
-from config import CifarConfig
 from images.arrays import TrainBatches, check_divisible, eval_batches, random_flip, random_shift
-from images.cifar import check_files, load_dataset
+from images.cifar import CifarConfig, check_files, load_dataset
 from tpu_utils.base.errors import run_script
 from tpu_utils.options.environment import command_line, meet_hosts
 

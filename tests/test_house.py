@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "language": {"config", "tpu_utils"},
     "tpu_compiler": {"config", "tpu_utils"},
     "tools": TOOLS,
-    "cluster": {"config", "language", "tpu_compiler", "tpu_utils"},
+    "cluster": {"config", "images", "language", "tpu_compiler", "tpu_utils"},
     "browser": {"language", "tpu_utils"},
     "lessons": {"config", "images", "language", "tpu_compiler", "tpu_utils"},  # but for what is told to import nothing
     **{script: IMAGE_SCRIPT for script in MOST_LINES if script != "transformer_tpu"},

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from processes import ROOT, run
 
-from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, MnistConfig
+from config import DdpMnistConfig, DistributedMnistConfig, MnistConfig
+from images.cifar import CifarConfig
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.options.fields import FREE, Range, field_docs, hints_of, marks, plain  # noqa: F401 - FREE in an annotation as text

@@ -38,10 +38,8 @@ def load_dataset(config: MnistConfig) -> ImageDataset:
 
 
 def load_digits() -> ImageDataset:
-    """scikit-learn's 1,797 handwritten digits, 8 x 8; every class gives a fifth of its images to the test set.
-
-    Source: UCI "Optical Recognition of Handwritten Digits" test set, as shipped inside scikit-learn.
-    """
+    """scikit-learn's 1,797 handwritten digits, 8 x 8; every class gives a fifth of its images to the test set. Source:
+    UCI "Optical Recognition of Handwritten Digits" test set, as shipped inside scikit-learn."""
     from sklearn.datasets import load_digits as sklearn_digits
     from sklearn.model_selection import train_test_split
 

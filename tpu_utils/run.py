@@ -26,7 +26,7 @@ from tpu_utils.checkpoint.state import Beginning, Tracked
 from tpu_utils.options.parsing import as_json, write_config
 from tpu_utils.record.log import RunLog, print_summary
 from tpu_utils.record.metrics import finite_means, first_not_finite
-from tpu_utils.record.run_dir import RunDir, check_same_options
+from tpu_utils.record.run_dir import RunDir
 from tpu_utils.step.graphs import OneGraph, StepWatch
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ class Run:
         """
         never_fail_to_print()  # run_script does it too, before the seconds of imports
         self.config, self.peers, self._join = config, hosts or Peers(), join
-        self.evaluation: dict[str, float] = {}
-        """Fields of the last evaluation, also of one before a resumption."""
+        self.evaluation: dict[str, float] = {}  # the last one, also one before a resumption
         self.examples: tuple | None = None
         """From check_model(): a few examples to try a step on, the script's evaluate(), the model, its FLOPs."""
         self._goodput = Goodput(tpu_utils.STARTED, device.TraceMe)
@@ -106,10 +105,14 @@ class Run:
         self._position = getattr(batches, "position", None)
         self._loss_floor = getattr(dataset, "loss_floor", None)
         self._stop.watch_metadata()
-        check_same_options(config, self.peers)
+        if self.peers.count > 1:
+            from tpu_utils.options.stored import check_same_options  # only here
+
+            check_same_options(config, self.peers)
         self._dir = RunDir(self.peers)
         self._dir.open(config)
         folder, run_id = self._dir.folder / "checkpoints", self._dir.run_id
+        self._shown_place = config.run_dir or str(self._dir.folder)  # as the user names it
         self._checkpoints = Checkpoints(folder, config.keep_checkpoints, self.peers, self._dir.mirror, run_id)
         # what a checkpoint belongs to
         self._run = {**as_json(config), "data": dataset.description, "data_crc32": dataset.fingerprint()}
@@ -141,11 +144,6 @@ class Run:
     def first_step(self) -> int:
         """Steps done before this process."""
         return self._begun.step
-
-    @property
-    def _shown_place(self) -> str:
-        """The run directory as the user names it."""
-        return self.config.run_dir or str(self._dir.folder)
 
     def print(self, text: str) -> None:
         """Print on the first process of the run only."""
@@ -276,7 +274,7 @@ class Run:
         with self._goodput.phase(name), self._speed.transfers.left_out() if self._speed else contextlib.nullcontext():
             try:
                 yield
-            except Exception:  # whatever it is, it is raised again
+            except Exception:
                 if self._speed and self.peers.count == 1:  # where there are several, the others may not come here
                     self.print(f"saved      after step {self._under_way}, where the {name} fails")
                     self.save(self._under_way)
@@ -286,10 +284,8 @@ class Run:
         return step % self.config.log_every == 0 or step == self.num_steps
 
     def log(self, step: int, **fields: float) -> None:
-        """A train line: the means of the metrics over the steps since the last one, fields, and the throughput.
-
-        Raises NonFiniteError, and SaveError if a save in the background has failed or the run directory is gone.
-        """
+        """A train line: the means of the metrics over the steps since the last one, fields, and the throughput. Raises
+        NonFiniteError, and SaveError if a save in the background has failed or the run directory is gone."""
         self._dir.check()
         values = self._read_metrics(step)
         for place in filter(None, (self._checkpoints, self._memory)):
@@ -407,7 +403,6 @@ class Run:
         self._dir.check()
         self._goodput.enter("other")
         memory, metrics = device.device_memory(self.device), self._tracked.metrics
-        named = {"accuracy": "test_accuracy"}  # the summary's word for it
         summary = {
             "steps": self._step,
             "train_graphs": self._watch.graphs(training=True),
@@ -415,7 +410,7 @@ class Run:
             **self._speed.transfers.per_step,
             "skipped_steps": metrics.skipped_steps if metrics else 0,
             "hbm_peak_bytes": memory and memory["peak_bytes_used"],  # on one device; None: unknown
-            **{named.get(name, name): value for name, value in self.evaluation.items()},
+            **{"test_accuracy" if name == "accuracy" else name: value for name, value in self.evaluation.items()},
             "loss_floor": self._loss_floor,
             **results,
             **({"best_step": self._best and self._best["step"]} if self.config.keep_best else {}),

@@ -119,18 +119,14 @@ def _watch_for_stalls(ref: weakref.ref, stall_seconds: float) -> None:
 
 
 class Peers:
-    """The processes of a run, and what they must agree on. In this class there is one process.
-
-    index: of this process. count: of all. All processes make the same calls in the same order.
-    """
+    """The processes of a run, and what they must agree on. In this class there is one process. index: of this process.
+    count: of all. All processes make the same calls in the same order."""
 
     index, count = 0, 1
 
     def with_own_links(self) -> "Peers":
-        """The same processes over new connections, for a thread: on shared ones messages of two threads would mix.
-
-        All processes must call it.
-        """
+        """The same processes over new connections, for a thread: on shared ones messages of two threads would mix. All
+        processes must call it."""
         return self
 
     def patient(self) -> contextlib.AbstractContextManager:

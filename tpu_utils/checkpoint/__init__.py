@@ -87,9 +87,7 @@ class Checkpoints:
 
     def newest(self) -> int | None:
         """The step of the newest one, None without any. Waits for the save under way, whose failure is raised later.
-
-        All processes must call it.
-        """
+        All processes must call it."""
 
         def ended() -> int | None:
             self._join()
@@ -223,10 +221,8 @@ class Checkpoints:
             self._mirror.unmark(self.path(copy.step))  # others are about to upload their parts
 
     def _finish(self, copy: HostCopy, aside: Path, written: list[dict[str, Any]], elsewhere: dict[str, int]) -> None:
-        """When all shards are written: write the rest and the marker, remove the oldest steps.
-
-        elsewhere: files of other processes that need not be in this folder, and their bytes.
-        """
+        """When all shards are written: write the rest and the marker, remove the oldest steps. elsewhere: files of
+        other processes that need not be in this folder, and their bytes."""
         target = self.path(copy.step)
         files = {one["name"]: one["sums"] for one in written}
         entries = {path: Entry(kind_of(tensor)) for path, tensor in copy.whole.items()}
@@ -257,9 +253,7 @@ class Checkpoints:
 
     def _prune(self, step: int, best: int | None) -> None:
         """Remove all before the newest `keep` up to this step, except best. This step's files were just read back.
-
-        Later steps stay: they are damaged ones that a resumed run fell back from, and it has not reached them again.
-        """
+        Later steps stay: they are damaged ones that a resumed run fell back from, and it has not reached them again."""
         kept = {best, *[other for other in self.steps() if other <= step][-self.keep :]}
         for other, folder in step_folders(self.folder):
             if other < step and other not in kept:  # also what a kill left without its marker

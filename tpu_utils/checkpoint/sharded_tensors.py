@@ -7,7 +7,7 @@ devices need, whatever mesh they were written from.
 import itertools
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,28 @@ import torch
 from tpu_utils import device
 from tpu_utils.base.errors import SaveError
 from tpu_utils.base.process import Peers
-from tpu_utils.checkpoint.state import Entry, HostCopy, shard_file, write_tensors
+from tpu_utils.checkpoint.state import Entry, HostCopy, write_tensors
 
 if TYPE_CHECKING:
     from tpu_utils.remote.storage import Mirror
 
 SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_dir that all of them share, or gs://"
+
+
+def shard_file(index: int) -> str:
+    """The file with the shards of a process."""
+    return f"shards_{index:05d}.safetensors"
+
+
+def shard_name(path: str, offsets: Iterable[int]) -> str:
+    """The name of a shard in its file."""
+    return f"{path}@{','.join(map(str, offsets))}"
+
+
+def shards_of(copy: HostCopy) -> dict[str, torch.Tensor]:
+    """The tensors in this process's file of shards."""
+    found = ((path, offsets, shard) for path, shards in copy.shards.items() for offsets, shard in shards.items())
+    return {shard_name(path, offsets): shard for path, offsets, shard in found}
 
 
 def raise_on_all(peers: Peers, check: Callable[[], None]) -> None:
@@ -72,7 +88,7 @@ def write_shards(copy: HostCopy, aside: Path, target: Path, index: int, mirror: 
             folder.mkdir(parents=True, exist_ok=True)
         elif not folder.is_dir():
             return {"problem": f"process {index} sees no {folder}; {SHARED_FOLDER}"}
-        sums = write_tensors(folder / name, copy.shard_file())
+        sums = write_tensors(folder / name, shards_of(copy))
         if apart:
             mirror.put(folder / name)
     except Exception as error:  # whatever it is: the others wait to hear

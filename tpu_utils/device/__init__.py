@@ -41,8 +41,7 @@ torch.__future__.set_swap_module_params_on_conversion(True)
 def start_device(config: "TrainConfig", join: Callable[[], Any] = lambda: None) -> tuple[torch.device, Any]:
     """Choose, start and seed the XLA device; set the precision of matrix products. Returns it, and what join returned.
 
-    join: use_spmd, or what joins a process group. It is called after the environment is settled and before a device
-    is touched.
+    join: use_spmd, or what joins a process group, once the environment is settled and before a device is touched.
     Call it before anything touches a device: PJRT_DEVICE is read once. Raises DeviceError instead of falling back.
     """
     chosen = choose_device(config)

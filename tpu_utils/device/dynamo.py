@@ -14,15 +14,28 @@ from tpu_utils.base.errors import RecompileError
 from tpu_utils.device.against_eager import first_call
 from tpu_utils.device.batch_norm import average_as_pytorch
 
-config.trace_autograd_ops = True  # loss.backward() becomes a part of the graph
-# torch keeps Dynamo out of it; its body, which sets gradients to None, is traced
-torch.optim.Optimizer.zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # step() of any optimizer records its name for a profiler
-# a sum over two axes of a mesh is one after the other, and a rate (1,) beside a DTensor is the same everywhere
-logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
-
 _compiler = "auto"
+
+
+def _prepare() -> None:
+    config.trace_autograd_ops = True  # loss.backward() becomes a part of the graph
+    # torch keeps Dynamo out of it; its body, which sets gradients to None, is traced
+    torch.optim.Optimizer.zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    # step() of any optimizer records its name for a profiler
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    # a sum over two axes of a mesh is one after the other, and a rate (1,) beside a DTensor is the same everywhere
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
+
+
+def settle(optimizer: torch.optim.Optimizer, keep_rates: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Make its groups what step 1 makes of them, which calls keep_rates: else step 2 would be another graph."""
+    keep_rates(optimizer)
+    on_device: dict[int, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        group.setdefault("capturable", True)  # Dynamo sets it
+        if isinstance(rate := group["lr"], torch.Tensor):  # the step puts its own there, one for all groups
+            group["lr"] = on_device.setdefault(id(rate), rate.to(group["params"][0].device))
 
 
 def choose_compiler(name: str) -> None:
@@ -32,12 +45,13 @@ def choose_compiler(name: str) -> None:
 
 
 def compile_step(
-    function: Callable, begin: Callable, settle: Callable[[torch.optim.Optimizer], None], device_type: str
+    function: Callable, begin: Callable, keep_rates: Callable[[torch.optim.Optimizer], None], device_type: str
 ) -> Callable:
     """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor.
 
-    begin: called before each call. settle: called with each optimizer among the arguments, before that.
+    begin: called before each call. keep_rates: as settle() takes it, for each optimizer among the arguments.
     """
+    _prepare()
     average_as_pytorch()  # momentum=None without a read
     compiled = torch.compile(
         function, fullgraph=True, dynamic=False, backend=functools.partial(_compile_graph, device_type)
@@ -57,7 +71,7 @@ def compile_step(
     def call(*arguments, **keywords):
         nonlocal is_first
         for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
-            settle(optimizer)
+            settle(optimizer, keep_rates)
         if not is_first:
             return in_one_graph(*arguments, **keywords)
         is_first = False

@@ -38,6 +38,7 @@ READ_ERROR_MARKERS = ()  # compile_step() says it itself
 ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile; its speed says nothing"
 IS_XLA = False
 BACKEND = "torch.compile"
+TRACE_VIEWER = "open the newest .json file of {} in ui.perfetto.dev"
 
 if not hasattr(torch._dynamo.config, "trace_autograd_ops"):  # what it computes by it is compared: against_eager.py
     raise ImportError(
@@ -47,8 +48,7 @@ if not hasattr(torch._dynamo.config, "trace_autograd_ops"):  # what it computes 
 
 
 def choose_compiler(name: str, deterministic: bool) -> None:
-    """As dynamo.choose_compiler(). deterministic: a GPU's kernels give the same bits each time, so that a resumed run
-    ends bit-identical."""
+    """As dynamo.choose_compiler(). deterministic: a GPU's kernels give the same bits each time."""
     from tpu_utils.device import dynamo  # not read beside torch_xla, as below
 
     dynamo.choose_compiler(name)
@@ -102,9 +102,7 @@ def wait_device_ops() -> None:
 
 def device_memory(device: torch.device) -> dict[str, int] | None:
     """{"bytes_used", "bytes_limit", "peak_bytes_used"} of a GPU. torch_tpu 0.2.0 has no public name for what is in use.
-
-    The comparison of a first call with eager PyTorch is not in the peak.
-    """
+    The comparison of a first call with eager PyTorch is not in the peak."""
     if not IS_GPU:
         return None
     from tpu_utils.device.gpu import memory
@@ -112,13 +110,11 @@ def device_memory(device: torch.device) -> dict[str, int] | None:
     return memory(device)
 
 
-def compile_step(
-    function: Callable, begin: Callable = lambda: None, settle: Callable[[torch.optim.Optimizer], None] = lambda _: None
-) -> Callable:
+def compile_step(function: Callable, begin: Callable = lambda: None, keep_rates: Callable = lambda _: None) -> Callable:
     """As dynamo.compile_step()."""
     from tpu_utils.device import dynamo
 
-    return dynamo.compile_step(function, begin, settle, DEVICE_TYPE)
+    return dynamo.compile_step(function, begin, keep_rates, DEVICE_TYPE)
 
 
 def graphs_compiled() -> int:
@@ -222,11 +218,10 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def put(target: torch.Tensor, value: torch.Tensor) -> None:
     if is_sharded(target):
-        shards = wrap_if_sharded(target)
-        shards.load_local_shards_([shard._replace(data=value[shard.indices]) for shard in shards.local_shards])
-        return
-    with torch.no_grad():
-        target.copy_(value)
+        wrap_if_sharded(target).put(value)
+    else:
+        with torch.no_grad():
+            target.copy_(value)
 
 
 def get_rng_state() -> int:
@@ -236,9 +231,6 @@ def get_rng_state() -> int:
 
 def TraceMe(name: str, **_: Any) -> AbstractContextManager:
     return torch.profiler.record_function(name)
-
-
-TRACE_VIEWER = "open the newest .json file of {} in ui.perfetto.dev"
 
 
 _traces = []

@@ -1,7 +1,6 @@
 """Options of a script: frozen dataclasses with presets, checked, and the command line that they make. Imports no torch.
 
-A value is looked up in this order, the last one wins: the field's default, the preset, the level, the command line. A
-resumed run has its own config.json in place of the preset, unless --preset is given.
+The last one wins: a field's default, the preset, or config.json of a resumed run, the level, the command line.
 """
 
 import argparse

@@ -1,9 +1,22 @@
-"""Arguments of the tools that argparse reads, with the nearest name where one is misspelt. Imports no torch."""
+"""Arguments of the tools: by argparse, with the nearest name where one is misspelt, or by tyro. Imports no torch."""
 
 import argparse
+import sys
 from collections.abc import Sequence
+from typing import TypeVar
 
 from tpu_utils.options.fields import nearest
+
+Config = TypeVar("Config")
+
+
+def parse_options(kind: type[Config], description: str) -> Config:
+    """A dataclass of options that is no subclass of Options, for command_line()."""
+    import tyro  # only here, as in parsing.py
+
+    spec = sys.modules["__main__"].__spec__
+    name = f"python -m {spec.name}" if spec else None  # None: called by its file
+    return tyro.cli(kind, prog=name, description=description, use_underscores=True)
 
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str], hint: str = "") -> argparse.Namespace:

@@ -99,10 +99,8 @@ class RunLog:
         self._print(f"step {step:6d}/{self._bar.total}  {fields['prompt']!r}: {fields['text']!r}")
 
     def checkpoint(self, step: int, **fields: float) -> None:
-        """A checkpoint line. fields: wait_seconds of the step loop.
-
-        Call it before the checkpoint is written: all lines are on disk before a checkpoint says their steps are done.
-        """
+        """A checkpoint line. fields: wait_seconds of the step loop. Call it before the checkpoint is written: all lines
+        are on disk before a checkpoint says their steps are done."""
         self.write("checkpoint", step, **fields)
         if not self._silent:
             os.fsync(self._file.fileno())

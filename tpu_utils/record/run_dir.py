@@ -63,9 +63,7 @@ class RunLock:
 
     def check(self, run_dir: Path) -> None:
         """Raises SaveError unless the path still leads to the folder that is locked, in a process that holds the lock.
-
-        The open descriptor keeps the folder's inode from being given to a new folder.
-        """
+        The open descriptor keeps the folder's inode from being given to a new folder."""
         if not self._descriptors:
             return
         try:
@@ -102,9 +100,7 @@ def _holder(name: Path) -> str:
 
 def open_run_dir(config: TrainConfig, lock: RunLock | None = None) -> Path:
     """The run directory, made, locked and proved writable; of a gs:// directory the local folder that a Mirror uploads.
-
-    Raises InputError where it cannot be written, is in use by another run, or already holds one.
-    """
+    Raises InputError where it cannot be written, is in use by another run, or already holds one."""
     now = datetime.datetime.now()
     run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")
     if config.compile_for:
@@ -177,14 +173,3 @@ class RunDir:
 
     def close(self) -> None:
         self._lock.release()
-
-
-def check_same_options(config: TrainConfig, peers: Peers) -> None:
-    """Raises InputError, on all processes, where some found the options of the run to resume and others did not."""
-    found = peers.gather(bool(config.options_from))
-    if len(set(found)) > 1:
-        raise InputError(
-            f"process {found.index(True)} reads its options from config.json of run_dir {config.run_dir}, but "
-            f"process {found.index(False)} finds none there; give a folder that all hosts share, or gs://, or the "
-            "same options with --preset on all of them"
-        )

@@ -10,7 +10,7 @@ import torch
 
 from tpu_utils.base.process import Goodput
 from tpu_utils.device import IS_XLA, compile_step, graphs_compiled, operations_on_host
-from tpu_utils.step.optim import settle
+from tpu_utils.step.optim import keep_rate_ratios
 from tpu_utils.step.seen import Seen, held_by_modules, numbers_in, shape_of, state_sizes
 
 
@@ -30,7 +30,7 @@ class OneGraph:
         functools.update_wrapper(self, function)
         self.each_shape, self.couples_examples = each_shape, couples_examples
         self.watch, self.signature, self.is_tried = None, inspect.signature(function), False
-        self.compiled = compile_step(function, self._begin, settle)
+        self.compiled = compile_step(function, self._begin, keep_rate_ratios)
         """The step without the watch, for a call outside of a run. is_tried: it has run in plain PyTorch."""
 
     def _begin(self) -> None:

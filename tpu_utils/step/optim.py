@@ -161,16 +161,6 @@ def keep_rate_ratios(optimizer: torch.optim.Optimizer) -> None:
             group |= dict(lr_ratio=own / base, lr=torch.full((1,), own))  # a tensor, as the step puts there
 
 
-def settle(optimizer: torch.optim.Optimizer) -> None:
-    """Make its groups what step 1 makes of them: else step 2 would be another graph of torch.compile's."""
-    keep_rate_ratios(optimizer)
-    on_device: dict[int, torch.Tensor] = {}
-    for group in optimizer.param_groups:
-        group.setdefault("capturable", True)  # Dynamo sets it
-        if isinstance(rate := group["lr"], torch.Tensor):  # the step puts its own there, one for all groups
-            group["lr"] = on_device.setdefault(id(rate), rate.to(group["params"][0].device))
-
-
 def step_optimizer(
     optimizer: torch.optim.Optimizer, rate: torch.Tensor, finite: torch.Tensor, on_nonfinite: str
 ) -> torch.Tensor | None:

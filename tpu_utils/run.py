@@ -10,6 +10,7 @@ with Run(config, train_step, eval_step) as run:  # device, clock, watchdog, stop
 
 import contextlib
 import math
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -123,11 +124,15 @@ class Run:
             self.print(f"options    from {config.options_from}")
         self._begun = Beginning(self.num_steps)
         if not config.compile_for:
-            from tpu_utils.checkpoint.memory import open_memory  # only here
+            from tpu_utils.base.restarts import memory_folder  # only here
 
-            self._memory, step = open_memory(config, self._shown_place, self._checkpoints)
-            if step is not None:
-                self.print(f"memory     held the checkpoint of step {step}: it is in the run directory now")
+            held = os.path.lexists(memory_folder(self._shown_place, config.memory_dir))
+            if self.peers.largest(bool(config.save_memory_every or run_id or held)):
+                from tpu_utils.checkpoint.memory import open_memory  # not for a new run that saves on disk alone
+
+                self._memory, step = open_memory(config, self._shown_place, self._checkpoints)
+                if step is not None:
+                    self.print(f"memory     held the checkpoint of step {step}: it is in the run directory now")
         if config.resume != "never" and not config.compile_for:
             from tpu_utils.checkpoint.resume import find_beginning  # only for a run that is to go on
 

@@ -1,7 +1,5 @@
 """The checkpoints of a run directory, written: atomic, checked, and nothing but data: safetensors and JSON.
-
-tpu_utils.checkpoint.loading reads them.
-"""
+loading.py reads them."""
 
 import json
 import os

@@ -1,7 +1,5 @@
 """What a checkpoint holds: tensors of a training state by path, in host memory and in files of safetensors.
-
-A file is written here, with an index in JSON that says what is where. What is sharded over devices: sharded_tensors.py.
-"""
+An index in JSON says what is where. What is sharded over devices: sharded_tensors.py."""
 
 import math
 import os

@@ -1,7 +1,5 @@
 """The torch_xla backend: what scripts, models and the other rooms use of it, by torch_xla's own names and by functions.
-
-torch_compile.py has the same names for torch's own compiler.
-"""
+torch_compile.py has the same names for torch's own compiler."""
 
 # ruff: noqa: F401 (tpu_utils.device has them from here)
 

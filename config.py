@@ -91,7 +91,7 @@ class DdpMnistConfig(MnistConfig):
 
 
 CONFIGURATIONS = ("config:MnistConfig", "config:DistributedMnistConfig", "config:DdpMnistConfig")
-CONFIGURATIONS += ("images.cifar:CifarConfig", "language.options.transformer_options:TransformerConfig")
+CONFIGURATIONS += ("images.cifar_config:CifarConfig", "language.options.transformer_options:TransformerConfig")
 
 
 def main() -> int:

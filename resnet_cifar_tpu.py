@@ -20,7 +20,8 @@ import sys
 from functools import partial
 
 from images.arrays import TrainBatches, check_divisible, eval_batches, random_flip, random_shift
-from images.cifar import CifarConfig, check_files, load_dataset
+from images.cifar import check_files, load_dataset
+from images.cifar_config import CifarConfig
 from tpu_utils.base.errors import run_script
 from tpu_utils.options.environment import command_line, meet_hosts
 

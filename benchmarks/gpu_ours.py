@@ -113,7 +113,7 @@ def run_resnet(task: "Task") -> dict:
     import gpu_programs
     import torch
 
-    from images.cifar import CifarConfig
+    from images.cifar_config import CifarConfig
     from tpu_utils.device import start_device, wait_device_ops
     from tpu_utils.options.parsing import parse_command_line
     from tpu_utils.record.metrics import DeviceMetrics

@@ -21,7 +21,7 @@ CONFIGURATIONS = {
     "simple_mnist_tpu": "config:MnistConfig",
     "distributed_mnist_tpu": "config:DistributedMnistConfig",
     "ddp_mnist_tpu": "config:DdpMnistConfig",
-    "resnet_cifar_tpu": "images.cifar:CifarConfig",
+    "resnet_cifar_tpu": "images.cifar_config:CifarConfig",
     "transformer_tpu": "language.options.transformer_options:TransformerConfig",
 }
 COLUMNS = ("group", "option", "default", "values", "meaning", "free to change on resume")

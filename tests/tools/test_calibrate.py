@@ -19,7 +19,7 @@ from test_device import fake_pci
 
 import aot_tpu
 from config import DistributedMnistConfig, MnistConfig
-from images.cifar import CifarConfig
+from images.cifar_config import CifarConfig
 from language.options.transformer_options import TransformerConfig
 from tools import calibrate
 from tools.on_chip import bench, findings

@@ -19,7 +19,7 @@ import aot_tpu
 import config
 from benchmarks import budgets
 from config import DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistConfig
-from images.cifar import CifarConfig
+from images.cifar_config import CifarConfig
 from language.options.transformer_options import TransformerConfig
 from tools.generate import GenerateConfig
 from tpu_compiler import ask

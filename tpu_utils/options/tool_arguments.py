@@ -19,6 +19,12 @@ def parse_options(kind: type[Config], description: str) -> Config:
     return tyro.cli(kind, prog=name, description=description, use_underscores=True)
 
 
+def make_parser(tool: str, description: str) -> argparse.ArgumentParser:
+    """The description is shown as it stands; no name of an option can be abbreviated."""
+    kind = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"python -m {tool}", None, description, formatter_class=kind, allow_abbrev=False)
+
+
 def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str], hint: str = "") -> argparse.Namespace:
     """What the parser understands. An unknown argument ends the process with exit code 2, the name that is nearest, and
     the hint."""

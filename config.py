@@ -1,4 +1,4 @@
-"""Frozen configurations and presets of the image scripts, and what every script takes. Imports no torch.
+"""Frozen configurations and presets of the MNIST scripts, and what every image script takes. Imports no torch.
 
 Run:     python config.py            # every preset, resolved and checked:
                                      # each value, and where it came from
@@ -38,10 +38,8 @@ from tpu_utils.base.errors import run_script
 from tpu_utils.options.fields import FREE, Range, Seldom
 from tpu_utils.options.train_config import ON_TPU, DeviceOptions, TrainConfig
 
-# what presets have in common
-MNIST_98_9 = dict(dataset="mnist", num_epochs=10, learning_rate=3e-3, weight_decay=0.05, max_shift=2)
-SGD = dict(depth=8, optimizer="sgd", learning_rate=0.1, weight_decay=5e-4, max_shift=4)
-CIFAR_LONG = dict(optimization_level="aggressive", dataset="cifar10", num_epochs=100)
+# what two presets have in common
+MNIST_98_9 = ON_TPU | dict(dataset="mnist", num_epochs=10, learning_rate=3e-3, weight_decay=0.05, max_shift=2)
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,8 @@ class MnistConfig(ImageConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "quick_test": dict(num_epochs=40, learning_rate=4e-3, weight_decay=0.05, max_shift=1, warmup_steps=20),
         "development": dict(dataset="mnist", num_epochs=3, global_batch_size=128, warmup_steps=50, log_every=10),
-        "production": ON_TPU
-        | MNIST_98_9
-        | dict(run_dir="runs/mnist_production", global_batch_size=64, warmup_steps=100),
-        "distributed": ON_TPU
-        | MNIST_98_9
-        | dict(run_dir="runs/mnist_distributed", global_batch_size=256, warmup_steps=50),
+        "production": MNIST_98_9 | dict(run_dir="runs/mnist_production", global_batch_size=64, warmup_steps=100),
+        "distributed": MNIST_98_9 | dict(run_dir="runs/mnist_distributed", global_batch_size=256, warmup_steps=50),
     }
 
 
@@ -96,55 +90,14 @@ class DdpMnistConfig(MnistConfig):
     """Seconds to wait at the start for the other replicas."""
 
 
-@dataclass(frozen=True)
-class CifarConfig(DeviceOptions, ImageConfig):
-    """What resnet_cifar_tpu.py trains."""
-
-    dataset: Literal["stripes", "cifar10"] = "stripes"
-    """stripes: made, best accuracy known. cifar10: its binary files in data_dir."""
-    depth: Annotated[int, Range("[8, 1202]")] = 20
-    """Layers of the ResNet: 6 n + 2."""
-    width: Annotated[int, Range("[1, inf)")] = 16
-    """Channels of its first third; the next two have twice and four times as many."""
-    flip: bool = True
-    """Augmentation: half of the pictures are mirrored left to right, on the host."""
-
-    # stochastic gradient descent as He et al. 2015, section 4.2, with a cosine in place of the steps
-    presets: ClassVar[dict[str, dict[str, Any]]] = {
-        "quick_test": SGD | dict(num_epochs=4, warmup_steps=20),
-        "development": SGD | dict(dataset="cifar10", width=32, global_batch_size=128, num_epochs=3, warmup_steps=200),
-        "production": ON_TPU
-        | SGD
-        | CIFAR_LONG
-        | dict(run_dir="runs/cifar10_width_128", width=128, global_batch_size=128, warmup_steps=400, save_every=1000),
-        "distributed": ON_TPU
-        | SGD
-        | CIFAR_LONG
-        | dict(
-            run_dir="runs/cifar10_width_256",
-            width=256,
-            learning_rate=0.4,
-            global_batch_size=512,
-            warmup_steps=500,
-            save_every=500,
-        ),
-    }
-
-    def problems(self) -> list[str]:
-        if self.depth % 6 == 2:
-            return super().problems()
-        depth = self.depth // 6 * 6 + 2
-        return [*super().problems(), f"depth is {self.depth}; expected 6 n + 2; the nearest: {depth} or {depth + 6}"]
-
-
-CONFIGURATIONS = ("MnistConfig", "DistributedMnistConfig", "DdpMnistConfig", "CifarConfig")
+CONFIGURATIONS = ("config:MnistConfig", "config:DistributedMnistConfig", "config:DdpMnistConfig")
+CONFIGURATIONS += ("images.cifar_config:CifarConfig", "language.options.transformer_options:TransformerConfig")
 
 
 def main() -> int:
     from tpu_utils.options.presets import print_presets  # only here: a script that is run needs none of it
 
-    kinds = [f"config:{name}" for name in CONFIGURATIONS]
-    return print_presets([*kinds, "language.options.transformer_options:TransformerConfig"])
+    return print_presets(CONFIGURATIONS)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.device import DEVICE_TYPE, BatchSharding, Mesh, device_count, mark_sharding, send, use_spmd
 from tpu_utils.record.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.run import Run

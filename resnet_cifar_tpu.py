@@ -19,9 +19,9 @@ Expect:  quick_test: 90.97 % of 2,048 test pictures: the best possible, since
 import sys
 from functools import partial
 
-from config import CifarConfig
 from images.arrays import TrainBatches, check_divisible, eval_batches, random_flip, random_shift
 from images.cifar import check_files, load_dataset
+from images.cifar_config import CifarConfig
 from tpu_utils.base.errors import run_script
 from tpu_utils.options.environment import command_line, meet_hosts
 
@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.device import DEVICE_TYPE, BatchSharding, Mesh, device_count, send, use_spmd
 from tpu_utils.record.metrics import DeviceMetrics, labels_that_count
 from tpu_utils.run import Run

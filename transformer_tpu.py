@@ -45,7 +45,7 @@ from language.models.operations import is_likeliest, losses
 from language.models.routing import as_table, tokens_of_experts, with_routers
 from language.xla.loops import BATCH, sums_over_parts
 from language.xla.shards import first_row, inputs_and_targets, rows_of_all, total
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.device import BatchSharding, mark_sharding, send
 from tpu_utils.device.dropout import batch_keys
 from tpu_utils.record.metrics import DeviceMetrics

@@ -68,7 +68,7 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
     import torch
 
     from tpu_utils.checkpoint import Checkpoints
-    from tpu_utils.checkpoint.sharded_tensors import shards_by_path
+    from tpu_utils.checkpoint.sharded_tensors import shards_by_path, shards_of
     from tpu_utils.checkpoint.state import HostCopy, Kind, write_tensors
 
     checkpoints = Checkpoints(folder, 3, run_id="ours")
@@ -85,7 +85,7 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
         for index, (at, shard) in enumerate(shards.items()):
             name = f"shards_{index:05d}.safetensors"
             part = HostCopy(step, {}, {}, copy.sharded, {"model/sharded": {at: shard}})
-            sums = write_tensors(aside / name, part.shard_file())
+            sums = write_tensors(aside / name, shards_of(part))
             written.append({"name": name, "sums": sums, "shards": shards_by_path(part, name)})
         checkpoints._finish(copy, aside, written, {})
     return checkpoints
@@ -93,7 +93,7 @@ def make_checkpoints(folder: Path, megabytes: int = 1):
 
 def mark(folder: Path) -> None:
     """A done marker that fits the files."""
-    from tpu_utils.base.files import checksum_of
+    from tpu_utils.base.writing import checksum_of
 
     marker = json.loads((folder / "done").read_bytes())
     marker["files"] = {

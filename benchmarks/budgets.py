@@ -36,8 +36,9 @@ from benchmarks.children import ROOT, parser_for, report_of
 from language.options.transformer_options import TransformerConfig
 from tpu_compiler.compile.cache import from_json
 from tpu_utils.base.errors import InputError, run_script
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
 from tpu_utils.base.hardware import GIB, parse_topology
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.parsing import parse_command_line
 
 FILE = ROOT / "benchmarks" / "budgets.json"

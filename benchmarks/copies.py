@@ -37,7 +37,7 @@ from safetensors.torch import load_model  # noqa: E402
 from test_wrong_copies import COUNTS, MEANT, RIGHT, TRAINED, dataset_of  # noqa: E402
 
 from images.arrays import ImageDataset, TrainBatches, sent  # noqa: E402
-from tpu_utils.base.files import write_atomically  # noqa: E402
+from tpu_utils.base.writing import write_atomically  # noqa: E402
 from tpu_utils.options.parsing import parse_command_line  # noqa: E402
 
 TABLE = ROOT / "docs" / "results" / "copies.csv"
@@ -55,7 +55,7 @@ OPTIMIZER = "        optimizer = make_optimizer(config, model.parameters())\n"
 TRACKED = "optimizer=optimizer, metrics=metrics)"
 IN_A_RUN = [
     ("        dataset = load_dataset(config)\n", '        dataset = load_arrays("mine", config.data_dir)\n'),
-    ("from images.arrays import ", "from images.arrays import load_arrays, "),
+    ("from images.arrays import ", "from images.array_files import load_arrays\nfrom images.arrays import "),
     (
         "        model.to(run.device)\n",
         '        save_model(model, f"{config.data_dir}/first.safetensors")\n        model.to(run.device)\n',

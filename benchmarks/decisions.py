@@ -40,8 +40,8 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tpu_utils.base.errors import InputError, run_script
-from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import GIB
+from tpu_utils.base.writing import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 DECISIONS = ROOT / "benchmarks" / "published" / "decisions.csv"

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.children import parser_for
 from language.options.llama_shape import MODEL_SIZES
 from language.options.shapes import ModelShape
-from tpu_utils.base.files import write_atomically
 from tpu_utils.base.gpus import gpu_named
+from tpu_utils.base.writing import write_atomically
 
 EXCEPTION = re.compile(r"error: |[\w.]+(Error|Exception|Interrupt)\b")
 GPT2 = MODEL_SIZES["124M"]

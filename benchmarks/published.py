@@ -29,8 +29,9 @@ from matplotlib.figure import Figure
 
 from benchmarks.children import ROOT, as_csv, parser_for, report_of
 from tpu_utils.base.errors import run_script
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
 from tpu_utils.base.hardware import GIB, parse_topology
+from tpu_utils.base.writing import write_atomically
 
 ROWS = ROOT / "benchmarks" / "published" / "rows.json"
 KEPT = ("devices", "compiles", "fits", "reason", "limit_bytes", "compiler_peak_bytes", "peak_bytes", "estimated_ms")

@@ -26,7 +26,7 @@ from pathlib import Path
 from browser.onnx_files import FORMAT, MODEL_JSON, OPSET, needed
 from language.data.chat import FORMATS, TEMPLATES, choose_format, special_tokens, stop_tokens
 from tpu_utils.base.errors import InputError, TrainingError, run_script
-from tpu_utils.options.tool_arguments import parse_arguments
+from tpu_utils.options.tool_arguments import make_parser, parse_arguments
 
 WEIGHTS = ("float32", "float16", "int8")
 LARGEST_ERROR = {"float32": 1e-4, "float16": 2e-2, "int8": 0.5}
@@ -42,9 +42,7 @@ EARLIER_TEMPLATES = {
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Raises InputError for what can be known to be wrong before torch is imported."""
-    parser = argparse.ArgumentParser(
-        prog="python -m browser.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("browser.export", __doc__)
     parser.add_argument("source", type=Path, metavar="RUN_DIR|HF_DIR")
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder, or an earlier export, which is replaced")
     parser.add_argument("--weights", choices=WEIGHTS, default="float32", help="how they are stored; default: float32")

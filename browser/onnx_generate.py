@@ -20,6 +20,7 @@ from language.data.tokenizer import Numbers, Tokenizer, load_tokenizer
 from language.generation.sampling import Asked, SamplingOptions, ask, print_continuations
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
 from tpu_utils.options.environment import command_line
+from tpu_utils.options.tool_arguments import parse_options
 
 OUTPUTS = ["logits", "new_keys", "new_values"]
 
@@ -154,5 +155,5 @@ def main(config: OnnxConfig) -> int:
 
 
 if __name__ == "__main__":
-    config = command_line(OnnxConfig, __doc__, check_folder)
+    config = command_line(OnnxConfig, __doc__, check_folder, parse_options)
     sys.exit(run_script(lambda: main(config), answers=True))

@@ -32,18 +32,13 @@ from cluster.deciding import PARTS, Request
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.options.environment import attached_chips
-from tpu_utils.options.tool_arguments import parse_arguments
+from tpu_utils.options.tool_arguments import make_parser, parse_arguments
 
 ADDRESS_VARIABLE, STORAGE_VARIABLE = "RAY_ADDRESS", "TPU_CLUSTER_STORAGE"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m cluster",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("cluster", __doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(

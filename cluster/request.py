@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 from cluster.slices import Slice, check_image, check_version, check_zone, find_slice
-from config import CifarConfig, DistributedMnistConfig, MnistConfig
+from config import DistributedMnistConfig, MnistConfig
+from images.cifar_config import CifarConfig
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.options.fields import hints_of, nearest, plain

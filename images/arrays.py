@@ -6,15 +6,13 @@ and scaled on the device: uint8 is a quarter of the bytes of float32.
 
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tpu_utils.base.errors import InputError, first_line
-from tpu_utils.base.files import open_regular
 
 if TYPE_CHECKING:
     from config import ImageConfig
@@ -33,8 +31,7 @@ class ImageDataset:
     """Examples (N, ...) and their labels (N, ...): arrays in memory, or files mapped by np.load(path, mmap_mode="r").
 
     Images: any kind of number and any shape, both the same in the two sets; of pictures (N, H, W) or, channels first,
-    (N, C, H, W). Labels: whole numbers from 0 are classes, IGNORED none of them; floats are targets of a
-    regression.
+    (N, C, H, W). Labels: whole numbers from 0 are classes, IGNORED none of them; floats are targets of a regression.
     Raises InputError that names the array, what was found there, what was expected, and what to do.
     """
 
@@ -49,11 +46,8 @@ class ImageDataset:
     """Best possible expected cross-entropy in nats, in closed form; None where nobody knows it."""
 
     def __post_init__(self):
-        for field in fields(self):
-            if field.name.endswith(("images", "labels")):  # frozen: set once, here
-                object.__setattr__(
-                    self, field.name, as_numbers(f"{self.name}: {field.name}", getattr(self, field.name))
-                )
+        for name in ("train_images", "train_labels", "test_images", "test_labels"):  # frozen: set once, here
+            object.__setattr__(self, name, as_numbers(f"{self.name}: {name}", getattr(self, name)))
         check_pair(f"{self.name}: train", self.train_images, self.train_labels)
         check_pair(f"{self.name}: test", self.test_images, self.test_labels)
         check_same_kind(f"{self.name}: images", self.train_images, self.test_images)
@@ -113,23 +107,6 @@ class ImageDataset:
     def first(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The first training examples, as in a batch: a copy, because torch warns of the read-only memory of a file."""
         return sent(np.array(self.train_images[:count])), sent(self.train_labels[:count], labels=True)
-
-
-def load_arrays(name: str, data_dir: str | Path) -> ImageDataset:
-    """train_images.npy, train_labels.npy, test_images.npy and test_labels.npy of a folder, as np.save writes them.
-
-    The files are mapped, not read: they may be larger than memory. Raises InputError for one that is no such file.
-    """
-    arrays = []
-    for field in ("train_images", "train_labels", "test_images", "test_labels"):
-        path = Path(data_dir) / f"{field}.npy"
-        expected = "an array written by np.save, under --data_dir"
-        open_regular(path, expected).close()
-        try:
-            arrays.append(np.lib.format.open_memmap(path, mode="r"))
-        except Exception as error:  # whatever numpy's parser of headers raises
-            raise InputError(f"{path} cannot be read: {first_line(error)}; expected {expected}") from error
-    return ImageDataset(name, *arrays)
 
 
 def as_numbers(name: str, values) -> np.ndarray:
@@ -212,18 +189,15 @@ class ExampleRandom:
     """Random numbers, one for each example of a global batch: they do not depend on how many parts it is read in."""
 
     def __init__(self, seed: list[int], size: int, part: int = 0, num_parts: int = 1):
-        self._rng = np.random.default_rng(seed)
-        self._size = size
-        self._part = part
-        self._num_parts = num_parts
+        self._rng, self._size, self._own = np.random.default_rng(seed), size, slice(part, None, num_parts)
 
     def integers(self, low: int, high: int) -> np.ndarray:
         """(B,) whole numbers from low to high - 1."""
-        return self._rng.integers(low, high, self._size)[self._part :: self._num_parts]
+        return self._rng.integers(low, high, self._size)[self._own]
 
     def random(self) -> np.ndarray:
         """(B,) floats in [0, 1)."""
-        return self._rng.random(self._size)[self._part :: self._num_parts]
+        return self._rng.random(self._size)[self._own]
 
 
 def random_shift(images: np.ndarray, draw: ExampleRandom, max_shift: int) -> np.ndarray:

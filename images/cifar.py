@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from config import CifarConfig
 from images.arrays import ImageDataset
+from images.cifar_config import CifarConfig
 from tpu_utils.base.errors import InputError, PassingError
-from tpu_utils.base.files import file_size, open_regular, write_atomically
+from tpu_utils.base.files import file_size, open_regular
+from tpu_utils.base.writing import write_atomically
 
 FOLDER = "cifar-10-batches-bin"  # the archive's own name, and torchvision's for the same pictures
 TRAIN_FILES, TEST_FILES = [f"data_batch_{number}.bin" for number in range(1, 6)], ["test_batch.bin"]

@@ -156,10 +156,7 @@ class Examples(torch.utils.data.Dataset):
     """[(i, seed)]: example i as arrays, read after torch's, NumPy's and Python's generators are seeded with seed."""
 
     def __init__(self, name: str, examples: Sequence, read: Callable, num_classes: int | None):
-        self.name = name
-        self._examples = examples
-        self._read = read
-        self._num_classes = num_classes
+        self.name, self._examples, self._read, self._num_classes = name, examples, read, num_classes
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -285,7 +282,8 @@ class ExampleBatches(TrainBatches):
     def batch(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Fast for consecutive indices; any other index starts the workers again."""
         if index != self._next:
-            self._batches = read_by_workers(self.dataset.train, KeysFrom(self, index), self.dataset.num_workers)
+            keys = (self.keys(later) for later in range(index, self.num_steps))
+            self._batches = read_by_workers(self.dataset.train, keys, self.dataset.num_workers)
         self._next = index + 1
         images, labels = next(self._batches)
         return self.augmented(index, images), labels
@@ -303,13 +301,3 @@ class ExampleBatches(TrainBatches):
         """(example, seed of what is drawn for it) for each example of a batch."""
         draw = [self.config.seed, index // self.steps_per_epoch, 2]
         return [(int(i), int(np.random.SeedSequence([*draw, i]).generate_state(1)[0])) for i in self.ids(index)]
-
-
-class KeysFrom:
-    """The keys of all batches of a run from one on."""
-
-    def __init__(self, batches: ExampleBatches, first: int):
-        self._batches, self._first = batches, first
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return (self._batches.keys(index) for index in range(self._first, self._batches.num_steps))

@@ -13,7 +13,7 @@ from language.options.transformer_options import TransformerConfig
 from language.xla.loops import AXES
 from language.xla.shards import check_torch_compile, meet, size_of
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.device import IS_XLA, Mesh, device_count, device_type, set_global_mesh, sharding_spec, use_spmd
 from tpu_utils.options.environment import attached_chips
 from tpu_utils.run import Run

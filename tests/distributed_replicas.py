@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def dataset_of(name: str, config):
-    from images.arrays import load_arrays
+    from images.array_files import load_arrays
     from images.mnist import load_dataset
 
     return load_arrays("mine", config.data_dir) if name.endswith(".py") else load_dataset(config)

@@ -99,7 +99,9 @@ def main() -> int:
         save(checkpoints, sizes, index, count) if action.startswith("save") else load(checkpoints, sizes)
     else:
         if action == "save_a_shard_less":
-            tpu_utils.checkpoint.state._is_mine = lambda shard: shard.replica_id == 0 and shard.indices[0].start == 0
+            tpu_utils.checkpoint.sharded_tensors._is_mine = lambda shard: (
+                shard.replica_id == 0 and shard.indices[0].start == 0
+            )
         save(Checkpoints(Path(folder), 3), sizes)
     return 0
 

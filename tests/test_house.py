@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "language": {"config", "tpu_utils"},
     "tpu_compiler": {"config", "tpu_utils"},
     "tools": TOOLS,
-    "cluster": {"config", "language", "tpu_compiler", "tpu_utils"},
+    "cluster": {"config", "images", "language", "tpu_compiler", "tpu_utils"},
     "browser": {"language", "tpu_utils"},
     "lessons": {"config", "images", "language", "tpu_compiler", "tpu_utils"},  # but for what is told to import nothing
     **{script: IMAGE_SCRIPT for script in MOST_LINES if script != "transformer_tpu"},
@@ -159,18 +159,19 @@ def test_what_knows_other_hosts_or_the_compiler_is_imported_where_it_is_needed_a
 @pytest.mark.parametrize("script", MOST_LINES)
 def test_a_copy_is_two_files_and_two_folders(script):
     """tools.copy_example takes these. Imported at the start of an image script: few modules, and none of the others.
-    Both backends are counted, of which a process imports one."""
+    Both backends are counted, of which a process imports one; dynamo.py, which torch_compile.py imports once there is a
+    step, is not, and is shorter than xla.py."""
     found = closure_of(script)
     beside = {street_of(name) for name in found} - {script}
     data = "language" if script == "transformer_tpu" else "images"
     assert beside == {"tpu_utils", data, *(["config"] if data == "images" else [])}
-    limits = {"simple_mnist_tpu": (30, 4953), "transformer_tpu": (40, 6321)}
-    modules, lines = limits.get(script, (31, 5083))
+    limits = {"simple_mnist_tpu": (26, 4399), "transformer_tpu": (36, 5930), "resnet_cifar_tpu": (28, 4657)}
+    modules, lines = limits.get(script, (27, 4529))
     assert len(found) <= modules
     assert sum(len(OURS[name].read_text().splitlines()) for name in found) <= lines
 
 
-LEAVES = [f"base.{name}" for name in ("clock", "errors", "hardware", "peers", "restarts", "versions")]
+LEAVES = [f"base.{name}" for name in ("errors", "hardware", "process", "restarts", "versions", "writing")]
 LEAVES += ["options.compiler_flags", "options.fields"]
 
 
@@ -235,7 +236,9 @@ BEFORE_TORCH = [
     "tpu_utils.options.environment",
     "tpu_utils.record.run_dir",
 ]
-BEFORE_TORCH += [f"images.{name}" for name in ("arrays", "mnist", "cifar")]
+BEFORE_TORCH += [
+    f"images.{name}" for name in ("arrays", "array_files", "mnist", "mnist_files", "cifar", "cifar_config")
+]
 BEFORE_TORCH += [
     f"language.data.{name}"
     for name in (

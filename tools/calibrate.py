@@ -19,7 +19,6 @@ device: a chip belongs to one process, so each measurement has a process of its
 own.
 """
 
-import argparse
 import shutil
 import sys
 import time
@@ -38,7 +37,9 @@ from tools.on_chip.steps import STEPS, estimate, run_step, write_mnist
 from tools.on_chip.torch_compile_backend import TORCH_COMPILE
 from tpu_compiler.estimate.calibration import CALIBRATION
 from tpu_utils.base.errors import TrainingError, run_script
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
+from tpu_utils.base.writing import write_atomically
+from tpu_utils.options.tool_arguments import make_parser
 
 
 def doctor(bench: Bench) -> dict[str, Any]:
@@ -125,12 +126,7 @@ def calibrate(device: str, folder: Path, time_limit: float, root: Path, only: Se
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.calibrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("tools.calibrate", __doc__)
     parser.add_argument("--device", choices=("auto", "tpu", "cpu"), default="auto", help="what is measured")
     parser.add_argument("--output", type=Path, default=CALIBRATION.parent, help="folder of what it writes")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="measurements, as 'peak *'")

@@ -10,7 +10,6 @@ Expect:  the names of what was copied, and what to edit first. What a script
          needs is read from its imports. Nothing is overwritten.
 """
 
-import argparse
 import ast
 import re
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.new_folder import written_aside
 from tpu_utils.options.fields import nearest
-from tpu_utils.options.tool_arguments import parse_arguments
+from tpu_utils.options.tool_arguments import make_parser, parse_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "tests")
@@ -109,9 +108,7 @@ def copy(script: Path, target: Path, compiler: bool) -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.copy_example", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("tools.copy_example", __doc__)
     parser.add_argument("script", type=Path, help=", ".join(scripts()))
     parser.add_argument("folder", type=Path, help="a new folder, or an empty one")
     parser.add_argument("--compiler", action="store_true", help="what --compile_for needs, too")

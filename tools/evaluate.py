@@ -34,8 +34,10 @@ from language.data.tokenizer import check_lost
 from language.tasks.questions import Row, batched, windows
 from language.tasks.scores import check_tasks, parse_tasks, read_tasks
 from tpu_utils.base.errors import InputError, NonFiniteError, run_script
-from tpu_utils.base.files import open_regular, read_regular, write_atomically
+from tpu_utils.base.files import open_regular, read_regular
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import choose_device, command_line
+from tpu_utils.options.tool_arguments import parse_options
 from tpu_utils.options.train_config import TrainConfig
 
 
@@ -104,7 +106,7 @@ def check_files(config: EvaluateConfig) -> None:
 
 
 if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
-    config = command_line(EvaluateConfig, __doc__, check_files)
+    config = command_line(EvaluateConfig, __doc__, check_files, parse_options)
 
 import torch
 from tqdm import tqdm

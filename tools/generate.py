@@ -31,6 +31,7 @@ from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.files import open_regular, read_json
 from tpu_utils.options.compiler_flags import parse_compiler_options
 from tpu_utils.options.environment import choose_device, command_line
+from tpu_utils.options.tool_arguments import parse_options
 from tpu_utils.options.train_config import TrainConfig
 
 
@@ -119,7 +120,7 @@ def check_source(config: GenerateConfig) -> None:
 
 
 if __name__ == "__main__":  # a wrong option or file is answered before the seconds that the next imports take
-    config = command_line(GenerateConfig, __doc__, check_source)
+    config = command_line(GenerateConfig, __doc__, check_source, parse_options)
 
 import torch
 

@@ -30,10 +30,11 @@ from pathlib import Path
 from tools.keeping.attempt import Attempt
 from tools.keeping.team import Alone, First, Other, State, Verdict
 from tpu_utils.base.errors import InputError, run_script
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
 from tpu_utils.base.restarts import memory_folder, newest_checkpoint, options_in, to_go_on
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import attached_chips
-from tpu_utils.options.tool_arguments import parse_arguments
+from tpu_utils.options.tool_arguments import make_parser, parse_arguments
 from tpu_utils.record.records import LONGEST_LINE
 from tpu_utils.record.run_dir import RunLock
 
@@ -229,12 +230,7 @@ def find_team(given: argparse.Namespace, command: list[str]) -> Alone:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.keep_running",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("tools.keep_running", __doc__)
     for name, kind, default, _, _, text in NUMBERS:
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default {default:g})")
     parser.add_argument(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from tpu_utils.base.errors import run_script
-from tpu_utils.base.files import write_atomically
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.fields import FREE, NoEffect, Range, declaring, field_doc, hints_of, marks, plain
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "options"
@@ -21,7 +21,7 @@ CONFIGURATIONS = {
     "simple_mnist_tpu": "config:MnistConfig",
     "distributed_mnist_tpu": "config:DistributedMnistConfig",
     "ddp_mnist_tpu": "config:DdpMnistConfig",
-    "resnet_cifar_tpu": "config:CifarConfig",
+    "resnet_cifar_tpu": "images.cifar_config:CifarConfig",
     "transformer_tpu": "language.options.transformer_options:TransformerConfig",
 }
 COLUMNS = ("group", "option", "default", "values", "meaning", "free to change on resume")

@@ -23,7 +23,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from tpu_utils.base.errors import InputError, run_script
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.record.records import as_numbers, read_curves
 
 matplotlib.rcParams["text.parse_math"] = False  # a folder's name may have a $

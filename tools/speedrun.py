@@ -33,7 +33,8 @@ from tools.speedrunning.price import TRAININGS, ask_compiler, lines_of_price, op
 from tools.speedrunning.stages import questions_of, results_of, run_stages, stages_of
 from tools.tokenizer_training import SMALLEST, train_tokenizer
 from tpu_utils.base.errors import InputError, run_script
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
+from tpu_utils.base.writing import write_atomically
 
 CHAT_BYTES = 400_000  # size of what tools.make_chats makes, at most
 

@@ -1,20 +1,16 @@
-"""What every run needs beside the training itself; the script owns the loop.
+"""What every run needs beside the training itself. The script owns the loop, and calls in this order:
 
 with Run(config, train_step, eval_step) as run:  # device, clock, watchdog, stop signals
-    ...
     run.open(batches, dataset, flops)            # run directory, lock, newest checkpoint; says what it runs on
     run.track(model=model, optimizer=optimizer, metrics=metrics)  # what a checkpoint holds; filled from it
-    for step, batch in run.steps(batches):       # uploaded ahead of the step
-        train_step(...)                          # made by @one_graph: a second graph stops the run here
-        if run.log_due(step):
-            run.log(step)                        # the only read from the device between two log lines
-        if run.save_due(step):
-            run.save(step)
+    for step, batch in run.steps(batches):       # uploaded ahead of the step, which @one_graph has made
+        log_due and log, log_evaluation, save_due and save  # the only reads from the device
     return run.finish()                          # on disk and in the bucket; the exit code
 """
 
 import contextlib
 import math
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -24,18 +20,15 @@ import torch
 
 import tpu_utils
 from tpu_utils import device
-from tpu_utils.base.clock import Goodput, watch_for_stalls
 from tpu_utils.base.errors import NonFiniteError, SaveError, never_fail_to_print
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Goodput, Peers, watch_for_stalls
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.state import Beginning, Tracked
-from tpu_utils.device.stop import StopRequest
 from tpu_utils.options.parsing import as_json, write_config
-from tpu_utils.record.log import RunLog, better, print_summary
+from tpu_utils.record.log import RunLog, print_summary
 from tpu_utils.record.metrics import finite_means, first_not_finite
-from tpu_utils.record.run_dir import RunDir, check_same_options
+from tpu_utils.record.run_dir import RunDir
 from tpu_utils.step.graphs import OneGraph, StepWatch
-from tpu_utils.step.loader import DeviceLoader
 
 if TYPE_CHECKING:
     from tpu_utils.checkpoint.memory import MemoryCheckpoints
@@ -61,11 +54,11 @@ class Run:
         """
         never_fail_to_print()  # run_script does it too, before the seconds of imports
         self.config, self.peers, self._join = config, hosts or Peers(), join
-        self.evaluation: dict[str, float] = {}
-        """Fields of the last evaluation, also of one before a resumption."""
+        self.evaluation: dict[str, float] = {}  # the last one, also one before a resumption
         self.examples: tuple | None = None
         """From check_model(): a few examples to try a step on, the script's evaluate(), the model, its FLOPs."""
-        self._goodput, self._stop, self._stop_signal = Goodput(tpu_utils.STARTED, device.TraceMe), StopRequest(), 0
+        self._goodput = Goodput(tpu_utils.STARTED, device.TraceMe)
+        self._stop, self._stop_signal = device.StopRequest(), 0
         self._watch = StepWatch(steps, self._goodput)
         self._writers = contextlib.ExitStack()  # closed by finish(), or by an error
         self._dir: RunDir | None = None
@@ -113,10 +106,14 @@ class Run:
         self._position = getattr(batches, "position", None)
         self._loss_floor = getattr(dataset, "loss_floor", None)
         self._stop.watch_metadata()
-        check_same_options(config, self.peers)
+        if self.peers.count > 1:
+            from tpu_utils.options.stored import check_same_options  # only here
+
+            check_same_options(config, self.peers)
         self._dir = RunDir(self.peers)
         self._dir.open(config)
         folder, run_id = self._dir.folder / "checkpoints", self._dir.run_id
+        self._shown_place = config.run_dir or str(self._dir.folder)  # as the user names it
         self._checkpoints = Checkpoints(folder, config.keep_checkpoints, self.peers, self._dir.mirror, run_id)
         # what a checkpoint belongs to
         self._run = {**as_json(config), "data": dataset.description, "data_crc32": dataset.fingerprint()}
@@ -127,11 +124,15 @@ class Run:
             self.print(f"options    from {config.options_from}")
         self._begun = Beginning(self.num_steps)
         if not config.compile_for:
-            from tpu_utils.checkpoint.memory import open_memory  # only here
+            from tpu_utils.base.restarts import memory_folder  # only here
 
-            self._memory, step = open_memory(config, self._shown_place, self._checkpoints)
-            if step is not None:
-                self.print(f"memory     held the checkpoint of step {step}: it is in the run directory now")
+            held = os.path.lexists(memory_folder(self._shown_place, config.memory_dir))
+            if self.peers.largest(bool(config.save_memory_every or run_id or held)):
+                from tpu_utils.checkpoint.memory import open_memory  # not for a new run that saves on disk alone
+
+                self._memory, step = open_memory(config, self._shown_place, self._checkpoints)
+                if step is not None:
+                    self.print(f"memory     held the checkpoint of step {step}: it is in the run directory now")
         if config.resume != "never" and not config.compile_for:
             from tpu_utils.checkpoint.resume import find_beginning  # only for a run that is to go on
 
@@ -148,11 +149,6 @@ class Run:
     def first_step(self) -> int:
         """Steps done before this process."""
         return self._begun.step
-
-    @property
-    def _shown_place(self) -> str:
-        """The run directory as the user names it."""
-        return self.config.run_dir or str(self._dir.folder)
 
     def print(self, text: str) -> None:
         """Print on the first process of the run only."""
@@ -216,7 +212,7 @@ class Run:
 
             check_pure(batches, self.first_step)
         ahead = (batches.batch(index) for index in range(*span))
-        loader = enter(DeviceLoader(ahead, self.device, config.prefetch_batches, self._goodput, self._sharding))
+        loader = enter(device.DeviceLoader(ahead, self.device, config.prefetch_batches, self._goodput, self._sharding))
         transfers = Transfers(loader.uploads_beside_batches, self.print, config.strict)
         self._writers.callback(transfers.close)
         self._speed = Speed(self._goodput, transfers, self._unit, self._flops, device.peak_flops())
@@ -283,7 +279,7 @@ class Run:
         with self._goodput.phase(name), self._speed.transfers.left_out() if self._speed else contextlib.nullcontext():
             try:
                 yield
-            except Exception:  # whatever it is, it is raised again
+            except Exception:
                 if self._speed and self.peers.count == 1:  # where there are several, the others may not come here
                     self.print(f"saved      after step {self._under_way}, where the {name} fails")
                     self.save(self._under_way)
@@ -293,10 +289,8 @@ class Run:
         return step % self.config.log_every == 0 or step == self.num_steps
 
     def log(self, step: int, **fields: float) -> None:
-        """A train line: the means of the metrics over the steps since the last one, fields, and the throughput.
-
-        Raises NonFiniteError, and SaveError if a save in the background has failed or the run directory is gone.
-        """
+        """A train line: the means of the metrics over the steps since the last one, fields, and the throughput. Raises
+        NonFiniteError, and SaveError if a save in the background has failed or the run directory is gone."""
         self._dir.check()
         values = self._read_metrics(step)
         for place in filter(None, (self._checkpoints, self._memory)):
@@ -323,6 +317,8 @@ class Run:
             )
         self.evaluation = fields
         if self.config.keep_best:
+            from tpu_utils.record.best import better  # only here
+
             self._best = self.peers.from_first(lambda: better(self._best, step, fields))
 
     def log_samples(self, step: int, graphs: int, samples: Iterable[tuple[str, str]]) -> None:
@@ -401,11 +397,10 @@ class Run:
         if self._stop_signal:
             self._close()
             self._dir.check()
-            done = (
-                f"saved after step {self._step}" if self._step else "before the first step: there was nothing to save"
-            )
+            done, how = f"saved after step {self._step}", "must"
+            if not self._step:
+                done, how = "before the first step: there was nothing to save", "auto"
             self.print(f"stopped by {self._stop.reason(self._stop_signal)}, {done}")
-            how = "must" if self._step else "auto"
             self.print(f"to go on, repeat the command with --run_dir {self._shown_place} --resume {how}")
             return 128 + self._stop_signal
         with self._goodput.phase("checkpoint"):
@@ -413,7 +408,6 @@ class Run:
         self._dir.check()
         self._goodput.enter("other")
         memory, metrics = device.device_memory(self.device), self._tracked.metrics
-        named = {"accuracy": "test_accuracy"}  # the summary's word for it
         summary = {
             "steps": self._step,
             "train_graphs": self._watch.graphs(training=True),
@@ -421,7 +415,7 @@ class Run:
             **self._speed.transfers.per_step,
             "skipped_steps": metrics.skipped_steps if metrics else 0,
             "hbm_peak_bytes": memory and memory["peak_bytes_used"],  # on one device; None: unknown
-            **{named.get(name, name): value for name, value in self.evaluation.items()},
+            **{"test_accuracy" if name == "accuracy" else name: value for name, value in self.evaluation.items()},
             "loss_floor": self._loss_floor,
             **results,
             **({"best_step": self._best and self._best["step"]} if self.config.keep_best else {}),

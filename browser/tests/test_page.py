@@ -21,7 +21,8 @@ from test_tokenizer import trained
 from browser import onnx_generate
 from browser.export import chat_of
 from browser.onnx_files import OPSET, check_chat
-from images.mnist import load_digits, load_mnist
+from images.mnist import load_digits
+from images.mnist_files import load_mnist
 from language.data.chat import FORMATS, prompt_of_chat
 from language.data.tokenizer import Bytes, load_tokenizer
 from language.generation import decoding

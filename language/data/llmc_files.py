@@ -8,7 +8,8 @@ import numpy as np
 
 from language.options.shapes import BYTE_VOCAB_SIZE
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import file_size, open_regular, write_atomically
+from tpu_utils.base.files import file_size, open_regular
+from tpu_utils.base.writing import write_atomically
 
 HEADER_WORDS = 256  # int32; every llm.c file starts with 1,024 bytes of header
 GPT2_TOKENS, LLAMA3_TOKENS = 20240520, 20240801  # magic numbers

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import file_size, open_regular, read_json, write_atomically
+from tpu_utils.base.files import file_size, open_regular, read_json
+from tpu_utils.base.writing import write_atomically
 
 SHARD = re.compile(r"(.+)_(?:train|val)_\d{6,}\.bin")
 EXPECTED = "the list of shards that tools.prepare_data has written"

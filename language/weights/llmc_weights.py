@@ -16,7 +16,8 @@ from language.models.operations import losses
 from language.options.shapes import ModelShape
 from language.weights.weight_loading import check_finite
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import open_regular, write_atomically
+from tpu_utils.base.files import open_regular
+from tpu_utils.base.writing import write_atomically
 
 MODEL_MAGIC = 20240326
 STATE_MAGIC = 20240327

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.device import DEVICE_TYPE, IS_XLA, Mesh, mark_sharding, process_index, world_size
 
 if TYPE_CHECKING:

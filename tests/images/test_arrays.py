@@ -5,13 +5,13 @@ import pytest
 from mutations import at_most, make_irregular, mutated, no_hang
 
 from config import MnistConfig
+from images.array_files import load_arrays
 from images.arrays import (
     ExampleRandom,
     ImageDataset,
     TrainBatches,
     epoch_order,
     eval_batches,
-    load_arrays,
     num_steps_of,
     random_flip,
     random_shift,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from mutations import at_most, make_irregular, no_hang
 
-from config import CifarConfig
 from images import cifar
 from images.cifar import FOLDER, RECORD, TEST_FILES, TRAIN_FILES, check_files, load_cifar10
+from images.cifar_config import CifarConfig
 from images.made import make_stripes
 from tpu_utils.base.errors import InputError, PassingError
 

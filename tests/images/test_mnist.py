@@ -9,7 +9,8 @@ import pytest
 from mutations import at_most, make_irregular, mutated, no_hang
 
 from images.made import make_synthetic
-from images.mnist import load_digits, load_mnist, read_idx
+from images.mnist import load_digits
+from images.mnist_files import load_mnist, read_idx
 from tpu_utils.base.errors import InputError
 
 

@@ -11,9 +11,9 @@ from processes import QUICKLY_COMPILED, run
 from run_files import losses_in, read_lines, state_in, summary_in
 
 import resnet_cifar_tpu as script
-from config import CifarConfig
 from images.arrays import TrainBatches
 from images.cifar import load_dataset
+from images.cifar_config import CifarConfig
 from images.made import make_stripes
 from images.misread import find_misread
 from tpu_utils.base.errors import InputError

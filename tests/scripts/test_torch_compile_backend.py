@@ -35,7 +35,7 @@ PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"
 IN_ONE_GRAPH = """import os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # as the command line of a script does for --device cpu
 import torch
-from tpu_utils.base.clock import Goodput
+from tpu_utils.base.process import Goodput
 from tpu_utils.base.errors import RecompileError
 from tpu_utils.step.graphs import StepWatch, one_graph
 

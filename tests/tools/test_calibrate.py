@@ -18,7 +18,8 @@ from processes import ROOT, environment_with, waits
 from test_device import fake_pci
 
 import aot_tpu
-from config import CifarConfig, DistributedMnistConfig, MnistConfig
+from config import DistributedMnistConfig, MnistConfig
+from images.cifar_config import CifarConfig
 from language.options.transformer_options import TransformerConfig
 from tools import calibrate
 from tools.on_chip import bench, findings

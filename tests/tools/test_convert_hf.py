@@ -31,9 +31,10 @@ from language.weights.run_weights import read_merged, read_run
 from tools import convert_hf, convert_llmc
 from tools.generate import GenerateConfig, source_of
 from tpu_utils.base.errors import InputError, SaveError, run_script
-from tpu_utils.base.files import checksum_of
+from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints
-from tpu_utils.checkpoint.state import Entry, index_as_json, kind_of, shard_name, write_tensors
+from tpu_utils.checkpoint.sharded_tensors import shard_name
+from tpu_utils.checkpoint.state import Entry, index_as_json, kind_of, write_tensors
 from tpu_utils.options.parsing import as_json, parse_command_line
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt brings transformers")

@@ -15,7 +15,7 @@ from language.data.text import END_OF_DOCUMENT_BYTE
 from language.data.tokens import TokenShards
 from tools import prepare_data
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import write_atomically
+from tpu_utils.base.writing import write_atomically
 
 
 def prepare(monkeypatch, *arguments) -> int:

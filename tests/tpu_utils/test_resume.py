@@ -14,7 +14,7 @@ import simple_mnist_tpu
 from config import DistributedMnistConfig, MnistConfig
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import CheckpointError, InputError
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.options.compiler_flags import NO_WINDOWED_EINSUM

@@ -14,7 +14,7 @@ import simple_mnist_tpu
 import tpu_utils.run
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import read_checkpoint
-from tpu_utils.device.stop import StopRequest
+from tpu_utils.device import StopRequest
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def test_a_hang_up_asks_to_stop_unless_it_was_ignored_before():
 # python -c TWICE SECOND NUMBER SECOND NUMBER...: signals at these seconds of the clock that a StopRequest reads
 TWICE = """
 import signal, sys, types
-import tpu_utils.device.stop
-stop, clock = tpu_utils.device.stop.StopRequest(), types.SimpleNamespace()
-tpu_utils.device.stop.time = clock
+import tpu_utils.device
+stop, clock = tpu_utils.device.StopRequest(), types.SimpleNamespace()
+tpu_utils.device.time = clock
 for second, number in zip(map(float, sys.argv[1::2]), map(int, sys.argv[2::2])):
     clock.monotonic = lambda: second
     signal.raise_signal(number)
@@ -71,7 +71,7 @@ def test_a_second_signal_stops_at_once_when_it_is_no_echo_of_the_first(signals, 
 
 ECHO = """
 import signal, sys, types
-import simple_mnist_tpu, tpu_utils.device.stop
+import simple_mnist_tpu, tpu_utils.device
 from config import MnistConfig
 from tpu_utils.options.parsing import parse_command_line
 evaluate = simple_mnist_tpu.evaluate
@@ -80,7 +80,7 @@ def signalled(model, batches, run):
         signal.raise_signal(signal.SIGTERM)
     return evaluate(model, batches, run)
 simple_mnist_tpu.evaluate = signalled
-tpu_utils.device.stop.time = types.SimpleNamespace(monotonic=lambda: 7.0)
+tpu_utils.device.time = types.SimpleNamespace(monotonic=lambda: 7.0)
 sys.exit(simple_mnist_tpu.train(parse_command_line(MnistConfig, "", sys.argv[1:])))
 """
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from tpu_compiler.estimate.calibration import CALIBRATION, FORMAT, SHORTEST_MS, is_held_up
 from tpu_utils.base.errors import DeviceError, InputError, TrainingError
-from tpu_utils.base.files import parse_json, read_json, write_atomically
+from tpu_utils.base.files import parse_json, read_json
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.base.restarts import ends_with_this
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import attached_chips
 from tpu_utils.options.variables import MOST_DEVICES
 from tpu_utils.remote.hosts import chips_in, family, settle_hosts

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tpu_compiler.estimate.calibration import SHORTEST_MS, Calibration, is_held_up
-from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import GIB
+from tpu_utils.base.writing import write_atomically
 
 ATTACH = """\
 To report this, open an issue called "Calibration of {where}, torch_xla {torch_xla}, libtpu {libtpu}, commit {commit}",

@@ -13,7 +13,8 @@ from tools.on_chip.bench import Bench, Cannot
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
 from tpu_compiler.estimate.report import Report
 from tpu_utils.base.errors import TrainingError
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
+from tpu_utils.base.writing import write_atomically
 
 
 @dataclass(frozen=True)

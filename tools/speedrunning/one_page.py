@@ -12,7 +12,7 @@ from language.data.llmc_files import open_token_shard
 from language.data.text import read_documents, split_documents
 from tools.speedrunning.dial import Plan
 from tools.speedrunning.price import Price, lines_of_price
-from tpu_utils.base.files import write_atomically
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.environment import attached_chips
 from tpu_utils.record.records import read_records
 

@@ -15,9 +15,10 @@ from tools.speedrunning.stages import ROOT, Stage
 from tpu_compiler.decide.fastest import FIELDS, WITH_REMAT, with_change
 from tpu_compiler.decide.search import option_name
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.files import read_json
 from tpu_utils.base.hardware import parse_topology
 from tpu_utils.base.restarts import ends_with_this
+from tpu_utils.base.writing import write_atomically
 
 KEPT = ("fits", "reason", "predicted_ms", "predicted_ms_all_hidden", "settings", "limit_bytes", "peak_bytes")
 """Fields of a report that are kept."""

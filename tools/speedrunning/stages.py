@@ -18,8 +18,9 @@ from language.tasks.scores import parse_tasks
 from tools.make_chats import ASKED
 from tools.speedrunning.dial import Plan, files_of
 from tpu_utils.base.errors import InputError, TrainingError
-from tpu_utils.base.files import checksum_of, open_regular, read_json, write_atomically
+from tpu_utils.base.files import open_regular, read_json
 from tpu_utils.base.restarts import ends_with_this
+from tpu_utils.base.writing import checksum_of, write_atomically
 from tpu_utils.options.environment import attached_chips
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tpu_compiler.decide.fastest import examples_per_step, step_ms
 from tpu_compiler.estimate.report import Report
-from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import parse_topology
+from tpu_utils.base.writing import write_atomically
 
 COLOURS = {"compute": "#2b8a3e", "memory": "#2b7bba", "links": "#d7301f", "predicted": "#9d9d9d"}
 LABELS = {

@@ -15,9 +15,9 @@ from pathlib import Path
 from tpu_compiler.compile.cache import cache_of_environment, question_key, state_of, watched
 from tpu_compiler.compile.planned import MEMORY_VARIABLE
 from tpu_compiler.estimate.report import Report
-from tpu_utils.base.files import write_atomically
 from tpu_utils.base.hardware import GIB, parse_topology
 from tpu_utils.base.restarts import ends_with_this
+from tpu_utils.base.writing import write_atomically
 
 OUTPUT_VARIABLE = "AOT_TPU_OUTPUT"  # a folder: compile_for writes its files there and prints nothing
 

@@ -64,10 +64,8 @@ class Output(io.FileIO):
 
 
 def never_fail_to_print() -> None:
-    """From here on print(), bars, warnings and tracebacks of all threads go through an Output. Idempotent.
-
-    Leaves a sys.stdout or sys.stderr alone that is not the interpreter's own, such as a notebook's.
-    """
+    """From here on print(), bars, warnings and tracebacks of all threads go through an Output. Idempotent. Leaves a
+    sys.stdout or sys.stderr alone that is not the interpreter's own, such as a notebook's."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # 0, 1 or 2 was closed: no file of the run may get that
         os.set_inheritable(number, True)
     os.close(number)

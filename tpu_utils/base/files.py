@@ -1,4 +1,4 @@
-"""Files: opened only if they are regular files, read up to a size limit, written so that they survive a crash.
+"""Files to be read: opened only if they are regular files, and read up to a size limit. writing.py writes them.
 
 A file from outside that does not fit raises InputError: found, expected, what to do. Imports only errors.py of ours.
 """
@@ -8,8 +8,7 @@ import json
 import os
 import re
 import stat
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -122,38 +121,3 @@ def parse_object(content: bytes, name: str, expected: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{name} holds {type(value).__name__}; expected a JSON object, {expected}")
     return value
-
-
-def write_atomically(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """The file has the old content or the new one, never a part, whenever the machine stops or the disk is full."""
-    aside = path.with_name(path.name + ".writing")
-    aside.unlink(missing_ok=True)  # left by a kill; or put there by whoever made the folder: a link would be followed
-    try:
-        with aside.open("xb") as file:
-            file.writelines([content] if isinstance(content, bytes | bytearray) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError as error:
-        error.filename = error.filename or str(path)  # a write does not say of what
-        raise
-    finally:
-        aside.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename is on disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def checksum_of(file: BinaryIO) -> dict[str, int]:
-    """{"bytes", "crc32"} of the rest of an open file."""
-    size = checksum = 0
-    while block := file.read(1 << 22):
-        size, checksum = size + len(block), zlib.crc32(block, checksum)
-    return {"bytes": size, "crc32": checksum}

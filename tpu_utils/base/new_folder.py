@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import sync_folder, write_atomically
+from tpu_utils.base.writing import sync_folder, write_atomically
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """The checkpoints of a run directory, written: atomic, checked, and nothing but data: safetensors and JSON.
-
-tpu_utils.checkpoint.loading reads them.
-"""
+loading.py reads them."""
 
 import json
 import os
@@ -12,9 +10,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from tpu_utils import device
 from tpu_utils.base.errors import SaveError
-from tpu_utils.base.files import checksum_of, sync_folder, write_atomically
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
+from tpu_utils.base.writing import checksum_of, sync_folder, write_atomically
 from tpu_utils.checkpoint.state import (
     FORMAT,
     INDEX_FILE,
@@ -23,7 +24,6 @@ from tpu_utils.checkpoint.state import (
     WHOLE_FILE,
     Entry,
     HostCopy,
-    copy_to_host,
     index_as_json,
     kind_of,
     num_bytes,
@@ -85,9 +85,7 @@ class Checkpoints:
 
     def newest(self) -> int | None:
         """The step of the newest one, None without any. Waits for the save under way, whose failure is raised later.
-
-        All processes must call it.
-        """
+        All processes must call it."""
 
         def ended() -> int | None:
             self._join()
@@ -167,15 +165,9 @@ class Checkpoints:
             )
 
     def _check_own_space(self, copy: HostCopy) -> None:
-        """Raises SaveError on all processes when one of them has no room for what it is to write."""
-        problem = None
-        try:
-            self._check_space(copy.step, self._room_for(copy))
-        except SaveError as error:
-            problem = str(error)
-        for said in self._peers.gather(problem):
-            if said:
-                raise SaveError(str(said))
+        from tpu_utils.checkpoint.sharded_tensors import raise_on_all  # only here, as below
+
+        raise_on_all(self._peers, lambda: self._check_space(copy.step, self._room_for(copy)))
 
     def _room_for(self, copy: HostCopy) -> int:
         """Bytes that this process is to write."""
@@ -198,7 +190,7 @@ class Checkpoints:
             peers.from_first(lambda: self._make(aside, copy))
             written = []
             if copy.sharded:
-                from tpu_utils.checkpoint.sharded_tensors import write_shards  # only here, as below
+                from tpu_utils.checkpoint.sharded_tensors import write_shards
 
                 own = write_shards(copy, aside, self.path(copy.step), self._peers.index, self._mirror)
                 with peers.patient():
@@ -227,10 +219,8 @@ class Checkpoints:
             self._mirror.unmark(self.path(copy.step))  # others are about to upload their parts
 
     def _finish(self, copy: HostCopy, aside: Path, written: list[dict[str, Any]], elsewhere: dict[str, int]) -> None:
-        """When all shards are written: write the rest and the marker, remove the oldest steps.
-
-        elsewhere: files of other processes that need not be in this folder, and their bytes.
-        """
+        """When all shards are written: write the rest and the marker, remove the oldest steps. elsewhere: files of
+        other processes that need not be in this folder, and their bytes."""
         target = self.path(copy.step)
         files = {one["name"]: one["sums"] for one in written}
         entries = {path: Entry(kind_of(tensor)) for path, tensor in copy.whole.items()}
@@ -261,9 +251,7 @@ class Checkpoints:
 
     def _prune(self, step: int, best: int | None) -> None:
         """Remove all before the newest `keep` up to this step, except best. This step's files were just read back.
-
-        Later steps stay: they are damaged ones that a resumed run fell back from, and it has not reached them again.
-        """
+        Later steps stay: they are damaged ones that a resumed run fell back from, and it has not reached them again."""
         kept = {best, *[other for other in self.steps() if other <= step][-self.keep :]}
         for other, folder in step_folders(self.folder):
             if other < step and other not in kept:  # also what a kill left without its marker
@@ -291,3 +279,21 @@ def has_room(folder: Path, num_bytes: int) -> bool:
     found = os.statvfs(folder)
     inodes = found.f_files == 0 or found.f_favail >= 8  # 0: a file system that does not count them
     return inodes and found.f_bavail * found.f_frsize >= num_bytes
+
+
+def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, Any], first: bool = True) -> HostCopy:
+    """Waits for the device. first: the process that writes what is not sharded."""
+    copy = HostCopy(step, values)
+    for path, tensor in tensors.items():
+        shards = device.wrap_if_sharded(tensor).local_shards if device.is_sharded(tensor) else []
+        if shards and shards[0].data.shape != tensor.shape:
+            from tpu_utils.checkpoint.sharded_tensors import own_shards
+
+            copy.sharded[path], copy.shards[path] = kind_of(tensor), own_shards(shards)
+        elif first and shards:  # a mesh of one device
+            copy.whole[path] = shards[0].data.contiguous()
+        elif first:
+            # a copy, also of what is on the host already: the next step may change it
+            on_host = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+            copy.whole[path] = on_host.contiguous()
+    return copy

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint, PassingError
-from tpu_utils.base.files import checksum_of
-from tpu_utils.base.peers import Peers
-from tpu_utils.checkpoint.saved import Saved, check_alike, read_checkpoint, read_marker, sizes_of_files
+from tpu_utils.base.process import Peers
+from tpu_utils.base.writing import checksum_of
+from tpu_utils.checkpoint.saved import Saved, check_alike, one_thread, read_checkpoint, read_marker, sizes_of_files
 from tpu_utils.checkpoint.sharded_tensors import put_sharded
-from tpu_utils.checkpoint.state import kind_of, one_thread, steps_in, tensors_by_path
+from tpu_utils.checkpoint.state import kind_of, steps_in, tensors_by_path
 from tpu_utils.checkpoint.tensor_reading import parse_index
 from tpu_utils.device import is_sharded, put
 

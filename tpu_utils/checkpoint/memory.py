@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import checksum_of, open_regular, read_json, sync_folder, write_atomically
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.files import open_regular, read_json
+from tpu_utils.base.process import Peers
 from tpu_utils.base.restarts import memory_folder
+from tpu_utils.base.writing import checksum_of, sync_folder, write_atomically
 from tpu_utils.checkpoint import Checkpoints, remove
 from tpu_utils.checkpoint.saved import read_marker
-from tpu_utils.checkpoint.sharded_tensors import SHARED_FOLDER, write_shards
-from tpu_utils.checkpoint.state import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, HostCopy, shard_file, steps_in
+from tpu_utils.checkpoint.sharded_tensors import SHARED_FOLDER, shard_file, write_shards
+from tpu_utils.checkpoint.state import INDEX_FILE, LONGEST_HEADER, WHOLE_FILE, HostCopy, steps_in
 from tpu_utils.record.records import read_records
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tpu_utils.base.errors import CheckpointError, InputError
 from tpu_utils.base.files import read_json
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.state import Beginning
 from tpu_utils.options.stored import RUN_LENGTH_FIELDS, defaults_of, free_on_resume

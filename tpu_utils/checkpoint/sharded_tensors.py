@@ -7,19 +7,65 @@ devices need, whatever mesh they were written from.
 import itertools
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tpu_utils import device
-from tpu_utils.checkpoint.state import Entry, HostCopy, shard_file, unpadded, write_tensors
+from tpu_utils.base.errors import SaveError
+from tpu_utils.base.process import Peers
+from tpu_utils.checkpoint.state import Entry, HostCopy, write_tensors
 
 if TYPE_CHECKING:
     from tpu_utils.remote.storage import Mirror
 
 SHARED_FOLDER = "a run whose state is sharded over several hosts needs a --run_dir that all of them share, or gs://"
+
+
+def shard_file(index: int) -> str:
+    """The file with the shards of a process."""
+    return f"shards_{index:05d}.safetensors"
+
+
+def shard_name(path: str, offsets: Iterable[int]) -> str:
+    """The name of a shard in its file."""
+    return f"{path}@{','.join(map(str, offsets))}"
+
+
+def shards_of(copy: HostCopy) -> dict[str, torch.Tensor]:
+    """The tensors in this process's file of shards."""
+    found = ((path, offsets, shard) for path, shards in copy.shards.items() for offsets, shard in shards.items())
+    return {shard_name(path, offsets): shard for path, offsets, shard in found}
+
+
+def raise_on_all(peers: Peers, check: Callable[[], None]) -> None:
+    """Raises SaveError on all processes where check() does on one of them."""
+    problem = None
+    try:
+        check()
+    except SaveError as error:
+        problem = str(error)
+    for said in filter(None, peers.gather(problem)):
+        raise SaveError(str(said))
+
+
+def own_shards(shards: list) -> dict[tuple[int, ...], torch.Tensor]:
+    """Those of a tensor that this process writes, by offsets."""
+    own = (unpadded(shard) for shard in shards if _is_mine(shard))
+    return {offsets: values.contiguous() for offsets, values in own}
+
+
+def _is_mine(shard) -> bool:
+    """Whether this shard is written: it is replica 0 of equal ones, and more than padding."""
+    return shard.replica_id == 0 and all(along.stop > along.start for along in shard.indices)
+
+
+def unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
+    """(offsets, view of the values) of a shard. Only the last one along an axis has padding, behind its values."""
+    values = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
+    return tuple(along.start for along in shard.indices), values
 
 
 def shards_by_path(copy: HostCopy, file: str) -> dict[str, list[dict[str, Any]]]:
@@ -42,7 +88,7 @@ def write_shards(copy: HostCopy, aside: Path, target: Path, index: int, mirror: 
             folder.mkdir(parents=True, exist_ok=True)
         elif not folder.is_dir():
             return {"problem": f"process {index} sees no {folder}; {SHARED_FOLDER}"}
-        sums = write_tensors(folder / name, copy.shard_file())
+        sums = write_tensors(folder / name, shards_of(copy))
         if apart:
             mirror.put(folder / name)
     except Exception as error:  # whatever it is: the others wait to hear

@@ -1,13 +1,10 @@
 """What a checkpoint holds: tensors of a training state by path, in host memory and in files of safetensors.
+An index in JSON says what is where. What is sharded over devices: sharded_tensors.py."""
 
-A file is written here, with an index in JSON that says what is where. What is sharded over devices: sharded_tensors.py.
-"""
-
-import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,23 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tpu_utils import device
-from tpu_utils.base.files import checksum_of
+from tpu_utils.base.writing import checksum_of
 
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-}
+DTYPES = {"BOOL": torch.bool, "BF16": torch.bfloat16}
+DTYPES |= {f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)}
+DTYPES |= {f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)}
+DTYPES |= {f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WHOLE_FILE, INDEX_FILE = "state.safetensors", "state.json"
 FORMAT = 2
@@ -87,16 +73,6 @@ def kind_of(tensor: torch.Tensor) -> Kind:
     return Kind(tuple(tensor.shape), tensor.dtype)
 
 
-def shard_file(index: int) -> str:
-    """The file with the shards of a process."""
-    return f"shards_{index:05d}.safetensors"
-
-
-def shard_name(path: str, offsets: Iterable[int]) -> str:
-    """The name of a shard in its file."""
-    return f"{path}@{','.join(map(str, offsets))}"
-
-
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     """A file of safetensors, on disk when it returns. Its size and CRC-32. Raises OSError."""
     try:
@@ -117,18 +93,6 @@ def index_as_json(entries: dict[str, Entry]) -> dict[str, Any]:
             shards = [{"file": f, "offsets": list(o), "shape": list(s)} for o, (f, s) in entry.shards.items()]
             index[path]["shards"] = shards
     return index
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch copies with one thread. By default it divides even a copy of 0.4 MB among its threads, which wait
-    for cores that XLA's threads hold: 10 ms for a copy of 0.1 ms."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def tensors_by_path(state: Any, path: str = "") -> dict[str, torch.Tensor]:
@@ -181,46 +145,9 @@ class HostCopy:
     best: int | None = None
     """The step of the best checkpoint by then, which stays; None: only the newest do."""
 
-    def shard_file(self) -> dict[str, torch.Tensor]:
-        """The tensors in this process's file of shards."""
-        return {
-            shard_name(path, offsets): shard
-            for path, shards in self.shards.items()
-            for offsets, shard in shards.items()
-        }
-
     def clear(self) -> None:
         """Give the memory back: the next copy would be a second one."""
         self.whole, self.shards = {}, {}
-
-
-def copy_to_host(step: int, tensors: dict[str, torch.Tensor], values: dict[str, Any], first: bool = True) -> HostCopy:
-    """Waits for the device. first: the process that writes what is not sharded."""
-    copy = HostCopy(step, values)
-    for path, tensor in tensors.items():
-        shards = device.wrap_if_sharded(tensor).local_shards if device.is_sharded(tensor) else []
-        if shards and shards[0].data.shape != tensor.shape:
-            copy.sharded[path] = kind_of(tensor)
-            own = (unpadded(shard) for shard in shards if _is_mine(shard))
-            copy.shards[path] = {offsets: values.contiguous() for offsets, values in own}
-        elif first and shards:  # a mesh of one device
-            copy.whole[path] = shards[0].data.contiguous()
-        elif first:
-            # a copy, also of what is on the host already: the next step may change it
-            on_host = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
-            copy.whole[path] = on_host.contiguous()
-    return copy
-
-
-def _is_mine(shard) -> bool:
-    """Whether this shard is written: it is replica 0 of equal ones, and more than padding."""
-    return shard.replica_id == 0 and all(along.stop > along.start for along in shard.indices)
-
-
-def unpadded(shard) -> tuple[tuple[int, ...], torch.Tensor]:
-    """(offsets, view of the values) of a shard. Only the last one along an axis has padding, behind its values."""
-    values = shard.data[tuple(slice(0, along.stop - along.start) for along in shard.indices)]
-    return tuple(along.start for along in shard.indices), values
 
 
 @dataclass

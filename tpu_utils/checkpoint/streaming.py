@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tpu_utils.base.files import write_atomically
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.checkpoint.state import FORMAT, INDEX_FILE, NAMES, WHOLE_FILE, Entry, Kind, index_as_json, kind_of
 
 

@@ -13,14 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tpu_utils.base.files import file_size, open_regular, parse_json
-from tpu_utils.checkpoint.sharded_tensors import check_complete
+from tpu_utils.checkpoint.sharded_tensors import check_complete, shard_name
 from tpu_utils.checkpoint.state import (
     DTYPES,
     LONGEST_HEADER,
     WHOLE_FILE,
     Entry,
     Kind,
-    shard_name,
 )
 
 

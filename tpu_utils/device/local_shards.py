@@ -30,3 +30,7 @@ class LocalShards:
 
     def load_local_shards_(self, shards: list) -> None:
         self._local.copy_(shards[0].data)
+
+    def put(self, value: torch.Tensor) -> None:
+        """value: the whole tensor, on the host."""
+        self._local.copy_(value[self.local_shards[0].indices])

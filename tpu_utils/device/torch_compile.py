@@ -7,12 +7,8 @@ is one graph and what it computes, and nothing of a speed. A process has one dev
 several (language/xla/shards.py). docs/torchtpu.md says what was tried.
 """
 
-import functools
-import inspect
-import logging
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,13 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._dynamo import config as dynamo
-from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tpu_utils.base.errors import InputError, RecompileError
+from tpu_utils.base.errors import InputError
 
 
 def _device_type() -> str:
@@ -44,33 +38,22 @@ READ_ERROR_MARKERS = ()  # compile_step() says it itself
 ON_CPU = "no TPU, no torch_xla: the one graph of torch.compile; its speed says nothing"
 IS_XLA = False
 BACKEND = "torch.compile"
+TRACE_VIEWER = "open the newest .json file of {} in ui.perfetto.dev"
 
-if not hasattr(dynamo, "trace_autograd_ops"):  # what it computes by it is compared: against_eager.py
+if not hasattr(torch._dynamo.config, "trace_autograd_ops"):  # what it computes by it is compared: against_eager.py
     raise ImportError(
         f"torch_xla is not installed, and torch {torch.__version__} takes no backward pass into a graph; expected "
         "torch_xla, of requirements.txt, or torch 2.13, of requirements-compile.txt, in an environment of its own"
     )
-dynamo.trace_autograd_ops = True  # loss.backward() becomes a part of the graph
-# torch keeps Dynamo out of it; its body, which sets gradients to None, is traced
-torch.optim.Optimizer.zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # step() of any optimizer records its name for a profiler
-# a sum over two axes of a mesh is one after the other, and a rate (1,) beside a DTensor is the same everywhere
-logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1", UserWarning)
-
-
-_chosen: dict[str, Any] = {"compiler": "auto"}
-"""Also the trace that is taken."""
 
 
 def choose_compiler(name: str, deterministic: bool) -> None:
-    """inductor, eager, or auto, of the steps that this process compiles from now on.
+    """As dynamo.choose_compiler(). deterministic: a GPU's kernels give the same bits each time."""
+    from tpu_utils.device import dynamo  # not read beside torch_xla, as below
 
-    deterministic: a GPU's kernels give the same bits each time, so that a resumed run ends bit-identical.
-    """
-    _chosen["compiler"] = name
+    dynamo.choose_compiler(name)
     if IS_GPU:
-        from tpu_utils.device.gpu import prepare  # only for a GPU, as below
+        from tpu_utils.device.gpu import prepare  # only for a GPU
 
         prepare(deterministic)
 
@@ -112,10 +95,6 @@ def is_spmd() -> bool:
     return False
 
 
-def use_spmd() -> None:
-    """One device needs no mesh."""
-
-
 def wait_device_ops() -> None:
     if DEVICE_TYPE != "cpu":
         torch.accelerator.synchronize()
@@ -123,9 +102,7 @@ def wait_device_ops() -> None:
 
 def device_memory(device: torch.device) -> dict[str, int] | None:
     """{"bytes_used", "bytes_limit", "peak_bytes_used"} of a GPU. torch_tpu 0.2.0 has no public name for what is in use.
-
-    The comparison of a first call with eager PyTorch is not in the peak.
-    """
+    The comparison of a first call with eager PyTorch is not in the peak."""
     if not IS_GPU:
         return None
     from tpu_utils.device.gpu import memory
@@ -133,52 +110,11 @@ def device_memory(device: torch.device) -> dict[str, int] | None:
     return memory(device)
 
 
-def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
-    """The function as one graph of Dynamo's. Raises RecompileError where it would be several, or reads a tensor."""
-    from tpu_utils.base.param_groups import settle  # only for a step
-    from tpu_utils.device.against_eager import first_call
-    from tpu_utils.device.batch_norm import average_as_pytorch
+def compile_step(function: Callable, begin: Callable = lambda: None, keep_rates: Callable = lambda _: None) -> Callable:
+    """As dynamo.compile_step()."""
+    from tpu_utils.device import dynamo
 
-    average_as_pytorch()  # momentum=None without a read
-    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=_compile_graph)
-    is_first = True
-
-    def in_one_graph(*arguments, **keywords):
-        begin()
-        try:
-            return compiled(*arguments, **keywords)
-        except (RuntimeError, AssertionError) as error:
-            from tpu_utils.device.no_graph import raise_explained  # only for an error
-
-            raise_explained(error, function.__name__)
-
-    @functools.wraps(function)
-    def call(*arguments, **keywords):
-        nonlocal is_first
-        for optimizer in (one for one in arguments if isinstance(one, torch.optim.Optimizer)):
-            settle(optimizer)
-        if not is_first:
-            return in_one_graph(*arguments, **keywords)
-        is_first = False
-        return first_call(function, in_one_graph, arguments, keywords)
-
-    return call
-
-
-def _compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """By torch_tpu, inductor, or torch's own that runs it. Raises RecompileError for .item(), which Dynamo takes in."""
-    for node in graph.graph.nodes:
-        if node.target == "item":
-            raise RecompileError(f"it reads a tensor\n{node.stack_trace}")
-    if DEVICE_TYPE == "tpu":
-        return lookup_backend("tpu")(graph, inputs)
-    if _chosen["compiler"] == "eager" or (_chosen["compiler"] == "auto" and not IS_GPU):
-        return lookup_backend("eager")(graph, inputs)
-    from tpu_utils.device.gpu import INDUCTOR, Replayed
-
-    compiled = lookup_backend("inductor")(graph, inputs, config_patches=dict(INDUCTOR))
-    on_gpu = all(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
-    return Replayed(compiled) if on_gpu and not dist.is_initialized() else compiled
+    return dynamo.compile_step(function, begin, keep_rates, DEVICE_TYPE)
 
 
 def graphs_compiled() -> int:
@@ -230,10 +166,6 @@ class Mesh:
         return dict(zip(self.axis_names, self.mesh_shape, strict=True))
 
 
-def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: tuple) -> None:
-    """A tensor is whole on one device; on several, parameters are shards from the start (language/xla/shards.py)."""
-
-
 class BatchSharding:
     """A process reads its own rows of a batch."""
 
@@ -258,18 +190,6 @@ def pending_operation(tensor: torch.Tensor) -> str:
     return ""
 
 
-def mark_sharding_with_gradients(tensor: torch.Tensor, mesh: Mesh, spec: tuple) -> torch.Tensor:
-    return tensor
-
-
-def get_global_mesh() -> None:
-    """None: one device."""
-
-
-def set_global_mesh(mesh: Mesh | None) -> None:
-    pass
-
-
 def sharding_spec(tensor: torch.Tensor) -> str:
     """DTensor's words; "": none."""
     return str(tensor.placements) if is_sharded(tensor) else ""
@@ -282,18 +202,6 @@ def register(name: str, function: Callable) -> Callable:
         raise InputError(f"{name} needs torch_xla, which is not installed")
 
     return refused
-
-
-def optimization_barrier_(tensors: list[torch.Tensor]) -> None:
-    """Nothing moves where operations run in their order."""
-
-
-def place_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """It stays where it is."""
-    return tensor
-
-
-place_to_device = place_to_host
 
 
 def wrap_if_sharded(tensor: torch.Tensor) -> Any:
@@ -310,11 +218,10 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def put(target: torch.Tensor, value: torch.Tensor) -> None:
     if is_sharded(target):
-        shards = wrap_if_sharded(target)
-        shards.load_local_shards_([shard._replace(data=value[shard.indices]) for shard in shards.local_shards])
-        return
-    with torch.no_grad():
-        target.copy_(value)
+        wrap_if_sharded(target).put(value)
+    else:
+        with torch.no_grad():
+            target.copy_(value)
 
 
 def get_rng_state() -> int:
@@ -322,28 +229,21 @@ def get_rng_state() -> int:
     return torch.initial_seed()
 
 
-def set_rng_state(seed: int) -> None:
-    """torch.manual_seed() has seeded the device, and steps draw nothing from it."""
-
-
-def set_mat_mul_precision(precision: str) -> None:
-    torch.set_float32_matmul_precision(precision)
-
-
 def TraceMe(name: str, **_: Any) -> AbstractContextManager:
     return torch.profiler.record_function(name)
 
 
-TRACE_VIEWER = "open the newest .json file of {} in ui.perfetto.dev"
+_traces = []
 
 
 def start_trace(folder: str) -> None:
-    _chosen["trace"] = torch.profiler.profile(on_trace_ready=torch.profiler.tensorboard_trace_handler(folder))
-    _chosen["trace"].start()
+    handler = torch.profiler.tensorboard_trace_handler(folder)
+    _traces.append(torch.profiler.profile(on_trace_ready=handler))
+    _traces[0].start()
 
 
 def stop_trace() -> None:
-    _chosen.pop("trace").stop()
+    _traces.pop().stop()
 
 
 def init_process_group(*_: Any, **__: Any) -> None:
@@ -351,3 +251,20 @@ def init_process_group(*_: Any, **__: Any) -> None:
 
 
 all_reduce = broadcast_master_param = sync = init_process_group
+set_mat_mul_precision = torch.set_float32_matmul_precision
+
+
+def nothing(*_: Any) -> None:
+    """What XLA has to be told: of meshes and shardings (parameters are shards from the start: language/xla/shards.py),
+    of an order, and of a seed (torch.manual_seed() has seeded the device, and steps draw nothing from it)."""
+
+
+use_spmd = mark_sharding = get_global_mesh = set_global_mesh = optimization_barrier_ = set_rng_state = nothing
+
+
+def unchanged(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """It stays as and where it is."""
+    return tensor
+
+
+place_to_host = place_to_device = mark_sharding_with_gradients = unchanged

@@ -1,7 +1,5 @@
 """The torch_xla backend: what scripts, models and the other rooms use of it, by torch_xla's own names and by functions.
-
-torch_compile.py has the same names for torch's own compiler.
-"""
+torch_compile.py has the same names for torch's own compiler."""
 
 # ruff: noqa: F401 (tpu_utils.device has them from here)
 
@@ -53,6 +51,7 @@ MOVES = re.compile("copy_from|to_copy|to_cpu|detach|propagate|empty|scalar|view"
 IS_XLA = True
 BACKEND = f"torch_xla {torch_xla.__version__}"
 ON_CPU = "XLA CPU backend: no TPU"
+TRACE_VIEWER = "tensorboard --logdir {} (tab Profile)"
 
 all_reduce = partial(xm.all_reduce, xm.REDUCE_SUM, pin_layout=False)
 """Sum over the processes, on the devices."""
@@ -66,9 +65,6 @@ if "PT_XLA_DEBUG_LEVEL" not in os.environ:  # else 30 lines on stderr before the
     os.environ.setdefault("PT_XLA_DEBUG_FILE", os.devnull)
 # torch_xla warns of its own insides, and a save would print that in the middle of the run
 warnings.filterwarnings("ignore", category=UserWarning, module=r"torch_xla\.distributed\.spmd")
-
-
-TRACE_VIEWER = "tensorboard --logdir {} (tab Profile)"
 
 
 def choose_compiler(name: str, deterministic: bool) -> None:
@@ -88,11 +84,9 @@ def device_memory(device: torch.device) -> dict[str, int] | None:
     return {name: int(value) for name, value in xm.get_memory_info(device).items()}
 
 
-def compile_step(function: Callable, begin: Callable[[], None] = lambda: None) -> Callable:
-    """The function as one graph. begin: called once nothing before it pends.
-
-    An error of the graph that has READ_ERROR_MARKERS is of a step that reads a tensor.
-    """
+def compile_step(function: Callable, begin: Callable = lambda: None, keep_rates: Callable | None = None) -> Callable:
+    """The function as one graph. begin: called once nothing before it pends. keep_rates: torch_compile.py needs it. An
+    error of the graph that has READ_ERROR_MARKERS is of a step that reads a tensor."""
     from tpu_utils.device.batch_norm import average_as_pytorch  # torch_xla's are biased
 
     average_as_pytorch(DEVICE_TYPE)

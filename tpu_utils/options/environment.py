@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tpu_utils.base.errors import DeviceError, InputError, run_script
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.options.parsing import Options, parse_command_line
 
 if TYPE_CHECKING:
@@ -21,11 +21,16 @@ UNDER_COMPILER = "AOT_TPU_SCRIPT"
 """Set where tpu_compiler/of_script.py runs the script."""
 
 
-def command_line(config_class: type[Config], description: str, check: Callable[[Config], object]) -> Config:
+def command_line(
+    config_class: type[Config],
+    description: str,
+    check: Callable[[Config], object],
+    parse: Callable = parse_command_line,
+) -> Config:
     """The options of this process; or it ends here, with help or with one message.
 
     Call it above the imports of torch and torch_xla, which take seconds: a wrong option, a wrong data file or a missing
-    TPU is answered at once. check: raises InputError for files that cannot be read.
+    TPU is answered at once. check: raises InputError for files that cannot be read. parse: parse_options() for a tool.
     """
     from tpu_utils.base.restarts import end_with_torchrun  # only here, once
 
@@ -33,13 +38,9 @@ def command_line(config_class: type[Config], description: str, check: Callable[[
     found = []
 
     def read() -> int:
+        found.append(parse(config_class, description))
         if issubclass(config_class, Options):
-            found.append(parse_command_line(config_class, description))
             choose_device(found[0])
-        else:
-            import tyro  # only here, as in options.py
-
-            found.append(tyro.cli(config_class, prog=own_name(), description=description, use_underscores=True))
         check(found[0])
         if getattr(found[0], "compile_for", "") and UNDER_COMPILER not in os.environ:
             from tpu_utils.options.virtual_slice import become_compiler  # only here: a run on a device needs none of it
@@ -50,12 +51,6 @@ def command_line(config_class: type[Config], description: str, check: Callable[[
     if code := run_script(read):
         sys.exit(code)
     return found[0]
-
-
-def own_name() -> str | None:
-    """`python -m tools.generate` for a tool; None for a script, which is called by its file."""
-    spec = sys.modules["__main__"].__spec__
-    return f"python -m {spec.name}" if spec else None
 
 
 def attached_chips(pci_root: Path = Path("/sys/bus/pci/devices")) -> "list[Generation]":
@@ -117,10 +112,8 @@ def choose_device(config: "TrainConfig") -> str:
 
 
 def meet_hosts(config: "TrainConfig") -> Peers:
-    """This process among those of the run, one for each host of the TPU slice; one alone on the CPU.
-
-    Call it before the device is started. Raises DeviceError naming the hosts that are missing.
-    """
+    """This process among those of the run, one for each host of the TPU slice; one alone on the CPU. Call it before the
+    device is started. Raises DeviceError naming the hosts that are missing."""
     if choose_device(config) != "tpu":
         return Peers()
     from tpu_utils.remote.hosts import settle_hosts

@@ -1,7 +1,6 @@
 """Options of a script: frozen dataclasses with presets, checked, and the command line that they make. Imports no torch.
 
-A value is looked up in this order, the last one wins: the field's default, the preset, the level, the command line. A
-resumed run has its own config.json in place of the preset, unless --preset is given.
+The last one wins: a field's default, the preset, or config.json of a resumed run, the level, the command line.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import read_json, write_atomically
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.fields import (
     check_class,
     check_values,
@@ -184,15 +183,6 @@ def names_a_place(run_dir: str) -> bool:
     """Whether it is a local folder or gs://BUCKET/FOLDER, and no other address."""
     folder_in_bucket = r"gs://[a-z0-9][a-z0-9._-]+[a-z0-9](/(?!\.\.?(/|$))[\w.=+-]+)+/?"
     return not re.match(r"\w+:/", run_dir) or re.fullmatch(folder_in_bucket, run_dir) is not None
-
-
-def run_id_in(run_dir: Path) -> str:
-    """The id of the run in a directory, which its checkpoints name too; "" for none, or if config.json is damaged."""
-    try:
-        run_id = read_json(run_dir / "config.json", "the options of a run").get("run_id")
-    except InputError:
-        return ""
-    return run_id if isinstance(run_id, str) else ""
 
 
 def write_config(run_dir: Path, run: dict[str, Any]) -> None:

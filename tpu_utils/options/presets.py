@@ -16,7 +16,9 @@ def print_presets(kinds: Iterable[str]) -> int:
     parser = argparse.ArgumentParser(description="Print every preset, resolved: each value and where it came from.")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     given, everything = parser.parse_args(), {}
-    for module, kind in (name.split(":") for name in kinds if find_spec(name.partition(".")[0].partition(":")[0])):
+    for module, kind in (name.split(":") for name in kinds):
+        if not (find_spec(module.partition(".")[0]) and find_spec(module)):
+            continue
         for preset in presets_of(found := getattr(importlib.import_module(module), kind)):
             config, sources = resolve(found, preset)
             rows = {name: {"value": v, "source": sources[name]} for name, v in dataclasses.asdict(config).items()}

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from tpu_utils.base.errors import InputError
 from tpu_utils.base.files import parse_object, read_json
+from tpu_utils.base.process import Peers
 from tpu_utils.options.compiler_flags import SAFE_FLAG
 from tpu_utils.options.fields import FREE, marks
 
@@ -89,3 +90,23 @@ def read_config(run_dir: str) -> tuple[str, dict[str, Any] | None]:
         content = read_object(run_dir, "config.json", OPTIONS, MOST_BYTES)
         return name, None if content is None else parse_object(content, name, OPTIONS)
     return name, read_json(Path(name), OPTIONS, MOST_BYTES) if os.path.lexists(name) else None
+
+
+def run_id_in(run_dir: Path) -> str:
+    """The id of the run in a directory, which its checkpoints name too; "" for none, or if config.json is damaged."""
+    try:
+        run_id = read_json(run_dir / "config.json", "the options of a run").get("run_id")
+    except InputError:
+        return ""
+    return run_id if isinstance(run_id, str) else ""
+
+
+def check_same_options(config: Any, peers: Peers) -> None:
+    """Raises InputError, on all processes, where some found the options of the run to resume and others did not."""
+    found = peers.gather(bool(config.options_from))
+    if len(set(found)) > 1:
+        raise InputError(
+            f"process {found.index(True)} reads its options from config.json of run_dir {config.run_dir}, but "
+            f"process {found.index(False)} finds none there; give a folder that all hosts share, or gs://, or the "
+            "same options with --preset on all of them"
+        )

@@ -1,9 +1,28 @@
-"""Arguments of the tools that argparse reads, with the nearest name where one is misspelt. Imports no torch."""
+"""Arguments of the tools: by argparse, with the nearest name where one is misspelt, or by tyro. Imports no torch."""
 
 import argparse
+import sys
 from collections.abc import Sequence
+from typing import TypeVar
 
 from tpu_utils.options.fields import nearest
+
+Config = TypeVar("Config")
+
+
+def parse_options(kind: type[Config], description: str) -> Config:
+    """A dataclass of options that is no subclass of Options, for command_line()."""
+    import tyro  # only here, as in parsing.py
+
+    spec = sys.modules["__main__"].__spec__
+    name = f"python -m {spec.name}" if spec else None  # None: called by its file
+    return tyro.cli(kind, prog=name, description=description, use_underscores=True)
+
+
+def make_parser(tool: str, description: str) -> argparse.ArgumentParser:
+    """The description is shown as it stands; no name of an option can be abbreviated."""
+    kind = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"python -m {tool}", None, description, formatter_class=kind, allow_abbrev=False)
 
 
 def parse_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str], hint: str = "") -> argparse.Namespace:

@@ -9,8 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import write_atomically
+from tpu_utils.base.writing import write_atomically
 
 SHORT = {  # how a value stands in a train line
     "loss": "loss {:.4f}",
@@ -22,8 +21,6 @@ SHORT = {  # how a value stands in a train line
 
 BESIDE = {"host_to_device_uploads_per_step": "uploads", "device_to_host_reads_per_step": "reads"}
 """Beside the batch; a right run has none."""
-BEST_IS_LARGEST = {"accuracy": True, "validation_loss": False}
-"""Evaluations are compared by the first of these fields that they have; True: the largest value is the best."""
 
 
 class RunLog:
@@ -102,10 +99,8 @@ class RunLog:
         self._print(f"step {step:6d}/{self._bar.total}  {fields['prompt']!r}: {fields['text']!r}")
 
     def checkpoint(self, step: int, **fields: float) -> None:
-        """A checkpoint line. fields: wait_seconds of the step loop.
-
-        Call it before the checkpoint is written: all lines are on disk before a checkpoint says their steps are done.
-        """
+        """A checkpoint line. fields: wait_seconds of the step loop. Call it before the checkpoint is written: all lines
+        are on disk before a checkpoint says their steps are done."""
         self.write("checkpoint", step, **fields)
         if not self._silent:
             os.fsync(self._file.fileno())
@@ -142,24 +137,6 @@ def _in_front_of_a_terminal() -> bool:
         return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
     except OSError:  # the terminal of another session: it has no jobs of ours
         return True
-
-
-def better(best: dict[str, Any] | None, step: int, fields: dict[str, float]) -> dict[str, Any] | None:
-    """The better of the best evaluation so far and this one: its step, the field that was compared, and its value.
-
-    Of equal values the earlier is the best; one that is not finite never is. Raises InputError without such a field.
-    """
-    name = next((name for name in BEST_IS_LARGEST if name in fields), None)
-    if name is None:
-        raise InputError(
-            f"keep_best needs an evaluation with {' or '.join(BEST_IS_LARGEST)}; found {', '.join(fields)}; log one of "
-            "the two, or give --no_keep_best"
-        )
-    value, sign = float(fields[name]), 1 if BEST_IS_LARGEST[name] else -1
-    known = best is not None and best["field"] == name
-    if not math.isfinite(value) or (known and sign * value <= sign * best["value"]):
-        return best
-    return {"step": step, "field": name, "value": value}
 
 
 def print_summary(summary: dict[str, Any]) -> None:

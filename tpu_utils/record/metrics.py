@@ -25,10 +25,8 @@ class DeviceMetrics:
         """Updates skipped since the start of the run, as of the last read()."""
 
     def record(self, *values: torch.Tensor, skipped: torch.Tensor | None = None) -> None:
-        """Write this step's scalars, one per name, and count the step. Inside the compiled step only.
-
-        skipped: () bool on the device, whether this step's update was skipped.
-        """
+        """Write this step's scalars, one per name, and count the step. Inside the compiled step only. skipped: () bool
+        on the device, whether this step's update was skipped."""
         if skipped is not None:
             self.skipped.add_(skipped.int())
         row = torch.stack([value.detach().float() for value in (*values, self.skipped[0])])

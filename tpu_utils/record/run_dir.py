@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import write_atomically
-from tpu_utils.base.peers import Peers
-from tpu_utils.options.parsing import run_id_in
+from tpu_utils.base.process import Peers
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.options.train_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ class RunLock:
 
     def check(self, run_dir: Path) -> None:
         """Raises SaveError unless the path still leads to the folder that is locked, in a process that holds the lock.
-
-        The open descriptor keeps the folder's inode from being given to a new folder.
-        """
+        The open descriptor keeps the folder's inode from being given to a new folder."""
         if not self._descriptors:
             return
         try:
@@ -103,9 +100,7 @@ def _holder(name: Path) -> str:
 
 def open_run_dir(config: TrainConfig, lock: RunLock | None = None) -> Path:
     """The run directory, made, locked and proved writable; of a gs:// directory the local folder that a Mirror uploads.
-
-    Raises InputError where it cannot be written, is in use by another run, or already holds one.
-    """
+    Raises InputError where it cannot be written, is in use by another run, or already holds one."""
     now = datetime.datetime.now()
     run_dir = Path(config.run_dir or f"runs/{config.preset}_{now:%Y%m%d_%H%M%S_%f}")
     if config.compile_for:
@@ -159,7 +154,14 @@ class RunDir:
 
             self.mirror = Mirror(config.run_dir, config.resume, self.folder, self._peers)
             self.folder = self.mirror.folder  # each process has its own
-        self.run_id = self._peers.from_first(lambda: run_id_in(self.folder))
+        self.run_id = self._peers.from_first(self._read_run_id)
+
+    def _read_run_id(self) -> str:
+        if not (self.folder / "config.json").exists():
+            return ""
+        from tpu_utils.options.stored import run_id_in  # only where there is a run
+
+        return run_id_in(self.folder)
 
     def check(self) -> None:
         """Raises SaveError, on all processes, when the path no longer leads to the folder that was locked."""
@@ -171,14 +173,3 @@ class RunDir:
 
     def close(self) -> None:
         self._lock.release()
-
-
-def check_same_options(config: TrainConfig, peers: Peers) -> None:
-    """Raises InputError, on all processes, where some found the options of the run to resume and others did not."""
-    found = peers.gather(bool(config.options_from))
-    if len(set(found)) > 1:
-        raise InputError(
-            f"process {found.index(True)} reads its options from config.json of run_dir {config.run_dir}, but "
-            f"process {found.index(False)} finds none there; give a folder that all hosts share, or gs://, or the "
-            "same options with --preset on all of them"
-        )

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from tpu_utils.base.clock import Goodput
 from tpu_utils.base.errors import TrainingError
+from tpu_utils.base.process import Goodput
 from tpu_utils.device import transfers_from_device
 from tpu_utils.record.log import BESIDE
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from tpu_utils.base import errors
 from tpu_utils.base.errors import DeviceError, InputError, TrainingError
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.remote.wire import Link, Listener, ProofError, WireError, connect
 
 ANSWER_SECONDS = 1800.0

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from tpu_utils.base.errors import InputError, PassingError, SaveError
 from tpu_utils.base.files import inside
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 
 REQUEST_SECONDS = 60.0
 """A request that gets no answer for so long has failed. A chunk must go up in this time."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from tpu_utils.base.clock import Goodput
+from tpu_utils.base.process import Goodput
 from tpu_utils.device import IS_XLA, compile_step, graphs_compiled, operations_on_host, transfers_from_device
+from tpu_utils.step.optim import keep_rate_ratios
 from tpu_utils.step.seen import Seen, held_by_modules, numbers_in, shape_of, state_sizes
 
 
@@ -29,7 +30,7 @@ class OneGraph:
         functools.update_wrapper(self, function)
         self.each_shape, self.couples_examples = each_shape, couples_examples
         self.watch, self.signature, self.is_tried = None, inspect.signature(function), False
-        self.compiled = compile_step(function, self._begin)
+        self.compiled = compile_step(function, self._begin, keep_rate_ratios)
         """The step without the watch, for a call outside of a run. is_tried: it has run in plain PyTorch."""
 
     def _begin(self) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.param_groups import keep_rate_ratios
 
 if TYPE_CHECKING:
     from tpu_utils.options.train_config import TrainConfig
@@ -50,30 +49,6 @@ def rates_of(step: np.ndarray, config: "TrainConfig", num_steps: int) -> np.ndar
     return rates.astype(np.float32)
 
 
-class SGD(torch.optim.Optimizer):
-    """Stochastic gradient descent with momentum whose learning rate may be a device tensor.
-
-    The same update as torch.optim.SGD(momentum=...). That one passes a tensor learning rate as alpha=-lr, which reads
-    it back to the host in every step (torch/optim/sgd.py, _single_tensor_sgd).
-    """
-
-    def __init__(self, params, lr, momentum: float, weight_decay: float = 0.0):
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        assert closure is None, "closures are not supported"
-        for group in self.param_groups:
-            for parameter in filter(lambda p: p.grad is not None, group["params"]):
-                gradient = parameter.grad
-                if group["weight_decay"]:
-                    gradient = gradient.add(parameter, alpha=group["weight_decay"])
-                velocity = self.state[parameter]["momentum_buffer"]
-                velocity.mul_(group["momentum"]).add_(gradient)
-                change = group["lr"] * velocity
-                parameter.sub_(change if parameter.dim() else change.view(()))  # the rate is (1,), a scalar is ()
-
-
 class Adam(torch.optim.Optimizer):
     """Adam, or with decoupled weight decay AdamW, whose learning rate may be a device tensor.
 
@@ -105,7 +80,7 @@ class Adam(torch.optim.Optimizer):
                 old = parameter * shrink
             elif group["weight_decay"]:
                 gradient = gradient + parameter * group["weight_decay"]
-            # lerp and addcmul as in torch: other forms round differently once fused with step_if's torch.where
+            # lerp and addcmul as in torch: other forms round differently once fused with step_optimizer's torch.where
             mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
             square = torch.addcmul(state["exp_avg_sq"] * beta2, gradient, gradient, value=1 - beta2)
             state["exp_avg"].copy_(mean)
@@ -126,6 +101,8 @@ def make_optimizer(config: "TrainConfig", parameters, adam: Callable = Adam) -> 
     parameters = [given for given in parameters if not isinstance(given, dict) or given["params"]]
     common = dict(lr=torch.full((1,), config.learning_rate), weight_decay=config.weight_decay)
     if config.optimizer == "sgd":
+        from tpu_utils.step.sgd import SGD  # only where it is asked for
+
         optimizer, usual = SGD(parameters, momentum=config.momentum, **common), ("momentum_buffer",)
     elif adam is Adam and config.optimizer not in ("adam", "adamw"):
         raise InputError(
@@ -160,6 +137,30 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
     return torch.stack([(gradient * gradient).sum() for gradient in gradients]).sum().sqrt()
 
 
+def keep_rate_ratios(optimizer: torch.optim.Optimizer) -> None:
+    """Notes in each group its learning rate over the optimizer's own, which it keeps through the run, as under a
+    scheduler of torch. A group has its rate until step_optimizer() puts that of the step there.
+
+    Raises InputError for a rate that is no number, and for a scheduler of torch, whose rates would be overwritten.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if "initial_lr" in group:  # LRScheduler.__init__ writes it
+            raise InputError(
+                "a scheduler of torch.optim.lr_scheduler has this optimizer, and step_optimizer() overwrites its rates "
+                "in each step; expected --scheduler, or in place of learning_rates() a table of your own: a tensor "
+                "(num_steps,), float32"
+            )
+        if group["lr"] is optimizer.defaults["lr"]:
+            group["lr_ratio"] = 1.0
+        elif "lr_ratio" not in group:
+            own, base = (float(torch.as_tensor(rate).max()) for rate in (group["lr"], optimizer.defaults["lr"]))
+            if not (0 <= own < math.inf and 0 < base < math.inf):
+                raise InputError(
+                    f"parameter group {number} has lr {own:g}, its optimizer {base:g}; expected numbers, not below 0"
+                )
+            group |= dict(lr_ratio=own / base, lr=torch.full((1,), own))  # a tensor, as the step puts there
+
+
 def step_optimizer(
     optimizer: torch.optim.Optimizer, rate: torch.Tensor, finite: torch.Tensor, on_nonfinite: str
 ) -> torch.Tensor | None:
@@ -175,15 +176,7 @@ def step_optimizer(
     if on_nonfinite == "stop":
         optimizer.step()
         return None
-    step_if(finite, optimizer)
-    return ~finite
-
-
-def step_if(finite: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """optimizer.step(), undone inside the graph unless finite, a () bool tensor on the device.
-
-    When undone, parameters and optimizer state keep every bit: no weight decay, no momentum, the same step count.
-    """
+    # undone inside the graph: no weight decay, no momentum, the same step count
     tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     tensors += [value for parameter in tensors for value in optimizer.state[parameter].values()]
     with torch.no_grad():
@@ -191,3 +184,4 @@ def step_if(finite: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(torch.where(finite, tensor, old))
+    return ~finite

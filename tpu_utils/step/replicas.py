@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.device import (
     IS_XLA,
     all_reduce,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from tpu_utils.base.errors import OTHERS, InputError, first_line, line_of
+from tpu_utils.base.errors import OTHERS, InputError
 
 if TYPE_CHECKING:
     from tpu_utils.trial.trials import TriedRun
@@ -25,12 +25,6 @@ EXAMPLES = 11
 """Tried at least: no multiple of the batches of 4 that they come in too."""
 CLASSES = 16
 """Most classes of which one example each is tried, if the data begins with that many."""
-META_READ_ERRORS = (
-    "meta tensors",
-    "Cannot copy out of meta",
-    "can't convert meta device",
-    "'lengths' argument should be a 1D CPU",
-)
 
 
 def check_model(model: nn.Module, dataset, evaluate: Callable | None = None, run: "TriedRun | None" = None) -> int:
@@ -87,34 +81,12 @@ def flops_of(model: nn.Module, inputs: Sequence[torch.Tensor], where: str = "met
         kinds = getattr(torch.ops.aten, name[1]) if name else None
         if kinds and not any(torch.Tag.dynamic_output_shape in getattr(kinds, one).tags for one in kinds.overloads()):
             return flops_of(model, inputs, "cpu")  # PyTorch has no way to run it without values: weight_norm
+        from tpu_utils.trial.refusals import why_not  # only for an error
+
         raise InputError(why_not(error, shape)) from error
     if next(tensors_in(outputs), None) is None:
         raise InputError(f"the model returns {type(outputs).__name__} for images {shape}; expected tensors")
     return counter.get_total_flops() // len(inputs[0])
-
-
-def why_not(error: Exception, shape: str) -> str:
-    """What a model is told that does not run on tensors without values."""
-    said = str(error)
-    if any(words in said for words in META_READ_ERRORS):
-        return (
-            f"the model reads a tensor at {line_of(error)}; expected none of .item(), .tolist(), .cpu(), .numpy(), "
-            "print(tensor), if on a tensor, lengths on the host in forward: inside a compiled step nothing is read"
-        )
-    if isinstance(error, NotImplementedError):
-        return (
-            f"the shape of a result depends on values at {line_of(error)}; expected shapes that are known before: "
-            "torch.where(mask, x, 0) in place of x[mask], nonzero, unique or masked_select"
-        )
-    if "is not on the expected device meta" in said:
-        return (
-            f"a tensor is made on the host in forward, at {line_of(error)}; expected device=x.device there, or a "
-            "buffer that __init__ registers: it would be sent in every step"
-        )
-    return (
-        f"the model does not take a batch of images {shape}: {first_line(error)}; expected one for "
-        "the images of the data set, pictures with channels first; change one of them; --debug shows the line"
-    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 from dataclasses import dataclass
 
 from config import ImageConfig
-from images.arrays import load_arrays
+from images.array_files import load_arrays
 
 
 @dataclass(frozen=True)

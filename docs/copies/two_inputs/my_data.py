@@ -6,6 +6,7 @@ import numpy as np
 
 from config import ImageConfig
 from images import arrays
+from images.array_files import load_arrays
 
 
 @dataclass(frozen=True)
@@ -38,5 +39,5 @@ def eval_batches(dataset, size):
 
 
 def load_dataset(config: MyConfig):
-    found = arrays.load_arrays("mine", config.data_dir)
+    found = load_arrays("mine", config.data_dir)
     return TwoInputs("mine", found.train_images, found.train_labels, found.test_images, found.test_labels)

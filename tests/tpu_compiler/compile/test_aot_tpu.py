@@ -18,7 +18,8 @@ from processes import QUICKLY_COMPILED, ROOT, Script, run
 import aot_tpu
 import config
 from benchmarks import budgets
-from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistConfig
+from config import DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistConfig
+from images.cifar_config import CifarConfig
 from language.options.transformer_options import TransformerConfig
 from tools.generate import GenerateConfig
 from tpu_compiler import ask

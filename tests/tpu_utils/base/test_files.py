@@ -8,7 +8,8 @@ import pytest
 from mutations import NO_OBJECT, NOT_JSON, a_full_disk, at_most, make_irregular, mutated_json, no_hang
 
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import lines_of, open_regular, parse_json, read_json, write_atomically
+from tpu_utils.base.files import lines_of, open_regular, parse_json, read_json
+from tpu_utils.base.writing import write_atomically
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "folder", "character device", "nothing"])

@@ -13,7 +13,7 @@ from run_files import reader_of
 from test_checkpoint import alter, truncate
 
 from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint
-from tpu_utils.base.files import checksum_of
+from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints, tensor_reading
 from tpu_utils.checkpoint.saved import read_checkpoint
 

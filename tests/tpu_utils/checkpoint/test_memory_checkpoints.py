@@ -16,14 +16,14 @@ from test_peers import together
 from config import MnistConfig
 from tools.keep_running import MEMORY_DIR
 from tpu_utils.base.errors import InputError, SaveError
-from tpu_utils.base.files import checksum_of
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.base.restarts import memory_folder, newest_checkpoint
+from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.memory import MemoryCheckpoints, kind_of_files, open_memory
 from tpu_utils.checkpoint.saved import read_checkpoint
 from tpu_utils.checkpoint.state import HostCopy, kind_of
-from tpu_utils.options.parsing import run_id_in
+from tpu_utils.options.stored import run_id_in
 
 TINY = ["--warmup_steps=2", "--channels=4", "--hidden_dim=16", "--learning_rate=3e-3", "--max_shift=0", "--log_every=7"]
 TINY += ["--device=cpu", "--no_tensorboard", "--save_every=1000", "--num_epochs=2", "--save_memory_every=5"]

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_args, get_origin
 
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 from processes import ROOT, run
 
-from config import CifarConfig, DdpMnistConfig, DistributedMnistConfig, MnistConfig
+from config import DdpMnistConfig, DistributedMnistConfig, MnistConfig
+from images.cifar_config import CifarConfig
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError
 from tpu_utils.options.fields import FREE, Range, field_docs, hints_of, marks, plain  # noqa: F401 - FREE in an annotation as text
@@ -478,6 +481,14 @@ def test_config_py_prints_every_preset_and_where_each_value_came_from():
     assert value["precision"] == {"value": "float32", "source": "level balanced"}
     assert value["momentum"]["source"] == "default"
     assert run("config.py", "--jsn").returncode == 2
+
+
+def test_presets_are_read_where_nothing_is_installed_but_python():
+    """-S: no installed package is in reach."""
+    done = subprocess.run([sys.executable, "-S", "config.py", "--json"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    names = {"MnistConfig", "DistributedMnistConfig", "DdpMnistConfig", "CifarConfig", "TransformerConfig"}
+    assert json.loads(done.stdout).keys() == names
 
 
 def test_what_shapes_the_computation_is_not_free_on_resume():

@@ -8,7 +8,7 @@ import torch
 import torch_xla
 from run_files import to_host
 
-from tpu_utils.base.clock import Goodput
+from tpu_utils.base.process import Goodput
 from tpu_utils.device import graphs_compiled, transfers_from_device
 from tpu_utils.record.metrics import DeviceMetrics, finite_means, first_not_finite
 

@@ -15,7 +15,7 @@ import simple_mnist_tpu
 import tpu_utils.record.run_dir
 from config import MnistConfig
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.files import write_atomically
+from tpu_utils.base.writing import write_atomically
 from tpu_utils.checkpoint.resume import check_same_run
 from tpu_utils.options.stored import free_on_resume
 from tpu_utils.record.run_dir import RunLock, open_run_dir

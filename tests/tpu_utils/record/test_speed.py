@@ -11,8 +11,8 @@ from run_files import in_process, losses_in, summary_in
 from torch import nn
 
 import simple_mnist_tpu
-from tpu_utils.base.clock import Goodput
 from tpu_utils.base.errors import TrainingError
+from tpu_utils.base.process import Goodput
 from tpu_utils.device import compile_step, transfers_to_device
 from tpu_utils.record.log import BESIDE
 from tpu_utils.record.speed import READS, UPLOADS, Speed, Transfers

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from processes import free_port
 
 from tpu_utils.base.errors import CheckpointError, DeviceError, InputError, SaveError, TrainingError
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.remote import meeting as peers_module
 from tpu_utils.remote import wire

@@ -28,7 +28,7 @@ import transformer_tpu
 from config import MnistConfig
 from language.options.transformer_options import TransformerConfig
 from tpu_utils.base.errors import InputError, PassingError, SaveError, run_script
-from tpu_utils.base.peers import Peers
+from tpu_utils.base.process import Peers
 from tpu_utils.base.restarts import memory_folder
 from tpu_utils.checkpoint import Checkpoints
 from tpu_utils.checkpoint.loading import CheckpointReader

@@ -13,10 +13,10 @@ from run_files import assert_identical, state_in, summary_in
 
 from config import MnistConfig
 from tpu_utils.base.errors import InputError
-from tpu_utils.base.param_groups import settle
 from tpu_utils.checkpoint.resume import check_length
+from tpu_utils.device.dynamo import settle
 from tpu_utils.step.average import update_average
-from tpu_utils.step.optim import learning_rates, make_optimizer, step_optimizer
+from tpu_utils.step.optim import keep_rate_ratios, learning_rates, make_optimizer, step_optimizer
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "linear", "cosine", "step"])
@@ -222,7 +222,7 @@ def test_before_step_1_groups_have_what_a_step_leaves_there():
         dict(params=one, **own) for one, own in zip(parameters, ({}, {"lr": 1e-4}, {"lr": 1e-4}, {}), strict=True)
     ]
     optimizer = make_optimizer(MnistConfig(learning_rate=1e-2), groups)
-    settle(optimizer)
+    settle(optimizer, keep_rate_ratios)
     first, own, other, last = (group["lr"] for group in optimizer.param_groups)
     assert first is last and own is not other and own is not first
     assert [group["lr_ratio"] for group in optimizer.param_groups] == pytest.approx([1, 1e-2, 1e-2, 1])

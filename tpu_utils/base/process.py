@@ -1,4 +1,8 @@
-"""Where the seconds of a run go, and a watchdog that tells when nothing moves. Imports nothing of this project."""
+"""One process of a run: where its seconds go, a watchdog that tells when nothing moves, and the other processes.
+
+Imports nothing of this project, and no torch. Peers is a run of one process, LinkedPeers of remote/meeting.py one of
+several, which must agree on some things.
+"""
 
 import contextlib
 import faulthandler
@@ -7,7 +11,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Goodput:
@@ -109,3 +116,34 @@ def _watch_for_stalls(ref: weakref.ref, stall_seconds: float) -> None:
         time.sleep(min(1, stall_seconds / 4))
     if told:  # the run came to its end before this thread looked again
         tell_over()
+
+
+class Peers:
+    """The processes of a run, and what they must agree on. In this class there is one process. index: of this process.
+    count: of all. All processes make the same calls in the same order."""
+
+    index, count = 0, 1
+
+    def with_own_links(self) -> "Peers":
+        """The same processes over new connections, for a thread: on shared ones messages of two threads would mix. All
+        processes must call it."""
+        return self
+
+    def patient(self) -> contextlib.AbstractContextManager:
+        """Allow more time to the calls inside: another process moves a checkpoint over the network or a slow disk."""
+        return contextlib.nullcontext()
+
+    def gather(self, value: Any) -> list[Any]:
+        """All-gather on the hosts: the JSON values that the processes gave, in the order of their indices."""
+        return [value]
+
+    def largest(self, value: int) -> int:
+        """The largest value that any process gave."""
+        return value
+
+    def from_first(self, function: Callable[[], Any]) -> Any:
+        """Broadcast: only the first process calls function; all return its result, of JSON, or raise its exception."""
+        return function()
+
+    def tensor_from_first(self, tensor: "torch.Tensor") -> None:
+        """Broadcast the first process's values into this host tensor, contiguous, of one shape and type on all."""

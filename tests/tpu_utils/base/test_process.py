@@ -12,8 +12,8 @@ from run_files import TINY, in_process
 
 import simple_mnist_tpu
 import tpu_utils
-import tpu_utils.base.clock
-from tpu_utils.base.clock import Goodput, watch_for_stalls
+import tpu_utils.base.process
+from tpu_utils.base.process import Goodput, watch_for_stalls
 
 
 def stalls_in(text):
@@ -92,8 +92,8 @@ def test_what_is_a_stall(phase, happens, stalls, monkeypatch, capfd):
     goodput = Goodput()
     goodput.enter(phase)
     clock = Clock(goodput, happens, looks=50)
-    monkeypatch.setattr(tpu_utils.base.clock, "time", clock)
-    tpu_utils.base.clock._watch_for_stalls(clock.ref, 10)
+    monkeypatch.setattr(tpu_utils.base.process, "time", clock)
+    tpu_utils.base.process._watch_for_stalls(clock.ref, 10)
     said = stalls_in(capfd.readouterr().err)
     assert len(said) == len(stalls) and all(text in line for text, line in zip(stalls, said, strict=True)), said
 

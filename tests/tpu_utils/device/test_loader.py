@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch_xla
 
-from tpu_utils.base.clock import Goodput
 from tpu_utils.base.errors import InputError
-from tpu_utils.step.loader import DeviceLoader
+from tpu_utils.base.process import Goodput
+from tpu_utils.device import DeviceLoader
 
 
 @pytest.fixture(scope="module")

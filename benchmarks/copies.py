@@ -42,7 +42,7 @@ from tpu_utils.options.parsing import parse_command_line  # noqa: E402
 
 TABLE = ROOT / "docs" / "results" / "copies.csv"
 COLUMNS = ("setting", "kind", "of a loss", "of an evaluation", "killed and resumed")
-"""Of the numbers the largest difference, relative to the expected one."""
+"""The largest difference of the numbers, relative to the expected one."""
 OPTIONS = "--device=cpu --num_epochs=2 --max_shift=0 --no_tensorboard --eval_batch_size=16 --global_batch_size=16 \
 --log_every=1 --save_every=9 --keep_checkpoints=9 --warmup_steps=1 --weight_decay=0 --shard_parameters".split()
 ADAM = "rates, decay and betas of groups"

@@ -73,7 +73,7 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.batch * self.shape.sequence_length
 
     @property
@@ -82,7 +82,7 @@ class Task:
 
     @property
     def steps(self) -> int:
-        """Of a group."""
+        """Steps of a group."""
         return 2 if self.tiny else 20
 
 
@@ -96,7 +96,7 @@ def read_card() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """{package: version} of those that are installed."""
     found = {}
     for name in ("torch", "triton", "transformers", "jax"):
         with contextlib.suppress(PackageNotFoundError):
@@ -166,7 +166,7 @@ def table(rows: list[dict]) -> str:
 
 
 def environment_of(device: str, caches: Path) -> dict[str, str]:
-    """Of a child: where compilers keep what they have made, and the device that jax takes."""
+    """Variables of a child: where compilers keep what they have made, and the device that jax takes."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     kept = {name: str(caches.resolve() / name.lower()) for name in names} | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     # one thread: several are slower on cores that others use too

@@ -14,7 +14,7 @@ from language.options.shapes import ModelShape
 
 LEARNING_RATE, BETAS, CLIP = 6e-4, (0.9, 0.95), 1.0
 WEIGHT_DECAY = 0.1
-"""Of AdamW, for what has two dimensions or more. CLIP: the largest norm of the gradient."""
+"""AdamW's, for what has two dimensions or more. CLIP: the largest norm of the gradient."""
 
 # ---------------------------------------------------------------------------------------------------------- PyTorch
 

@@ -18,6 +18,7 @@ from tpu_utils.options.train_config import ON_TPU, HostOptions, TrainConfig
 
 Dataset = Literal["synthetic", "text", "tokens", "chat", "stream"]
 ChatFormat = Literal["auto", "plain", "chatml", "qwen3", "llama3", "gemma", "mistral", "phi4", "olmo2"]
+# a source of your own: its name in Dataset, its vocabulary here
 SMALLEST_VOCAB_SIZE = {"synthetic": 4, "text": BYTE_VOCAB_SIZE}  # others: 1
 DEFAULT_VOCAB_SIZE = {"synthetic": 64, "text": BYTE_VOCAB_SIZE, "chat": BYTE_VOCAB_SIZE}  # others: of the model's size
 ONLY = {own: NoEffect("dataset", *(n for n in get_args(Dataset) if n != own)) for own in get_args(Dataset)}
@@ -231,6 +232,11 @@ class TransformerConfig(HostOptions, TrainConfig):
             published = GPT_SIZES[self.model_size]
         dataset = "text" if self.dataset == "stream" and not self.tokenizer else self.dataset  # tokens are bytes
         vocab_size = self.vocab_size or DEFAULT_VOCAB_SIZE.get(dataset, published.vocab_size)
+        if not self.vocab_size and dataset not in (*DEFAULT_VOCAB_SIZE, "tokens", "stream"):
+            raise InputError(
+                f"dataset {dataset} has no vocabulary in DEFAULT_VOCAB_SIZE; expected one, or --vocab_size: tokens of "
+                f"another one than the {published.vocab_size} of {self.model_size} would train in silence"
+            )
         return dataclasses.replace(published, **changes, vocab_size=vocab_size)
 
     @property

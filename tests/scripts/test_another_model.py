@@ -215,3 +215,29 @@ def test_training_and_evaluation_are_those_of_plain_pytorch(name, copied, tmp_pa
     np.testing.assert_allclose(found, losses, rtol=2e-4, atol=1e-5)
     assert {name: evaluated[name] for name in expected} == pytest.approx(expected, rel=5e-4)
     assert "check  " not in said or name == "teacher", said
+
+
+def test_a_data_source_of_ones_own(tmp_path):
+    """The page's steps. A source without a vocabulary is refused: bytes would train as GPT-2's 50,257 tokens."""
+    assert run("tools.copy_example", "transformer_tpu.py", tmp_path / "mine").returncode == 0
+    data, options = tmp_path / "mine" / "language" / "data", tmp_path / "mine" / "language" / "options"
+    (data / "mine.py").write_text((data / "text.py").read_text().replace("--dataset text", "--dataset mine"))
+    (tmp_path / "mine" / "some.txt").write_text("To be, or not to be, that is the question. " * 500)
+    code = (options / "transformer_options.py").read_text()
+    code = code.replace('"chat", "stream"]', '"chat", "stream", "mine"]')
+
+    def train() -> Script:
+        words = "--dataset mine --data_dir=. --train_data some.txt --num_steps 2 --warmup_steps 1 --log_every 1"
+        words += " --device cpu --num_layers 1 --global_batch_size 8 --eval_batches 1 --run_dir run"
+        return Script("transformer_tpu.py", *words.split(), folder=tmp_path / "mine")
+
+    (options / "transformer_options.py").write_text(code)
+    refused = train()
+    assert refused.wait() == 2 and "dataset mine has no vocabulary in DEFAULT_VOCAB_SIZE" in refused.text("err")
+    tables = {"SMALLEST_VOCAB_SIZE", "DEFAULT_VOCAB_SIZE"}
+    code = re.sub(r"^(\w+) = \{", lambda m: f'{m[0]}"mine": 257, ' if m[1] in tables else m[0], code, flags=re.M)
+    (options / "transformer_options.py").write_text(code)
+    done = train()
+    assert done.wait() == 0, done.text("err")
+    first = next(line for line in read_lines(tmp_path / "mine" / "run") if line["kind"] == "train")
+    assert first["loss"] == pytest.approx(np.log(257), abs=0.3)

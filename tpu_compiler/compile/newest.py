@@ -144,8 +144,8 @@ def environment_versions(folder: Path) -> dict[str, str]:
 
 
 def child_environment() -> dict[str, str]:
-    """Of a process that compiles without torch_xla, whose import leaves the path of its own libtpu there; and another
-    XLA ends at a flag that it does not have."""
+    """Variables of a process that compiles without torch_xla: its import leaves the path of its own libtpu there, and
+    another XLA ends at a flag that it does not have."""
     ours = ("PYTHON", "TPU_LIBRARY_PATH", "PTXLA_", "XLA_FLAGS")
     return LIBTPU_VARIABLES | {name: value for name, value in os.environ.items() if not name.startswith(ours)}
 

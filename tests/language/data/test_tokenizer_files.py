@@ -333,7 +333,7 @@ def test_a_chat_with_an_adapter_ends_too(trained, tmp_path):
 
 
 def test_shards_of_another_tokenizer_than_the_models_are_refused(tmp_path):
-    """Of one size, so that every token passed: a model was trained on other texts than its own, without a word."""
+    """Both have one size, so every token passed: a model was trained on other texts than its own, without a word."""
     words = {"own": [f"{number:x}" for number in range(4000)], "other": Path(__file__).read_text().split()}
     for name in words:
         made = tokenizer_training.train_tokenizer([" ".join(words[name])], 400)

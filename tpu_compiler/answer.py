@@ -81,7 +81,8 @@ def ask_compiler(
     try:
         if memory_alone:
             python = newest / "bin" / "python" if newest else Path(sys.executable)
-            compiled = compile_elsewhere(partial(planned_memory, python), traced, topology, options)
+            plan = partial(planned_memory, python)
+            compiled = compile_elsewhere(plan, traced, topology, options, takes_minutes=False)
         if compiled is None and newest:
             compiled = compile_elsewhere(partial(compile_there, newest), traced, topology, options)
         compiled = compiled or compile_program(traced, topology, options)

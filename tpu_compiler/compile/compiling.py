@@ -124,14 +124,14 @@ def _devices_needed(traced: Traced, topology: Topology) -> int:
 
 
 def compile_elsewhere(
-    ask: Callable, traced: Traced, topology: Topology, options: dict[str, str] | None = None
+    ask: Callable, traced: Traced, topology: Topology, options: dict[str, str] | None = None, takes_minutes: bool = True
 ) -> Compiled:
     """As compile_program, in a process of its own. ask: compile_there() or planned_memory(), which know where."""
     _devices_needed(traced, topology)
     request = dict(partitions=traced.partitions, replicas=traced.replicas)
     request |= dict(donated=traced.donated, shardings=traced.shardings, given=traced.given, shardy=traced.shardy)
     request |= dict(free_outputs=traced.free_outputs)
-    with _progress(f"compiling for {topology.name} in a process of its own"):
+    with _progress(f"compiling for {topology.name}") if takes_minutes else contextlib.nullcontext():
         answer, text = ask(traced.hlo, topology, options or {}, **request)
     if "error" in answer:
         raise jax.errors.JaxRuntimeError(answer["error"])

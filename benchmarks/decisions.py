@@ -14,7 +14,7 @@ Run:     python benchmarks/decisions.py --memory
 Exit:    0; 1 where a compile failed: it is said, and the rest go on; 2 wrong usage.
 
 A decision is two settings, A and B, of a Llama 3 or Qwen3 of 8B, and what hardware said of both. Ours are
-transformer_tpu.py at the same shape: the kernels, the cross entropy and the scheduler's flags differ. Ours are compiled
+transformer_tpu.py at the same shape: the kernels and the scheduler's flags differ. Ours are compiled
 with SGD, whose weights and momentum are 8 bytes a parameter. Theirs have Adam's 12 (column state: float32), or 6 where
 weights and moments are bfloat16: the difference is added to our memory, or taken from it.
 

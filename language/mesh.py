@@ -75,6 +75,10 @@ def choose_mesh(config: TransformerConfig, num_devices: int, hbm_bytes: float | 
             raise InputError(
                 f"{name} ({value}) must be divisible by the {axis} axis ({size}) of the mesh; choose another --mesh"
             )
+    if devices > 1 and config.loss_parts > 1:
+        raise InputError(
+            f"loss_parts is {config.loss_parts}, but the context axis of the mesh is {devices}; expected 1"
+        )
     if devices > 1 and config.expert_capacity:
         raise InputError(
             f"expert_capacity is {config.expert_capacity}, places in a whole sequence, but the context axis of the "

@@ -17,7 +17,6 @@ from language.models.layers import (
     apply_layers,
     divided,
     find_documents,
-    head_product,
     product,
 )
 from language.models.operations import add_bias, causal_attention, layer_norm
@@ -127,7 +126,7 @@ class GPT(Decoder):
     def head(self, x_BTD, cast):
         """Logits of what the last layer gave."""
         x_BTD = layer_norm(x_BTD, cast["final_ln_weight"], cast["final_ln_bias"])
-        return head_product(x_BTD, cast["token_embedding"], self.mesh)
+        return self.logits(x_BTD, cast["token_embedding"])
 
     def forward(self, tokens_BT, keys_B=None) -> ModelOutput:
         """packed: documents begin at START. keys_B: row_keys() of dropout.py, (B,) int32, for dropout. None: an

@@ -182,6 +182,14 @@ class Decoder(torch.nn.Module):
             return Int8(parameter, self.get_buffer(scale_name(name)))
         return parameter.to(self.compute_dtype)
 
+    def logits(self, x_BTD, weight_VD):
+        """Of a training step with loss_parts what losses() takes in their place."""
+        if self.execution.loss_parts > 1 and torch.is_grad_enabled():
+            from language.models.loss_parts import LogitsInParts  # only where they are asked for
+
+            return LogitsInParts(x_BTD, weight_VD, self.execution.loss_parts, head_product)
+        return head_product(x_BTD, weight_VD, self.mesh)
+
     def rows_of_tokens(self, tokens_BT):
         """(B, T, D) of the token embedding. In float32 if that is: the gradients of a frequent token add up in it."""
         if size_of(self.mesh) > 1:

@@ -20,7 +20,6 @@ from language.models.layers import (
     add_adapter,
     apply_layers,
     find_documents,
-    head_product,
     is_decode_step,
     product,
 )
@@ -281,4 +280,4 @@ class Llama(Decoder):
     def head(self, x_BTD, cast):
         """Logits of what the last layer gave."""
         x_BTD = rms_norm(x_BTD, cast["final_ln_weight"], self.shape.norm_eps)
-        return head_product(x_BTD, cast["token_embedding" if self.shape.tied_head else "head_weight"], self.mesh)
+        return self.logits(x_BTD, cast["token_embedding" if self.shape.tied_head else "head_weight"])

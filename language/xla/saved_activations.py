@@ -21,11 +21,13 @@ LEVELS["products"] = (*LEVELS["residual"], "gate", "up")
 class LayerExecution:
     """How a model runs its layers. points, of LEVELS: layers run again in the backward pass, and the values of these
     points are kept; None: all that autograd saves. on_host: the points whose values lie in the host's memory meanwhile,
-    but for small ones. scan: all layers are one loop in the graph."""
+    but for small ones. scan: all layers are one loop in the graph. loss_parts: parts of each sequence whose logits are
+    made one after the other, and again in the backward pass."""
 
     points: tuple[str, ...] | None = None
     on_host: tuple[str, ...] = ()
     scan: bool = False
+    loss_parts: int = 1
 
 
 class SavedActivations:

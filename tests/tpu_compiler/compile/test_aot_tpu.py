@@ -700,11 +700,11 @@ def test_options_that_save_memory_are_those_of_the_script():
     settings = dataclasses.asdict(parse_command_line(TransformerConfig, "", options))
     transformer = a_report(devices=4, settings=settings | {"mesh": "4x1x1"})
     offered = [option for _, option in search.memory_savers(transformer)]
-    assert offered == ["--remat", "--gradient_accumulation_steps=2", "--mesh=1x4x1"]
+    assert offered == ["--remat", "--loss_parts=8", "--gradient_accumulation_steps=2", "--mesh=1x4x1"]
     parse_command_line(TransformerConfig, "", [*options, *offered])
     remat = a_report(devices=1, settings=settings | {"remat": True})
     offered = [option for _, option in search.memory_savers(remat)]
-    assert offered == ["--offload=products", "--gradient_accumulation_steps=2"]
+    assert offered == ["--offload=products", "--loss_parts=8", "--gradient_accumulation_steps=2"]
     settings = dataclasses.asdict(parse_command_line(DistributedMnistConfig, "", []))
     assert [option for _, option in search.memory_savers(a_report(devices=4, settings=settings))] == [
         "--shard_parameters"

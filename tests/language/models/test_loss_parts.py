@@ -1,0 +1,111 @@
+"""--loss_parts: the losses and gradients of whole logits, which are never in memory."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+import torch_xla
+from processes import Script, run
+from run_files import read_lines, summary_in
+from test_llama_parity import QWEN3
+
+from language.models.gpt import GPT
+from language.models.llama import Llama
+from language.models.operations import losses
+from language.options.shapes import ModelShape
+from language.xla.saved_activations import LayerExecution
+
+SHAPES = {"gpt": ModelShape(2, 4, 64, 32, 300), "llama": dataclasses.replace(QWEN3, sequence_length=32)}
+
+
+def computed(shape, parts: int, dtype=torch.float32):
+    """(losses, gradients by name) of a batch, each target weighted by another number."""
+    model = (GPT if type(shape) is ModelShape else Llama)(shape, dtype, execution=LayerExecution(loss_parts=parts))
+    model.initialise(0)
+    model = model.to(torch_xla.device())
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 250, (3, 33), generator=draw, dtype=torch.int32)
+    targets = torch.where(torch.rand(3, 32, generator=draw) < 0.2, -1, tokens[:, 1:])
+    tokens, targets, weights = (t.to(torch_xla.device()) for t in (tokens, targets, torch.rand(3, 32, generator=draw)))
+    found = losses(model(tokens[:, :-1]).logits, targets, shape.vocab_size)
+    (found * weights).sum().backward()
+    return found.detach().cpu(), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("parts", [2, 8])
+def test_losses_and_gradients_are_those_of_whole_logits(name, parts):
+    (found, gradients), (expected, whole) = computed(SHAPES[name], parts), computed(SHAPES[name], 1)
+    assert torch.equal(found == 0, expected == 0) and (found == 0).any()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert gradients.keys() == whole.keys()
+    for key in whole:
+        torch.testing.assert_close(
+            gradients[key], whole[key], rtol=1e-4, atol=1e-6, msg=lambda text, key=key: key + text
+        )
+
+
+def test_in_bfloat16_the_parts_add_up_in_float32():
+    found, expected = (computed(SHAPES["gpt"], parts, torch.bfloat16)[1]["token_embedding"] for parts in (8, 1))
+    exact = computed(SHAPES["gpt"], 1)[1]["token_embedding"]
+    assert (found - exact).norm() <= 1.05 * (expected - exact).norm()
+
+
+def test_an_evaluation_has_whole_logits():
+    model = GPT(SHAPES["gpt"], execution=LayerExecution(loss_parts=4))
+    with torch.no_grad():
+        assert model(torch.zeros(1, 32, dtype=torch.int32)).logits.shape == (1, 32, 384)
+
+
+@pytest.mark.parametrize("more", [(), ("--scan_layers", "--remat", "--gradient_accumulation_steps=2", "--mesh=1x4x2")])
+def test_a_run_has_the_same_losses_in_one_graph(tmp_path, more):
+    command = (
+        "--device cpu --num_steps 4 --warmup_steps 1 --log_every 1 --eval_batches 1 --global_batch_size 16".split()
+    )
+    runs = [
+        Script(
+            "transformer_tpu.py",
+            *command,
+            *more,
+            f"--loss_parts={parts}",
+            f"--run_dir={tmp_path}/{parts}",
+            CPU_NUM_DEVICES=8 if more else 1,
+        )
+        for parts in (1, 4)
+    ]
+    for one in runs:
+        assert one.wait() == 0, one.text("err")
+    assert summary_in(tmp_path / "4")["train_graphs"] == 1
+    whole, parts = ([line for line in read_lines(tmp_path / name) if line["kind"] == "train"] for name in ("1", "4"))
+    for one, other in zip(parts, whole, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-6)
+        assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
+
+
+def test_it_takes_less_memory():
+    """32 sequences of 1,024 tokens, two layers of width 64 and GPT-2's 50,304 logits."""
+
+    def activations(parts: int) -> int:
+        options = "--dataset tokens --precision bfloat16 --model_size 124M --num_layers 2 --embedding_dim 64"
+        options += f" --num_heads 1 --global_batch_size 32 --loss_parts {parts} --topology v6e-1 --memory --json"
+        done = run("aot_tpu.py", "transformer_tpu.py", *options.split())
+        return json.loads(done.stdout)[0]["memory"]["activations"]
+
+    whole = 32 * 1024 * 50304 * 2
+    assert activations(1) > whole and activations(8) < whole / 3
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--loss_parts 3", r"loss_parts \(3\) must divide sequence_length \(256\); try 1"),
+        ("--loss_parts 2 --mesh 1x1x1x2", "loss_parts is 2, but the context axis of the mesh is 2; expected 1"),
+    ],
+)
+def test_refusals(options, message):
+    words = "--device cpu --sequence_length 256".split()
+    done = Script("transformer_tpu.py", *words, *options.split(), CPU_NUM_DEVICES=2 if "mesh" in options else 1)
+    assert done.wait() == 2
+    assert re.search(message, done.text("err"))

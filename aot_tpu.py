@@ -188,7 +188,7 @@ def check_command(
     if sides and "," in arguments.topology:
         raise ValueError(f"--diff is for one slice; found --topology {arguments.topology}")
     if arguments.memory:
-        for name in ("search", "diff", "picture", "program"):
+        for name in ("search", "diff", "picture", "program", "price"):
             if getattr(arguments, name):
                 raise ValueError(
                     f"--memory asks for memory alone, and --{name} needs a compiled program; leave one out"

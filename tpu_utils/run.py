@@ -127,7 +127,7 @@ class Run:
             from tpu_utils.base.restarts import memory_folder  # only here
 
             held = os.path.lexists(memory_folder(self._shown_place, config.memory_dir))
-            if self.peers.largest(bool(config.save_memory_every or run_id or held)):
+            if self.peers.largest(int(bool(config.save_memory_every or run_id or held))):
                 from tpu_utils.checkpoint.memory import open_memory  # not for a new run that saves on disk alone
 
                 self._memory, step = open_memory(config, self._shown_place, self._checkpoints)

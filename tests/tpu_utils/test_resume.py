@@ -223,6 +223,8 @@ def test_of_several_hosts_all_or_none_read_their_options_from_the_run(tmp_path):
     """Where they share no folder only the first one has config.json, and the others would train by the preset."""
 
     class Hosts(Peers):
+        count = 2
+
         def gather(self, value):
             return [value, False]
 

@@ -11,7 +11,7 @@ from processes import free_port, run, start, waits
 from run_files import TINY, in_process, read_lines, summary_in
 
 import simple_mnist_tpu
-import tpu_utils.run
+import tpu_utils.device
 from tpu_utils.checkpoint.loading import CheckpointReader
 from tpu_utils.checkpoint.saved import read_checkpoint
 from tpu_utils.device import StopRequest
@@ -137,7 +137,7 @@ def test_a_run_under_a_notice_saves_says_so_and_ends_with_143(metadata, tmp_path
                 waits(lambda: requests[0].signal)  # the notice takes its way
             return super().batch(step)
 
-    monkeypatch.setattr(tpu_utils.run, "StopRequest", Kept)
+    monkeypatch.setattr(tpu_utils.device, "StopRequest", Kept)
     monkeypatch.setattr(simple_mnist_tpu, "TrainBatches", Announced)
     run_dir = tmp_path / "run"
     assert in_process(*TINY, "--run_dir", run_dir) == 143

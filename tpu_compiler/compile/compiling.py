@@ -180,14 +180,16 @@ def hlo_of_stablehlo(content: bytes) -> tuple[bytes, str, tuple[bool, ...]]:
         if re.search(r"\?x|<\?", str(main.type)):
             raise ValueError(f"main has shapes that are not fixed, {main.type!s:.100}")
         arguments = []
-        for attributes in getattr(main, "arg_attrs", ()):
+        named = main.attributes  # a program may have none of arguments or results
+        for attributes in named["arg_attrs"] if "arg_attrs" in named else ():  # noqa: SIM401, it has no get()
             known = {a.name: a.attr for a in attributes}
             if known.pop("tf.aliasing_output", None):
                 known["jax.buffer_donor"] = ir.BoolAttr.get(True)
             arguments.append(ir.DictAttr.get(known))
         if arguments:
             main.arg_attrs = ir.ArrayAttr.get(arguments)
-        results = [{a.name for a in attributes} for attributes in getattr(main, "result_attrs", ())]
+        given = named["res_attrs"] if "res_attrs" in named else ()  # noqa: SIM401
+        results = [{a.name for a in attributes} for attributes in given]
         written = io.BytesIO()
         module.operation.write_bytecode(written)
         computation = _jax.mlir.mlir_module_to_xla_computation(written.getvalue(), False, False)

@@ -469,9 +469,10 @@ QUICK = ("simple_mnist_tpu.py quick_test", "transformer_tpu.py quick_test")
 def test_no_preset_is_left_out():
     kinds = {MnistConfig: "simple_mnist", DistributedMnistConfig: "distributed_mnist"}
     kinds |= {DdpMnistConfig: "ddp_mnist", CifarConfig: "resnet_cifar"}
-    ours = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, TrainConfig)]
-    assert set(ours) == {TrainConfig, ImageConfig, *kinds}
     kinds |= {TransformerConfig: "transformer"}
+    ours = {kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, TrainConfig)}
+    assert ours - {TrainConfig, ImageConfig} <= kinds.keys()
+    assert {name.rpartition(":")[2] for name in config.CONFIGURATIONS} == {kind.__name__ for kind in kinds}
     expected = {f"{name}_tpu.py {preset}" for kind, name in kinds.items() for preset in presets_of(kind)}
     assert set(PRESETS) == expected
 
@@ -567,7 +568,7 @@ def test_memory_alone_is_that_of_the_whole_compile(forked, monkeypatch, capsys, 
     assert code == 0 and alone.fits and not alone.compiles and alone.predicted_ms is None and whole.compiles
     for name in ("parameters", "optimizer_state", "inputs"):
         assert alone.memory[name] == pytest.approx(whole.memory[name], rel=0.01, abs=2**16), name
-    assert alone.memory["activations"] == pytest.approx(whole.memory["activations"], rel=0.1)
+    assert alone.memory["activations"] == pytest.approx(whole.memory["activations"], rel=0.1, abs=2**20)
     assert alone.memory["program"] >= whole.memory["program"]
     assert not Path(tempfile.gettempdir(), "dump").exists() and search.MEMORY_VARIABLE not in aot_tpu.os.environ
 
@@ -667,7 +668,7 @@ def test_a_question_says_how_many_experts_the_model_has(monkeypatch, size, exper
     with pytest.raises(InputError) as found:  # the step of a script takes its configuration
         config = TransformerConfig(model_size=size)
         ask.compile_for("v5litepod-8", print, config, examples=1, settings={"mesh": "auto", "num_layers": 2})
-    assert json.loads(str(found.value)) == {"mesh": "1x2x1x1x4", "num_layers": 2, "num_experts": experts}
+    assert json.loads(str(found.value)) == {"mesh": "1x2x1x1x4", "num_layers": 2, "layers": 2, "num_experts": experts}
 
 
 def test_options_are_replaced():

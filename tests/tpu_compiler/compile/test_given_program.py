@@ -56,6 +56,19 @@ def test_one_device_overwrites_what_the_program_says(programs, forked, capsys, f
     assert r.memory["inputs"] == 4 * 12 * 256 * 256 + 4 * 16 * 1024 * 256
 
 
+PLAIN = """module { func.func public @main(%x: tensor<1024x1024xf32>) -> tensor<1024x1024xf32> {
+  %y = stablehlo.dot_general %x, %x, contracting_dims = [1] x [0] :
+    (tensor<1024x1024xf32>, tensor<1024x1024xf32>) -> tensor<1024x1024xf32>
+  return %y : tensor<1024x1024xf32> } }"""
+
+
+def test_a_program_needs_no_attributes(forked, capsys, tmp_path):
+    (tmp_path / "plain.mlir").write_text(PLAIN)
+    assert aot_tpu.main(["--hlo", f"{tmp_path}/plain.mlir", "--topology", "v6e-1", "--memory", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["memory"]["inputs"] == 4 << 20 == pytest.approx(report["memory"]["activations"], abs=4096)
+
+
 def test_the_report_says_what_costs(programs, capfd):
     assert aot_tpu.main(["--hlo", str(programs / "shardy.mlir"), "--topology", "v6e-8", "--no_cache"]) == 0
     said = capfd.readouterr().out

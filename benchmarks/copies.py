@@ -64,7 +64,7 @@ IN_A_RUN = [
     (
         "            if run.log_due(step):",
         '            if step == 13 and "KILLED_IN_13" in os.environ:\n'
-        '                while not os.path.exists(f"{config.run_dir}/checkpoints/step_00000009"):\n'
+        '                while not os.path.exists(f"{config.run_dir}/checkpoints/step_00000009/done"):\n'
         "                    pass  # it is written behind the steps\n"
         "                os.kill(os.getpid(), 9)\n"
         "            if run.log_due(step):",

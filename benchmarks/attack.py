@@ -4,7 +4,7 @@ Run:     python benchmarks/attack.py                 # all of it
          python benchmarks/attack.py --share 0.05    # a twentieth of the mutations
          python benchmarks/attack.py --only wire
 Prints:  a table: what was attacked, how often, what became of it. Exit code 1 if anything ran code, crashed, hung,
-         wrote outside its folder, took more than twice the memory of what is truly there, or was refused without a
+         wrote outside its folder, took over four times the memory of what is truly there, or was refused without a
          message.
 
 Everything happens in temporary folders and on loopback. Each attack is a process of its own, so that a crash is seen as

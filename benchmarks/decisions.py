@@ -208,7 +208,7 @@ def compare(decision: Decision, known: dict[tuple[str, str], Answer]) -> dict | 
     row |= dict(measured=decision.measured, predicted=predicted, setting_a=decision.a, setting_b=decision.b)
     for name, answer, said in zip("ab", pair, (decision.fits_a, decision.fits_b), strict=True):
         row |= {f"fits_{name}": said, f"fits_{name}_predicted": "yes" if answer.fits(decision.state) else "no"}
-        row |= {f"gib_{name}": round(answer.needed_gib, 2), f"ms_{name}": answer.ms}
+        row |= {f"gib_{name}": round(answer.needed_gib, 2), f"ms_{name}": answer.ms or None}
     return row
 
 

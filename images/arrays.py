@@ -189,7 +189,8 @@ class ExampleRandom:
     """Random numbers, one for each example of a global batch: they do not depend on how many parts it is read in."""
 
     def __init__(self, seed: list[int], size: int, part: int = 0, num_parts: int = 1):
-        self._rng, self._size, self._own = np.random.default_rng(seed), size, slice(part, None, num_parts)
+        self._rng, self._size = np.random.default_rng(seed), size
+        self._own = slice(part, None, num_parts)
 
     def integers(self, low: int, high: int) -> np.ndarray:
         """(B,) whole numbers from low to high - 1."""

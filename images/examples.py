@@ -156,7 +156,10 @@ class Examples(torch.utils.data.Dataset):
     """[(i, seed)]: example i as arrays, read after torch's, NumPy's and Python's generators are seeded with seed."""
 
     def __init__(self, name: str, examples: Sequence, read: Callable, num_classes: int | None):
-        self.name, self._examples, self._read, self._num_classes = name, examples, read, num_classes
+        self.name = name
+        self._examples = examples
+        self._read = read
+        self._num_classes = num_classes
 
     def __len__(self) -> int:
         return len(self._examples)

@@ -279,7 +279,7 @@ class Run:
         with self._goodput.phase(name), self._speed.transfers.left_out() if self._speed else contextlib.nullcontext():
             try:
                 yield
-            except Exception:
+            except Exception:  # whatever it is, it is raised again
                 if self._speed and self.peers.count == 1:  # where there are several, the others may not come here
                     self.print(f"saved      after step {self._under_way}, where the {name} fails")
                     self.save(self._under_way)

@@ -183,7 +183,7 @@ class Decoder(torch.nn.Module):
         return parameter.to(self.compute_dtype)
 
     def logits(self, x_BTD, weight_VD):
-        """Of a training step with loss_parts what losses() takes in their place."""
+        """(B, T, V); in a training step with loss_parts what losses() takes in their place."""
         if self.execution.loss_parts > 1 and torch.is_grad_enabled():
             from language.models.loss_parts import LogitsInParts  # only where they are asked for
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from language.models.operations import losses
+from tpu_utils.base.errors import InputError
 from tpu_utils.device import optimization_barrier_
 
 
@@ -20,6 +21,14 @@ class LogitsInParts(NamedTuple):
     weight_VD: torch.Tensor
     parts: int
     product: Callable
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):  # what libraries ask of anything
+            raise AttributeError(name)
+        raise InputError(
+            f"the step takes {name} of logits that loss_parts divides; expected losses() of language/models/operations"
+            ".py, which makes them part by part, or --loss_parts 1"
+        )
 
     def losses(self, targets_BT, vocab_size: int, mesh=None):
         """(B, T) float32, as of losses()."""
@@ -36,7 +45,8 @@ class LossesInParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BTD, weight_VD, targets_BT, of_part, parts):
         ctx.save_for_backward(x_BTD, weight_VD, targets_BT)
-        ctx.of_part, ctx.parts, found = of_part, parts, []
+        ctx.of_part, ctx.parts = of_part, parts
+        found = []
         for x, targets in zip(x_BTD.chunk(parts, 1), targets_BT.chunk(parts, 1), strict=True):
             inputs = leaves([x, weight_VD], found[-1:])
             with torch.enable_grad():  # as in the backward pass: an evaluation's sums are rounded otherwise
@@ -46,7 +56,8 @@ class LossesInParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BT):
         x_BTD, weight_VD, targets_BT = ctx.saved_tensors
-        found, total = [], torch.zeros_like(weight_VD, dtype=torch.float32)
+        found = []
+        total = torch.zeros_like(weight_VD, dtype=torch.float32)
         for x, targets, grad in zip(*(t.chunk(ctx.parts, 1) for t in (x_BTD, targets_BT, grad_BT)), strict=True):
             inputs = leaves([x, weight_VD], [grad, total])
             with torch.enable_grad():

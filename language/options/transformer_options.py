@@ -138,8 +138,8 @@ class TransformerConfig(HostOptions, TrainConfig):
     scan_layers: Annotated[bool, FREE, Seldom("remat")] = False
     """Compile one layer and loop over it: smaller graph, slower step. With remat it is faster than without."""
     loss_parts: Annotated[int, FREE, Range("[1, 1024]"), Seldom("remat")] = 1
-    """Parts of each sequence whose logits are in memory at a time, and made again in the backward pass: less memory, 2
-    to 4 % more time with a vocabulary of 128,000. Divides sequence_length."""
+    """Parts into which each sequence is divided for the loss: only one part has logits in memory. The backward pass
+    makes them again: less memory, one product of the head more. Divides sequence_length."""
     attention: Annotated[Literal["plain", "flash"], FREE] = "plain"
     """flash: Pallas kernels, which need a TPU, jax 0.7.1 and a sequence_length that is a multiple of 128."""
     context_attention: Annotated[Literal["auto", "gather", "ulysses"], FREE, Seldom("mesh")] = "auto"

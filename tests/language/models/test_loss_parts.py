@@ -1,6 +1,7 @@
 """--loss_parts: the losses and gradients of whole logits, which are never in memory."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -16,10 +17,12 @@ from language.models.llama import Llama
 from language.models.operations import losses
 from language.options.shapes import ModelShape
 from language.xla.saved_activations import LayerExecution
+from tpu_utils.base.errors import InputError
 
 SHAPES = {"gpt": ModelShape(2, 4, 64, 32, 300), "llama": dataclasses.replace(QWEN3, sequence_length=32)}
 
 
+@functools.cache
 def computed(shape, parts: int, dtype=torch.float32):
     """(losses, gradients by name) of a batch, each target weighted by another number."""
     model = (GPT if type(shape) is ModelShape else Llama)(shape, dtype, execution=LayerExecution(loss_parts=parts))
@@ -31,6 +34,7 @@ def computed(shape, parts: int, dtype=torch.float32):
     tokens, targets, weights = (t.to(torch_xla.device()) for t in (tokens, targets, torch.rand(3, 32, generator=draw)))
     found = losses(model(tokens[:, :-1]).logits, targets, shape.vocab_size)
     (found * weights).sum().backward()
+    torch_xla.sync()  # else each gradient is a program of its own
     return found.detach().cpu(), {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -53,10 +57,12 @@ def test_in_bfloat16_the_parts_add_up_in_float32():
     assert (found - exact).norm() <= 1.05 * (expected - exact).norm()
 
 
-def test_an_evaluation_has_whole_logits():
-    model = GPT(SHAPES["gpt"], execution=LayerExecution(loss_parts=4))
+def test_an_evaluation_has_whole_logits_and_a_loss_of_ones_own_is_told_that_it_needs_them():
+    model, tokens = GPT(SHAPES["gpt"], execution=LayerExecution(loss_parts=4)), torch.zeros(1, 32, dtype=torch.int32)
     with torch.no_grad():
-        assert model(torch.zeros(1, 32, dtype=torch.int32)).logits.shape == (1, 32, 384)
+        assert model(tokens).logits.shape == (1, 32, 384)
+    with pytest.raises(InputError, match=r"the step takes log_softmax of logits that loss_parts divides; .* 1$"):
+        model(tokens).logits.log_softmax(-1)
 
 
 @pytest.mark.parametrize("more", [(), ("--scan_layers", "--remat", "--gradient_accumulation_steps=2", "--mesh=1x4x2")])
@@ -77,7 +83,9 @@ def test_a_run_has_the_same_losses_in_one_graph(tmp_path, more):
     ]
     for one in runs:
         assert one.wait() == 0, one.text("err")
-    assert summary_in(tmp_path / "4")["train_graphs"] == 1
+    ended = summary_in(tmp_path / "4")
+    assert ended["train_graphs"] == 1
+    assert ended["validation_loss"] == pytest.approx(summary_in(tmp_path / "1")["validation_loss"], rel=2e-6)
     whole, parts = ([line for line in read_lines(tmp_path / name) if line["kind"] == "train"] for name in ("1", "4"))
     for one, other in zip(parts, whole, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=2e-6)

@@ -77,6 +77,8 @@ class Nodes:
         head = ["--head", f"--port={self.gcs}", f"--dashboard-port={self.port}", "--dashboard-host=127.0.0.1"]
         self._start("head", [*head, "--num-cpus=2", f"--temp-dir={self.folder}/r"], {})
         self._there("head")
+        # resolved once: every worker of Ray that starts removes this link and makes it again (ray._private.node)
+        self.session = (self.folder / "r" / "session_latest").resolve()
 
     def _start(self, name: str, options: list[str], variables: dict[str, str]) -> None:
         command = [str(Path(sys.executable).parent / "ray"), "start", *options, "--block", "--disable-usage-stats"]
@@ -160,5 +162,5 @@ class Nodes:
 
     def state(self) -> dict:
         """What the queue wrote last."""
-        path = self.folder / "r" / "session_latest" / "logs" / "tpu_cluster.json"
+        path = self.session / "logs" / "tpu_cluster.json"
         return json.loads(path.read_text()) if path.exists() else {"running": [], "waiting": [], "events": []}

@@ -182,7 +182,7 @@ class TransformerConfig(HostOptions, TrainConfig):
             learning_rate=6e-4,
             save_every=1000,
         ),
-        # the largest GPT-2, for v5litepod-16. --mesh auto: two copies of the state, each sharded over 8 chips; 1x16x1 has
+        # the largest GPT-2, for v5litepod-16. --mesh auto: two copies of the state, each sharded over 8 chips; 1x16x1:
         # 133,000 collective-permutes a step, and work of 13.6 s instead of 5.6 between them (libtpu 0.0.21's estimate)
         "distributed": FINEWEB_10B
         | dict(

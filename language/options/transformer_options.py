@@ -361,8 +361,5 @@ def check_steps(config: TransformerConfig) -> list[str]:
     if config.warmup_steps >= config.num_steps:
         problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose less")
     if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):
-        problems.append(
-            f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSORxCONTEXTxEXPERT such as "
-            "2x4x1, of which the last two may be left out"
-        )
+        problems.append(f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSOR[xCONTEXT[xEXPERT]] such as 2x4x1")
     return problems

@@ -42,6 +42,13 @@ def test_the_first_commands_train_ask_and_export_a_model(tmp_path):
     assert "eos_token_id" in generation
 
 
+@pytest.mark.parametrize("asked", ["--device=cpu", "--compile_for=v5litepod-1"])
+def test_the_preset_trains_no_other_model_in_silence(asked):
+    """Without a folder it would be the smallest GPT, of bytes and from scratch."""
+    done = run("transformer_tpu.py", "--preset=finetune", "--attention=plain", asked)
+    assert done.returncode == 2 and "name a folder of weights: --initial_weights" in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 def test_the_preset_fits_the_smallest_slices():
     """Qwen3 0.6B, by its config.json, as the page asks it: memory alone."""

@@ -189,9 +189,9 @@ left.plot(reference, "k", linewidth=4, alpha=0.3, label="PyTorch on the host")
 for style, (name, found) in zip(("-", "--", ":"), losses.items(), strict=True):
     left.plot(found, style, label=name)
 left.set(xlabel="step", title="loss")
-left.legend()
+left.legend(loc="lower left", fontsize=8)
 right.bar(held.keys(), [one / 1024 for one in held.values()])
-right.set(title="KiB of parameters and momentum on a device")
+right.set(ylabel="KiB on a device", title="parameters and momentum")
 
 # %% [markdown]
 # The mean in the loss is over the global batch, so nothing has to be averaged by hand, and the learning rate stays.
@@ -234,7 +234,7 @@ if importlib.util.find_spec("libtpu"):
         axes.barh(list(sent), sizes, left=list(start.values()), label=kind)
         start = {name: begin + size for (name, begin), size in zip(start.items(), sizes, strict=True)}
     axes.set(xlabel="KiB", title="collectives of one step")
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 else:
     print("skipped: libtpu is not installed here; pip install 'torch_xla[tpu]==2.9.0' brings it")
 

@@ -118,7 +118,7 @@ if rows:
 answer = ask(*V5E, "--picture", "roofline.png", "--json")
 if answer:
     (report,) = json.loads(answer)
-    figure, axes = plt.subplots(figsize=(9, 4))
+    figure, axes = plt.subplots(figsize=(14, 6))
     axes.imshow(plt.imread(WORK / "roofline.png"))
     axes.axis("off")
 
@@ -133,15 +133,15 @@ import csv
 
 with (ROOT / "docs" / "results" / "search.csv").open() as file:
     tried = list(csv.DictReader(file))
-figure, axes = plt.subplots(figsize=(9, 1.8))
+figure, axes = plt.subplots(figsize=(7, 2.4))
 left = np.zeros(len(tried))
 for part in ("estimate", "by rule", "comm. not hidden"):
     values = np.array([float(row[part]) for row in tried])
     axes.barh(range(len(tried)), values, left=left, label=part)
     left += values
-axes.set_yticks(range(len(tried)), [row["setting"].replace(" compiler_options=", "\n") for row in tried], fontsize=7)
+axes.set_yticks(range(len(tried)), [row["setting"].replace(" compiler_options=", "\n") for row in tried])
 axes.set(xlabel="predicted milliseconds of a step")
-axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 for row in tried:
     print(f"{row['ms a step']:>6} ms, MFU {row['MFU']}, {row['GiB']} GiB: {row['setting']}")
 

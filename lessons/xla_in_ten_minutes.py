@@ -128,7 +128,8 @@ with counted("20 steps"):
 
 figure, axes = plt.subplots(figsize=(6, 2.5))
 axes.bar(range(1, 21), [1e3 * one for one in seconds])
-axes.set(xlabel="step", ylabel="ms", yscale="log", title="step 1 compiles; on a TPU that takes seconds to minutes")
+axes.set(xlabel="step", xticks=(1, 5, 10, 15, 20), ylabel="ms", yscale="log")
+axes.set_title("step 1 compiles; on a TPU that takes seconds to minutes")
 
 # %% [markdown]
 # ## 3. A shape that changes is another program
@@ -459,9 +460,10 @@ if HAS_COMPILER:
     names = [str(width) for width in WIDTHS]
     panels[0].bar(names, [cycles[width] for width in WIDTHS])
     panels[0].set(xlabel="width", title="thousand cycles (estimate)")
-    panels[1].bar(names, [stored[width] / 1024 for width in WIDTHS])
-    panels[1].bar(names, [2 * width**2 / 1024 for width in WIDTHS])
-    panels[1].set(xlabel="width", title="KiB of the weight: needed, and padding")
+    panels[1].bar(names, [stored[width] / 1024 for width in WIDTHS], label="padding")
+    panels[1].bar(names, [2 * width**2 / 1024 for width in WIDTHS], label="needed")
+    panels[1].set(xlabel="width", title="KiB of the weight")
+    panels[1].legend(loc="upper left")
 else:
     print("skipped: libtpu is not installed here; pip install 'torch_xla[tpu]==2.9.0' brings it")
 
@@ -507,16 +509,16 @@ def losses_with(weights, products, steps=60):
 
 
 figure, axes = plt.subplots(figsize=(6, 2.5))
-for name, weights, products in (
-    ("all float32", torch.float32, torch.float32),
-    ("weights float32, products bfloat16", torch.float32, torch.bfloat16),
-    ("all bfloat16", torch.bfloat16, torch.bfloat16),
+for name, weights, products, width in (
+    ("all float32", torch.float32, torch.float32, 5),
+    ("weights float32, products bfloat16", torch.float32, torch.bfloat16, 1.5),
+    ("all bfloat16", torch.bfloat16, torch.bfloat16, 1.5),
 ):
     losses = losses_with(weights, products)
     print(f"{name:35} loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    axes.plot(losses, label=name)
+    axes.plot(losses, label=name, linewidth=width)
 axes.set(xlabel="step", ylabel="loss", title="SGD at a rate of 0.003")
-axes.legend()
+axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 # %% [markdown]
 # (The first two lines lie upon each other.) What all in bfloat16 takes on the chip, estimated for a v5e:

@@ -51,8 +51,9 @@ def held_by_modules(named: dict[str, Any]) -> dict[str, Held]:
                 found[path] = Held(kind, shape, pending_operation(one), Held.MODES[one.requires_grad])
         for path, one in module.named_modules(prefix=name) if found else ():
             found[path] = Held("module", "", "", Held.MODES[one.training])
-            own = {key: value for key, value in vars(one).items() if isinstance(value, (list, dict)) and key[0] != "_"}
-            found |= {f"{path}.{key}": Held("", "", "", f"of {len(value)} items") for key, value in own.items()}
+            own = {f"{path}.{key}": value for key, value in vars(one).items() if key[0] != "_" and key != "training"}
+            found |= {p: Held("", "", "", f"of {len(v)} items") for p, v in own.items() if isinstance(v, (list, dict))}
+            found |= {p: Held("number", "", "", repr(v)) for p, v in own.items() if isinstance(v, (int, float))}
     return found
 
 

@@ -163,7 +163,7 @@ def _reasons_in_modules(calls: int, before: list[dict[str, Held]], now: dict[str
     }
     if calls > 1:
         old, new = (before[0], before[1]) if calls == 2 else (before[1], now)
-        counts = [p for p, one in before[0].items() if calls > 2 and one.kind == "number" and one != before[1].get(p)]
+        counts = [p for p, one in before[0].items() if calls > 2 and one.kind == "value" and one != before[1].get(p)]
         common = [path for path in new if path in old and path not in counts]
         found[CREATED] = [f"{new[p].kind} {p} ({new[p].shape})" for p in new if p not in old and new[p].shape]
         found[CHANGED] = [f"{p} was {old[p].mode}, is {new[p].mode}" for p in common if old[p].mode != new[p].mode]

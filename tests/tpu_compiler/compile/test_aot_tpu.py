@@ -26,7 +26,7 @@ from tpu_compiler import ask
 from tpu_compiler.compile import tracing
 from tpu_compiler.decide import search
 from tpu_compiler.estimate import reading
-from tpu_compiler.estimate.report import COMMUNICATION_LABEL, ERROR, LABEL, Report
+from tpu_compiler.estimate.report import COMMUNICATION_LABEL, ERROR, LABEL, PLANNED, Report
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.hardware import GENERATIONS, parse_topology
 from tpu_utils.options import virtual_slice
@@ -559,28 +559,31 @@ def test_a_compile_in_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("slice_name, options", [("v5litepod-1", ()), ("v5litepod-8", ("--width", "1024"))])
-def test_memory_alone_is_that_of_the_whole_compile(forked, monkeypatch, capsys, slice_name, options):
+def test_a_plan_has_the_memory_of_the_whole_compile(forked, monkeypatch, capsys, slice_name, options):
     def ask(*more):
         code = aot_tpu.main([str(TINY), "--topology", slice_name, "--json", *more, *options])
         return code, Report(**json.loads(capsys.readouterr().out)[0])
 
-    (code, alone), (_, whole) = ask("--memory", "--no_cache"), ask()
-    assert code == 0 and alone.fits and not alone.compiles and alone.predicted_ms is None and whole.compiles
+    (code, alone), (_, whole) = ask("--plan", "--no_cache"), ask()
+    assert code == 0 and alone.fits and not alone.compiles and whole.compiles
+    assert alone.collectives == whole.collectives
+    if options:  # the step of the small one is what starting operations costs
+        assert alone.predicted_ms == pytest.approx(whole.predicted_ms, rel=0.2)
     for name in ("parameters", "optimizer_state", "inputs"):
         assert alone.memory[name] == pytest.approx(whole.memory[name], rel=0.01, abs=2**16), name
     assert alone.memory["activations"] == pytest.approx(whole.memory["activations"], rel=0.1, abs=2**20)
     assert alone.memory["program"] >= whole.memory["program"]
-    assert not Path(tempfile.gettempdir(), "dump").exists() and search.MEMORY_VARIABLE not in aot_tpu.os.environ
+    assert not Path(tempfile.gettempdir(), "dump").exists() and search.PLAN_VARIABLE not in aot_tpu.os.environ
 
 
-def test_memory_alone_says_what_does_not_fit(forked, capsys):
-    options = ["--placeholders", "--global_batch_size", str(2**23), "--memory"]
+def test_a_plan_says_what_does_not_fit(forked, capsys):
+    options = ["--placeholders", "--global_batch_size", str(2**23), "--plan"]
     assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", *options]) == 1
     said = capsys.readouterr().out
     assert said.startswith("v5litepod-1: does not fit (one device)") and re.search(r"GiB, over by [\d.]+ GiB", said)
-    assert "asked for memory alone" in said and "predicted" not in said
-    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--memory", "--search"]) == 2
-    assert "--memory asks for memory alone, and --search needs" in capsys.readouterr().err
+    assert PLANNED in said and "step by roofline" in said and "predicted" not in said
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--plan", "--search"]) == 2
+    assert "--plan does not compile, and --search needs a compiled program" in capsys.readouterr().err
 
 
 def test_exit_codes_of_wrong_usage(forked, capsys):
@@ -598,7 +601,7 @@ def a_report(**changes):
 
 @pytest.mark.parametrize("largest", [1, 3, 8, 13, 64])
 def test_fit_finds_the_largest(monkeypatch, largest):
-    def compile_script(script, topology, options, memory_alone=False):
+    def compile_script(script, topology, options, planned=False):
         size = int(options[-1]) if options else 8
         return a_report(fits=size <= largest, settings={"global_batch_size": size})
 
@@ -612,10 +615,10 @@ def test_fit_compiles_its_answer_alone_and_goes_below_one_that_does_not_fit(monk
     """The program itself is estimated where memory alone is asked."""
     compiles = []
 
-    def compile_script(script, topology, options, memory_alone=False):
+    def compile_script(script, topology, options, planned=False):
         size = int(options[-1]) if options else 8
-        compiles.extend([] if memory_alone else [size])
-        return a_report(fits=size <= (13 if memory_alone else 11), settings={"global_batch_size": size})
+        compiles.extend([] if planned else [size])
+        return a_report(fits=size <= (13 if planned else 11), settings={"global_batch_size": size})
 
     monkeypatch.setattr(search, "compile_script", compile_script)
     value, best = search.fit("script.py", "v5litepod-1", "global_batch_size", [], lambda _: None)
@@ -623,7 +626,7 @@ def test_fit_compiles_its_answer_alone_and_goes_below_one_that_does_not_fit(monk
 
 
 def test_fit_ends_at_what_the_script_refuses(monkeypatch):
-    def compile_script(script, topology, options, memory_alone=False):
+    def compile_script(script, topology, options, planned=False):
         size = int(options[-1]) if options else 8
         if size > 12:
             raise search.ScriptError("the data set has 12 examples", 2)
@@ -640,7 +643,7 @@ def test_fit_ends_at_what_the_script_refuses(monkeypatch):
 def test_fit_tries_batches_that_can_be_divided(monkeypatch, largest):
     """8 devices as 2 x 2 x 2 and 4 parts: batches are multiples of 16, and 48 is not one of 32."""
 
-    def compile_script(script, topology, options, memory_alone=False):
+    def compile_script(script, topology, options, planned=False):
         size = int(options[-1]) if options else 48
         assert size % 16 == 0
         settings = {"global_batch_size": size, "gradient_accumulation_steps": 4}

@@ -38,7 +38,7 @@ from tpu_compiler.estimate.reading import (
     shape_bytes,
 )
 from tpu_compiler.estimate.report import PLANNED, Report
-from tpu_compiler.estimate.roofline import with_prices
+from tpu_compiler.estimate.roofline import corner_share, with_prices
 from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
 from tpu_compiler.estimate.schedule import exposed_ms, read_host_transfers
 from tpu_utils.base.hardware import GIB, Topology, parse_topology
@@ -93,7 +93,7 @@ def ask_compiler(
         cache.write(name, compiled)
     if planned:
         compiled = dataclasses.replace(compiled, text=with_prices(compiled.text, topology))
-    result = _accepted(compiled, traced, topology, facts, examples)
+    result = _accepted(compiled, traced, topology, facts, examples, corner_share(topology) if planned else 1.0)
     if planned:
         return dataclasses.replace(result, compiles=False, fits=not result.over_bytes, reason=PLANNED), ""
     if result.over_bytes:  # libtpu 0.0.21 leaves the arguments out of its own check
@@ -114,8 +114,11 @@ def expected_time(settings: dict) -> str:
     return f"compiling {what}, up to {minutes} minutes on two free cores,"
 
 
-def _accepted(compiled: Compiled, traced: Traced, topology: Topology, facts: dict, examples: int | None) -> Report:
-    """The report when the compiler accepts, read from the compiled program."""
+def _accepted(
+    compiled: Compiled, traced: Traced, topology: Topology, facts: dict, examples: int | None, link_share: float
+) -> Report:
+    """The report when the compiler accepts, read from the compiled program. link_share: of the links' bandwidth that
+    collectives have."""
     hardware = topology.hardware
     devices = facts["devices"]
     model_flops = facts["model_flops"]
@@ -143,12 +146,12 @@ def _accepted(compiled: Compiled, traced: Traced, topology: Topology, facts: dic
         # the compiler counts the body of a loop once, so there is nothing to compare
         flops_ratio=compiled.flops * devices / model_flops if model_flops and not loops else None,
         collectives=collectives,
-        communication_lower_bound_ms=sent / hardware.link_gb_per_s / 1e6,
+        communication_lower_bound_ms=sent / (link_share * hardware.link_gb_per_s) / 1e6,
         slice_transfers=read_slice_transfers(computations, topology.num_slices),
         network_gb_per_s=to_other_slices,
         host_transfers=host,
         host_transfer_ms=host_bytes / hardware.host_gb_per_s / 1e6 if hardware.host_gb_per_s else 0.0,
-        exposed_ms=exposed_ms(computations, topology, devices),
+        exposed_ms=exposed_ms(computations, topology, devices, link_share),
         estimated_ms=seconds * 1e3,
         estimated_per_second=examples / seconds if examples and seconds else None,
         estimated_mfu=model_flops / (seconds * peak_flops) if model_flops and seconds else None,

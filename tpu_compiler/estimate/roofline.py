@@ -19,6 +19,17 @@ KERNEL_SHARES = {"forward": 0.70, "fwd": 0.70, "backward": 0.82, "dkv": 0.82, "d
 """Splash attention, heads of 128, 8,192 tokens: the share of what its products take where nothing else is done."""
 
 
+def corner_share(topology: Topology) -> float:
+    """The share of its links that a chip in a corner of the slice has: all collectives wait for it.
+
+    An axis of v4 and v5p is closed to a ring from 4 chips on, of v5e and v6e with 16; TPU7x is taken to be as v5p.
+    Collectives that steps of Qwen3 8B waited for on v6e-8, half by this, took 0.53 of the bandwidth of all links.
+    """
+    ring, axes = (16, 2) if topology.generation in ("v5e", "v6e") else (4, 3)
+    links = sum(2 if size >= ring else 1 for size in topology.shape if size > 1)
+    return links / (2 * axes) or 1.0
+
+
 def with_prices(text: str, topology: Topology) -> str:
     """A planned program with an estimate in every operation that a compiled one has an estimate in."""
     computations = parse_program(text)

@@ -3,7 +3,7 @@
 import pytest
 
 from tpu_compiler.estimate.reading import parse_program, read_cycles, scheduled
-from tpu_compiler.estimate.roofline import MATRIX_SHARE, MEMORY_SHARE, product_flops, with_prices
+from tpu_compiler.estimate.roofline import MATRIX_SHARE, MEMORY_SHARE, corner_share, product_flops, with_prices
 from tpu_utils.base.hardware import parse_topology
 
 V6E = parse_topology("v6e-8")
@@ -91,3 +91,16 @@ def test_products_by_the_matrix_unit_and_the_rest_by_memory():
     expected = {"product": max(product, read), "negative": moved}
     assert priced == pytest.approx({name: seconds * ghz * 1e9 for name, seconds in expected.items()}, rel=1e-3)
     assert sum(read_cycles(program)[0].values()) == sum(priced.values())  # what runs between devices has no price
+
+
+def test_a_corner_has_fewer_links():
+    shares = {
+        "v6e-1": 1.0,
+        "v6e-4": 0.5,
+        "v6e-8": 0.5,
+        "v6e-256": 1.0,
+        "v5e:8x16": 0.75,
+        "v5p-8": 2 / 6,
+        "v5p-128": 1.0,
+    }
+    assert {name: corner_share(parse_topology(name)) for name in shares} == shares

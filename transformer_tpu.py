@@ -8,7 +8,7 @@ Run:     python transformer_tpu.py
              bytes of DIR/tinyshakespeare.txt
          python transformer_tpu.py --preset production --data_dir DIR
              GPT-2 124M, llm.c token shards, v5litepod-8
-         python transformer_tpu.py --initial_weights DIR --dataset chat ...
+         python transformer_tpu.py --preset finetune --initial_weights DIR
              Hugging Face's weights, fine-tuned: docs/fine_tuning.md
          CPU_NUM_DEVICES=8 python transformer_tpu.py --mesh 2x2x2
              eight virtual devices without a TPU

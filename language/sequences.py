@@ -13,6 +13,7 @@ import numpy as np
 
 from language.data.sequence_data import MicroBatches, SequenceData
 from language.options.transformer_options import TransformerConfig
+from tpu_utils.base.errors import InputError
 
 
 def source_of(config: TransformerConfig) -> Any:
@@ -64,6 +65,8 @@ def check_files(config: TransformerConfig) -> None:
         from language.options.model_config import check_initial_weights  # only for a run that has some
 
         check_initial_weights(config)
+    elif config.preset == "finetune" and config.model_size == "tiny" and not config.model_config:
+        raise InputError("preset finetune found no model to start from; name a folder of weights: --initial_weights")
     if config.compile_for:
         return
     if config.sample_every:

@@ -1,7 +1,4 @@
-"""Options and presets of transformer_tpu.py. Imports no torch.
-
-python config.py            # prints these presets too
-"""
+"""Options and presets of transformer_tpu.py, which `python config.py` prints too. Imports no torch."""
 
 import dataclasses
 import functools
@@ -36,6 +33,8 @@ FINEWEB_10B = ON_TPU | dict(
     warmup_steps=700,
     eval_every=250,
 )
+CHATS = dict(run_dir="runs/finetune", dataset="chat", train_data="chats.jsonl", sequence_length=1024, keep_best=True)
+ONE_CHIP = ON_TPU | dict(optimization_level="aggressive", attention="flash", remat=True, scan_layers=True)
 
 
 @dataclass(frozen=True)
@@ -183,9 +182,8 @@ class TransformerConfig(HostOptions, TrainConfig):
             learning_rate=6e-4,
             save_every=1000,
         ),
-        # the largest GPT-2, for v5litepod-16: --mesh auto makes two copies of the state, each sharded over 8 chips.
-        # With 1x16x1 libtpu 0.0.21 makes 133,000 collective-permutes of a step, and by its estimate the work between
-        # them takes 13.6 s instead of 5.6. Scanned: 48 layers written out are compiled one by one
+        # the largest GPT-2, for v5litepod-16. --mesh auto: two copies of the state, each sharded over 8 chips; 1x16x1:
+        # 133,000 collective-permutes a step, and work of 13.6 s instead of 5.6 between them (libtpu 0.0.21's estimate)
         "distributed": FINEWEB_10B
         | dict(
             run_dir="runs/gpt2_1558M",
@@ -196,6 +194,8 @@ class TransformerConfig(HostOptions, TrainConfig):
             learning_rate=2e-4,
             save_every=500,
         ),
+        # chats for Qwen3 0.6B, which --initial_weights names, on v5litepod-1: docs/fine_tuning.md
+        "finetune": ONE_CHIP | CHATS | dict(global_batch_size=8, num_steps=1000, learning_rate=1e-5, warmup_steps=50),
     }
 
     def __post_init__(self):
@@ -361,8 +361,5 @@ def check_steps(config: TransformerConfig) -> list[str]:
     if config.warmup_steps >= config.num_steps:
         problems.append(f"warmup_steps is {config.warmup_steps} but the run has {config.num_steps} steps; choose less")
     if config.mesh != "auto" and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){2,4}", config.mesh):
-        problems.append(
-            f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSORxCONTEXTxEXPERT such as "
-            "2x4x1, of which the last two may be left out"
-        )
+        problems.append(f"mesh is {config.mesh!r}; expected auto, or DATAxFSDPxTENSOR[xCONTEXT[xEXPERT]] such as 2x4x1")
     return problems

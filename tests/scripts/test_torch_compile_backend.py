@@ -86,6 +86,43 @@ except InputError as error:
 """
 
 
+FUNCTIONS = """import os, runpy, sys
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch
+from tpu_utils.device import dynamo
+
+seen, compile_graph = set(), dynamo._compile_graph
+
+def look(kind, graph, inputs):
+    for module in graph.modules():
+        nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
+        seen.update(str(node.target).rpartition(".")[2] for node in nodes)
+    return compile_graph(kind, graph, inputs)
+
+dynamo._compile_graph = look
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+@dynamo.compile_step
+def own(x):
+    Own.apply(x).sum().backward()
+
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("seen", *sorted(seen & {"autograd_function_apply", "scaled_dot_product_attention"}))
+"""
+
+
 class TorchCompile:
     """The torch.compile backend's Python, and the folder that the script was copied to."""
 

@@ -324,6 +324,7 @@ class TorchOperations:
 contract = torch.einsum
 
 if not IS_XLA:
+    add_bias = torch.add
     contract = TorchOperations.contract
     causal_attention = TorchOperations.causal_attention
     layer_norm = TorchOperations.layer_norm

@@ -9,12 +9,13 @@ import re
 import shutil
 import subprocess
 import venv
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from processes import ROOT, run
-from run_files import assert_identical, losses_in, state_in, summary_in
+from run_files import assert_identical, losses_in, read_lines, state_in, summary_in
 
 REQUIREMENTS = ROOT / "requirements-compile.txt"
 NEEDED_GIB = 10
@@ -86,6 +87,43 @@ except InputError as error:
 """
 
 
+FUNCTIONS = """import os, runpy, sys
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch
+from tpu_utils.device import dynamo
+
+seen, compile_graph = set(), dynamo._compile_graph
+
+def look(kind, graph, inputs):
+    for module in graph.modules():
+        nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
+        seen.update(str(node.target).rpartition(".")[2] for node in nodes)
+    return compile_graph(kind, graph, inputs)
+
+dynamo._compile_graph = look
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+@dynamo.compile_step
+def own(x):
+    Own.apply(x).sum().backward()
+
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("seen", *sorted(seen & {"autograd_function_apply", "scaled_dot_product_attention"}))
+"""
+
+
 class TorchCompile:
     """The torch.compile backend's Python, and the folder that the script was copied to."""
 
@@ -104,12 +142,13 @@ class TorchCompile:
         if done.returncode:
             pytest.skip(f"pip cannot install {REQUIREMENTS.name}: {done.stderr.strip().splitlines()[-1]}")
 
-    def run(self, *arguments, code: int = 0) -> str:
+    def run(self, *arguments, code: int = 0, folder: Path | None = None) -> str:
         """Its output; of another exit code its errors."""
         environment = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHON", "PJRT", "XLA", "TPU"))}
         environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}  # torchrun loads torch_tpu too
         command = [str(argument) for argument in (self.python, *arguments)]
-        done = subprocess.run(command, cwd=self.mine, env=environment, capture_output=True, text=True, timeout=600)
+        where = folder or self.mine
+        done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, timeout=900)
         assert done.returncode == code, done.stderr
         return done.stderr if code else done.stdout
 
@@ -250,6 +289,45 @@ def test_a_language_model_on_one_device_and_over_four_processes(torch_compile, t
     one = (*must, "--mesh", "1x1x1")
     assert run(script.name, *options, tmp_path / "xla", *one, CPU_NUM_DEVICES=1).returncode == 0
     assert_alike(tmp_path / "xla", tmp_path / "spmd")
+
+
+MODEL = "--device cpu --num_steps 4 --warmup_steps 1 --log_every 2 --save_every 4 --eval_batches 1 --no_tensorboard"
+MODEL += " --global_batch_size 2 --num_layers 1 --sequence_length 128 --vocab_size 64"
+SAMPLED = ("--num_heads", "2", "--embedding_dim", "32", "--sample_every", "2", "--sample_prompts", "1 2 3", "7")
+
+
+@pytest.mark.slow
+def test_samples_are_those_of_torch_xla_and_no_function_of_ours_is_in_a_graph(torch_compile, tmp_path):
+    """torch's compiler can lose the gradient of a Function: torch's own operations stand there, attention too."""
+    options, program = (*MODEL.split(), *SAMPLED), torch_compile.mine / "functions.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{FUNCTIONS}")
+    script = ROOT / "transformer_tpu.py"
+    assert run(script.name, *options, "--run_dir", tmp_path / "one").returncode == 0
+    said = torch_compile.run(program, script, *options, "--run_dir", tmp_path / "two")
+    assert said.splitlines()[-1] == "seen scaled_dot_product_attention"
+    one, two = ([line for line in read_lines(tmp_path / n) if line["kind"] == "sample"] for n in ("one", "two"))
+    assert len(one) == 4 and [line["text"] for line in two] == [line["text"] for line in one]
+    assert [line["graphs"] for line in two] == [2, 2, 0, 0]  # prefill and one token
+    mixture = (*MODEL.split(), "--model_size", "mixtral_tiny", "--run_dir", tmp_path / "mixture")
+    assert torch_compile.run(program, script, *mixture).splitlines()[-1] == "seen scaled_dot_product_attention"
+
+
+@pytest.mark.slow
+def test_a_function_would_be_seen(torch_compile):
+    program = torch_compile.mine / "function.py"
+    begin = FUNCTIONS.partition("sys.argv =")[0]
+    program.write_text(f"{begin}\nown(torch.ones(2, requires_grad=True))\nprint(*seen & {{'autograd_function_apply'}})")
+    assert torch_compile.run(program).splitlines()[-1] == "autograd_function_apply"
+
+
+@pytest.mark.slow
+def test_a_speedrun_from_a_text_to_its_report(torch_compile, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Line {number} of a play:\nso it goes on, {number * 7919}.\n\n" for number in range(3000)))
+    options = ("--depth", "1", "--most_steps", "2", "--text", text, "--run_dir", tmp_path / "run")
+    torch_compile.run("-m", "tools.speedrun", *options, folder=ROOT)
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "## The chat" in report and "goes on" in report
 
 
 @pytest.mark.slow

@@ -25,14 +25,7 @@ PRELOADED = [
     *("torch", "torch_xla", "torch_xla.runtime", "torch_xla.distributed.spmd", "torch_xla.distributed.xla_backend"),
     *("torch_xla.experimental.scan", "torch_xla.debug.profiler", "safetensors.torch"),
     *("torch.utils.tensorboard", "torch.utils.tensorboard.summary", "torch.utils.flop_counter", "functorch.compile"),
-    *(
-        "torch.nn.parallel",
-        "jax",
-        "jax.experimental.topologies",
-        "numpy",
-        "tyro",
-        "tqdm",
-    ),
+    *("torch.nn.parallel", "jax", "jax.experimental.topologies", "numpy", "tyro", "tqdm"),
     *("sklearn.datasets", "sklearn.model_selection", "matplotlib.figure", "google.cloud.storage"),
 ]
 os.environ["JAX_PLATFORMS"] = "cpu"  # jax reads it when it is imported, which is before the fork

@@ -366,10 +366,7 @@ def test_an_environment_is_made_once_said_before_and_all_or_nothing(tmp_path, mo
     "answer, expected",
     [
         ("libtpu (0.0.52)\nAvailable versions: 0.0.52, 0.0.51", r"2026-11-25, and is the newest now"),
-        (
-            "libtpu (0.0.53)\nAvailable versions: 0.0.53, 0.0.52",
-            r"2026-11-25; the newest now is 0.0.53, not tried",
-        ),
+        ("libtpu (0.0.53)\nAvailable versions: 0.0.53, 0.0.52", r"2026-11-25; the newest now is 0.0.53, not tried"),
         ("", "what is the newest now, pip does not say"),
     ],
 )

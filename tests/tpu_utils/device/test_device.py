@@ -102,27 +102,9 @@ def one_output():
     "build, images, labels, num_classes, said",
     [
         # a model that does not take the images
-        (
-            lambda: Flat(7),
-            FLAT,
-            CLASSES,
-            4,
-            r"does not take a batch of images float32 \(2, 6\): a and b must have same reduction dim",
-        ),
-        (
-            lambda: Normed(8, 0, 0),
-            COLOUR.transpose(0, 2, 3, 1),
-            CLASSES,
-            5,
-            r"take .* images float32 \(2, 8, 8, 3\): .*chan",
-        ),
-        (
-            lambda: Normed(8, 0, 0),
-            COLOUR[:, 0],
-            CLASSES,
-            5,
-            r"does not take .* pictures with channels first; change one",
-        ),
+        (lambda: Flat(7), FLAT, CLASSES, 4, r"does not take a batch of images float32 \(2, 6\): a and b"),
+        (lambda: Normed(8, 0, 0), COLOUR.transpose(0, 2, 3, 1), CLASSES, 5, r"take .* images float32 \(2, 8, 8, 3\)"),
+        (lambda: Normed(8, 0, 0), COLOUR[:, 0], CLASSES, 5, r"does not take .* pictures with channels first"),
         (lambda: Vision(16, 0, 0), COLOUR, CLASSES, 5, "Wrong image height! Expected 16 but got 8"),
         (lambda: nn.Conv2d(3, 4, 8), COLOUR.astype(np.uint8), CLASSES, 4, r"images uint8 \(2, 3, 8, 8\): Input type"),
         (lambda: nn.BatchNorm1d(6), FLAT[:1], CLASSES[:1], 4, "Expected more than 1 value per channel"),

@@ -250,14 +250,8 @@ def own(parent, decorated=True, **body):
     [
         (own(MnistConfig, where=(Path, Path("x"))), "Own: where is of type Path; expected bool, int, float, str"),
         (own(MnistConfig, sizes=(list[int], dataclasses.field(default_factory=list))), r"sizes is of type list\[int\]"),
-        (
-            own(MnistConfig, learning_rate=(None, 0.1)),
-            "Own sets learning_rate without a type.* learning_rate: float = 0.1",
-        ),
-        (
-            own(MnistConfig, decorated=False, dropout=(float, 0.1)),
-            "Own declares dropout but is no dataclass; expected @",
-        ),
+        (own(MnistConfig, learning_rate=(None, 0.1)), "Own sets learning_rate without a type.* learning_rate: float"),
+        (own(MnistConfig, decorated=False, dropout=(float, 0.1)), "Own declares dropout but is no dataclass"),
         (own(MnistConfig, presets=(None, {"a": {"num_epoch": 3}})), "preset a: num_epoch is no field.*mean num_epochs"),
         (own(MnistConfig, presets=(None, {"a": {"precision": "x"}})), "preset a sets precision, .* optimization_level"),
         (own(MnistConfig, presets=(None, {"a": {"num_epochs": 0}})), "num_epochs is 0; expected 1 or more"),
@@ -279,51 +273,23 @@ def test_annotations_as_text_are_understood():
 @pytest.mark.parametrize(
     "kind, argv, said",
     [
-        (
-            MnistConfig,
-            ["--momentum=0.5"],
-            "--momentum belongs to optimizer sgd, but optimizer is adamw; choose --optimizer sgd, or leave --momentum",
-        ),
-        (
-            MnistConfig,
-            ["--adam-beta1=0.5", "--optimizer=sgd"],
-            "choose --optimizer adam or adamw, or leave --adam_beta1",
-        ),
+        (MnistConfig, ["--momentum=0.5"], "--momentum belongs to optimizer sgd, but optimizer is adamw"),
+        (MnistConfig, ["--adam-beta1=0.5", "--optimizer=sgd"], "choose --optimizer adam or adamw, or leave"),
         (MnistConfig, ["--decay_every", "5", "--decay_factor=0.1"], "(?s)--decay_every.*--decay_factor"),
         (MnistConfig, ["--decay_fraction=0.2"], "scheduler is cosine; choose --scheduler wsd"),
-        (
-            MnistConfig,
-            ["--scheduler=step", "--final_learning_rate_fraction=0"],
-            "choose --scheduler linear or cosine or",
-        ),
+        (MnistConfig, ["--scheduler=step", "--final_learning_rate_fraction=0"], "choose --scheduler linear or cosine"),
         (MnistConfig, ["--download"], "dataset is digits; choose --dataset mnist, or leave --download out"),
         (CifarConfig, ["--download"], "dataset is stripes; choose --dataset cifar10, or leave --download out"),
-        (
-            TransformerConfig,
-            ["--preset=production", "--stream_lanes=4"],
-            "--stream_lanes belongs to dataset stream, but dataset is tokens; choose --dataset stream, or leave --str",
-        ),
+        (TransformerConfig, ["--preset=production", "--stream_lanes=4"], "--stream_lanes belongs to dataset stream"),
         (TransformerConfig, ["--dataset=text", "--download"], "--download has no effect: dataset is text; leave"),
         (TransformerConfig, ["--lora_alpha=8"], "lora_rank is 0; leave --lora_alpha out"),
         (TransformerConfig, ["--expert_capacity=2"], "num_experts is 0; leave --expert_capacity out"),
-        (
-            TransformerConfig,
-            ["--tokenizer=gpt2"],
-            "choose --dataset tokens or chat or stream, or leave --tokenizer out",
-        ),
-        (
-            TransformerConfig,
-            ["--train_data=x.bin"],
-            "choose --dataset text or tokens or chat or stream, or leave --train_data out",
-        ),
+        (TransformerConfig, ["--tokenizer=gpt2"], "choose --dataset tokens or chat or stream, or leave --tokenizer"),
+        (TransformerConfig, ["--train_data=x.bin"], "choose --dataset text or tokens or chat or stream, or leave"),
         (TransformerConfig, ["--validation_data=x.bin"], "--validation_data belongs to dataset text or tokens or chat"),
         (TransformerConfig, ["--tasks", "piqa=x", "core=y"], "--tasks belongs to .*, but dataset is synthetic"),
         (TransformerConfig, ["--task_questions=5"], "--task_questions has no effect: tasks is \\(\\); leave"),
-        (
-            TransformerConfig,
-            ["--preset=production", "--bucketed"],
-            "dataset is tokens; choose --dataset text, or leave",
-        ),
+        (TransformerConfig, ["--preset=production", "--bucketed"], "dataset is tokens; choose --dataset text"),
         (TransformerConfig, ["--dataset=tokens", "--document_separator=x"], "--document_separator belongs to"),
     ],
 )

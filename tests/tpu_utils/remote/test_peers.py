@@ -249,9 +249,7 @@ def test_a_false_process_0_learns_nothing_and_is_not_believed():
 
     thread = threading.Thread(target=pretend)
     thread.start()
-    with pytest.raises(
-        DeviceError, match="does not know the secret of this run; give all hosts the same --peers_secret"
-    ):
+    with pytest.raises(DeviceError, match="does not know the secret of this run; give all hosts the same"):
         wait_for_peers(1, [HOME, HOME], 60.0, server.getsockname()[1], SECRET)
     thread.join()
     assert heard[0].keys() == {"index", "nonce"} and heard[1] == b""

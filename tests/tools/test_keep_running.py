@@ -96,11 +96,8 @@ def test_it_goes_on_from_the_newest_checkpoint_until_it_ends_well(kept, tmp_path
     assert found["lost_seconds"]["recompile"] >= 0.02, "what the two attempts said that logged, after the first"
     assert found["seconds"] > sum(found["lost_seconds"].values())
     restarts = [line for line in lines_of(tmp_path / "run") if line["kind"] == "restart"]
-    assert [(line["step"], line["attempt"], line["reason"]) for line in restarts] == [
-        (2, 1, "killed by SIGKILL"),
-        (4, 2, "exit code 1"),
-        (6, 3, "exit code 143"),
-    ]
+    reasons = [(2, 1, "killed by SIGKILL"), (4, 2, "exit code 1"), (6, 3, "exit code 143")]
+    assert [(line["step"], line["attempt"], line["reason"]) for line in restarts] == reasons
     assert "kept       killed by SIGKILL; goes on in 1 s, from step 2" in done.stderr
 
 

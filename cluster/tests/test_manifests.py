@@ -75,8 +75,6 @@ def by_kubernetes(word: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ text
-
-
 awkward = st.sampled_from(
     ["$(HOME)", "$$", "$$(A)", "`id`", "'", '"', "a b", "", "\\n", "\n", "\t", "é雪🙂", "1e-3", "~"]
 )
@@ -121,8 +119,6 @@ def test_yaml_is_read_back(value):
 
 
 # ------------------------------------------------------------------------------------------------ the arguments arrive
-
-
 def line_of(calls: list, *start: str) -> list[str]:
     (call,) = [call for call in calls if call[: len(start)] == list(start)]
     return call
@@ -192,8 +188,6 @@ def test_a_run_on_ray_gets_the_arguments(line, home):
 
 
 # ------------------------------------------------------------------------------------------------ it fits together
-
-
 def zone_of(generation: str) -> str:
     return ZONES[generation][0]
 
@@ -341,7 +335,6 @@ def test_a_slice_by_its_shape_or_another_name_is_the_same_slice():
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
-
 MISTAKES = [
     (["jobst", *ON_GKE], "did you mean jobset?"),
     (["jobset", "--slce", "x"], "unknown option '--slce'; did you mean --slice?"),
@@ -472,8 +465,6 @@ def test_the_page_shows_what_is_printed():
 
 
 # ------------------------------------------------------------------------------------------------ beside real programs
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["queued-resource", "kuberay"])
 def test_gcloud_knows_every_command_and_option(kind, tmp_path):

@@ -125,8 +125,6 @@ def test_what_has_no_figures_or_those_of_another_compiler_is_not_compared():
 
 
 # --------------------------------------------------------------------------------------------------------- the command
-
-
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """command(reports, *options): exit code, what it says, what the file then holds, what was asked. reports: {script:
@@ -204,8 +202,6 @@ def test_renewing_with_another_compiler_compares_nothing(command):
 
 
 # ------------------------------------------------------------------------------------------------------------ the file
-
-
 @pytest.mark.parametrize(
     "text, message",
     [

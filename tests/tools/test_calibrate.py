@@ -343,8 +343,6 @@ def test_bad_options_are_refused_in_one_message(monkeypatch, tmp_path, capsys, a
 
 
 # ------------------------------------------------------------------------------------------------- which machine it is
-
-
 @pytest.mark.parametrize(
     "chips, named, slice_name, devices",
     [
@@ -396,8 +394,6 @@ def test_the_bound_is_the_compilers():
 
 
 # ---------------------------------------------------------------------------------------- aot_tpu.py with a calibration
-
-
 def test_a_report_of_the_compiler_says_what_was_measured(measured, monkeypatch, capsys):
     vm, _ = measured
     kept = Report("v5litepod-1", 1, "one device", True, True, "", 16 * GIB, estimated_ms=73.9).with_prediction()
@@ -449,8 +445,6 @@ def test_a_calibration_is_read_or_refused(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ on the CPU, whole
-
-
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

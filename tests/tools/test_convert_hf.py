@@ -189,7 +189,6 @@ def test_the_parameter_before_is_let_go(tmp_path, name):
 
 
 # ------------------------------------------------------------------------------------------------------------- adapters
-
 RANK, ALPHA = 3, 6.0
 
 
@@ -272,8 +271,6 @@ def test_what_a_run_does_not_have_is_not_exported(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------- what else is written
-
-
 def test_files_of_the_tokenizer_go_with_the_weights(folder, tmp_path):
     files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"a": 1}', "merges.txt": bytes(range(256))}
     for name, content in files.items():
@@ -335,8 +332,6 @@ def test_an_imported_run_is_not_resumed(folder, tmp_path, capsys):
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
-
-
 def test_every_published_size_is_a_configuration():
     assert tuple(MODEL_SIZES) == (*GPT_SIZES, *LLAMA_SIZES)
     for name, shape in MODEL_SIZES.items():

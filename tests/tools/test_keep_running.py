@@ -113,9 +113,8 @@ def test_a_folder_that_is_not_as_it_was_costs_lines_and_not_the_run(kept, tmp_pa
     }[what]
     killed = "            os.kill(os.getpid(), signal.SIGKILL)"
     again = "folder.joinpath('metrics.jsonl').unlink() if folder.joinpath('metrics.jsonl').is_fifo() else None"
-    script = script.replace(killed, f"            {spoil}\n{killed}").replace(
-        'print("first"', f'{again}\nprint("first"'
-    )
+    script = script.replace(killed, f"            {spoil}\n{killed}")
+    script = script.replace('print("first"', f'{again}\nprint("first"')
     if what == "summary is large":
         script = script.replace("dict(steps=10)", "dict(steps=10, padding='x' * (1 << 21))")
     (tmp_path / "script.py").write_text(script)
@@ -220,7 +219,6 @@ def test_a_command_line_that_goes_on():
 
 
 # ------------------------------------------------------------------------------------------------------- several hosts
-
 # Ten steps on several hosts, each of which waits until all have come to the next one, as a collective does. Host 0 logs
 # and saves. A stop on one host stops all, as the training scripts agree on it.
 ON_HOSTS = """
@@ -290,14 +288,8 @@ class Hosts:
         for index in indices or range(self.count):
             names = ",".join(["localhost"] * self.count)
             here = {"TPU_WORKER_ID": index, "TPU_WORKER_HOSTNAMES": names, "TPU_SKIP_MDS_QUERY": 1}
-            self.running[index] = subprocess.Popen(
-                self.command,
-                cwd=ROOT,
-                env=environment_with(here),
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
+            pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            self.running[index] = subprocess.Popen(self.command, cwd=ROOT, env=environment_with(here), **pipes)
 
     def fault(self, index: int, kind: str) -> None:
         (self.run_dir / f"fault_{index}").write_text(kind)

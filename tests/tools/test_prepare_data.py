@@ -26,17 +26,8 @@ def prepare(monkeypatch, *arguments) -> int:
 def test_bytes_to_shards_and_back(tmp_path, monkeypatch):
     text = "To be, or not to be.\n\n" + "Öther ünicode: \N{SNOWMAN}\n\n" + "third " * 60
     (tmp_path / "in.txt").write_text(text)
-    code = prepare(
-        monkeypatch,
-        tmp_path / "in.txt",
-        "--output",
-        tmp_path / "out" / "t",
-        "--document_separator",
-        "\n\n",
-        "--shard_tokens",
-        100,
-    )
-    assert code == 0
+    options = ["--output", tmp_path / "out" / "t", "--document_separator", "\n\n", "--shard_tokens", 100]
+    assert prepare(monkeypatch, tmp_path / "in.txt", *options) == 0
     paths = sorted((tmp_path / "out").glob("t_train_*.bin"))
     assert len(paths) > 1 and (tmp_path / "out" / "t_val_000000.bin").exists()
     tokens = np.concatenate([llmc_files.open_token_shard(path, 257) for path in paths])

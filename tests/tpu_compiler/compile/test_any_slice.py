@@ -71,8 +71,6 @@ def asked(*arguments, **variables):
 
 
 # ------------------------------------------------------------------------------------------------- devices of a slice
-
-
 @pytest.mark.parametrize(
     "script, options",
     [
@@ -199,7 +197,6 @@ def test_a_chip_that_only_a_newer_compiler_knows():
 
 
 # ------------------------------------------------------------------------------------------------- the newest compiler
-
 # stands for the Python of the newer environment: it answers with what the test has put beside it
 FAKE_PYTHON = """#!/bin/sh
 folder=$(dirname "$0")/..

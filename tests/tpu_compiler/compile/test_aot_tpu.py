@@ -85,8 +85,6 @@ def assert_compiles_what_runs(files, executed):
 
 
 # ------------------------------------------------------------------------------------------------------------- slices
-
-
 @pytest.mark.parametrize(
     "name, compiler_name, devices",
     [
@@ -129,8 +127,6 @@ def test_topologies_that_do_not_exist(name, message):
 
 
 # ----------------------------------------------------------------------------------------------------- reading programs
-
-
 def test_bytes_as_laid_out_in_tiles():
     assert reading.shape_bytes("f32[3,200]{1,0:T(8,128)}") == [8 * 256 * 4]
     assert reading.shape_bytes("f32[3,200]{0,1:T(8,128)}") == [128 * 200 * 4]
@@ -237,8 +233,6 @@ def test_what_runs_in_a_backward_pass_has_its_own_lines(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- the real compiler
-
-
 def test_one_device():
     r = compiled(TINY, "--compile_for", "v5litepod-1")["report.json"]
     weights = 8 * 128 * 128 * 4 + 5 * 128 * 4
@@ -458,7 +452,6 @@ def test_slots_of_a_mixture_change_places_once_there_and_once_back():
 
 
 # ------------------------------------------------------------------------------------------------------------- presets
-
 # every preset of every script, for the slice it is meant for: rows called "SCRIPT PRESET"
 ROWS = {row.name: row for row in budgets.read_rows()}
 PRESETS = [name for name in ROWS if re.fullmatch(r"\w+_tpu\.py \w+", name)]
@@ -540,8 +533,6 @@ def assert_is_in_budget(r, row):
 
 
 # --------------------------------------------------------------------------------------------------------- command line
-
-
 def test_compare_slices(forked, capsys):
     assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1,v6e-1"]) == 0
     said = capsys.readouterr().out

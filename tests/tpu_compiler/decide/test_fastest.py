@@ -44,8 +44,6 @@ def a_report(**changes):
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
-
-
 def test_what_is_kept_comes_back_and_what_is_damaged_does_not(tmp_path):
     kept, report = Cache(tmp_path), a_report(costliest_lines=[("a.py:1", 2.5)], reason="a long text\n" * 2000)
     kept.write("answer_1", report)
@@ -287,7 +285,6 @@ def test_a_program_is_compiled_once_by_two_processes(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------------------- search
-
 SETTINGS = dict(global_batch_size=64, gradient_accumulation_steps=4, mesh="8x1x1", remat=False, scan_layers=False)
 SETTINGS |= dict(attention="plain", compiler_options="", windowed_einsum=False, learning_rate=0.1, remat_keep="inputs")
 SETTINGS |= dict(offload="nothing")
@@ -506,7 +503,6 @@ def test_a_search_for_real_and_again_from_the_cache(tmp_path, capsys, monkeypatc
 
 
 # --------------------------------------------------------------------------------------------------------------- rules
-
 KERNEL = (
     "  %splash_mha_{0}_block_q_512_x.2 = (f32[1], bf16[8,12,1024,64]{{3,2,1,0:S(1)}}) custom-call(%a, %b), "
     'custom_call_target="tpu_custom_call", operand_layout_constraints={{s8[1,2,2]{{2,1,0}}, '
@@ -728,8 +724,6 @@ def test_loops_and_slices_count_what_they_move():
 
 
 # ---------------------------------------------------------------------------------------------------------- prediction
-
-
 def test_the_predicted_step_is_first_and_has_everything_in_it():
     r = a_report(ruled_ms=25.0, estimated_mfu=0.5, communication_lower_bound_ms=40.0, exposed_ms=10.0)
     assert (r.predicted_ms, r.predicted_mfu, r.predicted_per_second) == (125.0, 0.4, 8000.0)
@@ -813,8 +807,6 @@ def test_memory_is_the_compilers_own_peak_and_the_program(peak, activations):
 
 
 # ---------------------------------------------------------------------------------------------------------- difference
-
-
 def test_two_sides_may_begin_with_dashes():
     argv = ["script.py", "--diff", "--remat", "--no-remat", "--mesh=1x1x1"]
     assert difference.take_sides(argv) == (["script.py", "--mesh=1x1x1"], ("--remat", "--no-remat"))
@@ -876,8 +868,6 @@ def test_commits_are_compiled_in_folders_of_their_own(asked, tmp_path, capsys, m
 
 
 # ------------------------------------------------------------------------------------------------------------- picture
-
-
 def test_the_picture_and_what_is_in_it(tmp_path):
     small = a_report(topology="v5litepod-1", devices=1, moved_bytes=819e6, model_flops=197e9, flops=0.0)
     assert bounds(small) == pytest.approx(dict(compute=1.0, memory=1.0, links=0.0, predicted=100.0))

@@ -130,8 +130,6 @@ def question(target, *options):
 
 
 # --------------------------------------------------------------------------------------------------------- command line
-
-
 def test_what_a_module_is_asked():
     asked = question(
         *("mine.py:Net", "--inputs", "float32[8,3,224,224]", "labels=int64[8] use_cache=False"),
@@ -204,8 +202,6 @@ def test_a_full_disk_is_told_before_anything_is_compiled(monkeypatch, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- building a module
-
-
 @pytest.fixture
 def mine(nets, monkeypatch):
     """As in the child, whose modules give way to the user's of the same name; put back afterwards."""
@@ -283,8 +279,6 @@ def test_a_configuration_of_hugging_face(mine, nets):
 
 
 # ------------------------------------------------------------------------------------------------------------- tracing
-
-
 def probed(target, *options):
     asked = question(target, *options)
     model = module_build.build(asked, [])
@@ -367,7 +361,6 @@ def test_recomputed_blocks_give_the_same_gradients():
 
 
 # ---------------------------------------------------------------------------------------------------- reading a program
-
 PROGRAM = """HloModule example, is_scheduled=true
 
 ENTRY %main (x: f32[8,128]) -> f32[8,128] {
@@ -396,8 +389,6 @@ def test_costs_by_module_and_the_largest_results():
 
 
 # ---------------------------------------------------------------------------------------------------- the real compiler
-
-
 def asked(capsys, *arguments, code=0):
     assert aot_tpu.main([*map(str, arguments), "--json"]) == code, capsys.readouterr().err
     return [Report(**report) for report in json.loads(capsys.readouterr().out)]

@@ -47,11 +47,8 @@ def test_loaded_on_another_mesh_or_device_count_it_is_bit_identical(saved, devic
 
 def test_saved_on_one_device_and_loaded_on_eight(tmp_path):
     assert run(SCRIPT, "save", tmp_path, "1", "1x1x1").returncode == 0
-    assert sorted(path.name for path in (tmp_path / "step_00000007").iterdir()) == [
-        "done",
-        "state.json",
-        "state.safetensors",
-    ]
+    names = sorted(path.name for path in (tmp_path / "step_00000007").iterdir())
+    assert names == ["done", "state.json", "state.safetensors"]
     result = run(SCRIPT, "load", tmp_path, "8", "2x2x2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["graphs", "0", "identical"]
@@ -217,8 +214,6 @@ def test_shards_that_nobody_wrote_are_never_marked_as_done(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------- several processes
-
-
 def save_by_two(folders):
     """Two processes that each own half of the shards save to their folder. [(exit code, stderr)]"""
     port = free_port()

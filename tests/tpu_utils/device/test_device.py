@@ -64,7 +64,6 @@ def test_exit_codes_and_messages(capsys, monkeypatch):
 
 
 # ------------------------------------------------------------------------------- the model, before anything is compiled
-
 COLOUR, CLASSES = np.zeros((2, 3, 8, 8), np.float32), np.zeros(2, np.int32)
 FLAT, TARGETS = np.zeros((2, 6), np.float32), np.zeros(2, np.float32)
 

@@ -246,8 +246,6 @@ def test_one_task_for_each_host_is_an_index_too(machine):
 
 
 # ---------------------------------------------------------------------------------------------- the metadata server
-
-
 @pytest.mark.parametrize("code", [403, 408, 429, 500, 503])
 def test_a_server_that_fails_is_not_taken_for_none(machine, server, code):
     """The hosts of a pod would each train alone."""
@@ -326,8 +324,6 @@ def test_the_secret_of_the_slice_is_read_or_the_run_ends(machine, server, change
 
 
 # ------------------------------------------------------------------------------------------------------ pods have names
-
-
 def test_host_0_waits_until_a_pod_has_its_name(monkeypatch):
     look_up, asked = socket.getaddrinfo, []
 
@@ -353,7 +349,6 @@ def test_a_pod_that_never_has_a_name_is_named(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------- docs/colab_kaggle_gke.md
-
 PAGE = (ROOT / "docs" / "colab_kaggle_gke.md").read_text()
 MANIFESTS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.S)]
 CONFIGS = {"simple_mnist_tpu.py": MnistConfig, "distributed_mnist_tpu.py": DistributedMnistConfig}

@@ -133,8 +133,6 @@ def test_the_command_for_all_workers_is_this_one_again(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------- strangers
-
-
 @pytest.fixture
 def listener():
     """Waits for one process, in a thread: (listener, function that returns its links)."""
@@ -344,8 +342,6 @@ def tcp_like(connection: socket.socket):
 
 
 # ------------------------------------------------------------------------------------------------------------- secret
-
-
 def test_a_secret_comes_from_a_file_that_nobody_else_may_read(tmp_path):
     file = tmp_path / "secret"
     file.write_bytes(b"0123456789abcdef\n")

@@ -154,8 +154,6 @@ def end_state(folder: str) -> tuple[Path, dict]:
 
 
 # ---------------------------------------------------------------------------------------------------------- by itself
-
-
 # the foreign emulator refuses what it has already, where the service passes over it: there nothing arrives twice
 @pytest.mark.parametrize("which, faults", [("emulator", FAULTS), ("foreign_emulator", ("503",))])
 def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
@@ -382,7 +380,6 @@ def test_an_interrupted_log_upload_does_not_end_the_run(proxy, monkeypatch, caps
 
 
 # ------------------------------------------------------------------------------------------------------ several hosts
-
 ROWS = torch.arange(12.0).reshape(6, 2)
 
 
@@ -603,8 +600,6 @@ def test_a_host_that_cannot_reach_the_bucket_is_named_on_all(hosts, monkeypatch)
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.mark.parametrize(
     "url", ["gs://runs", "gs://runs/", "gs://RUNS/a", "gs://runs/a//b", "gs://runs/../b", "gs:/runs/a", "s3://runs/a"]
 )
@@ -667,8 +662,6 @@ def test_a_finished_or_running_run_is_never_overwritten(proxy):
 
 
 # ------------------------------------------------------------------------------------------------------------ training
-
-
 def test_a_local_run_needs_no_client_library(uninterrupted, monkeypatch):
     monkeypatch.setitem(sys.modules, "google.cloud", None)  # importing it is an ImportError
     spec = importlib.util.spec_from_file_location("storage_again", storage.__file__)

@@ -308,8 +308,6 @@ def test_a_layer_that_is_frozen_or_put_into_eval_mode_later_is_named(device):
 
 
 # --------------------------------------------------------------------------------- a function by itself, without a run
-
-
 def test_a_function_by_itself_has_one_graph_whatever_else_computes(device):
     model = torch.nn.Linear(11, 2).to(device)
     total = torch.zeros(1).to(device) + 2  # a graph of its own, and no concern of the function

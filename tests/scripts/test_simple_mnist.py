@@ -137,8 +137,6 @@ def test_synthetic_approaches_its_known_best(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------- the step itself
-
-
 def step_parts(device, config=None, steps=20, hidden_dim=16):
     config = config or MnistConfig()
     torch.manual_seed(0)
@@ -275,8 +273,6 @@ def test_flops_are_those_of_the_layers():
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.mark.parametrize(
     "options, said",
     [

@@ -532,11 +532,7 @@ REFUSED = {
         [*regression(WHOLE_MASK), (HEAD.replace("10", "1"), HEAD.replace("10", "3"))],
         "fails on 11 examples",
     ),
-    "output (B, 1), targets (N,)": (
-        "targets",
-        regression(),
-        "Using a target size .* a value for each label",
-    ),
+    "output (B, 1), targets (N,)": ("targets", regression(), "Using a target size .* a value for each label"),
     "targets (N, 1), output (B,)": (
         "column",
         regression((FORWARD, "        return self.head(x)[:, 0]\n")),
@@ -736,9 +732,7 @@ RIGHT = {
     "label smoothing": ("classes", [(TRAINED, TRAINED.replace("long())", "long(), label_smoothing=0.001)"))]),
     "class weights": (
         "classes",
-        [
-            (TRAINED, TRAINED.replace("long())", "long(), torch.arange(1.0, 11, device=logits.device))")),
-        ],
+        [(TRAINED, TRAINED.replace("long())", "long(), torch.arange(1.0, 11, device=logits.device))"))],
     ),
     "targets (N, 1)": ("column", regression()),
     "targets (N, 3)": ("three", [*regression(), (HEAD.replace("10", "1"), HEAD.replace("10", "3"))]),
@@ -846,8 +840,7 @@ RIGHT = {
             (
                 TRAINED,
                 TRAINED.replace(
-                    "F.cross",
-                    "0.75 * F.cross_entropy(logits.float(), labels.long()) + 0.25 * F.cross",
+                    "F.cross", "0.75 * F.cross_entropy(logits.float(), labels.long()) + 0.25 * F.cross"
                 ).replace("labels.long())\n", "labels.flip(0).long())\n"),
             ),
             COUPLES,
@@ -871,10 +864,7 @@ RIGHT = {
             ),
         ],
     ),
-    "macro AUC, the first examples of one class": (
-        "late",
-        [RESULTS, ALL_RESULTS, (RESULT, "return dict(area=areas)")],
-    ),
+    "macro AUC, the first examples of one class": ("late", [RESULTS, ALL_RESULTS, (RESULT, "return dict(area=areas)")]),
     "hinge": ("classes", losses("loss = F.multi_margin_loss(logits.float(), labels.long(), reduction='none')")),
     "focal": (
         "classes",
@@ -884,10 +874,7 @@ RIGHT = {
             "correct = (logits.argmax(1) == labels).float()",
         ),
     ),
-    "counts": (
-        "counts",
-        [*VALUE, *losses("loss = F.poisson_nll_loss(logits, labels.float(), reduction='none')")],
-    ),
+    "counts": ("counts", [*VALUE, *losses("loss = F.poisson_nll_loss(logits, labels.float(), reduction='none')")]),
     "quantiles": (
         "targets",
         [*ENCODER, *losses(PINBALL, "correct, counted = loss * 0, mask[:, None].expand(loss.shape)")],
@@ -1000,10 +987,7 @@ RIGHT = {
         "classes",
         [(TRAINED, TRAINED + "    loss = loss + metrics.step[0].float() / 20 * model.head.weight.square().mean()\n")],
     ),
-    "two passes that agree": (
-        "classes",
-        [*DROPPED, (TRAINED, TRAINED + indent(dedent(AGAIN).strip(), "    ") + "\n")],
-    ),
+    "two passes that agree": ("classes", [*DROPPED, (TRAINED, TRAINED + indent(dedent(AGAIN).strip(), "    ") + "\n")]),
     "decorrelated views": (
         "classes",
         [*CONTRASTIVE[:-1], (TRAINED, indent(dedent(DECORRELATED).strip(), "    ") + "\n"), COUPLES],

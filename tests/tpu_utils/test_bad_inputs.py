@@ -16,8 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutations import mutated, mutated_json
-from run_files import assert_identical, reader_of, state_in, to_host
-from test_checkpoint_sharded import mark
+from run_files import assert_identical, mark, reader_of, state_in, to_host
 
 from config import DistributedMnistConfig, MnistConfig
 from images.arrays import check_divisible, num_steps_of

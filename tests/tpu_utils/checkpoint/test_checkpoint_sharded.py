@@ -1,6 +1,5 @@
 """State that is sharded over devices: saved from one mesh, loaded on another; damage, foreign content, processes."""
 
-import io
 import json
 import re
 import shutil
@@ -9,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from processes import free_port, run, start
-from run_files import reader_of
+from run_files import mark, reader_of
 from test_checkpoint import alter, truncate
 
 from tpu_utils.base.errors import CheckpointError, DamagedCheckpoint
-from tpu_utils.base.writing import checksum_of
 from tpu_utils.checkpoint import Checkpoints, tensor_reading
 from tpu_utils.checkpoint.saved import read_checkpoint
 
@@ -80,15 +78,6 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(checkpoints, 
         read_checkpoint(checkpoints.path(9))
     assert reader_of(checkpoints).load_for_resume("must").step == 7
     assert name in capsys.readouterr().err
-
-
-def mark(folder):
-    """A done marker that fits the files, as anyone can write it."""
-    marker = json.loads((folder / "done").read_text())
-    marker["files"] = {
-        path.name: checksum_of(io.BytesIO(path.read_bytes())) for path in folder.iterdir() if path.name != "done"
-    }
-    (folder / "done").write_text(json.dumps(marker))
 
 
 def zeros_like(tensors):

@@ -191,15 +191,6 @@ def test_a_best_one_that_was_lost_while_it_was_written_is_reached_again(lost, sa
     assert step == (newest if saved == 6 else None)
 
 
-def test_a_damaged_one_on_disk_is_not_newer(lost):
-    """A run that fell back from it has dropped its line."""
-    run_dir, folder, memory = lost
-    saved_on_disk(run_dir, 999, logged=False)
-    newest = newest_checkpoint(folder)
-    step, _ = bring(run_dir, memory)
-    assert step == newest
-
-
 @pytest.mark.parametrize("what", ["truncated", "no marker", "another run", "no line", "another token", "no config"])
 def test_what_is_not_whole_or_not_of_this_run_is_not_used(lost, what):
     run_dir, folder, memory = lost
@@ -226,11 +217,14 @@ def test_what_is_not_whole_or_not_of_this_run_is_not_used(lost, what):
     assert step == used and disk.steps() == ([used] if used else []) and not list(folder.iterdir())
 
 
-def test_a_newer_one_on_disk_is_taken(lost):
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_newer_one_on_disk_is_taken_while_its_line_is_in_the_log(lost, logged):
+    """A run that fell back from a damaged one has dropped its line."""
     run_dir, folder, memory = lost
-    saved_on_disk(run_dir, 999)
+    saved_on_disk(run_dir, 999, logged)
+    newest = newest_checkpoint(folder)
     step, disk = bring(run_dir, memory)
-    assert step is None and disk.steps() == [999] and not list(folder.iterdir())
+    assert step == (None if logged else newest) and 999 in disk.steps() and not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("what", ["mode", "link", "file", "owner", "no folder"])

@@ -241,15 +241,6 @@ def test_a_checkpoint_without_its_marker_does_not_count_and_is_written_again(pro
     assert end_state("cut")[1]["step"] == 20
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_fetched(proxy, machine, capsys):
-    save("damaged", 10, 20)
-    bucket, prefix = storage.connect("gs://runs/damaged")
-    bucket.blob(f"{prefix}checkpoints/step_00000020/state.safetensors").upload_from_string(b"other bytes")
-    machine("second")
-    _, state = end_state("damaged")
-    assert state["step"] == 10 and "step_00000020" in capsys.readouterr().err
-
-
 OUTSIDE = "../../owned ..//owned /{place}/owned //{place}/owned a/../../../owned state.json/../../owned".split()
 OUTSIDE += ["..", ".", "", "state.json/", "\\owned", "x" * 300, "a\nb"]
 
@@ -275,16 +266,27 @@ def test_an_object_whose_name_leads_elsewhere_is_never_written(proxy, machine, t
     assert inside - {"lock"} == {f"checkpoints/step_00000010/{file}" for file in FILES}
 
 
-def test_a_marker_that_names_files_elsewhere_fetches_nothing(proxy, machine, capsys):
-    save("names", 10, 20)
-    bucket, prefix = storage.connect("gs://runs/names")
-    blob = bucket.blob(f"{prefix}checkpoints/step_00000020/done")
-    marker = json.loads(blob.download_as_bytes())
+def names_a_file_elsewhere(content: bytes) -> bytes:
+    marker = json.loads(content)
     marker["files"]["../../../owned.py"] = marker["files"]["state.json"]
-    blob.upload_from_string(json.dumps(marker))
+    return json.dumps(marker).encode()
+
+
+@pytest.mark.parametrize(
+    "file, change, said",
+    [
+        ("state.safetensors", lambda content: b"other bytes", "step_00000020"),
+        ("done", names_a_file_elsewhere, "its done marker names the file '../../../owned.py'"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_fetched(proxy, machine, capsys, file, change, said):
+    folder = f"damaged_{file}"
+    save(folder, 10, 20)
+    bucket, prefix = storage.connect(f"gs://runs/{folder}")
+    blob = bucket.blob(f"{prefix}checkpoints/step_00000020/{file}")
+    blob.upload_from_string(change(blob.download_as_bytes()))
     machine("second")
-    assert end_state("names")[1]["step"] == 10
-    assert "its done marker names the file '../../../owned.py'" in capsys.readouterr().err
+    assert end_state(folder)[1]["step"] == 10 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [10**5, 9 * 2**20], ids=["at_once", "in_chunks"])

@@ -38,11 +38,6 @@ def test_chips_are_found_on_the_pci_bus(tmp_path):
     assert attached_chips(tmp_path / "absent") == []
 
 
-def test_a_preset_made_for_tpu_refuses_another_device():
-    with pytest.raises(DeviceError, match=r"preset production runs on tpu, but .* add --device cpu"):
-        start_device(MnistConfig(preset="production", device="tpu"))
-
-
 def test_a_runtime_that_started_another_device_is_noticed(monkeypatch):
     monkeypatch.setattr(device, "device_type", lambda: "NEURON")
     with pytest.raises(DeviceError, match="asked for device cpu, the runtime started neuron"):

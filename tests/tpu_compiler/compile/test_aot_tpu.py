@@ -27,7 +27,7 @@ from tpu_compiler import ask
 from tpu_compiler.compile import tracing
 from tpu_compiler.decide import search
 from tpu_compiler.estimate import reading
-from tpu_compiler.estimate.report import COMMUNICATION_LABEL, ERROR, LABEL, Report
+from tpu_compiler.estimate.report import COMMUNICATION_LABEL, ERROR, LABEL, PLANNED, Report
 from tpu_utils.base.errors import InputError, run_script
 from tpu_utils.base.hardware import GENERATIONS, parse_topology
 from tpu_utils.options import virtual_slice
@@ -550,28 +550,31 @@ def test_a_compile_in_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("slice_name, options", [("v5litepod-1", ()), ("v5litepod-8", ("--width", "1024"))])
-def test_memory_alone_is_that_of_the_whole_compile(forked, monkeypatch, capsys, slice_name, options):
+def test_a_plan_has_the_memory_of_the_whole_compile(forked, monkeypatch, capsys, slice_name, options):
     def ask(*more):
         code = aot_tpu.main([str(TINY), "--topology", slice_name, "--json", *more, *options])
         return code, Report(**json.loads(capsys.readouterr().out)[0])
 
-    (code, alone), (_, whole) = ask("--memory", "--no_cache"), ask()
-    assert code == 0 and alone.fits and not alone.compiles and alone.predicted_ms is None and whole.compiles
+    (code, alone), (_, whole) = ask("--plan", "--no_cache"), ask()
+    assert code == 0 and alone.fits and not alone.compiles and whole.compiles
+    assert alone.collectives == whole.collectives
+    if options:  # the step of the small one is what starting operations costs
+        assert alone.predicted_ms == pytest.approx(whole.predicted_ms, rel=0.2)
     for name in ("parameters", "optimizer_state", "inputs"):
         assert alone.memory[name] == pytest.approx(whole.memory[name], rel=0.01, abs=2**16), name
     assert alone.memory["activations"] == pytest.approx(whole.memory["activations"], rel=0.1, abs=2**20)
     assert alone.memory["program"] >= whole.memory["program"]
-    assert not Path(tempfile.gettempdir(), "dump").exists() and search.MEMORY_VARIABLE not in aot_tpu.os.environ
+    assert not Path(tempfile.gettempdir(), "dump").exists() and search.PLAN_VARIABLE not in aot_tpu.os.environ
 
 
-def test_memory_alone_says_what_does_not_fit(forked, capsys):
-    options = ["--placeholders", "--global_batch_size", str(2**23), "--memory"]
+def test_a_plan_says_what_does_not_fit(forked, capsys):
+    options = ["--placeholders", "--global_batch_size", str(2**23), "--plan"]
     assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", *options]) == 1
     said = capsys.readouterr().out
     assert said.startswith("v5litepod-1: does not fit (one device)") and re.search(r"GiB, over by [\d.]+ GiB", said)
-    assert "asked for memory alone" in said and "predicted" not in said
-    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--memory", "--search"]) == 2
-    assert "--memory asks for memory alone, and --search needs" in capsys.readouterr().err
+    assert PLANNED in said and "step by roofline" in said and "predicted" not in said
+    assert aot_tpu.main([str(TINY), "--topology", "v5litepod-1", "--plan", "--search"]) == 2
+    assert "--plan does not compile, and --search needs a compiled program" in capsys.readouterr().err
 
 
 def test_exit_codes_of_wrong_usage(forked, capsys):
@@ -593,12 +596,12 @@ FIT = [  # devices, parts, the script's own batch, the largest that memory alone
 def test_fit_finds_the_largest_and_compiles_that_alone(monkeypatch, devices, parts, own, most, largest):
     compiles, said, step = [], [], 16 if parts > 1 else 1
 
-    def compile_script(script, topology, options, memory_alone=False):
+    def compile_script(script, topology, options, planned=False):
         size = int(options[-1]) if options else own
         assert size % step == 0
-        compiles.extend([] if memory_alone else [size])
+        compiles.extend([] if planned else [size])
         settings = {"global_batch_size": size, "gradient_accumulation_steps": parts}
-        return a_report(devices=devices, fits=size <= (most if memory_alone else largest), settings=settings)
+        return a_report(devices=devices, fits=size <= (most if planned else largest), settings=settings)
 
     monkeypatch.setattr(search, "compile_script", compile_script)
     value, best = search.fit("script.py", f"v5litepod-{devices}", "global_batch_size", [], said.append)
@@ -607,7 +610,7 @@ def test_fit_finds_the_largest_and_compiles_that_alone(monkeypatch, devices, par
 
 
 def test_fit_ends_at_what_the_script_refuses(monkeypatch):
-    def compile_script(script, topology, options, memory_alone=False):
+    def compile_script(script, topology, options, planned=False):
         size = int(options[-1]) if options else 8
         if size > 12:
             raise search.ScriptError("the data set has 12 examples", 2)

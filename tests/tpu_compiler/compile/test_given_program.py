@@ -64,7 +64,7 @@ PLAIN = """module { func.func public @main(%x: tensor<1024x1024xf32>) -> tensor<
 
 def test_a_program_needs_no_attributes(forked, capsys, tmp_path):
     (tmp_path / "plain.mlir").write_text(PLAIN)
-    assert aot_tpu.main(["--hlo", f"{tmp_path}/plain.mlir", "--topology", "v6e-1", "--memory", "--json"]) == 0
+    assert aot_tpu.main(["--hlo", f"{tmp_path}/plain.mlir", "--topology", "v6e-1", "--plan", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["memory"]["inputs"] == 4 << 20 == pytest.approx(report["memory"]["activations"], abs=4096)
 

@@ -392,6 +392,25 @@ def test_memory_rules_out_without_a_compile():
         assert compiler.rules[1](SETTINGS | trial.changes) > 15.75
 
 
+def test_a_plan_comes_before_minutes_of_compiling():
+    """What does not fit by its plan, or is far slower by roofline, is not compiled; the answer is the same."""
+
+    def gib(now):
+        return 8 / now["gradient_accumulation_steps"] * (9 if now["attention"] == "plain" else 1)
+
+    compiler, plan = Compiler(speed, gib), Compiler(speed, gib)
+    best = Search(compiler, ["--attention=flash"], lambda _: None, 7200).run()
+    fewer = Compiler(speed, gib)
+    found = Search(fewer, ["--attention=flash"], lambda _: None, 7200, plan)
+    assert found.run().changes == best.changes
+    said = [trial.said for trial in found.trials if trial.said.startswith("not compiled")]
+    assert any("its plan has 18.00 of" in text for text in said) and any("by roofline" in text for text in said)
+    assert len(fewer.asked) < len(compiler.asked) - 3 and len(set(plan.asked)) == len(plan.asked)
+    short = Compiler(speed, gib, seconds=10.0)
+    Search(short, ["--attention=flash"], lambda _: None, 7200, Compiler(None)).run()  # a plan would raise
+    assert len(short.asked) == len(compiler.asked)
+
+
 def test_a_setting_that_does_not_fit_is_replaced_by_the_first_that_does():
     compiler = Compiler(speed, lambda now: 10.0 if now["remat"] else 20.0)
     best = Search(compiler, [], lambda _: None, 3600).run()

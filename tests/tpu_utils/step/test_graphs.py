@@ -285,6 +285,46 @@ def test_a_list_that_grows_is_named(device):
         calls(step, [(Remembering().to(device), torch.ones(4, 30).to(device))] * 2)
 
 
+class Fading(torch.nn.Linear):
+    """A rate that ends at zero, and a count of calls that is no part of the program."""
+
+    def __init__(self):
+        super().__init__(31, 2)
+        self.rate, self.count = 0.5, 0
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x) if self.rate == 0 else super().forward(x) * 3
+
+
+def test_a_number_of_a_module_that_changes_is_named(device):
+    model, x = Fading().to(device), torch.ones(4, 31).to(device)
+
+    @one_graph
+    def step(model, x):
+        return model(x)
+
+    def later():
+        yield from [(model, x)] * 3
+        model.rate = 0.0
+        yield model, x
+
+    with pytest.raises(RecompileError, match=r": model\.rate was 0\.5, is 0\.0 in the step after: that is"):
+        calls(step, later())
+
+
+def test_a_scalar_that_is_another_program_the_second_time_is_named(device):
+    @one_graph
+    def step(x, rate):
+        x.mul_(rate)
+        rate.mul_(0.5)
+
+    with pytest.raises(RecompileError, match=r"for the scalar rate \(give it the shape \(1,\)\)"):
+        calls(step, [(torch.ones(4, 37).to(device), torch.tensor(0.5).to(device))] * 3)
+    rate = torch.tensor([0.5]).to(device)
+    calls(step, [(torch.ones(4, 37).to(device), rate)] * 3)
+
+
 def test_a_layer_that_is_frozen_or_put_into_eval_mode_later_is_named(device):
     model = torch.nn.Sequential(torch.nn.Linear(29, 3), torch.nn.BatchNorm1d(3)).to(device)
     Tracked({"model": model}).make_inputs()

@@ -478,7 +478,7 @@ REFUSED = {
     "centred by the batch": ([(FORWARD, "        return self.head(x - x.mean(0))\n")], "of the same in"),
     "largest along the batch": (
         [swap(CORRECT, "argmax(1)", "argmax(0)")],
-        r"fails on 11 examples.*, at \S+:\d+ \(correct = ",
+        r"fails on 11 examples.*, at \S+:\d+ \(corr",
     ),
     "rows and classes mixed up": ([(FORWARD, "        return self.head(x).view(10, -1).T\n")], "of the same in"),
     "a tuple of outputs": ([(FORWARD, "        return self.head(x), x\n")], "expected one that takes what the"),

@@ -498,16 +498,14 @@ def rewrite(folder: Path, change, **more) -> None:
 
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+KEYS = "model.layers.0.self_attn.k_proj.weight"
 CHANGES = {
     "absent": (lambda t: t.pop(NORM), f"{NORM} is absent"),
     "unknown": (lambda t: t.update(score=torch.zeros(2)), "score is there"),
     "shape": (lambda t: t.update({NORM: torch.zeros(33)}), f"{NORM} is float32[33], expected float32, bfloat16"),
     "integers": (lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int32)}), f"{NORM} is int32[32]"),
     "untied": (lambda t: t.update({HEAD: t[EMBEDDING] + 1}), f"{HEAD} is not {EMBEDDING}"),
-    "mixed": (
-        lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 32).bfloat16()}),
-        "have several types",
-    ),
+    "mixed": (lambda t: t.update({KEYS: torch.zeros(16, 32).bfloat16()}), "have several types"),
 }
 
 

@@ -163,11 +163,8 @@ def test_what_is_sent_comes_back_on_another_machine_whatever_the_network_does(
         monkeypatch.setattr(storage, "REQUEST_SECONDS", 0.7)  # shorter than a stall
         proxy.plan = every(4, faults)
         run_dir, mirror = another_process("round_trip", "never")
-        content = {
-            "config.json": b"{}",
-            "metrics.jsonl": b'{"step": 7}\n' * 99,
-            "tensorboard/events.1": os.urandom(999),
-        }
+        content = {"config.json": b"{}", "metrics.jsonl": b'{"step": 7}\n' * 99}
+        content |= {"tensorboard/events.1": os.urandom(999)}
         folder = "checkpoints/step_00000007"
         content |= {f"{folder}/state.safetensors": os.urandom(9 * 2**20), f"{folder}/done": b"7"}
         content |= {f"{folder}/shards_00001.safetensors": os.urandom(99)}
@@ -615,11 +612,7 @@ def test_addresses_that_cannot_be_meant_are_refused(url):
     [
         ("gs://rusn/a", {}, "bucket rusn does not exist; check the name"),
         ("gs://forbidden/a", {}, "may not list, create, read and delete objects in bucket forbidden"),
-        (
-            "gs://runs/a",
-            {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"},
-            "no answer from Cloud Storage; check the network",
-        ),
+        ("gs://runs/a", {"STORAGE_EMULATOR_HOST": "http://127.0.0.1:9"}, "from Cloud Storage; check the network"),
         ("gs://runs/a", {"STORAGE_EMULATOR_HOST": None}, "run gcloud auth application-default login"),
         ("gs://runs/a", {"XDG_CACHE_HOME": "/dev/null"}, "room for the checkpoints in XDG_CACHE_HOME"),
         ("gs://runs/a", {"resume": "must"}, "gs://runs/a holds no complete checkpoint to go on from; check --run_dir"),

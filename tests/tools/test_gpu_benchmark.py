@@ -43,10 +43,8 @@ def test_the_reason_is_the_last_exception():
     errors = "Traceback\n  File\ntorch.OutOfMemoryError: CUDA out of memory. Tried\n  a hint\nanother hint\n"
     assert gpu.reason_in(errors).startswith("torch.OutOfMemoryError: CUDA")
     assert gpu.reason_in("warning\nerror: torch finds no GPU\n") == "error: torch finds no GPU"
-    assert (
-        gpu.reason_in("\u256d\u2500\n\u2502 invalid choice 'gpu' \u2502\n\u2570\u2500\u256f\n")
-        == "invalid choice 'gpu'"
-    )
+    boxed = "\u256d\u2500\n\u2502 invalid choice 'gpu' \u2502\n\u2570\u2500\u256f\n"
+    assert gpu.reason_in(boxed) == "invalid choice 'gpu'"
     assert gpu.reason_in("something\n\n") == "something" and gpu.reason_in("") == ""
 
 

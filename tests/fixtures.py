@@ -19,6 +19,7 @@ torch.set_num_threads(1)  # as the scripts that tests start
 # the longest first: of two workers none is left alone with one of them at the end
 LONGEST = (
     "cluster",
+    "lessons",
     "torch_compile_backend",
     "docs",
     "aot_tpu",
@@ -27,6 +28,7 @@ LONGEST = (
     "distributed",
     "simple_mnist",
     "speedrun",
+    "gpu_benchmark",
     "calibrate",
     "aot_modules",
     "torture",

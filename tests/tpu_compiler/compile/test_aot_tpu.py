@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +23,9 @@ from config import DdpMnistConfig, DistributedMnistConfig, ImageConfig, MnistCon
 from images.cifar_config import CifarConfig
 from language.options.transformer_options import TransformerConfig
 from tools.generate import GenerateConfig
-from tpu_compiler import ask
+from tpu_compiler import answer, ask
 from tpu_compiler.compile import tracing
+from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide import search
 from tpu_compiler.estimate import reading
 from tpu_compiler.estimate.report import COMMUNICATION_LABEL, ERROR, LABEL, PLANNED, Report
@@ -393,7 +394,8 @@ def compiled_as_run(name: str, *options: str) -> dict:
 
 
 def test_compiles_what_a_training_script_runs():
-    files = compiled_as_run("simple_mnist_tpu.py", "--num_epochs", "1", "--warmup_steps", "5")
+    small = ("--channels", "4", "--hidden_dim", "23")
+    files = compiled_as_run("simple_mnist_tpu.py", "--num_epochs", "1", "--warmup_steps", "5", *small)
     assert any(line.startswith("simple_mnist_tpu.py:") for line, _ in files["report.json"].costliest_lines)
 
 
@@ -456,7 +458,7 @@ def test_slots_of_a_mixture_change_places_once_there_and_once_back():
 ROWS = {row.name: row for row in budgets.read_rows()}
 PRESETS = [name for name in ROWS if re.fullmatch(r"\w+_tpu\.py \w+", name)]
 # the others, which share their step with the first or take a minute, are compiled where their trace has changed
-QUICK = ("simple_mnist_tpu.py quick_test", "transformer_tpu.py quick_test")
+QUICK = "simple_mnist_tpu.py quick_test"
 
 
 def test_no_preset_is_left_out():
@@ -478,25 +480,24 @@ def compile_row(row):
 
 
 @pytest.fixture(scope="module")
-def quick_rows():
-    """Reports of all presets that compile in seconds, two compiles at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        reports = {name: pool.submit(compile_row, ROWS[name]) for name in QUICK}
-        return {name: files.result() for name, files in reports.items()}
+def quick_row():
+    return compile_row(ROWS[QUICK])
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_every_preset_compiles_for_its_slice_as_in_the_budget(quick_rows, name):
-    assert_is_in_budget(quick_rows[name], ROWS[name])
+def test_a_preset_compiles_for_its_slice_as_in_the_budget(quick_row):
+    assert_is_in_budget(quick_row, ROWS[QUICK])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ROWS if name not in QUICK and (name in PRESETS or ROWS[name].fast)])
+@pytest.mark.parametrize("name", [name for name in ROWS if name != QUICK and (name in PRESETS or ROWS[name].fast)])
 def test_every_large_preset_and_headline_program_is_in_budget(name):
     """Headline programs that take less than a minute; benchmarks/budgets.py has the rest. A program that is traced as
     it was for the kept figures is not compiled again: it fitted, or there would be none."""
-    if not is_traced_as_before(ROWS[name]):
-        assert_is_in_budget(compile_row(ROWS[name]), ROWS[name])
+    if is_traced_as_before(ROWS[name]):
+        return
+    assert_is_in_budget(compile_row(ROWS[name]), ROWS[name])
+    if name in PRESETS:  # until the row is renewed, each run of this test compiles it
+        warnings.warn(f"{name} was compiled: benchmarks/budgets.py --renew --only '{name}'", stacklevel=1)
 
 
 def is_traced_as_before(row) -> bool:
@@ -508,9 +509,10 @@ def is_traced_as_before(row) -> bool:
     return done.stdout.split()[-1] == row.traced
 
 
-def test_the_hash_of_a_trace_knows_no_lines_and_sees_a_change_of_the_step(quick_rows, tmp_path):
-    row = ROWS["simple_mnist_tpu.py quick_test"]
-    row = dataclasses.replace(row, traced=quick_rows[row.name].traced)
+def test_the_hash_of_a_trace_knows_no_lines_and_sees_a_change_of_the_step(quick_row, tmp_path):
+    """The kept one is of the step as it is: else each run of the slow tests compiles every preset anew."""
+    row = ROWS[QUICK]
+    assert row.traced == quick_row.traced, f"python benchmarks/budgets.py --renew --only '{QUICK}', and other presets"
     assert is_traced_as_before(row)
     copy, text = tmp_path / "simple_mnist_tpu.py", (ROOT / "simple_mnist_tpu.py").read_text()
     of_copy = dataclasses.replace(row, ask=row.ask.replace("simple_mnist_tpu.py", str(copy)))
@@ -519,6 +521,15 @@ def test_the_hash_of_a_trace_knows_no_lines_and_sees_a_change_of_the_step(quick_
     assert text.count("F.relu(") >= 2
     copy.write_text(text.replace("F.relu(", "F.silu(", 1))
     assert not is_traced_as_before(of_copy)
+
+
+def test_a_new_field_of_a_trace_moves_no_hash_until_it_says_something():
+    traced = Traced(b"", ("inputs",), (False,), ("",))
+    assert answer.facts_of_inputs(traced) == [("inputs",), (False,), ("",), 1, 1]
+    assert answer.facts_of_inputs(dataclasses.replace(traced, seconds=2.0)) == answer.facts_of_inputs(traced)
+    others = [dict(partitions=8), dict(replicas=8), dict(given=True), dict(shardy=True), dict(free_outputs=(False,))]
+    facts = [str(answer.facts_of_inputs(dataclasses.replace(traced, **changes))) for changes in others]
+    assert len({*facts, str(answer.facts_of_inputs(traced))}) == 6
 
 
 def assert_is_in_budget(r, row):

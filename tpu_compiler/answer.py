@@ -25,6 +25,7 @@ from tpu_compiler.compile.newest import CHILD, compile_there, environment_versio
 from tpu_compiler.compile.planned import PLAN_VARIABLE, plan_program
 from tpu_compiler.compile.traced import Traced
 from tpu_compiler.decide.search import OUTPUT_VARIABLE
+from tpu_compiler.estimate.plan_prices import corner_share, with_prices
 from tpu_compiler.estimate.reading import (
     HOST,
     group_modules,
@@ -38,7 +39,6 @@ from tpu_compiler.estimate.reading import (
     shape_bytes,
 )
 from tpu_compiler.estimate.report import PLANNED, Report
-from tpu_compiler.estimate.roofline import corner_share, with_prices
 from tpu_compiler.estimate.rules import moved_bytes, ruled_ms
 from tpu_compiler.estimate.schedule import exposed_ms, read_host_transfers
 from tpu_utils.base.hardware import GIB, Topology, parse_topology

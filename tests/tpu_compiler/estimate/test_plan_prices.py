@@ -2,8 +2,8 @@
 
 import pytest
 
+from tpu_compiler.estimate.plan_prices import MATRIX_SHARE, MEMORY_SHARE, corner_share, product_flops, with_prices
 from tpu_compiler.estimate.reading import parse_program, read_cycles, scheduled
-from tpu_compiler.estimate.roofline import MATRIX_SHARE, MEMORY_SHARE, corner_share, product_flops, with_prices
 from tpu_utils.base.hardware import parse_topology
 
 V6E = parse_topology("v6e-8")

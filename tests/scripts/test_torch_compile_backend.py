@@ -91,7 +91,7 @@ except InputError as error:
 FUNCTIONS = """import os, runpy, sys
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import torch
-from tpu_utils.device import dynamo
+from tpu_utils.device import compile_step, dynamo
 
 seen, compile_graph = set(), dynamo._compile_graph
 
@@ -112,7 +112,7 @@ class Own(torch.autograd.Function):
     def backward(ctx, grad):
         return grad * 2
 
-@dynamo.compile_step
+@compile_step
 def own(x):
     Own.apply(x).sum().backward()
 
